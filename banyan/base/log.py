@@ -1,0 +1,38 @@
+"""Logging: one line per event that a human would act on, key=value, with a role prefix."""
+
+import logging
+import sys
+
+_FORMAT = "[%(asctime)s %(role)s] %(message)s"
+
+
+class _RoleFilter(logging.Filter):
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.role = self._role
+        return True
+
+
+def logger(name: str) -> logging.Logger:
+    """The logger of one module; `name` is the module's __name__."""
+    return logging.getLogger(name)
+
+
+def start_logging(role: str, level: str = "info") -> None:
+    """Send the package's log lines to stderr, marked with this process's role ("server", "rank1")."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
+    handler.addFilter(_RoleFilter(role))
+    root = logging.getLogger("banyan")
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    root.propagate = False
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """`text` made safe for a log line: control characters escaped, cut at `limit` characters."""
+    safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: limit + 1])
+    return safe if len(text) <= limit else safe[:limit] + "…"

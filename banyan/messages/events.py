@@ -1,0 +1,96 @@
+"""Messages from an engine to a front."""
+
+import msgspec
+
+from banyan.base.ids import RequestId
+from banyan.messages.plan import RowScores
+
+
+class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
+    """Newly decided output of one request, in order, without gaps or repeats."""
+
+    request: RequestId
+    first: int
+    """Index of the first token within the output (0 = first generated token)."""
+    tokens: bytes
+    """int32 ids; empty when the event carries only prompt scores."""
+    scores: list[RowScores] = []
+    """Log-probabilities by absolute position (prompt positions included)."""
+
+
+class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
+    """The request ended in order. Exactly one `Finished` or `Failed` ends every request."""
+
+    request: RequestId
+    reason: str
+    """"stop" | "length" | "abort"."""
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    matched: int = -1
+    """Token id that ended it, -1 for none (length, abort, the front's own StopAt)."""
+    retractions: int = 0
+    queue_s: float = 0.0
+
+
+class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
+    """The request failed alone. `status` is an HTTP status, `text` says what to do."""
+
+    request: RequestId
+    status: int
+    text: str
+    code: str = "engine_error"
+
+
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True, tag="reply"):
+    """Answer to one `Control`; `body` is JSON when the verb returns facts."""
+
+    call: int
+    ok: bool
+    text: str = ""
+    body: bytes = b""
+
+
+class Ready(msgspec.Struct, frozen=True, omit_defaults=True, tag="ready"):
+    """The engine can admit requests. Facts the front needs and people read."""
+
+    max_total_tokens: int
+    """Tokens the KV cache holds."""
+    max_request_tokens: int
+    """Longest prompt + output that one request may have."""
+    max_running: int
+    facts: bytes = b"{}"
+    """JSON: start-up phases in seconds, memory plan, kernel table, device."""
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="stats"):
+    """Heartbeat, at least once a second while the loop lives. Counters never go down."""
+
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    total_pages: int = 0
+    free_pages: int = 0
+    cached_pages: int = 0
+    held_pages: int = 0
+    in_flight_pages: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    computed_tokens: int = 0
+    """Prompt and output positions that went through the model."""
+    retractions: int = 0
+    finished: int = 0
+    failed: int = 0
+    step_age_s: float = 0.0
+    """Seconds since the oldest unfinished step was launched; 0 when none is in flight."""
+    leaked: int = 0
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The engine cannot go on; every open request has ended. Last message of an engine."""
+
+    text: str
+
+
+Event = Tokens | Finished | Failed | Reply | Ready | Stats | Fatal

@@ -1,0 +1,147 @@
+"""The step border: what the engine tells the runner (StepPlan), and what comes back (StepResult).
+
+Ranks apply a plan in this order: leaves, ops, joins, grants, copies "before", rows, copies "after".
+Nothing else may pass between engine and runner. Token ids travel as int32 little-endian bytes,
+log-probabilities as float32 little-endian bytes, masks as little-endian bits (bit i of the string =
+token i allowed).
+"""
+
+import msgspec
+
+from banyan.base.ids import NO_STEP, PageId, SlotId, StepId
+from banyan.messages.sampling import SamplingParams
+
+SAMPLE = 1
+"""Row.want: choose the token after the row's last position."""
+SCORE = 2
+"""Row.want: report log-probabilities of the tokens at positions ≥ Row.score_from."""
+POOL = 4
+"""Row.want: report the pooled vector of the row."""
+HIDDEN = 8
+"""Row.want: report the hidden state of the row's last position."""
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one request does in one step: run positions start … start+count−1 of its slot.
+
+    Positions below the slot's known length take the tokens that Join or `given` brought; the
+    position after the last known one takes the runner's own last sampled token. With drafts in
+    flight `start` is an upper bound, used only to grant pages: the true length is the runner's.
+    """
+
+    slot: SlotId
+    start: int
+    count: int
+    drafts: int = 0
+    """How many of `count` are draft tokens to verify (the runner's own, from its last result)."""
+    given: bytes = b""
+    """int32 ids for positions start …; only when nothing of this slot is in flight."""
+    want: int = 0
+    score_from: int = 0
+    masked: bool = False
+    """Sampling waits for this row's masks (drafts + 1 of them)."""
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """A request takes a slot. After a retraction `tokens` holds prompt + output so far."""
+
+    slot: SlotId
+    tokens: bytes
+    prompt_len: int
+    sampling: SamplingParams
+    score_top: int = 0
+    score_ids: tuple[int, ...] = ()
+    adapter: int = 0
+
+
+class PageGrant(msgspec.Struct, frozen=True, array_like=True):
+    """table[slot, group][first:first+len(pages)] = pages."""
+
+    slot: SlotId
+    group: int
+    first: int
+    pages: list[PageId]
+
+
+class PageCopy(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Copy one page of `group`. "before" is visible to this plan's rows, "after" sees their writes.
+
+    Its end is reported by CopyResult, possibly later than the step's own result. When a copy bound
+    to a row fails "before", the runner reports that row as failed too.
+    """
+
+    id: int
+    group: int
+    src: PageId
+    dst: PageId
+    when: str
+    row: int = -1
+    """Index into StepPlan.rows, or -1 when bound to no row."""
+
+
+class Mask(msgspec.Struct, frozen=True, array_like=True):
+    """Allowed tokens of one masked row: drafts + 1 bit masks, one after another."""
+
+    step: StepId
+    row: int
+    bits: bytes
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """One step's order sheet. Slots, pages and row order are the engine's decision alone."""
+
+    step: StepId
+    leaves: list[SlotId] = []
+    joins: list[Join] = []
+    grants: list[PageGrant] = []
+    copies: list[PageCopy] = []
+    rows: list[Row] = []
+    masks: list[Mask] = []
+    """Masks already known; those that depend on tokens in flight come from complete()."""
+    peers: list[int] = []
+    """Token counts agreed with the other replicas for this step; [] when there are none."""
+
+
+class RowScores(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Log-probabilities of consecutive positions of one request."""
+
+    row: int
+    """Index into StepPlan.rows (-1 once the engine has passed it on)."""
+    first: int
+    """Absolute position of the first scored token."""
+    logprobs: bytes
+    """float32 [n]."""
+    top_ids: bytes = b""
+    """int32 [n, top]."""
+    top_logprobs: bytes = b""
+    """float32 [n, top]."""
+    picked: bytes = b""
+    """float32 [n, len(score_ids)]."""
+
+
+class RowFailure(msgspec.Struct, frozen=True, array_like=True):
+    """One row failed; the others of the step are good."""
+
+    row: int
+    text: str
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Outcome of one plan. A whole-step failure has `error` and nothing else."""
+
+    step: StepId = NO_STEP
+    tokens: list[bytes] = []
+    """int32 ids per row: empty without SAMPLE, 1 … drafts+1 after a verify row."""
+    drafts: list[bytes] = []
+    """int32 ids per row that the runner will verify next; [] when nothing drafts."""
+    scores: list[RowScores] = []
+    failed: list[RowFailure] = []
+    error: str = ""
+    seconds: float = 0.0
+
+
+class CopyResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag="copies"):
+    """Copies that ended. Reaches the engine through receive(); needs no step."""
+
+    ids: list[int]
+    failed: list[int] = []

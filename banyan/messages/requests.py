@@ -1,0 +1,57 @@
+"""Messages from a front to an engine."""
+
+import msgspec
+
+from banyan.base.ids import RequestId
+from banyan.messages.sampling import SamplingParams
+
+NO_SCORES = -1
+"""`score_from` of a request that wants no log-probabilities."""
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
+    """Continue `tokens`. Answered by `Tokens`… and one `Finished` or `Failed`."""
+
+    request: RequestId
+    tokens: bytes
+    """Prompt, int32 little-endian."""
+    sampling: SamplingParams
+    origin: str = ""
+    """Which front asked, when an engine serves several."""
+    namespace: bytes = b""
+    """Prefix-cache namespace (tenant salt, extra key): only equal namespaces share pages."""
+    adapter: str = ""
+    priority: int = 0
+    score_from: int = NO_SCORES
+    """First position whose token's log-probability is wanted; prompt length = output only."""
+    score_top: int = 0
+    """How many best alternatives to report at each scored position."""
+    score_ids: tuple[int, ...] = ()
+    """Token ids whose log-probability is reported at each scored position."""
+    grammar: str = ""
+    """Constraint specification "kind:text" for the grammar backend; "" for none."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """The client has gone or asked to stop: end the request at any state. Unknown ids are ignored."""
+
+    request: RequestId
+
+
+class StopAt(msgspec.Struct, frozen=True, tag="stop_at"):
+    """The front's verdict on stop strings and regexes: keep `length` output tokens and finish."""
+
+    request: RequestId
+    length: int
+
+
+class Control(msgspec.Struct, frozen=True, omit_defaults=True, tag="control"):
+    """An administrative verb (see engine/control.py), answered by one `Reply` with the same call."""
+
+    call: int
+    verb: str
+    origin: str = ""
+    args: dict[str, str | int | float | bool] = {}
+
+
+Message = Generate | Abort | StopAt | Control
