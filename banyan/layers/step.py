@@ -1,0 +1,61 @@
+"""What a forward pass is given: the tensors of one step, and the attention that is bound to it.
+
+Layers see this and nothing of requests, slots or plans.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Facts of one attention layer that a backend needs.
+
+    Attributes:
+        layer: index of the layer within the model; the page store keeps K and V per layer.
+        group: cache group that the layer's pages belong to.
+        heads, kv_heads, head_dim: sizes on this rank.
+        scale: factor on q·k before the softmax.
+        window: tokens each position sees, itself included; 0 = all.
+        soft_cap: logits become cap·tanh(logits/cap); 0 = off.
+    """
+
+    layer: int
+    group: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+
+
+class StepAttention(Protocol):
+    """Attention bound to one step: its page tables, lengths and the page store."""
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k, v into the pages of this step's positions, then attend over each row's context.
+
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], rotated already.
+        returns: [tokens, heads, head_dim], same dtype as q.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Tensors of one step, on the device. Rows lie one after another along `tokens`.
+
+    Attributes:
+        tokens: [tokens] int64 ids.
+        positions: [tokens] int64, absolute position of each token in its request.
+        max_length: longest context of the step in tokens (dynamic RoPE needs it).
+        attention: attention bound to this step.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    max_length: int
+    attention: StepAttention
