@@ -1,0 +1,68 @@
+"""Frames between front and engine: one version byte, then msgpack of a list of messages.
+
+Knows how messages become bytes, and nothing of sockets. A frame that does not decode raises
+WireError and changes nothing.
+"""
+
+from typing import Generic, TypeVar
+
+import msgspec
+
+from banyan.messages.events import Event
+from banyan.messages.plan import CopyResult, StepPlan, StepResult
+from banyan.messages.requests import Message
+
+T = TypeVar("T")
+
+PROTOCOL = 1
+"""Raised whenever a message changes in a way that an older peer would misread."""
+
+MAX_FRAME_BYTES = 256 << 20
+
+
+class WireError(Exception):
+    """A frame of the wrong version, too large, or not what was expected."""
+
+
+class Codec(Generic[T]):
+    """Encodes and decodes frames that hold a list of T."""
+
+    def __init__(self, item: type[T]) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(list[item])
+
+    def encode(self, items: list[T]) -> bytes:
+        return bytes((PROTOCOL,)) + self._encoder.encode(items)
+
+    def decode(self, frame: bytes | memoryview) -> list[T]:
+        if not 1 < len(frame) <= MAX_FRAME_BYTES:
+            raise WireError(f"frame of {len(frame)} bytes; 2 to {MAX_FRAME_BYTES} are legal")
+        if frame[0] != PROTOCOL:
+            raise WireError(f"protocol {frame[0]}, this build speaks {PROTOCOL}")
+        try:
+            return self._decoder.decode(memoryview(frame)[1:])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise WireError(f"frame does not decode: {error}") from None
+
+
+def message_codec() -> Codec[Message]:
+    """Front to engine."""
+    return Codec(Message)
+
+
+def event_codec() -> Codec[Event]:
+    """Engine to front."""
+    return Codec(Event)
+
+
+def plan_codec() -> Codec[StepPlan]:
+    """Rank 0 to the other ranks."""
+    return Codec(StepPlan)
+
+
+def result_codec() -> Codec[StepResult]:
+    return Codec(StepResult)
+
+
+def copies_codec() -> Codec[CopyResult]:
+    return Codec(CopyResult)
