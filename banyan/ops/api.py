@@ -1,0 +1,140 @@
+"""The operations that layers and the runner call: signatures, shapes and dtypes, nothing else.
+
+`ops/reference.py` defines what is correct; `ops/bind.py` chooses what runs and hands out one bound
+`Ops` object. Letters: tokens, rows, heads, kv_heads, head_dim, pages; T is the activation dtype.
+Every result of a token depends on its own sequence only, whatever else is in the batch.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from banyan.ops.stored import StoredWeight
+
+
+class PackedLinear(Protocol):
+    """A weight in the form of the kernel that multiplies with it, chosen once at load."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x·Wᵀ + bias.
+
+        x: [tokens, in] T; bias: [out] T or None.
+        returns: [tokens, out] T, accumulated in fp32 or better.
+        """
+        ...
+
+
+class Ops(Protocol):
+    """One bound implementation per op. Never dispatches per call."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) · weight, the mean in fp32.
+
+        x: [tokens, dim] T; weight: [dim] T.
+        returns: [tokens, dim] T.
+        """
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream moves on and is normalised: rms_norm(x + residual) and x + residual.
+
+        x, residual: [tokens, dim] T; weight: [dim] T. Neither input is changed.
+        returns: normed [tokens, dim] T, sum [tokens, dim] T.
+        """
+        ...
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate the pairs (i, i + head_dim/2) of every head by the angle of its token.
+
+        q: [tokens, heads, head_dim] T; k: [tokens, kv_heads, head_dim] T;
+        cos, sin: [tokens, head_dim/2] fp32.
+        returns: q, k rotated, same shapes and dtypes.
+        """
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) · up, gate and up lying side by side.
+
+        gate_up: [tokens, 2·dim] T.
+        returns: [tokens, dim] T.
+        """
+        ...
+
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu(gate) · up with the exact (erf) gelu; shapes as silu_and_mul."""
+        ...
+
+    def gelu_tanh_and_mul(self, gate_up: Tensor) -> Tensor:
+        """gelu(gate) · up with the tanh approximation; shapes as silu_and_mul."""
+        ...
+
+    def embedding(self, tokens: Tensor, table: Tensor, first: int) -> Tensor:
+        """Rows of a table that holds the ids first, first + 1, …; ids outside it give zeros.
+
+        tokens: [tokens] int64; table: [ids, dim] T.
+        returns: [tokens, dim] T.
+        """
+        ...
+
+    def pack_linear(self, weight: StoredWeight) -> PackedLinear:
+        """Bring a weight [out, in] into the form of the kernel chosen for its storage type.
+
+        Called at load, once per weight.
+        """
+        ...
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, flat_locations: Tensor
+    ) -> None:
+        """Store k and v of this step's tokens; k_pages and v_pages change in place.
+
+        k, v: [tokens, kv_heads, head_dim] T;
+        k_pages, v_pages: [num_pages, page_size, kv_heads, head_dim] of the cache dtype;
+        flat_locations: [tokens] int64, page · page_size + offset. Several tokens may share a
+        location of page 0 (padding); what remains there is one of them.
+        """
+        ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        page_tables: Tensor,
+        row_starts: Tensor,
+        context_lengths: Tensor,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        """Causal attention of rows of any count over their pages, this step's K and V included.
+
+        Token j of row r stands at position p = context_lengths[r] + j and sees the positions
+        max(0, p − window + 1) … p (all up to p when window is 0); the others are never read as
+        numbers, so pages may hold anything there. Query head h uses kv head h // (heads/kv_heads).
+
+        q: [tokens, heads, head_dim] T, row r owns row_starts[r] … row_starts[r + 1] − 1;
+        k_pages, v_pages: [num_pages, page_size, kv_heads, head_dim] of the cache dtype;
+        page_tables: [rows, max_pages] int32; row_starts: [rows + 1] int32;
+        context_lengths: [rows] int32, positions before this step's tokens;
+        scale: factor on q·k; soft_cap: logits become cap·tanh(logits/cap), 0 = off.
+        returns: [tokens, heads, head_dim] T, softmax and sums in fp32.
+        """
+        ...
+
+
+OP_NAMES = (
+    "rms_norm",
+    "add_rms_norm",
+    "rotary",
+    "silu_and_mul",
+    "gelu_and_mul",
+    "gelu_tanh_and_mul",
+    "embedding",
+    "linear",
+    "write_kv",
+    "paged_attention",
+)
+"""The names a table of kernels and a forced choice may use; "linear" is chosen per weight type."""

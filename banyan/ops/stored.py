@@ -1,0 +1,156 @@
+"""Weights as a checkpoint stores them: plain floats or blocks of quantised values, one row at a time.
+
+Knows no files and no layers. Block layouts follow the GGUF specification (ggml-quants): a block is
+32 values along the input dimension, so rows can be cut and reordered without unpacking.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from banyan.base.errors import ModelError
+
+BLOCK = 32
+"""Values per block of the quantised types."""
+
+
+@dataclass(frozen=True)
+class StorageType:
+    """How one type lies in memory.
+
+    Attributes:
+        values: values per unit, 1 for floats.
+        size_bytes: bytes per unit.
+        unpack: [units, size_bytes] uint8 -> [units, values] float.
+    """
+
+    values: int
+    size_bytes: int
+    unpack: Callable[[Tensor], Tensor]
+
+    @property
+    def is_float(self) -> bool:
+        return self.values == 1
+
+
+def _scale(blocks: Tensor, start: int) -> Tensor:
+    """The fp16 number at byte `start` of each block, as fp32. [blocks, 1]"""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Low halves of the 16 bytes are values 0…15, high halves 16…31. [blocks, 32] uint8"""
+    return torch.cat([packed & 15, packed >> 4], dim=1)
+
+
+def _unpack_q4_0(blocks: Tensor) -> Tensor:
+    return _scale(blocks, 0) * (_nibbles(blocks[:, 2:]).to(torch.int8) - 8).float()
+
+
+def _unpack_q4_1(blocks: Tensor) -> Tensor:
+    return _scale(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _scale(blocks, 2)
+
+
+def _unpack_q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].contiguous().view(torch.int8).float() * _scale(blocks, 0)
+
+
+def _float(dtype: torch.dtype) -> StorageType:
+    return StorageType(1, dtype.itemsize, lambda units: units.clone().view(dtype))
+
+
+STORAGE_TYPES = {
+    "F32": _float(torch.float32),
+    "F16": _float(torch.float16),
+    "BF16": _float(torch.bfloat16),
+    "Q4_0": StorageType(BLOCK, 18, _unpack_q4_0),
+    "Q4_1": StorageType(BLOCK, 20, _unpack_q4_1),
+    "Q8_0": StorageType(BLOCK, 34, _unpack_q8_0),
+}
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One tensor of a checkpoint, or a cut of it.
+
+    Attributes:
+        type: a name of STORAGE_TYPES.
+        shape: logical shape, outermost first.
+        raw: [*shape[:-1], bytes of the last dimension] uint8; may alias a read-only file.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    raw: Tensor
+
+    @staticmethod
+    def from_bytes(type: str, shape: tuple[int, ...], raw: Tensor) -> "StoredWeight":
+        """Wrap flat uint8 bytes; ModelError when type, shape and size do not fit together."""
+        if type not in STORAGE_TYPES:
+            raise ModelError(
+                f"weights of type {type} cannot be read",
+                hint=f"convert the model to one of: {', '.join(STORAGE_TYPES)}",
+            )
+        storage = STORAGE_TYPES[type]
+        last = shape[-1] if shape else 1
+        row_bytes, rest = last // storage.values * storage.size_bytes, last % storage.values
+        rows = 1
+        for size in shape[:-1]:
+            rows *= size
+        if rest or rows * row_bytes != raw.numel():
+            raise ModelError(
+                f"a {type} tensor of shape {list(shape)} cannot have {raw.numel()} bytes"
+            )
+        return StoredWeight(type, shape, raw.view(*shape[:-1], row_bytes))
+
+    @staticmethod
+    def from_tensor(tensor: Tensor) -> "StoredWeight":
+        """A float tensor as a stored weight (shares memory)."""
+        names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+        return StoredWeight(
+            names[tensor.dtype], tuple(tensor.shape), tensor.contiguous().view(torch.uint8)
+        )
+
+    def cut(self, dim: int, start: int, stop: int) -> "StoredWeight":
+        """The part [start, stop) along `dim`; unpacks when the cut would go through a block."""
+        shape = (*self.shape[:dim], stop - start, *self.shape[dim + 1 :])
+        if dim < len(self.shape) - 1:
+            return StoredWeight(self.type, shape, self.raw.narrow(dim, start, stop - start))
+        storage = STORAGE_TYPES[self.type]
+        if start % storage.values or stop % storage.values:
+            return StoredWeight.from_tensor(self.dense.narrow(dim, start, stop - start))
+        first, last = (n // storage.values * storage.size_bytes for n in (start, stop))
+        return StoredWeight(self.type, shape, self.raw[..., first:last])
+
+    def pair_halves(self, head_dim: int) -> "StoredWeight":
+        """Rows of each head from the order 0, 1, 2, … of interleaved pairs to first halves, then
+        second halves, so that the pair (2i, 2i + 1) becomes (i, i + head_dim/2)."""
+        raw = self.raw if len(self.shape) > 1 else self.raw.view(self.shape[0], -1)
+        row_bytes = raw.shape[-1]
+        pairs = raw.reshape(-1, head_dim // 2, 2, row_bytes).transpose(1, 2)
+        return StoredWeight(self.type, self.shape, pairs.reshape(self.raw.shape))
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """The values as a float tensor of `shape`; blocks become fp32, floats keep their dtype.
+
+        Kept while this object lives, so that two users (tied embeddings) share one tensor.
+        """
+        storage = STORAGE_TYPES[self.type]
+        units = self.raw.reshape(-1, storage.size_bytes)
+        return storage.unpack(units).reshape(self.shape)
+
+
+def stack(weights: Sequence[StoredWeight]) -> StoredWeight:
+    """Lay weights over one another along the output dimension; mixed types become fp32."""
+    if len(weights) == 1:
+        return weights[0]
+    shape = (sum(w.shape[0] for w in weights), *weights[0].shape[1:])
+    if all(w.type == weights[0].type for w in weights):
+        raws = [w.raw.reshape(w.shape[0], -1) for w in weights]
+        raw = torch.cat(raws)
+        return StoredWeight(weights[0].type, shape, raw if len(shape) > 1 else raw.view(-1))
+    return StoredWeight.from_tensor(torch.cat([w.dense.float() for w in weights]))
