@@ -1,0 +1,447 @@
+"""KVCache: what the scheduler knows of memory. One radix tree, many groups, one pool per group.
+
+A running request holds a Lease. Its page table in a FULL group looks like this:
+
+    | cached: tree nodes that the lease locks | private: pages that the lease owns | not granted |
+    0                                  path length × unit                      granted
+
+Pages move from private to cached when they are full (`publish`). Where the tree already holds the
+same unit from another writer, the lease locks that node too and keeps its own page private.
+
+Knows page ids and counts; not tensors, not bytes, not when or why.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from banyan.base.ids import NO_STEP, PADDING_PAGE, PageId, SlotId, StepId
+from banyan.memory.eviction import EvictionKey
+from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup, unit_tokens
+from banyan.memory.pool import PagePool
+from banyan.memory.radix import Node, RadixTree
+from banyan.memory.stamps import Horizon
+from banyan.messages.plan import PageCopy, PageGrant
+
+TOKEN_BYTES = 4
+_VOID = "\0void"
+"""Writer of a checkpoint whose content proved wrong; no request may bear this name."""
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """Where the pages of one group are: free + cached + held + in_flight == total."""
+
+    total: int
+    free: int
+    cached: int
+    held: int
+    in_flight: int
+
+    @property
+    def leaked(self) -> int:
+        return self.total - self.free - self.cached - self.held - self.in_flight
+
+
+@dataclass
+class Lease:
+    """What one running request holds. Taken by `KVCache.lease`, ended by `KVCache.release`."""
+
+    slot: SlotId
+    namespace: bytes
+    priority: int
+    path: list[Node] = field(default_factory=list)
+    """Nodes of the prefix, from the root; all of them locked in the FULL groups."""
+    tables: list[list[PageId]] = field(default_factory=list)
+    """Per group, page of each index; padding where a window page has gone."""
+    private: list[dict[int, PageId]] = field(default_factory=list)
+    """Per group, the table indices whose pages this lease owns."""
+    locked: list[dict[int, Node]] = field(default_factory=list)
+    """Per group, path index -> node that this lease locks."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """Longest usable prefix of a request, found by `probe`; valid until the cache changes."""
+
+    path: list[Node]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _OpenCopy:
+    """A state copy that has not ended. `node` is its source (restore) or its target (checkpoint)."""
+
+    group: int
+    node: Node
+    page: PageId
+    is_checkpoint: bool
+    step: StepId
+    writer: str
+
+
+class KVCache:
+    """Pools, tree and leases of one replica.
+
+    Args:
+        groups: cache groups in plan order.
+        eviction_key: which unlocked node goes first.
+        share: False turns the radix tree off (nothing is published or matched).
+    """
+
+    def __init__(
+        self, groups: tuple[CacheGroup, ...], eviction_key: EvictionKey, share: bool = True
+    ) -> None:
+        self.groups = groups
+        self.unit = unit_tokens(groups)
+        self.horizon = Horizon()
+        self.pools = [PagePool(g.num_pages, self.horizon) for g in groups]
+        self.tree = RadixTree(
+            groups, eviction_key, lambda g, pages, stamp: self.pools[g].release(pages, stamp)
+        )
+        self._share = share
+        self._has_state = any(g.kind == STATE for g in groups)
+        self._promises: dict[StepId, list[Node]] = {}
+        self._copies: dict[int, _OpenCopy] = {}
+        self._next_copy = 1
+        self._held = [0] * len(groups)
+
+    # -- finding and taking a prefix ---------------------------------------------------------
+
+    def probe(self, namespace: bytes, tokens: bytes | bytearray, limit: int) -> Match:
+        """Longest prefix of at most `limit` tokens that is valid in every group. Changes nothing."""
+        if not self._share:
+            return Match([], 0)
+        path = list(self.tree.walk(namespace, self._keys(tokens, 0, limit // self.unit)))
+        depth = len(path)
+        while depth and not self._is_usable(path, depth):
+            depth -= 1
+        return Match(path[:depth], depth * self.unit)
+
+    def lease(
+        self, slot: SlotId, namespace: bytes, match: Match, priority: int
+    ) -> tuple[Lease, list[PageGrant]]:
+        """Lock a matched prefix for a request that takes `slot`. The match must be fresh."""
+        lease = Lease(slot, namespace, priority, path=list(match.path))
+        grants: list[PageGrant] = []
+        depth = len(match.path)
+        for node in match.path:
+            self.tree.touch(node, priority)
+        for g, group in enumerate(self.groups):
+            lease.tables.append([])
+            lease.private.append({})
+            lease.locked.append({})
+            if group.kind == STATE:
+                continue
+            first = 0 if group.kind == FULL else self._first_needed(group, depth * self.unit)
+            for index in range(depth):
+                node = match.path[index]
+                if index >= first // self.unit:
+                    self._lock(lease, g, index, node)
+                    lease.tables[g] += node.pages[g]
+                else:
+                    lease.tables[g] += [PADDING_PAGE] * (self.unit // group.page_tokens)
+            if depth:
+                grants.append(PageGrant(slot, g, 0, list(lease.tables[g])))
+        return lease, grants
+
+    def restores(self, lease: Lease, row: int, step: StepId) -> list[PageCopy]:
+        """Copies that bring the states of a matched prefix into the lease's live pages."""
+        copies: list[PageCopy] = []
+        if not lease.path:
+            return copies
+        node = lease.path[-1]
+        for g, group in enumerate(self.groups):
+            if group.kind == STATE:
+                self.tree.lock(node, g)
+                source = node.pages[g][0]
+                copies.append(
+                    self._open(_OpenCopy(g, node, source, False, step, ""), lease.tables[g][0], row)
+                )
+        return copies
+
+    # -- room ---------------------------------------------------------------------------------
+
+    def missing(self, lease: Lease, tokens: int) -> list[int]:
+        """Per group, pages still to be taken so that `tokens` positions have a place."""
+        return [
+            max(0, group.pages_for(tokens) - len(lease.tables[g]))
+            for g, group in enumerate(self.groups)
+        ]
+
+    def has_room(self, pages: list[int]) -> bool:
+        """Whether these pages per group are free, evictable, or on their way back."""
+        return all(want <= self._in_reach(g) for g, want in enumerate(pages))
+
+    def admits(self, match: Match, tokens: int, chunk: int, reserve: list[int]) -> bool:
+        """Whether a request of `tokens` positions with this match fits beside `reserve` pages.
+
+        `chunk` is the longest row: a WINDOW group never holds more than window + chunk positions.
+        """
+        for g, group in enumerate(self.groups):
+            want = group.peak_pages(tokens, chunk)
+            shared = sum(len(node.pages[g]) for node in match.path) if group.kind != STATE else 0
+            idle = sum(len(node.pages[g]) for node in match.path if not node.locks[g])
+            if max(0, want - shared) + reserve[g] > self._in_reach(g) - idle:
+                return False
+        return True
+
+    def fits_alone(self, tokens: int, chunk: int) -> bool:
+        """Whether a request of `tokens` positions could run with the whole cache to itself."""
+        return all(
+            group.peak_pages(tokens, chunk) <= pool.total
+            for group, pool in zip(self.groups, self.pools, strict=True)
+        )
+
+    def grow(self, lease: Lease, tokens: int) -> list[PageGrant] | None:
+        """Give the lease pages for `tokens` positions; None (and nothing changed) without room."""
+        wanted = self.missing(lease, tokens)
+        if not any(wanted):
+            return []
+        if not self._make_room(wanted):
+            return None
+        grants: list[PageGrant] = []
+        for g, count in enumerate(wanted):
+            if not count:
+                continue
+            first = len(lease.tables[g])
+            pages = self.pools[g].take(count)
+            self._held[g] += count
+            lease.tables[g] += pages
+            lease.private[g].update(zip(range(first, first + count), pages, strict=True))
+            grants.append(PageGrant(lease.slot, g, first, pages))
+        return grants
+
+    # -- sharing what was computed ------------------------------------------------------------
+
+    def publish(
+        self, lease: Lease, tokens: bytes | bytearray, computed: int, step: StepId, writer: str
+    ) -> None:
+        """Move the units below `computed` tokens into the tree.
+
+        `step` is the step that writes them (they are promised until it completes), NO_STEP when
+        they are written already.
+        """
+        if not self._share:
+            return
+        for key in self._keys(tokens, len(lease.path), computed // self.unit):
+            parent = lease.path[-1] if lease.path else None
+            if parent is not None and not parent.is_attached:
+                return  # the prefix proved wrong: its users are about to be recomputed
+            node, is_new = self.tree.insert(lease.namespace, parent, key)
+            index = len(lease.path)
+            lease.path.append(node)
+            if is_new:
+                node.priority = lease.priority
+            took = [
+                self._hand_over(lease, g, index, node)
+                for g, group in enumerate(self.groups)
+                if group.kind != STATE
+            ]
+            if step != NO_STEP and any(took):
+                node.promised, node.writer = step, writer
+                self._promises.setdefault(step, []).append(node)
+
+    def slide(self, lease: Lease, lowest: int) -> None:
+        """Let window pages go that no row starting at `lowest` or later reads."""
+        for g, group in enumerate(self.groups):
+            if group.kind != WINDOW:
+                continue
+            first = self._first_needed(group, lowest)
+            stamp = self.horizon.now()
+            gone = [i for i in lease.private[g] if (i + 1) * group.page_tokens <= first]
+            for index in gone:
+                lease.tables[g][index] = PADDING_PAGE
+                self.pools[g].release([lease.private[g].pop(index)], stamp)
+                self._held[g] -= 1
+            for index in [i for i in lease.locked[g] if (i + 1) * self.unit <= first]:
+                self.tree.unlock(lease.locked[g].pop(index), g, stamp)
+
+    def checkpoint_at(self, known: int, start: int) -> int:
+        """Position after `start` at which a row should end so that a state can be kept; 0 = none."""
+        if not (self._has_state and self._share):
+            return 0
+        border = known // self.unit * self.unit
+        return border if border > start else 0
+
+    def checkpoints(
+        self, lease: Lease, end: int, row: int, step: StepId, writer: str
+    ) -> list[PageCopy]:
+        """Copies that keep the states of a prefix of `end` published tokens, if there is room."""
+        if end != len(lease.path) * self.unit or not lease.path[-1].is_attached:
+            return []
+        copies: list[PageCopy] = []
+        node = lease.path[-1]
+        for g, group in enumerate(self.groups):
+            if group.kind != STATE or node.pages[g] or self._is_copied_to(node, g):
+                continue
+            if self._make_room([1 if i == g else 0 for i in range(len(self.groups))]):
+                (page,) = self.pools[g].take(1)
+                self._held[g] += 1
+                copies.append(
+                    self._open(
+                        _OpenCopy(g, node, page, True, step, writer), lease.tables[g][0], row
+                    )
+                )
+        return copies
+
+    # -- letting go ---------------------------------------------------------------------------
+
+    def release(self, lease: Lease) -> None:
+        """End a lease: private pages return, locks go. The stamp keeps both from steps in flight."""
+        stamp = self.horizon.now()
+        for g in range(len(self.groups)):
+            pages = list(lease.private[g].values())
+            self._held[g] -= len(pages)
+            self.pools[g].release(pages, stamp)
+            for index in sorted(lease.locked[g], reverse=True):
+                self.tree.unlock(lease.locked[g][index], g, stamp)
+            lease.private[g].clear()
+            lease.locked[g].clear()
+        lease.path.clear()
+
+    def settle(self, step: StepId) -> None:
+        """A step is complete: its promises hold, and pages whose stamps have passed are free."""
+        self.horizon.completed = step
+        for node in self._promises.pop(step, ()):
+            node.promised, node.writer = NO_STEP, ""
+        self._settle_pools()
+
+    def end_copies(self, ids: list[int], failed: list[int]) -> list[Node]:
+        """Copies have ended; returns the source nodes of restores that failed."""
+        broken: list[Node] = []
+        for copy_id in (*ids, *failed):
+            copy = self._copies.pop(copy_id, None)
+            if copy is None:
+                continue
+            del self.horizon.open_copies[copy_id]
+            is_good = copy_id not in failed
+            if copy.is_checkpoint:
+                self._held[copy.group] -= 1
+                wanted = copy.node.is_attached and not copy.node.pages[copy.group]
+                if is_good and wanted and copy.writer != _VOID:
+                    self.tree.attach(copy.node, copy.group, [copy.page], self.horizon.now())
+                else:
+                    self.pools[copy.group].release([copy.page], self.horizon.now())
+            else:
+                self.tree.unlock(copy.node, copy.group, self.horizon.now())
+                if not is_good:
+                    broken.append(copy.node)
+        self._settle_pools()
+        return broken
+
+    def forget_promises(self, step: StepId, writer: str = "") -> list[Node]:
+        """Rule R2's other half: drop what steps ≥ `step` promised (of one writer, or of all).
+
+        Returns the dropped roots; every lease whose path has a detached node must recompute.
+        """
+        dropped: list[Node] = []
+        for promised_at in sorted(s for s in self._promises if s >= step):
+            for node in self._promises[promised_at]:
+                if node.is_attached and writer in ("", node.writer):
+                    self.tree.drop_subtree(node, self.horizon.now())
+                    dropped.append(node)
+        for copy_id, copy in self._copies.items():
+            if copy.is_checkpoint and copy.step >= step and writer in ("", copy.writer):
+                self._copies[copy_id] = replace(copy, writer=_VOID)
+        return dropped
+
+    def drop_state(self, node: Node) -> None:
+        """A state that could not be read back is not offered again."""
+        for g, group in enumerate(self.groups):
+            if group.kind == STATE and node.is_attached and node.pages[g] and not node.locks[g]:
+                self.tree.drop_pages(node, g)
+
+    def flush(self) -> None:
+        """Evict everything that no request uses."""
+        self.tree.clear()
+
+    # -- accounts -----------------------------------------------------------------------------
+
+    def ledger(self, group: int) -> Ledger:
+        pool = self.pools[group]
+        return Ledger(pool.total, pool.free, self.tree.cached[group], self._held[group], pool.limbo)
+
+    def check(self, leases: list[Lease]) -> None:
+        """Raise AssertionError unless every page has exactly one owner and every count is true."""
+        self.tree.check()
+        for g, pool in enumerate(self.pools):
+            pool.check()
+            ledger = self.ledger(g)
+            assert not ledger.leaked, f"group {g}: {ledger} leaks {ledger.leaked} pages"
+            owned = [p for lease in leases for p in lease.private[g].values()]
+            owned += [c.page for c in self._copies.values() if c.group == g and c.is_checkpoint]
+            assert len(owned) == self._held[g], (
+                f"group {g}: held {self._held[g]}, found {len(owned)}"
+            )
+            owned += [p for node in self.tree.nodes() for p in node.pages[g]]
+            assert len(set(owned)) == len(owned), f"group {g}: a page has two owners"
+
+    # -- details ------------------------------------------------------------------------------
+
+    def _keys(self, tokens: bytes | bytearray, first: int, last: int) -> Iterator[bytes]:
+        size = self.unit * TOKEN_BYTES
+        return (bytes(tokens[i * size : (i + 1) * size]) for i in range(first, last))
+
+    def _first_needed(self, group: CacheGroup, start: int) -> int:
+        """Lowest position that a row starting at `start` reads in a WINDOW group."""
+        return max(0, start - group.window + 1)
+
+    def _is_usable(self, path: list[Node], depth: int) -> bool:
+        for g, group in enumerate(self.groups):
+            if group.kind == STATE:
+                if not path[depth - 1].pages[g]:
+                    return False
+            elif group.kind == WINDOW:
+                first = self._first_needed(group, depth * self.unit) // self.unit
+                if not all(path[i].pages[g] for i in range(first, depth)):
+                    return False
+        return True
+
+    def _lock(self, lease: Lease, g: int, index: int, node: Node) -> None:
+        self.tree.lock(node, g)
+        lease.locked[g][index] = node
+
+    def _hand_over(self, lease: Lease, g: int, index: int, node: Node) -> bool:
+        """Move the lease's pages of one unit to the node unless it has its own; lock it."""
+        per_unit = self.unit // self.groups[g].page_tokens
+        indices = range(index * per_unit, (index + 1) * per_unit)
+        owns_all = all(i in lease.private[g] for i in indices)
+        takes = owns_all and not node.pages[g] and node.promised == NO_STEP
+        if takes:
+            pages = [lease.private[g].pop(i) for i in indices]
+            self._held[g] -= len(pages)
+            self._lock(lease, g, index, node)
+            self.tree.attach(node, g, pages, self.horizon.now())
+        elif self.groups[g].kind == FULL:
+            self._lock(lease, g, index, node)
+        return takes
+
+    def _open(self, copy: _OpenCopy, live: PageId, row: int) -> PageCopy:
+        copy_id = self._next_copy
+        self._next_copy += 1
+        self._copies[copy_id] = copy
+        self.horizon.open_copies[copy_id] = None
+        if copy.is_checkpoint:
+            return PageCopy(copy_id, copy.group, live, copy.page, "after", row)
+        return PageCopy(copy_id, copy.group, copy.page, live, "before", row)
+
+    def _is_copied_to(self, node: Node, g: int) -> bool:
+        return any(
+            c.node is node and c.group == g and c.is_checkpoint for c in self._copies.values()
+        )
+
+    def _in_reach(self, g: int) -> int:
+        return self.pools[g].free + self.pools[g].limbo + self.tree.evictable[g]
+
+    def _make_room(self, wanted: list[int]) -> bool:
+        """Evict what the pool lacks; pages on their way back are waited for, not evicted anew."""
+        for g, count in enumerate(wanted):
+            shortage = count - self.pools[g].free - self.pools[g].limbo
+            if shortage > 0:
+                self.tree.evict(g, shortage)
+        return all(count <= self.pools[g].free for g, count in enumerate(wanted))
+
+    def _settle_pools(self) -> None:
+        for pool in self.pools:
+            pool.settle()

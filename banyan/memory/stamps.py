@@ -1,0 +1,42 @@
+"""Stamps: when a page that was let go may be given to somebody else (rule R1 of the border).
+
+Steps complete in the order of their launch. A stamp names everything that was in flight when a
+page was released; once all of it is complete, nothing can still read or write that page.
+"""
+
+from dataclasses import dataclass
+
+from banyan.base.ids import NO_STEP, StepId
+
+
+@dataclass(frozen=True)
+class Stamp:
+    step: StepId
+    copies: tuple[int, ...] = ()
+
+
+NEVER_USED = Stamp(NO_STEP)
+
+
+class Horizon:
+    """Which steps and copies are in flight."""
+
+    def __init__(self) -> None:
+        self.launched = NO_STEP
+        self.completed = NO_STEP
+        self.open_copies: dict[int, None] = {}
+
+    def now(self) -> Stamp:
+        """Stamp for something released at this moment."""
+        return Stamp(self.launched, tuple(self.open_copies))
+
+    def passed(self, stamp: Stamp) -> bool:
+        """Whether everything that the stamp names is complete."""
+        return stamp.step <= self.completed and not any(
+            copy in self.open_copies for copy in stamp.copies
+        )
+
+    @property
+    def is_clear(self) -> bool:
+        """Nothing is in flight: no step, no copy."""
+        return self.launched == self.completed and not self.open_copies
