@@ -70,7 +70,8 @@ class Match:
 
 @dataclass(frozen=True)
 class _OpenCopy:
-    """A state copy that has not ended. `node` is its source (restore) or its target (checkpoint)."""
+    """A state copy that has not ended. `node` is the source of a restore, the target of a
+    checkpoint."""
 
     group: int
     node: Node
@@ -100,7 +101,7 @@ class KVCache:
             groups, eviction_key, lambda g, pages, stamp: self.pools[g].release(pages, stamp)
         )
         self._share = share
-        self._has_state = any(g.kind == STATE for g in groups)
+        self.has_state = any(g.kind == STATE for g in groups)
         self._promises: dict[StepId, list[Node]] = {}
         self._copies: dict[int, _OpenCopy] = {}
         self._next_copy = 1
@@ -109,7 +110,7 @@ class KVCache:
     # -- finding and taking a prefix ---------------------------------------------------------
 
     def probe(self, namespace: bytes, tokens: bytes | bytearray, limit: int) -> Match:
-        """Longest prefix of at most `limit` tokens that is valid in every group. Changes nothing."""
+        """Longest prefix of ≤ `limit` tokens that is valid in every group. Changes nothing."""
         if not self._share:
             return Match([], 0)
         path = list(self.tree.walk(namespace, self._keys(tokens, 0, limit // self.unit)))
@@ -258,8 +259,8 @@ class KVCache:
                 self.tree.unlock(lease.locked[g].pop(index), g, stamp)
 
     def checkpoint_at(self, known: int, start: int) -> int:
-        """Position after `start` at which a row should end so that a state can be kept; 0 = none."""
-        if not (self._has_state and self._share):
+        """Where a row after `start` should end so that a state can be kept; 0 = anywhere."""
+        if not (self.has_state and self._share):
             return 0
         border = known // self.unit * self.unit
         return border if border > start else 0
@@ -288,7 +289,7 @@ class KVCache:
     # -- letting go ---------------------------------------------------------------------------
 
     def release(self, lease: Lease) -> None:
-        """End a lease: private pages return, locks go. The stamp keeps both from steps in flight."""
+        """End a lease: private pages return, locks go, both stamped with what is in flight."""
         stamp = self.horizon.now()
         for g in range(len(self.groups)):
             pages = list(lease.private[g].values())

@@ -11,7 +11,7 @@ FULL = "full"
 WINDOW = "window"
 """Only the last `window` positions are read; pages below return while the request runs."""
 STATE = "state"
-"""One page holds the running state of the whole prefix; copies of it mark positions to resume at."""
+"""One page holds the running state of the whole prefix; copies of it mark where to resume."""
 
 
 @dataclass(frozen=True)
@@ -47,5 +47,5 @@ class CacheGroup:
 
 
 def unit_tokens(groups: tuple[CacheGroup, ...]) -> int:
-    """Tokens per radix node: the least common multiple, so that a node is whole pages of each group."""
+    """Tokens per radix node: a multiple of every group's page, so that a node is whole pages."""
     return lcm(*(g.page_tokens for g in groups))

@@ -12,7 +12,7 @@ nodes under a lock-free node are lock-free as well.
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
-from banyan.base.ids import NO_STEP, PageId, StepId
+from banyan.base.ids import NO_STEP, PageId
 from banyan.memory.groups import FULL, CacheGroup
 from banyan.memory.stamps import NEVER_USED, Stamp
 

@@ -1,0 +1,51 @@
+"""Who enters, and who gives pages back. Pure functions over requests and the cache's counts."""
+
+from banyan.memory.cache import KVCache, Match
+from banyan.memory.groups import FULL
+from banyan.scheduler.budget import Limits, NewTokenRatio
+from banyan.scheduler.request import Request
+
+
+def prefix_of(request: Request, cache: KVCache) -> Match:
+    """Longest cached prefix that the request may use.
+
+    At least the last known token is computed, and so is every position whose logits are scored.
+    """
+    limit = request.known - 1
+    if request.wants_scores:
+        limit = min(limit, max(0, request.scored_to - 1))
+    return cache.probe(request.generate.namespace, request.tokens, limit)
+
+
+def reserve(running: list[Request], cache: KVCache, ratio: NewTokenRatio) -> list[int]:
+    """Pages per group that running requests are expected to take yet."""
+    pages = [0] * len(cache.groups)
+    for request in running:
+        tokens = request.known - request.planned + ratio.expects(request)
+        for g, group in enumerate(cache.groups):
+            if group.kind == FULL:
+                pages[g] += -(-max(0, tokens) // group.page_tokens)
+    return pages
+
+
+def may_enter(
+    request: Request,
+    match: Match,
+    cache: KVCache,
+    limits: Limits,
+    ratio: NewTokenRatio,
+    reserved: list[int],
+) -> bool:
+    """Whether there is room for the request's known tokens and its share of the expected ones."""
+    expected = 1 + (ratio.expects(request) if any(reserved) else 0)
+    tokens = min(request.known + expected, request.limit)
+    return cache.admits(match, max(tokens, request.known), limits.chunk_tokens, reserved)
+
+
+def victims(running: list[Request], starved: Request) -> list[Request]:
+    """Who is retracted so that `starved` can go on, first victim first.
+
+    Only requests of lower rank: the oldest request of the highest priority always runs to its
+    end, so retraction cannot go round in circles.
+    """
+    return [r for r in reversed(running) if r.rank > starved.rank]

@@ -1,0 +1,43 @@
+"""PlanDraft: a step plan while it is being put together."""
+
+from banyan.base.ids import SlotId, StepId
+from banyan.messages.plan import Join, Mask, PageCopy, PageGrant, Row, StepPlan
+from banyan.scheduler.request import Flight
+
+
+class PlanDraft:
+    """Collects what goes into one StepPlan, and the flights that will expect its results."""
+
+    def __init__(self, step: StepId, leaves: list[SlotId], chunk_tokens: int) -> None:
+        self.step = step
+        self.leaves = leaves
+        self.joins: list[Join] = []
+        self.grants: list[PageGrant] = []
+        self.copies: list[PageCopy] = []
+        self.rows: list[Row] = []
+        self.masks: list[Mask] = []
+        self.flights: list[Flight] = []
+        self.budget = chunk_tokens
+        """Known tokens that the step may still take on."""
+        self.is_starved = False
+        """A running request lacks pages, so nobody new is admitted."""
+        self.starved_of: list[int] = []
+        """Pages per group that the last starved request lacks."""
+        self.has_decode = False
+
+    @property
+    def has_work(self) -> bool:
+        """Leaves, joins and grants alone can wait for the next plan with rows."""
+        return bool(self.rows or self.copies)
+
+    def plan(self, peers: list[int]) -> StepPlan:
+        return StepPlan(
+            step=self.step,
+            leaves=self.leaves,
+            joins=self.joins,
+            grants=self.grants,
+            copies=self.copies,
+            rows=self.rows,
+            masks=self.masks,
+            peers=peers,
+        )

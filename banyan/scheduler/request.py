@@ -1,0 +1,113 @@
+"""Request: one generation as the scheduler sees it. Numbers only; knows no pages but its lease."""
+
+from collections import deque
+from dataclasses import dataclass
+
+from banyan.base.ids import NO_STEP, PADDING_SLOT, SlotId, StepId
+from banyan.grammar.base import Grammar
+from banyan.memory.cache import TOKEN_BYTES, Lease
+from banyan.messages.requests import Generate
+
+WAITING = "waiting"
+"""In the queue; after a retraction possibly with results still in flight."""
+RUNNING = "running"
+"""Holds a slot and a lease."""
+FINISHED = "finished"
+"""Has sent its last event."""
+
+
+@dataclass
+class Flight:
+    """One row in flight."""
+
+    request: "Request"
+    step: StepId
+    row: int
+    samples: int
+    """Most tokens the row can yield: 0 without sampling, drafts + 1 after a verify row."""
+    awaits_mask: bool = False
+    restores: bool = False
+    """A state copy bound to the row may fail; then the request recomputes without it."""
+    is_void: bool = False
+    """The result will be ignored."""
+
+
+class Request:
+    """State of one generation between submit and finish.
+
+    Known tokens (prompt and decided output) and planned positions relate like this:
+
+        | planned: K/V written or being written | known, to be planned |          prefill
+        | planned, known − 1 written for sure   | pending: sampled, in flight |    decode
+    """
+
+    def __init__(self, generate: Generate, grammar: Grammar | None, now: float, order: int) -> None:
+        assert generate.tokens
+        self.generate = generate
+        self.id = generate.request
+        self.sampling = generate.sampling
+        self.grammar = grammar
+        self.tokens = bytearray(generate.tokens)
+        self.prompt_len = len(generate.tokens) // TOKEN_BYTES
+        self.limit = self.prompt_len + generate.sampling.max_new_tokens
+        """Known tokens at which the request ends."""
+        self.rank = (-generate.priority, order)
+        """Who goes first: higher priority, then earlier arrival."""
+        self.state = WAITING
+        self.slot = PADDING_SLOT
+        self.lease: Lease | None = None
+        self.planned = 0
+        """Positions that rows cover already; an upper bound while drafts are in flight."""
+        self.flights: deque[Flight] = deque()
+        self.has_drafts = False
+        """The runner proposes drafts for this slot (it has sampled since the join)."""
+        self.next_drafts: list[int] = []
+        """Those drafts, when the runner has told them."""
+        self.scored_to = generate.score_from
+        """First position whose score has not been passed on."""
+        self.score_from = generate.score_from
+        """`scored_to` at the join: what rows are asked for."""
+        self.submitted_s = now
+        self.admitted_s = -1.0
+        self.cached_tokens = 0
+        self.retractions = 0
+        self.is_suspect = False
+        """Was part of a step that failed as a whole; runs alone until it proves itself."""
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def output_len(self) -> int:
+        return self.known - self.prompt_len
+
+    @property
+    def pending(self) -> int:
+        """Most tokens that are sampled but not yet known."""
+        return sum(flight.samples for flight in self.flights)
+
+    @property
+    def wants_scores(self) -> bool:
+        return self.generate.score_from >= 0
+
+    @property
+    def last_sampled_at(self) -> StepId:
+        """Step of the newest sampling row in flight."""
+        return max((f.step for f in self.flights if f.samples), default=NO_STEP)
+
+    def enter(self, slot: SlotId, lease: Lease, cached: int) -> None:
+        """WAITING -> RUNNING, with `cached` tokens found in the cache."""
+        assert self.state == WAITING and not self.flights
+        self.state, self.slot, self.lease = RUNNING, slot, lease
+        self.planned = cached
+        self.has_drafts, self.next_drafts = False, []
+        self.score_from = self.scored_to
+
+    def leave(self, state: str) -> SlotId:
+        """RUNNING -> WAITING or FINISHED; returns the slot it held. Its lease has been released."""
+        assert self.state == RUNNING
+        slot = self.slot
+        self.state, self.slot, self.lease = state, PADDING_SLOT, None
+        self.planned = 0
+        return slot

@@ -1,0 +1,121 @@
+"""RowPlanner: the next row of one running request. There is no prefill and no decode here, only
+how far a request's planned positions are behind its known and pending tokens.
+"""
+
+from enum import Enum
+
+from banyan.grammar.base import masks_for
+from banyan.memory.cache import KVCache, Lease
+from banyan.messages.plan import SAMPLE, SCORE, Mask, Row
+from banyan.scheduler.budget import Limits
+from banyan.scheduler.draft import PlanDraft
+from banyan.scheduler.request import Flight, Request
+
+
+class Planned(Enum):
+    ROW = "row"
+    NOTHING = "nothing"
+    """The request waits for something in flight, or the step's budget is used up."""
+    STARVED = "starved"
+    """Its next row lacks pages."""
+
+
+class RowPlanner:
+    """Adds rows to a plan, with their pages, masks and copies."""
+
+    def __init__(self, cache: KVCache, limits: Limits) -> None:
+        self._cache = cache
+        self._limits = limits
+
+    def plan(self, request: Request, draft: PlanDraft, restores: bool = False) -> Planned:
+        """Plan the next row of `request`; `restores` when it starts on a matched state."""
+        lease = request.lease
+        assert lease is not None
+        count, drafts = self._extent(request, draft)
+        if not count:
+            return Planned.NOTHING
+        start, pending = request.planned, request.pending
+        end = start + count
+        self._cache.slide(lease, start if not self._limits.drafts else min(start, request.known))
+        grants = self._cache.grow(lease, end)
+        if grants is None:
+            draft.is_starved, draft.starved_of = True, self._cache.missing(lease, end)
+            return Planned.STARVED
+        draft.grants += grants
+        row = len(draft.rows)
+        samples = self._samples(request, end - drafts, pending, drafts)
+        flight = Flight(request, draft.step, row, samples, restores=restores)
+        if restores:
+            draft.copies += self._cache.restores(lease, row, draft.step)
+        if samples and request.grammar is not None:
+            self._mask(request, draft, flight, drafts)
+        draft.rows.append(self._row(request, start, count, drafts, flight))
+        draft.flights.append(flight)
+        request.flights.append(flight)
+        request.planned = end
+        if not pending:
+            draft.budget -= count - drafts
+            self._share(request, lease, draft, end, row)
+        draft.has_decode |= bool(samples and count == drafts + 1)
+        return Planned.ROW
+
+    def _extent(self, request: Request, draft: PlanDraft) -> tuple[int, int]:
+        """(count, drafts) of the next row; count 0 = no row now."""
+        start, known, pending = request.planned, request.known, request.pending
+        if pending:
+            if known + pending >= request.limit or not self._gap_is_over(request, draft):
+                return 0, 0
+            drafts = self._drafts(request, pending)
+            return 1 + drafts, drafts
+        count = min(known - start, draft.budget)
+        if count <= 0:
+            return 0, 0
+        border = self._cache.checkpoint_at(known, start)
+        if border:
+            return min(count, border - start), 0
+        if count == 1 and request.has_drafts:
+            drafts = self._drafts(request, 0)
+            return 1 + drafts, drafts
+        return count, 0
+
+    def _drafts(self, request: Request, pending: int) -> int:
+        left = request.limit - request.known - pending
+        return max(0, min(self._limits.drafts, left - 1))
+
+    def _gap_is_over(self, request: Request, draft: PlanDraft) -> bool:
+        return draft.step - request.last_sampled_at > self._limits.token_gap
+
+    def _samples(self, request: Request, end: int, pending: int, drafts: int) -> int:
+        """Most tokens that a row ending at `end` (drafts left out) can yield."""
+        reaches_last = pending > 0 or end == request.known
+        return drafts + 1 if reaches_last and request.known < request.limit else 0
+
+    def _mask(self, request: Request, draft: PlanDraft, flight: Flight, drafts: int) -> None:
+        assert request.grammar is not None
+        if any(f.samples for f in request.flights):
+            flight.awaits_mask = True
+            return
+        bits = masks_for(request.grammar, request.next_drafts[:drafts])
+        draft.masks.append(Mask(draft.step, flight.row, bits))
+
+    def _row(self, request: Request, start: int, count: int, drafts: int, flight: Flight) -> Row:
+        want = SAMPLE if flight.samples else 0
+        reach = start + count if flight.samples else min(start + count, request.known - 1)
+        if request.wants_scores and reach >= request.score_from:
+            want |= SCORE
+        return Row(
+            slot=request.slot,
+            start=start,
+            count=count,
+            drafts=drafts,
+            want=want,
+            score_from=max(0, request.score_from),
+            masked=bool(flight.samples) and request.grammar is not None,
+        )
+
+    def _share(self, request: Request, lease: Lease, draft: PlanDraft, end: int, row: int) -> None:
+        """Promise the full units of a row of known tokens to whoever comes next (rule R2)."""
+        end = min(end, request.known)
+        self._cache.publish(lease, request.tokens, end, draft.step, request.id)
+        if self._cache.checkpoint_at(request.known, end - 1) == end:
+            draft.copies += self._cache.checkpoints(lease, end, row, draft.step, request.id)

@@ -1,0 +1,371 @@
+"""Scheduler: decides what every step computes. The only giver of slots and pages.
+
+Given the same calls it makes the same plans: no clock, no randomness, no address order. Knows
+nothing of text, tensors, sockets or model families.
+"""
+
+from array import array
+
+from banyan.base.errors import RequestError
+from banyan.base.ids import RequestId, StepId
+from banyan.grammar.base import Grammar, GrammarFactory, masks_for
+from banyan.memory.cache import TOKEN_BYTES, KVCache
+from banyan.messages.events import Tokens
+from banyan.messages.plan import CopyResult, Join, Mask, RowScores, StepResult
+from banyan.messages.requests import Generate
+from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims
+from banyan.scheduler.budget import Limits, NewTokenRatio
+from banyan.scheduler.draft import PlanDraft
+from banyan.scheduler.order import QueueOrder
+from banyan.scheduler.request import RUNNING, Flight, Request
+from banyan.scheduler.roster import Roster
+from banyan.scheduler.rows import Planned, RowPlanner
+
+
+class Scheduler:
+    """Decides over the requests and the cache of one replica.
+
+    Args:
+        cache: pages and prefixes.
+        limits: what may not be exceeded.
+        order: in which order waiting requests are tried.
+        grammars: compiles `Generate.grammar`; None when there is no backend.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        limits: Limits,
+        order: QueueOrder,
+        grammars: GrammarFactory | None = None,
+    ) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.roster = Roster(cache, limits.max_running)
+        self.counters = self.roster.counters
+        self._order = order
+        self._grammars = grammars
+        self._flights: dict[StepId, list[Flight]] = {}
+        self._planner = RowPlanner(cache, limits)
+        self._ratio = NewTokenRatio(limits.conservativeness)
+        self._has_suspects = False
+        self._arrivals = 0
+        self._now = 0.0
+
+    # -- from the front -----------------------------------------------------------------------
+
+    def submit(self, generate: Generate, now: float) -> None:
+        """Queue a request, or answer at once why not."""
+        try:
+            self._check_fits(generate)
+            grammar = self._compile(generate.grammar)
+        except RequestError as error:
+            self.roster.refuse(generate.request, error.status, str(error), error.code)
+            return
+        self._arrivals += 1
+        self.roster.add(Request(generate, grammar, now, self._arrivals))
+
+    def abort(self, request_id: RequestId, now: float) -> None:
+        """End a request at any state; unknown ids have ended already."""
+        request = self.roster.find(request_id)
+        if request is not None:
+            self.roster.finish(request, "abort", now)
+
+    def stop_at(self, request_id: RequestId, length: int, now: float) -> None:
+        """The front found a stop text: keep `length` output tokens."""
+        request = self.roster.find(request_id)
+        if request is not None:
+            self._keep(request, length)
+            self.roster.finish(request, "stop", now)
+
+    def end_copies(self, result: CopyResult) -> None:
+        for node in self.cache.end_copies(result.ids, result.failed):
+            self.cache.drop_state(node)
+
+    def flush(self) -> bool:
+        """Empty the cache; False (and nothing done) while requests are alive."""
+        if len(self.roster):
+            return False
+        self.cache.flush()
+        return True
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def schedule(self, step: StepId, now: float) -> PlanDraft:
+        """What step `step` should do; a draft without work is not launched."""
+        self._now = now
+        draft = PlanDraft(step, self.roster.leaves, self.limits.chunk_tokens)
+        suspect = self._suspect()
+        if suspect is not None:
+            self._run_alone(suspect, draft)
+        else:
+            self._plan_running(draft)
+            self._admit(draft)
+        if draft.has_work:
+            self.roster.leaves = []
+            self._flights[step] = draft.flights
+            self.counters.steps += 1
+            self.counters.computed_tokens += sum(row.count for row in draft.rows)
+            if draft.has_decode:
+                self._ratio.decay()
+        return draft
+
+    def commit(self, result: StepResult, now: float) -> None:
+        """Take in the outcome of the oldest step in flight."""
+        self._now = now
+        flights = self._flights.pop(result.step, [])
+        if result.error:
+            self._fail_step(result, flights)
+            return
+        for failure in result.failed:
+            self._fail_row(flights[failure.row], failure.text)
+        self.cache.settle(result.step)
+        scores: dict[int, list[RowScores]] = {}
+        for score in result.scores:
+            scores.setdefault(score.row, []).append(score)
+        for flight in flights:
+            if not flight.is_void:
+                drafts = result.drafts[flight.row] if result.drafts else b""
+                row_scores = scores.get(flight.row, [])
+                self._accept(flight, result.tokens[flight.row], drafts, row_scores)
+        if not len(self.roster):
+            self._ratio.reset()
+
+    @property
+    def is_idle(self) -> bool:
+        return not len(self.roster)
+
+    def check(self) -> None:
+        """Raise AssertionError when a page, slot or request is counted wrongly."""
+        self.roster.check()
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def _plan_running(self, draft: PlanDraft) -> None:
+        for request in list(self.roster.running):
+            if request.state != RUNNING:
+                continue  # retracted for a request of higher rank
+            if self._planner.plan(request, draft) is Planned.STARVED:
+                self._make_way(request, draft.starved_of)
+
+    def _make_way(self, starved: Request, wanted: list[int]) -> None:
+        """Retract until the pages that `starved` lacks are at least on their way back."""
+        for victim in victims(self.roster.running, starved):
+            if self.cache.has_room(wanted):
+                return
+            self.roster.retract(victim)
+        if self.cache.has_room(wanted):
+            return
+        if len(self.roster.running) > 1:
+            self.roster.retract(starved)
+        elif self.cache.horizon.is_clear:
+            text = f"needs {wanted} more pages, which the cache does not have"
+            self.roster.fail(starved, 500, text, "out_of_pages")
+        self._ratio.retracted(self.roster.running)
+
+    def _admit(self, draft: PlanDraft) -> None:
+        if draft.is_starved or not self.roster.waiting:
+            return
+        reserved = reserve(self.roster.running, self.cache, self._ratio)
+        for request in list(self._order(self.roster.waiting, self._probe)):
+            if request.flights:
+                continue  # a retracted request whose last token is still in flight
+            if draft.budget <= 0 or not self.roster.free_slots:
+                return
+            if not self._enter(request, draft, reserved):
+                return
+            for g, pages in enumerate(reserve([request], self.cache, self._ratio)):
+                reserved[g] += pages
+
+    def _enter(self, request: Request, draft: PlanDraft, reserved: list[int]) -> bool:
+        """Give a slot, a lease and the first row; False (and nothing changed) without room."""
+        match = prefix_of(request, self.cache)
+        if not may_enter(request, match, self.cache, self.limits, self._ratio, reserved):
+            return False
+        slot = self.roster.free_slots.pop()
+        generate = request.generate
+        lease, grants = self.cache.lease(slot, generate.namespace, match, generate.priority)
+        self.roster.enter(request, slot, lease, match.tokens)
+        at_grants = len(draft.grants)
+        restores = self.cache.has_state and match.tokens > 0
+        if self._planner.plan(request, draft, restores) is not Planned.ROW:
+            self.roster.step_back(request)
+            return False
+        draft.grants[at_grants:at_grants] = grants
+        draft.joins.append(
+            Join(
+                slot=slot,
+                tokens=bytes(request.tokens),
+                prompt_len=request.prompt_len,
+                sampling=request.sampling,
+                score_top=generate.score_top,
+                score_ids=generate.score_ids,
+            )
+        )
+        if request.admitted_s < 0:
+            request.admitted_s, request.cached_tokens = self._now, match.tokens
+            self.counters.cached_tokens += match.tokens
+        return True
+
+    def _suspect(self) -> Request | None:
+        """The oldest request that was part of a failed step and has not proved itself since."""
+        if self._has_suspects:
+            for request in self.roster.waiting + self.roster.running:
+                if request.is_suspect:
+                    return request
+            self._has_suspects = False
+        return None
+
+    def _run_alone(self, suspect: Request, draft: PlanDraft) -> None:
+        """After a step failed as a whole, run its requests one at a time to find the culprit."""
+        if self._flights:
+            return
+        if suspect.state == RUNNING:
+            self._planner.plan(suspect, draft)
+            return
+        nothing = [0] * len(self.cache.groups)
+        while not self._enter(suspect, draft, nothing) and self.roster.running:
+            self.roster.retract(self.roster.running[-1])
+
+    def _probe(self, request: Request) -> int:
+        return prefix_of(request, self.cache).tokens
+
+    # -- results ------------------------------------------------------------------------------
+
+    def _accept(
+        self, flight: Flight, sampled: bytes, drafts: bytes, scores: list[RowScores]
+    ) -> None:
+        """Append what a row yielded, pass it on, and see whether the request ends."""
+        request = flight.request
+        assert request.flights[0] is flight
+        request.flights.popleft()
+        tokens = array("i", sampled)
+        if flight.samples and request.lease is not None:
+            request.planned -= flight.samples - len(tokens)  # rejected drafts
+            request.has_drafts, request.next_drafts = True, list(array("i", drafts))
+        tokens, matched = self._cut(request, tokens)
+        first = request.output_len
+        request.tokens += tokens.tobytes()
+        request.is_suspect = request.is_suspect and not flight.samples
+        self.counters.output_tokens += len(tokens)
+        for score in scores:
+            request.scored_to = max(request.scored_to, score.first + len(score.logprobs) // 4)
+        if tokens or scores:
+            passed_on = [RowScores(-1, *_values(score)) for score in scores]
+            self.roster.events.append(Tokens(request.id, first, tokens.tobytes(), passed_on))
+        if request.lease is not None and tokens:
+            self.cache.publish(request.lease, request.tokens, request.known - 1, 0, request.id)
+        if not self._advance(request, tokens):
+            return
+        if matched >= 0:
+            self.roster.finish(request, "stop", self._now, matched)
+        elif request.known >= request.limit and (tokens or request.planned >= request.known):
+            self.roster.finish(request, "length", self._now)
+        else:
+            self._release_mask(request)
+
+    def _cut(self, request: Request, tokens: "array[int]") -> tuple["array[int]", int]:
+        """The tokens up to the request's end, and the stop id among them (-1 for none)."""
+        tokens = tokens[: request.limit - request.known]
+        for i, token in enumerate(tokens):
+            length = request.output_len + i + 1
+            if token in request.sampling.stop_ids and length > request.sampling.min_new_tokens:
+                return tokens[: i + 1], token
+        return tokens, -1
+
+    def _advance(self, request: Request, tokens: "array[int]") -> bool:
+        """Move the request's grammar; False when a token broke it (the request has failed)."""
+        if request.grammar is None:
+            return True
+        for token in tokens:
+            if not request.grammar.accept(token):
+                text = f"token {token} does not fit the grammar"
+                self.roster.fail(request, 500, text, "grammar_error")
+                return False
+        return True
+
+    def _release_mask(self, request: Request) -> None:
+        """The next row in flight can be masked once the token before it is known (rule R4)."""
+        if request.grammar is None or not request.flights:
+            return
+        flight = request.flights[0]
+        if flight.awaits_mask:
+            flight.awaits_mask = False
+            bits = masks_for(request.grammar, request.next_drafts[: flight.samples - 1])
+            self.roster.masks.append(Mask(flight.step, flight.row, bits))
+
+    # -- failures -----------------------------------------------------------------------------
+
+    def _fail_row(self, flight: Flight, text: str) -> None:
+        """One row failed: its request alone, and whoever relied on the pages it promised."""
+        if flight.is_void:
+            return
+        request = flight.request
+        if flight.restores:
+            self.roster.recompute(request)
+        else:
+            self.roster.fail(request, 500, text)
+        self._drop_promises(flight.step, request.id)
+
+    def _fail_step(self, result: StepResult, flights: list[Flight]) -> None:
+        """A step failed as a whole: recompute everything, its requests one at a time."""
+        alive = [f.request for f in flights if not f.is_void]
+        if len(alive) == 1:
+            self.roster.fail(alive[0], 500, result.error)
+        else:
+            for request in alive:
+                request.is_suspect = self._has_suspects = True
+        self._drop_promises(result.step, "")
+        self.cache.settle(result.step)
+        for request in list(self.roster.running):
+            self.roster.recompute(request)
+        for request in self.roster.waiting:
+            self.roster.void(request)
+
+    def _drop_promises(self, step: StepId, writer: str) -> None:
+        if not self.cache.forget_promises(step, writer):
+            return
+        for request in list(self.roster.running):
+            assert request.lease is not None
+            if not all(node.is_attached for node in request.lease.path):
+                self.roster.recompute(request)
+        for request in self.roster.waiting:
+            self.roster.void(request)  # retracted: which pages it read is no longer known
+
+    # -- the door -----------------------------------------------------------------------------
+
+    def _check_fits(self, generate: Generate) -> None:
+        known = len(generate.tokens) // TOKEN_BYTES
+        total = known + generate.sampling.max_new_tokens
+        limits = self.limits
+        if self.roster.find(generate.request) is not None:
+            raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
+        if not known:
+            raise RequestError("The prompt is empty", hint="Send at least one token.")
+        if total > limits.max_request_tokens:
+            raise RequestError(
+                f"{known} prompt tokens and {generate.sampling.max_new_tokens} new tokens are more "
+                f"than the {limits.max_request_tokens} that one request may have",
+                code="context_length_exceeded",
+            )
+        if not self.cache.fits_alone(total, limits.chunk_tokens):
+            raise RequestError(
+                f"{total} tokens do not fit in the cache", code="context_length_exceeded"
+            )
+        if limits.max_queued and len(self.roster.waiting) >= limits.max_queued:
+            raise RequestError("The request queue is full.", status=503, code="queue_full")
+
+    def _compile(self, text: str) -> Grammar | None:
+        if not text:
+            return None
+        if self._grammars is None:
+            raise RequestError("Constrained output is not available: no grammar backend is loaded")
+        return self._grammars(text)
+
+    def _keep(self, request: Request, length: int) -> None:
+        keep = max(0, min(length, request.output_len))
+        del request.tokens[(request.prompt_len + keep) * TOKEN_BYTES :]
+
+
+def _values(score: RowScores) -> tuple[int, bytes, bytes, bytes, bytes]:
+    return score.first, score.logprobs, score.top_ids, score.top_logprobs, score.picked
