@@ -1,0 +1,116 @@
+"""A checkpoint file mapped read-only into memory, and the tensors its header names.
+
+Shared by the GGUF and safetensors readers: opening, bounds, zero-copy views and the checks on where
+tensors lie. Knows no format.
+"""
+
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from banyan.base.errors import ModelError
+from banyan.base.log import printable
+
+MAX_TENSORS = 250_000
+"""Tensors that one file may name. The largest published models have fewer than 100,000 in all."""
+
+MAX_DIMS = 8
+"""Dimensions that one tensor may have."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint file."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Outermost dimension first; () is a scalar."""
+    type: str
+    """The format's own name: "F32", "BF16", "Q4_K" …"""
+    offset: int
+    """First byte, counted from the start of the file."""
+    size_bytes: int
+
+
+class MappedFile:
+    """Base of the readers. The file must not change while it is open.
+
+    Args:
+        path: a regular file.
+        kind: what the file should be, for messages ("GGUF").
+
+    Raises:
+        ModelError: the file is missing, unreadable, empty or not a regular file.
+    """
+
+    def __init__(self, path: str, kind: str) -> None:
+        self.path = path
+        self.kind = kind
+        self.tensors: dict[str, TensorInfo] = {}
+        try:
+            status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode):
+                raise self.error("it is not a regular file", "name a file, not a folder or pipe")
+            if status.st_size == 0:
+                raise self.error("the file is empty", "copy or download it again")
+            with open(path, "rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise self.error(
+                f"cannot open it: {error.strerror}", "check the path and its permissions"
+            ) from None
+        self.size_bytes = len(self._map)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the mapping go; with views still in use it lives until the last of them is gone."""
+        try:
+            self._map.close()
+        except BufferError:
+            # A view keeps the map alive by itself; dropping our reference is all that is left.
+            self._map = mmap.mmap(-1, 1)
+
+    def bytes_of(self, name: str) -> memoryview:
+        """The raw bytes of one tensor, read-only and without a copy.
+
+        Raises:
+            ModelError: the file has no such tensor.
+        """
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise self.error(f"it has no tensor {printable(name)!r}", "check the model's family")
+        return memoryview(self._map)[tensor.offset : tensor.offset + tensor.size_bytes]
+
+    def error(self, text: str, hint: str = "the file is damaged; download it again") -> ModelError:
+        return ModelError(f"{self.kind} file {printable(self.path)!r}: {text}", hint)
+
+    def _check_layout(self) -> None:
+        """Refuse tensors that leave the file or share bytes."""
+        previous: TensorInfo | None = None
+        for tensor in sorted(self.tensors.values(), key=lambda t: (t.offset, t.size_bytes)):
+            end = tensor.offset + tensor.size_bytes
+            if end > self.size_bytes:
+                raise self.error(
+                    f"tensor {printable(tensor.name)!r} ends at byte {end:,}, the file has "
+                    f"{self.size_bytes:,}",
+                    "the file is cut short or damaged; download it again",
+                )
+            if previous is not None and tensor.offset < previous.offset + previous.size_bytes:
+                raise self.error(
+                    f"tensors {printable(previous.name)!r} and {printable(tensor.name)!r} overlap "
+                    f"at byte {tensor.offset:,}"
+                )
+            previous = tensor
