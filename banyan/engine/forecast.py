@@ -1,0 +1,36 @@
+"""StepForecast: how long the step in flight will take, so that the next one is planned late (R9).
+
+A plan made early cannot take in a request that arrives a moment later; a plan made late lets the
+runner idle. So the loop plans when the step in flight has just enough time left.
+"""
+
+SMOOTHING = 0.3
+"""Weight of the newest measurement."""
+LEAD_S = 0.002
+"""Time kept for planning, on top of twice the measured planning time."""
+
+
+class StepForecast:
+    """Running means of step seconds by size class (powers of two of tokens), and of planning."""
+
+    def __init__(self) -> None:
+        self._step_s: dict[int, float] = {}
+        self._plan_s = 0.0
+
+    def measured(self, tokens: int, seconds: float) -> None:
+        size = tokens.bit_length()
+        before = self._step_s.get(size, seconds)
+        self._step_s[size] = before + SMOOTHING * (seconds - before)
+
+    def planned(self, seconds: float) -> None:
+        self._plan_s += SMOOTHING * (seconds - self._plan_s)
+
+    def wait(self, tokens: int, running_s: float) -> float:
+        """Seconds until the next step should be planned.
+
+        Args:
+            tokens: size of the step that runs now.
+            running_s: how long it has been running.
+        """
+        expected = self._step_s.get(tokens.bit_length(), 0.0)
+        return max(0.0, expected - running_s - LEAD_S - 2 * self._plan_s)

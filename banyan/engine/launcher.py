@@ -1,0 +1,131 @@
+"""Launchers: how a plan gets to the runner without the loop waiting for it.
+
+Threaded serves devices whose launch is not asynchronous by itself (CPU): one worker thread, plans
+in order. Fanout sends every plan to the other ranks first. The runner is known only as a protocol.
+"""
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+from banyan.base.log import logger
+from banyan.messages.plan import CopyResult, Mask, StepPlan, StepResult
+
+log = logger(__name__)
+
+
+class PendingStep(Protocol):
+    def result(self) -> StepResult: ...
+    def copies(self) -> CopyResult | None: ...
+
+
+class Runner(Protocol):
+    """What a launcher needs of the execution storey."""
+
+    def launch(
+        self, plan: StepPlan, mask_of: Callable[[int], bytes] | None = None
+    ) -> PendingStep: ...
+
+
+class Handle:
+    """One plan in flight. Filled by the launcher's thread, read by the loop."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.result: StepResult | None = None
+        self.copies: CopyResult | None = None
+        self._masks: dict[int, bytes] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def is_done(self) -> bool:
+        return self.result is not None
+
+    def mask(self, mask: Mask) -> None:
+        """Deliver a mask that was not known when the plan was made."""
+        with self._changed:
+            self._masks[mask.row] = mask.bits
+            self._changed.notify_all()
+
+    def mask_of(self, row: int) -> bytes:
+        """The mask of a row; waits for it. The engine sends one for every masked row."""
+        with self._changed:
+            self._changed.wait_for(lambda: row in self._masks or self._is_closed)
+            return self._masks.get(row, b"")
+
+    def close(self) -> None:
+        """Nobody will deliver masks any more."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+
+class Launcher(Protocol):
+    def launch(self, plan: StepPlan) -> Handle: ...
+    def close(self) -> None: ...
+
+
+class Threaded:
+    """Runs plans one after another in a thread of its own.
+
+    Args:
+        runner: executes plans.
+        wake: called from the thread whenever a handle is done.
+    """
+
+    def __init__(self, runner: Runner, wake: Callable[[], None]) -> None:
+        self._runner = runner
+        self._wake = wake
+        self._queue: SimpleQueue[Handle | None] = SimpleQueue()
+        self._open: list[Handle] = []
+        self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
+        self._thread.start()
+
+    def launch(self, plan: StepPlan) -> Handle:
+        handle = Handle(plan)
+        self._open = [h for h in self._open if not h.is_done()]
+        self._open.append(handle)
+        self._queue.put(handle)
+        return handle
+
+    def close(self) -> None:
+        for handle in self._open:
+            handle.close()
+        self._queue.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while (handle := self._queue.get()) is not None:
+            handle.result = self._execute(handle)
+            self._wake()
+
+    def _execute(self, handle: Handle) -> StepResult:
+        try:
+            pending = self._runner.launch(handle.plan, handle.mask_of)
+            result = pending.result()
+            handle.copies = pending.copies()
+        except Exception as error:  # whatever it is, it must fail the step, not the engine
+            log.exception("step=%d failed", handle.plan.step)
+            return StepResult(step=handle.plan.step, error=f"{type(error).__name__}: {error}")
+        return result
+
+
+class Fanout:
+    """Sends plans to the other ranks, then to this one. Ranks decide nothing.
+
+    Args:
+        local: launcher of rank 0.
+        broadcast: sends one plan to every other rank.
+    """
+
+    def __init__(self, local: Launcher, broadcast: Callable[[StepPlan], None]) -> None:
+        self._local = local
+        self._broadcast = broadcast
+
+    def launch(self, plan: StepPlan) -> Handle:
+        self._broadcast(plan)
+        return self._local.launch(plan)
+
+    def close(self) -> None:
+        self._local.close()

@@ -1,0 +1,212 @@
+"""EngineLoop: the live shell around EngineCore. Inbox, core, launcher, outbox; a plain loop in one
+thread. It blocks on two file descriptors only: the link to the front, and the runner's wake-up.
+"""
+
+import os
+import select
+from collections import deque
+from contextlib import suppress
+from typing import Protocol
+
+from banyan.base.clock import Clock
+from banyan.base.log import logger
+from banyan.engine.control import answer
+from banyan.engine.core import EngineCore
+from banyan.engine.forecast import StepForecast
+from banyan.engine.launcher import Handle, Launcher
+from banyan.messages.events import Event, Fatal, Ready
+from banyan.messages.plan import CopyResult, Mask, StepPlan, StepResult
+from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
+
+log = logger(__name__)
+
+HEARTBEAT_S = 0.25
+
+
+class Link(Protocol):
+    """The engine's end of the link to its front."""
+
+    def poll_fd(self) -> int: ...
+    def receive(self) -> list[Message]: ...
+    def send(self, events: list[Event]) -> None: ...
+
+
+class Recorder(Protocol):
+    """What goes into a journal, in order (engine/journal.py)."""
+
+    def received(self, message: Generate | Abort | StopAt | CopyResult, now: float) -> None: ...
+    def launched(self, plan: StepPlan | None, now: float) -> None: ...
+    def completed(self, result: StepResult, now: float) -> None: ...
+
+
+class Wake:
+    """An eventfd that threads ring and the loop sleeps on."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def ring(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class EngineLoop:
+    """Drives one EngineCore until told to stop.
+
+    Args:
+        core: decides.
+        launcher: executes; it rings `wake` when a step is done.
+        link: to the front.
+        wake: the loop's wake-up.
+        recorder: journal, or None.
+        check_ledger: check every invariant after every step (tests).
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        launcher: Launcher,
+        link: Link,
+        wake: Wake,
+        clock: Clock,
+        recorder: Recorder | None = None,
+        check_ledger: bool = False,
+    ) -> None:
+        self._core = core
+        self._launcher = launcher
+        self._link = link
+        self._wake = wake
+        self._clock = clock
+        self._recorder = recorder
+        self._check_ledger = check_ledger
+        self._flying: deque[Handle] = deque()
+        self._forecast = StepForecast()
+        self._started_s = 0.0
+        """When the oldest step in flight began to execute."""
+        self._beat_s = 0.0
+        self._was_idle = True
+        self._is_stopping = False
+
+    def run(self, ready: Ready) -> None:
+        """Serve until `stop`; a failure of the loop itself ends every open request with Fatal."""
+        self._link.send([ready])
+        poller = select.poll()
+        poller.register(self._link.poll_fd(), select.POLLIN)
+        poller.register(self._wake.fd, select.POLLIN)
+        try:
+            while not self._is_stopping:
+                self._turn()
+                poller.poll(self._wait_ms())
+        except Exception as error:
+            log.exception("the engine loop failed")
+            self._link.send([Fatal(f"The engine failed: {type(error).__name__}: {error}")])
+            raise
+        finally:
+            self._launcher.close()
+
+    def stop(self) -> None:
+        """Ask the loop to end; safe from any thread and from signal handlers."""
+        self._is_stopping = True
+        self._wake.ring()
+
+    def _turn(self) -> None:
+        self._wake.clear()
+        now = self._clock.now()
+        events: list[Event] = []
+        for message in self._link.receive():
+            self._receive(message, events, now)
+        self._collect(events)
+        self._launch()
+        events += self._core.take_events()
+        self._deliver(self._core.take_masks())
+        self._beat(events)
+        if events:
+            self._link.send(events)
+
+    def _receive(self, message: Message, events: list[Event], now: float) -> None:
+        if isinstance(message, Control):
+            events.append(answer(self._core, message, now))
+            return
+        if self._recorder is not None:
+            self._recorder.received(message, now)
+        self._core.receive(message, now)
+
+    def _collect(self, events: list[Event]) -> None:
+        """Take in every step that is done, oldest first."""
+        while self._flying and self._flying[0].is_done():
+            handle = self._flying.popleft()
+            result, now = handle.result, self._clock.now()
+            assert result is not None
+            self._forecast.measured(_size(handle.plan), result.seconds)
+            if self._recorder is not None:
+                self._recorder.completed(result, now)
+            told, masks = self._core.complete(result, now)
+            events += told
+            self._deliver(masks)
+            if handle.copies is not None:
+                if self._recorder is not None:
+                    self._recorder.received(handle.copies, now)
+                self._core.receive(handle.copies, now)
+            self._started_s = now
+            if self._check_ledger:
+                self._core.check()
+
+    def _launch(self) -> None:
+        while not self._flying or self._wait_to_plan() <= 0:
+            now = self._clock.now()
+            if self._core.in_flight >= self._core.depth:
+                return
+            plan = self._core.launch(now)
+            if self._recorder is not None:
+                self._recorder.launched(plan, now)
+            if plan is None:
+                return
+            if not self._flying:
+                self._started_s = now
+            self._flying.append(self._launcher.launch(plan))
+            self._forecast.planned(self._clock.now() - now)
+
+    def _wait_to_plan(self) -> float:
+        tokens = sum(_size(handle.plan) for handle in self._flying)
+        return self._forecast.wait(tokens, self._clock.now() - self._started_s)
+
+    def _deliver(self, masks: list[Mask]) -> None:
+        for mask in masks:
+            for handle in self._flying:
+                if handle.plan.step == mask.step:
+                    handle.mask(mask)
+
+    def _beat(self, events: list[Event]) -> None:
+        now = self._clock.now()
+        is_idle = self._core.is_idle
+        if is_idle and not self._was_idle:
+            self._audit()
+        if now - self._beat_s >= HEARTBEAT_S or (is_idle and not self._was_idle):
+            self._beat_s = now
+            events.append(self._core.stats(now))
+        self._was_idle = is_idle
+
+    def _audit(self) -> None:
+        """Idle check: a broken count is reported, and goes on being reported in Stats.leaked."""
+        try:
+            self._core.check()
+        except AssertionError as error:
+            log.error("ledger broken: %s", error)
+
+    def _wait_ms(self) -> int:
+        wait_s = max(0.0, self._beat_s + HEARTBEAT_S - self._clock.now())
+        if self._flying and self._core.in_flight < self._core.depth:
+            to_plan = self._wait_to_plan()
+            if to_plan > 0:
+                wait_s = min(wait_s, to_plan)
+        return int(wait_s * 1000) + (wait_s > 0)
+
+
+def _size(plan: StepPlan) -> int:
+    return sum(row.count for row in plan.rows)
