@@ -1,0 +1,119 @@
+"""Child processes: start them, notice their death, stop them. Children never outlive the parent.
+
+A child gets its orders as one length-prefixed message on standard input, which stays open: its end
+tells the child that the parent is gone. The kernel's parent-death signal covers a child that
+cannot read (stopped, or busy in native code).
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+from banyan.base.errors import DeviceError
+from banyan.base.log import logger
+
+log = logger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_LENGTH = struct.Struct("<Q")
+
+
+class Child:
+    """One child process of this one."""
+
+    def __init__(self, role: str, process: "subprocess.Popen[bytes]") -> None:
+        self.role = role
+        self._process = process
+        self._watcher: threading.Thread | None = None
+        self._is_expected = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call `on_death(what happened)` from a thread if the child ends without `stop`."""
+
+        def wait() -> None:
+            code = self._process.wait()
+            if not self._is_expected:
+                on_death(f"{self.role} (pid {self.pid}) {_describe(code)}")
+
+        self._watcher = threading.Thread(target=wait, name=f"watch-{self.role}", daemon=True)
+        self._watcher.start()
+
+    def stop(self, grace_s: float = 3.0) -> None:
+        """Ask the child to end; kill it after `grace_s`."""
+        self._is_expected = True
+        if self.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                self._process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                log.warning("%s pid=%d did not end in %.1f s: killed", self.role, self.pid, grace_s)
+                self._process.kill()
+                self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+
+def spawn(module: str, role: str, orders: bytes) -> Child:
+    """Run `python -m module` as a child and hand it its orders.
+
+    Call it from a thread that lives as long as the child should: the parent-death signal follows
+    the thread that made the child.
+    """
+    process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    try:
+        process.stdin.write(_LENGTH.pack(len(orders)) + orders)
+        process.stdin.flush()
+    except BrokenPipeError:
+        raise DeviceError(f"the {role} process ended before it took its orders") from None
+    return Child(role, process)
+
+
+def take_orders() -> bytes:
+    """In a child: read the orders, and arrange to die with the parent."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    orders = os.fdopen(os.dup(0), "rb", buffering=0)
+    (length,) = _LENGTH.unpack(_read(orders.fileno(), _LENGTH.size))
+    body = _read(orders.fileno(), length)
+
+    def watch() -> None:
+        while os.read(orders.fileno(), 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the parent decides
+    return body
+
+
+def _read(fd: int, length: int) -> bytes:
+    parts: list[bytes] = []
+    while length:
+        part = os.read(fd, min(length, 1 << 20))
+        if not part:
+            raise SystemExit("the parent ended before it gave its orders")
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def _describe(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
