@@ -1,0 +1,122 @@
+"""Drives an EngineCore with a runner that continues sequences by a fixed rule."""
+
+from array import array
+from collections import deque
+
+from banyan.engine.core import EngineCore
+from banyan.memory.cache import KVCache
+from banyan.memory.eviction import lru
+from banyan.memory.groups import FULL, CacheGroup
+from banyan.messages.events import Event, Failed, Finished, Tokens
+from banyan.messages.plan import SAMPLE, RowFailure, StepPlan, StepResult
+from banyan.messages.requests import Generate
+from banyan.messages.sampling import SamplingParams
+from banyan.scheduler.budget import Limits
+from banyan.scheduler.order import ORDERS
+from banyan.scheduler.scheduler import Scheduler
+
+VOCAB = 97
+
+
+def next_token(history: list[int]) -> int:
+    """The token after `history`: any fixed function of all of it."""
+    value = 7
+    for token in history:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value % VOCAB
+
+
+def continuation(prompt: list[int], length: int) -> list[int]:
+    history = list(prompt)
+    for _ in range(length):
+        history.append(next_token(history))
+    return history[len(prompt) :]
+
+
+class Driver:
+    """One core, the plans it launched, and what clients would have seen."""
+
+    def __init__(
+        self, *, pages=100, page_tokens=4, depth=1, policy="fcfs", max_running=8, **limits
+    ) -> None:
+        limits = {"chunk_tokens": 64, "max_request_tokens": 400, **limits}
+        cache = KVCache((CacheGroup(FULL, page_tokens, pages),), lru)
+        order = ORDERS.load(policy)
+        scheduler = Scheduler(cache, Limits(max_running=max_running, **limits), order)
+        self.core = EngineCore(scheduler, depth)
+        self.flying: deque[StepPlan] = deque()
+        self.plans: list[StepPlan] = []
+        self.slots: dict[int, list[int]] = {}
+        self.outputs: dict[str, list[int]] = {}
+        self.ends: dict[str, Finished | Failed] = {}
+        self.broken_tokens: set[int] = set()
+        """A step that reads one of these tokens fails as a whole."""
+
+    def submit(
+        self, name: str, prompt: list[int], new: int = 4, priority: int = 0, **sampling
+    ) -> None:
+        params = SamplingParams(max_new_tokens=new, **sampling)
+        tokens = array("i", prompt).tobytes()
+        self.receive(Generate(request=name, tokens=tokens, sampling=params, priority=priority))
+
+    def receive(self, message) -> None:
+        self.core.receive(message, 0.0)
+        self._hear()
+
+    def launch(self) -> StepPlan | None:
+        plan = self.core.launch(0.0)
+        self._hear()
+        self.core.check()
+        if plan is not None:
+            self.plans.append(plan)
+            self.flying.append(plan)
+        return plan
+
+    def complete(self, failed_row: int = -1) -> None:
+        plan = self.flying.popleft()
+        result = self._execute(plan)
+        if failed_row >= 0:
+            result = StepResult(
+                step=plan.step, tokens=result.tokens, failed=[RowFailure(failed_row, "broken")]
+            )
+        events, _ = self.core.complete(result, 0.0)
+        self._hear(events)
+        self.core.check()
+
+    def run(self) -> "Driver":
+        """Until nothing is left to do."""
+        while True:
+            while self.launch() is not None:
+                pass
+            if not self.flying:
+                break
+            self.complete()
+        assert self.core.is_idle, self.core.stats(0.0)
+        return self
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        for slot in plan.leaves:
+            del self.slots[slot]
+        for join in plan.joins:
+            self.slots[join.slot] = list(array("i", join.tokens))
+        sampled, error = [], ""
+        for row in plan.rows:
+            history = self.slots[row.slot]
+            end = row.start + row.count
+            if self.broken_tokens & set(history[row.start : end]):
+                error = "device fault"
+            if row.want & SAMPLE:
+                assert end == len(history)
+                history.append(next_token(history))
+            sampled.append(array("i", history[end:] if row.want & SAMPLE else []).tobytes())
+        return StepResult(step=plan.step, tokens=[] if error else sampled, error=error)
+
+    def _hear(self, events: list[Event] | None = None) -> None:
+        for event in self.core.take_events() if events is None else events:
+            assert event.request not in self.ends, f"{event} after the end"
+            if isinstance(event, Tokens):
+                output = self.outputs.setdefault(event.request, [])
+                assert event.first == len(output)
+                output += array("i", event.tokens)
+            else:
+                self.ends[event.request] = event

@@ -1,0 +1,214 @@
+import pytest
+
+from banyan.messages.requests import Abort, StopAt
+from tests.scheduler.driver import Driver, continuation, next_token
+
+PROMPT = list(range(10))
+
+
+def reason(driver, name):
+    return driver.ends[name].reason
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("chunk", [3, 16, 1 << 30])
+def test_output_is_the_same_at_every_depth_and_chunk(depth, chunk):
+    driver = Driver(depth=depth, chunk_tokens=chunk)
+    prompts = {f"r{i}": PROMPT[: i + 1] + [i] for i in range(9)}
+    for name, prompt in prompts.items():
+        driver.submit(name, prompt, new=7)
+    driver.run()
+    for name, prompt in prompts.items():
+        assert driver.outputs[name] == continuation(prompt, 7)
+        assert reason(driver, name) == "length"
+
+
+def test_a_prompt_is_taken_in_chunks_of_the_budget():
+    driver = Driver(chunk_tokens=4)
+    driver.submit("a", PROMPT, new=1)
+    driver.run()
+    assert [(r.start, r.count) for p in driver.plans for r in p.rows] == [(0, 4), (4, 4), (8, 2)]
+
+
+def test_simultaneous_requests_compute_a_shared_prefix_once():
+    prefix = [i % 50 for i in range(1000)]
+    driver = Driver(
+        pages=600,
+        max_running=32,
+        chunk_tokens=256,
+        depth=2,
+        page_tokens=16,
+        max_request_tokens=2000,
+    )
+    for i in range(32):
+        driver.submit(f"r{i}", [*prefix, 60 + i], new=2)
+    driver.run()
+    rows = [r for p in driver.plans for r in p.rows]
+    computed = sum(max(0, min(r.start + r.count, 992) - r.start) for r in rows)
+    assert computed == 992
+    for i in range(32):
+        assert driver.outputs[f"r{i}"] == continuation([*prefix, 60 + i], 2)
+        assert driver.ends[f"r{i}"].cached_tokens == (992 if i else 0)
+
+
+def test_running_out_of_pages_retracts_the_youngest_and_loses_nothing():
+    driver = Driver(pages=13, conservativeness=0.1, depth=2)
+    for i in range(4):
+        driver.submit(f"r{i}", [*PROMPT[:6], i], new=24)
+    driver.run()
+    assert driver.core.stats(0.0).retractions > 0
+    assert driver.ends["r0"].retractions == 0
+    for i in range(4):
+        assert driver.outputs[f"r{i}"] == continuation([*PROMPT[:6], i], 24)
+
+
+def test_a_stop_id_ends_the_request_and_is_part_of_the_output():
+    stop = continuation(PROMPT, 3)[-1]
+    driver = Driver(depth=2)
+    driver.submit("a", PROMPT, new=20, stop_ids=(stop,))
+    driver.run()
+    assert driver.outputs["a"] == continuation(PROMPT, 3)
+    assert (reason(driver, "a"), driver.ends["a"].matched) == ("stop", stop)
+
+
+def test_a_stop_id_before_the_minimum_length_does_not_end_the_request():
+    stop = continuation(PROMPT, 1)[0]
+    driver = Driver()
+    driver.submit("a", PROMPT, new=3, stop_ids=(stop,), min_new_tokens=1)
+    driver.run()
+    assert driver.outputs["a"][:2] == continuation(PROMPT, 2)
+
+
+def test_no_new_tokens_means_the_prompt_is_computed_and_nothing_sampled():
+    driver = Driver(chunk_tokens=4)
+    driver.submit("a", PROMPT, new=0)
+    driver.run()
+    assert reason(driver, "a") == "length" and "a" not in driver.outputs
+    assert sum(r.count for p in driver.plans for r in p.rows) == len(PROMPT)
+
+
+def test_the_fronts_verdict_cuts_the_output():
+    driver = Driver(depth=2)
+    driver.submit("a", PROMPT, new=50)
+    for _ in range(6):
+        driver.launch()
+        driver.complete()
+    driver.receive(StopAt("a", 2))
+    assert (reason(driver, "a"), driver.ends["a"].output_tokens) == ("stop", 2)
+    driver.run()
+
+
+@pytest.mark.parametrize("moment", ["waiting", "in flight", "between chunks", "decoding"])
+def test_an_abort_frees_everything_at_any_moment(moment):
+    driver = Driver(depth=2, chunk_tokens=4)
+    driver.submit("a", PROMPT, new=50)
+    if moment == "in flight":
+        driver.launch()
+    elif moment == "between chunks":
+        driver.launch()
+        driver.complete()
+    elif moment == "decoding":
+        for _ in range(8):
+            driver.launch()
+            driver.complete()
+    driver.receive(Abort("a"))
+    assert reason(driver, "a") == "abort"
+    driver.run()
+    ledger = driver.core.scheduler.cache.ledger(0)
+    assert (ledger.held, ledger.in_flight) == (0, 0)
+
+
+def test_an_unknown_request_may_be_aborted():
+    Driver().receive(Abort("nobody"))
+
+
+def test_a_failed_row_fails_its_request_alone():
+    driver = Driver(depth=2)
+    driver.submit("bad", PROMPT, new=5)
+    driver.submit("user", [*PROMPT, 1], new=5)
+    driver.submit("good", [50, 51], new=5)
+    driver.launch()
+    driver.launch()
+    driver.complete(failed_row=0)
+    driver.run()
+    assert driver.ends["bad"].text == "broken" and driver.ends["bad"].status == 500
+    assert driver.outputs["user"] == continuation([*PROMPT, 1], 5)
+    assert driver.outputs["good"] == continuation([50, 51], 5)
+
+
+def test_a_failed_step_is_traced_to_the_request_that_breaks_it():
+    driver = Driver(depth=2)
+    driver.broken_tokens = {90}
+    driver.submit("good", PROMPT, new=5)
+    driver.submit("bad", [1, 2, 90], new=5)
+    driver.submit("other", [3, 4], new=5)
+    driver.run()
+    assert driver.ends["bad"].text == "device fault"
+    assert driver.outputs["good"] == continuation(PROMPT, 5)
+    assert driver.outputs["other"] == continuation([3, 4], 5)
+
+
+def test_with_a_token_gap_a_sampled_token_is_needed_only_after_it():
+    driver = Driver(depth=3, token_gap=1)
+    for i in range(3):
+        driver.submit(f"r{i}", [i, i + 1], new=6)
+    driver.run()
+    sampled_at = {}
+    for plan in driver.plans:
+        for row in plan.rows:
+            if row.slot in sampled_at:
+                assert plan.step - sampled_at[row.slot] > 1 or len(plan.rows) == 3
+            sampled_at[row.slot] = plan.step
+    for i in range(3):
+        assert driver.outputs[f"r{i}"] == continuation([i, i + 1], 6)
+
+
+def test_a_full_queue_refuses_with_503():
+    driver = Driver(max_queued=1)
+    driver.submit("a", PROMPT)
+    driver.submit("b", PROMPT)
+    assert (driver.ends["b"].status, driver.ends["b"].text) == (503, "The request queue is full.")
+    driver.run()
+
+
+def test_requests_that_can_never_run_are_refused_with_the_numbers():
+    driver = Driver(max_request_tokens=20)
+    driver.submit("long", PROMPT, new=11)
+    driver.submit("empty", [], new=1)
+    driver.submit("a", PROMPT, new=1)
+    driver.submit("a", PROMPT, new=1)
+    assert "20" in driver.ends["long"].text and driver.ends["long"].status == 400
+    assert "empty" in driver.ends["empty"].text
+    assert "Duplicate request ID" in driver.ends["a"].text
+
+
+def test_higher_priority_goes_first():
+    driver = Driver(max_running=1)
+    driver.submit("low", PROMPT, priority=0)
+    driver.submit("high", PROMPT, priority=5)
+    driver.run()
+    assert list(driver.outputs) == ["high", "low"]
+
+
+def test_longest_prefix_first_serves_cached_prompts_first():
+    driver = Driver(policy="lpm", max_running=1)
+    driver.submit("warm", PROMPT, new=1)
+    driver.run()
+    driver.submit("cold", [70, 71, 72], new=1)
+    driver.submit("hot", [*PROMPT, 5], new=1)
+    driver.run()
+    assert list(driver.outputs) == ["warm", "hot", "cold"]
+
+
+def test_flushing_is_refused_while_requests_are_alive():
+    driver = Driver()
+    driver.submit("a", PROMPT)
+    assert not driver.core.scheduler.flush()
+    driver.run()
+    assert driver.core.scheduler.cache.ledger(0).cached > 0
+    assert driver.core.scheduler.flush()
+    assert driver.core.scheduler.cache.ledger(0).cached == 0
+
+
+def test_the_oracle_depends_on_the_whole_history():
+    assert next_token([1, 2]) != next_token([2, 1])
