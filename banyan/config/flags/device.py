@@ -1,0 +1,37 @@
+"""Flags of the machine: device, ranks, threads and kernels."""
+
+from banyan.config.flags.flag import INT, JSON, Flag
+
+FLAGS = (
+    Flag("device", "device.name", "device to run on", choices=("auto", "cpu")),
+    Flag(
+        "tensor-parallel-size",
+        "parallel.tp",
+        "ranks that share every layer",
+        kind=INT,
+        aliases=("tp-size",),
+        low=1,
+        high=1024,
+    ),
+    Flag(
+        "attention-backend",
+        "device.attention_backend",
+        "attention implementation; auto = the fastest this device has",
+    ),
+    Flag(
+        "threads",
+        "parallel.threads",
+        "CPU threads of one rank; default: the cores this process may use, shared by the ranks",
+        kind=INT,
+        low=1,
+        high=4096,
+        documented=False,
+    ),
+    Flag(
+        "kernels",
+        "device.kernels",
+        'force implementations to bisect a wrong answer, e.g. {"rms_norm": "reference"}',
+        kind=JSON,
+        documented=False,
+    ),
+)

@@ -1,0 +1,106 @@
+"""Flags of the HTTP server: where it listens, who may ask, how answers look."""
+
+from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, Flag
+
+FLAGS = (
+    Flag("host", "server.host", "address to listen on"),
+    Flag("port", "server.port", "port to listen on; 0 = any free one", kind=INT, low=0, high=65535),
+    Flag("api-key", "server.api_key", "key that every request must carry as a bearer token"),
+    Flag(
+        "admin-api-key",
+        "server.admin_api_key",
+        "key that the administrative routes want instead",
+        documented=False,
+    ),
+    Flag(
+        "require-key",
+        "server.require_key",
+        "refuse to listen on a non-loopback address without --api-key",
+        kind=SWITCH,
+        documented=False,
+    ),
+    Flag("fastapi-root-path", "server.root_path", "path prefix that a reverse proxy takes away"),
+    Flag("chat-template", "server.chat_template", "Jinja file that replaces the model's template"),
+    Flag(
+        "stream-interval",
+        "server.stream_interval",
+        "tokens per streamed chunk; higher saves work, lower looks smoother",
+        kind=INT,
+        low=1,
+    ),
+    Flag(
+        "incremental-streaming-output",
+        "server.incremental_output",
+        "/generate streams only the new text of each chunk",
+        kind=SWITCH,
+        old=("stream-output",),
+        documented=False,
+    ),
+    Flag(
+        "skip-tokenizer-init",
+        "server.skip_tokenizer",
+        "token ids in, token ids out; no tokenizer is loaded",
+        kind=SWITCH,
+    ),
+    Flag(
+        "skip-server-warmup",
+        "server.skip_warmup",
+        "report ready without a trial request",
+        kind=SWITCH,
+    ),
+    Flag(
+        "allow-auto-truncate",
+        "server.allow_auto_truncate",
+        "cut prompts that are too long instead of answering 400",
+        kind=SWITCH,
+    ),
+    Flag(
+        "enable-cache-report",
+        "server.cache_report",
+        "count the cached prompt tokens in the usage of OpenAI answers",
+        kind=SWITCH,
+    ),
+    Flag(
+        "sampling-defaults",
+        "server.sampling_defaults",
+        "defaults of requests: model = the model's generation_config, openai = the API's",
+        choices=("model", "openai"),
+    ),
+    Flag(
+        "preferred-sampling-params",
+        "server.preferred_sampling",
+        'sampling parameters of requests that name none, e.g. {"temperature": 0.7}',
+        kind=JSON,
+    ),
+    Flag(
+        "random-seed",
+        "server.random_seed",
+        "seed of requests that bring none",
+        kind=INT,
+        low=0,
+        high=2**63 - 1,
+    ),
+    Flag(
+        "strict-requests",
+        "server.strict_requests",
+        "answer 400 to request fields that have no effect, instead of naming them in a header",
+        kind=SWITCH,
+        documented=False,
+    ),
+    Flag(
+        "max-body-bytes",
+        "server.max_body_bytes",
+        "largest request body",
+        kind=INT,
+        low=1024,
+        documented=False,
+    ),
+    Flag(
+        "drain-timeout",
+        "server.drain_timeout_s",
+        "seconds that open requests get after SIGTERM",
+        kind=FLOAT,
+        low=0.0,
+        documented=False,
+    ),
+)
