@@ -1,0 +1,27 @@
+from banyan.engine.forecast import LEAD_S, StepForecast
+
+
+def test_an_unknown_step_is_planned_for_at_once():
+    assert StepForecast().wait(tokens=8, running_s=0.0) == 0.0
+
+
+def test_planning_waits_until_the_step_in_flight_is_nearly_over():
+    forecast = StepForecast()
+    forecast.measured(8, 0.1)
+    assert abs(forecast.wait(8, running_s=0.03) - (0.07 - LEAD_S)) < 1e-9
+    assert forecast.wait(8, running_s=0.2) == 0.0
+
+
+def test_slow_planning_starts_earlier():
+    forecast = StepForecast()
+    forecast.measured(8, 0.1)
+    before = forecast.wait(8, 0.0)
+    forecast.planned(0.01)
+    assert forecast.wait(8, 0.0) < before
+
+
+def test_small_and_large_steps_are_told_apart():
+    forecast = StepForecast()
+    forecast.measured(1, 0.01)
+    forecast.measured(512, 1.0)
+    assert forecast.wait(1, 0.0) < 0.01 < forecast.wait(600, 0.0)

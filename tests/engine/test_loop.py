@@ -1,0 +1,170 @@
+"""The live loop with a scripted runner, over a real in-process link."""
+
+import threading
+from array import array
+from queue import SimpleQueue
+
+import pytest
+
+from banyan.base.clock import WallClock
+from banyan.engine.core import EngineCore
+from banyan.engine.launcher import Threaded
+from banyan.engine.loop import EngineLoop, Wake
+from banyan.memory.cache import KVCache
+from banyan.memory.eviction import lru
+from banyan.memory.groups import FULL, CacheGroup
+from banyan.messages.events import Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
+from banyan.messages.plan import SAMPLE, StepResult
+from banyan.messages.requests import Abort, Control, Generate
+from banyan.messages.sampling import SamplingParams
+from banyan.scheduler.budget import Limits
+from banyan.scheduler.order import fcfs
+from banyan.scheduler.scheduler import Scheduler
+
+READY = Ready(max_total_tokens=1, max_request_tokens=1, max_running=1)
+WAIT_S = 20
+
+
+class QueueLink:
+    """A link whose front end is the test itself."""
+
+    def __init__(self):
+        self.wake = Wake()
+        self.inbox, self.outbox = SimpleQueue(), SimpleQueue()
+
+    def poll_fd(self):
+        return self.wake.fd
+
+    def receive(self):
+        self.wake.clear()
+        return [self.inbox.get() for _ in range(self.inbox.qsize())]
+
+    def send(self, events):
+        for event in events:
+            self.outbox.put(event)
+
+    def tell(self, message):
+        self.inbox.put(message)
+        self.wake.ring()
+
+    def hear(self, kind):
+        """The next event of this kind; others are skipped."""
+        while not isinstance(event := self.outbox.get(timeout=WAIT_S), kind):
+            pass
+        return event
+
+
+class Pending:
+    def __init__(self, result):
+        self._result = result
+
+    def result(self):
+        return self._result
+
+    def copies(self):
+        return None
+
+
+class CountingRunner:
+    """Samples 5 everywhere; blocks or raises on demand."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+        self.gate.set()
+        self.raises = False
+
+    def launch(self, plan, mask_of=None):
+        assert self.gate.wait(WAIT_S)
+        if self.raises:
+            raise RuntimeError("device lost")
+        five = array("i", [5]).tobytes()
+        tokens = [five if row.want & SAMPLE else b"" for row in plan.rows]
+        return Pending(StepResult(step=plan.step, tokens=tokens, seconds=0.001))
+
+
+@pytest.fixture
+def served():
+    link, runner, wake = QueueLink(), CountingRunner(), Wake()
+    cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
+    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
+    core = EngineCore(Scheduler(cache, limits, fcfs), depth=2)
+    loop = EngineLoop(core, Threaded(runner, wake.ring), link, wake, WallClock(), check_ledger=True)
+    thread = threading.Thread(target=loop.run, args=(READY,))
+    thread.start()
+    link.hear(Ready)
+    yield link, runner, core
+    runner.gate.set()
+    loop.stop()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def generate(name, new=3):
+    tokens = array("i", [1, 2, 3]).tobytes()
+    return Generate(request=name, tokens=tokens, sampling=SamplingParams(max_new_tokens=new))
+
+
+def test_a_request_is_answered_token_by_token(served):
+    link, _, _ = served
+    link.tell(generate("a"))
+    got = [link.hear(Tokens) for _ in range(3)]
+    assert [t.first for t in got] == [0, 1, 2]
+    assert link.hear(Finished).output_tokens == 3
+
+
+def test_the_heart_beats_while_a_step_hangs_and_tells_its_age(served):
+    link, runner, _ = served
+    runner.gate.clear()
+    link.tell(generate("a"))
+    while link.hear(Stats).step_age_s == 0.0:
+        pass
+    first = link.hear(Stats).step_age_s
+    assert link.hear(Stats).step_age_s > first
+    runner.gate.set()
+    link.hear(Finished)
+
+
+def test_an_abort_is_heard_while_a_step_runs(served):
+    link, runner, _ = served
+    runner.gate.clear()
+    link.tell(generate("a", new=50))
+    while not link.hear(Stats).running:
+        pass
+    link.tell(Abort("a"))
+    assert link.hear(Finished).reason == "abort"
+    runner.gate.set()
+    while link.hear(Stats).held_pages:
+        pass
+
+
+def test_an_exception_in_the_runner_fails_the_request_and_not_the_engine(served):
+    link, runner, _ = served
+    runner.raises = True
+    link.tell(generate("a"))
+    assert "device lost" in link.hear(Failed).text
+    runner.raises = False
+    link.tell(generate("b"))
+    assert link.hear(Finished).request == "b"
+
+
+def test_control_verbs_are_answered(served):
+    link, _, _ = served
+    link.tell(Control(1, "flush_cache"))
+    assert link.hear(Reply) == Reply(1, True, "Cache flushed.")
+    link.tell(Control(2, "no_such_verb"))
+    reply = link.hear(Reply)
+    assert not reply.ok and "flush_cache" in reply.text
+
+
+def test_a_broken_loop_tells_the_front_before_it_dies():
+    link, wake = QueueLink(), Wake()
+    runner = CountingRunner()
+    cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
+    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
+    core = EngineCore(Scheduler(cache, limits, fcfs))
+    loop = EngineLoop(core, Threaded(runner, wake.ring), link, wake, WallClock())
+    link.tell(generate("a"))
+    core.receive = lambda message, now: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        loop.run(READY)
+    assert "division by zero" in link.hear(Fatal).text

@@ -1,0 +1,89 @@
+"""Children on real processes: orders, death notices, no orphans."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from banyan.engine.processes import spawn
+
+WAIT_S = 20
+
+
+@pytest.fixture
+def child_module(tmp_path, monkeypatch):
+    """A module `obedient` that takes orders, writes them to a file and then sleeps."""
+    source = """
+        import sys, time
+        from banyan.engine.processes import take_orders
+        orders = take_orders()
+        if orders == b"fail":
+            sys.exit(7)
+        open(orders.decode(), "wb").write(b"taken")
+        time.sleep(600)
+    """
+    (tmp_path / "obedient.py").write_text(textwrap.dedent(source))
+    root = Path(__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{root}")
+    return "obedient"
+
+
+def wait_for(path):
+    while not path.exists():
+        pass
+
+
+def test_a_child_gets_its_orders_and_ends_when_stopped(child_module, tmp_path):
+    deaths = []
+    child = spawn(child_module, "engine", str(tmp_path / "taken").encode())
+    child.watch(deaths.append)
+    wait_for(tmp_path / "taken")
+    child.stop()
+    assert not child.is_alive() and deaths == []
+
+
+def test_an_unasked_end_is_told_with_the_exit_code(child_module):
+    deaths, told = [], threading.Event()
+    child = spawn(child_module, "engine", b"fail")
+    child.watch(lambda text: (deaths.append(text), told.set()))
+    assert told.wait(WAIT_S)
+    assert deaths == [f"engine (pid {child.pid}) ended with exit code 7"]
+
+
+def test_a_killed_child_is_told_with_the_signal(child_module, tmp_path):
+    deaths, told = [], threading.Event()
+    child = spawn(child_module, "rank1", str(tmp_path / "taken").encode())
+    child.watch(lambda text: (deaths.append(text), told.set()))
+    wait_for(tmp_path / "taken")
+    os.kill(child.pid, signal.SIGKILL)
+    assert told.wait(WAIT_S)
+    assert deaths == [f"rank1 (pid {child.pid}) was killed by SIGKILL"]
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_children_die_with_a_killed_parent(child_module, tmp_path, is_stopped):
+    parent_source = f"""
+        import sys, time
+        from banyan.engine.processes import spawn
+        child = spawn({child_module!r}, "engine", {str(tmp_path / "taken")!r}.encode())
+        print(child.pid, flush=True)
+        time.sleep(600)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(parent_source)], stdout=subprocess.PIPE
+    )
+    child = psutil.Process(int(parent.stdout.readline()))
+    wait_for(tmp_path / "taken")
+    if is_stopped:
+        child.suspend()
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    child.wait(WAIT_S)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
