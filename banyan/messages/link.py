@@ -1,0 +1,289 @@
+"""Links: how messages and events travel between one front and one engine.
+
+Two kinds with one face: `zmq_pair` between processes (frames of messages/wire.py over a unix
+socket in a private folder), `local_pair` between threads of one process (the objects themselves).
+Knows frames and wake-ups, and nothing of what the messages mean. Frames that do not decode are
+dropped and counted, never raised.
+"""
+
+import asyncio
+import contextlib
+import os
+import select
+import shutil
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from banyan.base.log import logger
+from banyan.messages.events import Event
+from banyan.messages.requests import Message
+from banyan.messages.wire import (
+    MAX_FRAME_BYTES,
+    Codec,
+    WireError,
+    event_codec,
+    message_codec,
+)
+
+log = logger(__name__)
+
+T = TypeVar("T")
+
+_LINGER_MS = 1000
+"""How long a closing engine waits for its last words (Fatal) to leave."""
+
+
+class FrontLink(Protocol):
+    """The front's end; used from one event loop."""
+
+    dropped: int
+    """Frames thrown away because they did not decode."""
+
+    async def send(self, messages: list[Message]) -> None: ...
+
+    async def receive(self) -> list[Event]:
+        """Wait for events; returns at least one."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class EngineLink(Protocol):
+    """The engine's end; used from the thread of its loop. No call waits."""
+
+    dropped: int
+    """Frames thrown away because they did not decode, or for which there is no peer."""
+
+    def poll_fd(self) -> int:
+        """Descriptor that polls readable while `receive` may have something (or falsely)."""
+        ...
+
+    def receive(self) -> list[Message]:
+        """Everything that has arrived, in order; [] when nothing has."""
+        ...
+
+    def send(self, events: list[Event]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+# Between threads of one process
+
+
+class _Mailbox(Generic[T]):
+    """A queue from one thread to another whose descriptor is readable while it is not empty.
+
+    The descriptor is closed when both ends have let go of the mailbox, so that a late `put` of one
+    end can never write to a number that means something else by then.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd)
+
+    def put(self, items: list[T]) -> None:
+        if items:
+            self._items.extend(items)
+            os.eventfd_write(self.fd, 1)
+
+    def take(self) -> list[T]:
+        # The descriptor is cleared first: an item that comes after it raises it again.
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        return [self._items.popleft() for _ in range(len(self._items))]
+
+
+class LocalFrontLink:
+    """FrontLink to an engine thread of this process."""
+
+    def __init__(self, outgoing: _Mailbox[Message], incoming: _Mailbox[Event]) -> None:
+        self.dropped = 0
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._woken = asyncio.Event()
+
+    async def send(self, messages: list[Message]) -> None:
+        self._outgoing.put(messages)
+
+    async def receive(self) -> list[Event]:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._incoming.fd, self._wake)
+        while True:
+            self._woken.clear()
+            if events := self._incoming.take():
+                return events
+            await self._woken.wait()
+
+    def close(self) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._incoming.fd)
+
+    def _wake(self) -> None:
+        # Lowered here as well, else a descriptor nobody is reading would spin the event loop.
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._incoming.fd)
+        self._woken.set()
+
+
+class LocalEngineLink:
+    """EngineLink to a front in this process."""
+
+    def __init__(self, incoming: _Mailbox[Message], outgoing: _Mailbox[Event]) -> None:
+        self.dropped = 0
+        self._incoming = incoming
+        self._outgoing = outgoing
+
+    def poll_fd(self) -> int:
+        return self._incoming.fd
+
+    def receive(self) -> list[Message]:
+        return self._incoming.take()
+
+    def send(self, events: list[Event]) -> None:
+        self._outgoing.put(events)
+
+    def close(self) -> None:
+        """Nothing to release: the mailboxes go with their last holder."""
+
+
+def local_pair() -> tuple[LocalFrontLink, LocalEngineLink]:
+    """Both ends of a link inside this process."""
+    messages: _Mailbox[Message] = _Mailbox()
+    events: _Mailbox[Event] = _Mailbox()
+    return LocalFrontLink(messages, events), LocalEngineLink(messages, events)
+
+
+# Between processes
+
+
+class PrivateFolder:
+    """A folder that only this user may enter (mode 0700), for the sockets of one server."""
+
+    def __init__(self) -> None:
+        self.path = tempfile.mkdtemp(prefix="banyan-")
+
+    def address(self, name: str) -> str:
+        """ZMQ address of the socket called `name` in this folder."""
+        return f"ipc://{self.path}/{name}"
+
+    def close(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class ZmqFrontLink:
+    """FrontLink to an engine in another process. Binds, so that the engine may start later."""
+
+    def __init__(self, address: str) -> None:
+        self.dropped = 0
+        self._encoder = message_codec()
+        self._decoder = event_codec()
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        _configure(self._socket)
+        self._socket.bind(address)
+
+    async def send(self, messages: list[Message]) -> None:
+        for frame in _frames(self._encoder, messages):
+            await self._socket.send(frame)
+
+    async def receive(self) -> list[Event]:
+        while True:
+            frame = await self._socket.recv(copy=False)
+            try:
+                events = self._decoder.decode(frame.buffer)
+            except WireError as error:
+                self.dropped += 1
+                log.warning("dropped a frame from the engine error=%s", error)
+                continue
+            if events:
+                return events
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._context.term()
+
+
+class ZmqEngineLink:
+    """EngineLink to a front in another process. Connects; what it sends early waits there."""
+
+    def __init__(self, address: str) -> None:
+        self.dropped = 0
+        self._encoder = event_codec()
+        self._decoder = message_codec()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        _configure(self._socket)
+        self._socket.connect(address)
+        # The socket's own descriptor signals edges, and sending may swallow one. Together with an
+        # event descriptor that `send` raises in that case, the epoll descriptor is level again.
+        self._missed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._socket.getsockopt(zmq.FD), select.EPOLLIN)
+        self._epoll.register(self._missed, select.EPOLLIN)
+
+    def poll_fd(self) -> int:
+        return self._epoll.fileno()
+
+    def receive(self) -> list[Message]:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._missed)
+        messages: list[Message] = []
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return messages
+            try:
+                messages += self._decoder.decode(frame.buffer)
+            except WireError as error:
+                self.dropped += 1
+                log.warning("dropped a frame from the front error=%s", error)
+
+    def send(self, events: list[Event]) -> None:
+        for frame in _frames(self._encoder, events):
+            try:
+                self._socket.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                self.dropped += 1
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            os.eventfd_write(self._missed, 1)
+
+    def close(self) -> None:
+        self._epoll.close()
+        os.close(self._missed)
+        self._socket.close(linger=_LINGER_MS)
+        self._context.term()
+
+
+def zmq_pair(address: str) -> tuple[ZmqFrontLink, ZmqEngineLink]:
+    """Both ends over one ipc address; two processes make one end each with the same address."""
+    return ZmqFrontLink(address), ZmqEngineLink(address)
+
+
+def _configure(socket: zmq.Socket) -> None:
+    # No high-water mark: streams are bounded per request by the client, which aborts slow readers.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+
+
+def _frames(codec: Codec[T], items: list[T]) -> Iterator[bytes]:
+    """Encode `items` into as few legal frames as possible."""
+    if not items:
+        return
+    frame = codec.encode(items)
+    if len(frame) <= MAX_FRAME_BYTES or len(items) == 1:
+        yield frame
+        return
+    half = len(items) // 2
+    yield from _frames(codec, items[:half])
+    yield from _frames(codec, items[half:])

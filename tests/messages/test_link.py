@@ -1,0 +1,210 @@
+"""Both links carry everything in order, wake both sides, and survive frames that are nonsense."""
+
+import asyncio
+import os
+import random
+import select
+import stat
+import threading
+
+import pytest
+import zmq
+
+from banyan.base.ids import RequestId
+from banyan.messages import link as links
+from banyan.messages.events import Fatal, Stats, Tokens
+from banyan.messages.link import PrivateFolder, local_pair, zmq_pair
+from banyan.messages.requests import Abort, Control, Generate, StopAt
+from banyan.messages.sampling import SamplingParams
+
+
+@pytest.fixture
+def folder():
+    folder = PrivateFolder()
+    yield folder
+    folder.close()
+
+
+@pytest.fixture(params=["local", "zmq"])
+def pair(request, folder):
+    front, engine = local_pair() if request.param == "local" else zmq_pair(folder.address("engine"))
+    yield front, engine
+    engine.close()
+    front.close()
+
+
+def wait_for_messages(engine, timeout_s=10.0):
+    """What an engine loop does: wait on the descriptor, then take everything."""
+    poller = select.poll()
+    poller.register(engine.poll_fd(), select.POLLIN)
+    while not (messages := engine.receive()):
+        assert poller.poll(timeout_s * 1000), "the descriptor never became readable"
+    return messages
+
+
+def abort(i):
+    return Abort(RequestId(f"r{i}"))
+
+
+def test_messages_arrive_whole_and_in_order(pair):
+    front, engine = pair
+    sent = [
+        Generate(
+            request=RequestId("a"), tokens=b"\1\0\0\0", sampling=SamplingParams(max_new_tokens=3)
+        ),
+        StopAt(RequestId("a"), 2),
+        Control(7, "flush", args={"timeout": 1.5, "hard": True}),
+        abort(1),
+    ]
+
+    async def scenario():
+        await front.send(sent[:2])
+        await front.send(sent[2:])
+        received = []
+        while len(received) < len(sent):
+            received += await asyncio.to_thread(wait_for_messages, engine)
+        return received
+
+    assert asyncio.run(scenario()) == sent
+
+
+def test_events_wake_a_waiting_front(pair):
+    front, engine = pair
+    events = [Tokens(RequestId("a"), 0, b"\5\0\0\0"), Stats(steps=4), Fatal("out of memory")]
+
+    async def scenario():
+        waiting = asyncio.create_task(front.receive())
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        engine.send(events[:1])
+        received = await waiting
+        engine.send(events[1:])
+        while len(received) < len(events):
+            received += await front.receive()
+        return received
+
+    assert asyncio.run(scenario()) == events
+
+
+def test_a_message_that_comes_while_the_engine_sends_still_wakes_it(pair):
+    front, engine = pair
+    rounds = 300
+    seen = []
+
+    def engine_loop():
+        # Sends without receiving in between, which is when an edge of the socket could be lost.
+        while len(seen) < rounds:
+            engine.send([Stats(steps=len(seen))])
+            seen.extend(wait_for_messages(engine))
+            engine.send([Stats(steps=len(seen))])
+
+    async def scenario():
+        thread = threading.Thread(target=engine_loop)
+        thread.start()
+        for i in range(rounds):
+            await front.send([abort(i)])
+            if i % 3 == 0:
+                await front.receive()
+        await asyncio.to_thread(thread.join, 30)
+        assert not thread.is_alive()
+
+    asyncio.run(scenario())
+    assert seen == [abort(i) for i in range(rounds)]
+
+
+def test_receiving_from_an_empty_link_returns_at_once_and_the_descriptor_is_quiet(pair):
+    front, engine = pair
+
+    async def scenario():
+        await front.send([abort(0)])
+        return await asyncio.to_thread(wait_for_messages, engine)
+
+    assert asyncio.run(scenario()) == [abort(0)]
+    assert engine.receive() == []
+    poller = select.poll()
+    poller.register(engine.poll_fd(), select.POLLIN)
+    for _ in range(3):  # one spurious wake-up is allowed, a descriptor stuck high is not
+        if not poller.poll(0):
+            break
+        assert engine.receive() == []
+    assert not poller.poll(0)
+
+
+def test_frames_of_nonsense_are_dropped_and_counted_and_the_next_good_one_arrives(folder):
+    address = folder.address("fuzz")
+    context = zmq.Context()
+    raw = context.socket(zmq.PAIR)
+    raw.bind(address)
+    engine = links.ZmqEngineLink(address)
+    rng = random.Random(1)
+    good = links.message_codec().encode([abort(0)])
+    bad = [b"", good[:-1], b"\xff" + good[1:], good + b"\0", b"\1\xdd\xff\xff\xff\xff"]
+    bad += [rng.randbytes(rng.randrange(1, 60)) for _ in range(200)]
+    for frame in bad:
+        raw.send(frame)
+    raw.send(good)
+    received = []
+    while not received:
+        received = wait_for_messages(engine)
+    assert received == [abort(0)]
+    assert engine.dropped == len(bad)
+    engine.close()
+    raw.close(linger=0)
+    context.term()
+
+
+def test_frames_of_nonsense_do_not_end_the_front(folder):
+    address = folder.address("fuzz")
+    front = links.ZmqFrontLink(address)
+    context = zmq.Context()
+    raw = context.socket(zmq.PAIR)
+    raw.connect(address)
+    raw.send(b"\1garbage")
+    raw.send(links.event_codec().encode([]))
+    raw.send(links.event_codec().encode([Stats(steps=1)]))
+    assert asyncio.run(front.receive()) == [Stats(steps=1)]
+    assert front.dropped == 1
+    raw.close(linger=0)
+    context.term()
+    front.close()
+
+
+def test_what_the_engine_says_before_the_front_exists_is_kept(folder):
+    address = folder.address("early")
+    engine = links.ZmqEngineLink(address)
+    engine.send([Stats(steps=1)])
+    front = links.ZmqFrontLink(address)
+    assert asyncio.run(front.receive()) == [Stats(steps=1)]
+    engine.close()
+    front.close()
+
+
+def test_a_list_too_large_for_one_frame_travels_in_several(monkeypatch):
+    monkeypatch.setattr(links, "MAX_FRAME_BYTES", 64)
+    items = [abort(i) for i in range(20)]
+    codec = links.message_codec()
+    frames = list(links._frames(codec, items))
+    assert len(frames) > 1 and all(len(f) <= 64 for f in frames)
+    assert [m for f in frames for m in codec.decode(f)] == items
+
+
+def test_sockets_lie_in_a_folder_that_only_their_user_may_enter(folder):
+    assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
+
+
+def test_closing_the_folder_removes_it():
+    folder = PrivateFolder()
+    folder.close()
+    assert not os.path.exists(folder.path)
+
+
+def test_a_mailbox_descriptor_outlives_a_front_that_closed_first():
+    front, engine = local_pair()
+    front.close()
+    del front
+    engine.send([Stats(steps=1)])
+    fd = engine._outgoing.fd
+    os.fstat(fd)
+    del engine
+    with pytest.raises(OSError):
+        os.fstat(fd)
