@@ -110,6 +110,8 @@ class ObserveConfig:
     """File that records every message, plan and result; "" = none."""
     journal_bytes: int = 256 << 20
     log_requests: bool = False
+    notes: tuple[str, ...] = ()
+    """Lines for people: flags and variables that were given and have no effect here."""
 
 
 @dataclass(frozen=True)

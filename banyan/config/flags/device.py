@@ -9,7 +9,7 @@ FLAGS = (
         "parallel.tp",
         "ranks that share every layer",
         kind=INT,
-        aliases=("tp-size",),
+        aliases=("tp-size", "tp"),
         low=1,
         high=1024,
     ),

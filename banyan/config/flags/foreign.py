@@ -292,7 +292,9 @@ FOREIGN_VALUES: dict[str, tuple[str, ...]] = {
 
 FOREIGN_ALIASES = {
     "pp-size": "pipeline-parallel-size",
+    "pp": "pipeline-parallel-size",
     "dp-size": "data-parallel-size",
+    "dp": "data-parallel-size",
     "nccl-init-addr": "dist-init-addr",
     "speculative-draft-model": "speculative-draft-model-path",
     "ep-size": "expert-parallel-size",

@@ -1,4 +1,4 @@
-"""As `foreign.py`, for the flags that only later SGLang releases have. These are never abbreviated."""
+"""As `foreign.py`, for flags that only later SGLang releases have; these are never abbreviated."""
 
 LATER_SWITCHES = (
     "mlx-enable-sampling",

@@ -1,0 +1,82 @@
+"""The only reader of environment variables.
+
+Every flag can be given as BANYAN_<FLAG>; a few variables that other tools share are honoured; what
+is set and has no effect here is reported by name, never by value.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_PREFIX = "BANYAN_"
+_FOREIGN_PREFIXES = ("SGLANG_", "SGL_")
+_TRUE = ("1", "true", "yes", "on")
+
+_HONOURED_FOREIGN = ("SGLANG_USE_MODELSCOPE", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
+_OWN_SWITCHES = ("BANYAN_USE_MODELSCOPE", "BANYAN_ALLOW_LONGER_CONTEXT")
+_ABSENT = (
+    "HCCL_BUFFSIZE",
+    "HCCL_OP_EXPANSION_MODE",
+    "HCCL_SOCKET_IFNAME",
+    "STREAMS_PER_DEVICE",
+    "TASK_QUEUE_ENABLE",
+    "DEEP_NORMAL_MODE_USE_INT8_QUANT",
+    "ASCEND_MF_STORE_URL",
+    "PYTORCH_NPU_ALLOC_CONF",
+    "AIP_PREDICT_ROUTE",
+    "PROMETHEUS_MULTIPROC_DIR",
+)
+"""Known by their full name, and without an effect in this build."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the environment says, read once.
+
+    Attributes:
+        flags: flag name -> text, from BANYAN_<FLAG>.
+        hf_cache: folder of the hub cache, "" = the library's own choice.
+        idle: names that are set and have no effect.
+    """
+
+    flags: Mapping[str, str] = field(default_factory=dict)
+    hf_token: str = field(default="", repr=False)
+    hf_endpoint: str = ""
+    hf_cache: str = ""
+    hf_offline: bool = False
+    use_modelscope: bool = False
+    allow_longer_context: bool = False
+    idle: tuple[str, ...] = ()
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Read `variables`, the process's own by default."""
+    given = os.environ if variables is None else variables
+
+    def is_on(*names: str) -> bool:
+        return any(given.get(name, "").lower() in _TRUE for name in names)
+
+    flags = {
+        name.removeprefix(_PREFIX).lower().replace("_", "-"): text
+        for name, text in sorted(given.items())
+        if name.startswith(_PREFIX) and name not in _OWN_SWITCHES
+    }
+    home = given.get("HF_HOME", "")
+    return Environment(
+        flags=flags,
+        hf_token=given.get("HF_TOKEN", ""),
+        hf_endpoint=given.get("HF_ENDPOINT", "").rstrip("/"),
+        hf_cache=given.get("HF_HUB_CACHE", "") or (os.path.join(home, "hub") if home else ""),
+        hf_offline=is_on("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),
+        use_modelscope=is_on("SGLANG_USE_MODELSCOPE", "BANYAN_USE_MODELSCOPE"),
+        allow_longer_context=is_on(
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "BANYAN_ALLOW_LONGER_CONTEXT"
+        ),
+        idle=tuple(name for name in sorted(given) if _is_idle(name)),
+    )
+
+
+def _is_idle(name: str) -> bool:
+    if name in _HONOURED_FOREIGN:
+        return False
+    return name.startswith(_FOREIGN_PREFIXES) or name in _ABSENT

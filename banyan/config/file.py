@@ -1,0 +1,52 @@
+"""A file of flags: YAML (JSON is a subset), one flat mapping from flag name to value."""
+
+from banyan.base.errors import ConfigError
+
+MAX_BYTES = 1 << 20
+
+
+def read_flag_file(path: str) -> dict[str, object]:
+    """Flag name as written -> value.
+
+    Raises:
+        ConfigError: the file is missing, too large, not YAML, not a mapping, or has a key twice.
+    """
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"cannot read --config {path}: {error.strerror}") from None
+    if len(raw) > MAX_BYTES:
+        raise ConfigError(f"--config {path} is larger than {MAX_BYTES:,} bytes")
+    return _parse(raw, path)
+
+
+def _parse(raw: bytes, path: str) -> dict[str, object]:
+    import yaml
+
+    class UniqueKeys(yaml.SafeLoader):
+        """Plain values only; a key that stands twice is an error, not a silent choice."""
+
+        def construct_mapping(
+            self, node: yaml.MappingNode, deep: bool = False
+        ) -> dict[str, object]:
+            mapping = super().construct_mapping(node, deep)
+            if len(mapping) != len(node.value):
+                keys = [key.value for key, _ in node.value]
+                twice = next((k for k in keys if keys.count(k) > 1), keys[-1])
+                raise ConfigError(f"{path}: {twice} is given twice", hint="keep one of them")
+            return mapping
+
+    try:
+        loader = UniqueKeys(raw)
+        content = loader.get_single_data()
+    except yaml.MarkedYAMLError as error:
+        line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path} is not YAML{line}: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ConfigError(f"{path} is not YAML: it does not parse") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path} must be a mapping from flag names to values")
+    return content
