@@ -1,0 +1,176 @@
+"""Chooses one kernel per op, once at start-up, says why the others declined, and freezes the choice.
+
+Knows the tables `ops/<device>/__init__.py` (best first) and the reference; knows no layers.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import cast
+
+import torch
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.base.table import Table
+from banyan.ops import reference
+from banyan.ops.api import OP_NAMES, Ops, PackedLinear
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+
+REFERENCE = "reference"
+
+_log = logger(__name__)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """What a kernel is asked to support.
+
+    Attributes:
+        op: a name of OP_NAMES.
+        dtype: activation dtype.
+        features: of the device (`Traits.features`).
+        head_dim: width of an attention head.
+        weight_type: storage type of the weight, for "linear" only.
+    """
+
+    op: str
+    device: torch.device
+    dtype: torch.dtype
+    features: frozenset[str]
+    head_dim: int
+    weight_type: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.op}[{self.weight_type}]" if self.weight_type else self.op
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A candidate for one op.
+
+    Attributes:
+        run: the op's function of `ops/api.py`; for "linear" a packer
+            (weight, dtype, device) -> PackedLinear.
+        supports: None when it can do what is asked, otherwise the reason it cannot.
+    """
+
+    run: Callable[..., object]
+    supports: Callable[[OpSpec], str | None]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line of the kernel table."""
+
+    label: str
+    kernel: str
+    declined: tuple[tuple[str, str], ...]
+    """(kernel, reason) of the candidates before it."""
+
+
+KernelTable = Mapping[str, list[str]]
+
+KERNEL_TABLES: Table[KernelTable] = Table(
+    "device with kernels",
+    {"cpu": "banyan.ops.cpu:KERNELS", "null": "banyan.ops.null:KERNELS"},
+    plugins="banyan.kernels",
+)
+
+
+class BoundOps:
+    """The ops of one rank, bound and frozen; satisfies `ops.api.Ops`."""
+
+    __slots__ = (*(name for name in OP_NAMES if name != "linear"), "pack_linear", "choices")
+
+    def __init__(self, functions: Mapping[str, object], choices: tuple[Choice, ...]) -> None:
+        for name, function in functions.items():
+            object.__setattr__(self, name, function)
+        object.__setattr__(self, "choices", choices)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} is bound: kernels are chosen once")
+
+
+def bind(
+    platform: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    features: frozenset[str],
+    head_dim: int,
+    forced: Mapping[str, str] | None = None,
+) -> Ops:
+    """Choose the kernels of one rank.
+
+    Args:
+        platform: name of the kernel table (`Traits.name`).
+        forced: op -> kernel name or "reference", overriding the order of the table.
+
+    Raises:
+        ConfigError: a forced op or kernel that does not exist, or that declines.
+    """
+    forced = forced or {}
+    for op in forced:
+        if op not in OP_NAMES:
+            raise ConfigError(f"no op is called {op!r}", hint=f"choose: {', '.join(OP_NAMES)}")
+    table = KERNEL_TABLES.load(platform)
+    spec = OpSpec("", device, dtype, features, head_dim)
+    functions: dict[str, object] = {}
+    packers: dict[str, Callable[..., object]] = {}
+    choices: list[Choice] = []
+    for op in OP_NAMES:
+        for weight_type in STORAGE_TYPES if op == "linear" else ("",):
+            asked = replace(spec, op=op, weight_type=weight_type)
+            choice, run = _choose(platform, table.get(op, []), asked, forced.get(op, ""))
+            choices.append(choice)
+            if op == "linear":
+                packers[weight_type] = run
+            else:
+                functions[op] = run
+    functions["pack_linear"] = partial(_pack, packers, dtype, device)
+    _log.info("kernels\n%s", kernel_table(tuple(choices)))
+    return cast(Ops, BoundOps(functions, tuple(choices)))
+
+
+def kernel_table(choices: tuple[Choice, ...]) -> str:
+    """The choices as text, one op a line: op, kernel, and why the ones before it declined."""
+    lines: list[str] = []
+    for choice in choices:
+        why = "; ".join(f"{kernel}: {reason}" for kernel, reason in choice.declined)
+        lines.append(f"{choice.label:<20} {choice.kernel:<28} {why}".rstrip())
+    return "\n".join(lines)
+
+
+def _choose(
+    platform: str, candidates: list[str], spec: OpSpec, forced: str
+) -> tuple[Choice, Callable[..., object]]:
+    if forced and forced not in (*candidates, REFERENCE):
+        raise ConfigError(
+            f"op {spec.op} has no kernel {forced!r} on {platform}",
+            hint=f"choose: {', '.join((*candidates, REFERENCE))}",
+        )
+    declined: list[tuple[str, str]] = []
+    for name in [forced] if forced else candidates:
+        if name == REFERENCE:
+            break
+        module, _, attribute = name.partition(":")
+        kernel: Kernel = getattr(import_module(f"banyan.ops.{platform}.{module}"), attribute)
+        reason = kernel.supports(spec)
+        if reason is None:
+            return Choice(spec.label, name, tuple(declined)), kernel.run
+        declined.append((name, reason))
+    if forced not in ("", REFERENCE) and not spec.weight_type:
+        raise ConfigError(f"kernel {forced} cannot serve {spec.label}: {declined[0][1]}")
+    run = getattr(reference, "pack_linear" if spec.op == "linear" else spec.op)
+    return Choice(spec.label, REFERENCE, tuple(declined)), run
+
+
+def _pack(
+    packers: Mapping[str, Callable[..., object]],
+    dtype: torch.dtype,
+    device: torch.device,
+    weight: StoredWeight,
+) -> PackedLinear:
+    return cast(PackedLinear, packers[weight.type](weight, dtype, device))

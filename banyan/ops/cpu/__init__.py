@@ -1,0 +1,5 @@
+"""Kernels of the CPU, best first; what is not listed runs the plain torch reference."""
+
+KERNELS = {
+    "paged_attention": ["attention:paged_attention"],
+}

@@ -1,0 +1,132 @@
+"""Paged attention in plain torch, made quick: decode rows in padded batches, extend rows one by one.
+
+Pages are gathered by token, and a position that a row may not see reads the row's newest token
+instead, so that whatever lies in unused pages never enters the arithmetic.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from banyan.ops import reference
+from banyan.ops.bind import Kernel, OpSpec
+
+
+def _supports(spec: OpSpec) -> str | None:
+    return None if spec.device.type == "cpu" else f"tensors are on {spec.device.type}"
+
+
+def _paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    row_starts: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+) -> Tensor:
+    if soft_cap:  # torch's fused attention has no soft cap
+        return reference.paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            page_tables,
+            row_starts,
+            context_lengths,
+            scale,
+            window,
+            soft_cap,
+        )
+    out = torch.empty_like(q)
+    starts, contexts = row_starts.tolist(), context_lengths.tolist()
+    page_size = k_pages.shape[1]
+    batches: dict[int, list[int]] = {}
+    for row, context in enumerate(contexts):
+        tokens = slice(starts[row], starts[row + 1])
+        if tokens.stop - tokens.start == 1:
+            seen = min(context + 1, window) if window else context + 1
+            batches.setdefault((-(-seen // page_size)).bit_length(), []).append(row)
+        elif tokens.stop > tokens.start:
+            out[tokens] = _extend(
+                q[tokens], k_pages, v_pages, page_tables[row], context, scale, window
+            )
+    for rows in batches.values():
+        index = torch.tensor(rows)
+        tokens = row_starts[index].long()
+        out[tokens] = _decode(
+            q[tokens],
+            k_pages,
+            v_pages,
+            page_tables[index],
+            context_lengths[index].long(),
+            scale,
+            window,
+        )
+    return out
+
+
+def _decode(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """One token a row; rows of similar length together.
+
+    q: [rows, heads, head_dim]; page_tables: [rows, max_pages]; positions: [rows] int64.
+    """
+    rows, heads, head_dim = q.shape
+    page_size, kv_heads = k_pages.shape[1:3]
+    newest = positions.unsqueeze(1)  # [rows, 1]
+    first = (newest - window + 1).clamp(min=0) if window else torch.zeros_like(newest)
+    length = int((newest - first).max()) + 1
+    keys = first + torch.arange(length)  # [rows, length]
+    seen = keys <= newest
+    keys = torch.minimum(keys, newest)
+    pages = page_tables.gather(1, keys // page_size)
+    locations = (pages * page_size + keys % page_size).view(-1)
+    k = k_pages.flatten(0, 1)[locations].view(rows, length, kv_heads, head_dim).to(q.dtype)
+    v = v_pages.flatten(0, 1)[locations].view(rows, length, kv_heads, head_dim).to(q.dtype)
+    out = functional.scaled_dot_product_attention(
+        q.view(rows, kv_heads, heads // kv_heads, head_dim),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=seen[:, None, None, :],
+        scale=scale,
+    )
+    return out.reshape(rows, heads, head_dim)
+
+
+def _extend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    context: int,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Many tokens of one row. q: [count, heads, head_dim]; page_table: [max_pages]."""
+    count, heads, head_dim = q.shape
+    kv_heads = k_pages.shape[2]
+    positions = torch.arange(context, context + count)
+    k, v, first = reference.gather_row(k_pages, v_pages, page_table, positions, window)
+    shape = (kv_heads, heads // kv_heads, k.shape[0], head_dim)
+    whole = context == 0 and not window
+    out = functional.scaled_dot_product_attention(
+        q.view(count, kv_heads, -1, head_dim).permute(1, 2, 0, 3),  # [kv_heads, group, count, dim]
+        k.to(q.dtype).transpose(0, 1).unsqueeze(1).expand(shape),
+        v.to(q.dtype).transpose(0, 1).unsqueeze(1).expand(shape),
+        attn_mask=None if whole else reference.visible(positions, first, k.shape[0], window),
+        is_causal=whole,
+        scale=scale,
+    )
+    return out.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
+
+
+paged_attention = Kernel(run=_paged_attention, supports=_supports)

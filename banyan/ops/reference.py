@@ -1,0 +1,137 @@
+"""Every op in plain torch: the definition of correct. Simple and in fp32, not quick."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from banyan.ops.api import PackedLinear
+from banyan.ops.stored import StoredWeight
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [tokens, 1, head_dim/2]
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate) * up
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def embedding(tokens: Tensor, table: Tensor, first: int) -> Tensor:
+    local = tokens - first
+    outside = (local < 0) | (local >= table.shape[0])
+    return table[local.masked_fill(outside, 0)].masked_fill(outside.unsqueeze(1), 0)
+
+
+class DenseLinear:
+    """A weight unpacked once into plain floats of the activation dtype. [out, in]"""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return functional.linear(x, self.weight, bias)
+
+
+def pack_linear(weight: StoredWeight, dtype: torch.dtype, device: torch.device) -> PackedLinear:
+    return DenseLinear(weight.dense.to(device, dtype))
+
+
+def write_kv(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, flat_locations: Tensor
+) -> None:
+    k_pages.flatten(0, 1)[flat_locations] = k.to(k_pages.dtype)
+    v_pages.flatten(0, 1)[flat_locations] = v.to(v_pages.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_tables: Tensor,
+    row_starts: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float,
+) -> Tensor:
+    out = torch.empty_like(q)
+    starts = row_starts.tolist()  # sync: the reference walks the rows one by one
+    contexts = context_lengths.tolist()  # sync: as above
+    for row, context in enumerate(contexts):
+        tokens = slice(starts[row], starts[row + 1])
+        positions = torch.arange(context, context + tokens.stop - tokens.start, device=q.device)
+        k, v, first = gather_row(k_pages, v_pages, page_tables[row], positions, window)
+        seen = visible(positions, first, k.shape[0], window)
+        out[tokens] = dense_attention(q[tokens], k, v, seen, scale, soft_cap)
+    return out
+
+
+def gather_row(
+    k_pages: Tensor, v_pages: Tensor, page_table: Tensor, positions: Tensor, window: int
+) -> tuple[Tensor, Tensor, int]:
+    """K and V that a row's positions may see, and the position of the first one.
+
+    page_table: [max_pages] int32; positions: [count], consecutive.
+    returns: k, v [length, kv_heads, head_dim], first.
+    """
+    page_size = k_pages.shape[1]
+    start, stop = int(positions[0]), int(positions[-1]) + 1  # sync: lengths of host-side slices
+    first = max(0, start - window + 1) if window else 0
+    first_page = first // page_size
+    pages = page_table[first_page : -(-stop // page_size)].long()
+    inside = slice(first - first_page * page_size, stop - first_page * page_size)
+    return k_pages[pages].flatten(0, 1)[inside], v_pages[pages].flatten(0, 1)[inside], first
+
+
+def visible(positions: Tensor, first: int, length: int, window: int) -> Tensor:
+    """Which of the keys at first … first + length − 1 each position sees. [count, length] bool"""
+    keys = torch.arange(first, first + length, device=positions.device)
+    seen = keys <= positions.unsqueeze(1)
+    return seen & (keys > positions.unsqueeze(1) - window) if window else seen
+
+
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, soft_cap: float
+) -> Tensor:
+    """Attention of one row over gathered keys, in fp32.
+
+    q: [count, heads, head_dim]; k, v: [length, kv_heads, head_dim]; seen: [count, length] bool.
+    returns: [count, heads, head_dim], dtype of q.
+    """
+    count, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
+    grouped = q.float().view(count, kv_heads, heads // kv_heads, head_dim)
+    logits = torch.einsum("ckgd,lkd->ckgl", grouped, k.float()) * scale
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    logits = logits.masked_fill(~seen[:, None, None, :], float("-inf"))
+    out = torch.einsum("ckgl,lkd->ckgd", logits.softmax(-1), v.float())
+    return out.reshape(count, heads, head_dim).to(q.dtype)
