@@ -1,0 +1,326 @@
+"""The budget of the house, by reading the source: import arrows, sizes, and words that must not
+occur. Runs first, in milliseconds, and imports nothing of what it reads."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "banyan"
+
+ARROWS = {
+    "base": "",
+    "formats": "base",
+    "config": "base formats",
+    "messages": "base",
+    "memory": "base config messages.plan",
+    "grammar": "base",
+    "scheduler": "base config messages memory grammar",
+    "engine": "base config messages scheduler memory grammar",
+    "sim": "base config messages memory scheduler engine.core engine.journal engine.lockstep",
+    "frontend": "base config messages formats",
+    "server": "base config messages frontend scheduler.routing",
+    "platform": "base config.card",
+    "ops": "platform base",
+    "parallel": "platform ops base",
+    "layers": "parallel ops base",
+    "models": "layers parallel config.card formats ops base",
+    "transfer": "base config messages platform",
+    "runner": "base config messages models layers parallel ops platform transfer memory.groups",
+}
+"""Room -> what it may import of the house, itself aside."""
+COMPOSITION_ROOTS = ("cli", "compose.py", "llm.py", "launch_server.py", "__main__.py")
+NO_TORCH = (
+    *("base", "formats", "config", "messages", "memory", "scheduler", "engine", "grammar", "sim"),
+    *("frontend", "server"),
+)
+PURE = ("scheduler", "memory")
+DEVICE_WORDS = re.compile(r"\btorch\.(cuda|npu|xpu)\b|\btorch_npu\b|\btriton\b")
+FORBIDDEN_IMPORTS = ("pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle")
+FORBIDDEN_CALLS = ("eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load")
+PRIVATE_WORDS = re.compile(
+    r"/(?:work|home|root|tmp|Users)/[\w.]|\b(?:TODO|FIXME|XXX)\b|\b(?:the|this|my) brief\b"
+    r"|\bissue #\d",
+)
+MAX_FILE, MAX_FUNCTION, MAX_METHODS = 600, 80, 25
+MUTABLE_CALLS = ("list", "dict", "set", "bytearray", "deque", "defaultdict", "Counter", "Lock")
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+Finding = tuple[int, str]
+"""(line, what is wrong there)."""
+Rule = Callable[[Path, ast.Module], Iterator[Finding]]
+
+
+@cache
+def sources(folder: Path) -> list[tuple[Path, ast.Module]]:
+    files = sorted(folder.rglob("*.py"))
+    return [(f, ast.parse(f.read_text(encoding="utf-8"), str(f))) for f in files]
+
+
+def inside(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def room(path: Path) -> str:
+    return inside(path).split("/")[0]
+
+
+def obey(rule: Rule, rooms: tuple[str, ...] | None = None) -> None:
+    """Fail with file:line of everything that `rule` finds in these rooms (None = all)."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path, tree in sources(PACKAGE)
+        if rooms is None or room(path) in rooms
+        for line, text in rule(path, tree)
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted module or module.name) of every import, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            dots = "." * node.level
+            names = [alias.name for alias in node.names]
+            yield from ((node.lineno, f"{dots}{node.module or ''}.{name}") for name in names)
+
+
+def is_under(name: str, allowed: str) -> bool:
+    return name == allowed or name.startswith(allowed + ".")
+
+
+def breaks_an_arrow(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    here = room(path)
+    if here in COMPOSITION_ROOTS:
+        return
+    for line, name in imports(tree):
+        if name.startswith("."):
+            yield line, "relative import"
+        if not is_under(name, "banyan") or inside(path) == "__init__.py":
+            continue
+        target = name.removeprefix("banyan.")
+        if here not in ARROWS:
+            yield line, f"room {here!r} has no arrows yet"
+        elif not any(is_under(target, a) for a in (here, *ARROWS[here].split())):
+            yield line, f"{here} may not import {target}"
+
+
+def imports_torch(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    for line, name in imports(tree):
+        if name.split(".")[0] in ("torch", "transformers", "safetensors", "torch_npu"):
+            yield line, f"{room(path)} may not import {name}"
+
+
+def names_a_device(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    place = inside(path)
+    if room(path) in ("platform", "ops") or re.match(r"runner/attention/(triton|flash|asc)", place):
+        return
+    for line, name in imports(tree):
+        if DEVICE_WORDS.search(name):
+            yield line, f"{name} outside platform and ops"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and DEVICE_WORDS.search(ast.unparse(node)):
+            yield node.lineno, f"{ast.unparse(node)} outside platform and ops"
+
+
+def reads_the_environment(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    if inside(path) == "config/env.py":
+        return
+    words = ("os.environ", "os.getenv", "os.putenv", "os.environb")
+    for line, name in imports(tree):
+        if name in words:
+            yield line, f"{name} outside config/env.py"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in words:
+            yield node.lineno, f"{ast.unparse(node)} outside config/env.py"
+
+
+def is_not_deterministic(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    for line, name in imports(tree):
+        if name.split(".")[0] in ("time", "random", "uuid", "secrets", "datetime", "threading"):
+            yield line, f"imports {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("id", "hash", "os.urandom"):
+            yield node.lineno, f"{ast.unparse(node.func)}() differs between runs"
+        loops = (ast.For, ast.AsyncFor, ast.comprehension)
+        if isinstance(node, loops) and is_set(node.iter):
+            yield node.iter.lineno, "iterates over a set"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("list", "tuple", "iter"):
+            yield from ((a.lineno, "orders a set") for a in node.args if is_set(a))
+
+
+def is_set(node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp):
+        return is_set(node.left) or is_set(node.right)
+    named = isinstance(node, ast.Call) and ast.unparse(node.func) in ("set", "frozenset")
+    return named or isinstance(node, (ast.Set, ast.SetComp))
+
+
+def is_too_long(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    if lines > MAX_FILE:
+        yield lines, f"{lines} lines in a file, {MAX_FILE} are legal"
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTIONS):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION:
+                yield node.lineno, f"{node.name} has {length} lines, {MAX_FUNCTION} are legal"
+        if isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(child, FUNCTIONS) for child in node.body)
+            if methods > MAX_METHODS:
+                yield node.lineno, f"{node.name} has {methods} methods, {MAX_METHODS} are legal"
+
+
+def mixes_in(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name.lower().endswith("mixin"):
+            yield node.lineno, node.name
+
+
+MUTATORS = ("append", "extend", "add", "update", "insert", "pop", "setdefault", "clear", "remove")
+
+
+def holds_module_state(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    """Containers under UPPER_CASE names are constants as long as nothing in the file changes them."""
+    literals = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    constants: list[str] = []
+    for node in tree.body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        names = [t.id for t in targets if isinstance(t, ast.Name)]
+        is_literal = isinstance(node.value, literals)
+        called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
+        if all(re.fullmatch(r"_?[A-Z][A-Z0-9_]*", n) for n in names) and is_literal:
+            constants += names
+        elif (is_literal and names != ["__all__"]) or called.split(".")[-1] in MUTABLE_CALLS:
+            yield node.lineno, f"mutable module-level {', '.join(names) or 'object'}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno, f"global {', '.join(node.names)}"
+        changed = None
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            changed = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            changed = node.func.value if node.func.attr in MUTATORS else None
+        if isinstance(changed, ast.Name) and changed.id in constants:
+            yield node.lineno, f"changes the module-level {changed.id}"
+
+
+def prints(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    if room(path) in COMPOSITION_ROOTS and room(path) != "llm.py":
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print":
+            yield node.lineno, "print outside cli/"
+
+
+def runs_foreign_code(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    for line, name in imports(tree):
+        if name.split(".")[0] in FORBIDDEN_IMPORTS:
+            yield line, f"imports {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in FORBIDDEN_CALLS:
+            yield node.lineno, f"calls {ast.unparse(node.func)}"
+
+
+def speaks_of_another_world(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    if inside(path).startswith("config/flags") or path == Path(__file__):
+        return
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        found = PRIVATE_WORDS.search(text)
+        if found:
+            yield number, f"{found.group()!r}"
+
+
+def swallows_errors(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            is_broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            if is_broad and all(isinstance(s, (ast.Pass, ast.Continue)) for s in node.body):
+                yield node.lineno, "a broad except that does nothing"
+
+
+def cannot_fail(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    """Tests that assert a constant, or nothing at all (calls may assert: kits and raises do)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Constant) and node.test.value:
+            yield node.lineno, "asserts a constant"
+        is_test = isinstance(node, FUNCTIONS) and node.name.startswith("test_")
+        if is_test and not any(isinstance(n, (ast.Assert, ast.Call)) for n in ast.walk(node)):
+            yield node.lineno, f"{node.name} checks nothing"
+
+
+def test_imports_follow_the_arrows() -> None:
+    obey(breaks_an_arrow)
+
+
+def test_control_rooms_and_the_front_door_have_no_torch() -> None:
+    obey(imports_torch, NO_TORCH)
+
+
+def test_devices_are_named_in_platform_and_ops_only() -> None:
+    obey(names_a_device)
+
+
+def test_the_environment_is_read_in_one_file() -> None:
+    obey(reads_the_environment)
+
+
+def test_scheduler_and_memory_depend_on_their_inputs_only() -> None:
+    obey(is_not_deterministic, PURE)
+
+
+def test_files_functions_and_classes_stay_small() -> None:
+    obey(is_too_long)
+
+
+def test_nothing_is_mixed_in() -> None:
+    obey(mixes_in)
+
+
+def test_modules_hold_no_mutable_state() -> None:
+    obey(holds_module_state)
+
+
+def test_only_the_command_line_prints() -> None:
+    obey(prints)
+
+
+def test_no_bytes_become_code() -> None:
+    obey(runs_foreign_code)
+
+
+def test_errors_are_not_swallowed() -> None:
+    obey(swallows_errors)
+
+
+def test_the_project_speaks_of_itself_alone() -> None:
+    obey(speaks_of_another_world)
+
+
+def test_every_test_can_fail() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path, tree in sources(ROOT / "tests")
+        for line, text in cannot_fail(path, tree)
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_the_control_room_and_the_server_start_without_torch() -> None:
+    modules = [
+        m
+        for m in ("scheduler.scheduler", "memory.cache", "engine.core", "server.app", "sim.world")
+        if (PACKAGE / (m.replace(".", "/") + ".py")).exists()
+    ]
+    imported = "; ".join(f"import banyan.{m}" for m in modules)
+    code = f"import sys; {imported}; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or f"one of {modules} imports torch"
