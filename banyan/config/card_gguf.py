@@ -1,0 +1,183 @@
+"""ModelCard of a GGUF file.
+
+Source: the GGUF specification's standardized keys, github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+import math
+import struct
+from collections import Counter
+
+from banyan.base.errors import ModelError
+from banyan.base.log import printable
+from banyan.config.card import ModelCard, RopeFacts
+from banyan.config.card_hub import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_LENGTH,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    unknown_architecture,
+)
+from banyan.config.facts import Facts
+from banyan.formats.gguf import GGUFFile
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+"""GGUF architecture -> the class name the same model has in Hugging Face's form."""
+
+_UNSCALED = ("none", "default", "")
+_LLAMA3_LENGTH = 8192
+"""Trained length before stretching of every published Llama 3 model; GGUF does not carry it."""
+
+
+def read_gguf(path: str) -> ModelCard:
+    """Card of the GGUF file at `path`; ModelError names the key that is wrong."""
+    with GGUFFile.open(path) as file:
+        general = Facts(file.metadata, path)
+        name = general.text("general.architecture")
+        if name not in ARCHITECTURES:
+            raise unknown_architecture(name, path, list(ARCHITECTURES))
+        return _llama(file, name)
+
+
+def _llama(file: GGUFFile, name: str) -> ModelCard:
+    facts = Facts(file.metadata, file.path, prefix=f"{name}.")
+    tokens = Facts(file.metadata, file.path, prefix="tokenizer.ggml.")
+    if facts.has("expert_count") and facts.integer("expert_count", 0, 1 << 16) > 0:
+        raise unknown_architecture(f"{name} with experts", file.path, list(ARCHITECTURES))
+    hidden_size = facts.integer("embedding_length", 1, MAX_WIDTH)
+    num_heads = facts.integer("attention.head_count", 1, MAX_HEADS)
+    num_kv_heads = facts.integer("attention.head_count_kv", 1, MAX_HEADS, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise facts.error(
+            "attention.head_count_kv", num_kv_heads, f"a divisor of {num_heads} heads"
+        )
+    if not facts.has("attention.key_length") and hidden_size % num_heads:
+        raise facts.error("embedding_length", hidden_size, f"a multiple of {num_heads} heads")
+    head_dim = _head_dim(facts, hidden_size // num_heads)
+    vocab_size = _vocab_size(file, facts, tokens)
+    context_length = facts.integer("context_length", 1, MAX_LENGTH)
+    return ModelCard(
+        path=file.path,
+        format="gguf",
+        architecture=ARCHITECTURES[name],
+        model_type=name,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=facts.integer("feed_forward_length", 1, MAX_WIDTH),
+        num_layers=facts.integer("block_count", 1, MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        context_length=context_length,
+        norm_eps=_shortest(facts.number("attention.layer_norm_rms_epsilon", 0.0, 1.0)),
+        rope=_rope(file, facts, head_dim, context_length),
+        tie_embeddings="output.weight" not in file.tensors,
+        attention_bias="blk.0.attn_q.bias" in file.tensors,
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
+        dtype=_main_type(file),
+        bos_id=next(iter(tokens.token_ids("bos_token_id", vocab_size)), None),
+        eos_ids=_eos_ids(tokens, vocab_size),
+        pad_id=next(iter(tokens.token_ids("padding_token_id", vocab_size)), None),
+    )
+
+
+def _head_dim(facts: Facts, default: int) -> int:
+    head_dim = facts.integer("attention.key_length", 1, MAX_WIDTH, default=default)
+    value_dim = facts.integer("attention.value_length", 1, MAX_WIDTH, default=head_dim)
+    if value_dim != head_dim:
+        raise facts.error("attention.value_length", value_dim, f"the key length {head_dim}")
+    rotated = facts.integer("rope.dimension_count", 1, MAX_WIDTH, default=head_dim)
+    if rotated != head_dim or head_dim % 2:
+        raise facts.error("rope.dimension_count", rotated, f"the even head size {head_dim}")
+    return head_dim
+
+
+def _vocab_size(file: GGUFFile, facts: Facts, tokens: Facts) -> int:
+    """The embedding has one row per token id; the metadata may leave the number out."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelError(
+            f"{printable(file.path)!r} has no matrix token_embd.weight",
+            hint="the file is damaged or holds no language model",
+        )
+    rows = embedding.shape[0]
+    listed = len(tokens.listed("tokens"))
+    if not 1 <= rows <= MAX_VOCAB or listed > rows:
+        raise facts.error("vocab_size", rows, f"in [{max(1, listed):,}, {MAX_VOCAB:,}]")
+    return rows
+
+
+def _eos_ids(tokens: Facts, vocab_size: int) -> tuple[int, ...]:
+    """End of text, of turn and of message: each ends an answer."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
+    found = [i for key in keys for i in tokens.token_ids(key, vocab_size)]
+    return tuple(dict.fromkeys(found))
+
+
+def _main_type(file: GGUFFile) -> str:
+    """The type that most matrices have."""
+    types = Counter(t.type for t in file.tensors.values() if len(t.shape) > 1)
+    return types.most_common(1)[0][0].lower() if types else "f32"
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is this float32: 1e-05, where the file holds 9.9999997e-06."""
+    return float(f"{value:.7g}")
+
+
+def _rope(file: GGUFFile, facts: Facts, head_dim: int, context_length: int) -> RopeFacts:
+    theta = facts.number("rope.freq_base", 1.0, 1e12, default=10000.0)
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3_rope(file, theta, head_dim)
+    kind = facts.text("rope.scaling.type", default="none")
+    if kind in _UNSCALED:
+        if facts.has("rope.scale_linear"):
+            factor = facts.number("rope.scale_linear", 1.0, 1e4)
+            return RopeFacts(theta=theta, kind="linear", factor=factor)
+        return RopeFacts(theta=theta)
+    if kind not in ("linear", "yarn"):
+        raise facts.error("rope.scaling.type", kind, "none, linear or yarn")
+    return RopeFacts(
+        theta=theta,
+        kind=kind,
+        factor=facts.number("rope.scaling.factor", 1.0, 1e4),
+        original_length=facts.integer(
+            "rope.scaling.original_context_length", 1, MAX_LENGTH, default=context_length
+        ),
+        beta_fast=facts.number("rope.scaling.yarn_beta_fast", 1e-3, 1e4, default=32.0),
+        beta_slow=facts.number("rope.scaling.yarn_beta_slow", 1e-3, 1e4, default=1.0),
+    )
+
+
+def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> RopeFacts:
+    """Llama 3's stretching, which GGUF keeps only as a divisor per frequency.
+
+    The parameters are recovered (the largest divisor is the factor, the rest are the published
+    constants) and accepted only when they give back every divisor of the file.
+    """
+    tensor = file.tensors["rope_freqs.weight"]
+    if tensor.type != "F32" or tensor.shape != (head_dim // 2,):
+        raise file.error(f"rope_freqs.weight is {tensor.type} {tensor.shape}, not F32 half a head")
+    divisors = struct.unpack(f"<{head_dim // 2}f", file.bytes_of("rope_freqs.weight"))
+    facts = RopeFacts(
+        theta=theta, kind="llama3", factor=max(divisors), original_length=_LLAMA3_LENGTH
+    )
+    expected = llama3_divisors(facts, head_dim)
+    if not all(math.isclose(d, e, rel_tol=1e-3) for d, e in zip(divisors, expected, strict=True)):
+        raise file.error(
+            "rope_freqs.weight is not Llama 3's pattern", "use the safetensors form of this model"
+        )
+    return facts
+
+
+def llama3_divisors(rope: RopeFacts, head_dim: int) -> list[float]:
+    """What each of the head_dim / 2 rotary frequencies is divided by (Llama 3.1 model card)."""
+    divisors: list[float] = []
+    for i in range(head_dim // 2):
+        wavelength = 2 * math.pi * rope.theta ** (2 * i / head_dim)
+        turns = rope.original_length / wavelength
+        blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        blend = min(1.0, max(0.0, blend))
+        divisors.append(1 / ((1 - blend) / rope.factor + blend))
+    return divisors

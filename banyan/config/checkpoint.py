@@ -1,0 +1,82 @@
+"""Reads a ModelCard from a checkpoint: a GGUF file or a folder of safetensors.
+
+Knows where each form keeps its facts; `card_hub.py` and `card_gguf.py` know what they are called.
+"""
+
+import os
+
+from banyan.base.errors import ConfigError, ModelError
+from banyan.base.log import printable
+from banyan.config.card import ModelCard
+from banyan.config.card_gguf import read_gguf
+from banyan.config.card_hub import read_hub_folder
+
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def read_card(path: str, load_format: str = "auto") -> ModelCard:
+    """Facts of the checkpoint at `path`.
+
+    Args:
+        path: a .gguf file, or a folder that holds one, or config.json and *.safetensors.
+        load_format: auto | gguf | safetensors | dummy; dummy needs no weights, only facts.
+
+    Raises:
+        ModelError: missing, damaged, hostile, of an unknown family, or weights in pickled files.
+    """
+    if os.path.isfile(path):
+        return _read_file(path, load_format)
+    if not os.path.isdir(path):
+        raise ModelError(f"there is no model at {printable(path)!r}", hint="check the path")
+    names = sorted(os.listdir(path))
+    gguf = [name for name in names if name.endswith(".gguf")]
+    has_safetensors = any(name.endswith(".safetensors") for name in names)
+    if load_format == "gguf" or (load_format == "auto" and gguf and not has_safetensors):
+        return read_gguf(_the_one_gguf(path, gguf))
+    if not has_safetensors and load_format != "dummy":
+        raise _without_weights(path, names)
+    return read_hub_folder(path)
+
+
+def _read_file(path: str, load_format: str) -> ModelCard:
+    if path.endswith(_PICKLED):
+        raise pickled(path)
+    if path.endswith(".safetensors"):
+        raise ModelError(
+            f"{printable(path)!r} is one weights file",
+            hint="name the folder that holds it and config.json",
+        )
+    if load_format == "safetensors":
+        raise ConfigError(f"--load-format safetensors, but {printable(path)!r} is a GGUF file")
+    return read_gguf(path)
+
+
+def _the_one_gguf(path: str, names: list[str]) -> str:
+    if len(names) != 1:
+        found = ", ".join(names[:5]) if names else "none"
+        raise ModelError(
+            f"{printable(path)!r} must hold exactly one .gguf file; found {found}",
+            hint="name the file itself",
+        )
+    return os.path.join(path, names[0])
+
+
+def _without_weights(path: str, names: list[str]) -> ModelError:
+    if any(name.endswith(_PICKLED) for name in names):
+        return pickled(path)
+    return ModelError(
+        f"{printable(path)!r} holds no *.safetensors and no *.gguf",
+        hint="check the path, or use --load-format dummy for random weights",
+    )
+
+
+def pickled(source: str) -> ModelError:
+    """The refusal of weights in pickled files, which can run code when they are opened."""
+    name = printable(source)
+    return ModelError(
+        f"{name!r} keeps its weights in pickled files (.bin, .pt), which can run code when opened",
+        hint="on a machine you trust with it, convert them once: python -c 'import sys; from "
+        "transformers import AutoModelForCausalLM as M; M.from_pretrained(sys.argv[1], "
+        f'dtype="auto").save_pretrained(sys.argv[2])\' {name} NEW_FOLDER, and copy the tokenizer '
+        "files along",
+    )

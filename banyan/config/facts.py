@@ -1,0 +1,94 @@
+"""Facts: typed, bounded reading of numbers that a checkpoint claims about itself.
+
+A checkpoint is input from strangers: every value is checked here, and the message names its key.
+"""
+
+import math
+from collections.abc import Mapping
+
+from banyan.base.errors import ModelError
+from banyan.base.log import printable
+
+
+class Facts:
+    """A mapping from keys to untrusted values.
+
+    Args:
+        values: what the file says.
+        where: the file, for messages.
+        prefix: put before every key that is asked for ("llama.").
+    """
+
+    def __init__(self, values: Mapping[str, object], where: str, prefix: str = "") -> None:
+        self._values = values
+        self._where = where
+        self._prefix = prefix
+
+    def has(self, key: str) -> bool:
+        return self._values.get(self._prefix + key) is not None
+
+    def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, value, "a whole number")
+        if not low <= value <= high:
+            raise self.error(key, value, f"in [{low:,}, {high:,}]")
+        return value
+
+    def number(self, key: str, low: float, high: float, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, value, "a number")
+        if not math.isfinite(value) or not low <= value <= high:
+            raise self.error(key, value, f"in [{low:g}, {high:g}]")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, value, "a text")
+        return value
+
+    def listed(self, key: str) -> list[object]:
+        """A list; [] when the key is absent."""
+        value = self._get(key, [])
+        if not isinstance(value, list):
+            raise self.error(key, value, "a list")
+        return value
+
+    def part(self, key: str) -> "Facts | None":
+        """A mapping within, None when the key is absent."""
+        if not self.has(key):
+            return None
+        value = self._values[self._prefix + key]
+        if not isinstance(value, dict):
+            raise self.error(key, value, "a mapping")
+        return Facts(value, f"{self._where}, {key}")
+
+    def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
+        """One id or a list of ids; () when the key is absent."""
+        if not self.has(key):
+            return ()
+        value = self._values[self._prefix + key]
+        ids = value if isinstance(value, list) else [value]
+        good = [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]
+        if len(good) != len(ids) or len(ids) > 1000 or not all(0 <= i < vocab_size for i in good):
+            raise self.error(key, value, f"token ids in [0, {vocab_size:,})")
+        return tuple(dict.fromkeys(good))
+
+    def error(self, key: str, value: object, rule: str) -> ModelError:
+        said = "it is missing" if value is None else f"got {printable(repr(value), 80)}"
+        return ModelError(
+            f"{printable(self._where)}: {self._prefix}{key} must be {rule}; {said}",
+            hint="the file is damaged or of another kind; download it again",
+        )
+
+    def _get(self, key: str, default: object) -> object:
+        value = self._values.get(self._prefix + key)
+        return default if value is None else value
