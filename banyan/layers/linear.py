@@ -1,0 +1,107 @@
+"""Projections, whole or shared between ranks. Quantisation and kernels hide behind `PackedLinear`."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from banyan.layers.quant import pack
+from banyan.layers.slot import Layer, ShardRule, WeightSlot
+from banyan.ops.api import Ops, PackedLinear
+from banyan.ops.stored import StoredWeight, stack
+from banyan.parallel.mesh import Mesh
+
+
+class ColumnLinear(Layer):
+    """A projection whose outputs are shared out: each rank computes its own.
+
+    Args:
+        outputs: part name -> outputs in the checkpoint, in stacking order ("" for one part).
+        rules: part name -> how ranks share the outputs.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: Mapping[str, int],
+        rules: Mapping[str, ShardRule],
+        has_bias: bool,
+        mesh: Mesh,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.outputs = outputs
+        self.rules = rules
+        self.has_bias = has_bias
+        self.mesh = mesh
+        self.ops = ops
+        self.weight: PackedLinear | None = None
+        self.bias: Tensor | None = None
+        self._bias_like = torch.empty(0, dtype=dtype, device=device)
+
+    def slots(self) -> dict[str, WeightSlot]:
+        shapes = {part: (size, self.inputs) for part, size in self.outputs.items()}
+        slots = {"weight": WeightSlot(shapes, self.rules)}
+        if self.has_bias:
+            shapes = {part: (size,) for part, size in self.outputs.items()}
+            slots["bias"] = WeightSlot(shapes, self.rules)
+        return slots
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        rules = self.rules.values()
+        mine = [rule.cut(part, self.mesh) for rule, part in zip(rules, parts, strict=True)]
+        if slot == "weight":
+            self.weight = pack(mine, self.ops)
+        else:
+            self.bias = stack(mine).dense.to(self._bias_like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return self.weight(x, self.bias)
+
+
+class RowLinear(Layer):
+    """A projection whose inputs are shared out: partial sums are added over the ranks."""
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        rule: ShardRule,
+        has_bias: bool,
+        mesh: Mesh,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.shape = (outputs, inputs)
+        self.rule = rule
+        self.has_bias = has_bias
+        self.mesh = mesh
+        self.ops = ops
+        self.weight: PackedLinear | None = None
+        self.bias: Tensor | None = None
+        self._bias_like = torch.empty(0, dtype=dtype, device=device)
+
+    def slots(self) -> dict[str, WeightSlot]:
+        slots = {"weight": WeightSlot({"": self.shape}, {"": self.rule})}
+        if self.has_bias:
+            slots["bias"] = WeightSlot({"": self.shape[:1]}, {"": ShardRule()})
+        return slots
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        if slot == "weight":
+            self.weight = pack([self.rule.cut(parts[0], self.mesh)], self.ops)
+        else:
+            self.bias = parts[0].dense.to(self._bias_like)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        if self.mesh.size == 1:
+            return self.weight(x, self.bias)
+        out = self.mesh.all_reduce(self.weight(x))
+        return out if self.bias is None else out + self.bias

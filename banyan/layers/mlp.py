@@ -1,0 +1,48 @@
+"""The gated feed-forward block: down(act(gate(x)) · up(x))."""
+
+import torch
+from torch import Tensor, nn
+
+from banyan.base.errors import ModelError
+from banyan.layers.linear import ColumnLinear, RowLinear
+from banyan.layers.slot import ShardRule
+from banyan.ops.api import Ops
+from banyan.parallel.mesh import Mesh
+
+
+class GatedMLP(nn.Module):
+    """
+    Args:
+        activation: Hugging Face name of the gate's function ("silu", "gelu", "gelu_pytorch_tanh").
+
+    Raises:
+        ModelError: an activation that is not known.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        inner: int,
+        activation: str,
+        has_bias: bool,
+        mesh: Mesh,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        gates = {
+            "silu": ops.silu_and_mul,
+            "gelu": ops.gelu_and_mul,
+            "gelu_pytorch_tanh": ops.gelu_tanh_and_mul,
+        }
+        if activation not in gates:
+            raise ModelError(f"activation {activation!r} is not one of: {', '.join(gates)}")
+        self.gate = gates[activation]
+        parts = {"gate": inner, "up": inner}
+        rules = {part: ShardRule(0) for part in parts}
+        self.gate_up = ColumnLinear(dim, parts, rules, has_bias, mesh, ops, dtype, device)
+        self.down = RowLinear(inner, dim, ShardRule(1), has_bias, mesh, ops, dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.gate(self.gate_up(x)))

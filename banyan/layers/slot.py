@@ -1,0 +1,78 @@
+"""What a layer says about its weights: which checkpoint tensors it takes, and this rank's share.
+
+The loader fills slots; it knows names and files, layers know shapes and cuts.
+"""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from banyan.base.errors import ConfigError
+from banyan.ops.stored import StoredWeight
+from banyan.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class ShardRule:
+    """How ranks share one checkpoint tensor.
+
+    Attributes:
+        dim: dimension that is cut; None = every rank holds all of it.
+        unit: values along `dim` that stay together (head_dim for heads).
+        replicate: with fewer units than ranks, several ranks hold the same unit (kv heads).
+    """
+
+    dim: int | None = None
+    unit: int = 1
+    replicate: bool = False
+
+    def span(self, size: int, mesh: Mesh) -> tuple[int, int]:
+        """First and last + 1 index of this rank's share of `size` values."""
+        units = size // self.unit
+        if units % mesh.size == 0:
+            share, first = units // mesh.size, mesh.rank * (units // mesh.size)
+        elif self.replicate and mesh.size % units == 0:
+            share, first = 1, mesh.rank * units // mesh.size
+        else:
+            raise ConfigError(
+                f"{units} units of {self.unit} cannot be shared by {mesh.size} ranks",
+                hint="choose a --tp that divides the heads, the kv heads and the inner width",
+            )
+        return first * self.unit, (first + share) * self.unit
+
+    def cut(self, weight: StoredWeight, mesh: Mesh) -> StoredWeight:
+        if self.dim is None or mesh.size == 1:
+            return weight
+        return weight.cut(self.dim, *self.span(weight.shape[self.dim], mesh))
+
+
+@dataclass(frozen=True)
+class WeightSlot:
+    """One weight of a layer, made of one checkpoint tensor per part.
+
+    Attributes:
+        shapes: part name -> shape in the checkpoint, in stacking order; "" names a single part.
+        rules: part name -> how ranks share it.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    rules: Mapping[str, ShardRule]
+
+
+class Layer(nn.Module):
+    """A module with weights of its own, empty until the loader has filled every slot."""
+
+    @abstractmethod
+    def slots(self) -> dict[str, WeightSlot]:
+        """Slot name ("weight", "bias") -> what it takes."""
+
+    @abstractmethod
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        """Take this rank's share of the parts, in stacking order."""
+
+
+def single(shape: tuple[int, ...], rule: ShardRule | None = None) -> WeightSlot:
+    """A slot of one checkpoint tensor."""
+    return WeightSlot({"": shape}, {"": rule or ShardRule()})

@@ -1,0 +1,171 @@
+"""Fills a model: streams the checkpoint, hands each tensor to its layer, and settles a strict account.
+
+Every tensor of the checkpoint is used or known to be needless, every slot is filled; otherwise the
+first five names are in the error.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from banyan.base.errors import ConfigError, ModelError
+from banyan.base.log import printable
+from banyan.config.card import ModelCard
+from banyan.layers.slot import Layer, WeightSlot
+from banyan.models import ARCHITECTURES
+from banyan.models.decoder import DecoderLM
+from banyan.models.spec import NameMap
+from banyan.models.weights.names import Place, is_ignored, place_of
+from banyan.models.weights.reader import read_tensors
+from banyan.ops.api import Ops
+from banyan.ops.stored import StoredWeight
+from banyan.parallel.mesh import Mesh
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+_SHOWN = 5
+_DUMMY_STD = 0.02
+
+
+def load_model(
+    card: ModelCard,
+    mesh: Mesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Ops,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> DecoderLM:
+    """Build this rank's share of a model and fill it.
+
+    Args:
+        dtype: of activations and unpacked weights.
+        load_format: "auto" reads the checkpoint; "dummy" draws random weights from `seed`.
+
+    Raises:
+        ModelError: missing, unknown or mis-shaped tensors, unreadable files.
+        ConfigError: an unknown architecture or load format, or a mesh that does not divide it.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ConfigError(
+            f"unknown load format {load_format!r}", hint=f"choose: {', '.join(LOAD_FORMATS)}"
+        )
+    if load_format not in ("auto", "dummy", card.format):
+        raise ConfigError(
+            f"load format {load_format!r} was asked for, {card.path!r} is {card.format}",
+            hint="leave it at auto",
+        )
+    spec = ARCHITECTURES.load(card.architecture)
+    model = DecoderLM(card, mesh, kernels, dtype, device)
+    if load_format == "dummy":
+        _fill_dummy(model, dtype, seed)
+    else:
+        Filling(model, spec.names[card.format]).run(read_tensors(card))
+    return model.eval()
+
+
+class Filling:
+    """One pass over a checkpoint into a model."""
+
+    def __init__(self, model: DecoderLM, names: NameMap) -> None:
+        self.model = model
+        self.names = names
+        self.layers = {
+            name: module for name, module in model.named_modules() if isinstance(module, Layer)
+        }
+        self.open: dict[tuple[str, str], WeightSlot] = {
+            (name, slot): declared
+            for name, layer in self.layers.items()
+            for slot, declared in layer.slots().items()
+        }
+        self.waiting: dict[tuple[str, str], dict[str, StoredWeight]] = {}
+        self.unknown: list[str] = []
+
+    def run(self, tensors: Iterator[tuple[str, StoredWeight]]) -> None:
+        for name, tensor in tensors:
+            if name == self.names.rope_divisors:
+                if self.model.card.rope.kind == "default":
+                    self.model.rotary.divide(tensor.dense)
+                continue
+            place = place_of(name, self.names)
+            if place is not None and place.module == "head" and self.model.card.tie_embeddings:
+                continue  # a copy of the embedding, which fills the head below
+            if place is None or (place.module, place.slot) not in self.open:
+                if not is_ignored(name, self.names):
+                    self.unknown.append(name)
+                continue
+            self._take(name, place, tensor)
+        self._settle()
+
+    def _take(self, name: str, place: Place, tensor: StoredWeight) -> None:
+        declared = self.open[place.module, place.slot].shapes[place.part]
+        if tensor.shape != declared:
+            raise ModelError(
+                f"tensor {printable(name)!r} has shape {list(tensor.shape)}, the model's "
+                f"configuration asks for {list(declared)}",
+                hint="the weights and the configuration do not belong together",
+            )
+        if place.is_paired:
+            tensor = tensor.pair_halves(self.model.card.head_dim)
+        self._hand_over(place, tensor)
+        if place.module == "embedding" and self.model.card.tie_embeddings:
+            self._hand_over(Place("head", place.slot), tensor)
+
+    def _hand_over(self, place: Place, tensor: StoredWeight) -> None:
+        """Give a slot to its layer as soon as all its parts are here."""
+        key = (place.module, place.slot)
+        parts = self.waiting.setdefault(key, {})
+        parts[place.part] = tensor
+        shapes = self.open[key].shapes
+        if len(parts) == len(shapes):
+            self.layers[place.module].fill(place.slot, [parts[part] for part in shapes])
+            del self.open[key], self.waiting[key]
+
+    def _settle(self) -> None:
+        if self.unknown:
+            raise ModelError(
+                f"{len(self.unknown)} tensors of the checkpoint have no place in "
+                f"{self.model.card.architecture}: {_first(self.unknown)}",
+                hint="the configuration does not describe these weights, or the family differs",
+            )
+        missing = [
+            ".".join((module, slot)) + (f" ({part})" if part else "")
+            for (module, slot), declared in self.open.items()
+            for part in declared.shapes
+            if part not in self.waiting.get((module, slot), {})
+        ]
+        if missing:
+            raise ModelError(
+                f"the checkpoint lacks {len(missing)} weights of "
+                f"{self.model.card.architecture}: {_first(missing)}",
+                hint="a file of the checkpoint is missing, or the configuration asks for too much",
+            )
+
+
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(printable(name) for name in names[:_SHOWN]) + more
+
+
+def _fill_dummy(model: DecoderLM, dtype: torch.dtype, seed: int) -> None:
+    """Random weights of a checkpoint's shapes: norms around one, the rest small, ties kept."""
+    generator = torch.Generator().manual_seed(seed)
+    embedding: list[StoredWeight] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, Layer):
+            continue
+        for slot, declared in module.slots().items():
+            parts = [
+                _random(shape, dtype, generator, 1.0 if len(shape) == 1 and slot == "weight" else 0)
+                for shape in declared.shapes.values()
+            ]
+            if name == "embedding":
+                embedding = parts
+            tied = name == "head" and model.card.tie_embeddings
+            module.fill(slot, embedding if tied else parts)
+
+
+def _random(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, mean: float
+) -> StoredWeight:
+    values = torch.empty(shape).normal_(mean, _DUMMY_STD, generator=generator)
+    return StoredWeight.from_tensor(values.to(dtype))

@@ -1,0 +1,151 @@
+"""Tiny random Llama checkpoints, and a way to run a model over its own page store."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from banyan.config.card import ModelCard, RopeFacts
+from banyan.layers.step import StepInputs
+from banyan.models.decoder import DecoderLM
+from banyan.ops.bind import bind
+
+PAGE_SIZE = 4
+MAX_PAGES = 64
+
+
+class PagedModel:
+    """A model with pages for a few requests; each has its own page table, pages never next to
+    each other."""
+
+    def __init__(self, model: DecoderLM, num_requests: int = 1) -> None:
+        self.model = model
+        card, attention = model.card, model.layers[0].attention.spec
+        shape = (1 + num_requests * MAX_PAGES, PAGE_SIZE, attention.kv_heads, card.head_dim)
+        self.k_pages = [torch.full(shape, float("nan")) for _ in range(card.num_layers)]
+        self.v_pages = [torch.full(shape, float("nan")) for _ in range(card.num_layers)]
+        pages = 1 + torch.arange(MAX_PAGES) * num_requests
+        self.tables = torch.stack([pages + r for r in range(num_requests)]).int()
+        self.lengths = [0] * num_requests
+
+    def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
+        """Run (request, new tokens) rows in one step; the logits of every token, a row each."""
+        ops = self.model.norm.ops
+        counts = [len(tokens) for _, tokens in rows]
+        contexts = [self.lengths[request] for request, _ in rows]
+        positions = torch.cat(
+            [torch.arange(c, c + n) for c, n in zip(contexts, counts, strict=True)]
+        )
+        tables = self.tables[[request for request, _ in rows]]
+        row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts))
+        pages = tables[row_of, positions // PAGE_SIZE].long()
+        flat = pages * PAGE_SIZE + positions % PAGE_SIZE
+        starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+
+        def attention(spec, q, k, v):
+            k_pages, v_pages = self.k_pages[spec.layer], self.v_pages[spec.layer]
+            ops.write_kv(k, v, k_pages, v_pages, flat)
+            return ops.paged_attention(
+                q,
+                k_pages,
+                v_pages,
+                tables,
+                starts,
+                torch.tensor(contexts, dtype=torch.int32),
+                spec.scale,
+                spec.window,
+                spec.soft_cap,
+            )
+
+        step = StepInputs(
+            tokens=torch.tensor([t for _, tokens in rows for t in tokens]),
+            positions=positions,
+            max_length=int(positions.max()) + 1,
+            attention=attention,
+        )
+        for request, tokens in rows:
+            self.lengths[request] += len(tokens)
+        return list(self.model.logits(self.model(step)).split(counts))
+
+
+@pytest.fixture
+def ops():
+    return bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16)
+
+
+@pytest.fixture
+def paged() -> Callable[..., PagedModel]:
+    return PagedModel
+
+
+def tiny_config(**changes):
+    from transformers import LlamaConfig
+
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    return LlamaConfig(**{**sizes, **changes})
+
+
+def card_of(config, path) -> ModelCard:
+    rope = dict(config.rope_parameters)
+    facts = RopeFacts(
+        theta=rope["rope_theta"],
+        kind=rope["rope_type"],
+        factor=rope.get("factor", 1.0),
+        original_length=rope.get(
+            "original_max_position_embeddings", config.max_position_embeddings
+        ),
+        **{
+            name: rope[name]
+            for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+            + ("attention_factor", "mscale", "mscale_all_dim", "truncate")
+            if name in rope
+        },
+    )
+    return ModelCard(
+        path=str(path),
+        format="safetensors",
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=config.num_hidden_layers,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        context_length=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        hidden_act=config.hidden_act,
+        rope=facts,
+        tie_embeddings=config.tie_word_embeddings,
+        attention_bias=config.attention_bias,
+        output_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+    )
+
+
+@pytest.fixture
+def tiny_llama(tmp_path):
+    """make(**config changes) -> (transformers model, card of its saved checkpoint)."""
+    from transformers import LlamaForCausalLM
+
+    def make(max_shard_size="1GB", **changes):
+        torch.manual_seed(7)
+        config = tiny_config(**changes)
+        model = LlamaForCausalLM(config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.5))
+        folder = tmp_path / "checkpoint"
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        return model, card_of(config, folder)
+
+    return make
