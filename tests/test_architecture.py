@@ -27,13 +27,13 @@ ARROWS = {
     "platform": "base config.card",
     "ops": "platform base",
     "parallel": "platform ops base",
-    "layers": "parallel ops base",
+    "layers": "parallel ops base config.card",
     "models": "layers parallel config.card formats ops base",
     "transfer": "base config messages platform",
     "runner": "base config messages models layers parallel ops platform transfer memory.groups",
 }
 """Room -> what it may import of the house, itself aside."""
-COMPOSITION_ROOTS = ("cli", "compose.py", "llm.py", "launch_server.py", "__main__.py")
+COMPOSITION_ROOTS = ("cli", "replica.py", "compose.py", "llm.py", "launch_server.py", "__main__.py")
 NO_TORCH = (
     *("base", "formats", "config", "messages", "memory", "scheduler", "engine", "grammar", "sim"),
     *("frontend", "server"),
@@ -187,7 +187,7 @@ MUTATORS = ("append", "extend", "add", "update", "insert", "pop", "setdefault", 
 
 
 def holds_module_state(path: Path, tree: ast.Module) -> Iterator[Finding]:
-    """Containers under UPPER_CASE names are constants as long as nothing in the file changes them."""
+    """A container under an UPPER_CASE name is a constant as long as nothing changes it."""
     literals = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
     constants: list[str] = []
     for node in tree.body:
