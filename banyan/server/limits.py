@@ -1,0 +1,98 @@
+"""What may come in: body size and time, and JSON that means one thing to every reader.
+
+Knows bytes and JSON; knows no routes.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+import orjson
+
+from banyan.base.errors import RequestError
+
+Receive = Callable[[], Awaitable[dict[str, object]]]
+
+BODY_TIMEOUT_S = 10.0
+"""Longest wait for the next piece of a body; a slower client is told 408."""
+
+THREAD_BYTES = 64 << 10
+"""Bodies and prompts above this are parsed and tokenised off the event loop."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody is left to answer."""
+
+
+async def read_body(
+    receive: Receive, declared: bytes | None, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S
+) -> bytes:
+    """The whole body. RequestError 413 when too large (declared or counted), 408 when too slow."""
+    if declared is not None and declared.isdigit() and int(declared[:20]) > max_bytes:
+        raise _too_large(f"{declared[:20].decode()}", max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await receive()
+        except TimeoutError:
+            raise RequestError(
+                f"no body data for {timeout_s:g} s after {size} bytes",
+                status=408,
+                code="body_timeout",
+            ) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(f"at least {size}", max_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large(size: str, max_bytes: int) -> RequestError:
+    return RequestError(
+        f"the body has {size} bytes; at most {max_bytes} are accepted",
+        status=413,
+        code="body_too_large",
+    )
+
+
+async def parse_json(body: bytes) -> object:
+    """The JSON value of `body`, parsed in a thread when large; RequestError 400 otherwise."""
+    if len(body) > THREAD_BYTES:
+        return await asyncio.to_thread(strict_json, body)
+    return strict_json(body)
+
+
+def strict_json(body: bytes) -> object:
+    """Parse JSON, refusing what readers disagree on.
+
+    orjson refuses bad UTF-8, lone surrogates, NaN, infinite numbers and depth above 1024; the
+    second pass finds duplicate keys and keeps integers of any size exact.
+    """
+    try:
+        orjson.loads(body)
+        return json.loads(body, object_pairs_hook=_unique)
+    except orjson.JSONDecodeError as error:
+        raise bad_json(f"the body is not valid JSON: {error}") from None
+    except (RecursionError, ValueError) as error:
+        raise bad_json(f"the body is not acceptable JSON: {error}") from None
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: list[str] = []
+        for key, _ in pairs:
+            if key in seen:
+                raise bad_json(f"the key {key[:80]!r} appears twice in one object")
+            seen.append(key)
+    return found
+
+
+def bad_json(text: str) -> RequestError:
+    return RequestError(text, code="invalid_json")
