@@ -1,6 +1,6 @@
 """ModelCard of a GGUF file.
 
-Source: the GGUF specification's standardized keys, github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Source: the standardized keys of the GGUF specification (docs/gguf.md of ggml-org/ggml).
 """
 
 import math
@@ -138,6 +138,8 @@ def _rope(file: GGUFFile, facts: Facts, head_dim: int, context_length: int) -> R
         return RopeFacts(theta=theta)
     if kind not in ("linear", "yarn"):
         raise facts.error("rope.scaling.type", kind, "none, linear or yarn")
+    if facts.number("rope.scaling.attn_factor", 0.0, 1e4, default=1.0) != 1.0:
+        raise facts.error("rope.scaling.attn_factor", "another value", "1")
     return RopeFacts(
         theta=theta,
         kind=kind,
@@ -160,9 +162,10 @@ def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> RopeFacts:
     if tensor.type != "F32" or tensor.shape != (head_dim // 2,):
         raise file.error(f"rope_freqs.weight is {tensor.type} {tensor.shape}, not F32 half a head")
     divisors = struct.unpack(f"<{head_dim // 2}f", file.bytes_of("rope_freqs.weight"))
-    facts = RopeFacts(
-        theta=theta, kind="llama3", factor=max(divisors), original_length=_LLAMA3_LENGTH
-    )
+    factor = max(divisors)
+    if not 1 <= factor <= 1e4:
+        raise file.error(f"rope_freqs.weight stretches by {factor:g}, not by 1 to 10,000")
+    facts = RopeFacts(theta=theta, kind="llama3", factor=factor, original_length=_LLAMA3_LENGTH)
     expected = llama3_divisors(facts, head_dim)
     if not all(math.isclose(d, e, rel_tol=1e-3) for d, e in zip(divisors, expected, strict=True)):
         raise file.error(

@@ -39,8 +39,8 @@ def _architecture(facts: Facts, path: str) -> str:
         return known[0]
     if facts.has("auto_map"):
         raise ModelError(
-            f"{printable(path)!r} brings its own code ({printable(str(listed[:1]))}), and code of a "
-            "model repository is never run",
+            f"{printable(path)!r} brings its own code ({printable(str(listed[:1]))}), and code of "
+            "a model repository is never run",
             hint=f"known here: {', '.join(ARCHITECTURES)}",
         )
     raise unknown_architecture(", ".join(listed) or "none named", path, list(ARCHITECTURES))
@@ -48,7 +48,7 @@ def _architecture(facts: Facts, path: str) -> str:
 
 def unknown_architecture(name: str, path: str, known: list[str]) -> ModelError:
     return ModelError(
-        f"{printable(path)!r} has architecture {printable(name, 80)}, which this build does not have",
+        f"{printable(path)!r} has the unknown architecture {printable(name, 80)}",
         hint=f"known: {', '.join(known)}",
     )
 

@@ -12,7 +12,7 @@ from banyan.base.log import printable
 from banyan.config.env import Environment
 from banyan.config.file import read_flag_file
 from banyan.config.flags.flag import SWITCH, Flag
-from banyan.config.flags.table import CONFIG_FILE, GROUPS, Foreign, find, is_switch, spellings
+from banyan.config.flags.table import CONFIG_FILE, GROUPS, Foreign, find, most_words, spellings
 from banyan.config.schema import Config
 
 
@@ -149,9 +149,8 @@ def _split(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         if equals:
             yield spelled, [text]
             continue
-        known = None if name == CONFIG_FILE else find(name, abbreviate=True)
+        most = 1 if name == CONFIG_FILE else most_words(find(name, abbreviate=True))
         texts: list[str] = []
-        most = 0 if known and is_switch(known) else len(argv) if isinstance(known, Foreign) else 1
         while at < len(argv) and len(texts) < most and not argv[at].startswith("--"):
             texts.append(argv[at])
             at += 1

@@ -50,6 +50,9 @@ HARMLESS = {
     "weight-loader-prefetch-num-threads": _SPEED_HINT,
 }
 
+LISTS = ("cuda-graph-bs", "cuda-graph-bs-decode", "cuda-graph-bs-prefill")
+"""Those of them that take several words."""
+
 SUCCESSORS = {
     "enable-deepep-moe": "moe-a2a-backend deepep",
     "enable-ep-moe": "ep-size",

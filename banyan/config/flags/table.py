@@ -1,6 +1,7 @@
 """The one index of every flag: which spellings exist, and what each stands for."""
 
 import difflib
+import sys
 from dataclasses import dataclass
 from functools import cache
 
@@ -11,7 +12,7 @@ from banyan.config.flags import device, model, observe, schedule, server
 from banyan.config.flags.flag import SWITCH, Flag
 from banyan.config.flags.foreign import FOREIGN_ALIASES, FOREIGN_SWITCHES, FOREIGN_VALUES
 from banyan.config.flags.foreign_later import LATER_ALIASES, LATER_SWITCHES, LATER_VALUES
-from banyan.config.flags.harmless import HARMLESS, SUCCESSORS
+from banyan.config.flags.harmless import HARMLESS, LISTS, SUCCESSORS
 
 GROUPS = (
     ("Model", model.FLAGS),
@@ -94,5 +95,10 @@ def find(name: str, *, abbreviate: bool) -> Flag | Foreign:
     raise ConfigError(f"unknown flag --{printable(name, 60)}", hint=hint)
 
 
-def is_switch(known: Flag | Foreign) -> bool:
-    return known.kind == SWITCH if isinstance(known, Flag) else known.is_switch
+def most_words(known: Flag | Foreign) -> int:
+    """How many words may follow the flag on a command line."""
+    if isinstance(known, Flag):
+        return 0 if known.kind == SWITCH else 1
+    if known.name in LISTS:
+        return sys.maxsize
+    return 0 if known.is_switch else 1

@@ -1,0 +1,110 @@
+"""`banyan doctor` and `banyan version`: what is here, what this machine offers, what is missing."""
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+
+from banyan.base.errors import ModelError
+from banyan.config.env import Environment
+from banyan.config.machine import cpu_quota, memory_limit, usable_cores
+from banyan.config.schema import ModelConfig
+from banyan.config.sources import fetch
+
+_FEATURES = (
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_vnni",
+    "avx512_bf16",
+    "avx_vnni",
+    "amx_int8",
+    "amx_bf16",
+)
+_COMPILERS = ("c++", "g++", "clang++")
+_PACKAGES = ("torch", "numpy", "tokenizers", "fastapi", "uvicorn", "msgspec", "pyzmq")
+_OPTIONAL = ("huggingface_hub", "modelscope")
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Print one line per fact; 1 when something needed is missing."""
+    if "-h" in argv or "--help" in argv:
+        print("banyan doctor: show what this machine offers and what is missing")
+        return 0
+    missing = [name for name in _PACKAGES if not _version_of(name)]
+    for name, value in _facts():
+        print(f"{name:<12} {value}")
+    verdict = f"missing: {', '.join(missing)}; install banyan again" if missing else "all is there"
+    print(f"{'verdict':<12} {verdict}")
+    return 1 if missing else 0
+
+
+def version(argv: Sequence[str]) -> int:
+    """Print the version; --json adds Python and torch."""
+    own = _version_of("banyan") or "unknown (not installed as a package)"
+    if "--json" in argv:
+        versions = {
+            "banyan": own,
+            "python": platform.python_version(),
+            "torch": _version_of("torch"),
+        }
+        print(json.dumps(versions))
+    else:
+        print(f"banyan {own}")
+    return 0
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "banyan", _version_of("banyan") or "run from its source folder"
+    yield "python", f"{platform.python_version()} on {platform.platform()}"
+    for name in _PACKAGES:
+        yield name, _version_of(name) or "MISSING"
+    for name in _OPTIONAL:
+        yield name, _version_of(name) or "not installed (optional)"
+    quota = cpu_quota()
+    yield (
+        "cores",
+        f"{usable_cores()} usable of {os.cpu_count()}" + (f", quota {quota:g}" if quota else ""),
+    )
+    yield "features", " ".join(_cpu_features()) or "none of those the kernels ask for"
+    yield "memory", _memory()
+    compilers = [name for name in _COMPILERS if shutil.which(name)]
+    if importlib.util.find_spec("ziglang"):
+        compilers.append("ziglang")
+    yield "compilers", ", ".join(compilers) or "none (kernels fall back to torch)"
+    yield "demo model", _demo_model()
+
+
+def _version_of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu_features() -> list[str]:
+    try:
+        with open("/proc/cpuinfo") as file:
+            words = next((line.split() for line in file if line.startswith("flags")), [])
+    except OSError:
+        return []
+    return [name for name in _FEATURES if name in words]
+
+
+def _memory() -> str:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    text = f"{memory.available / 2**30:.1f} GiB free of {memory.total / 2**30:.1f}"
+    limit = memory_limit()
+    return f"{text}, container limit {limit / 2**30:.1f} GiB" if limit else text
+
+
+def _demo_model() -> str:
+    try:
+        return fetch(ModelConfig(offline=True), Environment())
+    except ModelError as error:
+        return str(error)

@@ -1,0 +1,58 @@
+"""The `banyan` command: finds the verb and shows errors in one line; verbs do the heavy imports."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from banyan.base.errors import BanyanError, ConfigError
+from banyan.base.table import Table
+
+VERBS: Table[Callable[[Sequence[str]], int]] = Table(
+    "verb",
+    {
+        "serve": "banyan.cli.serve:serve",
+        "chat": "banyan.cli.chat:chat",
+        "replay": "banyan.cli.replay:replay",
+        "doctor": "banyan.cli.doctor:doctor",
+        "version": "banyan.cli.doctor:version",
+    },
+)
+
+HELP = """banyan VERB [flags]
+
+  serve [MODEL]   serve a model over HTTP (default: the demo model)
+  chat [MODEL]    talk to a model in the terminal
+  replay FILE     check a journal against this build
+  doctor          show what this machine offers and what is missing
+  version         the version; --json for more
+
+banyan VERB --help shows the flags of a verb."""
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code. Errors that people can act on end in one line."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP)
+        return 0
+    if words[0] == "--version":
+        words = ["version"]
+    try:
+        return VERBS.load(_verb(words[0]))(words[1:])
+    except BanyanError as error:
+        print(f"banyan: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has gone (`banyan … | head`): say nothing more, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _verb(word: str) -> str:
+    if word not in VERBS:
+        raise ConfigError(f"unknown verb {word!r}", hint=f"choose one of: {', '.join(VERBS)}")
+    return word

