@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from banyan.base.clock import Clock
+from banyan.base.errors import DeviceError
 from banyan.base.log import logger
 from banyan.engine.control import answer
 from banyan.engine.core import EngineCore
@@ -92,6 +93,7 @@ class EngineLoop:
         self._beat_s = 0.0
         self._was_idle = True
         self._is_stopping = False
+        self._failure = ""
 
     def run(self, ready: Ready) -> None:
         """Serve until `stop`; a failure of the loop itself ends every open request with Fatal."""
@@ -115,8 +117,15 @@ class EngineLoop:
         self._is_stopping = True
         self._wake.ring()
 
+    def fail(self, text: str) -> None:
+        """Something the engine depends on has died; safe from any thread."""
+        self._failure = text
+        self._wake.ring()
+
     def _turn(self) -> None:
         self._wake.clear()
+        if self._failure:
+            raise DeviceError(self._failure)
         now = self._clock.now()
         events: list[Event] = []
         for message in self._link.receive():

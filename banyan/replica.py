@@ -1,0 +1,247 @@
+"""The composition root for one replica: the one file where engine, runner and models meet.
+
+Rank 0 runs engine and runner in one process; the other ranks only take plans and run them.
+"""
+
+import gc
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+import msgspec
+import torch
+import zmq
+
+from banyan.base.clock import Clock, WallClock
+from banyan.base.log import logger
+from banyan.compose import RANK, Orders, encode
+from banyan.config.card import ModelCard
+from banyan.config.schema import Config
+from banyan.engine.core import EngineCore
+from banyan.engine.launcher import Fanout, Launcher, Threaded
+from banyan.engine.loop import EngineLoop, Link, Wake
+from banyan.engine.processes import Child, spawn
+from banyan.memory.cache import KVCache
+from banyan.memory.eviction import EVICTION
+from banyan.memory.groups import FULL, CacheGroup
+from banyan.memory.sizing import MemoryPlan, plan_memory
+from banyan.messages.events import Ready
+from banyan.messages.link import PrivateFolder
+from banyan.messages.plan import StepPlan
+from banyan.messages.wire import plan_codec
+from banyan.models.decoder import DecoderLM
+from banyan.models.weights.loader import load_model
+from banyan.ops.api import Ops
+from banyan.ops.bind import bind, kernel_table
+from banyan.parallel.mesh import Mesh, open_mesh
+from banyan.platform import PLATFORMS
+from banyan.platform.base import Platform
+from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.worker import serve_rank
+from banyan.scheduler.budget import UNLIMITED, Limits
+from banyan.scheduler.order import ORDERS
+from banyan.scheduler.scheduler import Scheduler
+
+log = logger(__name__)
+
+
+class Phases:
+    """Start-up phases and their seconds, in order."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began = clock.now()
+        self.seconds: dict[str, float] = {}
+
+    def done(self, name: str) -> None:
+        now = self._clock.now()
+        self.seconds[name] = now - self._began
+        self._began = now
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A device with the model's weights on it; the cache is not laid out yet."""
+
+    platform: Platform
+    device: torch.device
+    mesh: Mesh
+    model: DecoderLM
+    ops: Ops
+    kernels: str
+
+
+def open_model(
+    config: Config, card: ModelCard, rank: int, mesh_address: str, phases: Phases
+) -> OpenModel:
+    """Open the device, meet the other ranks, load this rank's share of the weights."""
+    name = config.device.name if config.device.name != "auto" else "cpu"
+    platform = PLATFORMS.load(name)()
+    traits = platform.traits
+    tp = config.parallel.tp
+    device = platform.open(rank, config.parallel.threads or max(1, traits.cores // tp))
+    mesh = open_mesh(rank, tp, mesh_address, traits.collectives)
+    phases.done("device")
+    dtype = torch.float32
+    ops = bind(traits.name, device, dtype, traits.features, card.head_dim, config.device.kernels)
+    phases.done("kernels")
+    model = load_model(card, mesh, device, dtype, ops, config.model.load_format)
+    gc.collect()
+    gc.freeze()  # the model's objects live as long as the process: never walk them again
+    phases.done("weights")
+    return OpenModel(platform, device, mesh, model, ops, kernel_table(ops.choices))
+
+
+def build_runner(opened: OpenModel, card: ModelCard, sizes: RunnerSizes) -> ModelRunner:
+    return ModelRunner(opened.model, card, opened.device, opened.mesh, opened.ops, sizes)
+
+
+def build_core(config: Config, memory: MemoryPlan) -> EngineCore:
+    """The control storey of one replica."""
+    groups = (CacheGroup(FULL, memory.page_tokens, memory.num_pages),)
+    cache = KVCache(
+        groups, EVICTION.load(config.cache.eviction), share=not config.cache.disable_radix
+    )
+    schedule = config.schedule
+    limits = Limits(
+        max_running=memory.max_running,
+        chunk_tokens=schedule.chunk_tokens if schedule.chunk_tokens > 0 else UNLIMITED,
+        max_request_tokens=memory.max_request_tokens,
+        max_queued=schedule.max_queued,
+        token_gap=schedule.token_gap,
+        conservativeness=schedule.conservativeness,
+    )
+    return EngineCore(Scheduler(cache, limits, ORDERS.load(schedule.policy)), schedule.depth)
+
+
+def run_engine(
+    config: Config, card: ModelCard, link: Link, started: Callable[[EngineLoop], None]
+) -> None:
+    """Load the model and serve `link` until the loop is stopped.
+
+    Args:
+        started: given the loop before it runs, so that it can be stopped from elsewhere.
+    """
+    clock = WallClock()
+    phases = Phases(clock)
+    with ExitStack() as cleanup:
+        ranks = OtherRanks(config, card)
+        cleanup.callback(ranks.close)
+        phases.done("other ranks")
+        opened = open_model(config, card, 0, ranks.mesh_address, phases)
+        memory = _plan_memory(config, card, opened)
+        sizes = _runner_sizes(card, memory)
+        ranks.send_sizes(sizes)
+        runner = build_runner(opened, card, sizes)
+        phases.done("cache")
+        wake = Wake()
+        cleanup.callback(wake.close)
+        launcher: Launcher = Threaded(runner, wake.ring)
+        if config.parallel.tp > 1:
+            launcher = Fanout(launcher, ranks.send_plan)
+        core = build_core(config, memory)
+        loop = EngineLoop(
+            core, launcher, link, wake, clock, check_ledger=config.schedule.check_ledger
+        )
+        ranks.watch(loop.fail)
+        started(loop)
+        loop.run(_ready(memory, phases, opened.kernels))
+
+
+def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_address: str) -> None:
+    """A rank other than 0: take sizes, then plans, from rank 0 at `address`."""
+    opened = open_model(config, card, rank, mesh_address, Phases(WallClock()))
+    context = zmq.Context()
+    socket = context.socket(zmq.PULL)
+    socket.connect(address)
+    sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
+    runner = build_runner(opened, card, sizes)
+    codec = plan_codec()
+
+    def receive() -> StepPlan | None:
+        frame = socket.recv()
+        return codec.decode(frame)[0] if frame else None
+
+    serve_rank(runner, receive)
+
+
+class OtherRanks:
+    """The processes of ranks 1 … tp−1, as rank 0 sees them."""
+
+    def __init__(self, config: Config, card: ModelCard) -> None:
+        self._children: list[Child] = []
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._codec = plan_codec()
+        self.mesh_address = ""
+        if config.parallel.tp == 1:
+            return
+        self._folder = PrivateFolder()
+        self._context = zmq.Context()
+        self.mesh_address = f"file://{self._folder.path}/mesh"
+        for rank in range(1, config.parallel.tp):
+            address = self._folder.address(f"rank{rank}")
+            socket = self._context.socket(zmq.PUSH)
+            socket.bind(address)
+            self._sockets.append(socket)
+            orders = Orders(RANK, config, card, address, rank, self.mesh_address)
+            self._children.append(spawn("banyan.compose", f"rank{rank}", encode(orders)))
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        for child in self._children:
+            child.watch(on_death)
+
+    def send_sizes(self, sizes: RunnerSizes) -> None:
+        self._send(msgspec.json.encode(sizes))
+
+    def send_plan(self, plan: StepPlan) -> None:
+        if self._sockets:
+            self._send(self._codec.encode([plan]))
+
+    def close(self) -> None:
+        if not self._children:
+            return
+        for child in self._children:
+            child.stop()
+        self._context.destroy(linger=0)
+        self._folder.close()
+
+    def _send(self, frame: bytes) -> None:
+        for socket in self._sockets:
+            socket.send(frame)
+
+
+def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPlan:
+    found = opened.platform.memory()
+    page_bytes = KVStore.bytes_per_page(
+        card, config.cache.page_size, opened.model.dtype, opened.mesh.size
+    )
+    tp = config.parallel.tp if opened.device.type == "cpu" else 1  # ranks share host memory
+    return plan_memory(
+        config.cache,
+        config.schedule,
+        context_length=config.model.context_length or card.context_length,
+        page_bytes=page_bytes,
+        weight_bytes=found.ours_bytes,
+        total_bytes=found.total_bytes // tp,
+        free_bytes=found.free_bytes // tp,
+    )
+
+
+def _runner_sizes(card: ModelCard, memory: MemoryPlan) -> RunnerSizes:
+    layers = tuple(range(card.num_layers))
+    return RunnerSizes(
+        max_slots=memory.max_running,
+        max_length=memory.max_request_tokens,
+        groups=(GroupLayout(memory.page_tokens, memory.num_pages, layers),),
+    )
+
+
+def _ready(memory: MemoryPlan, phases: Phases, kernels: str) -> Ready:
+    facts = {"phases": phases.seconds, "memory": asdict(memory), "kernels": kernels}
+    return Ready(
+        max_total_tokens=memory.max_total_tokens,
+        max_request_tokens=memory.max_request_tokens,
+        max_running=memory.max_running,
+        facts=msgspec.json.encode(facts),
+    )
