@@ -1,0 +1,306 @@
+"""EngineClient: the front's half of the link to one engine.
+
+Sorts events into one bounded stream per request, matches replies to calls, and knows whether the
+engine is alive, ready and making progress. Knows no text and no HTTP. Every stream ends exactly
+once, also when the engine dies or nobody reads.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass
+
+from banyan.base.clock import Clock, WallClock
+from banyan.base.errors import BanyanError, RequestError
+from banyan.base.ids import RequestId
+from banyan.base.log import logger, printable
+from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
+from banyan.messages.link import FrontLink
+from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
+
+log = logger(__name__)
+
+StreamEvent = Tokens | Finished | Failed
+
+MAX_WAITING_EVENTS = 4096
+"""Events that a stream keeps for a reader who does not read; one more aborts its request."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What the front knows of its engine. `reason` says why not, "" when all is well."""
+
+    alive: bool
+    ready: bool
+    progressing: bool
+    reason: str = ""
+
+
+class EventStream:
+    """The events of one request, in order; ends after its Finished or Failed.
+
+    The caller owns the stream and closes it; closing before the end aborts the request.
+    """
+
+    def __init__(self, client: "EngineClient", request: RequestId, max_waiting: int) -> None:
+        self.request = request
+        self._client = client
+        self._max_waiting = max_waiting
+        self._waiting: deque[StreamEvent] = deque()
+        self._arrived = asyncio.Event()
+        self._is_complete = False
+        """The last event has been put."""
+        self._is_closed = False
+
+    def __aiter__(self) -> "EventStream":
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        if not await self._has_event():
+            raise StopAsyncIteration
+        return self._waiting.popleft()
+
+    async def batch(self) -> list[StreamEvent]:
+        """Every event that waits, at least one; [] after the end."""
+        if not await self._has_event():
+            return []
+        events = list(self._waiting)
+        self._waiting.clear()
+        return events
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the request; it is aborted if it still runs."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._waiting.clear()
+        self._arrived.set()
+        if not self._is_complete:
+            self._client.abort(self.request)
+
+    def put(self, event: StreamEvent) -> None:
+        """Take in an event (the client's side); one too many ends the stream and its request."""
+        if self._is_complete or self._is_closed:
+            return
+        self._waiting.append(event)
+        self._is_complete = not isinstance(event, Tokens)
+        if not self._is_complete and len(self._waiting) > self._max_waiting:
+            self._waiting[-1] = Failed(
+                self.request,
+                408,
+                f"The reader is {self._max_waiting} events behind; the request was cancelled.",
+                "slow_reader",
+            )
+            self._is_complete = True
+            self._client.abort(self.request)
+        self._arrived.set()
+
+    async def _has_event(self) -> bool:
+        while not self._waiting:
+            if self._is_complete or self._is_closed:
+                return False
+            self._arrived.clear()
+            await self._arrived.wait()
+        return True
+
+
+class EngineClient:
+    """One engine as the front sees it. All calls from one event loop.
+
+    Args:
+        link: the front's end; closed by `close`.
+        origin: which front this is, when an engine serves several.
+        heartbeat_timeout_s: silence after which the engine no longer counts as progressing.
+        watchdog_s: age of a step after which the engine counts as stuck.
+    """
+
+    def __init__(
+        self,
+        link: FrontLink,
+        *,
+        clock: Clock | None = None,
+        origin: str = "",
+        heartbeat_timeout_s: float = 20.0,
+        watchdog_s: float = 300.0,
+        max_waiting_events: int = MAX_WAITING_EVENTS,
+    ) -> None:
+        self.stats = Stats()
+        """The latest heartbeat."""
+        self.stats_at_s = 0.0
+        """When it came; 0 before the first."""
+        self._link = link
+        self._clock = clock or WallClock()
+        self._origin = origin
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._watchdog_s = watchdog_s
+        self._max_waiting_events = max_waiting_events
+        self._streams: dict[RequestId, EventStream] = {}
+        """By request, until the engine's last word on it: an id that is still being aborted
+        cannot be taken again, else the old end would end the new request."""
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._call_numbers = itertools.count(1)
+        self._outbox: list[Message] = []
+        self._has_mail = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready: Ready | None = None
+        self._lost = ""
+        """Why the engine is gone; "" while it is not."""
+        self._decided = asyncio.Event()
+        """Ready has come, or the engine is lost."""
+
+    async def start(self) -> None:
+        """Begin to listen. The engine may start before or after."""
+        self._tasks = [
+            asyncio.create_task(self._guard(self._send_all()), name="engine-client-send"),
+            asyncio.create_task(self._guard(self._receive_all()), name="engine-client-receive"),
+        ]
+
+    async def close(self) -> None:
+        """End every stream and call, stop listening, release the link."""
+        self.engine_lost("The server is shutting down.")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self._link.close()
+
+    async def ready(self) -> Ready:
+        """Wait until the engine can admit requests; BanyanError when it dies instead."""
+        await self._decided.wait()
+        if self._ready is None:
+            raise BanyanError(self._lost)
+        return self._ready
+
+    def submit(self, generate: Generate) -> EventStream:
+        """Start a request; RequestError when the engine cannot take it or its id is in use."""
+        self._refuse_unless_ready()
+        if generate.request in self._streams:
+            raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
+        stream = EventStream(self, generate.request, self._max_waiting_events)
+        self._streams[generate.request] = stream
+        self._post(generate)
+        return stream
+
+    def abort(self, request: RequestId) -> None:
+        """End a request at any state; its stream ends with Finished("abort"). Unknown: no-op."""
+        if request in self._streams:
+            self._post(Abort(request))
+
+    def stop_at(self, request: RequestId, length: int) -> None:
+        """Keep `length` output tokens and finish; its stream ends with Finished("stop")."""
+        if request in self._streams:
+            self._post(StopAt(request, length))
+
+    async def control(
+        self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
+    ) -> Reply:
+        """Carry out an administrative verb; RequestError 504 when no answer comes in time."""
+        self._refuse_unless_ready()
+        call = next(self._call_numbers)
+        answer = asyncio.get_running_loop().create_future()
+        self._calls[call] = answer
+        self._post(Control(call, verb, self._origin, dict(args)))
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            raise RequestError(
+                f"The engine did not answer {verb!r} within {timeout_s:g} s",
+                status=504,
+                code="engine_timeout",
+            ) from None
+        finally:
+            del self._calls[call]
+
+    def engine_lost(self, reason: str) -> None:
+        """The engine is gone (from the supervisor, or its own Fatal): end all that waits for it."""
+        if self._lost:
+            return
+        self._lost = reason or "The engine ended."
+        self._decided.set()
+        log.info("engine lost reason=%s", printable(self._lost))
+        streams, self._streams = self._streams, {}
+        for request, stream in streams.items():
+            stream.put(Failed(request, 503, self._lost, "engine_unavailable"))
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(self._gone())
+
+    def health(self) -> Health:
+        if self._lost:
+            return Health(False, False, False, self._lost)
+        if self._ready is None:
+            return Health(True, False, False, "The engine is starting.")
+        silence_s = self._clock.now() - self.stats_at_s
+        if silence_s > self._heartbeat_timeout_s:
+            return Health(True, True, False, f"No heartbeat for {silence_s:.1f} s.")
+        if self.stats.step_age_s > self._watchdog_s:
+            age_s = self.stats.step_age_s
+            return Health(True, True, False, f"A step has been running for {age_s:.1f} s.")
+        return Health(True, True, True)
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose end has not come yet."""
+        return len(self._streams)
+
+    def _refuse_unless_ready(self) -> None:
+        if self._lost:
+            raise self._gone()
+        if self._ready is None:
+            raise RequestError("The engine is starting.", status=503, code="engine_starting")
+
+    def _gone(self) -> RequestError:
+        return RequestError(self._lost, status=503, code="engine_unavailable")
+
+    def _post(self, message: Message) -> None:
+        self._outbox.append(message)
+        self._has_mail.set()
+
+    async def _guard(self, work: Coroutine[None, None, None]) -> None:
+        """A task that fails takes the engine's place in the streams, never silently."""
+        try:
+            await work
+        except Exception as error:
+            log.exception("the link to the engine failed")
+            self.engine_lost(f"The link to the engine failed: {type(error).__name__}: {error}")
+
+    async def _send_all(self) -> None:
+        while True:
+            await self._has_mail.wait()
+            self._has_mail.clear()
+            messages, self._outbox = self._outbox, []
+            await self._link.send(messages)
+
+    async def _receive_all(self) -> None:
+        while True:
+            for event in await self._link.receive():
+                self._deliver(event)
+
+    def _deliver(self, event: Event) -> None:
+        match event:
+            case Tokens():
+                if stream := self._streams.get(event.request):
+                    stream.put(event)
+            case Finished() | Failed():
+                if stream := self._streams.pop(event.request, None):
+                    stream.put(event)
+            case Reply():
+                answer = self._calls.get(event.call)
+                if answer is not None and not answer.done():
+                    answer.set_result(event)
+            case Stats():
+                self._heard(event)
+            case Ready():
+                self._ready = event
+                self.stats_at_s = self._clock.now()
+                self._decided.set()
+            case Fatal():
+                self.engine_lost(event.text)
+
+    def _heard(self, stats: Stats) -> None:
+        self.stats = stats
+        self.stats_at_s = self._clock.now()
