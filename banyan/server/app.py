@@ -1,0 +1,181 @@
+"""The ASGI application: finds the route, checks origin and key, reads the body, runs the handler.
+
+Every exchange ends in order here, whatever happens to the client, the handler or the server.
+Knows no model and no dialect.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from banyan.base.errors import RequestError
+from banyan.base.log import logger, printable
+from banyan.server import auth
+from banyan.server.errors import UNAUTHORIZED, error_body, internal, unavailable
+from banyan.server.exchange import SEND_TIMEOUT_S, Exchange, Scope, Send
+from banyan.server.limits import ClientGone, Receive, read_body
+from banyan.server.state import ServerState
+
+log = logger(__name__)
+
+Handler = Callable[[Exchange, ServerState], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Route:
+    """One path. A path that ends in "/" also serves everything below it (`Exchange.tail`)."""
+
+    path: str
+    methods: tuple[str, ...]
+    handler: Handler
+    guard: str = auth.KEY
+    json_only: bool = False
+    """The body must be declared as application/json (OpenAI routes)."""
+
+
+class App:
+    """The application over a table of routes."""
+
+    def __init__(
+        self, state: ServerState, routes: list[Route], send_timeout_s: float = SEND_TIMEOUT_S
+    ) -> None:
+        server = state.config.server
+        self.state = state
+        self.routes = {route.path: route for route in routes}
+        assert len(self.routes) == len(routes), "two routes share a path"
+        self.exchanges: dict[Exchange, None] = {}
+        self._guard = auth.Guard(server.api_key, server.admin_api_key, server.host)
+        self._max_body = server.max_body_bytes
+        self._root = server.root_path.rstrip("/")
+        self._send_timeout_s = send_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._answer(Exchange(scope, send, self._send_timeout_s), receive)
+        elif scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        else:
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+
+    def end_all(self, text: str) -> None:
+        """End what is still open with a 503 or a last event that says `text`."""
+        for exchange in list(self.exchanges):
+            exchange.stop(unavailable(text, "shutting_down"))
+
+    async def _answer(self, exchange: Exchange, receive: Receive) -> None:
+        self.exchanges[exchange] = None
+        try:
+            route = await self._admit(exchange)
+            if route is None:
+                return
+            exchange.body = await read_body(
+                receive, exchange.headers.get(b"content-length"), self._max_body
+            )
+            await self._run(route, exchange, receive)
+        except RequestError as error:
+            await _quietly(exchange.fail(error))
+        except ClientGone:
+            pass
+        except Exception:
+            log.exception(
+                "request failed id=%s path=%s", exchange.id, printable(exchange.path, 100)
+            )
+            await _quietly(exchange.fail(internal(exchange.id)))
+        finally:
+            del self.exchanges[exchange]
+
+    async def _admit(self, exchange: Exchange) -> Route | None:
+        """The route, or None when a refusal was sent. A key is needed before a path is known."""
+        self._guard.check_origin(exchange.header(b"host"), exchange.header(b"origin"))
+        route = self._find(exchange)
+        if exchange.method == "OPTIONS":
+            allowed = ", ".join((*route.methods, "OPTIONS")) if route else "OPTIONS"
+            await exchange.whole(b"", 204, "text/plain", {"allow": allowed})
+            return None
+        verdict = self._guard.judge(
+            route.guard if route else auth.KEY,
+            exchange.headers.get(b"authorization", b""),
+            exchange.peer,
+        )
+        if verdict.status == auth.UNAUTHORIZED:
+            await exchange.json(UNAUTHORIZED, 401, {"www-authenticate": "Bearer"})
+            return None
+        if verdict.status != 200:
+            raise RequestError(verdict.text, status=verdict.status, code="forbidden")
+        if route is None:
+            path = printable(exchange.path, 100)
+            raise RequestError(f"no route {path}", status=404, code="not_found")
+        exchange.tenant = verdict.tenant
+        if not await self._accepts(route, exchange):
+            return None
+        return route
+
+    def _find(self, exchange: Exchange) -> Route | None:
+        path = exchange.path
+        if self._root and path.startswith(self._root + "/"):
+            path = path[len(self._root) :]
+        if route := self.routes.get(path):
+            return route
+        for prefix, route in self.routes.items():
+            if prefix.endswith("/") and prefix != "/" and path.startswith(prefix):
+                exchange.tail = path[len(prefix) :]
+                return route
+        return None
+
+    async def _accepts(self, route: Route, exchange: Exchange) -> bool:
+        """Whether method and content type fit; a refusal was sent otherwise."""
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        if method not in route.methods:
+            error = RequestError(
+                f"{route.path} answers {', '.join(route.methods)} only, not {exchange.method}",
+                status=405,
+                code="method_not_allowed",
+            )
+            await exchange.json(error_body(error), 405, {"allow": ", ".join(route.methods)})
+            return False
+        kind = exchange.header(b"content-type").partition(";")[0].strip().lower()
+        if route.json_only and method == "POST" and kind != "application/json":
+            raise RequestError(
+                "Unsupported Media Type: Only 'application/json' is allowed",
+                code="unsupported_media_type",
+            )
+        if exchange.headers.get(b"content-encoding", b"identity") != b"identity":
+            raise RequestError("compressed bodies are not accepted", code="unsupported_encoding")
+        return True
+
+    async def _run(self, route: Route, exchange: Exchange, receive: Receive) -> None:
+        """Run the handler until it ends, the client leaves, or `stop` is called."""
+        exchange.work = asyncio.create_task(route.handler(exchange, self.state))
+        watch = asyncio.create_task(_watch(exchange, receive))
+        try:
+            await exchange.work
+        except asyncio.CancelledError:
+            if exchange.ending is None:
+                raise
+            if isinstance(exchange.ending, RequestError):
+                await _quietly(exchange.fail(exchange.ending))
+        finally:
+            watch.cancel()
+
+
+async def _watch(exchange: Exchange, receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    exchange.stop(ClientGone())
+
+
+async def _quietly(answer: Awaitable[None]) -> None:
+    """Send a last word to a client that may have gone."""
+    try:
+        await answer
+    except (ClientGone, OSError):
+        log.debug("client left before its error was sent")
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return

@@ -1,0 +1,161 @@
+"""One HTTP request and its one answer, written straight to the ASGI `send`.
+
+An answer is a whole body or a stream of server-sent events; whichever it is, `fail` ends it in
+order. Knows no routes and no models.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from urllib.parse import parse_qsl
+
+import orjson
+
+from banyan.base.errors import RequestError
+from banyan.base.log import printable
+from banyan.server.errors import Json, error_body, error_event
+from banyan.server.limits import ClientGone, parse_json
+from banyan.server.state import fresh_id
+
+Scope = MutableMapping[str, object]
+Send = Callable[[dict[str, object]], Awaitable[None]]
+
+SEND_TIMEOUT_S = 30.0
+"""A client that takes nothing for this long is cut off, and its request is aborted."""
+
+RETRY_AFTER_S = 5
+WARNINGS_CHARS = 1000
+_DONE = b"data: [DONE]\n\n"
+
+
+class Exchange:
+    """What a handler gets: the request, and the means to answer it.
+
+    Args:
+        scope, send: of ASGI.
+        send_timeout_s: longest wait for a client that does not read.
+    """
+
+    def __init__(self, scope: Scope, send: Send, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.peer: str = (scope.get("client") or ("", 0))[0]
+        self.id = fresh_id()
+        self.body = b""
+        self.tail = ""
+        """Rest of the path below a route that ends in "/"."""
+        self.tenant = b""
+        """Digest of the key that was presented; names the prefix-cache namespace."""
+        self.warnings: list[str] = []
+        self.started = False
+        self.streaming = False
+        self.ended = False
+        self.ending: RequestError | ClientGone | None = None
+        """Why `work` was cancelled by `stop`."""
+        self.work: asyncio.Task[None] | None = None
+        self._query: bytes = scope.get("query_string", b"")
+        self._send = send
+        self._send_timeout_s = send_timeout_s
+
+    def header(self, name: bytes) -> str:
+        return self.headers.get(name, b"").decode("latin-1")
+
+    @property
+    def query(self) -> dict[str, str]:
+        return dict(parse_qsl(self._query.decode("latin-1"), max_num_fields=32))
+
+    async def json_object(self) -> Json:
+        """The body as a JSON object; RequestError 400 otherwise."""
+        value = await parse_json(self.body)
+        if not isinstance(value, dict):
+            raise RequestError(
+                f"the body must be a JSON object, got {type(value).__name__}", code="invalid_json"
+            )
+        return value
+
+    async def optional_object(self) -> Json:
+        """As json_object, with an empty body for {}; fields may come as a query string instead."""
+        return {**self.query, **(await self.json_object() if self.body else {})}
+
+    def warn(self, text: str) -> None:
+        """Report in the answer something of the request that was not honoured."""
+        self.warnings.append(text)
+
+    def stop(self, why: RequestError | ClientGone) -> None:
+        """End the exchange from outside; what the work holds is released by its cancellation."""
+        if self.ending is None and self.work is not None and not self.work.done():
+            self.ending = why
+            self.work.cancel()
+
+    async def json(
+        self, body: object, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        await self.whole(orjson.dumps(body), status, "application/json", headers)
+
+    async def text(self, body: str, status: int = 200) -> None:
+        await self.whole(body.encode(), status, "text/plain; charset=utf-8")
+
+    async def whole(
+        self, body: bytes, status: int, kind: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Answer with one body."""
+        lines = self._head(kind) + [(b"content-length", b"%d" % len(body))]
+        lines += [(k.encode(), v.encode("latin-1")) for k, v in (headers or {}).items()]
+        await self._start(status, lines)
+        self.ended = True
+        await self._put(b"" if self.method == "HEAD" else body, more=False)
+
+    async def begin_events(self) -> None:
+        """Start a stream of server-sent events; the status is 200 from here on."""
+        await self._start(
+            200, self._head("text/event-stream") + [(b"cache-control", b"no-cache")]
+        )
+        self.streaming = True
+
+    async def event(self, body: object) -> None:
+        """Send one event. Waits while the client's buffer is full; ClientGone after the time-out."""
+        await self._put(b"data: %b\n\n" % orjson.dumps(body))
+
+    async def end_events(self) -> None:
+        self.ended = True
+        await self._put(_DONE, more=False)
+
+    async def fail(self, error: RequestError) -> None:
+        """End with an error: a status and a body, or the last event of a stream that has begun."""
+        if self.ended:
+            return
+        if self.streaming:
+            await self.event(error_event(error))
+            await self.end_events()
+        elif not self.started:
+            busy = error.status in (429, 503)
+            retry = {"retry-after": str(RETRY_AFTER_S)} if busy else None
+            await self.json(error_body(error), error.status, retry)
+
+    def _head(self, kind: str) -> list[tuple[bytes, bytes]]:
+        lines = [
+            (b"content-type", kind.encode()),
+            (b"x-request-id", self.id.encode()),
+            (b"x-content-type-options", b"nosniff"),
+        ]
+        if given := self.headers.get(b"x-request-id"):
+            lines.append((b"x-client-request-id", _ascii(given.decode("latin-1"), 128)))
+        if self.warnings:
+            lines.append((b"x-banyan-warnings", _ascii("; ".join(self.warnings), WARNINGS_CHARS)))
+        return lines
+
+    async def _start(self, status: int, lines: list[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": lines})
+
+    async def _put(self, body: bytes, more: bool = True) -> None:
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            raise ClientGone from None
+
+
+def _ascii(text: str, limit: int) -> bytes:
+    """`text` as a header value: printable ASCII, everything else escaped."""
+    return printable(text, limit).encode("ascii", "backslashreplace")
