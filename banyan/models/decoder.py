@@ -71,6 +71,7 @@ class DecoderLM(nn.Module):
     ) -> None:
         super().__init__()
         self.card = card
+        self.dtype = dtype
         self.embedding = Embedding(card.vocab_size, card.hidden_size, mesh, ops, dtype, device)
         self.rotary = Rotary(card.head_dim, card.rope, card.context_length, device)
         self.layers = nn.ModuleList(
