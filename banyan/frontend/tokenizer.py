@@ -1,0 +1,277 @@
+"""Tokenizer: text to token ids and back, over the `tokenizers` library.
+
+Knows which ids are special and which end a generation. Reading is in folder_tokenizer (a model
+folder) and gguf_tokenizer (a GGUF file). Knows no chat, no requests, no devices.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import tokenizers
+from tokenizers import AddedToken
+
+from banyan.base.errors import ModelError, RequestError
+from banyan.base.log import printable
+from banyan.frontend.pieces import PieceTable
+
+NAMED_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+# Runs of one kind of character, long enough for a pattern with exponential backtracking to give up.
+_PROBES = tuple(c * 48 + e for c in ("a", "1", " ", "!", "\n", "é") for e in ("", "\x00", "b"))
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What the files say about the use of a vocabulary."""
+
+    source: str
+    """The file or folder, for messages."""
+    named: Mapping[str, str] = field(default_factory=dict)
+    """"bos_token", "eos_token" … -> text, as chat templates see them."""
+    eos_ids: tuple[int, ...] = ()
+    """Every id that ends a generation."""
+    special: tuple[str, ...] = ()
+    """Texts that are special besides those that the vocabulary itself marks."""
+    add_bos: bool | None = None
+    """Whether plain prompts start with bos_token; None leaves it to the tokenizer file."""
+    add_eos: bool | None = None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    """"default", and where the model has them "tool_use" and others."""
+
+
+class Tokenizer:
+    """A loaded vocabulary. Immutable after loading; may be used from several threads.
+
+    Args:
+        backend: the library's tokenizer, owned by this object.
+        facts: what the files beside it say.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
+        self._backend = backend
+        self._model = backend.model
+        backend.no_truncation()
+        backend.no_padding()
+        self.facts = facts
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.added = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
+        """Texts that are cut out before the vocabulary is applied -> id."""
+        named = {facts.named[n] for n in NAMED_TOKENS if n in facts.named}
+        special = {c: t.special for c, t in self._added_tokens().items()}
+        texts = named | set(facts.special) | {c for c, is_special in special.items() if is_special}
+        found = (backend.token_to_id(text) for text in texts)
+        self.special_ids = frozenset(id for id in found if id is not None)
+        bos = facts.named.get("bos_token")
+        self.bos_id = None if bos is None else backend.token_to_id(bos)
+        self.eos_ids = facts.eos_ids
+        self._prefix, self._suffix = self._frame()
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.facts.chat_templates.get("default")
+
+    @property
+    def special_texts(self) -> frozenset[str]:
+        """Added texts that are special."""
+        return frozenset(text for text, id in self.added.items() if id in self.special_ids)
+
+    @cached_property
+    def pieces(self) -> PieceTable:
+        """The bytes that each id stands for.
+
+        Raises:
+            ModelError: the tokenizer's decoder works on whole words, so tokens have no bytes of
+                their own (such models embed text, they do not generate it).
+        """
+        decoder = self._backend.decoder
+        state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "Fuse"}
+        return PieceTable(state, self._backend.id_to_token, self.facts.source)
+
+    def id_to_token(self, id: int) -> str | None:
+        """The vocabulary's own spelling of one id; None outside the vocabulary."""
+        return self._backend.id_to_token(id) if 0 <= id < 1 << 32 else None
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+    def encode(
+        self, text: str, add_special_tokens: bool = True, parse_special: bool = True
+    ) -> list[int]:
+        """Token ids of `text`.
+
+        Args:
+            add_special_tokens: put the model's own start and end tokens around it.
+            parse_special: texts of added tokens become their ids; otherwise they are plain text.
+
+        Raises:
+            RequestError: the text is not valid Unicode, or the tokenizer's pattern gives up on it.
+        """
+        ids = self._parsed(text) if parse_special else self._plain(text, at_start=True)
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def encode_guarded(self, text: str, guards: Sequence[int]) -> list[int]:
+        """Token ids of a rendered chat in which some characters are known to come from its content.
+
+        Args:
+            guards: ascending positions in `text`; the character before each is content. The text
+                of an added token that takes in such a character is plain text.
+
+        Raises:
+            RequestError: as `encode`.
+        """
+        if not guards:
+            return self._parsed(text)
+        ids: list[int] = []
+        at, next_guard, search = 0, 0, 0
+        while (match := self._added_pattern.search(text, search)) is not None:
+            start, end = match.span(match.lastindex or 0)
+            while next_guard < len(guards) and guards[next_guard] <= start:
+                next_guard += 1
+            if next_guard < len(guards) and guards[next_guard] <= end:
+                search = start + 1
+                continue
+            ids += self._plain(text[at : match.start()], at_start=at == 0)
+            ids.append(self.added[text[start:end]])
+            at = search = match.end()
+        return ids + self._plain(text[at:], at_start=at == 0)
+
+    def decode(
+        self,
+        ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ) -> str:
+        """The text of `ids`; ids outside the vocabulary are nothing.
+
+        Args:
+            spaces_between_special_tokens: concerns word-level vocabularies only. The vocabularies
+                read here carry their own spaces, so the text is the same either way.
+        """
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        return self.pieces.text([id for id in ids if id not in skipped])
+
+    def _added_tokens(self) -> dict[str, AddedToken]:
+        return {t.content: t for t in self._backend.get_added_tokens_decoder().values()}
+
+    def _frame(self) -> tuple[list[int], list[int]]:
+        """The ids that the model wants before and after a plain prompt."""
+        bare = self._backend.encode("a", add_special_tokens=False).ids
+        framed = self._backend.encode("a", add_special_tokens=True).ids
+        start = next(
+            (i for i in range(len(framed)) if framed[i : i + len(bare)] == bare), len(framed)
+        )
+        prefix, suffix = framed[:start], framed[start + len(bare) :]
+        if self.facts.add_bos is not None and self.bos_id is not None:
+            prefix = [id for id in prefix if id != self.bos_id]
+            prefix = [self.bos_id, *prefix] if self.facts.add_bos else prefix
+        eos = self.facts.named.get("eos_token")
+        eos_id = None if eos is None else self._backend.token_to_id(eos)
+        if self.facts.add_eos is not None and eos_id is not None:
+            suffix = [id for id in suffix if id != eos_id]
+            suffix = [*suffix, eos_id] if self.facts.add_eos else suffix
+        return prefix, suffix
+
+    @cached_property
+    def _added_pattern(self) -> re.Pattern[str]:
+        """Finds added tokens, longest first, with the white space that some of them swallow.
+
+        The token itself is the match's only group.
+        """
+        parts = []
+        for text, token in sorted(self._added_tokens().items(), key=lambda item: -len(item[0])):
+            before = r"\s*" if token.lstrip else ""
+            after = r"\s*" if token.rstrip else ""
+            edge = (r"(?<!\w)", r"(?!\w)") if token.single_word else ("", "")
+            parts.append(f"{before}{edge[0]}({re.escape(text)}){edge[1]}{after}")
+        return re.compile("|".join(parts) or r"(?!)")
+
+    @cached_property
+    def _prefixes_start(self) -> bool:
+        """Whether the vocabulary puts a space before the start of a text, and only there."""
+        part = self._backend.pre_tokenizer
+        return part is not None and '"prepend_scheme":"first"' in part.__getstate__().decode()
+
+    def _parsed(self, text: str) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            raise _encode_error(error) from None
+
+    def _plain(self, text: str, at_start: bool) -> list[int]:
+        """Ids of `text` with no added tokens in it; not `at_start` = it continues a longer text."""
+        if not text:
+            return []
+        if self._prefixes_start and not at_start:
+            # A line break before it takes the start-of-text space; both are dropped again.
+            lead, ids = self._plain("\n", True), self._plain("\n" + text, True)
+            return ids[len(lead) :] if ids[: len(lead)] == lead else self._plain(text, True)
+        try:
+            if (normalizer := self._backend.normalizer) is not None:
+                text = normalizer.normalize_str(text)
+            splitter = self._backend.pre_tokenizer
+            words = [text] if splitter is None else [w for w, _ in splitter.pre_tokenize_str(text)]
+            return [token.id for word in words for token in self._model.tokenize(word)]
+        except BaseException as error:
+            raise _encode_error(error) from None
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Load the tokenizer of a model folder or of a .gguf file.
+
+    Raises:
+        ModelError: missing, too large, unreadable, or with a pattern that backtracks without end.
+    """
+    if path.endswith(".gguf"):
+        from banyan.frontend.gguf_tokenizer import load_gguf_tokenizer
+
+        tokenizer = load_gguf_tokenizer(path)
+    else:
+        from banyan.frontend.folder_tokenizer import load_folder_tokenizer
+
+        tokenizer = load_folder_tokenizer(path)
+    try:
+        for probe in _PROBES:
+            tokenizer.encode(probe)
+    except RequestError as error:
+        raise ModelError(
+            f"the tokenizer of {printable(path)!r} fails on a simple text: {error.text}",
+            "its pre-tokenizer pattern is broken or hostile; take the tokenizer from its publisher",
+        ) from None
+    return tokenizer
+
+
+def build_backend(path: str, build: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
+    """Call `build`, turning everything the library can throw into a ModelError."""
+    try:
+        return build()
+    except BaseException as error:
+        if not _is_library_error(error):
+            raise
+        raise ModelError(
+            f"the tokenizer of {printable(path)!r} cannot be read: {printable(str(error))}",
+            "download it again, or take it from the model's publisher",
+        ) from None
+
+
+def _is_library_error(error: BaseException) -> bool:
+    """Whether the library failed: its panics are BaseExceptions of a class it does not export."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _encode_error(error: BaseException) -> BaseException:
+    if isinstance(error, RequestError) or not _is_library_error(error):
+        return error
+    if isinstance(error, (UnicodeError, TypeError)):
+        return RequestError("the text is not valid Unicode (it has unpaired surrogates)")
+    return RequestError(f"the text cannot be tokenized: {printable(str(error))}")
