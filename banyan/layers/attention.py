@@ -1,4 +1,4 @@
-"""The attention block: q, k, v from one projection, rotated, attended over pages, projected back."""
+"""The attention block: one projection to q, k, v, rotation, attention over pages, one back."""
 
 from dataclasses import dataclass
 
@@ -55,9 +55,7 @@ class Attention(nn.Module):
             scale=shape.head_dim**-0.5,
             window=shape.window,
         )
-        self.qkv = ColumnLinear(
-            shape.dim, outputs, rules, shape.has_bias, mesh, ops, dtype, device
-        )
+        self.qkv = ColumnLinear(shape.dim, outputs, rules, shape.has_bias, mesh, ops, dtype, device)
         self.out = RowLinear(
             width,
             shape.dim,

@@ -1,4 +1,4 @@
-"""Token embedding and logits, both cut along the vocabulary: rank r holds the r-th share of the ids.
+"""Token embedding and logits, cut along the vocabulary: rank r holds the r-th share of the ids.
 
 The shares are equal; ids past the vocabulary on the last rank exist as zeros and are cut off.
 """

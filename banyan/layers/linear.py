@@ -1,4 +1,4 @@
-"""Projections, whole or shared between ranks. Quantisation and kernels hide behind `PackedLinear`."""
+"""Projections, whole or shared between ranks. Kernels and storage hide behind `PackedLinear`."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Chooses one kernel per op, once at start-up, says why the others declined, and freezes the choice.
+"""Chooses one kernel per op, once at start-up, says why the others declined, and freezes that.
 
 Knows the tables `ops/<device>/__init__.py` (best first) and the reference; knows no layers.
 """

@@ -1,4 +1,4 @@
-"""Weights as a checkpoint stores them: plain floats or blocks of quantised values, one row at a time.
+"""Weights as a checkpoint stores them: plain floats or blocks of quantised values, row by row.
 
 Knows no files and no layers. Block layouts follow the GGUF specification (ggml-quants): a block is
 32 values along the input dimension, so rows can be cut and reordered without unpacking.

@@ -17,7 +17,9 @@ class Mesh:
         collectives: None only for a mesh of one.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, collectives: Collectives | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, collectives: Collectives | None = None
+    ) -> None:
         assert 0 <= rank < size and (size == 1 or collectives is not None)
         self.rank = rank
         self.size = size

@@ -137,14 +137,14 @@ def tiny_llama(tmp_path):
     """make(**config changes) -> (transformers model, card of its saved checkpoint)."""
     from transformers import LlamaForCausalLM
 
-    def make(max_shard_size="1GB", **changes):
+    def make(max_shard_size="1GB", name="checkpoint", **changes):
         torch.manual_seed(7)
         config = tiny_config(**changes)
         model = LlamaForCausalLM(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn_like(parameter) * (0.2 if parameter.dim() > 1 else 0.5))
-        folder = tmp_path / "checkpoint"
+        folder = tmp_path / name
         model.save_pretrained(folder, max_shard_size=max_shard_size)
         return model, card_of(config, folder)
 

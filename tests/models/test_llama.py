@@ -1,10 +1,13 @@
 """Llama against transformers, on tiny random checkpoints."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from banyan.models.weights.loader import load_model
 from banyan.parallel.mesh import Mesh
+from tests.models.conftest import card_of
 
 CPU = torch.device("cpu")
 YARN = {
@@ -106,3 +109,28 @@ def test_a_token_is_the_same_alone_in_chunks_and_in_a_batch(rope_type, tiny_llam
     for request, logits in enumerate(batch):
         mine = alone[1 + request : 1 + request + len(logits)]
         torch.testing.assert_close(logits.log_softmax(-1), mine, atol=1e-5, rtol=0)
+
+
+def test_mistral_with_a_sliding_window_equals_transformers(tmp_path, ops, paged):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97}
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+    config = MistralConfig(**sizes, **heads, sliding_window=9, max_position_embeddings=64)
+    torch.manual_seed(3)
+    reference = MistralForCausalLM(config).eval()
+    reference.save_pretrained(tmp_path)
+    config.attention_bias = config.mlp_bias = False
+    card = replace(
+        card_of(config, tmp_path),
+        architecture="MistralForCausalLM",
+        layer_kinds=("window", "window"),
+        window=9,
+    )
+
+    model = load_model(card, Mesh(), CPU, torch.float32, ops)
+    (logits,) = paged(model).step([(0, PROMPT)])
+
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

@@ -1,4 +1,4 @@
-"""Paged attention against dense attention written out by hand, for random shapes and page tables."""
+"""Paged attention against dense attention by hand, for random shapes and page tables."""
 
 import math
 

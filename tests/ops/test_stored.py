@@ -1,4 +1,4 @@
-"""Stored weights: unpacking equals the gguf package bit for bit; cuts and stacks equal dense ones."""
+"""Stored weights: unpacking equals the gguf package bit for bit; cuts and stacks hold too."""
 
 import gguf
 import numpy as np
@@ -11,7 +11,9 @@ from banyan.ops.stored import STORAGE_TYPES, StoredWeight, stack
 BLOCKS = ("Q4_0", "Q4_1", "Q8_0")
 
 
-def stored(type_name: str, rows: int, columns: int, seed: int = 0) -> tuple[StoredWeight, np.ndarray]:
+def stored(
+    type_name: str, rows: int, columns: int, seed: int = 0
+) -> tuple[StoredWeight, np.ndarray]:
     """A random weight of a type, and what the gguf package makes of its bytes."""
     values = np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
     kind = gguf.GGMLQuantizationType[type_name]

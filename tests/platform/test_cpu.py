@@ -23,7 +23,7 @@ def host(tmp_path):
     write(
         tmp_path,
         {
-            "proc/meminfo": f"MemTotal: {64 * GIB // 1024} kB\nMemAvailable: {40 * GIB // 1024} kB\n",
+            "proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {40 << 20} kB\n",
             "proc/cpuinfo": "processor : 0\nflags\t\t: fpu sse avx2 avx512_vnni nonsense\n",
             "proc/self/statm": "1000 256 30 0 0 0 0\n",
             "proc/self/cgroup": "0::/pod/box\n",

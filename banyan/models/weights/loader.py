@@ -1,4 +1,4 @@
-"""Fills a model: streams the checkpoint, hands each tensor to its layer, and settles a strict account.
+"""Fills a model: streams the checkpoint, hands each tensor to its layer, keeps a strict account.
 
 Every tensor of the checkpoint is used or known to be needless, every slot is filled; otherwise the
 first five names are in the error.
@@ -11,6 +11,7 @@ import torch
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
 from banyan.config.card import ModelCard
+from banyan.layers.norm import RMSNorm
 from banyan.layers.slot import Layer, WeightSlot
 from banyan.models import ARCHITECTURES
 from banyan.models.decoder import DecoderLM
@@ -57,7 +58,7 @@ def load_model(
     spec = ARCHITECTURES.load(card.architecture)
     model = DecoderLM(card, mesh, kernels, dtype, device)
     if load_format == "dummy":
-        _fill_dummy(model, dtype, seed)
+        _fill_dummy(model, dtype, device, seed)
     else:
         Filling(model, spec.names[card.format]).run(read_tensors(card))
     return model.eval()
@@ -146,26 +147,25 @@ def _first(names: list[str]) -> str:
     return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
-def _fill_dummy(model: DecoderLM, dtype: torch.dtype, seed: int) -> None:
+def _fill_dummy(model: DecoderLM, dtype: torch.dtype, device: torch.device, seed: int) -> None:
     """Random weights of a checkpoint's shapes: norms around one, the rest small, ties kept."""
     generator = torch.Generator().manual_seed(seed)
+
+    def random(shape: tuple[int, ...], mean: float) -> StoredWeight:
+        if device.type == "meta":
+            return StoredWeight.from_tensor(torch.empty(shape, dtype=dtype, device=device))
+        values = torch.empty(shape).normal_(mean, _DUMMY_STD, generator=generator)
+        return StoredWeight.from_tensor(values.to(dtype))
+
     embedding: list[StoredWeight] = []
     for name, module in model.named_modules():
         if not isinstance(module, Layer):
             continue
         for slot, declared in module.slots().items():
-            parts = [
-                _random(shape, dtype, generator, 1.0 if len(shape) == 1 and slot == "weight" else 0)
-                for shape in declared.shapes.values()
-            ]
-            if name == "embedding":
-                embedding = parts
-            tied = name == "head" and model.card.tie_embeddings
-            module.fill(slot, embedding if tied else parts)
-
-
-def _random(
-    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, mean: float
-) -> StoredWeight:
-    values = torch.empty(shape).normal_(mean, _DUMMY_STD, generator=generator)
-    return StoredWeight.from_tensor(values.to(dtype))
+            if name == "head" and model.card.tie_embeddings:
+                module.fill(slot, embedding)
+                continue
+            mean = 1.0 if isinstance(module, RMSNorm) else 0.0
+            parts = [random(shape, mean) for shape in declared.shapes.values()]
+            embedding = parts if name == "embedding" else embedding
+            module.fill(slot, parts)

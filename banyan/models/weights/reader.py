@@ -1,6 +1,6 @@
 """Reads the tensors of a checkpoint one after another, whatever files it is made of.
 
-Knows file formats and shards; knows no models. Bytes stay in the mapped file until a layer packs them.
+Knows formats and shards; knows no models. Bytes stay in the mapped file until a layer packs them.
 """
 
 import json

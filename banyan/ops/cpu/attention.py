@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, made quick: decode rows in padded batches, extend rows one by one.
+"""Paged attention in plain torch, made quick: decode rows in padded batches, extend rows singly.
 
 Pages are gathered by token, and a position that a row may not see reads the row's newest token
 instead, so that whatever lies in unused pages never enters the arithmetic.

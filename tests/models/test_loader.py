@@ -1,0 +1,190 @@
+"""The strict account of the loader, sharded checkpoints, and random weights."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from banyan.base.errors import ConfigError, ModelError
+from banyan.layers.step import StepInputs
+from banyan.models.weights.loader import load_model
+from banyan.ops.bind import bind
+from banyan.parallel.mesh import Mesh
+
+CPU = torch.device("cpu")
+PROMPT = list(range(20))
+
+
+def load(card, ops, **changes):
+    return load_model(card, Mesh(), CPU, torch.float32, ops, **changes)
+
+
+def rewrite(card, change):
+    """Apply `change` to the checkpoint's dictionary of tensors."""
+    path = Path(card.path) / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_a_missing_tensor_is_named(tiny_llama, ops):
+    _, card = tiny_llama()
+    rewrite(card, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
+
+    with pytest.raises(ModelError, match=r"lacks 1 weights.*layers\.1\.attention\.qkv\.weight \(k"):
+        load(card, ops)
+
+
+def test_the_first_five_of_many_missing_tensors_are_named(tiny_llama, ops):
+    _, card = tiny_llama()
+
+    with pytest.raises(ModelError, match=r"lacks 18 weights.*layers\.2.* and 13 more"):
+        load(replace(card, num_layers=4), ops)
+
+
+def test_a_tensor_without_a_place_is_named(tiny_llama, ops):
+    _, card = tiny_llama()
+    rewrite(card, lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}))
+
+    with pytest.raises(ModelError, match=r"1 tensors.*no place.*q_norm"):
+        load(card, ops)
+
+
+def test_a_bias_that_the_configuration_does_not_have_is_refused(tiny_llama, ops):
+    _, card = tiny_llama(attention_bias=True)
+
+    with pytest.raises(ModelError, match="8 tensors of the checkpoint have no place"):
+        load(replace(card, attention_bias=False, output_bias=False), ops)
+
+
+def test_a_tensor_of_another_shape_is_refused_with_both_shapes(tiny_llama, ops):
+    _, card = tiny_llama()
+
+    with pytest.raises(ModelError, match=r"mlp\..*has shape \[\d+.*asks for \[\d+"):
+        load(replace(card, intermediate_size=32), ops)
+
+
+def test_stored_rotary_frequencies_are_ignored(tiny_llama, ops):
+    _, card = tiny_llama()
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(card, lambda t: t.update({name: torch.ones(4)}))
+
+    load(card, ops)
+
+
+def test_a_sharded_checkpoint_loads_like_a_whole_one(tiny_llama, ops, paged):
+    reference, card = tiny_llama(max_shard_size="40KB")
+    index = Path(card.path) / "model.safetensors.index.json"
+    assert len(set(json.loads(index.read_text())["weight_map"].values())) > 1
+
+    (logits,) = paged(load(card, ops)).step([(0, PROMPT)])
+
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPT])).logits[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_a_missing_shard_is_named(tiny_llama, ops):
+    _, card = tiny_llama(max_shard_size="40KB")
+    shard = sorted(Path(card.path).glob("*.safetensors"))[1]
+    shard.unlink()
+
+    with pytest.raises(ModelError, match=shard.name):
+        load(card, ops)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "folder/x.safetensors", 7])
+def test_an_index_that_leaves_its_folder_is_refused(name, tiny_llama, ops):
+    _, card = tiny_llama(max_shard_size="40KB")
+    index = Path(card.path) / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+
+    with pytest.raises(ModelError, match="same folder"):
+        load(card, ops)
+
+
+def test_a_folder_without_weights_is_refused(tiny_llama, ops, tmp_path):
+    _, card = tiny_llama()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+
+    with pytest.raises(ModelError, match="holds no"):
+        load(replace(card, path=str(empty)), ops)
+
+
+def test_dummy_weights_follow_the_seed_and_need_no_files(tiny_llama, ops, paged):
+    _, card = tiny_llama(tie_word_embeddings=True)
+    card = replace(card, path="nowhere")
+
+    def logits(seed):
+        return paged(load(card, ops, load_format="dummy", seed=seed)).step([(0, PROMPT)])[0]
+
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.allclose(logits(1), logits(2))
+
+
+def test_tied_weights_are_held_once(tiny_llama, ops):
+    _, card = tiny_llama(tie_word_embeddings=True)
+
+    model = load(card, ops)
+
+    assert model.head.weight.weight.data_ptr() == model.embedding.table.data_ptr()
+
+
+def test_weights_do_not_alias_the_file(tiny_llama, ops, paged):
+    _, card = tiny_llama()
+    model = load(card, ops)
+    (before,) = paged(model).step([(0, PROMPT)])
+    path = Path(card.path) / "model.safetensors"
+    with path.open("r+b") as file:
+        file.seek(1000)
+        file.write(b"\xff" * (path.stat().st_size - 1000))
+
+    (after,) = paged(model).step([(0, PROMPT)])
+
+    assert torch.equal(before, after)
+
+
+def test_bfloat16_activations_stay_near_fp32(tiny_llama, ops, paged):
+    _, card = tiny_llama()
+    half = bind("cpu", CPU, torch.bfloat16, frozenset(), card.head_dim)
+    model = load_model(card, Mesh(), CPU, torch.bfloat16, half)
+
+    (logits,) = paged(model).step([(0, PROMPT)])
+
+    (exact,) = paged(load(card, ops)).step([(0, PROMPT)])
+    assert logits.dtype == torch.float32
+    assert (logits - exact).abs().mean() < 0.05 * exact.std()
+
+
+@pytest.mark.parametrize("load_format", ["pickle", "gguf"])
+def test_a_load_format_that_cannot_be_is_refused(load_format, tiny_llama, ops):
+    _, card = tiny_llama()
+
+    with pytest.raises(ConfigError, match="load format"):
+        load(card, ops, load_format=load_format)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tiny_llama, ops):
+    _, card = tiny_llama()
+
+    with pytest.raises(ConfigError, match="LlamaForCausalLM"):
+        load(replace(card, architecture="FooForCausalLM"), ops)
+
+
+def test_a_model_of_the_null_device_has_shapes_and_no_numbers(tiny_llama, paged):
+    _, card = tiny_llama()
+    device = torch.device("meta")
+    ops = bind("null", device, torch.float32, frozenset(), card.head_dim)
+    model = load_model(replace(card, path="nowhere"), Mesh(), device, torch.float32, ops, "dummy")
+    positions = torch.arange(5, device=device)
+
+    def attention(spec, q, k, v):
+        return ops.paged_attention(q, k, v, positions, positions, positions, spec.scale, 0, 0.0)
+
+    hidden = model(StepInputs(positions, positions, 5, attention))
+
+    assert model.logits(hidden).shape == (5, card.vocab_size)

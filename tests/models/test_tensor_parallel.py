@@ -1,0 +1,68 @@
+"""Two processes that share a model give the logits of one."""
+
+from dataclasses import replace
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from banyan.base.errors import ConfigError
+from banyan.models.weights.loader import load_model
+from banyan.ops.bind import bind
+from banyan.parallel.mesh import Mesh, open_mesh
+from tests.models.conftest import PagedModel
+from tests.models.test_gguf import convert
+
+CPU = torch.device("cpu")
+PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(30)]
+
+
+def _logits(card, mesh):
+    ops = bind("cpu", CPU, torch.float32, frozenset(), card.head_dim)
+    model = load_model(card, mesh, CPU, torch.float32, ops)
+    return PagedModel(model).step([(0, PROMPT)])[0]
+
+
+def _rank(rank, cards, address, results):
+    torch.set_num_threads(1)
+    mesh = open_mesh(rank, 2, address, timeout_s=60)
+    results.put((rank, [_logits(card, mesh).tolist() for card in cards]))
+
+
+def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
+    """GQA, one shared kv head, biases, an odd vocabulary, ties, and quantised blocks."""
+    variants = [
+        {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 1, "tie_word_embeddings": True},
+        {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128},
+    ]
+    cards = [tiny_llama(name=f"m{i}", **variant)[1] for i, variant in enumerate(variants[:2])]
+    quantised, card = tiny_llama(name="m2", **variants[2])
+    convert(quantised, tmp_path / "m2.gguf", "Q4_1")
+    cards.append(replace(card, path=str(tmp_path / "m2.gguf"), format="gguf"))
+    context = get_context("spawn")
+    results = context.Queue()
+    address = f"file://{tmp_path}/meet"
+    ranks = [context.Process(target=_rank, args=(r, cards, address, results)) for r in range(2)]
+    for rank in ranks:
+        rank.start()
+
+    answers = dict(results.get(timeout=120) for _ in ranks)
+
+    for rank in ranks:
+        rank.join(60)
+    for index, card in enumerate(cards):
+        expected = _logits(card, Mesh())
+        for rank in range(2):
+            logits = torch.tensor(answers[rank][index])
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+def test_heads_that_cannot_be_shared_are_refused(tiny_llama, ops):
+    _, card = tiny_llama(num_attention_heads=3, num_key_value_heads=3)
+
+    class Silent:
+        """Never used: the refusal comes before any rank talks."""
+
+    with pytest.raises(ConfigError, match="3 units of 16 cannot be shared by 2 ranks"):
+        load_model(card, Mesh(0, 2, Silent()), CPU, torch.float32, ops)
