@@ -4,7 +4,8 @@ Turns a TextRequest into engine messages, and engine events into TextChunks: det
 stop strings and regexes, cuts the text, collects log-probabilities. Knows no HTTP.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -93,4 +94,38 @@ class TextChunk:
 class Generator(Protocol):
     """What routes and the offline API call. Closing the iterator early aborts the request."""
 
-    def generate(self, request: TextRequest) -> AsyncIterator[TextChunk]: ...
+    def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]: ...
+
+
+def join(chunks: Sequence[TextChunk]) -> TextChunk:
+    """The consecutive chunks of one request as one."""
+    return TextChunk(
+        text="".join(c.text for c in chunks),
+        tokens=[t for c in chunks for t in c.tokens],
+        usage=chunks[-1].usage,
+        prompt_scores=[s for c in chunks for s in c.prompt_scores],
+        output_scores=[s for c in chunks for s in c.output_scores],
+        finish=chunks[-1].finish,
+    )
+
+
+async def in_strides(
+    chunks: AsyncGenerator[TextChunk, None], stride: int
+) -> AsyncGenerator[TextChunk, None]:
+    """The same stream in chunks of at least `stride` tokens; the first token is not held back."""
+    held: list[TextChunk] = []
+    num_tokens, wanted = 0, 1
+    async with aclosing(chunks) as stream:
+        async for chunk in stream:
+            held.append(chunk)
+            num_tokens += len(chunk.tokens)
+            if chunk.finish is None and num_tokens < wanted:
+                continue
+            yield join(held)
+            held, num_tokens, wanted = [], 0, stride
+
+
+async def whole(chunks: AsyncGenerator[TextChunk, None]) -> TextChunk:
+    """The complete answer as one chunk."""
+    async with aclosing(chunks) as stream:
+        return join([chunk async for chunk in stream])

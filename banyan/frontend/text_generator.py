@@ -1,0 +1,273 @@
+"""TextGenerator: runs one TextRequest on an engine and yields its TextChunks.
+
+How the engine groups tokens into events leaves no trace in what comes out: text and stops are
+decided token by token, scores by position.
+"""
+
+from array import array
+from collections.abc import AsyncGenerator
+
+from banyan.base.errors import RequestError
+from banyan.base.log import logger
+from banyan.frontend.client import EngineClient, StreamEvent
+from banyan.frontend.detokenizer import Detokenizer
+from banyan.frontend.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
+from banyan.frontend.sampling import Limits
+from banyan.frontend.stop import StopChecker
+from banyan.frontend.tokenizer import Tokenizer
+from banyan.messages.events import Failed, Finished, Tokens
+from banyan.messages.plan import RowScores
+from banyan.messages.requests import NO_SCORES, Generate
+
+log = logger(__name__)
+
+PROMPT_TAIL = 16
+"""Prompt tokens that the detokeniser sees, so that the first word continues the prompt's last."""
+
+MAX_SCORES = 4_000_000
+"""Log-probabilities that one request may ask for: positions x (1 + top + ids)."""
+
+
+class TextGenerator:
+    """Implements Generator on one engine.
+
+    Args:
+        tokenizer: None = ids only; requests with stop texts are then refused.
+    """
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, limits: Limits) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._limits = limits
+
+    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        """Chunks until one has `finish`. Closing early aborts.
+
+        Raises:
+            RequestError: the request is refused (before the first chunk).
+        """
+        self._check(request)
+        words = None if self._tokenizer is None else Words(request, self._tokenizer)
+        reader = OutputReader(request, words)
+        stream = self._client.submit(_message(request))
+        has_stopped = False
+        try:
+            while events := await stream.batch():
+                for event in events:
+                    reader.take(event)
+                if reader.stopped_by is not None and not has_stopped:
+                    has_stopped = True
+                    self._client.stop_at(request.id, reader.num_tokens)
+                chunk = reader.chunk()
+                if chunk is not None:
+                    yield chunk
+                    if chunk.finish is not None:
+                        return
+        finally:
+            stream.close()
+
+    def _check(self, request: TextRequest) -> None:
+        prompt, vocab_size = request.prompt, self._limits.vocab_size
+        if not prompt:
+            raise RequestError("The prompt is empty.", param="text")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= vocab_size:
+            wrong = low if low < 0 else high
+            raise RequestError(
+                f"input_ids must be in [0, {vocab_size}), got {wrong}.", param="input_ids"
+            )
+        if self._tokenizer is None and (request.text.stop or request.text.stop_regex):
+            raise RequestError(
+                "stop needs a tokenizer and this server runs without one",
+                param="stop",
+                hint="Use stop_token_ids.",
+            )
+        self._check_scores(request)
+
+    def _check_scores(self, request: TextRequest) -> None:
+        scores, vocab_size = request.scores, self._limits.vocab_size
+        if scores.start == NO_SCORES:
+            return
+        for id in scores.ids:
+            if not 0 <= id < vocab_size:
+                raise RequestError(
+                    f"token_ids_logprob must be in [0, {vocab_size}), got {id}.",
+                    param="token_ids_logprob",
+                )
+        last = len(request.prompt) + request.sampling.max_new_tokens
+        asked = (last - scores.start) * (1 + scores.top + len(scores.ids))
+        if asked > MAX_SCORES:
+            raise RequestError(
+                f"The request asks for {asked} log-probabilities; at most {MAX_SCORES} are given.",
+                param="top_logprobs_num",
+            )
+
+
+class Words:
+    """Token ids to text that is cut at stops, one token at a time."""
+
+    def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
+        options = request.text
+        self._detokenizer = Detokenizer(tokenizer, request.prompt[-PROMPT_TAIL:], options)
+        self._checker = StopChecker(options.stop, options.stop_regex, options.no_stop_trim)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string or regex that was found."""
+        return self._checker.matched
+
+    def push(self, token: int) -> str:
+        """Text that became certain."""
+        return self._checker.push(self._detokenizer.push([token]))
+
+    def finish(self) -> str:
+        """What was held back, once it is known that nothing follows."""
+        text = self._checker.push(self._detokenizer.finish())
+        return text if self.stopped_by is not None else text + self._checker.finish()
+
+
+class OutputReader:
+    """Collects the events of one request; `chunk` gives what is new."""
+
+    def __init__(self, request: TextRequest, words: Words | None) -> None:
+        self.stopped_by: str | None = None
+        """Stop text that ended the request; later tokens are not taken in."""
+        self.num_tokens = 0
+        self._request = request
+        self._words = words
+        self._tokens: list[int] = []
+        """Output so far; `chunk` has given the first `_given` of them."""
+        self._given = 0
+        self._text: list[str] = []
+        self._held: int | None = None
+        """A token that ends the request: its text shows only under no_stop_trim."""
+        self._scored_to = max(0, request.scores.start)
+        """Positions below are scored already or not wanted."""
+        self._prompt_scores: list[TokenScore] = []
+        self._output_scores: list[TokenScore] = []
+        self._usage = Usage(len(request.prompt), 0)
+        self._finish: Finish | None = None
+        if request.scores.start == 0:
+            self._prompt_scores.append(TokenScore(None, request.prompt[0]))
+            self._scored_to = 1
+
+    def take(self, event: StreamEvent) -> None:
+        match event:
+            case Tokens():
+                self._take_tokens(event)
+            case Finished():
+                self._end(_finish(event), event)
+            case Failed():
+                self._end(Finish("abort", None, event.status, event.text, event.code), None)
+
+    def chunk(self) -> TextChunk | None:
+        """Everything since the last call; None when that is nothing."""
+        new = self._tokens[self._given :]
+        text = "".join(self._text)
+        if not (new or text or self._prompt_scores or self._output_scores or self._finish):
+            return None
+        chunk = TextChunk(
+            text, new, self._usage, self._prompt_scores, self._output_scores, self._finish
+        )
+        self._given = len(self._tokens)
+        self._text, self._prompt_scores, self._output_scores = [], [], []
+        return chunk
+
+    def _take_tokens(self, event: Tokens) -> None:
+        tokens = array("i", event.tokens)
+        if self.stopped_by is None:
+            assert event.first == self.num_tokens, (
+                f"{self._request.id}: token {event.first} came where {self.num_tokens} was due"
+            )
+            for token in tokens:
+                self._append(token)
+                if self.stopped_by is not None:
+                    break
+        if self._request.scores.start != NO_SCORES:
+            for scores in event.scores:
+                self._take_scores(scores)
+
+    def _append(self, token: int) -> None:
+        self._release_held()
+        if self.stopped_by is not None:
+            return
+        self._tokens.append(token)
+        self.num_tokens += 1
+        sampling = self._request.sampling
+        if token in sampling.stop_ids and self.num_tokens > sampling.min_new_tokens:
+            self._held = token
+        else:
+            self._say(token)
+        self._usage = Usage(len(self._request.prompt), self.num_tokens)
+
+    def _say(self, token: int) -> None:
+        if self._words is not None:
+            self._text.append(self._words.push(token))
+            self.stopped_by = self._words.stopped_by
+
+    def _release_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._say(held)
+
+    def _take_scores(self, scores: RowScores) -> None:
+        request, prompt_len = self._request, len(self._request.prompt)
+        logprobs = array("f", scores.logprobs)
+        num = len(logprobs)
+        top_ids, top_logprobs = array("i", scores.top_ids), array("f", scores.top_logprobs)
+        picked = array("f", scores.picked)
+        num_top, num_picked = len(top_ids) // max(num, 1), len(picked) // max(num, 1)
+        # Positions that a retracted request computes again are known; those past a stop are void.
+        for i in range(max(0, self._scored_to - scores.first), num):
+            position = scores.first + i
+            assert position == self._scored_to, (
+                f"{request.id}: score {position} came where {self._scored_to} was due"
+            )
+            index = position - prompt_len
+            if index >= self.num_tokens:
+                return
+            top = slice(i * num_top, (i + 1) * num_top)
+            own = slice(i * num_picked, (i + 1) * num_picked)
+            score = TokenScore(
+                logprobs[i],
+                request.prompt[position] if index < 0 else self._tokens[index],
+                list(zip(top_logprobs[top], top_ids[top], strict=True)),
+                list(zip(picked[own], request.scores.ids, strict=False)),
+            )
+            (self._prompt_scores if index < 0 else self._output_scores).append(score)
+            self._scored_to = position + 1
+
+    def _end(self, finish: Finish, event: Finished | None) -> None:
+        is_trimmed = finish.reason == "stop" and finish.matched is not None
+        if not is_trimmed or self._request.text.no_stop_trim:
+            self._release_held()
+        if self.stopped_by is None and self._words is not None:
+            self._text.append(self._words.finish())
+            self.stopped_by = self._words.stopped_by
+        if self.stopped_by is not None:
+            finish = Finish("stop", self.stopped_by)
+        self._finish = finish
+        self._usage = Usage(
+            prompt_tokens=len(self._request.prompt),
+            output_tokens=self.num_tokens,
+            cached_tokens=event.cached_tokens if event else 0,
+            retractions=event.retractions if event else 0,
+        )
+
+
+def _finish(event: Finished) -> Finish:
+    return Finish(event.reason, event.matched if event.matched >= 0 else None)
+
+
+def _message(request: TextRequest) -> Generate:
+    scores = request.scores
+    return Generate(
+        request=request.id,
+        tokens=array("i", request.prompt).tobytes(),
+        sampling=request.sampling,
+        namespace=request.namespace,
+        priority=request.priority,
+        score_from=scores.start,
+        score_top=scores.top if scores.start != NO_SCORES else 0,
+        score_ids=scores.ids if scores.start != NO_SCORES else (),
+    )
