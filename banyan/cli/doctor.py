@@ -10,20 +10,9 @@ from importlib import metadata
 
 from banyan.base.errors import ModelError
 from banyan.config.env import Environment
-from banyan.config.machine import cpu_quota, memory_limit, usable_cores
 from banyan.config.schema import ModelConfig
 from banyan.config.sources import fetch
 
-_FEATURES = (
-    "avx2",
-    "fma",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx_vnni",
-    "amx_int8",
-    "amx_bf16",
-)
 _COMPILERS = ("c++", "g++", "clang++")
 _PACKAGES = ("torch", "numpy", "tokenizers", "fastapi", "uvicorn", "msgspec", "pyzmq")
 _OPTIONAL = ("huggingface_hub", "modelscope")
@@ -64,13 +53,13 @@ def _facts() -> Iterator[tuple[str, str]]:
         yield name, _version_of(name) or "MISSING"
     for name in _OPTIONAL:
         yield name, _version_of(name) or "not installed (optional)"
-    quota = cpu_quota()
-    yield (
-        "cores",
-        f"{usable_cores()} usable of {os.cpu_count()}" + (f", quota {quota:g}" if quota else ""),
-    )
-    yield "features", " ".join(_cpu_features()) or "none of those the kernels ask for"
-    yield "memory", _memory()
+    from banyan.platform.cpu import CpuPlatform
+
+    cpu = CpuPlatform()
+    memory = cpu.memory()
+    yield "cores", f"{cpu.traits.cores} usable of {os.cpu_count()}"
+    yield "features", " ".join(sorted(cpu.traits.features)) or "none of those the kernels ask for"
+    yield "memory", f"{memory.free_bytes / 2**30:.1f} GiB free of {memory.total_bytes / 2**30:.1f}"
     compilers = [name for name in _COMPILERS if shutil.which(name)]
     if importlib.util.find_spec("ziglang"):
         compilers.append("ziglang")
@@ -83,24 +72,6 @@ def _version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _cpu_features() -> list[str]:
-    try:
-        with open("/proc/cpuinfo") as file:
-            words = next((line.split() for line in file if line.startswith("flags")), [])
-    except OSError:
-        return []
-    return [name for name in _FEATURES if name in words]
-
-
-def _memory() -> str:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    text = f"{memory.available / 2**30:.1f} GiB free of {memory.total / 2**30:.1f}"
-    limit = memory_limit()
-    return f"{text}, container limit {limit / 2**30:.1f} GiB" if limit else text
 
 
 def _demo_model() -> str:

@@ -12,7 +12,6 @@ from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
 from banyan.config.env import Environment
-from banyan.config.machine import usable_cores
 from banyan.config.schema import Config
 from banyan.config.sources import fetch
 
@@ -80,15 +79,6 @@ def check_the_chunk(config: Config, card: ModelCard, environment: Environment) -
     return config
 
 
-def split_the_threads(config: Config, card: ModelCard, environment: Environment) -> Config:
-    if config.parallel.threads:
-        return config
-    cores = usable_cores()
-    threads = max(1, cores // config.parallel.tp)
-    _log("threads", threads, f"{cores} usable cores, {config.parallel.tp} ranks")
-    return replace(config, parallel=replace(config.parallel, threads=threads))
-
-
 def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -> Config:
     tp = config.parallel.tp
     for count, what in (
@@ -127,7 +117,6 @@ RULES = (
     match_the_format,
     check_the_chunk,
     check_the_ranks,
-    split_the_threads,
     guard_the_door,
 )
 

@@ -24,7 +24,6 @@ class ModelConfig:
     """Longest prompt + output in tokens; 0 = the model's own."""
     cpu_activations: str = "auto"
     """"fp32" keeps the exact path; "auto" takes the fastest kernels that exist."""
-    trust_remote_code: bool = False
     weight_version: str = "default"
     offline: bool = False
     """Never ask a hub; only what lies on this machine."""

@@ -29,6 +29,6 @@ FLAGS = (
         "radix-eviction-policy",
         "cache.eviction",
         "which cached prefix goes first when room is needed",
-        choices=("lru", "lfu"),
+        choices=("lru", "lfu", "fifo"),
     ),
 )

@@ -17,6 +17,8 @@ FLAGS = (
         "attention-backend",
         "device.attention_backend",
         "attention implementation; auto = the fastest this device has",
+        choices=("auto", "reference"),
+        translate=(("torch_native", "reference"),),
     ),
     Flag(
         "threads",

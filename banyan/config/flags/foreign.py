@@ -2,6 +2,7 @@
 that ask for nothing (accepted). Flags that have an effect here are in the other tables."""
 
 FOREIGN_SWITCHES = (
+    "trust-remote-code",
     "is-embedding",
     "enable-multimodal",
     "grpc-mode",

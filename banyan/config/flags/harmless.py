@@ -46,6 +46,7 @@ HARMLESS = {
     "num-continuous-decode-steps": "planning overlaps with computing instead",
     "scheduler-recv-interval": _SMALL_WAITS,
     "sleep-on-idle": _SMALL_WAITS,
+    "trust-remote-code": "code of a model repository is never run",
     "weight-loader-prefetch-checkpoints": _SPEED_HINT,
     "weight-loader-prefetch-num-threads": _SPEED_HINT,
 }

@@ -29,8 +29,8 @@ FLAGS = (
         "dtype",
         "model.dtype",
         "number type of the computation",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        translate=(("float", "float32"), ("half", "float16")),
+        choices=("auto", "float32"),
+        translate=(("float", "float32"),),
     ),
     Flag(
         "context-length",
@@ -38,12 +38,6 @@ FLAGS = (
         "longest prompt + output in tokens; default: the model's own",
         kind=INT,
         low=1,
-    ),
-    Flag(
-        "trust-remote-code",
-        "model.trust_remote_code",
-        "accepted for compatibility; code of a model repository is never run",
-        kind=SWITCH,
     ),
     Flag("weight-version", "model.weight_version", "label of the weights, shown to clients"),
     Flag(

@@ -27,8 +27,8 @@ FLAGS = (
     Flag(
         "schedule-policy",
         "schedule.policy",
-        "who goes first: fcfs = in order of arrival, lpm = longest cached prefix",
-        choices=("fcfs", "lpm"),
+        "who goes first: fcfs = first come, lpm = longest cached prefix, lof = longest output",
+        choices=("fcfs", "lpm", "lof"),
     ),
     Flag(
         "schedule-conservativeness",

@@ -1,0 +1,170 @@
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.config.cli import parse
+from banyan.config.env import Environment, read_environment
+from banyan.config.schema import Config
+
+NOTHING = Environment()
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "flags.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def notes(*argv: str) -> tuple[str, ...]:
+    return parse(argv, NOTHING).observe.notes
+
+
+def test_no_flags_give_the_defaults() -> None:
+    assert parse([], NOTHING) == Config()
+
+
+def test_the_command_line_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "port: 1\nhost: 127.0.0.2\npage-size: 32\n")
+    variables = read_environment({"BANYAN_PORT": "2", "BANYAN_HOST": "127.0.0.3"})
+    config = parse(["--config", file, "--port", "3"], variables)
+    assert (config.server.port, config.server.host, config.cache.page_size) == (3, "127.0.0.3", 32)
+
+
+def test_a_switch_turned_off_on_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "disable-radix-cache: true\ndisable-overlap-schedule: true\n")
+    assert parse(["--config", file], NOTHING).schedule.depth == 1
+    off = ["--config", file, "--disable-radix-cache=false", "--disable-overlap-schedule=false"]
+    config = parse(off, NOTHING)
+    assert (config.cache.disable_radix, config.schedule.depth) == (False, Config().schedule.depth)
+
+
+@pytest.mark.parametrize("argv", [["here"], ["--model", "here"], ["--model-path=here"]])
+def test_the_model_is_named_by_word_or_by_flag(argv: list[str]) -> None:
+    assert parse(argv, NOTHING).model.source == "here"
+
+
+def test_underscores_and_dashes_are_equal() -> None:
+    assert parse(["--max_running_requests", "7"], NOTHING).schedule.max_running == 7
+
+
+def test_the_last_of_two_equal_spellings_wins() -> None:
+    assert parse(["--port", "1", "--port", "2"], NOTHING).server.port == 2
+
+
+def test_two_spellings_that_disagree_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="--tp-size and --tp disagree"):
+        parse(["--tp-size", "2", "--tp", "4"], NOTHING)
+    assert parse(["--tp-size", "2", "--tp", "2"], NOTHING).parallel.tp == 2
+
+
+def test_a_beginning_that_one_documented_flag_has_is_read_as_it_and_reported() -> None:
+    config = parse(["--context-len", "128"], NOTHING)
+    assert config.model.context_length == 128
+    assert config.observe.notes == ("--context-len is read as --context-length",)
+
+
+def test_a_beginning_that_several_flags_have_is_refused_with_their_names() -> None:
+    with pytest.raises(ConfigError, match=r"ambiguous: .*--max-queued-requests"):
+        parse(["--max-q", "1", "--max", "1"], NOTHING)
+
+
+@pytest.mark.parametrize("own", ["--drain-time", "--cpu-act", "--strict"])
+def test_flags_of_this_house_are_not_abbreviated(own: str) -> None:
+    with pytest.raises(ConfigError, match="unknown flag"):
+        parse([own, "1"], NOTHING)
+
+
+def test_files_do_not_abbreviate(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown flag --context-len"):
+        parse(["--config", written(tmp_path, "context-len: 5")], NOTHING)
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"unknown flag --prot.*did you mean --port"):
+        parse(["--prot", "1"], NOTHING)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--enable-lora"],
+        ["--dp-size", "2"],
+        ["--quantization", "fp8"],
+        ["--disaggregation-mode", "prefill"],
+        ["--lora-paths", "a", "b"],
+        ["--enable-return-hidden-states"],
+    ],
+)
+def test_a_flag_that_this_build_lacks_is_refused_by_name(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"{argv[0]} is not available in this build"):
+        parse(argv, NOTHING)
+
+
+def test_an_old_name_of_an_absent_flag_is_refused_with_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"--enable-deepep-moe \(now --moe-a2a-backend deepep\)"):
+        parse(["--enable-deepep-moe"], NOTHING)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--dp-size", "1"],
+        ["--disaggregation-mode", "null"],
+        ["--enable-lora=false"],
+        ["--kv-cache-dtype", "auto"],
+    ],
+)
+def test_a_value_that_asks_for_nothing_is_accepted_with_one_line(argv: list[str]) -> None:
+    (note,) = notes(*argv)
+    assert argv[0].partition("=")[0] in note
+
+
+def test_a_harmless_flag_is_accepted_with_the_reason() -> None:
+    assert notes("--disable-cuda-graph") == (
+        "--disable-cuda-graph is accepted without an effect: there are no device graphs to shape",
+    )
+
+
+def test_a_harmless_list_takes_its_words_and_no_more() -> None:
+    config = parse(["--cuda-graph-bs", "1", "2", "4", "--port", "5"], NOTHING)
+    assert config.server.port == 5
+
+
+def test_an_absent_flag_does_not_swallow_the_model() -> None:
+    assert parse(["--dp-size", "1", "here"], NOTHING).model.source == "here"
+
+
+def test_an_old_name_works_and_is_reported() -> None:
+    config = parse(["--stream-output"], NOTHING)
+    assert config.server.incremental_output
+    assert config.observe.notes == (
+        "--stream-output is an old name of --incremental-streaming-output",
+    )
+
+
+@pytest.mark.parametrize("argv", [["--port"], ["--port", "--host", "x"], ["--port="]])
+def test_a_flag_without_its_value_is_refused(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--port needs a value"):
+        parse(argv, NOTHING)
+
+
+def test_a_value_may_be_negative() -> None:
+    assert parse(["--chunked-prefill-size", "-1"], NOTHING).schedule.chunk_tokens == -1
+
+
+def test_a_second_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match="unexpected argument 'b'"):
+        parse(["a", "b"], NOTHING)
+
+
+def test_variables_without_an_effect_are_reported_by_name_only() -> None:
+    variables = read_environment({"SGLANG_IS_IN_CI": "secret", "BANYAN_PROT": "secret"})
+    lines = parse([], variables).observe.notes
+    assert len(lines) == 2 and "SGLANG_IS_IN_CI" in lines[1] and "BANYAN_PROT" in lines[0]
+    assert not any("secret" in line for line in lines)
+
+
+def test_an_illegal_variable_is_refused_by_its_own_name() -> None:
+    with pytest.raises(ConfigError, match="BANYAN_PORT must be a whole number"):
+        parse([], read_environment({"BANYAN_PORT": "x"}))

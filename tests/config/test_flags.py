@@ -1,0 +1,118 @@
+import csv
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.config.cli import default_of, help_text, parse
+from banyan.config.env import Environment
+from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, Flag
+from banyan.config.flags.harmless import HARMLESS, LISTS, SUCCESSORS
+from banyan.config.flags.table import CONFIG_FILE, GROUPS, Foreign, find, spellings
+from banyan.config.schema import Config
+
+SPEC = Path(__file__).resolve().parents[3] / "shared" / "spec"
+ALL = [flag for _, flags in GROUPS for flag in flags]
+
+
+def names_in(table: str) -> list[str]:
+    path = SPEC / table
+    if not path.exists():
+        pytest.skip(f"the list of known flags {table} is not on this machine")
+    with path.open(newline="") as file:
+        rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[1:]
+    words = [word for row in rows for word in [row[0], *row[1].split()]]
+    return [word.removeprefix("--") for word in words if word.startswith("--")]
+
+
+def another_value(flag: Flag) -> object:
+    """A legal value that is not the default."""
+    default = default_of(flag)
+    if flag.choices:
+        return next(choice for choice in flag.choices if choice != default)
+    if flag.kind == INT:
+        return next(n for n in (1, 2, 2048, 1 << 21) if n != default and flag.low <= n <= flag.high)
+    return {FLOAT: 0.5, JSON: {"a": "b"}}.get(flag.kind, "text")
+
+
+@pytest.mark.parametrize("table", ["server_args.tsv", "server_args_later.tsv"])
+def test_every_flag_that_users_know_is_recognised(table: str) -> None:
+    unknown = [name for name in names_in(table) if name not in {*spellings(), CONFIG_FILE}]
+    assert unknown == []
+
+
+@pytest.mark.parametrize("flag", ALL, ids=lambda flag: flag.name)
+def test_a_flag_owns_a_field_and_its_default_is_legal(flag: Flag) -> None:
+    default = default_of(flag)
+    assert flag.help and not flag.help.endswith(".")
+    if flag.kind == SWITCH and isinstance(flag.sets, bool):
+        assert default is not flag.sets
+    elif flag.kind in (INT, FLOAT):
+        unset = not default
+        assert unset or flag.check(default, flag.name) == default
+    elif flag.choices:
+        assert default in flag.choices
+
+
+@pytest.mark.parametrize("flag", ALL, ids=lambda flag: flag.name)
+def test_both_values_of_a_flag_reach_its_field(flag: Flag) -> None:
+    part, _, name = flag.field.partition(".")
+
+    def value_of(config: Config) -> object:
+        return getattr(getattr(config, part), name)
+
+    if flag.kind == SWITCH:
+        given, expected = [f"--{flag.name}"], flag.sets
+    else:
+        expected = another_value(flag)
+        text = '{"a": "b"}' if flag.kind == JSON else str(expected)
+        given = [f"--{flag.name}", text]
+    assert value_of(parse(given, Environment())) == expected
+    assert value_of(parse([], Environment())) == default_of(flag) != expected
+
+
+def test_no_field_is_owned_by_two_flags() -> None:
+    owned = [flag.field for flag in ALL]
+    assert len(owned) == len(set(owned))
+
+
+def test_every_owned_field_exists_in_the_schema() -> None:
+    parts = {part.name: part.default_factory for part in dataclasses.fields(Config)}
+    for flag in ALL:
+        part, _, name = flag.field.partition(".")
+        assert name in {f.name for f in dataclasses.fields(parts[part])}, flag.name  # type: ignore[arg-type]
+
+
+def test_the_harmless_and_renamed_names_are_names_of_absent_flags() -> None:
+    for name in (*HARMLESS, *LISTS, *SUCCESSORS):
+        assert isinstance(find(name, abbreviate=False), Foreign), name
+
+
+def test_no_flag_is_both_harmless_and_refused_by_another_name() -> None:
+    assert set(HARMLESS).isdisjoint(SUCCESSORS)
+
+
+def test_help_shows_every_flag_that_has_an_effect() -> None:
+    text = help_text()
+    assert [flag.name for flag in ALL if f"--{flag.name}" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("port", "65536"),
+        ("port", "-1"),
+        ("port", "1e3"),
+        ("page-size", "0"),
+        ("mem-fraction-static", "nan"),
+        ("mem-fraction-static", "1.5"),
+        ("schedule-policy", "random"),
+        ("preferred-sampling-params", "[1]"),
+        ("preferred-sampling-params", "{"),
+        ("drain-timeout", "inf"),
+    ],
+)
+def test_an_illegal_value_is_refused_with_the_flag_and_the_value(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name} must be"):
+        parse([f"--{name}", text], Environment())
