@@ -1,0 +1,173 @@
+"""Real servers in processes of their own: start, wait until ready, watch, end without remains."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+READY_S = 60.0
+CALL_S = 60.0
+POLL_S = 0.02
+TAIL_LINES = 60
+
+
+class Server:
+    """One `python -m banyan.launch_server` with everything it has started."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", port: int, log: Path) -> None:
+        self.process = process
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        self.http = httpx.Client(base_url=self.url, timeout=CALL_S)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def members(self) -> list[int]:
+        """Live processes of this server, orphans included: all that share its session."""
+        return [p for p in psutil.pids() if p != self.pid and _session_of(p) == self.pid]
+
+    def engine_pid(self) -> int:
+        """The one child that is an engine."""
+        children = [c.pid for c in psutil.Process(self.pid).children()]
+        assert len(children) == 1, f"children of the server: {children}"
+        return children[0]
+
+    def generate(self, **body: object) -> dict:
+        """One native request that must succeed."""
+        answer = self.http.post("/generate", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stats(self) -> dict:
+        """The engine's counters and ledger."""
+        answer = self.http.get("/get_server_info")
+        assert answer.status_code == 200, answer.text
+        return answer.json()["internal_states"][0]
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def exit_code(self, timeout_s: float) -> int:
+        """Wait for the end of the server process."""
+        return self.process.wait(timeout_s)
+
+    def tail(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-TAIL_LINES:])
+
+    def kill(self) -> None:
+        """End whatever is left of it, at once."""
+        self.http.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGCONT)
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def launch(log: Path, *flags: str, port: int = 0) -> Server:
+    """Start a server and return at once."""
+    port = port or free_port()
+    command = [sys.executable, "-m", "banyan.launch_server", "--port", str(port), *flags]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    return Server(process, port, log)
+
+
+@contextlib.contextmanager
+def serving(log: Path, *flags: str) -> Iterator[Server]:
+    """A server that is ready; killed whole at the end; shows the end of its log on failure."""
+    server = launch(log, *flags)
+    try:
+        wait_ready(server)
+        yield server
+    except BaseException:
+        print(f"--- {log.name}\n{server.tail()}", file=sys.stderr)
+        raise
+    finally:
+        server.kill()
+
+
+def wait_ready(server: Server) -> None:
+    def is_ready() -> bool:
+        code = server.process.poll()
+        assert code is None, f"the server ended with code {code}:\n{server.tail()}"
+        return status_of(server, "/readyz") == 200
+
+    wait_until(is_ready, READY_S, "the server to be ready")
+
+
+def status_of(server: Server, path: str) -> int:
+    """HTTP status, 0 when nobody answers."""
+    try:
+        return httpx.get(server.url + path, timeout=CALL_S).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def run_to_end(log: Path, *flags: str, timeout_s: float) -> tuple[int, str, float]:
+    """Start a server that is expected to refuse: exit code, output, seconds it took."""
+    started = time.monotonic()
+    server = launch(log, *flags)
+    try:
+        code = server.exit_code(timeout_s)
+    finally:
+        server.kill()
+    return code, log.read_text(errors="replace"), time.monotonic() - started
+
+
+def wait_until(condition: Callable[[], bool], deadline_s: float, what: str) -> float:
+    """Poll until `condition` holds; returns the seconds it took, fails after `deadline_s`."""
+    started = time.monotonic()
+    while not condition():
+        waited = time.monotonic() - started
+        assert waited < deadline_s, f"waited {waited:.1f} s for {what}"
+        time.sleep(POLL_S)
+    return time.monotonic() - started
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def open_files(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def stream_events(response: httpx.Response) -> Iterator[dict]:
+    """Objects of a server-sent event stream up to [DONE], which must come exactly once, last."""
+    is_done = False
+    for line in response.iter_lines():
+        if not line.startswith("data: "):
+            continue
+        assert not is_done, f"after [DONE]: {line}"
+        if line == "data: [DONE]":
+            is_done = True
+        else:
+            yield json.loads(line.removeprefix("data: "))
+    assert is_done, "the stream ended without [DONE]"
+
+
+def _session_of(pid: int) -> int:
+    try:
+        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return 0
+        return os.getsid(pid)
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return 0

@@ -1,0 +1,216 @@
+"""Bad requests are refused by name while a canary stream runs on as if nothing had happened."""
+
+import json
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.system.checkpoint import CONTEXT
+from tests.system.serving import CALL_S, Server, status_of, stream_events
+
+CANARY = {
+    "input_ids": [5, 6, 7],
+    "sampling_params": {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True},
+}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+PROMPT = {"prompt": "hello", "max_tokens": 4}
+IDS = {"input_ids": [5, 6, 7]}
+
+
+class Canary:
+    """One stream after another, each of which must bring the same tokens."""
+
+    def __init__(self, server: Server) -> None:
+        self.expected = server.generate(**CANARY)["output_ids"]
+        self.songs: list[list[int]] = []
+        self.failure: Exception | None = None
+        self._url = server.url
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._sing, daemon=True)
+        self._thread.start()
+
+    def _sing(self) -> None:
+        try:
+            while not self._is_over.is_set():
+                body = CANARY | {"stream": True}
+                url = f"{self._url}/generate"
+                with httpx.stream("POST", url, json=body, timeout=CALL_S) as answer:
+                    self.songs.append(list(stream_events(answer))[-1]["output_ids"])
+        except Exception as error:  # raised again by `end`
+            self.failure = error
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join(CALL_S)
+        assert self.failure is None, repr(self.failure)
+        assert self.songs and all(song == self.expected for song in self.songs)
+
+
+@pytest.fixture(autouse=True)
+def canary(shared_server: Server) -> Iterator[None]:
+    """Runs beside every test of this file."""
+    bird = Canary(shared_server)
+    yield
+    bird.end()
+    assert status_of(shared_server, "/health") == 200
+
+
+def refused(server: Server, path: str, body: dict, *words: str, status: int = 400) -> None:
+    """The request is answered `status` with a message that has all `words`."""
+    answer = server.http.post(path, json=body)
+    assert answer.status_code == status, f"{answer.status_code}: {answer.text[:300]}"
+    message = message_of(answer)
+    for word in words:
+        assert word.lower() in message.lower(), f"{word!r} not in {message!r}"
+    assert "Traceback" not in answer.text
+
+
+def message_of(answer: httpx.Response) -> str:
+    body = answer.json()
+    error = body.get("error", body)
+    message = error if isinstance(error, str) else error["message"]
+    assert isinstance(message, str) and message
+    return message
+
+
+def sampling(**params: object) -> dict:
+    return IDS | {"sampling_params": params}
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "raw",
+    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a": NaN}'],
+    ids=["empty", "open", "list", "null", "string", "not utf-8", "deep", "nan"],
+)
+def test_malformed_json_is_400(shared_server, path, raw):
+    answer = shared_server.http.post(
+        path, content=raw, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 400, answer.text[:300]
+    assert message_of(answer)
+
+
+def test_an_empty_prompt_is_400(shared_server):
+    refused(shared_server, "/v1/completions", PROMPT | {"prompt": ""}, "prompt")
+    refused(shared_server, "/v1/completions", PROMPT | {"prompt": []}, "prompt")
+    refused(shared_server, "/v1/chat/completions", CHAT | {"messages": []}, "messages")
+    refused(shared_server, "/generate", {"text": ""})
+    refused(shared_server, "/generate", {"input_ids": []})
+    refused(shared_server, "/generate", {"sampling_params": {}})
+
+
+def test_a_prompt_longer_than_the_context_is_400_with_both_numbers(shared_server):
+    body = {"input_ids": [5] * (CONTEXT + 52)}
+    refused(shared_server, "/generate", body, str(CONTEXT + 52), str(CONTEXT))
+    body = {"prompt": [5] * (CONTEXT + 52), "max_tokens": 4}
+    refused(shared_server, "/v1/completions", body, str(CONTEXT + 52), str(CONTEXT))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -5),
+        ("top_k", 0),
+        ("min_p", 2),
+        ("frequency_penalty", 3),
+        ("presence_penalty", -3),
+        ("repetition_penalty", 0),
+        ("max_new_tokens", -1),
+        ("max_new_tokens", 2**63),
+        ("min_new_tokens", 99999),
+        ("sampling_seed", 2**64),
+        ("sampling_seed", "x"),
+        ("n", 0),
+        ("n", 2**31),
+        ("n", True),
+        ("stop", ["x"] * 10_000),
+        ("stop", [""]),
+        ("stop", ["x" * (1 << 20)]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [100_000]),
+        ("stop_regex", "(a+"),
+        ("logit_bias", {"100000": 1.0}),
+        ("logit_bias", {"x": 1.0}),
+    ],
+)
+def test_a_sampling_value_out_of_range_is_400_and_named(shared_server, field, value):
+    refused(shared_server, "/generate", sampling(**{field: value}), field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", 1e400), ("temperature", -0.5), ("top_p", 2), ("n", 0), ("max_tokens", 0)],
+)
+def test_an_openai_value_out_of_range_is_400_and_named(shared_server, field, value):
+    body = json.dumps(CHAT | {field: value})
+    answer = shared_server.http.post(
+        "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == 400, answer.text[:300]
+    assert field in message_of(answer) or value == 1e400
+
+
+@pytest.mark.parametrize("ids", [[-1], [100_000], [2**31], [1.5], ["x"], [[5], "x"]])
+def test_token_ids_outside_the_vocabulary_are_400(shared_server, ids):
+    refused(shared_server, "/generate", {"input_ids": ids})
+    refused(shared_server, "/v1/completions", PROMPT | {"prompt": ids})
+
+
+def test_too_many_top_logprobs_are_400(shared_server):
+    body = CHAT | {"logprobs": True, "top_logprobs": 21}
+    refused(shared_server, "/v1/chat/completions", body, "top_logprobs")
+
+
+def test_an_unknown_route_is_404_and_a_wrong_method_405(shared_server):
+    assert shared_server.http.get("/no/such/route").status_code == 404
+    assert shared_server.http.get("/v1/chat/completions").status_code == 405
+
+
+def test_an_unknown_model_is_404_where_it_is_looked_up(shared_server):
+    assert shared_server.http.get("/v1/models/no-such-model").status_code == 404
+    # One base model: completions serve whatever name the client sends.
+    answer = shared_server.http.post("/v1/completions", json=PROMPT | {"model": "gpt-4"})
+    assert answer.status_code == 200
+
+
+def test_a_body_larger_than_the_limit_is_413(shared_server):
+    refused(shared_server, "/generate", {"text": "x" * (33 << 20)}, status=413)
+
+
+def test_extreme_but_legal_values_are_served(shared_server):
+    for params in ({"temperature": 1e-9}, {"temperature": 1000.0}, {"top_p": 1e-9}, {"min_p": 1}):
+        answer = shared_server.generate(**sampling(max_new_tokens=3, ignore_eos=True, **params))
+        assert len(answer["output_ids"]) == 3
+
+
+def test_a_request_without_the_key_is_401_and_probes_are_open(server):
+    with server("--api-key", "secret-word") as running:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret-word"}):
+            for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/flush_cache"):
+                assert running.http.post(path, json={}, headers=headers).status_code == 401
+            assert running.http.get("/get_server_info", headers=headers).status_code == 401
+        right = {"Authorization": "Bearer secret-word"}
+        body = IDS | {"sampling_params": {"max_new_tokens": 1}}
+        assert running.http.post("/generate", json=body, headers=right).status_code == 200
+        facts = running.http.get("/get_server_info", headers=right)
+        assert facts.status_code == 200 and "secret-word" not in facts.text
+        assert [status_of(running, p) for p in ("/livez", "/readyz", "/health")] == [200] * 3
+        assert "secret-word" not in running.log.read_text()
+
+
+def test_a_full_queue_is_503_with_retry_after(server):
+    flags = ("--max-running-requests", "1", "--max-queued-requests", "1")
+    body = {"input_ids": [[5 + i] for i in range(12)]}
+    body["sampling_params"] = {"max_new_tokens": 200, "ignore_eos": True}
+    with server(*flags) as running:
+        answer = running.http.post("/generate", json=body)
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert "queue" in message_of(answer)

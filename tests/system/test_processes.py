@@ -1,0 +1,212 @@
+"""The processes of a server: what they load, how they notice each other's end, how they leave."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.system.serving import (
+    CALL_S,
+    ROOT,
+    Server,
+    launch,
+    status_of,
+    stream_events,
+    wait_ready,
+    wait_until,
+)
+
+STREAMS = 8
+LONG = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
+
+
+class Stream:
+    """One native stream that a thread reads to its end."""
+
+    def __init__(self, server: Server, sampling: dict, prompt: list[int]) -> None:
+        self.events: list[dict] = []
+        self.started = threading.Event()
+        self.failure: Exception | None = None
+        self._arguments = (server.url, sampling, prompt)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        url, sampling, prompt = self._arguments
+        body = {"input_ids": prompt, "sampling_params": sampling, "stream": True}
+        try:
+            with httpx.stream("POST", f"{url}/generate", json=body, timeout=CALL_S) as answer:
+                assert answer.status_code == 200, answer.read()
+                for event in stream_events(answer):
+                    self.events.append(event)
+                    self.started.set()
+        except Exception as error:  # shown by the test that looks at the stream
+            self.failure = error
+        finally:
+            self.started.set()
+
+    def end(self, timeout_s: float) -> list[dict]:
+        """All events; fails when the stream hangs or breaks."""
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), f"the stream hangs after {len(self.events)} events"
+        assert self.failure is None, f"the stream broke: {self.failure!r}"
+        return self.events
+
+
+def load(server: Server, count: int = STREAMS, **sampling: object) -> list[Stream]:
+    """Streams that all have begun to answer."""
+    streams = [Stream(server, LONG | sampling, [5 + i, 6, 7]) for i in range(count)]
+    for stream in streams:
+        assert stream.started.wait(CALL_S)
+        assert stream.failure is None, stream.failure
+    return streams
+
+
+def is_error(event: dict) -> bool:
+    return "error" in event
+
+
+def ends_in_one_error(events: list[dict]) -> bool:
+    return is_error(events[-1]) and not any(is_error(e) for e in events[:-1])
+
+
+def finished(events: list[dict]) -> list[str]:
+    return [r["type"] for e in events if (r := e["meta_info"]["finish_reason"]) is not None]
+
+
+# -- what is loaded ---------------------------------------------------------------------------
+
+
+def test_the_api_process_maps_no_torch_library(shared_server):
+    maps = Path(f"/proc/{shared_server.pid}/maps").read_text()
+    assert "torch" not in maps
+    assert "torch" in Path(f"/proc/{shared_server.engine_pid()}/maps").read_text()
+
+
+@pytest.mark.parametrize("module", ["banyan.scheduler.scheduler", "banyan.memory.cache"])
+def test_deciding_rooms_import_without_torch(module):
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_livez_answers_before_the_engine_is_ready(tiny_model, tmp_path):
+    server = launch(tmp_path / "server.log", "--model-path", str(tiny_model))
+    try:
+        wait_until(lambda: status_of(server, "/livez") == 200, CALL_S, "/livez")
+        assert status_of(server, "/readyz") == 503
+        assert status_of(server, "/health") == 503
+        wait_ready(server)
+        assert status_of(server, "/health") == 200
+    finally:
+        server.kill()
+
+
+# -- the engine dies or stops -----------------------------------------------------------------
+
+
+def test_killing_the_engine_ends_every_stream_with_one_error_and_health_with_503(server):
+    with server("--watchdog-timeout", "5") as running:
+        streams = load(running)
+        engine = running.engine_pid()
+        subprocess.run(["kill", "-9", str(engine)], check=True)
+        took = wait_until(lambda: status_of(running, "/health") != 200, 2.0, "/health to fail")
+        assert took < 2.0
+        for stream in streams:
+            assert ends_in_one_error(stream.end(5.0))
+        assert running.exit_code(10.0) not in (0, None)
+        assert running.members() == []
+
+
+def test_a_stopped_engine_is_unhealthy_after_the_deadline_and_recovers(server):
+    with server("--watchdog-timeout", "3") as running:
+        streams = load(running, count=2)
+        engine = running.engine_pid()
+        subprocess.run(["kill", "-STOP", str(engine)], check=True)
+        took = wait_until(lambda: status_of(running, "/health") == 503, 5.0, "/health to be 503")
+        assert took > 0.5
+        subprocess.run(["kill", "-CONT", str(engine)], check=True)
+        wait_until(lambda: status_of(running, "/health") == 200, 5.0, "/health to recover")
+        for stream in streams:
+            assert finished(stream.end(CALL_S)) == ["length"]
+
+
+def test_an_engine_that_pauses_shorter_than_the_deadline_causes_no_error(server):
+    with server("--watchdog-timeout", "5") as running:
+        streams = load(running, count=2)
+        engine = running.engine_pid()
+        subprocess.run(["kill", "-STOP", str(engine)], check=True)
+        time.sleep(0.5)  # the pause itself is what is tested
+        subprocess.run(["kill", "-CONT", str(engine)], check=True)
+        assert status_of(running, "/health") == 200
+        for stream in streams:
+            assert finished(stream.end(CALL_S)) == ["length"]
+
+
+# -- the server leaves ------------------------------------------------------------------------
+
+
+def test_sigterm_lets_running_streams_finish_and_refuses_new_requests(server):
+    with server() as running:
+        streams = load(running, max_new_tokens=800)
+        subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
+        wait_until(lambda: status_of(running, "/readyz") == 503, 2.0, "/readyz to be 503")
+        late = running.http.post("/generate", json={"input_ids": [5], "sampling_params": {}})
+        assert late.status_code == 503
+        assert int(late.headers["retry-after"]) >= 1
+        for stream in streams:
+            assert finished(stream.end(CALL_S)) == ["length"]
+        assert running.exit_code(10.0) == 0
+        assert running.members() == []
+
+
+def test_a_stream_that_outlives_the_drain_timeout_gets_a_final_event(server):
+    with server("--drain-timeout", "0.3") as running:
+        streams = load(running)
+        subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
+        for stream in streams:
+            events = stream.end(10.0)
+            assert is_error(events[-1]) or finished(events) in (["abort"], ["length"])
+        assert running.exit_code(10.0) == 0
+        assert running.members() == []
+
+
+def test_a_second_sigterm_ends_the_server_within_two_seconds(server):
+    with server() as running:
+        load(running, count=16)
+        subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
+        wait_until(lambda: status_of(running, "/readyz") == 503, 2.0, "/readyz to be 503")
+        subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
+        running.exit_code(2.0)
+        assert running.members() == []
+
+
+def test_an_idle_server_leaves_at_once_on_sigterm(server):
+    with server() as running:
+        subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
+        assert running.exit_code(5.0) == 0
+        assert running.members() == []
+
+
+def test_no_process_outlives_a_killed_server(server):
+    with server() as running:
+        load(running)
+        assert running.members() != []
+        subprocess.run(["kill", "-9", str(running.pid)], check=True)
+        running.exit_code(2.0)
+        wait_until(lambda: running.members() == [], 5.0, "the children to end")
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.5, 1.5])
+def test_no_process_outlives_a_server_that_is_killed_while_it_starts(tiny_model, tmp_path, delay_s):
+    running = launch(tmp_path / "server.log", "--model-path", str(tiny_model))
+    try:
+        time.sleep(delay_s)  # the moment of the kill is what is tested
+        subprocess.run(["kill", "-9", str(running.pid)], check=True)
+        running.exit_code(2.0)
+        wait_until(lambda: running.members() == [], 5.0, "the children to end")
+    finally:
+        running.kill()

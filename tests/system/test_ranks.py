@@ -1,0 +1,38 @@
+"""Two ranks over gloo give the tokens of one."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+from banyan.llm import Engine
+
+PROMPTS = [[2 + (i * j * 5 + i) % 390 for i in range(5 + 40 * j)] for j in range(4)]
+
+
+def answers(model: Path, **flags: object) -> tuple[list[dict], int]:
+    """What the engine answers, and how many processes it has."""
+    with Engine(
+        model_path=str(model), threads=1, max_total_tokens=4096, log_level="error", **flags
+    ) as engine:
+        mine = psutil.Process().children(recursive=True)
+        params = {"max_new_tokens": 24, "ignore_eos": True}
+        greedy = engine.generate(
+            input_ids=PROMPTS, sampling_params=params | {"temperature": 0}, return_logprob=True
+        )
+        seeded = engine.generate(
+            input_ids=PROMPTS,
+            sampling_params=params | {"temperature": 0.8, "sampling_seed": 5},
+            return_logprob=True,
+        )
+        return greedy + seeded, len(mine)
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_tokens_of_one(tiny_model):
+    one, processes = answers(tiny_model)
+    two, more = answers(tiny_model, tp_size=2)
+    assert more == processes + 1
+    assert [a["output_ids"] for a in two] == [a["output_ids"] for a in one]
+    for a, b in zip(one, two, strict=True):
+        ours, theirs = (x["meta_info"]["output_token_logprobs"] for x in (a, b))
+        assert all(abs(p[0] - q[0]) <= 1e-4 for p, q in zip(ours, theirs, strict=True))
