@@ -1,0 +1,414 @@
+"""The native request form (/generate and the offline API): a dictionary in, TextRequests out.
+
+Every field is honoured, refused by name, or named in the answer under `not_honoured`. The answers
+are built in native_answer.
+"""
+
+import re
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from banyan.base.errors import RequestError
+from banyan.base.ids import RequestId
+from banyan.frontend.generation import ScoreOptions, TextRequest
+from banyan.frontend.sampling import NATIVE_DEFAULTS, Limits, fit_prompt, parse_sampling
+from banyan.frontend.tokenizer import Tokenizer
+
+MAX_TOP = 256
+"""Best alternatives per position."""
+
+MAX_SCORE_IDS = 1024
+"""Token ids scored at every position."""
+
+MAX_ID_CHARS = 256
+MAX_KEY_CHARS = 256
+
+_SALT = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
+
+_HONOURED = frozenset(
+    {
+        "rid",
+        "text",
+        "input_ids",
+        "sampling_params",
+        "return_logprob",
+        "logprob_start_len",
+        "top_logprobs_num",
+        "token_ids_logprob",
+        "return_text_in_logprobs",
+        "stream",
+        "priority",
+        "extra_key",
+        "cache_salt",
+        "return_prompt_token_ids",
+    }
+)
+
+_REFUSED = frozenset(
+    {
+        "input_embeds",
+        "image_data",
+        "video_data",
+        "audio_data",
+        "watermark",
+        "return_sampling_mask",
+        "sampling_logprobs_mode",
+        "return_flat_raw_top_logprobs",
+        "return_flat_raw_output_top_logprobs",
+        "return_flat_raw_top_logprobs_b64",
+        "return_hidden_states",
+        "return_routed_experts",
+        "return_indexer_topk",
+        "session_params",
+        "lora_path",
+        "lora_id",
+        "custom_logit_processor",
+        "positional_embed_overrides",
+        "bootstrap_host",
+        "bootstrap_room",
+        "require_reasoning",
+        "max_thinking_tokens",
+        "return_bytes",
+        "return_entropy",
+        "multi_item_delimiter_indices",
+        "token_indices_to_pool",
+    }
+)
+"""Fields that would change the answer. Whatever else is named in `not_honoured`."""
+
+_HARMLESS_DEFAULTS: Mapping[str, object] = {"log_metrics": True}
+"""Fields whose default is not empty; giving the default asks for nothing."""
+
+
+@dataclass(frozen=True)
+class NativeSequence:
+    """One sequence of a request, and how its answer is shown."""
+
+    index: int
+    request: TextRequest
+    show_scores: bool = False
+    show_top: bool = False
+    show_picked: bool = False
+    show_score_text: bool = False
+    show_prompt_ids: bool = False
+    stream_interval: int = 0
+    """Tokens per streamed chunk; 0 = the server's default."""
+    not_honoured: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class NativeRequest:
+    """What one body asks for. Sequences are in answer order: prompts, each n times."""
+
+    sequences: list[NativeSequence]
+    is_list: bool
+    """The answer is a list (several prompts, or n > 1)."""
+    stream: bool
+
+
+def parse_native(
+    body: Mapping[str, object],
+    *,
+    tokenizer: Tokenizer | None,
+    limits: Limits,
+    defaults: Mapping[str, object] = NATIVE_DEFAULTS,
+) -> NativeRequest:
+    """Check a native request and tokenise its prompts.
+
+    Raises:
+        RequestError: names the field, the rule and the value.
+    """
+    ignored = _sort_out(body)
+    fields = _Fields(body)
+    prompts = _prompts(fields, tokenizer, limits)
+    fields.num = None if not _is_batch(fields) else len(prompts)
+    sampling = fields.each("sampling_params", _dictionary)
+    parsed = [
+        parse_sampling(raw or {}, prompt_len=len(p), limits=limits, defaults=defaults)
+        for raw, p in zip(sampling, prompts, strict=True)
+    ]
+    total = sum(p.n for p in parsed)
+    if total > limits.max_sequences:
+        raise RequestError(
+            f"prompts x n must be in [1, {limits.max_sequences}], got {total}.", param="n"
+        )
+    is_list = fields.num is not None or total > 1
+    ids = _ids(fields, [p.n for p in parsed])
+    shown = _scores(fields, prompts)
+    namespaces = _namespaces(fields)
+    priority = _integer(fields.get("priority"), "priority") or 0
+    show_text = fields.flag("return_text_in_logprobs")
+    show_prompt_ids = fields.flag("return_prompt_token_ids")
+    sequences = []
+    for i, (prompt, options) in enumerate(zip(prompts, parsed, strict=True)):
+        for j in range(options.n):
+            request = TextRequest(
+                id=next(ids),
+                prompt=prompt,
+                sampling=options.for_sequence(j),
+                text=options.text,
+                scores=shown[i].options,
+                namespace=namespaces[i],
+                priority=priority,
+            )
+            sequence = NativeSequence(
+                index=len(sequences),
+                request=request,
+                show_scores=shown[i].is_wanted,
+                show_top=shown[i].options.top > 0,
+                show_picked=bool(shown[i].options.ids),
+                show_score_text=show_text,
+                show_prompt_ids=show_prompt_ids,
+                stream_interval=options.stream_interval,
+                not_honoured=[*ignored, *options.ignored],
+            )
+            sequences.append(sequence)
+    return NativeRequest(sequences, is_list, fields.flag("stream"))
+
+
+@dataclass(frozen=True)
+class _Shown:
+    is_wanted: bool
+    options: ScoreOptions
+
+
+class _Fields:
+    """The body's fields; those that may differ by prompt are spread over `num` prompts."""
+
+    def __init__(self, body: Mapping[str, object]) -> None:
+        self._body = body
+        self.num: int | None = None
+        """Prompts in the batch; None for a single prompt."""
+
+    def get(self, name: str) -> object:
+        return self._body.get(name)
+
+    def flag(self, name: str) -> bool:
+        return _boolean(self.get(name), name) or False
+
+    def each(self, name: str, check) -> list:
+        """One checked value per prompt: the same for all, or from a list of that length."""
+        value = self.get(name)
+        if self.num is None:
+            return [check(value, name)]
+        if not isinstance(value, list):
+            return [check(value, name)] * self.num
+        return [check(v, name) for v in self.in_batch(name, value)]
+
+    def in_batch(self, name: str, values: list) -> list:
+        if len(values) != self.num:
+            raise RequestError(
+                f"{name} must be one value or {self.num} of them, got {len(values)}.", param=name
+            )
+        return values
+
+
+def _sort_out(body: Mapping[str, object]) -> list[str]:
+    """Refuse what would change the answer and is not available; name what has no effect."""
+    ignored = []
+    for name, value in body.items():
+        if name in _HONOURED or _asks_nothing(value) or _HARMLESS_DEFAULTS.get(name) is value:
+            continue
+        if name in _REFUSED:
+            raise RequestError(
+                f"{name} is not available in this build",
+                param=name,
+                code="not_available",
+                hint=f"Leave {name} out of the request.",
+            )
+        ignored.append(name[:64])
+    return ignored
+
+
+def _asks_nothing(value: object) -> bool:
+    if isinstance(value, list):
+        return all(_asks_nothing(v) for v in value)
+    return value is None or value is False or value == "" or value == {}
+
+
+def _is_batch(fields: _Fields) -> bool:
+    text, ids = fields.get("text"), fields.get("input_ids")
+    return isinstance(text, list) or (isinstance(ids, list) and isinstance(ids[0], list))
+
+
+def _prompts(fields: _Fields, tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:
+    text, ids = fields.get("text"), fields.get("input_ids")
+    if (text is None) == (ids is None):
+        raise RequestError("Exactly one of text and input_ids must be given.", param="text")
+    name, given = ("text", text) if ids is None else ("input_ids", ids)
+    if given in ("", []):
+        raise RequestError(
+            f"{name} must be a prompt or a list of prompts, got {given!r}.", param=name
+        )
+    if ids is None:
+        texts = given if isinstance(given, list) else [given]
+        _check_num(len(texts), name, limits)
+        prompts = [_encode(t, tokenizer) for t in texts]
+    else:
+        if not isinstance(ids, list):
+            raise RequestError(
+                f"input_ids must be a list of token ids, got {type(ids).__name__}.", param=name
+            )
+        prompts = ids if isinstance(ids[0], list) else [ids]
+        _check_num(len(prompts), name, limits)
+        for prompt in prompts:
+            _check_ids(prompt, limits.vocab_size)
+    return [fit_prompt(p, limits) for p in prompts]
+
+
+def _check_num(num: int, name: str, limits: Limits) -> None:
+    if num > limits.max_sequences:
+        raise RequestError(
+            f"{name} must be at most {limits.max_sequences} prompts, got {num}.", param=name
+        )
+
+
+def _encode(text: object, tokenizer: Tokenizer | None) -> list[int]:
+    if not isinstance(text, str) or not text:
+        got = type(text).__name__ if not isinstance(text, str) else "''"
+        raise RequestError(
+            f"text must be a text of at least one character, got {got}.", param="text"
+        )
+    if tokenizer is None:
+        raise RequestError(
+            "text needs a tokenizer and this server runs without one",
+            param="text",
+            hint="Send input_ids.",
+        )
+    return tokenizer.encode(text)
+
+
+def _check_ids(prompt: object, vocab_size: int) -> None:
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError("input_ids must be lists of at least one token id.", param="input_ids")
+    wrong = next((t for t in prompt if type(t) is not int or not 0 <= t < vocab_size), None)
+    if wrong is not None or None in prompt:
+        raise RequestError(
+            f"input_ids must be integers in [0, {vocab_size}), got {str(wrong)[:40]}.",
+            param="input_ids",
+        )
+
+
+def _ids(fields: _Fields, counts: list[int]) -> Iterator[RequestId]:
+    """Request ids in sequence order: fresh, or the caller's, numbered where one must do."""
+    given = fields.get("rid")
+    if given is None:
+        return (RequestId(uuid.uuid4().hex) for _ in range(sum(counts)))
+    if isinstance(given, list) and fields.num is not None:
+        stems = [_rid(r) for r in fields.in_batch("rid", given)]
+        return (
+            RequestId(stem if n == 1 else f"{stem}_{j}")
+            for stem, n in zip(stems, counts, strict=True)
+            for j in range(n)
+        )
+    stem, total = _rid(given), sum(counts)
+    if fields.num is None and total == 1:
+        return iter([RequestId(stem)])
+    return (RequestId(f"{stem}_{i}") for i in range(total))
+
+
+def _rid(value: object) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_CHARS or not value.isprintable():
+        raise RequestError(
+            f"rid must be a text of 1 to {MAX_ID_CHARS} printable characters.", param="rid"
+        )
+    return value
+
+
+def _scores(fields: _Fields, prompts: list[list[int]]) -> list[_Shown]:
+    wanted = fields.each("return_logprob", _boolean)
+    starts = fields.each("logprob_start_len", _integer)
+    tops = fields.each("top_logprobs_num", _integer)
+    picked = _score_ids(fields)
+    shown = []
+    for prompt, is_wanted, start, top, ids in zip(
+        prompts, wanted, starts, tops, picked, strict=True
+    ):
+        if start is not None and not -1 <= start <= len(prompt):
+            raise RequestError(
+                f"logprob_start_len must be in [-1, {len(prompt)}], got {start}.",
+                param="logprob_start_len",
+            )
+        if top is not None and not 0 <= top <= MAX_TOP:
+            raise RequestError(
+                f"top_logprobs_num must be in [0, {MAX_TOP}], got {top}.", param="top_logprobs_num"
+            )
+        if not is_wanted:
+            shown.append(_Shown(False, ScoreOptions()))
+            continue
+        first = len(prompt) if start is None or start < 0 else start
+        shown.append(_Shown(True, ScoreOptions(first, top or 0, ids)))
+    return shown
+
+
+def _score_ids(fields: _Fields) -> list[tuple[int, ...]]:
+    value = fields.get("token_ids_logprob")
+    if (
+        fields.num is not None
+        and isinstance(value, list)
+        and any(isinstance(v, list) for v in value)
+    ):
+        return [_id_tuple(v) for v in fields.in_batch("token_ids_logprob", value)]
+    return [_id_tuple(value)] * (fields.num or 1)
+
+
+def _id_tuple(value: object) -> tuple[int, ...]:
+    name = "token_ids_logprob"
+    if value is None:
+        return ()
+    if not isinstance(value, list) or len(value) > MAX_SCORE_IDS:
+        raise RequestError(
+            f"{name} must be a flat list of at most {MAX_SCORE_IDS} token ids.", param=name
+        )
+    for id in value:
+        if type(id) is not int:
+            raise RequestError(
+                f"{name} must be a flat list of token ids, got {type(id).__name__} in it.",
+                param=name,
+            )
+    return tuple(value)
+
+
+def _namespaces(fields: _Fields) -> list[bytes]:
+    salts = fields.each("cache_salt", _salt)
+    keys = fields.each("extra_key", _key)
+    return [f"{s}\0{k}".encode() if s or k else b"" for s, k in zip(salts, keys, strict=True)]
+
+
+def _salt(value: object, name: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not _SALT.fullmatch(value):
+        raise RequestError(f"{name} must be 1 to 128 of A-Z a-z 0-9 _ . : -", param=name)
+    return value
+
+
+def _key(value: object, name: str) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > MAX_KEY_CHARS or not value.isprintable():
+        raise RequestError(
+            f"{name} must be a text of at most {MAX_KEY_CHARS} printable characters.", param=name
+        )
+    return value
+
+
+def _boolean(value: object, name: str) -> bool | None:
+    return _typed(value, name, bool, "true or false")
+
+
+def _integer(value: object, name: str) -> int | None:
+    if type(value) is int and not -(2**31) <= value < 2**31:
+        raise RequestError(f"{name} must be a 32-bit integer, got {str(value)[:40]}.", param=name)
+    return _typed(value, name, int, "an integer")
+
+
+def _dictionary(value: object, name: str) -> dict[str, object] | None:
+    return _typed(value, name, dict, "an object")
+
+
+def _typed(value, name: str, kind: type, rule: str):
+    if value is not None and type(value) is not kind:
+        raise RequestError(f"{name} must be {rule}, got {type(value).__name__}.", param=name)
+    return value

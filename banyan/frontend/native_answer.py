@@ -1,0 +1,226 @@
+"""Native answers: what /generate and the offline API return, whole or as a stream.
+
+Streams are cumulative unless told otherwise: each chunk repeats the whole answer so far.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from banyan.base.clock import Clock, WallClock
+from banyan.base.errors import RequestError
+from banyan.frontend.generation import (
+    Finish,
+    Generator,
+    TextChunk,
+    TokenScore,
+    in_strides,
+    join,
+    whole,
+)
+from banyan.frontend.native import NativeRequest, NativeSequence, parse_native
+from banyan.frontend.sampling import NATIVE_DEFAULTS, Limits
+from banyan.frontend.tokenizer import Tokenizer
+
+LONG_TEXT_CHARS = 20_000
+"""Prompts longer than this are tokenised in a worker thread, so that streams go on meanwhile."""
+
+
+@dataclass(frozen=True)
+class NativeOptions:
+    """How this server answers.
+
+    Attributes:
+        incremental: each streamed chunk holds only what is new.
+        stream_interval: tokens per streamed chunk.
+    """
+
+    weight_version: str = "default"
+    incremental: bool = False
+    stream_interval: int = 1
+
+
+class NativeService:
+    """The native form over a generator. Shared by the HTTP route and the offline API.
+
+    Args:
+        limits: what one request may ask.
+        defaults: sampling parameters of requests that leave them out.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+        *,
+        defaults: Mapping[str, object] = NATIVE_DEFAULTS,
+        options: NativeOptions | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._defaults = defaults
+        self._options = options or NativeOptions()
+        self._clock = clock or WallClock()
+
+    async def read(self, body: Mapping[str, object]) -> NativeRequest:
+        """Check a body and tokenise its prompts; RequestError when it is refused."""
+        text = body.get("text")
+        texts = text if isinstance(text, list) else [text]
+        if sum(len(t) for t in texts if isinstance(t, str)) > LONG_TEXT_CHARS:
+            return await asyncio.to_thread(self.parse, body)
+        return self.parse(body)
+
+    def parse(self, body: Mapping[str, object]) -> NativeRequest:
+        return parse_native(
+            body, tokenizer=self._tokenizer, limits=self._limits, defaults=self._defaults
+        )
+
+    async def answer(self, request: NativeRequest) -> dict[str, object] | list[dict[str, object]]:
+        """The complete answer; RequestError with the status when a sequence failed."""
+        started_s = self._clock.now()
+        tasks = [asyncio.create_task(self._complete(s, started_s)) for s in request.sequences]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return answers if request.is_list else answers[0]
+
+    async def stream(self, request: NativeRequest) -> AsyncGenerator[dict[str, object], None]:
+        """Answers as they grow; with several sequences they interleave, told apart by `index`.
+
+        Raises:
+            RequestError: a sequence failed; the others are aborted.
+        """
+        started_s = self._clock.now()
+        default = self._options.stream_interval
+        streams = [
+            in_strides(self._generator.generate(s.request), s.stream_interval or default)
+            for s in request.sequences
+        ]
+        so_far: list[TextChunk | None] = [None] * len(streams)
+        async with aclosing(_interleave(streams)) as chunks:
+            async for i, chunk in chunks:
+                _raise_failure(chunk.finish)
+                before = so_far[i]
+                if before is not None and not self._options.incremental:
+                    chunk = join([before, chunk])
+                so_far[i] = chunk
+                answer = self._render(request.sequences[i], chunk, started_s)
+                yield {**answer, "index": i} if request.is_list else answer
+
+    async def _complete(self, sequence: NativeSequence, started_s: float) -> dict[str, object]:
+        chunk = await whole(self._generator.generate(sequence.request))
+        _raise_failure(chunk.finish)
+        return self._render(sequence, chunk, started_s)
+
+    def _render(
+        self, sequence: NativeSequence, chunk: TextChunk, started_s: float
+    ) -> dict[str, object]:
+        usage = chunk.usage
+        meta: dict[str, object] = {
+            "id": sequence.request.id,
+            "finish_reason": finish_reason(chunk.finish, sequence.request.sampling.max_new_tokens),
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.output_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "num_retractions": usage.retractions,
+            "weight_version": self._options.weight_version,
+        }
+        if chunk.finish is not None:
+            meta["e2e_latency"] = self._clock.now() - started_s
+        if sequence.show_scores:
+            meta |= self._scores(sequence, chunk)
+        if sequence.show_prompt_ids:
+            meta["prompt_token_ids"] = sequence.request.prompt
+        if sequence.not_honoured:
+            meta["not_honoured"] = sequence.not_honoured
+        return {"text": chunk.text, "output_ids": chunk.tokens, "meta_info": meta}
+
+    def _scores(self, sequence: NativeSequence, chunk: TextChunk) -> dict[str, object]:
+        shown: dict[str, object] = {"output_token_logprobs_length": len(chunk.output_scores)}
+        for part, scores in (("input", chunk.prompt_scores), ("output", chunk.output_scores)):
+            shown[f"{part}_token_logprobs"] = [
+                self._triple(sequence, s.logprob, s.token) for s in scores
+            ]
+            if sequence.show_top:
+                shown[f"{part}_top_logprobs"] = [self._triples(sequence, s, s.top) for s in scores]
+            if sequence.show_picked:
+                shown[f"{part}_token_ids_logprobs"] = [
+                    self._triples(sequence, s, s.picked) for s in scores
+                ]
+        return shown
+
+    def _triples(
+        self, sequence: NativeSequence, score: TokenScore, pairs: list[tuple[float, int]]
+    ) -> list[list[object]] | None:
+        if score.logprob is None:
+            return None
+        return [self._triple(sequence, logprob, token) for logprob, token in pairs]
+
+    def _triple(self, sequence: NativeSequence, logprob: float | None, token: int) -> list[object]:
+        if not sequence.show_score_text or self._tokenizer is None:
+            return [logprob, token, None]
+        return [logprob, token, self._tokenizer.decode([token], skip_special_tokens=False)]
+
+
+def finish_reason(finish: Finish | None, max_new_tokens: int) -> dict[str, object] | None:
+    """The native form of how a sequence ended; None while it goes on."""
+    if finish is None:
+        return None
+    match finish.reason:
+        case "stop":
+            return {"type": "stop", "matched": finish.matched}
+        case "length":
+            return {"type": "length", "length": max_new_tokens}
+    text = finish.text or "The request was aborted."
+    return {"type": "abort", "message": text, "status_code": None, "err_type": None}
+
+
+def _raise_failure(finish: Finish | None) -> None:
+    """A sequence that the engine failed becomes an error with its status."""
+    if finish is not None and finish.status:
+        raise RequestError(finish.text, status=finish.status, code=finish.code)
+
+
+async def _interleave(
+    streams: list[AsyncGenerator[TextChunk, None]],
+) -> AsyncGenerator[tuple[int, TextChunk], None]:
+    """(which, chunk) from several streams as they come; a slow reader holds all of them back."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for chunk in only:
+                yield 0, chunk
+        return
+    arrivals: asyncio.Queue[tuple[int, TextChunk | BaseException | None]] = asyncio.Queue(1)
+
+    async def pump(i: int) -> None:
+        try:
+            async with aclosing(streams[i]) as stream:
+                async for chunk in stream:
+                    await arrivals.put((i, chunk))
+        except Exception as error:
+            await arrivals.put((i, error))
+        else:
+            await arrivals.put((i, None))
+
+    pumps = [asyncio.create_task(pump(i)) for i in range(len(streams))]
+    try:
+        num_open = len(pumps)
+        while num_open:
+            i, arrival = await arrivals.get()
+            if isinstance(arrival, BaseException):
+                raise arrival
+            if arrival is None:
+                num_open -= 1
+            else:
+                yield i, arrival
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
