@@ -4,6 +4,7 @@ Every field is honoured, refused by name, or named in the answer under `not_hono
 are built in native_answer.
 """
 
+import hashlib
 import re
 import uuid
 from collections.abc import Iterator, Mapping
@@ -21,10 +22,8 @@ MAX_TOP = 256
 MAX_SCORE_IDS = 1024
 """Token ids scored at every position."""
 
-MAX_ID_CHARS = 256
-MAX_KEY_CHARS = 256
-
-_SALT = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
+_RID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_SALT = re.compile(r"[\w.:=+-]{1,128}", re.ASCII)
 
 _HONOURED = frozenset(
     {
@@ -113,8 +112,12 @@ def parse_native(
     tokenizer: Tokenizer | None,
     limits: Limits,
     defaults: Mapping[str, object] = NATIVE_DEFAULTS,
+    tenant: bytes = b"",
 ) -> NativeRequest:
     """Check a native request and tokenise its prompts.
+
+    Args:
+        tenant: what the caller's credential stands for; part of the prefix-cache namespace.
 
     Raises:
         RequestError: names the field, the rule and the value.
@@ -136,7 +139,7 @@ def parse_native(
     is_list = fields.num is not None or total > 1
     ids = _ids(fields, [p.n for p in parsed])
     shown = _scores(fields, prompts)
-    namespaces = _namespaces(fields)
+    salts, keys = fields.each("cache_salt", _salt), fields.each("extra_key", _salt)
     priority = _integer(fields.get("priority"), "priority") or 0
     show_text = fields.flag("return_text_in_logprobs")
     show_prompt_ids = fields.flag("return_prompt_token_ids")
@@ -149,7 +152,7 @@ def parse_native(
                 sampling=options.for_sequence(j),
                 text=options.text,
                 scores=shown[i].options,
-                namespace=namespaces[i],
+                namespace=namespace_of(tenant, salts[i], keys[i]),
                 priority=priority,
             )
             sequence = NativeSequence(
@@ -296,24 +299,16 @@ def _ids(fields: _Fields, counts: list[int]) -> Iterator[RequestId]:
     if given is None:
         return (RequestId(uuid.uuid4().hex) for _ in range(sum(counts)))
     if isinstance(given, list) and fields.num is not None:
-        stems = [_rid(r) for r in fields.in_batch("rid", given)]
+        stems = [checked_rid(r) for r in fields.in_batch("rid", given)]
         return (
             RequestId(stem if n == 1 else f"{stem}_{j}")
             for stem, n in zip(stems, counts, strict=True)
             for j in range(n)
         )
-    stem, total = _rid(given), sum(counts)
+    stem, total = checked_rid(given), sum(counts)
     if fields.num is None and total == 1:
         return iter([RequestId(stem)])
     return (RequestId(f"{stem}_{i}") for i in range(total))
-
-
-def _rid(value: object) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_CHARS or not value.isprintable():
-        raise RequestError(
-            f"rid must be a text of 1 to {MAX_ID_CHARS} printable characters.", param="rid"
-        )
-    return value
 
 
 def _scores(fields: _Fields, prompts: list[list[int]]) -> list[_Shown]:
@@ -370,27 +365,30 @@ def _id_tuple(value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _namespaces(fields: _Fields) -> list[bytes]:
-    salts = fields.each("cache_salt", _salt)
-    keys = fields.each("extra_key", _key)
-    return [f"{s}\0{k}".encode() if s or k else b"" for s, k in zip(salts, keys, strict=True)]
-
-
-def _salt(value: object, name: str) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, str) or not _SALT.fullmatch(value):
-        raise RequestError(f"{name} must be 1 to 128 of A-Z a-z 0-9 _ . : -", param=name)
-    return value
-
-
-def _key(value: object, name: str) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, str) or len(value) > MAX_KEY_CHARS or not value.isprintable():
+def checked_rid(rid: object) -> str:
+    """A client's name for its request; RequestError unless short and plain."""
+    if not isinstance(rid, str) or not _RID.fullmatch(rid):
         raise RequestError(
-            f"{name} must be a text of at most {MAX_KEY_CHARS} printable characters.", param=name
+            "rid must be 1 to 128 letters, digits, '_', '.', ':' or '-'", param="rid"
         )
+    return rid
+
+
+def namespace_of(tenant: bytes, cache_salt: str | None, extra_key: str | None) -> bytes:
+    """Prefix-cache namespace: the credential's own, narrowed by what the body adds.
+
+    Requests without any of the three share the empty namespace.
+    """
+    if not (tenant or cache_salt or extra_key):
+        return b""
+    parts = (tenant.hex(), cache_salt or "", extra_key or "")
+    return hashlib.sha256("\0".join(parts).encode()).digest()[:16]
+
+
+def _salt(value: object, name: str) -> str | None:
+    """A salt of the legal alphabet; null is none."""
+    if value is not None and (not isinstance(value, str) or not _SALT.fullmatch(value)):
+        raise RequestError(f"{name} must be 1 to 128 letters, digits or _ . : = + -", param=name)
     return value
 
 

@@ -66,18 +66,13 @@ class NativeService:
         self._options = options or NativeOptions()
         self._clock = clock or WallClock()
 
-    async def read(self, body: Mapping[str, object]) -> NativeRequest:
+    async def read(self, body: Mapping[str, object], tenant: bytes = b"") -> NativeRequest:
         """Check a body and tokenise its prompts; RequestError when it is refused."""
         text = body.get("text")
         texts = text if isinstance(text, list) else [text]
         if sum(len(t) for t in texts if isinstance(t, str)) > LONG_TEXT_CHARS:
-            return await asyncio.to_thread(self.parse, body)
-        return self.parse(body)
-
-    def parse(self, body: Mapping[str, object]) -> NativeRequest:
-        return parse_native(
-            body, tokenizer=self._tokenizer, limits=self._limits, defaults=self._defaults
-        )
+            return await asyncio.to_thread(self._parse, body, tenant)
+        return self._parse(body, tenant)
 
     async def answer(self, request: NativeRequest) -> dict[str, object] | list[dict[str, object]]:
         """The complete answer; RequestError with the status when a sequence failed."""
@@ -113,6 +108,15 @@ class NativeService:
                 so_far[i] = chunk
                 answer = self._render(request.sequences[i], chunk, started_s)
                 yield {**answer, "index": i} if request.is_list else answer
+
+    def _parse(self, body: Mapping[str, object], tenant: bytes) -> NativeRequest:
+        return parse_native(
+            body,
+            tokenizer=self._tokenizer,
+            limits=self._limits,
+            defaults=self._defaults,
+            tenant=tenant,
+        )
 
     async def _complete(self, sequence: NativeSequence, started_s: float) -> dict[str, object]:
         chunk = await whole(self._generator.generate(sequence.request))

@@ -14,14 +14,12 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.frontend.generation import TextOptions
+from banyan.frontend.stop import MAX_STOPS, check_stops
 from banyan.messages.sampling import SamplingParams
 
 NATIVE_DEFAULTS: Mapping[str, object] = {"max_new_tokens": 128}
 """What /generate and the offline API assume; the OpenAI routes bring their own."""
 
-MAX_STOPS = 32
-MAX_STOP_BYTES = 1024
-MAX_STOP_REGEX_BYTES = 256
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 MAX_BIAS = 1e6
@@ -249,8 +247,8 @@ def _refuse_unavailable(raw: Mapping[str, object]) -> None:
 
 
 def _text_options(values: "_Values", limits: Limits) -> tuple[TextOptions, list[str]]:
-    stop = values.texts("stop", MAX_STOP_BYTES)
-    stop_regex = values.texts("stop_regex", MAX_STOP_REGEX_BYTES)
+    stop, stop_regex = values.texts("stop"), values.texts("stop_regex")
+    check_stops(stop, stop_regex)
     options = TextOptions(
         stop=stop,
         stop_regex=stop_regex,
@@ -351,7 +349,7 @@ class _Values:
             raise _violation(name, "true or false", value)
         return value
 
-    def texts(self, name: str, max_bytes: int) -> tuple[str, ...]:
+    def texts(self, name: str) -> tuple[str, ...]:
         """A text or a list of texts; none may be empty."""
         value = self.get(name)
         if value is None:
@@ -360,10 +358,8 @@ class _Values:
         if not isinstance(texts, list | tuple) or len(texts) > MAX_STOPS:
             raise _violation(name, f"a text or a list of at most {MAX_STOPS} texts", value)
         for text in texts:
-            if not isinstance(text, str) or not 0 < len(text) <= max_bytes:
-                raise _violation(name, f"texts of 1 to {max_bytes} bytes", text)
-            if len(text.encode("utf-8", "surrogatepass")) > max_bytes:
-                raise _violation(name, f"texts of 1 to {max_bytes} bytes", text)
+            if not isinstance(text, str) or not text:
+                raise _violation(name, "texts of at least one character", text)
         return tuple(texts)
 
 

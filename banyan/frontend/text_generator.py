@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.frontend.client import EngineClient, StreamEvent
-from banyan.frontend.detokenizer import Detokenizer
+from banyan.frontend.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
 from banyan.frontend.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
 from banyan.frontend.sampling import Limits
 from banyan.frontend.stop import StopChecker
@@ -20,9 +20,6 @@ from banyan.messages.plan import RowScores
 from banyan.messages.requests import NO_SCORES, Generate
 
 log = logger(__name__)
-
-PROMPT_TAIL = 16
-"""Prompt tokens that the detokeniser sees, so that the first word continues the prompt's last."""
 
 MAX_SCORES = 4_000_000
 """Log-probabilities that one request may ask for: positions x (1 + top + ids)."""
@@ -108,13 +105,13 @@ class Words:
 
     def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
         options = request.text
-        self._detokenizer = Detokenizer(tokenizer, request.prompt[-PROMPT_TAIL:], options)
+        self._detokenizer = Detokenizer(tokenizer, request.prompt[-PROMPT_TAIL_TOKENS:], options)
         self._checker = StopChecker(options.stop, options.stop_regex, options.no_stop_trim)
 
     @property
     def stopped_by(self) -> str | None:
         """The stop string or regex that was found."""
-        return self._checker.matched
+        return self._checker.match and self._checker.match.matched
 
     def push(self, token: int) -> str:
         """Text that became certain."""
@@ -122,8 +119,7 @@ class Words:
 
     def finish(self) -> str:
         """What was held back, once it is known that nothing follows."""
-        text = self._checker.push(self._detokenizer.finish())
-        return text if self.stopped_by is not None else text + self._checker.finish()
+        return self._checker.push(self._detokenizer.finish()) + self._checker.finish()
 
 
 class OutputReader:
