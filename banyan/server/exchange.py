@@ -81,6 +81,17 @@ class Exchange:
         """Report in the answer something of the request that was not honoured."""
         self.warnings.append(text)
 
+    def warn_or_refuse(self, field: str, why: str, strict: bool) -> None:
+        """Report a field without effect, or refuse the request under --strict-requests."""
+        if strict:
+            raise RequestError(
+                f"{field[:80]!r} is not honoured by this server",
+                param=field[:80],
+                code="field_not_honoured",
+                hint="Leave it out, or start without --strict-requests",
+            )
+        self.warn(f"{field[:80]}: {why}")
+
     def stop(self, why: RequestError | ClientGone) -> None:
         """End the exchange from outside; what the work holds is released by its cancellation."""
         if self.ending is None and self.work is not None and not self.work.done():

@@ -8,41 +8,18 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
+from banyan.frontend.chat import ChatTemplate
+from banyan.frontend.client import EngineClient
 from banyan.frontend.generation import Generator
-from banyan.messages.events import Ready, Reply, Stats
+from banyan.frontend.sampling import NATIVE_DEFAULTS, Limits
+from banyan.frontend.tokenizer import Tokenizer
+from banyan.messages.events import Ready
 from banyan.server.errors import unavailable
-
-
-class Tokenizer(Protocol):
-    """The part of frontend.tokenizer.Tokenizer that routes use."""
-
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]: ...
-    def decode(self, tokens: list[int], *, skip_special_tokens: bool = True) -> str: ...
-
-
-class Chat(Protocol):
-    """Messages to token ids; text inside a message never becomes a special token."""
-
-    def encode(self, messages: list[dict[str, object]], **options: object) -> list[int]: ...
-
-
-class EngineClient(Protocol):
-    """The part of frontend.client.EngineClient that routes use."""
-
-    @property
-    def stats(self) -> Stats: ...
-    def health(self) -> str:
-        """"" while the engine makes progress, else what is wrong."""
-        ...
-
-    async def control(self, verb: str, **args: str | int | float | bool) -> Reply: ...
-    def abort(self, request: RequestId) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -51,15 +28,30 @@ class Service:
 
     card: ModelCard
     ready: Ready
-    generator: Generator
-    tokenizer: Tokenizer
-    chat: Chat
     client: EngineClient
+    generator: Generator
+    limits: Limits
+    tokenizer: Tokenizer | None
+    """None = ids only (--skip-tokenizer-init)."""
+    chat: ChatTemplate | None
+    """None = the model has no chat template."""
     sampling_defaults: Mapping[str, object] = field(default_factory=dict)
+    """What absent sampling fields mean, as far as the user or the model says."""
 
     @property
-    def context_length(self) -> int:
-        return self.ready.max_request_tokens
+    def native_defaults(self) -> Mapping[str, object]:
+        """The same for /generate, which has a default length of its own."""
+        return {**NATIVE_DEFAULTS, **self.sampling_defaults}
+
+    def words(self) -> Tokenizer:
+        """The tokenizer, or RequestError 400 when the server runs without one."""
+        if self.tokenizer is None:
+            raise RequestError(
+                "this server runs without a tokenizer",
+                code="no_tokenizer",
+                hint="Send input_ids to /generate",
+            )
+        return self.tokenizer
 
 
 def fresh_id() -> str:
@@ -122,7 +114,7 @@ class ServerState:
             return "the server is shutting down"
         if self.service is None:
             return "the server is starting"
-        return self.service.client.health()
+        return self.service.client.health().reason
 
     def admit(self) -> Service:
         """The service, or RequestError 503 that says why there is none."""

@@ -1,0 +1,253 @@
+"""/v1/completions: prompts in, their continuations out."""
+
+import time
+from contextlib import aclosing
+from typing import cast
+
+from banyan.base.errors import RequestError
+from banyan.frontend.generation import ScoreOptions, TextChunk, TextRequest
+from banyan.frontend.sampling import fit_prompt, parse_sampling
+from banyan.server.errors import Json
+from banyan.server.exchange import Exchange
+from banyan.server.openai.fields import (
+    check_model,
+    in_openai_words,
+    native_sampling,
+    origin_of,
+    read_fields,
+)
+from banyan.server.openai.schema import CompletionRequest
+from banyan.server.openai.shapes import (
+    UsageCount,
+    completion_logprobs,
+    finish_reason,
+    matched_stop,
+)
+from banyan.server.prompts import checked_ids, ids_text, text_ids
+from banyan.server.sequences import Origin, collect, registered, run, sequences
+from banyan.server.state import ServerState, Service
+
+DEFAULT_MAX_TOKENS = 16
+MAX_LOGPROBS = 20
+
+
+async def completions(exchange: Exchange, state: ServerState) -> None:
+    service = state.admit()
+    server = state.config.server
+    raw = await exchange.json_object()
+    request = read_fields(raw, CompletionRequest, exchange, server.strict_requests)
+    model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
+    origin = origin_of(exchange, request)
+    try:
+        plan = await _plan(service, raw, request, origin)
+    except RequestError as error:
+        raise in_openai_words(error) from None
+    answer = CompletionAnswer(service, origin.rid, plan, request, model, server.cache_report)
+    with registered(state.open, plan.asked):
+        if request.stream:
+            await _stream(exchange, service, request, answer, plan, server.stream_interval)
+        else:
+            chunks = await collect(service.generator, plan.asked)
+            await exchange.json(answer.whole(chunks))
+
+
+class Plan:
+    """What one completion request runs: `best_of` sequences a prompt, of which `n` are answered."""
+
+    def __init__(self, asked: list[TextRequest], echoes: list[str], n: int, best_of: int) -> None:
+        self.asked = asked
+        self.echoes = echoes
+        """Text to repeat before each prompt's answers; "" without echo."""
+        self.n = n
+        self.best_of = best_of
+
+    def echo_of(self, index: int) -> str:
+        return self.echoes[index // self.best_of]
+
+
+async def _plan(
+    service: Service, raw: Json, request: CompletionRequest, origin: Origin
+) -> Plan:
+    prompts = _prompts(request.prompt)
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    if max_tokens <= 0:
+        raise RequestError(f"max_tokens must be at least 1, got {max_tokens}", param="max_tokens")
+    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+        raise RequestError(
+            f"logprobs must be in [0, {MAX_LOGPROBS}], got {request.logprobs}", param="logprobs"
+        )
+    found = []
+    for prompt in prompts:
+        ids = fit_prompt(await _ids(service, prompt), service.limits)
+        parsed = parse_sampling(
+            native_sampling(raw, max_tokens),
+            prompt_len=len(ids),
+            limits=service.limits,
+            defaults=service.sampling_defaults,
+        )
+        found.append((ids, parsed))
+    n = found[0][1].n
+    best_of = _best_of(request, n, service.limits.max_n)
+    if len(found) * best_of > service.limits.max_sequences:
+        raise RequestError(
+            f"{len(found)} prompts x {best_of} sequences are more than "
+            f"{service.limits.max_sequences}",
+            param="n",
+        )
+    echoes = [await _echo(service, p) for p in prompts] if request.echo else [""] * len(prompts)
+    top = request.logprobs if request.logprobs is not None else (0 if best_of > n else None)
+
+    def scores(ids: list[int]) -> ScoreOptions:
+        if top is None:
+            return ScoreOptions()
+        return ScoreOptions(0 if request.echo and request.logprobs is not None else len(ids), top)
+
+    return Plan(sequences(origin, found, scores, best_of), echoes, n, best_of)
+
+
+def _prompts(prompt: object) -> list[str | list[int]]:
+    """The prompts of a request; a text or a list of ids is one."""
+    if isinstance(prompt, str):
+        found = [prompt]
+    elif isinstance(prompt, list) and prompt and all(type(p) is int for p in prompt):
+        found = [prompt]
+    elif isinstance(prompt, list):
+        found = prompt
+    else:
+        found = []
+    for one in found:
+        is_ids = isinstance(one, list) and all(type(p) is int for p in one)
+        if not isinstance(one, str) and not is_ids:
+            raise RequestError(
+                "prompt must be a text, a list of token ids, or a list of either", param="prompt"
+            )
+    if not found or not all(found):
+        raise RequestError("Prompt cannot be empty", param="prompt")
+    return cast(list[str | list[int]], found)
+
+
+async def _ids(service: Service, prompt: str | list[int]) -> list[int]:
+    if isinstance(prompt, str):
+        return await text_ids(service, prompt)
+    return checked_ids(prompt, service, "prompt")
+
+
+async def _echo(service: Service, prompt: str | list[int]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return await ids_text(service, prompt, skip_special_tokens=True, param="prompt")
+
+
+def _best_of(request: CompletionRequest, n: int, max_n: int) -> int:
+    best_of = n if request.best_of is None else request.best_of
+    if not n <= best_of <= max_n:
+        raise RequestError(f"best_of must be in [n({n}), {max_n}], got {best_of}", param="best_of")
+    if best_of > n and request.stream:
+        raise RequestError(
+            f"a stream cannot wait for the best {n} of {best_of}",
+            param="best_of",
+            hint="Leave out best_of or stream",
+        )
+    return best_of
+
+
+def _mean_logprob(chunk: TextChunk) -> float:
+    logprobs = [s.logprob for s in chunk.output_scores if s.logprob is not None]
+    return sum(logprobs) / len(logprobs) if logprobs else 0.0
+
+
+class CompletionAnswer:
+    """Shapes of one completion answer, whole or in chunks."""
+
+    def __init__(
+        self,
+        service: Service,
+        rid: str,
+        plan: Plan,
+        request: CompletionRequest,
+        model: str,
+        with_cache: bool,
+    ) -> None:
+        self.usage = UsageCount(len(plan.asked), plan.best_of, with_cache)
+        self._service = service
+        self._plan = plan
+        self._top = request.logprobs
+        self._echo = bool(request.echo)
+        self._id = rid
+        self._model = model
+        self._created = int(time.time())
+
+    def whole(self, chunks: list[TextChunk]) -> Json:
+        for index, chunk in enumerate(chunks):
+            self.usage.take(index, chunk.usage)
+        kept = self._kept(chunks)
+        choices = [
+            self._choice(i, self._plan.echo_of(at) + chunks[at].text, chunks[at])
+            for i, at in enumerate(kept)
+        ]
+        return {**self._head(), "choices": choices, "usage": self.usage.total()}
+
+    def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> Json:
+        text = (self._plan.echo_of(index) if is_first else "") + chunk.text
+        return {**self._head(), "choices": [self._choice(index, text, chunk)], "usage": None}
+
+    def total(self) -> Json:
+        return {**self._head(), "choices": [], "usage": self.usage.total()}
+
+    def _kept(self, chunks: list[TextChunk]) -> list[int]:
+        """Indices of the answers: the best `n` of every prompt's `best_of`."""
+        plan = self._plan
+        if plan.n == plan.best_of:
+            return list(range(len(chunks)))
+        kept = []
+        for start in range(0, len(chunks), plan.best_of):
+            group = range(start, start + plan.best_of)
+            kept += sorted(group, key=lambda i: -_mean_logprob(chunks[i]))[: plan.n]
+        return kept
+
+    def _choice(self, index: int, text: str, chunk: TextChunk) -> Json:
+        logprobs = None
+        if self._top is not None:
+            logprobs = completion_logprobs(self._service.words(), chunk, self._top, self._echo)
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(chunk.finish),
+            "matched_stop": matched_stop(chunk.finish),
+        }
+
+    def _head(self) -> Json:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+        }
+
+
+async def _stream(
+    exchange: Exchange,
+    service: Service,
+    request: CompletionRequest,
+    answer: CompletionAnswer,
+    plan: Plan,
+    interval: int,
+) -> None:
+    options = request.stream_options
+    opened: set[int] = set()
+    async with aclosing(run(service.generator, plan.asked, interval)) as chunks:
+        async for index, chunk in chunks:
+            if not exchange.streaming:
+                await exchange.begin_events()
+            answer.usage.take(index, chunk.usage)
+            is_first = index not in opened
+            opened.add(index)
+            if is_first or chunk.text or chunk.output_scores or chunk.finish:
+                body = answer.chunk(index, chunk, is_first)
+                if options and options.continuous_usage_stats:
+                    body["usage"] = answer.usage.of(index)
+                await exchange.event(body)
+    if options and options.include_usage:
+        await exchange.event(answer.total())
+    await exchange.end_events()

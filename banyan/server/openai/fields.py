@@ -1,0 +1,106 @@
+"""From an OpenAI request body to typed fields and native sampling parameters.
+
+"Honour or report" happens here: refused fields raise, harmless and unknown ones are named in the
+answer's warnings header, and `strict` makes those 400 too. Knows no engine.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from banyan.base.errors import RequestError
+from banyan.frontend.native import checked_rid
+from banyan.server.errors import Json
+from banyan.server.exchange import Exchange
+from banyan.server.openai.schema import HARMLESS, REFUSED, SAMPLING, CommonRequest
+from banyan.server.sequences import Origin, narrowed_namespace
+
+R = TypeVar("R", bound=CommonRequest)
+T = TypeVar("T")
+
+_MODEL_NAME = re.compile(r"[\w./+@ -]{1,256}")
+_AT_FIELD = re.compile(r"at `\$\.(\w+)")
+
+
+def typed(raw: Mapping[str, object], kind: type[T]) -> T:
+    """`raw` as a Struct; RequestError names the field of the wrong type."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _AT_FIELD.search(text) or re.search(r"required field `(\w+)`", text)
+        raise RequestError(text, param=found.group(1) if found else "") from None
+    except (RecursionError, OverflowError) as error:
+        raise RequestError(f"the request cannot be read: {error}") from None
+
+
+def read_fields(raw: Json, kind: type[R], exchange: Exchange, strict: bool) -> R:
+    """The typed request; every field of `raw` is honoured, refused or reported."""
+    known = {*kind.__struct_fields__, *SAMPLING}
+    for name, value in raw.items():
+        if name in known:
+            continue
+        if name in REFUSED:
+            _refuse_unless_neutral(name, value)
+        elif value is not None:
+            why = "not used" if name in HARMLESS else "unknown field, ignored"
+            exchange.warn_or_refuse(name, why, strict)
+    return typed(raw, kind)
+
+
+def _refuse_unless_neutral(name: str, value: object) -> None:
+    neutral, why = REFUSED[name]
+    if not any(type(value) is type(n) and value == n for n in neutral):
+        raise RequestError(why, param=name, code="not_available")
+
+
+def native_sampling(raw: Json, max_new_tokens: int | None) -> Json:
+    """sampling_params of /generate that mean the same; null fields take their defaults."""
+    params: Json = {
+        native: raw[name] for name, native in SAMPLING.items() if raw.get(name) is not None
+    }
+    params["max_new_tokens"] = max_new_tokens
+    return params
+
+
+def in_openai_words(error: RequestError) -> RequestError:
+    """The same refusal, with the field called what the client called it."""
+    words = {native: name for name, native in SAMPLING.items()} | {"max_new_tokens": "max_tokens"}
+    name = words.get(error.param, error.param)
+    if name == error.param:
+        return error
+    text = error.text
+    for native, own in words.items():
+        text = text.replace(native, own)
+    return RequestError(
+        text, param=name, status=error.status, code=error.code, hint=error.hint
+    )
+
+
+def origin_of(exchange: Exchange, request: CommonRequest) -> Origin:
+    """Name, cache namespace and priority of what `request` starts."""
+    return Origin(
+        checked_rid(request.rid) if request.rid is not None else exchange.id,
+        narrowed_namespace(exchange.tenant, request.cache_salt, request.extra_key),
+        request.priority or 0,
+    )
+
+
+def check_model(name: str, served: str, warn: Callable[[str], None], strict: bool) -> str:
+    """The model name to answer with; RequestError 404 for adapters and impossible names."""
+    if not name or name in (served, "default"):
+        return name or served
+    legal = _MODEL_NAME.fullmatch(name) is not None and ".." not in name
+    if strict or not legal:
+        raise no_such_model(name)
+    warn(f"model: {name!r} is not served; {served!r} answers")
+    return name
+
+
+def no_such_model(name: str) -> RequestError:
+    shown = name if len(name) <= 80 else name[:80] + "…"
+    return RequestError(
+        f"The model '{shown}' does not exist", param="model", status=404, code="model_not_found"
+    )

@@ -1,0 +1,30 @@
+"""/v1/models: what is served here."""
+
+from banyan.server.exchange import Exchange
+from banyan.server.openai.fields import no_such_model
+from banyan.server.state import ServerState
+
+
+async def list_models(exchange: Exchange, state: ServerState) -> None:
+    await exchange.json({"object": "list", "data": [_card(state)]})
+
+
+async def show_model(exchange: Exchange, state: ServerState) -> None:
+    """One model by name; names may hold slashes."""
+    if exchange.tail != state.served_name:
+        raise no_such_model(exchange.tail)
+    await exchange.json(_card(state))
+
+
+def _card(state: ServerState) -> dict[str, object]:
+    name = state.served_name
+    service = state.service
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": "banyan",
+        "root": name,
+        "parent": None,
+        "max_model_len": service.limits.context_length if service else None,
+    }

@@ -1,0 +1,160 @@
+"""The request fields of the OpenAI routes, in three lists: honoured, refused, harmless.
+
+Every field that a client sends is in one list or reported as unknown; tests keep the lists
+complete. Sampling fields are only renamed here: frontend.sampling validates them for all routes.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+Message = dict[str, object]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What chat and completions share, besides sampling."""
+
+    model: str = ""
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    rid: str | None = None
+    cache_salt: str | None = None
+    extra_key: str | None = None
+    priority: int | None = None
+    max_tokens: int | None = None
+
+
+class ChatRequest(CommonRequest, frozen=True, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    continue_final_message: bool | None = False
+    chat_template_kwargs: dict[str, object] | None = None
+    input_ids: list[int] | None = None
+
+
+class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
+    prompt: str | list[object]
+    echo: bool | None = False
+    logprobs: int | None = None
+    best_of: int | None = None
+
+
+SAMPLING: Mapping[str, str] = {
+    "n": "n",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "stop_regex": "stop_regex",
+    "no_stop_trim": "no_stop_trim",
+    "ignore_eos": "ignore_eos",
+    "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "logit_bias": "logit_bias",
+}
+"""Field of the OpenAI routes -> field of sampling_params."""
+
+_GRAMMAR = "constrained output is not available in this build"
+_TOOLS = "tool calls are not available in this build"
+_MEDIA = "this server takes text only"
+_RESEARCH = "this output is not available in this build"
+_PEERS = "prefill-decode disaggregation is not available in this build"
+_ADAPTERS = "LoRA adapters are not available in this build"
+_SESSIONS = "sessions are not available in this build"
+_PROCESSORS = "custom logit processors are not available in this build"
+
+_OFF = (None, False, "", 0)
+_NONE = (None, "", [], {})
+
+REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "regex": (_NONE, _GRAMMAR),
+    "ebnf": (_NONE, _GRAMMAR),
+    "json_schema": (_NONE, _GRAMMAR),
+    "structural_tag": (_NONE, _GRAMMAR),
+    "response_format": ((None, {"type": "text"}), _GRAMMAR),
+    "guided_json": (_NONE, _GRAMMAR),
+    "guided_regex": (_NONE, _GRAMMAR),
+    "guided_choice": (_NONE, _GRAMMAR),
+    "guided_grammar": (_NONE, _GRAMMAR),
+    "tools": (_NONE, _TOOLS),
+    "functions": (_NONE, _TOOLS),
+    "function_call": ((None, "auto", "none"), _TOOLS),
+    "suffix": (_NONE, "fill-in-the-middle (suffix) is not available in this build"),
+    "modalities": ((None, [], ["text"]), _MEDIA),
+    "audio": (_NONE, _MEDIA),
+    "mm_processor_kwargs": (_NONE, _MEDIA),
+    "images_config": (_NONE, _MEDIA),
+    "video_config": (_NONE, _MEDIA),
+    "return_hidden_states": (_OFF, _RESEARCH),
+    "return_routed_experts": (_OFF, _RESEARCH),
+    "return_sampling_mask": (_OFF, _RESEARCH),
+    "return_flat_raw_output_top_logprobs": (_OFF, _RESEARCH),
+    "return_spec_tokens_details": (_OFF, _RESEARCH),
+    "sampling_logprobs_mode": ((None, "selected"), _RESEARCH),
+    "return_input_ids_in_sglext": (_OFF, _RESEARCH),
+    "return_output_ids_in_sglext": (_OFF, _RESEARCH),
+    "return_cached_tokens_details": (_OFF, _RESEARCH),
+    "return_token_ids": (_OFF, f"{_RESEARCH}; /generate returns output_ids"),
+    "return_prompt_token_ids": (_OFF, f"{_RESEARCH}; /tokenize returns them"),
+    "return_meta_info": (_OFF, f"{_RESEARCH}; /generate returns meta_info"),
+    "lora_path": (_NONE, _ADAPTERS),
+    "session_params": (_NONE, _SESSIONS),
+    "custom_logit_processor": (_NONE, _PROCESSORS),
+    "custom_params": (_NONE, _PROCESSORS),
+    "watermark": (_NONE, _PROCESSORS),
+    "beam_width": ((None, 1), "beam search is not available in this build"),
+    "bootstrap_host": (_NONE, _PEERS),
+    "bootstrap_port": (_NONE, _PEERS),
+    "bootstrap_room": (_NONE, _PEERS),
+    "disagg_prefill_dp_rank": (_NONE, _PEERS),
+    "chat_template": (_NONE, "a request may not bring its own chat template"),
+    "bad_words": (_NONE, "bad_words is not available; use logit_bias"),
+    "allowed_token_ids": (_NONE, "allowed_token_ids is not available; use logit_bias"),
+    "prediction": (_NONE, "predicted outputs are not available in this build"),
+    "web_search_options": (_NONE, "web search is not available in this build"),
+}
+"""Field -> (values that ask for nothing, why every other value is a 400)."""
+
+HARMLESS = frozenset(
+    (
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "parallel_tool_calls",
+        "tool_choice",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "verbosity",
+        "reasoning_effort",
+        "separate_reasoning",
+        "stream_reasoning",
+        "thinking",
+        "task",
+        "session_id",
+        "routed_dp_rank",
+        "data_parallel_rank",
+        "custom_labels",
+        "routed_experts_start_len",
+        "return_flat_raw_top_logprobs_b64",
+        "max_dynamic_patch",
+        "min_dynamic_patch",
+        "use_audio_in_video",
+    )
+)
+"""Fields that change nothing a client could see in the text; accepted and reported."""

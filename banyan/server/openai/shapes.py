@@ -1,0 +1,85 @@
+"""Pieces of OpenAI answers that chat and completions share: usage and log-probabilities."""
+
+from collections.abc import Sequence
+
+from banyan.frontend.generation import Finish, TextChunk, TokenScore, Usage
+from banyan.frontend.tokenizer import Tokenizer
+from banyan.server.errors import Json
+
+
+class UsageCount:
+    """Exact token counts of one answer: each prompt once, the output of every sequence.
+
+    Args:
+        per_prompt: sequences that share a prompt.
+        with_cache: report cached prompt tokens (--enable-cache-report).
+    """
+
+    def __init__(self, num_sequences: int, per_prompt: int, with_cache: bool) -> None:
+        self._usages = [Usage(0, 0)] * num_sequences
+        self._per_prompt = per_prompt
+        self._with_cache = with_cache
+
+    def take(self, index: int, usage: Usage) -> None:
+        self._usages[index] = usage
+
+    def of(self, index: int) -> Json:
+        """Usage of one sequence, for continuous_usage_stats."""
+        return self._body(self._usages[index : index + 1], self._usages[index : index + 1])
+
+    def total(self) -> Json:
+        return self._body(self._usages[:: self._per_prompt], self._usages)
+
+    def _body(self, prompts: Sequence[Usage], outputs: Sequence[Usage]) -> Json:
+        num_prompt = sum(u.prompt_tokens for u in prompts)
+        num_output = sum(u.output_tokens for u in outputs)
+        cached = sum(u.cached_tokens for u in prompts)
+        return {
+            "prompt_tokens": num_prompt,
+            "total_tokens": num_prompt + num_output,
+            "completion_tokens": num_output,
+            "prompt_tokens_details": {"cached_tokens": cached} if self._with_cache else None,
+            "reasoning_tokens": 0,
+        }
+
+
+def finish_reason(finish: Finish | None) -> str | None:
+    return finish.reason if finish else None
+
+
+def matched_stop(finish: Finish | None) -> int | str | None:
+    return finish.matched if finish else None
+
+
+def chat_logprobs(tokenizer: Tokenizer, scores: list[TokenScore], top: int) -> Json:
+    """The `logprobs` object of a chat choice."""
+    content = []
+    for score in scores:
+        best = [_token(tokenizer, id, logprob) for logprob, id in score.top[:top]]
+        own = _token(tokenizer, score.token, score.logprob or 0.0)
+        content.append({**own, "top_logprobs": best})
+    return {"content": content}
+
+
+def _token(tokenizer: Tokenizer, id: int, logprob: float) -> Json:
+    piece = tokenizer.pieces[id]
+    text = piece.decode("utf-8", "replace")
+    return {"token": text, "bytes": list(piece), "logprob": logprob}
+
+
+def completion_logprobs(tokenizer: Tokenizer, chunk: TextChunk, top: int, echo: bool) -> Json:
+    """The `logprobs` object of a completion choice; `text_offset` is -1 as in SGLang."""
+    scores = (chunk.prompt_scores if echo else []) + chunk.output_scores
+    return {
+        "text_offset": [-1] * len(scores),
+        "token_logprobs": [s.logprob for s in scores],
+        "tokens": [_text(tokenizer, s.token) for s in scores],
+        "top_logprobs": [
+            {_text(tokenizer, id): logprob for logprob, id in s.top[:top]} if s.top else None
+            for s in scores
+        ],
+    }
+
+
+def _text(tokenizer: Tokenizer, id: int) -> str:
+    return tokenizer.pieces[id].decode("utf-8", "replace")
