@@ -8,7 +8,7 @@ once, also when the engine dies or nobody reads.
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from banyan.base.clock import Clock, WallClock
@@ -155,8 +155,8 @@ class EngineClient:
     async def start(self) -> None:
         """Begin to listen. The engine may start before or after."""
         self._tasks = [
-            asyncio.create_task(self._guard(self._send_all()), name="engine-client-send"),
-            asyncio.create_task(self._guard(self._receive_all()), name="engine-client-receive"),
+            asyncio.create_task(self._guard(self._send_all), name="engine-client-send"),
+            asyncio.create_task(self._guard(self._receive_all), name="engine-client-receive"),
         ]
 
     async def close(self) -> None:
@@ -260,10 +260,10 @@ class EngineClient:
         self._outbox.append(message)
         self._has_mail.set()
 
-    async def _guard(self, work: Coroutine[None, None, None]) -> None:
+    async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
         """A task that fails takes the engine's place in the streams, never silently."""
         try:
-            await work
+            await work()
         except Exception as error:
             log.exception("the link to the engine failed")
             self.engine_lost(f"The link to the engine failed: {type(error).__name__}: {error}")

@@ -1,0 +1,268 @@
+"""Every stream ends exactly once, ids are never shared, and health tells what is wrong."""
+
+import asyncio
+import random
+from functools import wraps
+
+import pytest
+
+from banyan.base.clock import VirtualClock
+from banyan.base.errors import BanyanError, RequestError
+from banyan.base.ids import RequestId
+from banyan.messages.events import Failed, Fatal, Finished, Stats, Tokens
+from banyan.messages.requests import Abort, Generate, StopAt
+from banyan.messages.sampling import SamplingParams
+from tests.frontend.fake_engine import serving, until
+
+
+def asynchronous(test):
+    @wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 30))
+
+    return run
+
+
+def generate(id="r", max_new_tokens=8):
+    return Generate(
+        request=RequestId(id),
+        tokens=b"\1\0\0\0",
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
+    )
+
+
+def counting(message):
+    return list(range(1, 101))
+
+
+async def events_of(stream):
+    return [event async for event in stream]
+
+
+@asynchronous
+async def test_a_stream_brings_all_tokens_in_order_and_one_end():
+    async with serving(counting) as (client, _):
+        events = await events_of(client.submit(generate()))
+        tokens = b"".join(e.tokens for e in events if isinstance(e, Tokens))
+        assert tokens == b"".join(i.to_bytes(4, "little") for i in range(1, 9))
+        assert [type(e) for e in events].count(Finished) == 1
+        assert isinstance(events[-1], Finished) and client.num_open == 0
+
+
+@asynchronous
+async def test_a_batch_holds_everything_that_waits():
+    async with serving(counting) as (client, engine):
+        engine.hold = True
+        stream = client.submit(generate())
+        engine.say(Tokens(RequestId("r"), 0, b"\1\0\0\0"), Tokens(RequestId("r"), 1, b"\2\0\0\0"))
+        assert len(await stream.batch()) == 2
+        stream.close()
+        assert await stream.batch() == []
+
+
+@asynchronous
+async def test_two_live_requests_may_not_share_an_id():
+    async with serving(counting) as (client, engine):
+        engine.hold = True
+        client.submit(generate("same"))
+        with pytest.raises(RequestError, match="Duplicate request ID detected: same") as caught:
+            client.submit(generate("same"))
+        assert caught.value.status == 400
+
+
+@asynchronous
+async def test_an_id_is_free_again_once_its_abort_is_confirmed():
+    async with serving(counting) as (client, engine):
+        engine.hold = True
+        client.submit(generate("same")).close()
+        with pytest.raises(RequestError):
+            client.submit(generate("same"))
+        await until(lambda: client.num_open == 0)
+        engine.hold = False
+        events = await events_of(client.submit(generate("same")))
+        assert events[-1].reason == "length" and len(events[-1:]) == 1
+
+
+@asynchronous
+async def test_closing_a_stream_early_aborts_its_request():
+    async with serving(counting) as (client, engine):
+        engine.hold = True
+        stream = client.submit(generate())
+        await stream.aclose()
+        await until(lambda: Abort(RequestId("r")) in engine.received)
+        assert await events_of(stream) == []
+
+
+@asynchronous
+async def test_closing_a_stream_after_its_end_aborts_nothing():
+    async with serving(counting) as (client, engine):
+        stream = client.submit(generate())
+        await events_of(stream)
+        stream.close()
+        assert (await client.control("stats")).ok
+        assert not any(isinstance(m, Abort) for m in engine.received)
+
+
+@asynchronous
+async def test_aborting_an_unknown_request_sends_nothing():
+    async with serving(counting) as (client, engine):
+        client.abort(RequestId("nobody"))
+        client.stop_at(RequestId("nobody"), 3)
+        assert (await client.control("stats")).ok
+        assert not any(isinstance(m, Abort | StopAt) for m in engine.received)
+
+
+@asynchronous
+async def test_an_abort_from_elsewhere_ends_the_stream_with_finished_abort():
+    async with serving(counting) as (client, engine):
+        engine.hold = True
+        stream = client.submit(generate())
+        client.abort(RequestId("r"))
+        assert [e.reason for e in await events_of(stream)] == ["abort"]
+
+
+@asynchronous
+async def test_the_engines_death_gives_every_open_stream_one_503_and_refuses_the_next():
+    async with serving(counting) as (client, engine):
+        engine.hold = True
+        streams = [client.submit(generate(f"r{i}")) for i in range(5)]
+        client.engine_lost("killed by signal 9")
+        client.engine_lost("again")
+        for stream in streams:
+            events = await events_of(stream)
+            assert [(type(e), e.status, e.text) for e in events] == [
+                (Failed, 503, "killed by signal 9")
+            ]
+        with pytest.raises(RequestError, match="killed by signal 9") as caught:
+            client.submit(generate("next"))
+        assert caught.value.status == 503 and client.num_open == 0
+        assert not client.health().alive
+
+
+@asynchronous
+async def test_the_engines_last_word_ends_streams_and_calls():
+    async with serving(counting) as (client, engine):
+        engine.hold, engine.replies = True, False
+        stream = client.submit(generate())
+        call = asyncio.create_task(client.control("flush_cache"))
+        await until(lambda: len(engine.received) == 2)
+        engine.say(Fatal("out of memory"))
+        assert [e.status for e in await events_of(stream)] == [503]
+        with pytest.raises(RequestError, match="out of memory"):
+            await call
+
+
+@asynchronous
+async def test_a_request_that_finished_before_the_engine_died_keeps_its_end():
+    async with serving(counting) as (client, _):
+        stream = client.submit(generate())
+        await until(lambda: client.num_open == 0)
+        client.engine_lost("gone")
+        events = await events_of(stream)
+        assert isinstance(events[-1], Finished)
+        assert not any(isinstance(e, Failed) for e in events)
+
+
+@asynchronous
+async def test_a_reader_who_does_not_read_is_cut_off_at_a_bound():
+    async with serving(counting, max_waiting_events=10) as (client, engine):
+        engine.hold = True
+        stream = client.submit(generate())
+        for i in range(50):
+            engine.say(Tokens(RequestId("r"), i, b"\1\0\0\0"))
+        await until(lambda: client.num_open == 0)
+        assert Abort(RequestId("r")) in engine.received
+        events = await events_of(stream)
+        assert len(events) == 11 and events[-1].code == "slow_reader"
+
+
+@asynchronous
+async def test_a_control_call_is_answered_by_its_own_reply():
+    async with serving(counting) as (client, _):
+        replies = await asyncio.gather(*(client.control(f"verb{i}") for i in range(20)))
+        assert [r.text for r in replies] == [f"verb{i}" for i in range(20)]
+
+
+@asynchronous
+async def test_a_control_call_without_answer_ends_in_504_and_leaves_nothing():
+    async with serving(counting) as (client, engine):
+        engine.replies = False
+        with pytest.raises(RequestError, match="'slow' within 0.01 s") as caught:
+            await client.control("slow", timeout_s=0.01)
+        assert caught.value.status == 504 and client._calls == {}
+
+
+@asynchronous
+async def test_before_ready_requests_are_refused_with_503():
+    async with serving(counting, ready=False) as (client, _):
+        with pytest.raises(RequestError) as caught:
+            client.submit(generate())
+        assert caught.value.status == 503
+        health = client.health()
+        assert health.alive and not health.ready
+
+
+@asynchronous
+async def test_waiting_for_ready_ends_with_the_reason_when_the_engine_dies_first():
+    async with serving(counting, ready=False) as (client, engine):
+        engine.say(Fatal("no such file"))
+        with pytest.raises(BanyanError, match="no such file"):
+            await client.ready()
+
+
+@asynchronous
+async def test_health_follows_heartbeats_and_the_age_of_the_step():
+    clock = VirtualClock(100.0)
+    async with serving(counting, clock=clock, heartbeat_timeout_s=5, watchdog_s=60) as (c, engine):
+        assert c.health().progressing
+        clock.advance_to(104.0)
+        engine.say(Stats(steps=1))
+        await until(lambda: c.stats.steps == 1)
+        assert c.stats_at_s == 104.0
+        clock.advance_to(108.9)
+        assert c.health().progressing
+        clock.advance_to(110.0)
+        assert c.health().alive and not c.health().progressing
+        assert c.health().reason == "No heartbeat for 6.0 s."
+        engine.say(Stats(steps=2, step_age_s=61.0))
+        await until(lambda: c.stats.steps == 2)
+        assert c.health().reason == "A step has been running for 61.0 s."
+        engine.say(Stats(steps=3, step_age_s=0.1))
+        await until(lambda: c.stats.steps == 3)
+        assert c.health() == type(c.health())(True, True, True)
+
+
+@asynchronous
+async def test_a_link_that_fails_counts_as_the_engines_death():
+    async with serving(counting) as (client, engine):
+        engine.hold = True
+        stream = client.submit(generate())
+
+        async def broken(messages):
+            raise OSError("no buffer space")
+
+        client._link.send = broken
+        client.abort(RequestId("r"))
+        assert "no buffer space" in (await events_of(stream))[-1].text
+
+
+@asynchronous
+async def test_five_hundred_random_aborts_leave_no_task_and_no_entry():
+    rng = random.Random(7)
+    async with serving(counting, seed=7) as (client, engine):
+        tasks_before = len(asyncio.all_tasks())
+
+        async def one(i):
+            stream = client.submit(generate(f"r{i}", max_new_tokens=rng.randint(1, 30)))
+            for _ in range(rng.randint(0, 6)):
+                if not await stream.batch():
+                    break
+            if rng.random() < 0.3:
+                client.abort(stream.request)
+                await events_of(stream)
+            stream.close()
+
+        await asyncio.gather(*(one(i) for i in range(500)))
+        await until(lambda: client.num_open == 0)
+        assert engine.live == {} and client._calls == {} and client._outbox == []
+        assert len(asyncio.all_tasks()) == tasks_before
