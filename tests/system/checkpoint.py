@@ -89,14 +89,14 @@ def _weights(vocab: int, seed: int) -> dict[str, np.ndarray]:
     weights = {
         "model.embed_tokens.weight": matrix(vocab, HIDDEN, HIDDEN**0.5),
         "model.norm.weight": np.ones(HIDDEN, np.float32),
-        # Sharp logits: the likeliest token then hangs on the context, not on the last token alone.
-        "lm_head.weight": matrix(vocab, HIDDEN, 3.0),
+        # Logits as spread as those of a trained model, so that neighbours do not tie.
+        "lm_head.weight": matrix(vocab, HIDDEN, 2.0),
     }
     for i in range(LAYERS):
         layer = f"model.layers.{i}"
         weights |= {
-            f"{layer}.self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN, 2.0),
-            f"{layer}.self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN, 2.0),
+            f"{layer}.self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN),
+            f"{layer}.self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
             f"{layer}.self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN, 2.0),
             f"{layer}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD_DIM, 2.0),
             f"{layer}.mlp.gate_proj.weight": matrix(INNER, HIDDEN),

@@ -52,7 +52,7 @@ PROBES = [prompt(n, first=n) for n in PROBE_LENGTHS]
 
 
 def ask(engine: Engine, prompts: list[list[int]], sampling: dict, new_tokens: int) -> list[dict]:
-    params = sampling | {"max_new_tokens": new_tokens, "ignore_eos": True}
+    params = sampling | {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
     return engine.generate(input_ids=prompts, sampling_params=params, return_logprob=True)
 
 
