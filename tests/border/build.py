@@ -1,0 +1,87 @@
+"""Random worlds: cache geometry, limits and faults, small enough that everything runs short."""
+
+from dataclasses import dataclass
+from random import Random
+
+from banyan.engine.core import EngineCore
+from banyan.engine.lockstep import Lockstep
+from banyan.engine.spec import CoreSpec
+from banyan.grammar.base import Grammar
+from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.scheduler.budget import UNLIMITED, Limits
+from tests.border.fake_runner import Device, Faults
+from tests.border.oracle import HashGrammar
+
+PAGE = 4
+KINDS = ("full", "full", "full+window", "full+state", "full+window+state")
+
+
+@dataclass(frozen=True)
+class World:
+    """What one run of the border kit is played in."""
+
+    core: CoreSpec
+    device: Device
+    faults: Faults
+    has_peers: bool
+
+
+def random_world(random: Random) -> World:
+    depth = random.choice((1, 2, 2, 3))
+    kind = random.choice(KINDS)
+    drafts = random.choice((0, 0, 1, 3))
+    limits = Limits(
+        max_running=random.choice((1, 3, 6)),
+        chunk_tokens=random.choice((3, 8, 16, UNLIMITED)),
+        max_request_tokens=40,
+        max_queued=random.choice((0, 0, 12)),
+        token_gap=random.choice((0, 1)) if depth == 3 else 0,
+        drafts=drafts,
+        conservativeness=random.choice((0.3, 1.0)),
+    )
+    groups = tuple(_groups(random, kind))
+    core = CoreSpec(
+        groups=groups,
+        limits=limits,
+        depth=depth,
+        order=random.choice(("fcfs", "lpm", "lof")),
+        eviction=random.choice(("lru", "lfu", "fifo", "priority")),
+        share=random.random() < 0.9,
+    )
+    device = Device(
+        groups, limits.max_running, depth, limits.token_gap, drafts, limits.chunk_tokens
+    )
+    quiet = random.random() < 0.4
+    faults = Faults() if quiet else Faults(row=0.01, step=0.01, copy=0.1)
+    return World(core, device, faults, has_peers=random.random() < 0.15)
+
+
+def _groups(random: Random, kind: str) -> list[CacheGroup]:
+    scale = random.choice((12, 20, 40))
+    found = [CacheGroup(FULL, PAGE, scale)]
+    if "window" in kind:
+        window = random.choice((3, 6, 9))
+        found.append(CacheGroup(WINDOW, random.choice((2, PAGE)), scale + 8, window))
+    if "state" in kind:
+        found.append(CacheGroup(STATE, random.choice((PAGE, 2 * PAGE)), random.choice((8, 16))))
+    return found
+
+
+def build_core(world: World, lockstep: Lockstep | None) -> EngineCore:
+    return world.core.build(compile_grammar, lockstep)
+
+
+def compile_grammar(text: str) -> Grammar:
+    assert text == "hash:", text
+    return HashGrammar()
+
+
+class RandomPeers:
+    """Another replica that has work now and then."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def agree(self, tokens: int) -> list[int]:
+        other = self._random.randrange(1, 4) if self._random.random() < 0.2 else 0
+        return [tokens, other]

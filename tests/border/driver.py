@@ -1,0 +1,304 @@
+"""Plays a list of actions against one core and one fake runner, and judges what clients see.
+
+An action is (kind, number); the number alone decides what the kind leaves open, so a list of
+actions can be cut down to the smallest that still fails.
+"""
+
+from array import array
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from random import Random
+
+from banyan.memory.cache import TOKEN_BYTES
+from banyan.messages.events import Event, Failed, Finished, Tokens
+from banyan.messages.requests import Abort, Generate, StopAt
+from banyan.messages.sampling import SamplingParams
+from tests.border.build import RandomPeers, World, build_core, random_world
+from tests.border.fake_runner import BorderError, FakeRunner, require
+from tests.border.oracle import STOP_IDS, VOCAB, Answer
+
+Action = tuple[str, int]
+WEIGHTS = {
+    "launch": 34,
+    "complete": 32,
+    "submit": 16,
+    "copies": 10,
+    "abort": 3,
+    "stop": 2,
+    "flush": 2,
+    "unknown": 1,
+}
+MAX_ALIVE = 24
+
+
+def random_actions(random: Random, count: int) -> list[Action]:
+    kinds = random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
+    return [(kind, random.randrange(1 << 30)) for kind in kinds]
+
+
+@dataclass
+class Client:
+    """What one request was promised, and what it has got."""
+
+    answer: Answer
+    got: list[int] = field(default_factory=list)
+    scored: int = 0
+    """Positions whose scores came."""
+    end: Finished | Failed | None = None
+    kept: int | None = None
+    """Output tokens after a StopAt."""
+    is_aborted: bool = False
+
+
+class Play:
+    """One world being played."""
+
+    def __init__(self, seed: int) -> None:
+        random = Random(seed)
+        self.world: World = random_world(random)
+        self.now = 0.0
+        self.clients: dict[str, Client] = {}
+        self.namespaces: dict[int, bytes] = {}
+        self.seen: Counter[str] = Counter()
+        peers = RandomPeers(Random(seed + 1)) if self.world.has_peers else None
+        self.core = build_core(self.world, peers)
+        self.runner = FakeRunner(
+            self.world.device, self.world.faults, Random(seed + 2), self.namespaces
+        )
+        self._steps: deque[int] = deque()
+
+    def act(self, action: Action) -> None:
+        """Play one action, then look whether every invariant holds."""
+        kind, number = action
+        self.now += 0.01
+        getattr(self, f"_{kind}")(Random(number))
+        self._hear(self.core.take_events())
+        self.core.check()
+        self._progress()
+
+    def finish(self) -> None:
+        """Let everything run to its end; nothing may be left over."""
+        for round_ in range(20_000):
+            if self.core.is_idle and self.runner.is_quiet:
+                break
+            self.act((("launch", "complete", "copies")[round_ % 3], round_))
+        else:
+            raise BorderError(f"still busy: {self.core.stats(self.now)}")
+        open_ = [name for name, client in self.clients.items() if client.end is None]
+        require(not open_, f"no end for {open_}")
+        cache = self.core.scheduler.cache
+        self.seen["evicted pages"] += cache.tree.evicted
+        require(self.core.scheduler.flush(), "an idle engine does not flush")
+        for group, pool in enumerate(cache.pools):
+            require(pool.free == pool.total, f"group {group} leaks: {cache.ledger(group)}")
+        self.seen["retractions"] += self.core.scheduler.counters.retractions
+
+    # -- actions ------------------------------------------------------------------------------
+
+    def _submit(self, random: Random) -> None:
+        if sum(client.end is None for client in self.clients.values()) >= MAX_ALIVE:
+            return
+        generate = self._random_request(random)
+        self.namespaces[generate.sampling.seed] = generate.namespace
+        self.clients[generate.request] = Client(Answer(generate))
+        self.core.receive(generate, self.now)
+
+    def _random_request(self, random: Random) -> Generate:
+        seed = len(self.clients) + 1
+        stem = Random(random.randrange(3))
+        prompt = [stem.randrange(VOCAB) for _ in range(random.choice((0, 4, 8, 11, 16, 21)))]
+        prompt += [random.randrange(VOCAB) for _ in range(random.choice((0, 0, 1, 3, 6)))]
+        prompt = prompt or [random.randrange(VOCAB)]
+        new = random.choice((0, 1, 2, 5, 12, 20, 24))
+        sampling = SamplingParams(
+            max_new_tokens=new,
+            min_new_tokens=random.choice((0, min(3, new))),
+            seed=seed,
+            stop_ids=random.choice(((), STOP_IDS)),
+            ignore_eos=random.random() < 0.2,
+        )
+        score_from = random.choice((-1, -1, -1, -1, 0, len(prompt) // 2, len(prompt)))
+        return Generate(
+            request=f"r{seed}",
+            tokens=array("i", prompt).tobytes(),
+            sampling=sampling,
+            namespace=random.choice((b"", b"", b"", b"tenant")),
+            priority=random.choice((0, 0, 0, 1, 5)),
+            score_from=score_from,
+            grammar="hash:" if random.random() < 0.25 else "",
+        )
+
+    def _launch(self, random: Random) -> None:
+        plan = self.core.launch(self.now)
+        if plan is not None:
+            self._steps.append(plan.step)
+            self.runner.launch(plan)
+        self.runner.give_masks(self.core.take_masks())
+
+    def _complete(self, random: Random) -> None:
+        if not self._steps:
+            return
+        step = self._steps.popleft()
+        result = self.runner.execute()
+        require(result.step == step, f"step {result.step} ended before step {step}")
+        events, masks = self.core.complete(result, self.now)
+        self.seen["masks after launch"] += sum(bool(mask.bits) for mask in masks)
+        self.runner.give_masks(masks)
+        self._hear(events)
+
+    def _copies(self, random: Random) -> None:
+        if self.runner.copies_to_report:
+            result = self.runner.report_copies(1 + random.randrange(3))
+            self.core.receive(result, self.now)
+
+    def _abort(self, random: Random) -> None:
+        name = self._pick(random)
+        if name:
+            self.clients[name].is_aborted = True
+            self.seen["aborts"] += 1
+            self.core.receive(Abort(name), self.now)
+
+    def _stop(self, random: Random) -> None:
+        name = self._pick(random)
+        if name and self.clients[name].got:
+            client = self.clients[name]
+            client.kept = 1 + random.randrange(len(client.got))
+            self.seen["stops by the front"] += 1
+            self.core.receive(StopAt(name, client.kept), self.now)
+
+    def _flush(self, random: Random) -> None:
+        done = self.core.scheduler.flush()
+        require(done == self.core.scheduler.is_idle, "flush with requests alive")
+        self.seen["flushes"] += done
+
+    def _unknown(self, random: Random) -> None:
+        self.core.receive(Abort("nobody"), self.now)
+        self.core.receive(StopAt("nobody", 3), self.now)
+
+    def _pick(self, random: Random) -> str:
+        alive = [name for name, client in self.clients.items() if client.end is None]
+        return random.choice(alive) if alive else ""
+
+    # -- judging ------------------------------------------------------------------------------
+
+    def _progress(self) -> None:
+        """Law 4: requests alive and nothing in flight means that a launch does something."""
+        if self.core.scheduler.is_idle or not self.runner.is_quiet:
+            return
+        plan = self.core.launch(self.now)
+        events = self.core.take_events()
+        stuck = plan is None and not events
+        require(not stuck, f"no progress: {self.core.stats(self.now)}")
+        if plan is not None:
+            self._steps.append(plan.step)
+            self.runner.launch(plan)
+        self.runner.give_masks(self.core.take_masks())
+        self._hear(events)
+
+    def _hear(self, events: list[Event]) -> None:
+        for event in events:
+            assert isinstance(event, (Tokens, Finished, Failed))
+            client = self.clients[event.request]
+            require(client.end is None, f"{event} after the end {client.end}")
+            if isinstance(event, Tokens):
+                self._tokens(client, event)
+                continue
+            client.end = event
+            if isinstance(event, Finished):
+                self._finished(client, event)
+            else:
+                self._failed(client, event)
+
+    def _tokens(self, client: Client, event: Tokens) -> None:
+        name, got = event.request, list(array("i", event.tokens))
+        require(event.first == len(client.got), f"{name}: tokens at {event.first} come out of line")
+        for token in got:
+            right = client.answer.output(len(client.got))
+            where = f"{name} output {len(client.got)}"
+            require(token == right, f"{where}: token {token}, {right} is right")
+            client.got.append(token)
+        generate = client.answer.generate
+        for score in event.scores:
+            require(generate.score_from >= 0, f"{name}: scores nobody asked for")
+            first = max(1, generate.score_from) + client.scored
+            require(score.first == first, f"{name}: scores of {score.first}, {first} is next")
+            for value in array("f", score.logprobs):
+                position = max(1, generate.score_from) + client.scored
+                require(value == client.answer.score(position), f"{name}: score of {position}")
+                client.scored += 1
+
+    def _finished(self, client: Client, event: Finished) -> None:
+        name, answer = event.request, client.answer
+        reason, length, matched = answer.end()
+        require(event.prompt_tokens == answer.prompt_len, f"{name}: prompt of {event}")
+        if event.reason == "abort":
+            require(client.is_aborted, f"{name}: aborted by nobody")
+            return
+        if client.kept is not None:
+            require((event.reason, event.output_tokens) == ("stop", client.kept), f"{event}")
+            return
+        told = (event.reason, event.output_tokens, event.matched)
+        require(told == (reason, length, matched), f"{name}: {told}, not {reason, length, matched}")
+        require(len(client.got) == length, f"{name}: {len(client.got)} tokens came of {length}")
+        self.seen[f"finished by {reason}"] += 1
+        if answer.generate.score_from >= 0:
+            want = answer.prompt_len + length - max(1, answer.generate.score_from)
+            require(client.scored == max(0, want), f"{name}: {client.scored} scores of {want}")
+            self.seen["scored requests"] += 1
+
+    def _failed(self, client: Client, event: Failed) -> None:
+        generate = client.answer.generate
+        seed = generate.sampling.seed
+        if event.status == 503:
+            is_full = len(self.core.scheduler.roster.waiting) >= self.world.core.limits.max_queued
+            require(is_full and not client.got, f"{event}: the queue is not full")
+            self.seen["refused: queue full"] += 1
+        elif event.status == 400:
+            total = client.answer.prompt_len + generate.sampling.max_new_tokens
+            room = min(
+                (g.num_pages - 1) * g.page_tokens
+                for g in self.world.core.groups
+                if g.kind == "full"
+            )
+            limit = min(room, self.world.core.limits.max_request_tokens)
+            require(total > limit and not client.got, f"{event}: {total} tokens of {limit} fit")
+            self.seen["refused: too long"] += 1
+        else:
+            require(seed in self.runner.failed_seeds, f"{event} without a fault")
+            self.seen["failed by a fault"] += 1
+
+
+def play(seed: int, actions: list[Action]) -> Play:
+    """Play to the end; BorderError or AssertionError when something is wrong."""
+    game = Play(seed)
+    for action in actions:
+        game.act(action)
+    game.finish()
+    return game
+
+
+def smallest(seed: int, actions: list[Action]) -> list[Action]:
+    """The actions cut down as far as the same seed still fails."""
+    size = len(actions) // 2
+    while size:
+        start = 0
+        while start < len(actions):
+            fewer = actions[:start] + actions[start + size :]
+            if _fails(seed, fewer):
+                actions = fewer
+            else:
+                start += size
+        size //= 2
+    return actions
+
+
+def _fails(seed: int, actions: list[Action]) -> bool:
+    try:
+        play(seed, actions)
+    except Exception:
+        return True
+    return False
+
+
+def known_tokens(generate: Generate) -> int:
+    return len(generate.tokens) // TOKEN_BYTES

@@ -1,0 +1,64 @@
+"""The step border under random traffic and faults: every answer equals the oracle's, every rule
+of messages/plan.py is kept, every page comes back."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from tests.border.driver import Play, play, random_actions, smallest
+
+ACTIONS_PER_WORLD = 250
+MUST_HAPPEN = (
+    "accepted drafts",
+    "aborts",
+    "copy-only plans",
+    "evicted pages",
+    "failed by a fault",
+    "failed copies",
+    "failed rows",
+    "failed steps",
+    "finished by length",
+    "finished by stop",
+    "flushes",
+    "idle peer steps",
+    "kept states",
+    "masks after launch",
+    "masked rows",
+    "overlapped steps",
+    "promised page reads",
+    "refused: queue full",
+    "refused: too long",
+    "rejected drafts",
+    "rejoins with output",
+    "restored states",
+    "retractions",
+    "scored requests",
+    "shared page reads",
+    "stops by the front",
+    "tainted rows",
+)
+
+
+def test_random_traffic_gets_the_oracles_answers_and_leaks_nothing(
+    request: pytest.FixtureRequest, record_property
+) -> None:
+    steps = request.config.getoption("--border-steps")
+    seen: Counter[str] = Counter()
+    for seed in range(1, 2 + steps // ACTIONS_PER_WORLD):
+        game = play_or_explain(seed)
+        seen += game.seen + game.runner.seen
+    record_property("exercised", dict(seen))
+    missing = [what for what in MUST_HAPPEN if not seen[what]]
+    assert not missing, f"never happened in {steps} actions: {missing}; happened: {dict(seen)}"
+
+
+def play_or_explain(seed: int) -> Play:
+    actions = random_actions(Random(seed), ACTIONS_PER_WORLD)
+    try:
+        return play(seed, actions)
+    except Exception as error:
+        few = smallest(seed, actions)
+        raise AssertionError(
+            f"world {seed} fails: {error}\nsmallest: play({seed}, {few})"
+        ) from error

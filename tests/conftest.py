@@ -1,0 +1,12 @@
+"""Options of the test suite."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--border-steps",
+        type=int,
+        default=6000,
+        help="random actions that the border kit plays (make border: 100000)",
+    )
