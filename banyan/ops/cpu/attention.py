@@ -1,7 +1,9 @@
 """Paged attention in plain torch, made quick: decode rows in padded batches, extend rows singly.
 
 Pages are gathered by token, and a position that a row may not see reads the row's newest token
-instead, so that whatever lies in unused pages never enters the arithmetic.
+instead, so that whatever lies in unused pages never enters the arithmetic. fp32 is summed in fp64:
+the fused attention takes other paths for other shapes, and only sums this exact come out the same
+for a token in a whole prompt, a chunk and a batch.
 """
 
 import torch
@@ -90,16 +92,17 @@ def _decode(
     keys = torch.minimum(keys, newest)
     pages = page_tables.gather(1, keys // page_size)
     locations = (pages * page_size + keys % page_size).view(-1)
-    k = k_pages.flatten(0, 1)[locations].view(rows, length, kv_heads, head_dim).to(q.dtype)
-    v = v_pages.flatten(0, 1)[locations].view(rows, length, kv_heads, head_dim).to(q.dtype)
+    exact = _sum_dtype(q)
+    k = k_pages.flatten(0, 1)[locations].view(rows, length, kv_heads, head_dim).to(exact)
+    v = v_pages.flatten(0, 1)[locations].view(rows, length, kv_heads, head_dim).to(exact)
     out = functional.scaled_dot_product_attention(
-        q.view(rows, kv_heads, heads // kv_heads, head_dim),
+        q.view(rows, kv_heads, heads // kv_heads, head_dim).to(exact),
         k.transpose(1, 2),
         v.transpose(1, 2),
         attn_mask=seen[:, None, None, :],
         scale=scale,
     )
-    return out.reshape(rows, heads, head_dim)
+    return out.reshape(rows, heads, head_dim).to(q.dtype)
 
 
 def _extend(
@@ -117,16 +120,20 @@ def _extend(
     positions = torch.arange(context, context + count)
     k, v, first = reference.gather_row(k_pages, v_pages, page_table, positions, window)
     shape = (kv_heads, heads // kv_heads, k.shape[0], head_dim)
-    whole = context == 0 and not window
+    whole, exact = context == 0 and not window, _sum_dtype(q)
     out = functional.scaled_dot_product_attention(
-        q.view(count, kv_heads, -1, head_dim).permute(1, 2, 0, 3),  # [kv_heads, group, count, dim]
-        k.to(q.dtype).transpose(0, 1).unsqueeze(1).expand(shape),
-        v.to(q.dtype).transpose(0, 1).unsqueeze(1).expand(shape),
+        q.to(exact).view(count, kv_heads, -1, head_dim).permute(1, 2, 0, 3),
+        k.to(exact).transpose(0, 1).unsqueeze(1).expand(shape),
+        v.to(exact).transpose(0, 1).unsqueeze(1).expand(shape),
         attn_mask=None if whole else reference.visible(positions, first, k.shape[0], window),
         is_causal=whole,
         scale=scale,
     )
-    return out.permute(2, 0, 1, 3).reshape(count, heads, head_dim)
+    return out.permute(2, 0, 1, 3).reshape(count, heads, head_dim).to(q.dtype)
+
+
+def _sum_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float32 else q.dtype
 
 
 paged_attention = Kernel(run=_paged_attention, supports=_supports)
