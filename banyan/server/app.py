@@ -44,6 +44,7 @@ class App:
         self.routes = {route.path: route for route in routes}
         assert len(self.routes) == len(routes), "two routes share a path"
         self.exchanges: dict[Exchange, None] = {}
+        self._ended = asyncio.Event()
         self._guard = auth.Guard(server.api_key, server.admin_api_key, server.host)
         self._max_body = server.max_body_bytes
         self._root = server.root_path.rstrip("/")
@@ -57,6 +58,12 @@ class App:
         else:
             await receive()
             await send({"type": "websocket.close", "code": 1008})
+
+    async def wait_idle(self) -> None:
+        """Wait until nothing but health checks is in progress."""
+        while any(not exchange.is_probe for exchange in self.exchanges):
+            self._ended.clear()
+            await self._ended.wait()
 
     def end_all(self, text: str) -> None:
         """End what is still open with a 503 or a last event that says `text`."""
@@ -84,6 +91,7 @@ class App:
             await _quietly(exchange.fail(internal(exchange.id)))
         finally:
             del self.exchanges[exchange]
+            self._ended.set()
 
     async def _admit(self, exchange: Exchange) -> Route | None:
         """The route, or None when a refusal was sent. A key is needed before a path is known."""
@@ -107,6 +115,7 @@ class App:
             path = printable(exchange.path, 100)
             raise RequestError(f"no route {path}", status=404, code="not_found")
         exchange.tenant = verdict.tenant
+        exchange.is_probe = route.guard == auth.OPEN
         if not await self._accepts(route, exchange):
             return None
         return route

@@ -1,4 +1,4 @@
-"""The error bodies. One shape answers every dialect: the flat fields are SGLang's, `error` is OpenAI's.
+"""The error bodies, one shape for every dialect: flat fields as SGLang, `error` as OpenAI.
 
 Knows status codes and texts; sends nothing.
 """

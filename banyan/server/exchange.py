@@ -24,6 +24,9 @@ SEND_TIMEOUT_S = 30.0
 
 RETRY_AFTER_S = 5
 WARNINGS_CHARS = 1000
+ABORT = "banyan.abort"
+"""Key of the scope: a function without arguments that cuts the connection."""
+
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -46,6 +49,8 @@ class Exchange:
         """Rest of the path below a route that ends in "/"."""
         self.tenant = b""
         """Digest of the key that was presented; names the prefix-cache namespace."""
+        self.is_probe = False
+        """A health check; draining does not wait for it."""
         self.warnings: list[str] = []
         self.started = False
         self.streaming = False
@@ -53,6 +58,7 @@ class Exchange:
         self.ending: RequestError | ClientGone | None = None
         """Why `work` was cancelled by `stop`."""
         self.work: asyncio.Task[None] | None = None
+        self._abort: Callable[[], None] = scope.get(ABORT, _nothing)
         self._query: bytes = scope.get("query_string", b"")
         self._send = send
         self._send_timeout_s = send_timeout_s
@@ -118,13 +124,11 @@ class Exchange:
 
     async def begin_events(self) -> None:
         """Start a stream of server-sent events; the status is 200 from here on."""
-        await self._start(
-            200, self._head("text/event-stream") + [(b"cache-control", b"no-cache")]
-        )
+        await self._start(200, self._head("text/event-stream") + [(b"cache-control", b"no-cache")])
         self.streaming = True
 
     async def event(self, body: object) -> None:
-        """Send one event. Waits while the client's buffer is full; ClientGone after the time-out."""
+        """Send one event; waits while the client's buffer is full, at most until ClientGone."""
         await self._put(b"data: %b\n\n" % orjson.dumps(body))
 
     async def end_events(self) -> None:
@@ -164,7 +168,12 @@ class Exchange:
             async with asyncio.timeout(self._send_timeout_s):
                 await self._send({"type": "http.response.body", "body": body, "more_body": more})
         except TimeoutError:
+            self._abort()
             raise ClientGone from None
+
+
+def _nothing() -> None:
+    """In place of cutting a connection that cannot be cut."""
 
 
 def _ascii(text: str, limit: int) -> bytes:

@@ -3,6 +3,7 @@
 from contextlib import aclosing
 
 from banyan.frontend.native_answer import NativeOptions, NativeService
+from banyan.frontend.sampling import NATIVE_DEFAULTS
 from banyan.server.exchange import Exchange
 from banyan.server.sequences import registered
 from banyan.server.state import ServerState, Service
@@ -14,7 +15,7 @@ def native_service(service: Service, state: ServerState) -> NativeService:
         service.generator,
         service.tokenizer,
         service.limits,
-        defaults=service.native_defaults,
+        defaults={**NATIVE_DEFAULTS, **service.native_defaults},
         options=NativeOptions(
             weight_version=state.config.model.weight_version,
             incremental=server.incremental_output,

@@ -12,17 +12,6 @@ from banyan.server.state import Service
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
-_RESERVED = frozenset(
-    (
-        "messages",
-        "tools",
-        "tokenize",
-        "chat_template",
-        "conversation",
-        "add_generation_prompt",
-        "continue_final_message",
-    )
-)
 MAX_MESSAGES = 16384
 
 
@@ -39,18 +28,16 @@ class Conversation:
 
 async def chat_ids(service: Service, chat: Conversation) -> list[int]:
     """Token ids of a rendered conversation; text inside messages never becomes a special token."""
-    tokenizer = service.words()
     if service.chat is None:
         raise RequestError(
             "this model has no chat template",
             code="no_chat_template",
             hint="Use /v1/completions, or start with --chat-template FILE",
         )
-    for name in chat.options:
-        if name in _RESERVED:
-            raise RequestError(
-                f"chat_template_kwargs may not set {name}", param="chat_template_kwargs"
-            )
+    if "chat_template" in chat.options:
+        raise RequestError(
+            "a request may not bring its own chat template", param="chat_template_kwargs"
+        )
     messages = checked_messages(chat.messages)
     if chat.continue_final_message and messages[-1]["role"] != "assistant":
         raise RequestError(
@@ -61,15 +48,13 @@ async def chat_ids(service: Service, chat: Conversation) -> list[int]:
 
     def render() -> list[int]:
         return template.encode(
-            tokenizer,
             messages,
             add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
             continue_final_message=chat.continue_final_message,
             **chat.options,
         )
 
-    size = sum(len(m["content"]) for m in messages if isinstance(m.get("content"), str))
-    return await off_loop(size, render)
+    return await off_loop(sum(_size(m["content"]) for m in messages), render)
 
 
 async def text_ids(service: Service, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -96,7 +81,7 @@ def checked_ids(ids: list[int], service: Service, param: str) -> list[int]:
 
 
 def checked_messages(messages: list[Json]) -> list[Json]:
-    """Messages that a template can render: known roles, content as one text."""
+    """Messages that a template can render: known roles, content a text or text parts."""
     if not messages:
         raise RequestError("Messages cannot be empty.", param="messages")
     if len(messages) > MAX_MESSAGES:
@@ -119,19 +104,17 @@ def _message(message: Json, index: int) -> Json:
     return {**message, "role": known, "content": _content(message.get("content"), index, known)}
 
 
-def _content(content: object, index: int, role: str) -> str:
-    if isinstance(content, str):
+def _content(content: object, index: int, role: str) -> str | list[Json] | None:
+    if isinstance(content, str) or (content is None and role == "assistant"):
         return content
-    if content is None and role == "assistant":
-        return ""
     if not isinstance(content, list):
         raise RequestError(
             f"messages[{index}].content must be a text or a list of parts", param="messages"
         )
-    return " ".join(_part(part, index) for part in content)
+    return [{"type": "text", "text": _part_text(part, index)} for part in content]
 
 
-def _part(part: object, index: int) -> str:
+def _part_text(part: object, index: int) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in _TEXT_PARTS:
         raise RequestError(
@@ -144,3 +127,10 @@ def _part(part: object, index: int) -> str:
     if not isinstance(text, str):
         raise RequestError(f"messages[{index}]: a text part needs a text", param="messages")
     return text
+
+
+def _size(content: object) -> int:
+    """Characters of checked content."""
+    if isinstance(content, list):
+        return sum(len(part["text"]) for part in content)
+    return len(content) if isinstance(content, str) else 0

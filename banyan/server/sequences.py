@@ -144,9 +144,7 @@ async def _checked(
         async for chunk in chunks:
             if chunk.finish is not None and chunk.finish.status:
                 finish = chunk.finish
-                raise RequestError(
-                    finish.text, status=finish.status, code=finish.code or "aborted"
-                )
+                raise RequestError(finish.text, status=finish.status, code=finish.code or "aborted")
             yield chunk
 
 

@@ -4,19 +4,21 @@ One object, made by the composition root and passed to the app; there are no glo
 """
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
-from banyan.frontend.chat import ChatTemplate
+from banyan.frontend.chat import Chat
 from banyan.frontend.client import EngineClient
 from banyan.frontend.generation import Generator
-from banyan.frontend.sampling import NATIVE_DEFAULTS, Limits
+from banyan.frontend.sampling import Limits
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.events import Ready
 from banyan.server.errors import unavailable
@@ -33,15 +35,12 @@ class Service:
     limits: Limits
     tokenizer: Tokenizer | None
     """None = ids only (--skip-tokenizer-init)."""
-    chat: ChatTemplate | None
+    chat: Chat | None
     """None = the model has no chat template."""
-    sampling_defaults: Mapping[str, object] = field(default_factory=dict)
-    """What absent sampling fields mean, as far as the user or the model says."""
-
-    @property
-    def native_defaults(self) -> Mapping[str, object]:
-        """The same for /generate, which has a default length of its own."""
-        return {**NATIVE_DEFAULTS, **self.sampling_defaults}
+    native_defaults: Mapping[str, object] = field(default_factory=dict)
+    """What sampling fields mean when absent, besides each route's own defaults."""
+    chat_defaults: Mapping[str, object] = field(default_factory=dict)
+    """The same for chat, where the model may recommend some."""
 
     def words(self) -> Tokenizer:
         """The tokenizer, or RequestError 400 when the server runs without one."""
@@ -64,8 +63,7 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self._live: dict[RequestId, None] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._dropped = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._live)
@@ -74,18 +72,27 @@ class OpenRequests:
         if request in self._live:
             raise RequestError(f"Duplicate request ID detected: {request}", param="rid")
         self._live[request] = None
-        self._idle.clear()
 
     def drop(self, request: RequestId) -> None:
         self._live.pop(request, None)
-        if not self._live:
-            self._idle.set()
+        self._dropped.set()
 
     def starting_with(self, prefix: str) -> list[RequestId]:
         return [r for r in self._live if r.startswith(prefix)]
 
-    async def wait_idle(self) -> None:
-        await self._idle.wait()
+    async def wait_change(self, timeout_s: float) -> None:
+        """Wait until a request ends, at most `timeout_s`."""
+        self._dropped.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._dropped.wait()
+
+
+def _version() -> str:
+    try:
+        return metadata.version("banyan")
+    except metadata.PackageNotFoundError:
+        return "0"
 
 
 @dataclass
@@ -100,11 +107,8 @@ class ServerState:
     """Start-up phases in seconds, in order."""
     draining: bool = False
     dead: str = ""
-    closing: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when open exchanges must end now (drain time is over)."""
     open: OpenRequests = field(default_factory=OpenRequests)
-    exchanges: int = 0
-    """HTTP exchanges in progress."""
+    version: str = field(default_factory=_version)
 
     def trouble(self) -> str:
         """Why no request can be admitted; "" when one can."""

@@ -72,8 +72,9 @@ async def _sequences(
         native_sampling(raw, max_tokens),
         prompt_len=len(ids),
         limits=service.limits,
-        defaults=service.sampling_defaults,
+        defaults=service.chat_defaults,
     )
+
     def scores(prompt: list[int]) -> ScoreOptions:
         return ScoreOptions(NO_SCORES if top is None else len(prompt), top or 0)
 

@@ -65,10 +65,13 @@ class Plan:
         return self.echoes[index // self.best_of]
 
 
-async def _plan(
-    service: Service, raw: Json, request: CompletionRequest, origin: Origin
-) -> Plan:
+async def _plan(service: Service, raw: Json, request: CompletionRequest, origin: Origin) -> Plan:
     prompts = _prompts(request.prompt)
+    if len(prompts) > service.limits.max_sequences:
+        raise RequestError(
+            f"at most {service.limits.max_sequences} prompts are accepted, got {len(prompts)}",
+            param="prompt",
+        )
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if max_tokens <= 0:
         raise RequestError(f"max_tokens must be at least 1, got {max_tokens}", param="max_tokens")
@@ -83,7 +86,7 @@ async def _plan(
             native_sampling(raw, max_tokens),
             prompt_len=len(ids),
             limits=service.limits,
-            defaults=service.sampling_defaults,
+            defaults=service.native_defaults,
         )
         found.append((ids, parsed))
     n = found[0][1].n
@@ -107,23 +110,22 @@ async def _plan(
 
 def _prompts(prompt: object) -> list[str | list[int]]:
     """The prompts of a request; a text or a list of ids is one."""
-    if isinstance(prompt, str):
+    if isinstance(prompt, str) or _is_ids(prompt):
         found = [prompt]
-    elif isinstance(prompt, list) and prompt and all(type(p) is int for p in prompt):
-        found = [prompt]
-    elif isinstance(prompt, list):
-        found = prompt
     else:
-        found = []
+        found = list(prompt) if isinstance(prompt, list) else []
     for one in found:
-        is_ids = isinstance(one, list) and all(type(p) is int for p in one)
-        if not isinstance(one, str) and not is_ids:
+        if not isinstance(one, str | list) or (isinstance(one, list) and one and not _is_ids(one)):
             raise RequestError(
                 "prompt must be a text, a list of token ids, or a list of either", param="prompt"
             )
     if not found or not all(found):
         raise RequestError("Prompt cannot be empty", param="prompt")
     return cast(list[str | list[int]], found)
+
+
+def _is_ids(prompt: object) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and all(type(p) is int for p in prompt)
 
 
 async def _ids(service: Service, prompt: str | list[int]) -> list[int]:

@@ -74,9 +74,7 @@ def in_openai_words(error: RequestError) -> RequestError:
     text = error.text
     for native, own in words.items():
         text = text.replace(native, own)
-    return RequestError(
-        text, param=name, status=error.status, code=error.code, hint=error.hint
-    )
+    return RequestError(text, param=name, status=error.status, code=error.code, hint=error.hint)
 
 
 def origin_of(exchange: Exchange, request: CommonRequest) -> Origin:

@@ -1,0 +1,155 @@
+"""What operators ask and order: facts about the server, the cache, and ending requests.
+
+No answer here holds a key, a token of a client, or a prompt.
+"""
+
+import time
+from dataclasses import asdict
+
+import msgspec
+
+from banyan.base.errors import RequestError
+from banyan.base.log import logger, printable
+from banyan.messages.events import Stats
+from banyan.server.errors import Json
+from banyan.server.exchange import Exchange
+from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState, Service
+
+log = logger(__name__)
+
+_SECRETS = ("api_key", "admin_api_key")
+
+SGLANG_NAMES = {
+    "source": "model_path",
+    "served_name": "served_model_name",
+    "radix": "radix_cache",
+    "tp": "tp_size",
+    "name": "device",
+}
+"""Config fields that /server_info also shows under the name that SGLang's clients read."""
+
+
+class AbortRequest(msgspec.Struct, frozen=True):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+async def flush_cache(exchange: Exchange, state: ServerState) -> None:
+    """Empty the prefix cache; 400 while requests run. `timeout` waits for them, in seconds."""
+    service = state.admit()
+    wait_s = _seconds((await exchange.optional_object()).get("timeout", 0))
+    deadline_s = time.monotonic() + wait_s
+    reply = await service.client.control("flush_cache")
+    # The engine lets go of a request shortly after its client has the answer: ask again.
+    while not reply.ok and time.monotonic() < deadline_s:
+        await state.open.wait_change(min(0.1, deadline_s - time.monotonic()))
+        reply = await service.client.control("flush_cache")
+    await exchange.text(reply.text + "\n", 200 if reply.ok else 400)
+
+
+def _seconds(value: object) -> float:
+    try:
+        found = float(value) if isinstance(value, int | float | str) else -1.0
+    except (ValueError, OverflowError):
+        found = -1.0
+    if not 0 <= found <= 3600:
+        raise RequestError("timeout must be seconds in [0, 3600]", param="timeout")
+    return found
+
+
+async def abort_request(exchange: Exchange, state: ServerState) -> None:
+    """End the requests whose rid starts with the given one; unknown rids are no error."""
+    service = state.admit()
+    asked = typed(await exchange.json_object(), AbortRequest)
+    if not asked.rid and not asked.abort_all:
+        raise RequestError("rid or abort_all must be given", param="rid")
+    prefix = "" if asked.abort_all else asked.rid or ""
+    found = state.open.starting_with(prefix)
+    for request in found:
+        service.client.abort(request)
+    log.info("abort asked rid=%s found=%d", printable(prefix), len(found))
+    await exchange.json({"aborted": len(found)})
+
+
+async def model_info(exchange: Exchange, state: ServerState) -> None:
+    service = state.admit()
+    model, card = state.config.model, service.card
+    await exchange.json(
+        {
+            "model_path": model.source,
+            "served_model_name": state.served_name,
+            "tokenizer_path": model.tokenizer_path or model.source,
+            "is_generation": True,
+            "preferred_sampling_params": dict(state.config.server.preferred_sampling) or None,
+            "weight_version": model.weight_version,
+            "load_format": model.load_format,
+            "reasoning_parser": None,
+            "tool_call_parser": None,
+            "disaggregation_mode": "null",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": card.model_type,
+            "architectures": [card.architecture],
+        }
+    )
+
+
+async def weight_version(exchange: Exchange, state: ServerState) -> None:
+    await exchange.json({"weight_version": state.config.model.weight_version})
+
+
+async def server_info(exchange: Exchange, state: ServerState) -> None:
+    """Every resolved setting, flat, and what the engine says of itself."""
+    service = state.admit()
+    settings = flat_settings(state)
+    facts = msgspec.json.decode(service.ready.facts, type=dict[str, object])
+    stats = service.client.stats
+    await exchange.json(
+        {
+            **settings,
+            "status": "ready",
+            "max_total_num_tokens": service.ready.max_total_tokens,
+            "max_req_input_len": service.limits.total - 1,
+            "max_running_requests": service.ready.max_running,
+            "startup_time": sum(state.phases.values()),
+            "startup_phases": state.phases,
+            "facts": facts,
+            "kv_events": None,
+            "internal_states": [{**settings, **_internal(service, stats)}],
+            "version": state.version,
+        }
+    )
+
+
+def flat_settings(state: ServerState) -> Json:
+    """The configuration as one level of names, without its secrets."""
+    flat: Json = {}
+    for part in asdict(state.config).values():
+        for name, value in part.items():
+            if name not in _SECRETS:
+                flat[name] = value
+                if name in SGLANG_NAMES:
+                    flat[SGLANG_NAMES[name]] = value
+    return flat
+
+
+def _internal(service: Service, stats: Stats) -> Json:
+    return {
+        "effective_max_running_requests_per_dp": service.ready.max_running,
+        "memory_usage": {"token_capacity": service.ready.max_total_tokens},
+        "stats": msgspec.to_builtins(stats),
+    }
+
+
+async def get_load(exchange: Exchange, state: ServerState) -> None:
+    service = state.admit()
+    stats = service.client.stats
+    used = stats.held_pages + stats.in_flight_pages
+    load = {
+        "dp_rank": 0,
+        "num_reqs": stats.running + stats.waiting,
+        "num_waiting_reqs": stats.waiting,
+        "num_tokens": used * state.config.cache.page_size,
+    }
+    await exchange.json([load])

@@ -1,0 +1,56 @@
+"""The table of routes, and the application made of it."""
+
+from banyan.server import admin, auth, health, native, tokens
+from banyan.server.app import App, Route
+from banyan.server.exchange import SEND_TIMEOUT_S, Exchange
+from banyan.server.openai.chat import chat_completions
+from banyan.server.openai.completions import completions
+from banyan.server.openai.models import list_models, show_model
+from banyan.server.state import ServerState
+from banyan.server.unavailable import unavailable_routes
+
+_GET = ("GET",)
+_POST = ("POST",)
+_BOTH = ("GET", "POST")
+
+
+async def _root(exchange: Exchange, state: ServerState) -> None:
+    await exchange.text("Banyan is running\n")
+
+
+def all_routes() -> list[Route]:
+    open_, adm = auth.OPEN, auth.ADMIN
+    return [
+        Route("/", _GET, _root),
+        Route("/livez", _GET, health.livez, open_),
+        Route("/readyz", _GET, health.readyz, open_),
+        Route("/ready", _GET, health.readyz, open_),
+        Route("/health", _GET, health.health, open_),
+        Route("/health_generate", _GET, health.health_generate, open_),
+        Route("/ping", _GET, health.health),
+        Route("/v1/chat/completions", _POST, chat_completions, json_only=True),
+        Route("/invocations", _POST, chat_completions, json_only=True),
+        Route("/v1/completions", _POST, completions, json_only=True),
+        Route("/v1/models", _GET, list_models),
+        Route("/v1/models/", _GET, show_model),
+        Route("/generate", ("POST", "PUT"), native.generate),
+        Route("/tokenize", _POST, tokens.tokenize, json_only=True),
+        Route("/v1/tokenize", _POST, tokens.tokenize, json_only=True),
+        Route("/detokenize", _POST, tokens.detokenize, json_only=True),
+        Route("/v1/detokenize", _POST, tokens.detokenize, json_only=True),
+        Route("/get_model_info", _GET, admin.model_info),
+        Route("/model_info", _GET, admin.model_info),
+        Route("/get_server_info", _GET, admin.server_info),
+        Route("/server_info", _GET, admin.server_info),
+        Route("/get_load", _GET, admin.get_load),
+        Route("/get_weight_version", _GET, admin.weight_version),
+        Route("/weight_version", _GET, admin.weight_version),
+        Route("/flush_cache", _BOTH, admin.flush_cache, adm),
+        Route("/abort_request", _POST, admin.abort_request, adm),
+        *unavailable_routes(),
+    ]
+
+
+def create_app(state: ServerState, send_timeout_s: float = SEND_TIMEOUT_S) -> App:
+    """The ASGI application over `state`; it answers health before there is a service."""
+    return App(state, all_routes(), send_timeout_s)

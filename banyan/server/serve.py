@@ -1,0 +1,251 @@
+"""run_server: the life of the server process, from a bound socket to its exit code.
+
+Listens before anything heavy starts, so that health answers at once; starts the engine through a
+function that the composition root gives; drains on SIGTERM. Knows no model and no route.
+"""
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+import time
+from collections.abc import Callable, Generator
+from enum import Enum
+from typing import Protocol
+
+import uvicorn
+import uvloop
+
+from banyan.base.errors import CapacityError, ConfigError, DeviceError
+from banyan.base.log import logger
+from banyan.config.card import ModelCard
+from banyan.config.schema import Config, ServerConfig
+from banyan.frontend.client import EngineClient
+from banyan.messages.link import PrivateFolder, ZmqFrontLink
+from banyan.server.app import App
+from banyan.server.auth import is_loopback
+from banyan.server.connection import Connection
+from banyan.server.routes import create_app
+from banyan.server.startup import open_service, report
+from banyan.server.state import ServerState
+
+log = logger(__name__)
+
+DEATH_NOTICE_S = 10.0
+"""How long a server whose engine has died goes on saying so before it exits."""
+
+CLOSING_S = 1.0
+"""For last events to reach clients, and for connections to close."""
+
+_USER_TIMEOUT_MS = 60_000
+"""The kernel drops connections whose client has acknowledged nothing for this long."""
+
+_BACKLOG = 2048
+
+
+class EngineHandle(Protocol):
+    """A running engine process."""
+
+    @property
+    def stop(self) -> Callable[[], None]:
+        """End the engine and wait for it. May take seconds; called from a thread."""
+        ...
+
+
+StartEngine = Callable[[str, Callable[[str], None]], EngineHandle]
+"""(link address, on_death) -> handle. Called once, from the main thread, and returns at once;
+`on_death(text)` may be called from any thread when the engine ends unasked."""
+
+
+class Ending(Enum):
+    """Why the server ends."""
+
+    DRAIN = "drain"
+    NOW = "now"
+    DEAD = "dead"
+
+
+def run_server(config: Config, card: ModelCard, start_engine: StartEngine) -> int:
+    """Serve until stopped. Returns the exit code: 0 after a signal, 5 after the engine's death.
+
+    Raises:
+        CapacityError: the port is taken.
+        ConfigError: the address cannot be listened on, or needs a key.
+        BanyanError: the engine or the tokenizer did not start.
+    """
+    check_exposure(config.server)
+    listener = bind(config.server)
+    with contextlib.closing(listener):
+        return uvloop.run(Server(config, card, listener, start_engine).run())
+
+
+def bind(server: ServerConfig) -> socket.socket:
+    """A listening socket on the configured address."""
+    where = f"{server.host}:{server.port}"
+    try:
+        found = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = found[0]
+    except OSError as error:
+        raise ConfigError(
+            f"--host {server.host!r} is no address of this machine: {error}"
+        ) from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise CapacityError(
+                f"{where} is in use", hint="Stop what listens there, or choose another --port"
+            ) from None
+        raise ConfigError(f"cannot listen on {where}: {error}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def check_exposure(server: ServerConfig) -> None:
+    """Warn, or refuse under --require-key, when strangers could use a server without a key."""
+    if server.api_key or is_loopback(server.host):
+        return
+    advice = "Give --api-key, or bind --host 127.0.0.1"
+    if server.require_key:
+        raise ConfigError(f"--host {server.host} without a key, under --require-key", hint=advice)
+    rule = "!" * 78
+    for line in (rule, f"Anyone who reaches {server.host} can use this server. {advice}.", rule):
+        log.warning("%s", line)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: this file decides what signals mean."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+class Server:
+    """One server process with its engine."""
+
+    def __init__(
+        self,
+        config: Config,
+        card: ModelCard,
+        listener: socket.socket,
+        start_engine: StartEngine,
+    ) -> None:
+        self.state = ServerState(config)
+        self.app: App = create_app(self.state)
+        self._config = config
+        self._card = card
+        self._listener = listener
+        self._start_engine = start_engine
+        self._ending: asyncio.Future[Ending] | None = None
+        self._now = asyncio.Event()
+        self._web = _Uvicorn(
+            uvicorn.Config(
+                self.app,
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=30,
+                timeout_graceful_shutdown=int(CLOSING_S),
+            )
+        )
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        self._ending = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        web = asyncio.create_task(self._web.serve([self._listener]))
+        folder = PrivateFolder()
+        address = folder.address("front")
+        client = EngineClient(ZmqFrontLink(address), watchdog_s=self._config.schedule.watchdog_s)
+        await client.start()
+
+        def on_death(text: str) -> None:
+            loop.call_soon_threadsafe(self._engine_died, client, text)
+
+        handle = self._start_engine(address, on_death)
+        try:
+            return await self._serve(client)
+        finally:
+            self.app.end_all("The server is shutting down.")
+            self._web.should_exit = True
+            self._web.force_exit = self._now.is_set()
+            await asyncio.gather(web, asyncio.to_thread(handle.stop), return_exceptions=True)
+            await client.close()
+            folder.close()
+
+    async def _serve(self, client: EngineClient) -> int:
+        """Start, serve, end in order; returns the exit code."""
+        assert self._ending is not None
+        starting = asyncio.create_task(self._start(client))
+        await asyncio.wait((starting, self._ending), return_when=asyncio.FIRST_COMPLETED)
+        if not self._ending.done():
+            starting.result()  # raises what went wrong
+        ending = await self._ending
+        starting.cancel()
+        match ending:
+            case Ending.DEAD:
+                if self.state.service is None:
+                    raise DeviceError(f"the engine did not start: {self.state.dead}")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._now.wait(), DEATH_NOTICE_S)
+                return DeviceError.exit_code
+            case Ending.DRAIN:
+                await self._drain()
+        return 0
+
+    async def _start(self, client: EngineClient) -> None:
+        imported_s = time.monotonic() - self.state.started_s
+        self.state.service = service = await open_service(
+            self.state, self._card, client, imported_s
+        )
+        host = self._config.server.host
+        shown = f"[{host}]" if ":" in host else host
+        report(self.state, service, f"http://{shown}:{self._listener.getsockname()[1]}")
+
+    async def _drain(self) -> None:
+        limit_s = self._config.server.drain_timeout_s
+        log.info("draining requests=%d limit_s=%g", len(self.state.open), limit_s)
+        idle = asyncio.create_task(self.app.wait_idle())
+        now = asyncio.create_task(self._now.wait())
+        await asyncio.wait((idle, now), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        now.cancel()
+        if not idle.done():
+            log.warning("drain ended early requests=%d", len(self.state.open))
+            self.app.end_all("The server is shutting down.")
+            await asyncio.wait((idle,), timeout=CLOSING_S)
+        idle.cancel()
+
+    def _signalled(self, number: int) -> None:
+        """First SIGTERM: drain. SIGINT, or any second signal: stop now."""
+        assert self._ending is not None
+        is_first = not self._ending.done()
+        log.info("received %s", signal.Signals(number).name)
+        self.state.draining = True
+        if is_first:
+            drains = number == signal.SIGTERM and self.state.service is not None
+            self._ending.set_result(Ending.DRAIN if drains else Ending.NOW)
+        if not is_first or number == signal.SIGINT:
+            self._now.set()
+
+    def _engine_died(self, client: EngineClient, text: str) -> None:
+        assert self._ending is not None
+        client.engine_lost(text)
+        self.state.dead = client.health().reason
+        log.error("engine died: %s", self.state.dead)
+        if not self._ending.done():
+            self._ending.set_result(Ending.DEAD)

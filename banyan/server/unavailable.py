@@ -1,0 +1,121 @@
+"""Routes that clients of SGLang and OpenAI know and this build lacks: each says so, with 501.
+
+The table is the promise that no known route is a silent 404.
+"""
+
+from banyan.base.errors import RequestError
+from banyan.server import auth
+from banyan.server.app import Handler, Route
+from banyan.server.exchange import Exchange
+from banyan.server.state import ServerState
+
+_BOTH = ("GET", "POST")
+_POST = ("POST",)
+_GET = ("GET",)
+_PUT = ("POST", "PUT")
+
+_EMBED = "This model is served for generation; there is no --is-embedding in this build."
+_WEIGHTS = "Weights cannot be changed while the server runs; start it again with the new ones."
+_ADAPTERS = "LoRA adapters are not available in this build."
+_TIERS = "There is no host or disk cache tier in this build."
+_CORPUS = "N-gram speculation is not available in this build."
+_PROFILE = "There is no profiler behind HTTP; set --journal and read it with `banyan replay`."
+_EXPERTS = "Expert parallelism is not available in this build."
+_MEMORY = "Memory cannot be released while the server runs; there is no --enable-memory-saver."
+_PAUSE = "Generation cannot be paused; POST /abort_request with abort_all ends what runs."
+_SESSIONS = "Sessions are not available in this build; the prefix cache keeps shared prompts."
+_PEERS = "Prefill-decode disaggregation is not available in this build."
+_PARSERS = "Tool-call and reasoning parsers are not available in this build."
+_AUDIO = "Audio models are not available in this build."
+_RESPONSES = "The Responses API is not available in this build; use /v1/chat/completions."
+_ANTHROPIC = "The Anthropic API is not available in this build; use /v1/chat/completions."
+_OLLAMA = "The Ollama API is not available in this build; use /v1/chat/completions."
+_CLOUD = "This cloud adapter is not available in this build; use /v1/chat/completions."
+_SETTINGS = "Settings are frozen at start-up; start the server again with other flags."
+_GC = "Garbage collection needs no freezing here; nothing was done."
+
+_ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
+    "/set_internal_state": (_PUT, _SETTINGS),
+    "/clear_hicache_storage_backend": (_POST, _TIERS),
+    "/hicache/storage-backend/clear": (_POST, _TIERS),
+    "/hicache/storage-backend": (("GET", "PUT", "DELETE"), _TIERS),
+    "/add_external_corpus": (_POST, _CORPUS),
+    "/remove_external_corpus": (_POST, _CORPUS),
+    "/list_external_corpora": (_GET, _CORPUS),
+    "/start_profile": (_BOTH, _PROFILE),
+    "/stop_profile": (_BOTH, _PROFILE),
+    "/set_trace_level": (_BOTH, _PROFILE),
+    "/freeze_gc": (_BOTH, _GC),
+    "/start_expert_distribution_record": (_BOTH, _EXPERTS),
+    "/stop_expert_distribution_record": (_BOTH, _EXPERTS),
+    "/dump_expert_distribution_record": (_BOTH, _EXPERTS),
+    "/update_weights_from_disk": (_POST, _WEIGHTS),
+    "/init_weights_update_group": (_POST, _WEIGHTS),
+    "/destroy_weights_update_group": (_POST, _WEIGHTS),
+    "/update_weights_from_distributed": (_POST, _WEIGHTS),
+    "/update_weights_from_tensor": (_POST, _WEIGHTS),
+    "/update_weights_from_ipc": (_POST, _WEIGHTS),
+    "/begin_weight_update": (_POST, _WEIGHTS),
+    "/end_weight_update": (_POST, _WEIGHTS),
+    "/update_weight_version": (_POST, _WEIGHTS),
+    "/get_weights_by_name": (_BOTH, _WEIGHTS),
+    "/weights_checker": (_BOTH, _WEIGHTS),
+    "/init_weights_send_group_for_remote_instance": (_POST, _WEIGHTS),
+    "/send_weights_to_remote_instance": (_POST, _WEIGHTS),
+    "/remote_instance_transfer_engine_info": (_GET, _WEIGHTS),
+    "/get_remote_instance_transfer_engine_info": (_GET, _WEIGHTS),
+    "/release_memory_occupation": (_BOTH, _MEMORY),
+    "/resume_memory_occupation": (_BOTH, _MEMORY),
+    "/slow_down": (_BOTH, _SETTINGS),
+    "/pd_role_switch": (_POST, _PEERS),
+    "/load_lora_adapter": (_POST, _ADAPTERS),
+    "/load_lora_adapter_from_tensors": (_POST, _ADAPTERS),
+    "/unload_lora_adapter": (_POST, _ADAPTERS),
+    "/configure_logging": (_BOTH, _SETTINGS),
+    "/pause_generation": (_POST, _PAUSE),
+    "/continue_generation": (_POST, _PAUSE),
+}
+
+_PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
+    "/v1/loads": (_GET, "Ask /get_load for the load of this server."),
+    "/generate_from_file": (_POST, "Prompts as embeddings are not available in this build."),
+    "/encode": (_PUT, _EMBED),
+    "/classify": (_PUT, _EMBED),
+    "/v1/embeddings": (_POST, _EMBED),
+    "/v1/classify": (_POST, _EMBED),
+    "/v1/score": (_POST, _EMBED),
+    "/v1/rerank": (_PUT, _EMBED),
+    "/get_hicache_l3_cache_layout": (_GET, _TIERS),
+    "/open_session": (_BOTH, _SESSIONS),
+    "/close_session": (_BOTH, _SESSIONS),
+    "/parse_function_call": (_POST, _PARSERS),
+    "/separate_reasoning": (_POST, _PARSERS),
+    "/v1/audio/transcriptions": (_POST, _AUDIO),
+    "/v1/realtime": (_GET, _AUDIO),
+    "/v1/responses": (_POST, _RESPONSES),
+    "/v1/responses/": (_BOTH, _RESPONSES),
+    "/v1/messages": (_POST, _ANTHROPIC),
+    "/v1/messages/count_tokens": (_POST, _ANTHROPIC),
+    "/api/chat": (_POST, _OLLAMA),
+    "/api/generate": (_POST, _OLLAMA),
+    "/api/show": (_POST, _OLLAMA),
+    "/api/tags": (_GET, _OLLAMA),
+    "/vertex_generate": (_POST, _CLOUD),
+    "/v1/decisions": (_POST, "Typed questions are not available in this build."),
+    "/v1/systemone": (_POST, "Typed questions are not available in this build."),
+    "/metrics": (_GET, "Metrics are not available in this build; /get_load shows the load."),
+    "/docs": (_GET, "There is no generated page; docs/ of the project describes the routes."),
+    "/openapi.json": (_GET, "There is no generated page; docs/ of the project describes them."),
+}
+
+
+def unavailable_routes() -> list[Route]:
+    admin = [Route(p, m, _refusal(t), auth.ADMIN) for p, (m, t) in _ADMIN.items()]
+    return admin + [Route(p, m, _refusal(t)) for p, (m, t) in _PLAIN.items()]
+
+
+def _refusal(text: str) -> Handler:
+    async def refuse(exchange: Exchange, state: ServerState) -> None:
+        raise RequestError(text, status=501, code="not_available")
+
+    return refuse
