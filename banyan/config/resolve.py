@@ -51,6 +51,16 @@ def find_the_tokenizer(config: Config, card: ModelCard, environment: Environment
     return replace(config, model=replace(config.model, tokenizer_path=path or card.path))
 
 
+def check_the_template(config: Config, card: ModelCard, environment: Environment) -> Config:
+    given = config.server.chat_template
+    if given and "{" not in given and not os.path.isfile(given):
+        raise ConfigError(
+            f"--chat-template {given!r} is neither a file nor a template",
+            hint="name a Jinja file",
+        )
+    return config
+
+
 def bound_the_context(config: Config, card: ModelCard, environment: Environment) -> Config:
     wanted = config.model.context_length
     if wanted > card.context_length and not environment.allow_longer_context:
@@ -113,6 +123,7 @@ def guard_the_door(config: Config, card: ModelCard, environment: Environment) ->
 RULES = (
     name_the_model,
     find_the_tokenizer,
+    check_the_template,
     bound_the_context,
     match_the_format,
     check_the_chunk,

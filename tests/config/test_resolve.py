@@ -85,6 +85,15 @@ def test_a_tokenizer_that_is_not_there_is_refused() -> None:
         resolve(Config(model=ModelConfig(tokenizer_path="gone")), CARD, NOTHING)
 
 
+def test_a_chat_template_is_a_file_or_a_text(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jinja"
+    file.write_text("{{ messages }}")
+    for given in (str(file), "{{ messages }}"):
+        assert resolve(Config(server=ServerConfig(chat_template=given)), CARD, NOTHING)
+    with pytest.raises(ConfigError, match="--chat-template 'gone.jinja'"):
+        resolve(Config(server=ServerConfig(chat_template="gone.jinja")), CARD, NOTHING)
+
+
 def test_an_open_address_without_a_key_is_warned_about_or_refused(
     heard: pytest.LogCaptureFixture,
 ) -> None:

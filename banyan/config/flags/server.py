@@ -20,7 +20,11 @@ FLAGS = (
         documented=False,
     ),
     Flag("fastapi-root-path", "server.root_path", "path prefix that a reverse proxy takes away"),
-    Flag("chat-template", "server.chat_template", "Jinja file that replaces the model's template"),
+    Flag(
+        "chat-template",
+        "server.chat_template",
+        "Jinja file, or its text, that replaces the model's template",
+    ),
     Flag(
         "stream-interval",
         "server.stream_interval",
