@@ -138,7 +138,7 @@ def _internal(service: Service, stats: Stats) -> Json:
     return {
         "effective_max_running_requests_per_dp": service.ready.max_running,
         "memory_usage": {"token_capacity": service.ready.max_total_tokens},
-        "stats": msgspec.to_builtins(stats),
+        "stats": msgspec.structs.asdict(stats),
     }
 
 
