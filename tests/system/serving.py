@@ -55,7 +55,7 @@ class Server:
         """The engine's counters and ledger."""
         answer = self.http.get("/get_server_info")
         assert answer.status_code == 200, answer.text
-        return answer.json()["internal_states"][0]
+        return answer.json()["internal_states"][0]["stats"]
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -144,6 +144,20 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def settled(stats: Callable[[], dict], finished: int) -> dict:
+    """The counters once `finished` requests in all have ended and nothing is in flight.
+
+    The front shows the engine's last heartbeat, which may be older than the last answer.
+    """
+
+    def is_settled() -> bool:
+        now = stats()
+        return now["finished"] >= finished and now["in_flight_pages"] == 0 == now["running"]
+
+    wait_until(is_settled, CALL_S, f"{finished} requests to end")
+    return stats()
 
 
 def open_files(pid: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from banyan.llm import Engine
+from tests.system.serving import settled
 
 NEW_TOKENS = 24
 LONG = 64
@@ -110,9 +111,10 @@ def test_forced_retraction_changes_no_answer(start, depth_flags):
         for kind, sampling in (("greedy", GREEDY), ("seeded", SEEDED)):
             engine.flush_cache()
             expected = alone(engine, sampling, LONG)
-            before = retractions(engine)
+            before = settled(lambda: stats(engine), len(PROBES))
             got = crowded(engine, sampling, LONG, spread=1)
-            assert retractions(engine) > before, "the cache was large enough: nothing is proved"
+            after = settled(lambda: stats(engine), before["finished"] + CROWD + len(PROBES))
+            assert after["retractions"] > before["retractions"], "the cache was large enough"
             check(got, expected, f"{kind}, with retraction")
 
 
@@ -152,5 +154,5 @@ def check(got: list[Answer], expected: list[Answer], where: str) -> None:
         assert ours.logprobs == theirs.logprobs, f"{where}, prompt of {length}"
 
 
-def retractions(engine: Engine) -> int:
-    return engine.get_server_info()["internal_states"][0]["retractions"]
+def stats(engine: Engine) -> dict:
+    return engine.get_server_info()["internal_states"][0]["stats"]

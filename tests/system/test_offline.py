@@ -122,4 +122,4 @@ def test_a_model_that_cannot_be_loaded_raises_and_leaves_no_process(tmp_path):
 
 
 def stats(engine: Engine) -> dict:
-    return engine.get_server_info()["internal_states"][0]
+    return engine.get_server_info()["internal_states"][0]["stats"]

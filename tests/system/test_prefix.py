@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from banyan.llm import Engine
+from tests.system.serving import settled
 
 PREFIX, SUFFIX, NEW, PAGE = 1000, 8, 4, 16
 CROWD = 32
@@ -19,11 +20,12 @@ def engine(tiny_model: Path):
 def test_32_simultaneous_requests_compute_their_common_prefix_once(engine):
     prefix = [2 + (i * i + 3 * i) % 390 for i in range(PREFIX)]
     prompts = [prefix + [10 + i] * SUFFIX for i in range(CROWD)]
-    before = computed(engine)
+    before = stats(engine)
     answers = ask(engine, prompts)
+    after = settled(lambda: stats(engine), before["finished"] + CROWD)
     shared = PREFIX // PAGE * PAGE
     own = len(prompts[0]) - shared + NEW
-    assert computed(engine) - before <= shared + CROWD * own
+    assert after["computed_tokens"] - before["computed_tokens"] <= shared + CROWD * own
     cached = sorted(a["meta_info"]["cached_tokens"] for a in answers)
     assert cached == [0] + [shared] * (CROWD - 1)
 
@@ -43,16 +45,13 @@ def test_an_answer_is_a_prefix_for_the_next_turn(engine):
     assert second["meta_info"]["cached_tokens"] == (len(first) + 59) // PAGE * PAGE
 
 
-def test_different_salts_share_nothing(engine):
+def test_different_salts_share_nothing(shared_server):
     prompt = [5 + i % 300 for i in range(200)]
 
     def cached(salt: str) -> int:
-        answer = engine.generate(
-            input_ids=prompt,
-            sampling_params={"temperature": 0, "max_new_tokens": 1},
-            cache_salt=salt,
-        )
-        return answer["meta_info"]["cached_tokens"]
+        sampling = {"temperature": 0, "max_new_tokens": 1}
+        body = {"input_ids": prompt, "sampling_params": sampling, "cache_salt": salt}
+        return shared_server.generate(**body)["meta_info"]["cached_tokens"]
 
     assert cached("one") == 0
     assert cached("two") == 0
@@ -64,5 +63,5 @@ def ask(engine: Engine, prompts: list[list[int]]) -> list[dict]:
     return engine.generate(input_ids=prompts, sampling_params=params)
 
 
-def computed(engine: Engine) -> int:
-    return engine.get_server_info()["internal_states"][0]["computed_tokens"]
+def stats(engine: Engine) -> dict:
+    return engine.get_server_info()["internal_states"][0]["stats"]
