@@ -216,12 +216,12 @@ class OutputReader:
         # Positions that a retracted request computes again are known; those past a stop are void.
         for i in range(max(0, self._scored_to - scores.first), num):
             position = scores.first + i
-            assert position == self._scored_to, (
-                f"{request.id}: score {position} came where {self._scored_to} was due"
-            )
             index = position - prompt_len
             if index >= self.num_tokens:
                 return
+            assert position == self._scored_to, (
+                f"{request.id}: score {position} came where {self._scored_to} was due"
+            )
             top = slice(i * num_top, (i + 1) * num_top)
             own = slice(i * num_picked, (i + 1) * num_picked)
             score = TokenScore(
