@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from banyan.llm import Engine
+
 from tests.system.serving import settled
 
 NEW_TOKENS = 24
