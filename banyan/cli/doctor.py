@@ -14,7 +14,7 @@ from banyan.config.schema import ModelConfig
 from banyan.config.sources import fetch
 
 _COMPILERS = ("c++", "g++", "clang++")
-_PACKAGES = ("torch", "numpy", "tokenizers", "fastapi", "uvicorn", "msgspec", "pyzmq")
+_PACKAGES = ("torch", "numpy", "tokenizers", "uvicorn", "msgspec", "pyzmq")
 _OPTIONAL = ("huggingface_hub", "modelscope")
 
 

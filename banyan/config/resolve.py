@@ -3,7 +3,6 @@
 After this a Config does not change.
 """
 
-import ipaddress
 import os
 from dataclasses import replace
 
@@ -103,23 +102,6 @@ def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -
     return config
 
 
-def guard_the_door(config: Config, card: ModelCard, environment: Environment) -> Config:
-    server = config.server
-    if server.api_key or is_loopback(server.host):
-        return config
-    if server.require_key:
-        raise ConfigError(
-            f"--require-key, but --host {server.host} is open to others and there is no --api-key",
-            hint="give --api-key KEY or BANYAN_API_KEY",
-        )
-    line = f"anyone who reaches {server.host}:{server.port} can use this server: no --api-key"
-    frame = "═" * (len(line) + 2)
-    log.warning("╔%s╗", frame)
-    log.warning("║ %s ║", line)
-    log.warning("╚%s╝", frame)
-    return config
-
-
 RULES = (
     name_the_model,
     find_the_tokenizer,
@@ -128,18 +110,7 @@ RULES = (
     match_the_format,
     check_the_chunk,
     check_the_ranks,
-    guard_the_door,
 )
-
-
-def is_loopback(host: str) -> bool:
-    """Is `host` an address that only this machine reaches? Unknown names count as open."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _log(name: str, value: object, why: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
-from banyan.config.resolve import is_loopback, prepare, resolve
+from banyan.config.resolve import prepare, resolve
 from banyan.config.schema import Config, ModelConfig, ParallelConfig, ScheduleConfig, ServerConfig
 from tests.config.test_checkpoint import LLAMA, folder
 
@@ -92,38 +92,6 @@ def test_a_chat_template_is_a_file_or_a_text(tmp_path: Path) -> None:
         assert resolve(Config(server=ServerConfig(chat_template=given)), CARD, NOTHING)
     with pytest.raises(ConfigError, match="--chat-template 'gone.jinja'"):
         resolve(Config(server=ServerConfig(chat_template="gone.jinja")), CARD, NOTHING)
-
-
-def test_an_open_address_without_a_key_is_warned_about_or_refused(
-    heard: pytest.LogCaptureFixture,
-) -> None:
-    server = ServerConfig(host="0.0.0.0")
-    with heard.at_level(logging.WARNING, "banyan"):
-        resolve(Config(server=server), CARD, NOTHING)
-        assert "no --api-key" in heard.text
-        heard.clear()
-        keyed = replace(server, api_key="k", require_key=True)
-        resolve(Config(server=keyed), CARD, NOTHING)
-        assert heard.text == ""
-    with pytest.raises(ConfigError, match="--require-key"):
-        resolve(Config(server=replace(server, require_key=True)), CARD, NOTHING)
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.1", True),
-        ("127.8.8.8", True),
-        ("localhost", True),
-        ("::1", True),
-        ("0.0.0.0", False),
-        ("::", False),
-        ("10.0.0.1", False),
-        ("a.name", False),
-    ],
-)
-def test_only_addresses_that_others_cannot_reach_are_loopback(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected
 
 
 def test_preparing_finds_the_model_reads_its_card_and_resolves(tmp_path: Path) -> None:
