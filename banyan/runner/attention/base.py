@@ -1,0 +1,44 @@
+"""What an attention backend is given for a step, and what it must provide."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from banyan.layers.step import StepAttention
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """Where one group's pages of this step lie.
+
+    Attributes:
+        page_tables: [rows, max_pages] int32.
+        locations: [tokens] int64, page · page_size + offset of each token of the step.
+    """
+
+    page_tables: Tensor
+    locations: Tensor
+
+
+@dataclass(frozen=True)
+class StepGeometry:
+    """Rows of a step, on the device.
+
+    Attributes:
+        row_starts: [rows + 1] int32, row r owns tokens row_starts[r] … row_starts[r + 1] − 1.
+        context_lengths: [rows] int32, positions before this step's tokens.
+        groups: one view per cache group.
+    """
+
+    row_starts: Tensor
+    context_lengths: Tensor
+    groups: tuple[GroupView, ...]
+
+
+class AttentionBackend(Protocol):
+    """Serves all layers; constructed once with (ops, store)."""
+
+    def bind(self, geometry: StepGeometry) -> StepAttention:
+        """The attention of one step. Two bound steps may be alive at once."""
+        ...

@@ -1,0 +1,45 @@
+"""Attention as two ops: write this step's K and V into the pages, then attend over them."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from banyan.layers.step import AttentionSpec, StepAttention
+from banyan.ops.api import Ops
+from banyan.runner.attention.base import StepGeometry
+from banyan.runner.kvstore import KVStore
+
+
+class ReferenceAttention:
+    """Backend for every device whose ops include write_kv and paged_attention."""
+
+    def __init__(self, ops: Ops, store: KVStore) -> None:
+        self._ops = ops
+        self._store = store
+
+    def bind(self, geometry: StepGeometry) -> StepAttention:
+        return _Bound(self._ops, self._store, geometry)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    ops: Ops
+    store: KVStore
+    step: StepGeometry
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k_pages, v_pages = self.store.layer(spec.layer)
+        view = self.step.groups[spec.group]
+        # Every row writes before any row reads, so rows may share pages written in this step.
+        self.ops.write_kv(k, v, k_pages, v_pages, view.locations)
+        return self.ops.paged_attention(
+            q,
+            k_pages,
+            v_pages,
+            view.page_tables,
+            self.step.row_starts,
+            self.step.context_lengths,
+            spec.scale,
+            spec.window,
+            spec.soft_cap,
+        )

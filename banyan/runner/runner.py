@@ -1,0 +1,265 @@
+"""ModelRunner: carries out step plans on tensors. Reads top to bottom like a story.
+
+Obeys plans and decides nothing. A row that cannot be run or sampled fails alone; a forward that
+fails, fails its step. With several ranks each runs the same plan; rank 0 samples and tells the
+others the tokens.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from banyan.base.log import logger
+from banyan.config.card import ModelCard
+from banyan.messages.plan import (
+    HIDDEN,
+    POOL,
+    SAMPLE,
+    CopyResult,
+    Row,
+    RowFailure,
+    StepPlan,
+    StepResult,
+)
+from banyan.ops.api import Ops
+from banyan.parallel.mesh import Mesh
+from banyan.runner.attention import BACKENDS
+from banyan.runner.inputs import Batch, build_inputs
+from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
+from banyan.runner.sampling.sampler import Choice, Sampled, Sampler
+from banyan.runner.slots import RowError, SlotTable
+
+log = logger(__name__)
+
+MaskOf = Callable[[int], bytes]
+"""Waits for the mask bits of a masked row, given its index in the plan."""
+
+
+@dataclass(frozen=True)
+class RunnerSizes:
+    """How much the runner holds.
+
+    Attributes:
+        max_slots: slots are numbered 1 … max_slots; 0 is padding.
+        max_length: longest request in tokens, prompt and output.
+        groups: cache groups, in the order of the plans' group numbers.
+    """
+
+    max_slots: int
+    max_length: int
+    groups: tuple[GroupLayout, ...]
+
+
+class PendingStep:
+    """A launched step. `seconds` counts launching and waiting, not what lies between."""
+
+    def __init__(self, plan: StepPlan, finish: Callable[[], StepResult], launch_s: float) -> None:
+        self._plan = plan
+        self._finish = finish
+        self._launch_s = launch_s
+
+    def result(self) -> StepResult:
+        """The outcome; waits for the device."""
+        began = time.perf_counter()
+        try:
+            result = self._finish()
+        except Exception as error:
+            log.exception("step=%d failed", self._plan.step)
+            result = _failed(self._plan, error)
+        seconds = self._launch_s + time.perf_counter() - began
+        return StepResult(
+            step=self._plan.step,
+            tokens=result.tokens,
+            scores=result.scores,
+            failed=result.failed,
+            error=result.error,
+            seconds=seconds,
+        )
+
+    def copies(self) -> CopyResult | None:
+        """The plan's page copies; they ended with the step. None when it had none."""
+        ids = [copy.id for copy in self._plan.copies]
+        return CopyResult(ids=ids) if ids else None
+
+
+class ModelRunner:
+    """One rank's executor.
+
+    Args:
+        model: forward(step) -> hidden [tokens, hidden]; logits(hidden) -> [n, vocab] fp32.
+        mesh: the ranks that share the model.
+        ops: the bound kernels.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        card: ModelCard,
+        device: torch.device,
+        mesh: Mesh,
+        ops: Ops,
+        sizes: RunnerSizes,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._mesh = mesh
+        self._groups = sizes.groups
+        self._table = SlotTable(
+            sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device
+        )
+        kv_heads = max(1, card.num_kv_heads // mesh.size)
+        self._store = KVStore(sizes.groups, kv_heads, card.head_dim, model.dtype, device)
+        self._attention = BACKENDS.load("reference")(ops, self._store)
+        self._sampler = Sampler(self._table, card.vocab_size)
+        self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, mask_of: MaskOf | None = None) -> PendingStep:
+        """Run a plan: leaves, joins, grants, copies before, rows, copies after. Never raises."""
+        began = time.perf_counter()
+        try:
+            finish = self._execute(plan, mask_of)
+        except Exception as error:
+            log.exception("step=%d failed", plan.step)
+            result = _failed(plan, error)
+            return PendingStep(plan, lambda: result, time.perf_counter() - began)
+        return PendingStep(plan, finish, time.perf_counter() - began)
+
+    def _execute(self, plan: StepPlan, mask_of: MaskOf | None) -> Callable[[], StepResult]:
+        table = self._table
+        table.leave(plan.leaves)
+        table.join(plan.joins)
+        table.grant(plan.grants)
+        self._store.copy(plan.copies, "before")
+        batch, failed = self._admit(plan.rows)
+        sampled, scores = None, None
+        if batch.rows:
+            inputs = build_inputs(batch, table, self._groups, self._attention, self._device)
+            hidden = self._model.forward(inputs)  # [tokens, hidden]
+            sampled, scores = self._read_out(plan, batch, hidden, mask_of)
+        self._store.copy(plan.copies, "after")
+        return lambda: _result(plan, batch, failed, sampled, scores)
+
+    def _admit(self, rows: list[Row]) -> tuple[Batch, dict[int, str]]:
+        """The rows that can run, and why the others cannot. The same on every rank."""
+        good: list[tuple[int, Row]] = []
+        failed: dict[int, str] = {}
+        for index, row in enumerate(rows):
+            try:
+                if row.want & (POOL | HIDDEN):
+                    raise RowError("pooled vectors and hidden states are not served")
+                self._table.prepare(row, bool(row.want & SAMPLE))
+            except RowError as error:
+                failed[index] = str(error)
+            else:
+                good.append((index, row))
+        return Batch.of(good), failed
+
+    def _read_out(
+        self, plan: StepPlan, batch: Batch, hidden: Tensor, mask_of: MaskOf | None
+    ) -> tuple[Sampled | None, Scores]:
+        """Sample and score; logits are made only for the positions that need them."""
+        sheet = ScoreSheet.of(batch, self._table)
+        scores = Scores(sheet, batch, self._table, self._device)
+        self._score_known(batch, sheet, scores, hidden)
+        sampling = np.flatnonzero(batch.samples)
+        if not len(sampling):
+            return None, scores
+        logits = self._logits(hidden, batch.offsets[sampling + 1] - 1)
+        sampled = self._sample(plan, batch, sampling, logits, mask_of)
+        where = np.stack([batch.slots[sampling], batch.ends[sampling]])
+        self._table.append(where[0], torch.from_numpy(where).to(self._device), sampled.tokens)
+        entries = np.flatnonzero(sheet.is_sampled)
+        if len(entries):
+            chosen = torch.from_numpy(np.searchsorted(sampling, sheet.row[entries]))
+            chosen = chosen.to(self._device)
+            scores.fill(entries, logits[chosen], sampled.tokens[chosen])
+        return sampled, scores
+
+    def _score_known(self, batch: Batch, sheet: ScoreSheet, scores: Scores, hidden: Tensor) -> None:
+        """Score the tokens that were there before the step, a bounded number of logits at once."""
+        known = np.flatnonzero(~sheet.is_sampled)
+        for first in range(0, len(known), self._score_chunk):
+            entries = known[first : first + self._score_chunk]
+            row, position = sheet.row[entries], sheet.position[entries]
+            before = batch.offsets[row] + position - 1 - batch.starts[row]
+            logits = self._logits(hidden, before)
+            where = np.stack([batch.slots[row], position])
+            slots, positions = torch.from_numpy(where).to(self._device)
+            scores.fill(entries, logits, self._table.tokens[slots, positions].long())
+
+    def _logits(self, hidden: Tensor, tokens: np.ndarray) -> Tensor:
+        """Logits of some of the step's tokens: [n, vocab] fp32."""
+        return self._model.logits(hidden[torch.from_numpy(tokens).to(self._device)])
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        batch: Batch,
+        sampling: np.ndarray,
+        logits: Tensor,
+        mask_of: MaskOf | None,
+    ) -> Sampled:
+        """Choose tokens on rank 0; every rank leaves with the same ones."""
+        if self._mesh.rank:
+            tokens = torch.zeros(len(sampling), dtype=torch.int64, device=self._device)
+            return Sampled(self._mesh.broadcast(tokens))
+        choices = []
+        failed: dict[int, str] = {}
+        ready = {mask.row: mask.bits for mask in plan.masks}
+        for i, at in enumerate(sampling):
+            row, index = batch.rows[at], int(batch.indices[at])
+            mask = None
+            if row.masked:
+                try:
+                    mask = ready[index] if index in ready else _wait_for(mask_of, index)
+                except Exception as error:  # a grammar that breaks is its own row's alone
+                    failed[i] = f"the grammar mask did not come: {error}"
+            choices.append(Choice(row.slot, int(batch.ends[at]), mask))
+        sampled = self._sampler.sample(logits, choices)
+        tokens = sampled.tokens
+        if self._mesh.size > 1:
+            tokens = self._mesh.broadcast(tokens)
+        return Sampled(tokens, sampled.best, sampled.failed | failed)
+
+
+def _wait_for(mask_of: MaskOf | None, row: int) -> bytes:
+    if mask_of is None:
+        raise RowError("the row is masked and nothing delivers masks")
+    return mask_of(row)
+
+
+def _result(
+    plan: StepPlan,
+    batch: Batch,
+    failed: dict[int, str],
+    sampled: Sampled | None,
+    scores: Scores | None,
+) -> StepResult:
+    """Bring a step's outcome to the host."""
+    tokens = [b""] * len(plan.rows)
+    failed = dict(failed)
+    if sampled is not None:
+        indices = batch.indices[batch.samples]
+        chosen = sampled.tokens.cpu().numpy().astype(np.int32)  # sync: the step's end
+        for index, token in zip(indices, chosen, strict=True):
+            tokens[index] = token.tobytes()
+        for i, text in sampled.faults().items():
+            failed[int(indices[i])] = text
+    for index in failed:
+        tokens[index] = b""
+    return StepResult(
+        step=plan.step,
+        tokens=tokens,
+        scores=scores.rows(without=set(failed)) if scores else [],
+        failed=[RowFailure(row=i, text=failed[i]) for i in sorted(failed)],
+    )
+
+
+def _failed(plan: StepPlan, error: Exception) -> StepResult:
+    return StepResult(step=plan.step, error=f"{type(error).__name__}: {error}")

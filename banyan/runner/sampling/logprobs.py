@@ -1,0 +1,137 @@
+"""Log-probabilities of known and of sampled tokens.
+
+A prompt token's value is log_softmax of the raw logits. An output token's value is log_softmax of
+the raw logits divided by the request's temperature (1 when it is greedy): penalties, masks and
+biases move the choice, not the reported value. So a value is a function of the sequence and the
+temperature alone, finite for every token, and the same when it is computed again.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banyan.messages.plan import RowScores
+from banyan.runner.inputs import Batch
+from banyan.runner.slots import SlotTable
+
+CHUNK_ELEMENTS = 1 << 24
+"""Logits that exist at once while scoring (64 MiB of fp32), whatever the length of the prompt."""
+
+
+@dataclass(frozen=True)
+class ScoreSheet:
+    """Which positions of a step are scored, one entry per position, in the order of the rows.
+
+    Attributes:
+        row: index into the batch; position: whose token is scored.
+        is_sampled: the token is sampled in this step.
+        top: alternatives to report, the most of any row; picked: [n, most ids] int64, padded by 0.
+    """
+
+    row: np.ndarray
+    position: np.ndarray
+    is_sampled: np.ndarray
+    top: int
+    picked: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @classmethod
+    def of(cls, batch: Batch, table: SlotTable) -> "ScoreSheet":
+        rows, positions, sampled = [], [], []
+        for i in np.flatnonzero(batch.scores):
+            row, end = batch.rows[i], int(batch.ends[i])
+            is_sampled = bool(batch.samples[i])
+            last = end if is_sampled or end < table.known[row.slot] else end - 1
+            span = np.arange(max(row.start + 1, row.score_from), last + 1)
+            rows.append(np.full(len(span), i))
+            positions.append(span)
+            sampled.append((span == end) & is_sampled)
+        if not rows:
+            none = np.zeros(0, np.int64)
+            return cls(none, none, none.astype(bool), 0, none.reshape(0, 0))
+        row_of = np.concatenate(rows)
+        joins = {int(i): table.join_of(batch.rows[i].slot) for i in np.unique(row_of)}
+        most = max((len(j.score_ids) for j in joins.values()), default=0)
+        picked = np.zeros((len(row_of), most), np.int64)
+        for i, join in joins.items():
+            picked[row_of == i, : len(join.score_ids)] = join.score_ids
+        return cls(
+            row=row_of,
+            position=np.concatenate(positions),
+            is_sampled=np.concatenate(sampled),
+            top=max((j.score_top for j in joins.values()), default=0),
+            picked=picked,
+        )
+
+
+class Scores:
+    """The values of one sheet, on the device until `rows()` is asked for."""
+
+    def __init__(
+        self, sheet: ScoreSheet, batch: Batch, table: SlotTable, device: torch.device
+    ) -> None:
+        self._sheet = sheet
+        self._batch = batch
+        self._joins = {int(i): table.join_of(batch.rows[i].slot) for i in np.unique(sheet.row)}
+        slots = batch.slots[sheet.row]
+        params = table.params[slots]
+        is_output = sheet.position >= params["prompt_len"]
+        self._temperature = np.where(is_output, params["temperature"], 1.0).astype(np.float32)
+        count, most = len(sheet), sheet.picked.shape[1]
+        self._logprobs = torch.zeros(count, device=device)
+        self._top_ids = torch.zeros((count, sheet.top), dtype=torch.int32, device=device)
+        self._top_logprobs = torch.zeros((count, sheet.top), device=device)
+        self._picked = torch.zeros((count, most), device=device)
+        self._device = device
+
+    def fill(self, entries: np.ndarray, logits: Tensor, tokens: Tensor) -> None:
+        """Score the entries `entries` of the sheet.
+
+        logits: [n, vocab] fp32, the row before each position; tokens: [n] int64, those scored.
+        """
+        where = torch.from_numpy(entries).to(self._device)
+        temperature = self._temperature[entries]
+        if (temperature != 1.0).any():
+            logits = logits / torch.from_numpy(temperature).to(self._device)[:, None]
+        norm = logits.logsumexp(-1, keepdim=True)  # [n, 1]
+        self._logprobs[where] = (logits.gather(1, tokens[:, None]) - norm)[:, 0]
+        if self._sheet.top:
+            best, ids = logits.topk(min(self._sheet.top, logits.shape[1]))
+            self._top_logprobs[where, : best.shape[1]] = best - norm
+            self._top_ids[where, : best.shape[1]] = ids.int()
+        if self._picked.shape[1]:
+            picked = torch.from_numpy(self._sheet.picked[entries]).to(self._device)
+            self._picked[where] = logits.gather(1, picked) - norm
+
+    def rows(self, without: set[int]) -> list[RowScores]:
+        """The values by row, plan indices in `without` left out. Waits for the device."""
+        if not len(self._sheet):
+            return []
+        logprobs = self._logprobs.cpu().numpy()  # sync: the step's end
+        top_ids = self._top_ids.cpu().numpy()  # sync: the step's end
+        top_logprobs = self._top_logprobs.cpu().numpy()  # sync: the step's end
+        picked = self._picked.cpu().numpy()  # sync: the step's end
+        edges = np.flatnonzero(np.diff(self._sheet.row, prepend=-1, append=-1))
+        scores = []
+        for begin, end in zip(edges[:-1], edges[1:], strict=True):
+            row = int(self._sheet.row[begin])
+            index = int(self._batch.indices[row])
+            if index in without:
+                continue
+            join = self._joins[row]
+            top, ids = join.score_top, len(join.score_ids)
+            scores.append(
+                RowScores(
+                    row=index,
+                    first=int(self._sheet.position[begin]),
+                    logprobs=logprobs[begin:end].tobytes(),
+                    top_ids=top_ids[begin:end, :top].tobytes(),
+                    top_logprobs=top_logprobs[begin:end, :top].tobytes(),
+                    picked=picked[begin:end, :ids].tobytes(),
+                )
+            )
+        return scores

@@ -1,0 +1,196 @@
+"""SlotTable: what the runner remembers of each slot, on the host and on the device.
+
+The device holds tokens and page tables, so that a step can be prepared before the host knows the
+tokens of the step before. The host holds what plans alone decide: lengths and parameters. Knows no
+requests and no policy; it obeys plans.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banyan.base.ids import SlotId
+from banyan.messages.plan import Join, PageGrant, Row
+from banyan.runner.kvstore import GroupLayout
+
+PARAMS = np.dtype(
+    [
+        ("prompt_len", np.int64),
+        ("greedy", np.bool_),
+        ("temperature", np.float64),
+        ("top_k", np.int64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("seed", np.uint64),
+        ("min_new", np.int64),
+        ("edited", np.bool_),
+    ]
+)
+"""Sampling parameters of one slot. `temperature` is 1 for greedy slots; `edited`: penalties or
+biases change the logits."""
+
+_NO_JOIN = "the slot is empty: no request has joined it"
+
+
+class RowError(Exception):
+    """One row, or the request of one slot, cannot be run; the others can."""
+
+
+class SlotTable:
+    """State by slot; slot 0 is padding.
+
+    Args:
+        max_slots: slots are numbered 1 … max_slots.
+        max_length: longest request in tokens.
+        vocab_size: token ids lie in [0, vocab_size).
+    """
+
+    def __init__(
+        self,
+        max_slots: int,
+        max_length: int,
+        vocab_size: int,
+        groups: tuple[GroupLayout, ...],
+        device: torch.device,
+    ) -> None:
+        slots = max_slots + 1
+        self.max_slots = max_slots
+        self.max_length = max_length
+        self._vocab_size = vocab_size
+        self._groups = groups
+        self._device = device
+        # One column more: the row that overlap launches before the end is known samples into it.
+        self.tokens = torch.zeros((slots, max_length + 1), dtype=torch.int32, device=device)
+        self.pages = [
+            torch.zeros(
+                (slots, -(-max_length // group.page_size)), dtype=torch.int32, device=device
+            )
+            for group in groups
+        ]
+        self.known = np.zeros(slots, np.int64)
+        """Tokens that have a value on the device, those of launched steps included."""
+        self._granted = np.zeros((len(groups), slots), np.int64)
+        self.params = np.zeros(slots, PARAMS)
+        self._joins: dict[int, Join] = {}
+        self._refused: dict[int, str] = {}
+
+    def join_of(self, slot: SlotId) -> Join:
+        return self._joins[slot]
+
+    def tokens_of(self, slot: int, length: int) -> np.ndarray:
+        """The first `length` tokens of a slot, int32, on the host."""
+        return self.tokens[slot, :length].cpu().numpy()  # sync: penalties count on the host
+
+    def leave(self, leaves: list[SlotId]) -> None:
+        """Forget these slots. Their page tables point to padding until new grants come."""
+        if not leaves:
+            return
+        for slot in leaves:
+            self._joins.pop(slot, None)
+            self._refused.pop(slot, None)
+        self.known[leaves] = 0
+        self._granted[:, leaves] = 0
+        gone = torch.tensor(leaves, device=self._device)
+        for table in self.pages:
+            table[gone] = 0
+
+    def join(self, joins: list[Join]) -> None:
+        """Requests take slots. One that cannot is remembered; its rows fail with the reason."""
+        for join in joins:
+            self._refused.pop(join.slot, None)
+            try:
+                self._take(join)
+            except RowError as error:
+                self._joins.pop(join.slot, None)
+                self._refused[join.slot] = str(error)
+
+    def _take(self, join: Join) -> None:
+        tokens = np.frombuffer(join.tokens, np.int32)
+        if not 1 <= join.slot <= self.max_slots:
+            raise RowError(f"slot {join.slot} is outside 1 … {self.max_slots}")
+        sampling = join.sampling
+        for ids in (join.score_ids, sampling.stop_ids, sampling.logit_bias):
+            self._check_ids(ids)
+        self._write(join.slot, 0, tokens)
+        self._joins[join.slot] = join
+        self.known[join.slot] = len(tokens)
+        self.params[join.slot] = (
+            join.prompt_len,
+            sampling.is_greedy,
+            1.0 if sampling.is_greedy else sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seed & 0xFFFF_FFFF_FFFF_FFFF,
+            sampling.min_new_tokens,
+            bool(sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias)
+            or sampling.repetition_penalty != 1.0,
+        )
+
+    def grant(self, grants: list[PageGrant]) -> None:
+        """Enter pages into the tables, one write per group."""
+        for index, table in enumerate(self.pages):
+            mine = [g for g in grants if g.group == index and g.pages]
+            if not mine:
+                continue
+            counts = [len(g.pages) for g in mine]
+            slots = np.repeat([g.slot for g in mine], counts)
+            columns = np.concatenate([np.arange(g.first, g.first + len(g.pages)) for g in mine])
+            pages = np.concatenate([np.asarray(g.pages, np.int64) for g in mine])
+            entries = torch.from_numpy(np.stack([slots, columns, pages])).to(self._device)
+            table.index_put_((entries[0], entries[1]), entries[2].to(torch.int32))
+            for grant in mine:
+                granted = self._granted[index]
+                granted[grant.slot] = max(granted[grant.slot], grant.first + len(grant.pages))
+
+    def prepare(self, row: Row, samples: bool) -> None:
+        """Take the tokens a row brings, and check that the row can run.
+
+        Raises:
+            RowError: the slot is empty, or a token or a page of the row is missing.
+        """
+        slot, end = row.slot, row.start + row.count
+        if slot not in self._joins:
+            raise RowError(self._refused.get(slot, f"slot {slot}: {_NO_JOIN}"))
+        if row.drafts:
+            raise RowError(f"the row brings {row.drafts} drafts; no drafter is configured")
+        if row.count < 1 or row.start < 0:
+            raise RowError(f"the row covers {row.count} positions from {row.start}")
+        if row.given:
+            self._write(slot, row.start, np.frombuffer(row.given, np.int32))
+            self.known[slot] = max(self.known[slot], row.start + len(row.given) // 4)
+        known = int(self.known[slot])
+        if end > known:
+            raise RowError(f"the row runs to position {end - 1}; tokens are known below {known}")
+        if samples and end != known:
+            raise RowError(f"the row would sample position {end}, whose token is known already")
+        for group, layout in enumerate(self._groups):
+            granted = int(self._granted[group, slot]) * layout.page_size
+            if end > granted:
+                raise RowError(
+                    f"the row runs to position {end - 1}; its pages of group {group} end at {granted}"
+                )
+
+    def _write(self, slot: SlotId, first: int, tokens: np.ndarray) -> None:
+        if not len(tokens) or first + len(tokens) > self.max_length:
+            raise RowError(
+                f"{first + len(tokens)} tokens; a request has 1 to {self.max_length}, "
+                "prompt and output together"
+            )
+        self._check_ids((int(tokens.min()), int(tokens.max())))
+        self.tokens[slot, first : first + len(tokens)] = torch.from_numpy(tokens.copy())
+
+    def _check_ids(self, ids: Iterable[int]) -> None:
+        for token in ids:
+            if not 0 <= token < self._vocab_size:
+                raise RowError(f"token id {token} is outside the vocabulary of {self._vocab_size}")
+
+    def append(self, slots: np.ndarray, where: Tensor, tokens: Tensor) -> None:
+        """Enter sampled tokens behind the last known ones.
+
+        slots: [rows] on the host; where: [2, rows] int64, slot and position; tokens: [rows] int64.
+        """
+        self.tokens.index_put_((where[0], where[1]), tokens.to(torch.int32))
+        self.known[slots] += 1

@@ -1,0 +1,25 @@
+"""The main loop of a rank other than 0: receive a plan, run it, wait for the next.
+
+Decides nothing and answers nothing: rank 0 speaks for the replica.
+"""
+
+from collections.abc import Callable
+
+from banyan.base.errors import DeviceError
+from banyan.messages.plan import StepPlan
+from banyan.runner.runner import ModelRunner
+
+
+def serve_rank(runner: ModelRunner, receive: Callable[[], StepPlan | None]) -> None:
+    """Run plans in the order of arrival until `receive` gives None.
+
+    Raises:
+        DeviceError: a step failed here. The ranks may no longer be in step, so this one ends.
+    """
+    while (plan := receive()) is not None:
+        result = runner.launch(plan).result()
+        if result.error:
+            raise DeviceError(
+                f"step {plan.step} failed on this rank: {result.error}",
+                hint="the replica ends; start it again",
+            )

@@ -1,0 +1,63 @@
+"""A tiny random Llama, as transformers computes it and as the runner executes it."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from banyan.config.card import ModelCard
+from banyan.config.checkpoint import read_card
+from banyan.models.decoder import DecoderLM
+from banyan.models.weights.loader import load_model
+from banyan.ops.bind import bind
+from banyan.parallel.mesh import Mesh
+from banyan.runner.kvstore import GroupLayout
+from banyan.runner.runner import ModelRunner, RunnerSizes
+from tests.runner.driver import PAGE
+
+VOCAB, MAX_LENGTH, NUM_PAGES = 131, 192, 1024
+CPU = torch.device("cpu")
+
+
+def build_runner(
+    card: ModelCard, mesh: Mesh, wrap: Callable[[DecoderLM], DecoderLM] = lambda model: model
+) -> ModelRunner:
+    """A fresh runner over the plain torch kernels; `wrap` may spoil or watch the model."""
+    ops = bind("cpu", CPU, torch.float32, frozenset(), card.head_dim)
+    model = wrap(load_model(card, mesh, CPU, torch.float32, ops))
+    sizes = RunnerSizes(40, MAX_LENGTH, (GroupLayout(PAGE, NUM_PAGES, (0, 1)),))
+    return ModelRunner(model, card, CPU, mesh, ops, sizes)
+
+
+@pytest.fixture(scope="session")
+def llama() -> nn.Module:
+    """A random Llama of two layers; its weights are large enough for sharp distributions."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def card(llama: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
+    folder = tmp_path_factory.mktemp("llama")
+    llama.save_pretrained(folder)
+    return read_card(str(folder))
+
+
+@pytest.fixture
+def make_runner(card: ModelCard) -> Callable[..., ModelRunner]:
+    return lambda wrap=lambda model: model: build_runner(card, Mesh(), wrap)
