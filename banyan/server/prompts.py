@@ -6,12 +6,14 @@ Large texts are rendered and tokenised in a thread, so that other streams go on 
 from dataclasses import dataclass, field
 
 from banyan.base.errors import RequestError
+from banyan.frontend.chat import RESERVED
 from banyan.server.errors import Json
 from banyan.server.sequences import off_loop
 from banyan.server.state import Service
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_RESERVED = RESERVED | {"tokenize", "chat_template"}
 MAX_MESSAGES = 16384
 
 
@@ -34,9 +36,9 @@ async def chat_ids(service: Service, chat: Conversation) -> list[int]:
             code="no_chat_template",
             hint="Use /v1/completions, or start with --chat-template FILE",
         )
-    if "chat_template" in chat.options:
+    if taken := sorted(_RESERVED & chat.options.keys()):
         raise RequestError(
-            "a request may not bring its own chat template", param="chat_template_kwargs"
+            f"chat_template_kwargs may not set {', '.join(taken)}", param="chat_template_kwargs"
         )
     messages = checked_messages(chat.messages)
     if chat.continue_final_message and messages[-1]["role"] != "assistant":

@@ -1,0 +1,35 @@
+"""One served application for a whole file of tests, its fakes reset before each."""
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from banyan.frontend.client import Health
+from tests.server.fakes import Site, steps
+
+
+@pytest.fixture(scope="module")
+def shared_site() -> Iterator[Site]:
+    with Site().serving() as served:
+        yield served
+
+
+@pytest.fixture
+def site(shared_site: Site) -> Site:
+    generator, client = shared_site.generator, shared_site.client
+    generator.script = lambda _: steps("Hel", "lo")
+    generator.hold_after = None
+    generator.asked.clear()
+    client.now = Health(True, True, True)
+    client.calls.clear()
+    client.aborted.clear()
+    shared_site.state.draining = False
+    shared_site.state.dead = ""
+    return shared_site
+
+
+@pytest.fixture
+def http(site: Site) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=site.url, timeout=10) as client:
+        yield client

@@ -1,0 +1,219 @@
+"""A scripted service behind the real application, and the real application on a real socket."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass, replace
+
+import tokenizers
+import uvicorn
+from tokenizers import decoders, models, pre_tokenizers
+
+from banyan.base.ids import RequestId
+from banyan.config.card import ModelCard
+from banyan.config.schema import Config, ModelConfig, ServerConfig
+from banyan.frontend.chat import load_chat
+from banyan.frontend.client import Health
+from banyan.frontend.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
+from banyan.frontend.sampling import Limits
+from banyan.frontend.tokenizer import Tokenizer, TokenizerFacts
+from banyan.messages.events import Ready, Reply, Stats
+from banyan.messages.requests import NO_SCORES
+from banyan.server.app import App
+from banyan.server.connection import Connection
+from banyan.server.routes import create_app
+from banyan.server.state import ServerState, Service
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+
+CARD = ModelCard(
+    path="/nowhere/tiny",
+    format="safetensors",
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    vocab_size=256 + len(SPECIAL),
+    hidden_size=8,
+    intermediate_size=16,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    context_length=4096,
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, and five special ones."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    facts = TokenizerFacts(
+        source="tiny",
+        named={"eos_token": "<|end|>"},
+        eos_ids=(256,),
+        chat_templates={"default": TEMPLATE},
+    )
+    return Tokenizer(backend, facts)
+
+
+@dataclass
+class Step:
+    """One scripted chunk: text, and how it ends. The generator waits for `gate` before it."""
+
+    text: str
+    finish: Finish | None = None
+
+
+class FakeGenerator:
+    """Answers every request with `script`; remembers what it was asked and what was closed."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.script: Callable[[TextRequest], list[Step]] = lambda _: steps("Hel", "lo")
+        self.asked: list[TextRequest] = []
+        self.started = threading.Semaphore(0)
+        self.closed = threading.Semaphore(0)
+        self.open: dict[RequestId, None] = {}
+        self.hold_after: int | None = None
+        """Chunks after which generation waits for ever; None = it does not."""
+
+    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        self.asked.append(request)
+        self.open[request.id] = None
+        self.started.release()
+        try:
+            async for chunk in self._chunks(request):
+                yield chunk
+        finally:
+            del self.open[request.id]
+            self.closed.release()
+
+    async def _chunks(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        num_output, scores = 0, request.scores
+        prompt_scores = [
+            TokenScore(None if i == 0 else -float(i), t, [(-0.5, t)] * scores.top)
+            for i, t in enumerate(request.prompt)
+            if 0 <= scores.start <= i
+        ]
+        for number, step in enumerate(self.script(request)):
+            if number == self.hold_after:
+                await asyncio.Event().wait()
+            ids = self.tokenizer.encode(step.text, add_special_tokens=False)
+            num_output += len(ids)
+            output_scores = [
+                TokenScore(-0.25, t, [(-0.25, t), (-2.0, 1)][: scores.top]) for t in ids
+            ]
+            yield TextChunk(
+                text=step.text,
+                tokens=ids,
+                usage=Usage(len(request.prompt), num_output, cached_tokens=3),
+                prompt_scores=prompt_scores,
+                output_scores=[] if scores.start == NO_SCORES else output_scores,
+                finish=step.finish,
+            )
+            prompt_scores = []
+
+
+def steps(*texts: str, finish: Finish | None = None) -> list[Step]:
+    """Chunks with these texts; the last ends with `finish`, at a stop token unless given."""
+    found = [Step(text) for text in texts]
+    found[-1] = replace(found[-1], finish=finish or Finish("stop", 256))
+    return found
+
+
+class FakeClient:
+    """Stands in for the EngineClient."""
+
+    def __init__(self) -> None:
+        self.stats = Stats(running=2, waiting=1, held_pages=4)
+        self.now = Health(True, True, True)
+        self.calls: list[str] = []
+        self.aborted: list[RequestId] = []
+        self.reply = Reply(1, True, "Cache flushed.")
+
+    def health(self) -> Health:
+        return self.now
+
+    async def control(self, verb: str, **args: object) -> Reply:
+        self.calls.append(verb)
+        return self.reply
+
+    def abort(self, request: RequestId) -> None:
+        self.aborted.append(request)
+
+
+class Site:
+    """The application with its fakes, served on a loopback port by a thread of its own."""
+
+    def __init__(self, config: ServerConfig | None = None, send_timeout_s: float = 30.0) -> None:
+        self.tokenizer = byte_tokenizer()
+        self.generator = FakeGenerator(self.tokenizer)
+        self.client = FakeClient()
+        self.state = ServerState(
+            Config(
+                model=ModelConfig(source="tiny", path=CARD.path, served_name="tiny"),
+                server=config or ServerConfig(),
+            )
+        )
+        self.service = Service(
+            card=CARD,
+            ready=Ready(max_total_tokens=8192, max_request_tokens=4096, max_running=8),
+            client=self.client,
+            generator=self.generator,
+            limits=Limits(CARD.context_length, CARD.vocab_size, (256,)),
+            tokenizer=self.tokenizer,
+            chat=load_chat(self.tokenizer),
+        )
+        self.state.service = self.service
+        self.app: App = create_app(self.state, send_timeout_s)
+        self.url = ""
+        self.loop = asyncio.new_event_loop()
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator["Site"]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        web = uvicorn.Server(
+            uvicorn.Config(
+                self.app,
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        thread = threading.Thread(
+            target=lambda: self.loop.run_until_complete(web.serve([listener])), daemon=True
+        )
+        thread.start()
+        try:
+            yield self
+        finally:
+            self.call(self.app.end_all, "The test is over.")
+            web.should_exit = True
+            thread.join(10)
+            listener.close()
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Run a function on the server's loop, and wait for it."""
+
+        async def run() -> None:
+            function(*args)
+
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(5)
+
+
+def refusal(status: int, text: str = "refused by the engine") -> Finish:
+    return Finish("abort", None, status, text, "engine_error")
+
+
