@@ -1,4 +1,5 @@
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,10 @@ class Answering(BaseHTTPRequestHandler):
         self.send_response(self.server.status)
         self.end_headers()
         self.wfile.write(self.server.answer)
+        if self.server.is_endless:
+            self.wfile.flush()
+            assert self.rfile.read(1) == b""  # returns when the client has closed
+            self.server.was_left.set()
 
     def log_message(self, *_: object) -> None:
         """Keep the test output clean."""
@@ -36,6 +41,8 @@ class Scripted(ThreadingHTTPServer):
     def __init__(self, answer: bytes, status: int) -> None:
         super().__init__(("127.0.0.1", 0), Answering)
         self.answer, self.status = answer, status
+        self.is_endless = False
+        self.was_left = threading.Event()
         self.asked: list[tuple[str, str | None, dict[str, object]]] = []
 
     @property
@@ -148,3 +155,27 @@ def test_control_characters_of_an_answer_do_not_reach_the_terminal() -> None:
 def test_server_flags_are_refused_when_a_server_runs_already() -> None:
     done = talk("http://127.0.0.1:9", "", "--page-size", "32")
     assert done.returncode == 2 and "--page-size goes to a server" in done.stderr
+
+
+def test_ctrl_c_stops_the_answer_and_the_talk_goes_on() -> None:
+    with server(stream("Once", end="")) as scripted:
+        scripted.is_endless = True
+        chat = subprocess.Popen(
+            [sys.executable, "-m", "banyan", "chat", "--url", scripted.url],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert chat.stdin is not None and chat.stdout is not None
+        chat.stdin.write(b"tell\n")
+        chat.stdin.flush()
+        assert chat.stdout.read(4) == b"Once"
+        chat.send_signal(signal.SIGINT)
+        assert scripted.was_left.wait(10)
+        scripted.is_endless = False
+        scripted.answer = stream("End.")
+        rest, _ = chat.communicate(b"more\n/quit\n", timeout=10)
+    assert (rest, chat.returncode) == (b"\nEnd.\n", 0)
+    said = [m["content"] for m in scripted.asked[1][2]["messages"]]  # type: ignore[attr-defined,index]
+    assert said == ["tell", "Once", "more"]

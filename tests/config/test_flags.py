@@ -1,9 +1,11 @@
 import csv
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
+import banyan
 from banyan.base.errors import ConfigError
 from banyan.config.cli import default_of, help_text, parse
 from banyan.config.env import Environment
@@ -12,6 +14,7 @@ from banyan.config.flags.harmless import HARMLESS, LISTS, SUCCESSORS
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Foreign, find, spellings
 from banyan.config.schema import Config
 
+PACKAGE = Path(banyan.__file__).parent
 SPEC = Path(__file__).resolve().parents[3] / "shared" / "spec"
 ALL = [flag for _, flags in GROUPS for flag in flags]
 
@@ -96,6 +99,24 @@ def test_no_flag_is_both_harmless_and_refused_by_another_name() -> None:
 def test_help_shows_every_flag_that_has_an_effect() -> None:
     text = help_text()
     assert [flag.name for flag in ALL if f"--{flag.name}" not in text] == []
+
+
+WITHOUT_A_READER = {
+    "model.cpu_activations",
+    "observe.journal",
+    "observe.journal_bytes",
+    "observe.log_requests",
+    "server.random_seed",
+}
+"""Fields that no room reads. Every name here is a flag without an effect; the list may only shrink."""
+
+
+def test_every_owned_field_is_read_where_work_is_done() -> None:
+    rooms = [p for p in PACKAGE.rglob("*.py") if "flags" not in p.parts and p.name != "schema.py"]
+    text = "\n".join(path.read_text() for path in rooms)
+    fields = {flag.field for flag in ALL}
+    idle = {f for f in fields if not re.search(rf"\.{f.partition('.')[2]}\b", text)}
+    assert idle <= WITHOUT_A_READER
 
 
 @pytest.mark.parametrize(

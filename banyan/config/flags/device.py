@@ -14,13 +14,6 @@ FLAGS = (
         high=1024,
     ),
     Flag(
-        "attention-backend",
-        "device.attention_backend",
-        "attention implementation; auto = the fastest this device has",
-        choices=("auto", "reference"),
-        translate=(("torch_native", "reference"),),
-    ),
-    Flag(
         "threads",
         "parallel.threads",
         "CPU threads of one rank; default: the cores this process may use, shared by the ranks",

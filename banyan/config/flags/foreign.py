@@ -156,6 +156,7 @@ FOREIGN_VALUES: dict[str, tuple[str, ...]] = {
     "lora-eviction-policy": (),
     "lora-backend": (),
     "max-lora-chunk-size": (),
+    "attention-backend": ("auto",),
     "prefill-attention-backend": (),
     "decode-attention-backend": (),
     "sampling-backend": (),
