@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import tokenizers
-from tokenizers import AddedToken
 
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.log import printable
+from banyan.frontend.literals import any_of
 from banyan.frontend.pieces import PieceTable
 
 NAMED_TOKENS = (
@@ -26,6 +26,8 @@ NAMED_TOKENS = (
     "cls_token",
     "mask_token",
 )
+
+_SPACES = re.compile(r"\s*")
 
 # Runs of one kind of character, long enough for a pattern with exponential backtracking to give up.
 _PROBES = tuple(c * 48 + e for c in ("a", "1", " ", "!", "\n", "é") for e in ("", "\x00", "b"))
@@ -65,11 +67,13 @@ class Tokenizer:
         backend.no_padding()
         self.facts = facts
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        self.added = {token.content: id for id, token in backend.get_added_tokens_decoder().items()}
+        added = backend.get_added_tokens_decoder()
+        self._added_tokens = {token.content: token for token in added.values()}
+        self.added = {token.content: id for id, token in added.items()}
         """Texts that are cut out before the vocabulary is applied -> id."""
         named = {facts.named[n] for n in NAMED_TOKENS if n in facts.named}
-        special = {c: t.special for c, t in self._added_tokens().items()}
-        texts = named | set(facts.special) | {c for c, is_special in special.items() if is_special}
+        marked = {text for text, token in self._added_tokens.items() if token.special}
+        texts = named | set(facts.special) | marked
         found = (backend.token_to_id(text) for text in texts)
         self.special_ids = frozenset(id for id in found if id is not None)
         bos = facts.named.get("bos_token")
@@ -135,15 +139,18 @@ class Tokenizer:
         ids: list[int] = []
         at, next_guard, search = 0, 0, 0
         while (match := self._added_pattern.search(text, search)) is not None:
-            start, end = match.span(match.lastindex or 0)
+            start, end = match.span()
             while next_guard < len(guards) and guards[next_guard] <= start:
                 next_guard += 1
-            if next_guard < len(guards) and guards[next_guard] <= end:
+            is_content = next_guard < len(guards) and guards[next_guard] <= end
+            token = self._added_tokens[match.group()]
+            if is_content or (token.single_word and _is_within_word(text, start, end)):
                 search = start + 1
                 continue
-            ids += self._plain(text[at : match.start()], at_start=at == 0)
-            ids.append(self.added[text[start:end]])
-            at = search = match.end()
+            before = text[at:start]
+            ids += self._plain(before.rstrip() if token.lstrip else before, at_start=at == 0)
+            ids.append(self.added[token.content])
+            at = search = _SPACES.match(text, end).end() if token.rstrip else end
         return ids + self._plain(text[at:], at_start=at == 0)
 
     def decode(
@@ -160,9 +167,6 @@ class Tokenizer:
         """
         skipped = self.special_ids if skip_special_tokens else frozenset()
         return self.pieces.text([id for id in ids if id not in skipped])
-
-    def _added_tokens(self) -> dict[str, AddedToken]:
-        return {t.content: t for t in self._backend.get_added_tokens_decoder().values()}
 
     def _frame(self) -> tuple[list[int], list[int]]:
         """The ids that the model wants before and after a plain prompt."""
@@ -184,17 +188,7 @@ class Tokenizer:
 
     @cached_property
     def _added_pattern(self) -> re.Pattern[str]:
-        """Finds added tokens, longest first, with the white space that some of them swallow.
-
-        The token itself is the match's only group.
-        """
-        parts = []
-        for text, token in sorted(self._added_tokens().items(), key=lambda item: -len(item[0])):
-            before = r"\s*" if token.lstrip else ""
-            after = r"\s*" if token.rstrip else ""
-            edge = (r"(?<!\w)", r"(?!\w)") if token.single_word else ("", "")
-            parts.append(f"{before}{edge[0]}({re.escape(text)}){edge[1]}{after}")
-        return re.compile("|".join(parts) or r"(?!)")
+        return any_of(self.added.keys())
 
     @cached_property
     def _prefixes_start(self) -> bool:
@@ -275,3 +269,8 @@ def _encode_error(error: BaseException) -> BaseException:
     if isinstance(error, (UnicodeError, TypeError)):
         return RequestError("the text is not valid Unicode (it has unpaired surrogates)")
     return RequestError(f"the text cannot be tokenized: {printable(str(error))}")
+
+
+def _is_within_word(text: str, start: int, end: int) -> bool:
+    edges = (text[start - 1 : start], text[end : end + 1])
+    return any(char.isalnum() or char == "_" for char in edges)
