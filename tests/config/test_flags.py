@@ -108,7 +108,7 @@ WITHOUT_A_READER = {
     "observe.log_requests",
     "server.random_seed",
 }
-"""Fields that no room reads. Every name here is a flag without an effect; the list may only shrink."""
+"""Fields that no room reads: flags without an effect. This list may only shrink."""
 
 
 def test_every_owned_field_is_read_where_work_is_done() -> None:
