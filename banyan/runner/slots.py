@@ -170,7 +170,8 @@ class SlotTable:
             granted = int(self._granted[group, slot]) * layout.page_size
             if end > granted:
                 raise RowError(
-                    f"the row runs to position {end - 1}; its pages of group {group} end at {granted}"
+                    f"the row runs to position {end - 1}; "
+                    f"its pages of group {group} end at {granted}"
                 )
 
     def _write(self, slot: SlotId, first: int, tokens: np.ndarray) -> None:
