@@ -121,7 +121,7 @@ class SafetensorsFile(MappedFile):
         bits = math.prod(cast(list[int], shape)) * TYPE_BITS[kind]
         if bits % 8 or end - begin != bits // 8:
             raise self.error(
-                f"tensor {label!r} of type {kind} and shape {shape} needs {bits / 8:,} bytes, "
+                f"tensor {label!r} of type {kind} and shape {shape} needs {-(-bits // 8):,} bytes, "
                 f"its data_offsets {offsets} hold {end - begin:,}"
             )
         return TensorInfo(name, tuple(cast(list[int], shape)), kind, self._start + begin, bits // 8)
