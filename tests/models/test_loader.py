@@ -126,14 +126,6 @@ def test_dummy_weights_follow_the_seed_and_need_no_files(tiny_llama, ops, paged)
     assert not torch.allclose(logits(1), logits(2))
 
 
-def test_tied_weights_are_held_once(tiny_llama, ops):
-    _, card = tiny_llama(tie_word_embeddings=True)
-
-    model = load(card, ops)
-
-    assert model.head.weight.weight.data_ptr() == model.embedding.table.data_ptr()
-
-
 def test_weights_do_not_alias_the_file(tiny_llama, ops, paged):
     _, card = tiny_llama()
     model = load(card, ops)

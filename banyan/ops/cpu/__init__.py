@@ -1,6 +1,6 @@
 """Kernels of the CPU, best first; what is not listed runs the plain torch reference."""
 
 KERNELS = {
-    "linear": ["linear:dense"],
+    "linear": ["linear:onednn"],
     "paged_attention": ["attention:paged_attention"],
 }
