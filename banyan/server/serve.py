@@ -7,6 +7,7 @@ function that the composition root gives; drains on SIGTERM. Knows no model and 
 import asyncio
 import contextlib
 import errno
+import os
 import signal
 import socket
 import time
@@ -122,6 +123,13 @@ def check_exposure(server: ServerConfig) -> None:
         log.warning("%s", line)
 
 
+def process_age_s() -> float:
+    """Seconds since this process was started (Linux: proc(5), field 22 of stat)."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers: this file decides what signals mean."""
 
@@ -141,6 +149,7 @@ class Server:
         start_engine: StartEngine,
     ) -> None:
         self.state = ServerState(config)
+        self.state.phases["server process"] = process_age_s()
         self.app: App = create_app(self.state)
         self._config = config
         self._card = card
@@ -209,10 +218,7 @@ class Server:
         return 0
 
     async def _start(self, client: EngineClient) -> None:
-        imported_s = time.monotonic() - self.state.started_s
-        self.state.service = service = await open_service(
-            self.state, self._card, client, imported_s
-        )
+        self.state.service = service = await open_service(self.state, self._card, client)
         host = self._config.server.host
         shown = f"[{host}]" if ":" in host else host
         report(self.state, service, f"http://{shown}:{self._listener.getsockname()[1]}")

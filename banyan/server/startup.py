@@ -26,19 +26,13 @@ READY_LINE = "The server is fired up and ready to roll!"
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-async def open_service(
-    state: ServerState, card: ModelCard, client: EngineClient, imported_s: float
-) -> Service:
+async def open_service(state: ServerState, card: ModelCard, client: EngineClient) -> Service:
     """Load the tokenizer while the engine loads the model, then warm up.
-
-    Args:
-        imported_s: seconds from process start until the server listened.
 
     Raises:
         BanyanError: the engine died, or the tokenizer or template is refused.
     """
     config = state.config
-    state.phases["server process"] = imported_s
     began_s = time.monotonic()
     loading = asyncio.create_task(asyncio.to_thread(_load_words, config))
     try:

@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-import socket
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, replace
 
+import httpx
 import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
@@ -24,6 +24,7 @@ from banyan.messages.requests import NO_SCORES
 from banyan.server.app import App
 from banyan.server.connection import Connection
 from banyan.server.routes import create_app
+from banyan.server.serve import bind
 from banyan.server.state import ServerState, Service
 
 TEMPLATE = (
@@ -179,7 +180,7 @@ class Site:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator["Site"]:
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = bind(replace(self.state.config.server, host="127.0.0.1", port=0))
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         web = uvicorn.Server(
@@ -197,7 +198,8 @@ class Site:
         )
         thread.start()
         try:
-            yield self
+            with httpx.Client(base_url=self.url, timeout=10) as self.http:
+                yield self
         finally:
             self.call(self.app.end_all, "The test is over.")
             web.should_exit = True
@@ -215,5 +217,3 @@ class Site:
 
 def refusal(status: int, text: str = "refused by the engine") -> Finish:
     return Finish("abort", None, status, text, "engine_error")
-
-

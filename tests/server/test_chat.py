@@ -159,9 +159,7 @@ def test_an_engine_failure_in_a_stream_is_its_last_event(site: Site, http: httpx
     assert last["error"]["message"] == "refused by the engine"
 
 
-def test_the_official_client_raises_on_the_error_event(
-    site: Site, client: openai.OpenAI
-) -> None:
+def test_the_official_client_raises_on_the_error_event(site: Site, client: openai.OpenAI) -> None:
     site.generator.script = lambda _: steps("Hel", "", finish=refusal(500))
     with pytest.raises(openai.APIError, match="refused by the engine"):
         list(client.chat.completions.create(model="tiny", messages=USER, stream=True))
@@ -280,7 +278,8 @@ def test_a_live_request_id_cannot_be_taken(site: Site, http: httpx.Client) -> No
     with http.stream(
         "POST", "/v1/chat/completions", json={"messages": USER, "stream": True, "rid": "one"}
     ) as first:
-        next(first.iter_lines())
+        lines = first.iter_lines()
+        next(lines)
         answer = post(http, rid="one")
     assert answer.status_code == 400
     assert answer.json()["message"] == "Duplicate request ID detected: one"

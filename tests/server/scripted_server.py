@@ -1,0 +1,94 @@
+"""A whole server process around a scripted engine; run by test_serve.
+
+Arguments: port, model folder, drain time in seconds. The engine says "a" at a steady pace, until
+max_new_tokens; a request for DEADLY_TOKENS kills it, and the folder's name "late" keeps it from
+ever becoming ready.
+"""
+
+import select
+import sys
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from banyan.base.log import start_logging
+from banyan.config.schema import Config, ModelConfig, ServerConfig
+from banyan.messages.events import Event, Finished, Ready, Stats, Tokens
+from banyan.messages.link import ZmqEngineLink
+from banyan.messages.requests import Abort, Generate
+from banyan.server.serve import run_server
+from tests.server.fakes import CARD
+
+PACE_S = 0.01
+DEADLY_TOKENS = 777
+
+
+@dataclass
+class ScriptedEngine:
+    """Runs in a thread; implements the EngineHandle of run_server."""
+
+    address: str
+    on_death: Callable[[str], None]
+    is_late: bool
+
+    def __post_init__(self) -> None:
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        link = ZmqEngineLink(self.address)
+        if not self.is_late:
+            link.send([Ready(8192, 4096, 8, b'{"phases": {"weights": 0.001}}')])
+        live: dict[str, tuple[Generate, int]] = {}
+        while not self._stopping.is_set():
+            select.select([link.poll_fd()], [], [], PACE_S)
+            events: list[Event] = [Stats()]
+            for message in link.receive():
+                if isinstance(message, Generate):
+                    live[message.request] = (message, 0)
+                elif isinstance(message, Abort) and message.request in live:
+                    asked, count = live.pop(message.request)
+                    events.append(_end(asked, count, "abort"))
+            for name, (asked, count) in list(live.items()):
+                if asked.sampling.max_new_tokens == DEADLY_TOKENS:
+                    self.on_death("engine (pid 1) was killed by SIGKILL")
+                    return
+                letter = array("i", [64]).tobytes()
+                events.append(Tokens(asked.request, count, letter))
+                live[name] = (asked, count + 1)
+                if count + 1 >= asked.sampling.max_new_tokens:
+                    events.append(_end(asked, count + 1, "length"))
+                    del live[name]
+            link.send(events)
+            time.sleep(PACE_S)
+        link.close()
+
+
+def _end(asked: Generate, count: int, reason: str) -> Finished:
+    return Finished(asked.request, reason, len(asked.tokens) // 4, count, 0)
+
+
+def main() -> int:
+    port, folder, drain_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    start_logging("server")
+    config = Config(
+        model=ModelConfig(source="tiny", path=folder, tokenizer_path=folder),
+        server=ServerConfig(port=port, drain_timeout_s=drain_s),
+    )
+    is_late = folder.endswith("late")
+    return run_server(
+        config,
+        replace(CARD, path=folder),
+        lambda address, on_death: ScriptedEngine(address, on_death, is_late),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Who is let in and what is read: keys, hosts, bodies, JSON, headers, slow and vanishing clients."""
+
+import json
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from banyan.base.errors import RequestError
+from banyan.config.schema import ServerConfig
+from banyan.server import auth, connection
+from banyan.server.auth import Guard
+from banyan.server.limits import strict_json
+from banyan.server.routes import all_routes
+from tests.server.fakes import Site, steps
+
+KEY, ADMIN = "sesame-key", "sesame-admin"
+OPEN_PATHS = {"/livez", "/readyz", "/ready", "/health", "/health_generate"}
+ADMIN_SAMPLE = {"/flush_cache", "/abort_request", "/load_lora_adapter", "/configure_logging"}
+USER = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[Site]:
+    with Site(ServerConfig(api_key=KEY, admin_api_key=ADMIN, max_body_bytes=4096)).serving() as s:
+        yield s
+
+
+def ask(site: Site, path: str, key: str = "", method: str = "GET") -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return site.http.request(method, path, headers=headers)
+
+
+@pytest.mark.parametrize("route", all_routes(), ids=lambda r: r.path)
+def test_every_route_but_health_needs_a_key(locked: Site, route: object) -> None:
+    status = ask(locked, route.path, method=route.methods[0]).status_code
+    assert (status != 401) == (route.path in OPEN_PATHS)
+
+
+@pytest.mark.parametrize("route", all_routes(), ids=lambda r: r.path)
+def test_each_route_takes_only_its_own_key(locked: Site, route: object) -> None:
+    method = route.methods[0]
+    wanted, other = (ADMIN, KEY) if route.guard == auth.ADMIN else (KEY, ADMIN)
+    assert ask(locked, route.path, wanted, method).status_code != 401
+    if route.path not in OPEN_PATHS:
+        assert ask(locked, route.path, other, method).status_code == 401
+
+
+def test_the_admin_routes_are_admin_routes() -> None:
+    guarded = {r.path for r in all_routes() if r.guard == auth.ADMIN}
+    assert guarded >= ADMIN_SAMPLE
+
+
+def test_a_refused_key_has_the_body_that_clients_know(locked: Site) -> None:
+    answer = ask(locked, "/v1/models", "wrong")
+    assert answer.status_code == 401 and answer.json() == {"error": "Unauthorized"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["//v1/models", "/V1/models", "/v1/%6dodels", "/v1/models/", "/health/../v1/models", "/healthz",
+     "/metrics/../v1/models", "/nothing"],
+)  # fmt: skip
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+def test_odd_paths_do_not_pass_the_guard(locked: Site, path: str, method: str) -> None:
+    with socket.create_connection(("127.0.0.1", locked.port), timeout=10) as raw:
+        raw.sendall(f"{method} {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+        assert raw.recv(4096).split()[1] == b"401"
+
+
+def test_a_websocket_upgrade_needs_the_key_too(locked: Site) -> None:
+    headers = {"connection": "upgrade", "upgrade": "websocket"}
+    assert httpx.get(f"{locked.url}/v1/realtime", headers=headers).status_code == 401
+
+
+def test_options_tells_methods_without_a_key(locked: Site) -> None:
+    answer = httpx.options(f"{locked.url}/generate")
+    assert answer.status_code == 204 and "POST" in answer.headers["allow"]
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_no_answer_holds_a_key(locked: Site) -> None:
+    for route in all_routes():
+        for key in (KEY, ADMIN):
+            text = ask(locked, route.path, key, route.methods[0]).text
+            assert KEY not in text and ADMIN not in text, route.path
+
+
+def test_admin_routes_need_a_key_from_afar() -> None:
+    guard = Guard("", "", "0.0.0.0")
+    assert guard.judge(auth.ADMIN, b"", "10.0.0.9").status == 403
+    assert guard.judge(auth.ADMIN, b"", "127.0.0.1").status == 200
+    assert guard.judge(auth.KEY, b"", "10.0.0.9").status == 200
+
+
+def test_the_only_key_is_the_admin_key_too() -> None:
+    guard = Guard(KEY, "", "0.0.0.0")
+    assert guard.judge(auth.ADMIN, b"Bearer sesame-key", "10.0.0.9").status == 200
+    assert guard.judge(auth.ADMIN, b"Bearer wrong", "127.0.0.1").status == 401
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:30000", "[::1]:1", "LocalHost:5"])
+def test_a_local_server_answers_to_local_names(http: httpx.Client, host: str) -> None:
+    assert http.get("/v1/models", headers={"host": host}).status_code == 200
+
+
+def test_a_rebound_name_is_421_and_a_foreign_page_403(http: httpx.Client) -> None:
+    assert http.get("/v1/models", headers={"host": "evil.example"}).status_code == 421
+    foreign = http.get("/v1/models", headers={"origin": "https://evil.example"})
+    assert foreign.status_code == 403
+    local = http.get("/v1/models", headers={"origin": "http://localhost:3000"})
+    assert local.status_code == 200
+
+
+def test_a_server_for_the_network_answers_to_any_name() -> None:
+    Guard("", "", "0.0.0.0").check_origin("models.example", "https://app.example")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 100_000, b'{"a":1,"a":2}', b'{"a":NaN}', b'{"a":Infinity}', b'{"a":1e400}',
+     b'{"a":"\\ud800"}', b'{"a":"\x00"}', b'{"a":"\xff"}', b"", b"nope", b'{"a":1}x',
+     b'{"a":' + b"9" * 5000 + b"}"],
+    ids=lambda b: repr(b[:24]),
+)  # fmt: skip
+def test_json_that_readers_disagree_on_is_refused(http: httpx.Client, body: bytes) -> None:
+    for path in ("/v1/chat/completions", "/generate", "/tokenize"):
+        answer = http.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, path
+        assert answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_large_integers_stay_exact() -> None:
+    assert strict_json(b'{"a": 123456789012345678901}') == {"a": 123456789012345678901}
+
+
+def test_a_duplicate_key_is_named() -> None:
+    with pytest.raises(RequestError, match="'x' appears twice"):
+        strict_json(b'{"a": [{"x": 1, "x": 2}]}')
+
+
+@pytest.mark.parametrize("body", [b"[]", b'"text"', b"3", b"null"])
+def test_a_body_that_is_no_object_is_refused(http: httpx.Client, body: bytes) -> None:
+    assert http.post("/generate", content=body).status_code == 400
+
+
+def test_openai_routes_take_json_only(http: httpx.Client) -> None:
+    body = json.dumps({"messages": USER})
+    plain = http.post("/v1/chat/completions", content=body, headers={"content-type": "text/plain"})
+    assert plain.status_code == 400
+    assert "Only 'application/json' is allowed" in plain.json()["message"]
+    with_charset = {"content-type": "application/json; charset=utf-8"}
+    assert http.post("/v1/chat/completions", content=body, headers=with_charset).status_code == 200
+
+
+def test_a_compressed_body_is_refused(http: httpx.Client) -> None:
+    answer = http.post("/generate", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
+    assert answer.status_code == 400
+
+
+def headed(site: Site, head: bytes, body: bytes = b"") -> bytes:
+    """The status of a raw request."""
+    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as raw:
+        raw.sendall(head + b"\r\n" + body)
+        return raw.recv(4096).split()[1]
+
+
+AUTH = f"Host: localhost\r\nAuthorization: Bearer {KEY}\r\n".encode()
+POST = b"POST /generate HTTP/1.1\r\n" + AUTH
+
+
+def test_a_body_above_the_limit_is_413_however_it_comes(locked: Site) -> None:
+    assert headed(locked, POST + b"Content-Length: 5000\r\n") == b"413"
+    assert headed(locked, POST + b"Content-Length: 99999999999999999999999\r\n") in (b"413", b"400")
+    chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
+    assert headed(locked, POST + b"Transfer-Encoding: chunked\r\n", chunk * 2) == b"413"
+
+
+def test_headers_beyond_the_bounds_are_431(locked: Site) -> None:
+    many = b"".join(b"x-%d: 1\r\n" % i for i in range(10_000))
+    assert headed(locked, b"GET /livez HTTP/1.1\r\n" + many) == b"431"
+    assert headed(locked, b"GET /livez HTTP/1.1\r\nx: " + b"y" * (1 << 17) + b"\r\n") == b"431"
+
+
+def test_headers_that_never_end_are_408(locked: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "HEADER_TIMEOUT_S", 0.05)
+    with socket.create_connection(("127.0.0.1", locked.port), timeout=10) as raw:
+        raw.sendall(b"GET /livez HTTP/1.1\r\nHost: loc")
+        assert raw.recv(4096).split()[1] == b"408"
+
+
+def test_a_client_s_request_id_is_only_echoed_escaped(http: httpx.Client) -> None:
+    given = b"tcp://evil:1\xe9\t" + b"x" * 4096
+    answer = http.get("/livez", headers={b"x-request-id": given})
+    assert answer.headers["x-request-id"].isalnum()
+    echoed = answer.headers["x-client-request-id"]
+    assert echoed.startswith("tcp://evil:1\\xe9") and len(echoed) < 300
+
+
+def test_a_vanished_stream_client_ends_its_request(site: Site, http: httpx.Client) -> None:
+    site.generator.hold_after = 1
+    body = {"messages": USER, "stream": True, "n": 2}
+    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert len(site.generator.open) == 2
+        while site.generator.closed.acquire(blocking=False):
+            pass
+    assert site.generator.closed.acquire(timeout=5) and site.generator.closed.acquire(timeout=5)
+    assert not site.generator.open
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+def test_a_vanished_waiting_client_ends_its_request(site: Site, path: str) -> None:
+    generator = site.generator
+    generator.hold_after = 0
+    for semaphore in (generator.started, generator.closed):
+        while semaphore.acquire(blocking=False):
+            pass
+    body = json.dumps({"messages": USER, "prompt": "a", "text": "a"}).encode()
+    if path == "/generate":
+        body = b'{"text": "a"}'
+    elif path == "/v1/completions":
+        body = b'{"prompt": "a"}'
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    raw = socket.create_connection(("127.0.0.1", site.port))
+    raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    assert generator.started.acquire(timeout=5)
+    raw.close()
+    assert generator.closed.acquire(timeout=5)
+    assert not generator.open
+
+
+def test_a_client_that_never_reads_is_cut_off_and_its_request_ended() -> None:
+    with Site(send_timeout_s=0.2).serving() as own:
+        own.generator.script = lambda _: steps(*["x" * 1000] * 20_000)
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect(("127.0.0.1", own.port))
+        body = json.dumps({"text": "a", "stream": True}).encode()
+        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+        raw.sendall(head % len(body) + body)
+        assert own.generator.closed.acquire(timeout=20)
+        raw.close()
+
+
+def test_reset_connections_leave_nothing(site: Site, http: httpx.Client) -> None:
+    for _ in range(200):
+        socket.create_connection(("127.0.0.1", site.port)).close()
+    assert http.get("/livez").status_code == 200
+
+
+def test_strict_servers_refuse_what_others_report() -> None:
+    with Site(ServerConfig(strict_requests=True)).serving() as strict:
+        post = lambda path, body: httpx.post(strict.url + path, json=body)  # noqa: E731
+        assert post("/v1/chat/completions", {"messages": USER, "user": "u"}).status_code == 400
+        assert post("/v1/chat/completions", {"messages": USER, "model": "x"}).status_code == 404
+        assert post("/generate", {"text": "a", "frobnicate": 1}).status_code == 400
+        assert post("/v1/chat/completions", {"messages": USER}).status_code == 200

@@ -1,0 +1,66 @@
+"""/generate over HTTP: whole, cumulative and batched answers, and its errors."""
+
+import json
+
+import httpx
+
+from tests.server.fakes import Site, refusal, steps
+
+
+def post(http: httpx.Client, **fields: object) -> httpx.Response:
+    return http.post("/generate", json={"text": "ab", **fields})
+
+
+def stream(http: httpx.Client, **fields: object) -> list[dict]:
+    answer = post(http, stream=True, **fields)
+    lines = answer.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""], answer.text
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def test_an_answer_has_text_ids_and_meta_info(http: httpx.Client) -> None:
+    body = post(http).json()
+    assert body["text"] == "Hello" and len(body["output_ids"]) == 5
+    assert body["meta_info"]["finish_reason"] == {"type": "stop", "matched": 256}
+    assert body["meta_info"]["prompt_tokens"] == 2
+
+
+def test_a_stream_is_cumulative(http: httpx.Client) -> None:
+    assert [c["text"] for c in stream(http)] == ["Hel", "Hello"]
+
+
+def test_a_batch_answers_as_a_list(http: httpx.Client) -> None:
+    assert [a["text"] for a in post(http, text=["a", "b"]).json()] == ["Hello", "Hello"]
+
+
+def test_fields_without_effect_are_in_header_and_body(http: httpx.Client) -> None:
+    answer = post(http, frobnicate=1)
+    assert "frobnicate" in answer.headers["x-banyan-warnings"]
+    assert answer.json()["meta_info"]["not_honoured"] == ["frobnicate"]
+
+
+def test_errors_have_the_native_message(http: httpx.Client) -> None:
+    answer = post(http, sampling_params={"temperature": -1})
+    assert answer.status_code == 400
+    assert "temperature must be" in answer.json()["error"]["message"]
+
+
+def test_zero_new_tokens_are_legal_here(site: Site, http: httpx.Client) -> None:
+    assert post(http, sampling_params={"max_new_tokens": 0}).status_code == 200
+    assert site.generator.asked[-1].sampling.max_new_tokens == 0
+
+
+def test_a_failure_in_a_stream_is_its_last_event(site: Site, http: httpx.Client) -> None:
+    site.generator.script = lambda _: steps("Hel", "", finish=refusal(503))
+    error = stream(http)[-1]["error"]
+    assert (error["code"], error["retryable"]) == (503, True)
+
+
+def test_a_live_request_id_cannot_be_taken(site: Site, http: httpx.Client) -> None:
+    site.generator.hold_after = 1
+    body = {"text": "a", "stream": True, "rid": "one"}
+    with http.stream("POST", "/generate", json=body) as first:
+        lines = first.iter_lines()
+        next(lines)
+        answer = post(http, rid="one")
+    assert answer.json()["error"]["message"] == "Duplicate request ID detected: one"

@@ -1,0 +1,172 @@
+"""The smaller routes: health, models, tokens, facts, orders, and what is not available."""
+
+import httpx
+import pytest
+
+from banyan.frontend.client import Health
+from banyan.messages.events import Reply
+from banyan.server.unavailable import unavailable_routes
+from tests.server.fakes import Site
+
+STUCK = Health(True, True, False, "A step has been running for 400.0 s.")
+
+
+def test_health_answers_200_with_no_body(http: httpx.Client) -> None:
+    answer = http.get("/health")
+    assert answer.status_code == 200 and answer.content == b""
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/ready", "/ping", "/health_generate"])
+def test_a_serving_server_is_well_on_every_health_route(http: httpx.Client, path: str) -> None:
+    assert http.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/readyz", "/ready", "/ping"])
+def test_a_stuck_engine_is_a_503_with_the_reason(site: Site, http: httpx.Client, path: str) -> None:
+    site.client.now = STUCK
+    answer = http.get(path)
+    assert answer.status_code == 503 and "400.0 s" in answer.text
+    assert http.get("/livez").status_code == 200
+
+
+def test_before_the_engine_is_ready_the_process_lives_and_refuses_work(
+    site: Site, http: httpx.Client
+) -> None:
+    site.state.service = None
+    try:
+        assert http.get("/livez").status_code == 200
+        assert http.get("/readyz").status_code == 503
+        assert http.get("/health").status_code == 503
+        refused = http.post("/generate", json={"text": "a"})
+    finally:
+        site.state.service = site.service
+    assert refused.status_code == 503 and "retry-after" in refused.headers
+
+
+def test_draining_refuses_new_work_but_is_healthy(site: Site, http: httpx.Client) -> None:
+    site.state.draining = True
+    assert http.get("/readyz").status_code == 503
+    assert http.get("/health").status_code == 200
+    refused = http.post("/generate", json={"text": "a"})
+    assert refused.status_code == 503 and "retry-after" in refused.headers
+
+
+def test_the_model_is_listed_and_found_by_name(http: httpx.Client) -> None:
+    listed = http.get("/v1/models").json()
+    assert listed["object"] == "list"
+    assert listed["data"][0]["id"] == "tiny" and listed["data"][0]["max_model_len"] == 4096
+    assert http.get("/v1/models/tiny").json() == listed["data"][0]
+
+
+def test_another_model_does_not_exist(http: httpx.Client) -> None:
+    answer = http.get("/v1/models/other/name")
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": "The model 'other/name' does not exist",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+def test_text_goes_to_ids_and_back(http: httpx.Client, prefix: str) -> None:
+    found = http.post(f"{prefix}/tokenize", json={"prompt": "aé"}).json()
+    assert found["count"] == 3 and found["max_model_len"] == 4096
+    back = http.post(f"{prefix}/detokenize", json={"tokens": found["tokens"]}).json()
+    assert back == {"text": "aé"}
+
+
+def test_batches_of_texts_and_ids_answer_as_lists(http: httpx.Client) -> None:
+    found = http.post("/tokenize", json={"prompt": ["a", "bc"]}).json()
+    assert found["count"] == [1, 2]
+    back = http.post("/detokenize", json={"tokens": found["tokens"]}).json()
+    assert back == {"text": ["a", "bc"]}
+
+
+def test_messages_are_tokenised_as_chat_does(http: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    assert http.post("/tokenize", json={"messages": messages}).json()["count"] == 5
+    bare = http.post("/tokenize", json={"messages": messages, "add_generation_prompt": False})
+    assert bare.json()["count"] == 4
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": 3}),
+        ("/tokenize", {"prompt": "a", "messages": []}),
+        ("/detokenize", {"tokens": [999]}),
+        ("/detokenize", {"tokens": ["a"]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": 3}),
+    ],
+)
+def test_bad_token_requests_are_400(http: httpx.Client, path: str, body: object) -> None:
+    assert http.post(path, json=body).status_code == 400
+
+
+def test_flushing_says_what_the_engine_said(site: Site, http: httpx.Client) -> None:
+    answer = http.post("/flush_cache")
+    assert answer.status_code == 200 and answer.text.startswith("Cache flushed.")
+    site.client.reply = Reply(1, False, "Cache not flushed: 1 running.")
+    try:
+        assert http.get("/flush_cache").status_code == 400
+    finally:
+        site.client.reply = Reply(1, True, "Cache flushed.")
+    assert site.client.calls == ["flush_cache", "flush_cache"]
+
+
+def test_abort_ends_requests_by_prefix(site: Site, http: httpx.Client) -> None:
+    site.generator.hold_after = 1
+    body = {"text": ["a", "b"], "stream": True, "rid": "job"}
+    with http.stream("POST", "/generate", json=body) as open_:
+        lines = open_.iter_lines()
+        next(lines)
+        assert http.post("/abort_request", json={"rid": "job_"}).json() == {"aborted": 2}
+        assert http.post("/abort_request", json={"rid": "other"}).json() == {"aborted": 0}
+    assert sorted(site.client.aborted) == ["job_0", "job_1"]
+
+
+def test_abort_without_a_name_is_refused(http: httpx.Client) -> None:
+    assert http.post("/abort_request", json={}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_model_info_tells_what_is_served(http: httpx.Client, path: str) -> None:
+    body = http.get(path).json()
+    assert body["is_generation"] is True
+    assert body["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
+def test_server_info_is_flat_and_holds_the_internal_state(http: httpx.Client, path: str) -> None:
+    body = http.get(path).json()
+    assert body["status"] == "ready" and body["model_path"] == "tiny"
+    assert body["max_total_num_tokens"] == 8192
+    assert len(body["internal_states"]) == 1
+
+
+def test_load_is_a_list_with_one_entry_per_rank(http: httpx.Client) -> None:
+    assert http.get("/get_load").json() == [
+        {"dp_rank": 0, "num_reqs": 3, "num_waiting_reqs": 1, "num_tokens": 64}
+    ]
+
+
+def test_known_routes_that_are_missing_say_so(http: httpx.Client) -> None:
+    for route in unavailable_routes():
+        answer = http.request(route.methods[0], route.path)
+        assert answer.status_code == 501, route.path
+        assert answer.json()["message"].endswith("."), route.path
+
+
+def test_an_unknown_route_is_404_and_a_wrong_method_405(http: httpx.Client) -> None:
+    assert http.get("/nope").status_code == 404
+    answer = http.get("/generate")
+    assert answer.status_code == 405 and answer.headers["allow"] == "POST, PUT"
+
+
+def test_head_is_get_without_a_body(http: httpx.Client) -> None:
+    answer = http.head("/")
+    assert answer.status_code == 200 and answer.content == b""

@@ -1,0 +1,219 @@
+"""A server process from start to exit: ready line, drain, second signal, a dying engine."""
+
+import contextlib
+import json
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from banyan.base.errors import CapacityError, ConfigError
+from banyan.config.schema import ServerConfig
+from banyan.server.serve import bind, check_exposure
+from tests.server.fakes import TEMPLATE, byte_tokenizer
+from tests.server.scripted_server import DEADLY_TOKENS
+
+ROOT = Path(__file__).resolve().parents[2]
+READY = "The server is fired up and ready to roll!"
+
+
+class Process:
+    """One scripted server; its log lines come through a queue."""
+
+    def __init__(self, folder: Path, drain_s: float) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        command = [sys.executable, "-m", "tests.server.scripted_server"]
+        self.process = subprocess.Popen(
+            [*command, str(self.port), str(folder), str(drain_s)],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=20)
+
+    def wait_line(self, part: str) -> None:
+        """Wait for a log line that holds `part`."""
+        while (line := self._queue.get(timeout=20)) is not None:
+            self.lines.append(line)
+            if part in line:
+                return
+        raise AssertionError(f"no {part!r} in\n" + "".join(self.lines))
+
+    def end(self, timeout_s: float = 20.0) -> int:
+        code = self.process.wait(timeout_s)
+        self._reader.join(10)
+        return code
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._queue.put(line)
+        self._queue.put(None)
+
+
+def write_tokenizer(folder: Path) -> Path:
+    folder.mkdir()
+    byte_tokenizer()._backend.save(str(folder / "tokenizer.json"))
+    facts = {"eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+    return folder
+
+
+@contextlib.contextmanager
+def serving(folder: Path, drain_s: float = 10.0, until: str = READY) -> Iterator[Process]:
+    server = Process(folder, drain_s)
+    try:
+        server.wait_line(until)
+        yield server
+    finally:
+        server.http.close()
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path / "model")
+
+
+def stream(server: Process, num_tokens: int, first: threading.Barrier, out: list[str]) -> None:
+    """Read one stream to its end into `out`; pass the barrier after the first event."""
+    body = {"prompt": "x", "max_tokens": num_tokens, "stream": True}
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = (line for line in answer.iter_lines() if line)
+        out.append(next(lines))
+        first.wait(20)
+        out.extend(lines)
+
+
+def start_streams(server: Process, count: int, num_tokens: int) -> tuple[list, list[list[str]]]:
+    """`count` streams that have each had their first event."""
+    first = threading.Barrier(count + 1)
+    outs: list[list[str]] = [[] for _ in range(count)]
+    threads = [
+        threading.Thread(target=stream, args=(server, num_tokens, first, out)) for out in outs
+    ]
+    for thread in threads:
+        thread.start()
+    first.wait(20)
+    return threads, outs
+
+
+def test_start_prints_phases_the_ready_line_and_a_command(model: Path) -> None:
+    with serving(model) as server:
+        server.wait_line("try: curl http://127.0.0.1:")
+        text = "".join(server.lines)
+        assert "start-up took" in text and "engine: weights" in text and "warm-up" in text
+        assert server.http.get("/health").status_code == 200
+        info = server.http.get("/server_info").json()
+        assert sum(info["startup_phases"].values()) == pytest.approx(info["startup_time"])
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+        answer = server.http.post("/v1/chat/completions", json=chat).json()
+        assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_a_server_that_is_not_ready_is_alive_and_can_be_stopped(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "late")
+    server = Process(folder, 10.0)
+    try:
+        transport = httpx.HTTPTransport(retries=5)
+        with httpx.Client(base_url=server.http.base_url, transport=transport) as patient:
+            assert patient.get("/livez").status_code == 200
+            assert patient.get("/readyz").status_code == 503
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+    finally:
+        server.http.close()
+        server.process.kill()
+        server.process.wait()
+
+
+def test_a_drain_lets_streams_end_and_refuses_new_requests(model: Path) -> None:
+    with serving(model) as server:
+        threads, outs = start_streams(server, 8, 60)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_line("draining requests=8")
+        assert server.http.get("/readyz").status_code == 503
+        refused = server.http.post("/generate", json={"text": "a"})
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        for thread in threads:
+            thread.join(20)
+        assert server.end() == 0
+    for out in outs:
+        assert out[-1] == "data: [DONE]"
+        assert json.loads(out[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+
+
+def test_streams_beyond_the_drain_time_get_a_last_event(model: Path) -> None:
+    with serving(model, drain_s=0.1) as server:
+        threads, outs = start_streams(server, 4, 4000)
+        server.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(20)
+        assert server.end() == 0
+    for out in outs:
+        assert out[-1] == "data: [DONE]"
+        assert json.loads(out[-2].removeprefix("data: "))["error"]["code"] == 503
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
+def test_a_second_signal_or_an_interrupt_ends_at_once(model: Path, signals: tuple) -> None:
+    with serving(model, drain_s=600) as server:
+        threads, outs = start_streams(server, 2, 4000)
+        for number in signals:
+            server.process.send_signal(number)
+            server.wait_line(f"received {number.name}")
+        assert server.end(10) == 0
+        for thread in threads:
+            thread.join(20)
+    assert all(out[-1] == "data: [DONE]" for out in outs)
+
+
+def test_a_dead_engine_is_a_503_then_an_exit_with_its_own_code(model: Path) -> None:
+    with serving(model) as server:
+        threads, outs = start_streams(server, 2, 4000)
+        deadly = {"prompt": "x", "max_tokens": DEADLY_TOKENS}
+        answer = server.http.post("/v1/completions", json=deadly)
+        assert answer.status_code == 503 and "SIGKILL" in answer.text
+        for thread in threads:
+            thread.join(20)
+        for path in ("/health", "/readyz"):
+            assert server.http.get(path).status_code == 503
+        assert server.http.post("/generate", json={"text": "a"}).status_code == 503
+        assert server.http.get("/livez").status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 5
+    for out in outs:
+        assert out[-1] == "data: [DONE]" and "SIGKILL" in out[-2]
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CapacityError, match=f"127.0.0.1:{port} is in use"):
+            bind(ServerConfig(port=port))
+
+
+def test_an_address_of_no_machine_is_named() -> None:
+    with pytest.raises(ConfigError, match="203.0.113.7"):
+        bind(ServerConfig(host="203.0.113.7"))
+
+
+def test_an_open_server_warns_and_require_key_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    check_exposure(ServerConfig(host="0.0.0.0"))
+    assert "Anyone who reaches 0.0.0.0" in caplog.text
+    with pytest.raises(ConfigError, match="--require-key"):
+        check_exposure(ServerConfig(host="0.0.0.0", require_key=True))
+    check_exposure(ServerConfig(host="0.0.0.0", require_key=True, api_key="k"))
