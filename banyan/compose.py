@@ -125,7 +125,7 @@ def _serve_engine(orders: Orders) -> None:
     try:
         run_engine(orders.config, orders.card, link, started)
     except BanyanError as error:
-        link.send([Fatal(str(error))])
+        link.send([Fatal(str(error), error.exit_code)])
         raise
     finally:
         link.close()

@@ -16,6 +16,13 @@ class BanyanError(Exception):
         self.text = text
         self.hint = hint
 
+    @classmethod
+    def told(cls, text: str, exit_code: int) -> "BanyanError":
+        """An error that another process has reported, to end with the same code."""
+        error = cls(text)
+        error.exit_code = exit_code
+        return error
+
 
 class ConfigError(BanyanError):
     """A start-up argument, model file or combination that cannot work."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from banyan.base.clock import Clock, WallClock
-from banyan.base.errors import BanyanError, RequestError
+from banyan.base.errors import BanyanError, DeviceError, RequestError
 from banyan.base.ids import RequestId
 from banyan.base.log import logger, printable
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
@@ -115,7 +115,7 @@ class EngineClient:
         link: the front's end; closed by `close`.
         origin: which front this is, when an engine serves several.
         heartbeat_timeout_s: silence after which the engine no longer counts as progressing.
-        watchdog_s: age of a step after which the engine counts as stuck.
+        watchdog_s: age of a step after which the engine counts as stuck; no silence may be longer.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class EngineClient:
         self._link = link
         self._clock = clock or WallClock()
         self._origin = origin
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._heartbeat_timeout_s = min(heartbeat_timeout_s, watchdog_s)
         self._watchdog_s = watchdog_s
         self._max_waiting_events = max_waiting_events
         self._streams: dict[RequestId, EventStream] = {}
@@ -149,6 +149,7 @@ class EngineClient:
         self._ready: Ready | None = None
         self._lost = ""
         """Why the engine is gone; "" while it is not."""
+        self._exit_code = DeviceError.exit_code
         self._decided = asyncio.Event()
         """Ready has come, or the engine is lost."""
 
@@ -172,7 +173,7 @@ class EngineClient:
         """Wait until the engine can admit requests; BanyanError when it dies instead."""
         await self._decided.wait()
         if self._ready is None:
-            raise BanyanError(self._lost)
+            raise BanyanError.told(self._lost, self._exit_code)
         return self._ready
 
     def submit(self, generate: Generate) -> EventStream:
@@ -215,11 +216,11 @@ class EngineClient:
         finally:
             del self._calls[call]
 
-    def engine_lost(self, reason: str) -> None:
+    def engine_lost(self, reason: str, exit_code: int = DeviceError.exit_code) -> None:
         """The engine is gone (from the supervisor, or its own Fatal): end all that waits for it."""
         if self._lost:
             return
-        self._lost = reason or "The engine ended."
+        self._lost, self._exit_code = reason or "The engine ended.", exit_code
         self._decided.set()
         log.info("engine lost reason=%s", printable(self._lost))
         streams, self._streams = self._streams, {}
@@ -299,7 +300,7 @@ class EngineClient:
                 self.stats_at_s = self._clock.now()
                 self._decided.set()
             case Fatal():
-                self.engine_lost(event.text)
+                self.engine_lost(event.text, event.exit_code)
 
     def _heard(self, stats: Stats) -> None:
         self.stats = stats

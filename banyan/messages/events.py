@@ -2,6 +2,7 @@
 
 import msgspec
 
+from banyan.base.errors import DeviceError
 from banyan.base.ids import RequestId
 from banyan.messages.plan import RowScores
 
@@ -91,6 +92,8 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     """The engine cannot go on; every open request has ended. Last message of an engine."""
 
     text: str
+    exit_code: int = DeviceError.exit_code
+    """What the server that serves it should end with (base/errors.py)."""
 
 
 Event = Tokens | Finished | Failed | Reply | Ready | Stats | Fatal

@@ -205,9 +205,10 @@ async def test_before_ready_requests_are_refused_with_503():
 @asynchronous
 async def test_waiting_for_ready_ends_with_the_reason_when_the_engine_dies_first():
     async with serving(counting, ready=False) as (client, engine):
-        engine.say(Fatal("no such file"))
-        with pytest.raises(BanyanError, match="no such file"):
+        engine.say(Fatal("no such file", exit_code=3))
+        with pytest.raises(BanyanError, match="no such file") as caught:
             await client.ready()
+        assert caught.value.exit_code == 3
 
 
 @asynchronous

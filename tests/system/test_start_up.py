@@ -73,7 +73,7 @@ def test_a_config_that_is_not_json_is_named(copy, log):
 
 
 def test_a_missing_tensor_is_named(copy, log):
-    spoil_header(copy, lambda header: header.pop("model.norm.weight"))
+    spoil_header(copy, lambda h: h.update({"model.form.weight": h.pop("model.norm.weight")}))
     assert "model.norm.weight" in refused(log, "--model-path", str(copy))
 
 
