@@ -12,7 +12,7 @@ Knows page ids and counts; not tensors, not bytes, not when or why.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -22,11 +22,10 @@ from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup, unit_tokens
 from banyan.memory.pool import PagePool
 from banyan.memory.radix import Node, RadixTree
 from banyan.memory.stamps import Horizon
+from banyan.memory.states import StateCopies
 from banyan.messages.plan import PageCopy, PageGrant
 
 TOKEN_BYTES = 4
-_VOID = "\0void"
-"""Writer of a checkpoint whose content proved wrong; no request may bear this name."""
 
 
 class Ledger(msgspec.Struct, frozen=True):
@@ -68,19 +67,6 @@ class Match:
     tokens: int
 
 
-@dataclass(frozen=True)
-class _OpenCopy:
-    """A state copy that has not ended. `node` is the source of a restore, the target of a
-    checkpoint."""
-
-    group: int
-    node: Node
-    page: PageId
-    is_checkpoint: bool
-    step: StepId
-    writer: str
-
-
 class KVCache:
     """Pools, tree and leases of one replica.
 
@@ -101,11 +87,11 @@ class KVCache:
             groups, eviction_key, lambda g, pages, stamp: self.pools[g].release(pages, stamp)
         )
         self._share = share
-        self.has_state = any(g.kind == STATE for g in groups)
+        self._states = StateCopies(groups, self.pools, self.tree, self.horizon)
+        self.has_state = bool(self._states.state_groups)
         self._promises: dict[StepId, list[Node]] = {}
-        self._copies: dict[int, _OpenCopy] = {}
-        self._next_copy = 1
         self._held = [0] * len(groups)
+        """Per group, private pages of all leases."""
 
     # -- finding and taking a prefix ---------------------------------------------------------
 
@@ -113,7 +99,7 @@ class KVCache:
         """Longest prefix of ≤ `limit` tokens that is valid in every group. Changes nothing."""
         if not self._share:
             return Match([], 0)
-        path = list(self.tree.walk(namespace, self._keys(tokens, 0, limit // self.unit)))
+        path = list(self.tree.walk(namespace, _keys(tokens, self.unit, 0, limit // self.unit)))
         depth = len(path)
         while depth and not self._is_usable(path, depth):
             depth -= 1
@@ -134,7 +120,7 @@ class KVCache:
             lease.locked.append({})
             if group.kind == STATE:
                 continue
-            first = 0 if group.kind == FULL else self._first_needed(group, depth * self.unit)
+            first = 0 if group.kind == FULL else group.first_read(depth * self.unit)
             for index in range(depth):
                 node = match.path[index]
                 if index >= first // self.unit:
@@ -148,18 +134,12 @@ class KVCache:
 
     def restores(self, lease: Lease, row: int, step: StepId) -> list[PageCopy]:
         """Copies that bring the states of a matched prefix into the lease's live pages."""
-        copies: list[PageCopy] = []
         if not lease.path:
-            return copies
-        node = lease.path[-1]
-        for g, group in enumerate(self.groups):
-            if group.kind == STATE:
-                self.tree.lock(node, g)
-                source = node.pages[g][0]
-                copies.append(
-                    self._open(_OpenCopy(g, node, source, False, step, ""), lease.tables[g][0], row)
-                )
-        return copies
+            return []
+        return [
+            self._states.restore(lease.path[-1], g, lease.tables[g][0], row, step)
+            for g in self._states.state_groups
+        ]
 
     # -- room ---------------------------------------------------------------------------------
 
@@ -225,7 +205,7 @@ class KVCache:
         """
         if not self._share:
             return
-        for key in self._keys(tokens, len(lease.path), computed // self.unit):
+        for key in _keys(tokens, self.unit, len(lease.path), computed // self.unit):
             parent = lease.path[-1] if lease.path else None
             if parent is not None and not parent.is_attached:
                 return  # the prefix proved wrong: its users are about to be recomputed
@@ -248,7 +228,7 @@ class KVCache:
         for g, group in enumerate(self.groups):
             if group.kind != WINDOW:
                 continue
-            first = self._first_needed(group, lowest)
+            first = group.first_read(lowest)
             stamp = self.horizon.now()
             gone = [i for i in lease.private[g] if (i + 1) * group.page_tokens <= first]
             for index in gone:
@@ -271,20 +251,11 @@ class KVCache:
         """Copies that keep the states of a prefix of `end` published tokens, if there is room."""
         if end != len(lease.path) * self.unit or not lease.path[-1].is_attached:
             return []
-        copies: list[PageCopy] = []
-        node = lease.path[-1]
-        for g, group in enumerate(self.groups):
-            if group.kind != STATE or node.pages[g] or self._is_copied_to(node, g):
-                continue
-            if self._make_room([1 if i == g else 0 for i in range(len(self.groups))]):
-                (page,) = self.pools[g].take(1)
-                self._held[g] += 1
-                copies.append(
-                    self._open(
-                        _OpenCopy(g, node, page, True, step, writer), lease.tables[g][0], row
-                    )
-                )
-        return copies
+        copies = [
+            self._states.checkpoint(lease.path[-1], g, lease.tables[g][0], row, step, writer)
+            for g in self._states.state_groups
+        ]
+        return [copy for copy in copies if copy is not None]
 
     # -- letting go ---------------------------------------------------------------------------
 
@@ -306,30 +277,14 @@ class KVCache:
         self.horizon.completed = step
         for node in self._promises.pop(step, ()):
             node.promised, node.writer = NO_STEP, ""
-        self._settle_pools()
+        for pool in self.pools:
+            pool.settle()
 
-    def end_copies(self, ids: list[int], failed: list[int]) -> list[Node]:
-        """Copies have ended; returns the source nodes of restores that failed."""
-        broken: list[Node] = []
-        for copy_id in (*ids, *failed):
-            copy = self._copies.pop(copy_id, None)
-            if copy is None:
-                continue
-            del self.horizon.open_copies[copy_id]
-            is_good = copy_id not in failed
-            if copy.is_checkpoint:
-                self._held[copy.group] -= 1
-                wanted = copy.node.is_attached and not copy.node.pages[copy.group]
-                if is_good and wanted and copy.writer != _VOID:
-                    self.tree.attach(copy.node, copy.group, [copy.page], self.horizon.now())
-                else:
-                    self.pools[copy.group].release([copy.page], self.horizon.now())
-            else:
-                self.tree.unlock(copy.node, copy.group, self.horizon.now())
-                if not is_good:
-                    broken.append(copy.node)
-        self._settle_pools()
-        return broken
+    def end_copies(self, ids: list[int], failed: list[int]) -> None:
+        """State copies have ended."""
+        self._states.end(ids, failed)
+        for pool in self.pools:
+            pool.settle()
 
     def forget_promises(self, step: StepId, writer: str = "") -> list[Node]:
         """Rule R2's other half: drop what steps ≥ `step` promised (of one writer, or of all).
@@ -342,16 +297,8 @@ class KVCache:
                 if node.is_attached and writer in ("", node.writer):
                     self.tree.drop_subtree(node, self.horizon.now())
                     dropped.append(node)
-        for copy_id, copy in self._copies.items():
-            if copy.is_checkpoint and copy.step >= step and writer in ("", copy.writer):
-                self._copies[copy_id] = replace(copy, writer=_VOID)
+        self._states.void(step, writer)
         return dropped
-
-    def drop_state(self, node: Node) -> None:
-        """A state that could not be read back is not offered again."""
-        for g, group in enumerate(self.groups):
-            if group.kind == STATE and node.is_attached and node.pages[g] and not node.locks[g]:
-                self.tree.drop_pages(node, g)
 
     def flush(self) -> None:
         """Evict everything that no request uses."""
@@ -361,7 +308,8 @@ class KVCache:
 
     def ledger(self, group: int) -> Ledger:
         pool = self.pools[group]
-        return Ledger(pool.total, pool.free, self.tree.cached[group], self._held[group], pool.limbo)
+        held = self._held[group] + len(self._states.held(group))
+        return Ledger(pool.total, pool.free, self.tree.cached[group], held, pool.limbo)
 
     def check(self, leases: list[Lease]) -> None:
         """Raise AssertionError unless every page has exactly one owner and every count is true."""
@@ -371,22 +319,12 @@ class KVCache:
             ledger = self.ledger(g)
             assert not ledger.leaked, f"group {g}: {ledger} leaks {ledger.leaked} pages"
             owned = [p for lease in leases for p in lease.private[g].values()]
-            owned += [c.page for c in self._copies.values() if c.group == g and c.is_checkpoint]
-            assert len(owned) == self._held[g], (
-                f"group {g}: held {self._held[g]}, found {len(owned)}"
-            )
+            assert len(owned) == self._held[g], f"group {g}: held {self._held[g]}, not {owned}"
+            owned += self._states.held(g)
             owned += [p for node in self.tree.nodes() for p in node.pages[g]]
             assert len(set(owned)) == len(owned), f"group {g}: a page has two owners"
 
     # -- details ------------------------------------------------------------------------------
-
-    def _keys(self, tokens: bytes | bytearray, first: int, last: int) -> Iterator[bytes]:
-        size = self.unit * TOKEN_BYTES
-        return (bytes(tokens[i * size : (i + 1) * size]) for i in range(first, last))
-
-    def _first_needed(self, group: CacheGroup, start: int) -> int:
-        """Lowest position that a row starting at `start` reads in a WINDOW group."""
-        return max(0, start - group.window + 1)
 
     def _is_usable(self, path: list[Node], depth: int) -> bool:
         for g, group in enumerate(self.groups):
@@ -394,7 +332,7 @@ class KVCache:
                 if not path[depth - 1].pages[g]:
                     return False
             elif group.kind == WINDOW:
-                first = self._first_needed(group, depth * self.unit) // self.unit
+                first = group.first_read(depth * self.unit) // self.unit
                 if not all(path[i].pages[g] for i in range(first, depth)):
                     return False
         return True
@@ -418,20 +356,6 @@ class KVCache:
             self._lock(lease, g, index, node)
         return takes
 
-    def _open(self, copy: _OpenCopy, live: PageId, row: int) -> PageCopy:
-        copy_id = self._next_copy
-        self._next_copy += 1
-        self._copies[copy_id] = copy
-        self.horizon.open_copies[copy_id] = None
-        if copy.is_checkpoint:
-            return PageCopy(copy_id, copy.group, live, copy.page, "after", row)
-        return PageCopy(copy_id, copy.group, copy.page, live, "before", row)
-
-    def _is_copied_to(self, node: Node, g: int) -> bool:
-        return any(
-            c.node is node and c.group == g and c.is_checkpoint for c in self._copies.values()
-        )
-
     def _in_reach(self, g: int) -> int:
         return self.pools[g].free + self.pools[g].limbo + self.tree.evictable[g]
 
@@ -443,6 +367,8 @@ class KVCache:
                 self.tree.evict(g, shortage)
         return all(count <= self.pools[g].free for g, count in enumerate(wanted))
 
-    def _settle_pools(self) -> None:
-        for pool in self.pools:
-            pool.settle()
+
+def _keys(tokens: bytes | bytearray, unit: int, first: int, last: int) -> Iterator[bytes]:
+    """The tree's keys of units first … last−1."""
+    size = unit * TOKEN_BYTES
+    return (bytes(tokens[i * size : (i + 1) * size]) for i in range(first, last))

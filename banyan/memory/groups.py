@@ -39,6 +39,10 @@ class CacheGroup:
         """Pages that hold `tokens` positions of one request, nothing shared, nothing dropped."""
         return 1 if self.kind == STATE else -(-tokens // self.page_tokens)
 
+    def first_read(self, start: int) -> int:
+        """Lowest position that a row starting at `start` reads in a WINDOW group."""
+        return max(0, start - self.window + 1)
+
     def peak_pages(self, tokens: int, chunk: int) -> int:
         """Most pages a request of `tokens` positions needs at once, in rows of at most `chunk`."""
         if self.kind != WINDOW:

@@ -75,12 +75,12 @@ class Scheduler:
         """The front found a stop text: keep `length` output tokens."""
         request = self.roster.find(request_id)
         if request is not None:
-            self._keep(request, length)
+            keep = max(0, min(length, request.output_len))
+            del request.tokens[(request.prompt_len + keep) * TOKEN_BYTES :]
             self.roster.finish(request, "stop", now)
 
     def end_copies(self, result: CopyResult) -> None:
-        for node in self.cache.end_copies(result.ids, result.failed):
-            self.cache.drop_state(node)
+        self.cache.end_copies(result.ids, result.failed)
 
     def flush(self) -> bool:
         """Empty the cache; False (and nothing done) while requests are alive."""
@@ -243,7 +243,7 @@ class Scheduler:
         if flight.samples and request.lease is not None:
             request.planned -= flight.samples - len(tokens)  # rejected drafts
             request.has_drafts, request.next_drafts = True, list(array("i", drafts))
-        tokens, matched = self._cut(request, tokens)
+        tokens, matched = _cut(request, tokens)
         first = request.output_len
         request.tokens += tokens.tobytes()
         request.is_suspect = request.is_suspect and not flight.samples
@@ -263,15 +263,6 @@ class Scheduler:
             self.roster.finish(request, "length", self._now)
         else:
             self._release_mask(request)
-
-    def _cut(self, request: Request, tokens: "array[int]") -> tuple["array[int]", int]:
-        """The tokens up to the request's end, and the stop id among them (-1 for none)."""
-        tokens = tokens[: request.limit - request.known]
-        for i, token in enumerate(tokens):
-            length = request.output_len + i + 1
-            if token in request.sampling.stop_ids and length > request.sampling.min_new_tokens:
-                return tokens[: i + 1], token
-        return tokens, -1
 
     def _advance(self, request: Request, tokens: "array[int]") -> bool:
         """Move the request's grammar; False when a token broke it (the request has failed)."""
@@ -362,9 +353,15 @@ class Scheduler:
             raise RequestError("Constrained output is not available: no grammar backend is loaded")
         return self._grammars(text)
 
-    def _keep(self, request: Request, length: int) -> None:
-        keep = max(0, min(length, request.output_len))
-        del request.tokens[(request.prompt_len + keep) * TOKEN_BYTES :]
+
+def _cut(request: Request, tokens: "array[int]") -> tuple["array[int]", int]:
+    """The tokens up to the request's end, and the stop id among them (-1 for none)."""
+    tokens = tokens[: request.limit - request.known]
+    for i, token in enumerate(tokens):
+        length = request.output_len + i + 1
+        if token in request.sampling.stop_ids and length > request.sampling.min_new_tokens:
+            return tokens[: i + 1], token
+    return tokens, -1
 
 
 def _values(score: RowScores) -> tuple[int, bytes, bytes, bytes, bytes]:

@@ -1,0 +1,109 @@
+"""StateCopies: how a running state gets into the tree, and from there into another request.
+
+A STATE page changes with every row, so it cannot be shared in place. A checkpoint copies it to a
+page of the tree after a row that ends at a known position; a restore copies it back before the
+first row of a request with that prefix. Both end when the runner says so, perhaps steps later.
+"""
+
+from dataclasses import dataclass, replace
+
+from banyan.base.ids import PageId, StepId
+from banyan.memory.groups import STATE, CacheGroup
+from banyan.memory.pool import PagePool
+from banyan.memory.radix import Node, RadixTree
+from banyan.memory.stamps import Horizon
+from banyan.messages.plan import PageCopy
+
+_VOID = "\0void"
+"""Writer of a checkpoint whose content proved wrong; no request may bear this name."""
+
+
+@dataclass(frozen=True)
+class _OpenCopy:
+    """`node` is the source of a restore, the target of a checkpoint; `page` is the tree's page."""
+
+    group: int
+    node: Node
+    page: PageId
+    is_checkpoint: bool
+    step: StepId
+    writer: str
+
+
+class StateCopies:
+    """The copies in flight, and the pages that checkpoints under way hold."""
+
+    def __init__(
+        self,
+        groups: tuple[CacheGroup, ...],
+        pools: list[PagePool],
+        tree: RadixTree,
+        horizon: Horizon,
+    ) -> None:
+        self.state_groups = [g for g, group in enumerate(groups) if group.kind == STATE]
+        self._pools = pools
+        self._tree = tree
+        self._horizon = horizon
+        self._open: dict[int, _OpenCopy] = {}
+        self._last_id = 0
+
+    def restore(self, node: Node, group: int, live: PageId, row: int, step: StepId) -> PageCopy:
+        """Copy the node's state into a live page; the node stays locked until the copy ends."""
+        self._tree.lock(node, group)
+        copy_id = self._add(_OpenCopy(group, node, node.pages[group][0], False, step, ""))
+        return PageCopy(copy_id, group, node.pages[group][0], live, "before", row)
+
+    def checkpoint(
+        self, node: Node, group: int, live: PageId, row: int, step: StepId, writer: str
+    ) -> PageCopy | None:
+        """Copy a live page for the node; None when it has a state, or no page is to be had."""
+        pool = self._pools[group]
+        if node.pages[group] or any(
+            c.node is node and c.group == group and c.is_checkpoint for c in self._open.values()
+        ):
+            return None
+        if not pool.free:
+            self._tree.evict(group, 1)
+        if not pool.free:
+            return None
+        (page,) = pool.take(1)
+        copy_id = self._add(_OpenCopy(group, node, page, True, step, writer))
+        return PageCopy(copy_id, group, live, page, "after", row)
+
+    def end(self, ids: list[int], failed: list[int]) -> None:
+        """Copies have ended. A state that could not be read back is not offered again."""
+        for copy_id in (*ids, *failed):
+            copy = self._open.pop(copy_id, None)
+            if copy is None:
+                continue
+            del self._horizon.open_copies[copy_id]
+            if copy.is_checkpoint:
+                self._end_checkpoint(copy, is_good=copy_id not in failed)
+                continue
+            node, group = copy.node, copy.group
+            self._tree.unlock(node, group, self._horizon.now())
+            if copy_id in failed and node.is_attached and not node.locks[group]:
+                self._tree.drop_pages(node, group)
+
+    def void(self, step: StepId, writer: str) -> None:
+        """Checkpoints of steps ≥ `step` (of one writer, or of all) hold nothing of worth."""
+        for copy_id, copy in self._open.items():
+            if copy.is_checkpoint and copy.step >= step and writer in ("", copy.writer):
+                self._open[copy_id] = replace(copy, writer=_VOID)
+
+    def held(self, group: int) -> list[PageId]:
+        """Pages of checkpoints under way."""
+        return [c.page for c in self._open.values() if c.is_checkpoint and c.group == group]
+
+    def _add(self, copy: _OpenCopy) -> int:
+        self._last_id += 1
+        self._open[self._last_id] = copy
+        self._horizon.open_copies[self._last_id] = None
+        return self._last_id
+
+    def _end_checkpoint(self, copy: _OpenCopy, is_good: bool) -> None:
+        is_wanted = copy.node.is_attached and not copy.node.pages[copy.group]
+        if is_good and is_wanted and copy.writer != _VOID:
+            self._tree.attach(copy.node, copy.group, [copy.page], self._horizon.now())
+        else:
+            self._pools[copy.group].release([copy.page], self._horizon.now())
