@@ -113,8 +113,8 @@ class ModelRunner:
             sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device
         )
         kv_heads = max(1, card.num_kv_heads // mesh.size)
-        self._store = KVStore(sizes.groups, kv_heads, card.head_dim, model.dtype, device)
-        self._attention = BACKENDS.load("reference")(ops, self._store)
+        self.store = KVStore(sizes.groups, kv_heads, card.head_dim, model.dtype, device)
+        self._attention = BACKENDS.load("reference")(ops, self.store)
         self._sampler = Sampler(self._table, card.vocab_size)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
 
@@ -135,14 +135,14 @@ class ModelRunner:
         table.leave(plan.leaves)
         table.join(plan.joins)
         table.grant(plan.grants)
-        self._store.copy(plan.copies, "before")
+        self.store.copy(plan.copies, "before")
         batch, failed = self._admit(plan.rows)
         sampled, scores = None, None
         if batch.rows:
             inputs = build_inputs(batch, table, self._groups, self._attention, self._device)
             hidden = self._model.forward(inputs)  # [tokens, hidden]
             sampled, scores = self._read_out(plan, batch, hidden, mask_of)
-        self._store.copy(plan.copies, "after")
+        self.store.copy(plan.copies, "after")
         return lambda: _result(plan, batch, failed, sampled, scores)
 
     def _admit(self, rows: list[Row]) -> tuple[Batch, dict[int, str]]:

@@ -384,6 +384,23 @@ def test_copied_pages_continue_like_their_source(make_runner, expected):
     assert again.output == want.output[:1]
 
 
+def test_a_page_of_the_former_owner_is_never_written_through_a_missing_grant(make_runner):
+    runner = make_runner()
+    driver = Driver(runner)
+    first = Request(list(range(16)), greedy(1))
+    driver.run([first])
+    kept = runner.store.layer(0)[0][first.pages[0]].clone()
+    join = Join(1, ids(range(50, 66)), 16, greedy(1))
+    plan = driver.plan(
+        leaves=[1],
+        joins=[join],
+        grants=[PageGrant(1, 0, 1, [9])],
+        rows=[Row(1, 0, 16, want=SAMPLE)],
+    )
+    runner.launch(plan).result()
+    assert torch.equal(runner.store.layer(0)[0][first.pages[0]], kept)
+
+
 def test_stop_ids_are_banned_until_min_new_tokens(make_runner):
     driver = Driver(make_runner())
     free = Request(prompts(1)[0], greedy(6))

@@ -16,6 +16,11 @@ REACH = 50.0
 """Tokens this many nats below the best are left out: all of them together weigh less than half of
 the smallest uniform for every vocabulary below 2**40, so no uniform could choose them."""
 
+_SLACK = 1e-3
+"""Nats by which the first cut is wider than the filters, which decide on exact weights."""
+_ROUNDING = 1e-12
+"""math.exp and numpy's differ in the last bit; equal logits must not part for that."""
+
 
 def uniform(seed: int, position: int) -> float:
     """A number in (0, 1), in steps of 2**-48, that depends on both arguments alone."""
@@ -55,28 +60,34 @@ def support(
 
     returns: ids int64 [n], weights float64 [n] (not normalised).
     """
-    best = np.max(logits)
-    # Differences first: exact for the near-best, and no temperature can overflow them.
-    ids = np.flatnonzero(logits >= best - min(REACH * temperature, np.finfo(np.float32).max))
-    weights = np.exp((logits[ids].astype(np.float64) - float(best)) / temperature)
-    floor = min_p
-    if 0 < top_k < len(weights):
-        floor = max(floor, np.partition(weights, -top_k)[-top_k])
+    best = float(np.max(logits))
+    floor, reach = min_p, -REACH
+    if min_p > 0.0:
+        reach = max(reach, math.log(min_p))
+    if 0 < top_k < len(logits):
+        last = float(np.partition(logits, -top_k)[-top_k])
+        reach = max(reach, (last - best) / temperature)
+        floor = max(floor, math.exp((last - best) / temperature))
+    total = 0.0
     if top_p < 1.0:
-        floor = max(floor, _nucleus_floor(weights, top_p))
-    keep = weights >= floor
+        scaled = (logits - np.float32(best)) / np.float32(temperature)
+        total = float(np.exp(scaled).sum(dtype=np.float64))
+        # All tokens lighter than this sum up to less than 1 − top_p: the nucleus needs none.
+        reach = max(reach, math.log((1.0 - top_p) * total / len(logits)))
+    # Few tokens are left of most rows; only these are worth float64.
+    ids = np.flatnonzero(logits >= np.float32(best + (reach - _SLACK) * temperature))
+    weights = np.exp((logits[ids].astype(np.float64) - best) / temperature)
+    if top_p < 1.0:
+        floor = max(floor, _nucleus_floor(weights, top_p * total))
+    keep = weights >= floor * (1.0 - _ROUNDING)
     return ids[keep], weights[keep]
 
 
-def _nucleus_floor(weights: np.ndarray, top_p: float) -> float:
-    """Smallest weight of the nucleus of probability `top_p`."""
-    total = float(weights.sum())
-    # What lies below `light` sums up to less than 1 − top_p, so the nucleus needs none of it;
-    # leaving it out makes the sort small.
-    light = (1.0 - top_p) * total / len(weights)
-    heavy = np.sort(weights[weights >= light])[::-1]
-    inside = np.searchsorted(np.cumsum(heavy), top_p * total, side="left")
-    return float(heavy[min(inside, len(heavy) - 1)])
+def _nucleus_floor(weights: np.ndarray, wanted: float) -> float:
+    """Smallest weight of the smallest set of largest weights that sum up to `wanted`."""
+    falling = np.sort(weights)[::-1]
+    inside = np.searchsorted(np.cumsum(falling), wanted, side="left")
+    return float(falling[min(inside, len(falling) - 1)])
 
 
 def best_token(logits: np.ndarray) -> int:
