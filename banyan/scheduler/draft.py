@@ -33,7 +33,7 @@ class PlanDraft:
     def plan(self, peers: list[int]) -> StepPlan:
         return StepPlan(
             step=self.step,
-            leaves=self.leaves,
+            leaves=self.leaves if self.has_work else [],
             joins=self.joins,
             grants=self.grants,
             copies=self.copies,

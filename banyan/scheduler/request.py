@@ -88,6 +88,11 @@ class Request:
         return sum(flight.samples for flight in self.flights)
 
     @property
+    def is_all_computed(self) -> bool:
+        """Every known token has been through the model."""
+        return self.planned >= self.known and not self.flights
+
+    @property
     def wants_scores(self) -> bool:
         return self.generate.score_from >= 0
 

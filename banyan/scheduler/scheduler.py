@@ -259,7 +259,7 @@ class Scheduler:
             return
         if matched >= 0:
             self.roster.finish(request, "stop", self._now, matched)
-        elif request.known >= request.limit and (tokens or request.planned >= request.known):
+        elif request.known >= request.limit and (tokens or request.is_all_computed):
             self.roster.finish(request, "length", self._now)
         else:
             self._release_mask(request)
