@@ -17,12 +17,10 @@ from banyan.base.log import logger
 from banyan.compose import RANK, Orders, encode
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
-from banyan.engine.core import EngineCore
 from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.processes import Child, spawn
-from banyan.memory.cache import KVCache
-from banyan.memory.eviction import EVICTION
+from banyan.engine.spec import CoreSpec
 from banyan.memory.groups import FULL, CacheGroup
 from banyan.memory.sizing import MemoryPlan, plan_memory
 from banyan.messages.events import Ready
@@ -40,8 +38,6 @@ from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.worker import serve_rank
 from banyan.scheduler.budget import UNLIMITED, Limits
-from banyan.scheduler.order import ORDERS
-from banyan.scheduler.scheduler import Scheduler
 
 log = logger(__name__)
 
@@ -97,22 +93,24 @@ def build_runner(opened: OpenModel, card: ModelCard, sizes: RunnerSizes) -> Mode
     return ModelRunner(opened.model, card, opened.device, opened.mesh, opened.ops, sizes)
 
 
-def build_core(config: Config, memory: MemoryPlan) -> EngineCore:
-    """The control storey of one replica."""
-    groups = (CacheGroup(FULL, memory.page_tokens, memory.num_pages),)
-    cache = KVCache(
-        groups, EVICTION.load(config.cache.eviction), share=not config.cache.disable_radix
-    )
+def core_spec(config: Config, memory: MemoryPlan) -> CoreSpec:
+    """What the decisions of this replica depend on."""
     schedule = config.schedule
-    limits = Limits(
-        max_running=memory.max_running,
-        chunk_tokens=schedule.chunk_tokens if schedule.chunk_tokens > 0 else UNLIMITED,
-        max_request_tokens=memory.max_request_tokens,
-        max_queued=schedule.max_queued,
-        token_gap=schedule.token_gap,
-        conservativeness=schedule.conservativeness,
+    return CoreSpec(
+        groups=(CacheGroup(FULL, memory.page_tokens, memory.num_pages),),
+        limits=Limits(
+            max_running=memory.max_running,
+            chunk_tokens=schedule.chunk_tokens if schedule.chunk_tokens > 0 else UNLIMITED,
+            max_request_tokens=memory.max_request_tokens,
+            max_queued=schedule.max_queued,
+            token_gap=schedule.token_gap,
+            conservativeness=schedule.conservativeness,
+        ),
+        depth=schedule.depth,
+        order=schedule.policy,
+        eviction=config.cache.eviction,
+        share=not config.cache.disable_radix,
     )
-    return EngineCore(Scheduler(cache, limits, ORDERS.load(schedule.policy)), schedule.depth)
 
 
 def run_engine(
@@ -140,7 +138,7 @@ def run_engine(
         launcher: Launcher = Threaded(runner, wake.ring)
         if config.parallel.tp > 1:
             launcher = Fanout(launcher, ranks.send_plan)
-        core = build_core(config, memory)
+        core = core_spec(config, memory).build()
         loop = EngineLoop(
             core, launcher, link, wake, clock, check_ledger=config.schedule.check_ledger
         )

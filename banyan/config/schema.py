@@ -40,7 +40,6 @@ class CacheConfig:
     """Share of memory for weights and KV; 0 = decided from what is free."""
     disable_radix: bool = False
     eviction: str = "lru"
-    kv_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,6 @@ class DeviceConfig:
     name: str = "auto"
     kernels: dict[str, str] = field(default_factory=dict)
     """op -> implementation that the user forced, to bisect a wrong answer."""
-    attention_backend: str = "auto"
 
 
 @dataclass(frozen=True)

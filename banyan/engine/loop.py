@@ -45,15 +45,18 @@ class Wake:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closed = False
 
     def ring(self) -> None:
-        os.eventfd_write(self.fd, 1)
+        if not self._is_closed:  # a signal may come while the process ends
+            os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 
     def close(self) -> None:
+        self._is_closed = True
         os.close(self.fd)
 
 
