@@ -21,6 +21,7 @@ from tests.system.serving import (
 )
 
 STREAMS = 8
+"""As many long requests as fit into the cache at once."""
 LONG = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
 
 
@@ -176,7 +177,7 @@ def test_a_stream_that_outlives_the_drain_timeout_gets_a_final_event(server):
 
 def test_a_second_sigterm_ends_the_server_within_two_seconds(server):
     with server() as running:
-        load(running, count=16)
+        load(running)
         subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
         wait_until(lambda: status_of(running, "/readyz") == 503, 2.0, "/readyz to be 503")
         subprocess.run(["kill", "-TERM", str(running.pid)], check=True)

@@ -12,14 +12,15 @@ import pytest
 from tests.system.serving import run_to_end
 
 LIMIT_S = 5.0
-PATIENCE_S = 20.0
+"""CPU seconds."""
+PATIENCE_S = 40.0
 
 
 def refused(log: Path, *flags: str) -> str:
     """Output of a start that must be refused in time with a code that tells why."""
     code, output, seconds = run_to_end(log, *flags, timeout_s=PATIENCE_S)
     assert 2 <= code <= 9, f"exit code {code}:\n{output}"
-    assert seconds < LIMIT_S, f"took {seconds:.1f} s:\n{output}"
+    assert seconds < LIMIT_S, f"took {seconds:.1f} CPU seconds:\n{output}"
     assert "Traceback" not in output, output
     return output
 
