@@ -110,6 +110,8 @@ class SlotTable:
         tokens = np.frombuffer(join.tokens, np.int32)
         if not 1 <= join.slot <= self.max_slots:
             raise RowError(f"slot {join.slot} is outside 1 … {self.max_slots}")
+        if join.adapter:
+            raise RowError(f"the request wants adapter {join.adapter}; no adapters are loaded")
         sampling = join.sampling
         for ids in (join.score_ids, sampling.stop_ids, sampling.logit_bias):
             self._check_ids(ids)

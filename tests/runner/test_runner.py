@@ -321,6 +321,12 @@ def test_a_request_that_cannot_join_fails_with_its_rows(make_runner, tokens, sco
     assert text in result.failed[0].text
 
 
+def test_a_request_for_an_adapter_fails_with_its_rows(make_runner):
+    join = Join(1, ids([1, 2]), 2, greedy(1), adapter=3)
+    plan = StepPlan(step=1, joins=[join], grants=[PageGrant(1, 0, 0, [1])], rows=[Row(1, 0, 2)])
+    assert "wants adapter 3" in make_runner().launch(plan).result().failed[0].text
+
+
 def test_a_row_beyond_its_pages_fails_and_touches_no_page(make_runner):
     driver = Driver(make_runner())
     join = Join(1, ids(range(20)), 20, greedy(1))
