@@ -167,6 +167,15 @@ class KVCache:
                 return False
         return True
 
+    def has_copies(self, lease: Lease) -> bool:
+        """Whether the lease owns pages whose content the nodes of its path hold as well."""
+        return any(
+            index * group.page_tokens < len(lease.path) * self.unit
+            for g, group in enumerate(self.groups)
+            if group.kind == FULL
+            for index in lease.private[g]
+        )
+
     def fits_alone(self, tokens: int, chunk: int) -> bool:
         """Whether a request of `tokens` positions could run with the whole cache to itself."""
         return all(
@@ -346,6 +355,8 @@ class KVCache:
         per_unit = self.unit // self.groups[g].page_tokens
         indices = range(index * per_unit, (index + 1) * per_unit)
         owns_all = all(i in lease.private[g] for i in indices)
+        if owns_all and node.pages[g] and not node.locks[g] and node.promised == NO_STEP:
+            self.tree.replace_pages(node, g)  # nobody reads them: keeping both would waste room
         takes = owns_all and not node.pages[g] and node.promised == NO_STEP
         if takes:
             pages = [lease.private[g].pop(i) for i in indices]

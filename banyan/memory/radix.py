@@ -171,6 +171,11 @@ class RadixTree:
             self._detach(node)
             node = parent
 
+    def replace_pages(self, node: Node, group: int) -> None:
+        """Let the node's pages in `group` go to make place for others of the same content."""
+        assert not node.locks[group]
+        self._release(node, group)
+
     def drop_subtree(self, node: Node, stamp: Stamp) -> None:
         """Take the node and all below it out of the tree, locked or not.
 

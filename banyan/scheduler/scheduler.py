@@ -147,6 +147,9 @@ class Scheduler:
                 continue  # retracted for a request of higher rank
             if self._planner.plan(request, draft) is Planned.STARVED:
                 self._make_way(request, draft.starved_of)
+                if request.state == RUNNING:
+                    self._planner.plan(request, draft)  # what was retracted may be free at once
+        draft.is_starved = draft.is_starved and bool(self.roster.running)
 
     def _make_way(self, starved: Request, wanted: list[int]) -> None:
         """Retract until the pages that `starved` lacks are at least on their way back."""
@@ -156,7 +159,8 @@ class Scheduler:
             self.roster.retract(victim)
         if self.cache.has_room(wanted):
             return
-        if len(self.roster.running) > 1:
+        assert starved.lease is not None
+        if len(self.roster.running) > 1 or self.cache.has_copies(starved.lease):
             self.roster.retract(starved)
         elif self.cache.horizon.is_clear:
             text = f"needs {wanted} more pages, which the cache does not have"
@@ -221,8 +225,10 @@ class Scheduler:
         if self._flights:
             return
         if suspect.state == RUNNING:
-            self._planner.plan(suspect, draft)
-            return
+            if self._planner.plan(suspect, draft) is Planned.STARVED:
+                self._make_way(suspect, draft.starved_of)
+            if suspect.state == RUNNING:
+                return
         nothing = [0] * len(self.cache.groups)
         while not self._enter(suspect, draft, nothing) and self.roster.running:
             self.roster.retract(self.roster.running[-1])
@@ -251,7 +257,7 @@ class Scheduler:
         for score in scores:
             request.scored_to = max(request.scored_to, score.first + len(score.logprobs) // 4)
         if tokens or scores:
-            passed_on = [RowScores(-1, *_values(score)) for score in scores]
+            passed_on = [_passed_on(score, request.known) for score in scores]
             self.roster.events.append(Tokens(request.id, first, tokens.tobytes(), passed_on))
         if request.lease is not None and tokens:
             self.cache.publish(request.lease, request.tokens, request.known - 1, 0, request.id)
@@ -364,5 +370,19 @@ def _cut(request: Request, tokens: "array[int]") -> tuple["array[int]", int]:
     return tokens, -1
 
 
-def _values(score: RowScores) -> tuple[int, bytes, bytes, bytes, bytes]:
-    return score.first, score.logprobs, score.top_ids, score.top_logprobs, score.picked
+def _passed_on(score: RowScores, end: int) -> RowScores:
+    """The scores of positions below `end`: a verify row may have scored tokens that were cut."""
+    rows = len(score.logprobs) // 4
+    kept = min(rows, end - score.first)
+
+    def cut(values: bytes) -> bytes:
+        return values[: len(values) // rows * kept]
+
+    return RowScores(
+        row=-1,
+        first=score.first,
+        logprobs=cut(score.logprobs),
+        top_ids=cut(score.top_ids),
+        top_logprobs=cut(score.top_logprobs),
+        picked=cut(score.picked),
+    )

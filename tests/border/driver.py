@@ -4,12 +4,12 @@ An action is (kind, number); the number alone decides what the kind leaves open,
 actions can be cut down to the smallest that still fails.
 """
 
+import re
 from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from random import Random
 
-from banyan.memory.cache import TOKEN_BYTES
 from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.requests import Abort, Generate, StopAt
 from banyan.messages.sampling import SamplingParams
@@ -255,13 +255,12 @@ class Play:
             self.seen["refused: queue full"] += 1
         elif event.status == 400:
             total = client.answer.prompt_len + generate.sampling.max_new_tokens
-            room = min(
-                (g.num_pages - 1) * g.page_tokens
-                for g in self.world.core.groups
-                if g.kind == "full"
+            core = self.world.core
+            fits = total <= core.limits.max_request_tokens and all(
+                group.peak_pages(total, core.limits.chunk_tokens) < group.num_pages
+                for group in core.groups
             )
-            limit = min(room, self.world.core.limits.max_request_tokens)
-            require(total > limit and not client.got, f"{event}: {total} tokens of {limit} fit")
+            require(not fits and not client.got, f"{event}, but it fits")
             self.seen["refused: too long"] += 1
         else:
             require(seed in self.runner.failed_seeds, f"{event} without a fault")
@@ -278,13 +277,14 @@ def play(seed: int, actions: list[Action]) -> Play:
 
 
 def smallest(seed: int, actions: list[Action]) -> list[Action]:
-    """The actions cut down as far as the same seed still fails."""
+    """The actions cut down as far as the same seed still fails in the same way."""
+    wanted = _failure(seed, actions)
     size = len(actions) // 2
     while size:
         start = 0
         while start < len(actions):
             fewer = actions[:start] + actions[start + size :]
-            if _fails(seed, fewer):
+            if _failure(seed, fewer) == wanted:
                 actions = fewer
             else:
                 start += size
@@ -292,13 +292,9 @@ def smallest(seed: int, actions: list[Action]) -> list[Action]:
     return actions
 
 
-def _fails(seed: int, actions: list[Action]) -> bool:
+def _failure(seed: int, actions: list[Action]) -> str:
     try:
         play(seed, actions)
-    except Exception:
-        return True
-    return False
-
-
-def known_tokens(generate: Generate) -> int:
-    return len(generate.tokens) // TOKEN_BYTES
+    except Exception as error:
+        return type(error).__name__ + re.sub(r"\d+", "#", str(error))
+    return ""

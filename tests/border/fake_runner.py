@@ -1,11 +1,11 @@
-"""A runner and a device without tensors: executes step plans exactly as messages/plan.py prescribes.
+"""A runner and a device without tensors: executes plans exactly as messages/plan.py prescribes.
 
 Where a real device holds keys and values, this one holds the hash of everything up to a position,
 so a page that is stale, foreign or not yet written is noticed by whoever reads it. It knows nothing
 of schedulers. Whatever breaks a rule of the border raises BorderError.
 
-A plan takes effect in two moments. `launch` sees what the engine knew: in-flight counts, ownership,
-release stamps. `execute` does the work, in launch order, when the driver decides that the step ends.
+A plan takes effect in two moments. `launch` sees what the engine knew: in-flight counts, occupied
+slots, gaps. `execute` does the work, in launch order, when the driver decides that the step ends.
 """
 
 from array import array
@@ -263,9 +263,12 @@ class FakeRunner:
         require(copy.when in ("before", "after"), f"{where}: when {copy.when!r}")
         require(PADDING_PAGE not in (copy.src, copy.dst), f"{where}: padding page")
         for other in self._copies.values():
-            if other.group == copy.group and other.id != copy.id:
-                fresh = other.dst not in (copy.src, copy.dst)
-                require(fresh, f"{where}: page {other.dst} still waits for copy {other.id}")
+            if other.group != copy.group:
+                continue
+            if other.when == "after":
+                is_fresh = other.dst not in (copy.src, copy.dst)
+                require(is_fresh, f"{where}: page {other.dst} still waits for copy {other.id}")
+            else:
                 require(copy.dst != other.src, f"{where}: copy {other.id} still reads {copy.dst}")
         self._copies[copy.id] = copy
 
