@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.system.serving import run_to_end
 
@@ -74,8 +75,15 @@ def test_a_config_that_is_not_json_is_named(copy, log):
 
 
 def test_a_missing_tensor_is_named(copy, log):
-    spoil_header(copy, lambda h: h.update({"model.form.weight": h.pop("model.norm.weight")}))
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, copy / "model.safetensors")
     assert "model.norm.weight" in refused(log, "--model-path", str(copy))
+
+
+def test_a_tensor_that_has_no_place_is_named(copy, log):
+    spoil_header(copy, lambda h: h.update({"model.form.weight": h.pop("model.norm.weight")}))
+    assert "model.form.weight" in refused(log, "--model-path", str(copy))
 
 
 def test_a_pickled_checkpoint_is_refused(copy, log):

@@ -11,6 +11,8 @@ import pytest
 from tests.system.serving import CALL_S, Server, open_files, wait_until
 
 REQUESTS, CONCURRENCY, DISCONNECTS = 500, 64, 0.2
+KINDS = 24
+"""Different prompts, which share prefixes."""
 FEW_BYTES = 6000
 """Disconnects fall within this many bytes of the answer."""
 
@@ -31,8 +33,9 @@ class Ask:
 
 
 def make(i: int, dice: random.Random) -> Ask:
-    prompt = "The banyan " * dice.randrange(1, 30) + str(i % 40)
-    is_stream, tokens = dice.random() < 0.5, 8 + (i % 40)
+    kind = dice.randrange(KINDS)
+    prompt, tokens = "The banyan " * (1 + kind) + str(kind), 8 + 2 * kind
+    is_stream = dice.random() < 0.5
     cut_at = dice.randrange(FEW_BYTES) if dice.random() < DISCONNECTS else None
     if i % 2:
         params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
