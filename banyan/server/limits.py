@@ -5,6 +5,7 @@ Knows bytes and JSON; knows no routes.
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 
 import orjson
@@ -15,6 +16,9 @@ Receive = Callable[[], Awaitable[dict[str, object]]]
 
 BODY_TIMEOUT_S = 10.0
 """Longest wait for the next piece of a body; a slower client is told 408."""
+
+BODY_TOTAL_S = 120.0
+"""Longest time for a whole body, however steadily it drips."""
 
 THREAD_BYTES = 64 << 10
 """Bodies and prompts above this are parsed and tokenised off the event loop."""
@@ -32,13 +36,14 @@ async def read_body(
         raise _too_large(f"{declared[:20].decode()}", max_bytes)
     parts: list[bytes] = []
     size = 0
+    deadline_s = time.monotonic() + BODY_TOTAL_S
     while True:
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(min(timeout_s, deadline_s - time.monotonic())):
                 message = await receive()
         except TimeoutError:
             raise RequestError(
-                f"no body data for {timeout_s:g} s after {size} bytes",
+                f"the body did not come in time; {size} bytes did",
                 status=408,
                 code="body_timeout",
             ) from None

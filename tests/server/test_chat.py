@@ -220,6 +220,7 @@ def test_a_bug_is_a_500_without_details(site: Site, http: httpx.Client) -> None:
         ({"rid": "tcp://evil:1"}, "rid"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"regex": "a+"}, "regex"),
         ({"lora_path": "x"}, "lora_path"),
         ({"chat_template": "{{ x }}"}, "chat_template"),

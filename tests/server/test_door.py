@@ -1,5 +1,6 @@
-"""Who is let in and what is read: keys, hosts, bodies, JSON, headers, slow and vanishing clients."""
+"""Who is let in and what is read: keys, hosts, bodies, JSON, headers, vanishing clients."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from banyan.base.errors import RequestError
 from banyan.config.schema import ServerConfig
 from banyan.server import auth, connection
 from banyan.server.auth import Guard
-from banyan.server.limits import strict_json
+from banyan.server.limits import read_body, strict_json
 from banyan.server.routes import all_routes
 from tests.server.fakes import Site, steps
 
@@ -175,6 +176,16 @@ def test_a_body_above_the_limit_is_413_however_it_comes(locked: Site) -> None:
     assert headed(locked, POST + b"Content-Length: 99999999999999999999999\r\n") in (b"413", b"400")
     chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
     assert headed(locked, POST + b"Transfer-Encoding: chunked\r\n", chunk * 2) == b"413"
+
+
+def test_a_body_that_stalls_is_408() -> None:
+    async def stall() -> dict[str, object]:
+        await asyncio.Event().wait()
+        return {}
+
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(read_body(stall, None, 100, timeout_s=0.01))
+    assert caught.value.status == 408
 
 
 def test_headers_beyond_the_bounds_are_431(locked: Site) -> None:
