@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -109,17 +110,34 @@ def test_livez_answers_before_the_engine_is_ready(tiny_model, tmp_path):
 # -- the engine dies or stops -----------------------------------------------------------------
 
 
-def test_killing_the_engine_ends_every_stream_with_one_error_and_health_with_503(server):
-    with server("--watchdog-timeout", "5") as running:
-        streams = load(running)
-        engine = running.engine_pid()
-        subprocess.run(["kill", "-9", str(engine)], check=True)
-        took = wait_until(lambda: status_of(running, "/health") != 200, 2.0, "/health to fail")
-        assert took < 2.0
+def test_killing_the_engine_ends_every_request_with_one_error_and_health_with_503(server):
+    with server() as running, ThreadPoolExecutor(1) as pool:
+        streams = load(running, STREAMS - 1)
+        body = {"input_ids": [5], "sampling_params": LONG}
+        whole = pool.submit(httpx.post, f"{running.url}/generate", json=body, timeout=CALL_S)
+        wait_until(lambda: running.stats()["running"] == STREAMS, 5.0, "all requests to run")
+        subprocess.run(["kill", "-9", str(running.engine_pid())], check=True)
+        wait_until(lambda: status_of(running, "/health") == 503, 2.0, "/health to be 503")
+        assert status_of(running, "/readyz") == 503
+        assert status_of(running, "/livez") == 200
         for stream in streams:
             assert ends_in_one_error(stream.end(5.0))
+        assert whole.result(5.0).status_code == 503
+        late = running.http.post("/generate", json=body)
+        assert late.status_code == 503 and "SIGKILL" in late.text
         assert running.exit_code(15.0) != 0  # after it has told probes why
         assert running.members() == []
+
+
+def test_a_server_whose_engine_is_killed_while_it_loads_ends_with_an_error(tiny_model, tmp_path):
+    running = launch(tmp_path / "server.log", "--model-path", str(tiny_model))
+    try:
+        wait_until(lambda: len(running.members()) == 1, CALL_S, "the engine to start")
+        subprocess.run(["kill", "-9", str(running.members()[0])], check=True)
+        assert 2 <= running.exit_code(5.0) <= 9
+        assert "SIGKILL" in running.log.read_text()
+    finally:
+        running.kill()
 
 
 def test_a_stopped_engine_is_unhealthy_after_the_deadline_and_recovers(server):
