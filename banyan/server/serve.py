@@ -157,6 +157,7 @@ class Server:
         self._start_engine = start_engine
         self._ending: asyncio.Future[Ending] | None = None
         self._now = asyncio.Event()
+        self._folder = PrivateFolder()
         self._web = _Uvicorn(
             uvicorn.Config(
                 self.app,
@@ -178,8 +179,7 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         web = asyncio.create_task(self._web.serve([self._listener]))
-        folder = PrivateFolder()
-        address = folder.address("front")
+        address = self._folder.address("front")
         client = EngineClient(ZmqFrontLink(address), watchdog_s=self._config.schedule.watchdog_s)
         await client.start()
 
@@ -195,7 +195,7 @@ class Server:
             self._web.force_exit = self._now.is_set()
             await asyncio.gather(web, asyncio.to_thread(handle.stop), return_exceptions=True)
             await client.close()
-            folder.close()
+            self._folder.close()
 
     async def _serve(self, client: EngineClient) -> int:
         """Start, serve, end in order; returns the exit code."""
@@ -219,6 +219,7 @@ class Server:
 
     async def _start(self, client: EngineClient) -> None:
         self.state.service = service = await open_service(self.state, self._card, client)
+        self._folder.close()  # both ends have met: nothing remains, not even after SIGKILL
         host = self._config.server.host
         shown = f"[{host}]" if ":" in host else host
         report(self.state, service, f"http://{shown}:{self._listener.getsockname()[1]}")

@@ -46,6 +46,12 @@ class Server:
         assert len(children) == 1, f"children of the server: {children}"
         return children[0]
 
+    def sockets(self) -> list[Path]:
+        """Unix sockets in the file system that its processes hold."""
+        processes = [psutil.Process(p) for p in (self.pid, *self.members())]
+        found = [c.laddr for p in processes for c in p.net_connections("unix")]
+        return [Path(path) for path in found if path.startswith("/")]
+
     def generate(self, **body: object) -> dict:
         """One native request that must succeed."""
         answer = self.http.post("/generate", json=body)

@@ -93,19 +93,19 @@ def test_async_generation_serves_many_at_once(tiny_model):
 def test_an_engine_in_this_process_answers_the_same_and_starts_no_process(tiny_model, engine):
     expected = engine.generate(prompt="The banyan grows", sampling_params=PARAMS)["output_ids"]
     children = psutil.Process().children(recursive=True)
-    with start(tiny_model, in_process=True) as inside:
+    with start(tiny_model, engine_mode="inprocess") as inside:
         assert psutil.Process().children(recursive=True) == children
         answer = inside.generate(prompt="The banyan grows", sampling_params=PARAMS)
     assert answer["output_ids"] == expected
 
 
-@pytest.mark.parametrize("in_process", [False, True])
-def test_shutdown_leaves_no_process_thread_or_descriptor(tiny_model, in_process):
+@pytest.mark.parametrize("mode", ["normal", "inprocess"])
+def test_shutdown_leaves_no_process_thread_or_descriptor(tiny_model, mode):
     # The first engine in this process loads libraries that keep threads and files of their own.
     for _ in range(2):
         processes = {p.pid for p in psutil.Process().children(recursive=True)}
         threads, files = set(threading.enumerate()), open_files(psutil.Process().pid)
-        running = start(tiny_model, in_process=in_process)
+        running = start(tiny_model, engine_mode=mode)
         running.generate(prompt="x", sampling_params=PARAMS)
         running.shutdown()
         running.shutdown()

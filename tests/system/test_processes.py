@@ -110,6 +110,7 @@ def test_livez_answers_before_the_engine_is_ready(tiny_model, tmp_path):
 # -- the engine dies or stops -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killing_the_engine_ends_every_request_with_one_error_and_health_with_503(server):
     with server() as running, ThreadPoolExecutor(1) as pool:
         streams = load(running, STREAMS - 1)
@@ -210,13 +211,15 @@ def test_an_idle_server_leaves_at_once_on_sigterm(server):
         assert running.members() == []
 
 
-def test_no_process_outlives_a_killed_server(server):
+def test_neither_process_nor_socket_outlives_a_killed_server(server):
     with server() as running:
         load(running)
         assert running.members() != []
+        sockets = running.sockets()
         subprocess.run(["kill", "-9", str(running.pid)], check=True)
         running.exit_code(2.0)
         wait_until(lambda: running.members() == [], 5.0, "the children to end")
+        assert not any(path.exists() or path.parent.exists() for path in sockets)
 
 
 @pytest.mark.parametrize("delay_s", [0.05, 0.5, 1.5])
