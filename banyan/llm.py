@@ -1,0 +1,367 @@
+"""The offline API: Engine answers prompts in this program, without HTTP.
+
+A composition root: reads the arguments, starts one engine, and runs the same native form as the
+server's /generate on an event loop in a thread of its own.
+"""
+
+import asyncio
+import atexit
+import json
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import asdict, dataclass, replace
+from types import TracebackType
+from typing import TypeVar
+
+import msgspec
+
+import banyan
+from banyan.base.errors import ConfigError, RequestError
+from banyan.base.log import logger
+from banyan.compose import EngineHandle, start_engine_process, start_engine_thread
+from banyan.config.card import ModelCard
+from banyan.config.cli import parse
+from banyan.config.env import read_environment
+from banyan.config.resolve import prepare
+from banyan.config.schema import Config, ServerConfig
+from banyan.frontend.client import EngineClient
+from banyan.frontend.native_answer import NativeOptions, NativeService
+from banyan.frontend.sampling import NATIVE_DEFAULTS, Limits
+from banyan.frontend.text_generator import TextGenerator
+from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
+from banyan.messages.events import Ready
+from banyan.messages.link import FrontLink, PrivateFolder, ZmqFrontLink, local_pair
+
+log = logger(__name__)
+
+T = TypeVar("T")
+
+Answer = dict[str, object]
+
+MAX_SEQUENCES = 1 << 20
+"""Sequences per call: whole data sets are passed at once here."""
+
+_SECRETS = ("api_key", "admin_api_key")
+
+OnDeath = Callable[[str], None]
+
+
+class Engine:
+    """One model, ready to generate. Use as a context manager, or call `shutdown`.
+
+    Args:
+        model_path: folder, .gguf file, hub id, pypi:PACKAGE or demo.
+        engine_mode: "normal" = the engine has a process of its own; "inprocess" = a thread here.
+        server_args: the server's flags with underscores ("page_size=32").
+
+    Raises:
+        BanyanError: an argument or model that cannot work, by name.
+    """
+
+    def __init__(
+        self, model_path: str = "", *, engine_mode: str = "normal", **server_args: object
+    ) -> None:
+        if engine_mode not in ("normal", "inprocess"):
+            raise ConfigError(
+                f"engine_mode {engine_mode!r} is unknown", hint='choose "normal" or "inprocess"'
+            )
+        environment = read_environment()
+        config = parse(_arguments(model_path, server_args), environment)
+        for note in config.observe.notes:
+            log.warning("%s", note)
+        config, card = prepare(config, environment)
+        self._config = config
+        self._loop = _LoopThread()
+        self._opened: _Opened | None = None
+        try:
+            self._opened = self._loop.run(_open(config, card, engine_mode == "inprocess"))
+        except BaseException:
+            self._loop.close()
+            raise
+        atexit.register(self.shutdown)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None with skip_tokenizer_init."""
+        return self._live().tokenizer
+
+    def generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, object] | list[dict[str, object]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        *,
+        stream: bool = False,
+        **fields: object,
+    ) -> Answer | list[Answer] | Generator[Answer, None, None]:
+        """Continue one prompt or a batch.
+
+        Args:
+            prompt, input_ids: exactly one of them; a list of prompts is answered by a list.
+            sampling_params: for all prompts, or one per prompt.
+            stream: give an iterator of answers so far instead (their last is complete).
+            fields: the other fields of /generate: return_logprob, logprob_start_len,
+                top_logprobs_num, token_ids_logprob, rid, priority …
+
+        Returns:
+            dict (a list of them for a batch or n > 1) with text, output_ids, meta_info.
+
+        Raises:
+            RequestError: the request is refused, or a sequence failed.
+        """
+        body = _body(prompt, sampling_params, input_ids, stream, fields)
+        opened = self._live()
+        if stream:
+            return self._iterate(opened.stream(body))
+        return self._loop.run(opened.answer(body))
+
+    async def async_generate(
+        self,
+        prompt: str | list[str] | None = None,
+        sampling_params: dict[str, object] | list[dict[str, object]] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        *,
+        stream: bool = False,
+        **fields: object,
+    ) -> Answer | list[Answer] | AsyncGenerator[Answer, None]:
+        """`generate` for callers with an event loop; cancelling aborts the request."""
+        body = _body(prompt, sampling_params, input_ids, stream, fields)
+        opened = self._live()
+        if stream:
+            return self._async_iterate(opened.stream(body))
+        return await self._loop.await_from_elsewhere(opened.answer(body))
+
+    def encode(self, prompt: str | list[str], **fields: object) -> Answer:
+        """Embeddings; not available in this build."""
+        raise RequestError(
+            "encode is not available in this build: it serves generation models only",
+            status=501,
+            code="not_available",
+        )
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache; False while requests are running."""
+        return self._loop.run(self._live().client.control("flush_cache")).ok
+
+    def get_server_info(self) -> dict[str, object]:
+        """Every resolved setting by name, and what the engine found out; no keys."""
+        opened = self._live()
+        parts: dict[str, dict[str, object]] = asdict(self._config)
+        settings = {k: v for part in parts.values() for k, v in part.items() if k not in _SECRETS}
+        return {
+            **settings,
+            "model_path": self._config.model.source,
+            "status": "ready",
+            "version": banyan.__version__,
+            "max_total_num_tokens": opened.ready.max_total_tokens,
+            "max_req_input_len": opened.ready.max_request_tokens,
+            "internal_states": [{"stats": msgspec.structs.asdict(opened.client.stats)}],
+            "facts": json.loads(opened.ready.facts),
+        }
+
+    def get_all_child_pids(self) -> list[int]:
+        return self._live().handle.pids()
+
+    def shutdown(self) -> None:
+        """Stop the engine; open requests fail with 503. Harmless when repeated."""
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return
+        atexit.unregister(self.shutdown)
+        self._loop.run(opened.closing.aclose())
+        self._loop.close()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+    def _live(self) -> "_Opened":
+        if self._opened is None:
+            raise RequestError("The engine is shut down.", status=503, code="engine_unavailable")
+        return self._opened
+
+    def _iterate(self, answers: AsyncGenerator[Answer, None]) -> Generator[Answer, None, None]:
+        try:
+            while (answer := self._loop.run(_next(answers))) is not None:
+                yield answer
+        finally:
+            self._loop.run(answers.aclose())
+
+    async def _async_iterate(
+        self, answers: AsyncGenerator[Answer, None]
+    ) -> AsyncGenerator[Answer, None]:
+        elsewhere = self._loop.await_from_elsewhere
+        try:
+            while (answer := await elsewhere(_next(answers))) is not None:
+                yield answer
+        finally:
+            await elsewhere(answers.aclose())
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A running engine with the native form in front of it; lives on the loop's thread."""
+
+    client: EngineClient
+    ready: Ready
+    tokenizer: Tokenizer | None
+    native: NativeService
+    handle: EngineHandle
+    closing: AsyncExitStack
+
+    async def answer(self, body: Mapping[str, object]) -> Answer | list[Answer]:
+        return await self.native.answer(await self.native.read(body))
+
+    async def stream(self, body: Mapping[str, object]) -> AsyncGenerator[Answer, None]:
+        async with aclosing(self.native.stream(await self.native.read(body))) as answers:
+            async for answer in answers:
+                yield answer
+
+
+async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
+    """Start the engine, load the tokenizer meanwhile, wait until it is ready."""
+    async with AsyncExitStack() as stack:
+        loop = asyncio.get_running_loop()
+        clients: list[EngineClient] = []
+
+        def on_death(text: str) -> None:
+            loop.call_soon_threadsafe(lambda: [c.engine_lost(text) for c in clients])
+
+        link, handle = _start(config, card, in_process, on_death, stack)
+        client = EngineClient(link, watchdog_s=config.schedule.watchdog_s)
+        clients.append(client)
+        await client.start()
+        stack.push_async_callback(client.close)
+        stack.push_async_callback(asyncio.to_thread, handle.stop)
+        tokenizer = None
+        if not config.server.skip_tokenizer:
+            path = config.model.tokenizer_path or config.model.path
+            tokenizer = await asyncio.to_thread(load_tokenizer, path)
+        ready = await client.ready()
+        limits = _limits(config, card, ready, tokenizer)
+        native = NativeService(
+            TextGenerator(client, tokenizer, limits),
+            tokenizer,
+            limits,
+            defaults=_defaults(config.server),
+            options=NativeOptions(
+                weight_version=config.model.weight_version,
+                incremental=config.server.incremental_output,
+                stream_interval=config.server.stream_interval,
+            ),
+        )
+        return _Opened(client, ready, tokenizer, native, handle, stack.pop_all())
+
+
+def _start(
+    config: Config, card: ModelCard, in_process: bool, on_death: OnDeath, stack: AsyncExitStack
+) -> tuple[FrontLink, EngineHandle]:
+    """The engine where the caller wants it, and the front's end of the link to it."""
+    if in_process:
+        front, back = local_pair()
+        return front, start_engine_thread(config, card, back, on_death)
+    folder = PrivateFolder()
+    stack.callback(folder.close)
+    address = folder.address("front")
+    return ZmqFrontLink(address), start_engine_process(config, card, address, on_death)
+
+
+def _limits(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenizer | None) -> Limits:
+    limits = Limits(
+        context_length=config.model.context_length or card.context_length,
+        vocab_size=card.vocab_size,
+        eos_ids=tuple(dict.fromkeys([*card.eos_ids, *(tokenizer.eos_ids if tokenizer else ())])),
+        max_request_tokens=ready.max_request_tokens,
+        auto_truncate=config.server.allow_auto_truncate,
+        has_tokenizer=tokenizer is not None,
+    )
+    return replace(limits, max_sequences=MAX_SEQUENCES)
+
+
+def _defaults(server: ServerConfig) -> dict[str, object]:
+    """What sampling parameters mean that a request leaves out."""
+    seed = {"sampling_seed": server.random_seed} if server.random_seed else {}
+    return {**NATIVE_DEFAULTS, **seed, **server.preferred_sampling}
+
+
+class _LoopThread:
+    """An event loop in a daemon thread, for callers that have none."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="banyan-front", daemon=True
+        )
+        self._thread.start()
+
+    def run(self, work: Awaitable[T]) -> T:
+        """Run `work` there and wait; when the wait is interrupted, `work` is cancelled."""
+        future = asyncio.run_coroutine_threadsafe(_of(work), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def await_from_elsewhere(self, work: Awaitable[T]) -> T:
+        """Run `work` there and await it here; cancelling here cancels there."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_of(work), self._loop))
+
+    def close(self) -> None:
+        self.run(self._loop.shutdown_asyncgens())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _of(work: Awaitable[T]) -> T:
+    return await work
+
+
+async def _next(answers: AsyncGenerator[Answer, None]) -> Answer | None:
+    return await anext(answers, None)
+
+
+def _body(
+    prompt: str | list[str] | None,
+    sampling_params: dict[str, object] | list[dict[str, object]] | None,
+    input_ids: list[int] | list[list[int]] | None,
+    stream: bool,
+    fields: Mapping[str, object],
+) -> dict[str, object]:
+    return {
+        "text": prompt,
+        "input_ids": input_ids,
+        "sampling_params": sampling_params,
+        "stream": stream,
+        **fields,
+    }
+
+
+def _arguments(model_path: str, server_args: Mapping[str, object]) -> list[str]:
+    """Keyword arguments as the command line that means the same."""
+    given: dict[str, object] = {"log_level": "error", **server_args}
+    if model_path:
+        given["model_path"] = model_path
+    words = []
+    for name, value in given.items():
+        if value is None:
+            continue
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, list | tuple):
+            words += [flag, *map(str, value)]
+        elif isinstance(value, bool):
+            words.append(f"{flag}={str(value).lower()}")
+        elif isinstance(value, Mapping):
+            words.append(f"{flag}={json.dumps(value)}")
+        else:
+            words.append(f"{flag}={value}")
+    return words
