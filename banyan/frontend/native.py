@@ -7,14 +7,17 @@ are built in native_answer.
 import hashlib
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.frontend.generation import ScoreOptions, TextRequest
 from banyan.frontend.sampling import NATIVE_DEFAULTS, Limits, fit_prompt, parse_sampling
 from banyan.frontend.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 MAX_TOP = 256
 """Best alternatives per position."""
@@ -190,7 +193,7 @@ class _Fields:
     def flag(self, name: str) -> bool:
         return _boolean(self.get(name), name) or False
 
-    def each(self, name: str, check) -> list:
+    def each(self, name: str, check: Callable[[object, str], T]) -> list[T]:
         """One checked value per prompt: the same for all, or from a list of that length."""
         value = self.get(name)
         if self.num is None:
@@ -199,7 +202,7 @@ class _Fields:
             return [check(value, name)] * self.num
         return [check(v, name) for v in self.in_batch(name, value)]
 
-    def in_batch(self, name: str, values: list) -> list:
+    def in_batch(self, name: str, values: list[object]) -> list[object]:
         if len(values) != self.num:
             raise RequestError(
                 f"{name} must be one value or {self.num} of them, got {len(values)}.", param=name
@@ -406,7 +409,9 @@ def _dictionary(value: object, name: str) -> dict[str, object] | None:
     return _typed(value, name, dict, "an object")
 
 
-def _typed(value, name: str, kind: type, rule: str):
-    if value is not None and type(value) is not kind:
+def _typed(value: object, name: str, kind: type[T], rule: str) -> T | None:
+    if value is None:
+        return None
+    if not isinstance(value, kind) or type(value) is not kind:
         raise RequestError(f"{name} must be {rule}, got {type(value).__name__}.", param=name)
     return value
