@@ -9,6 +9,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import msgspec
 
@@ -363,7 +364,7 @@ class _Values:
         return tuple(texts)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[int | float]:
     if type(value) is int:
         return abs(value) < 2**53
     return type(value) is float and math.isfinite(value)

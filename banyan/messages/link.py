@@ -227,7 +227,7 @@ class ZmqEngineLink:
         # event descriptor that `send` raises in that case, the epoll descriptor is level again.
         self._missed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll = select.epoll()
-        self._epoll.register(self._socket.getsockopt(zmq.FD), select.EPOLLIN)
+        self._epoll.register(self._socket.FD, select.EPOLLIN)
         self._epoll.register(self._missed, select.EPOLLIN)
 
     def poll_fd(self) -> int:
@@ -254,7 +254,7 @@ class ZmqEngineLink:
                 self._socket.send(frame, zmq.NOBLOCK)
             except zmq.Again:
                 self.dropped += 1
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self._socket.EVENTS & zmq.POLLIN:
             os.eventfd_write(self._missed, 1)
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ def zmq_pair(address: str) -> tuple[ZmqFrontLink, ZmqEngineLink]:
     return ZmqFrontLink(address), ZmqEngineLink(address)
 
 
-def _configure(socket: zmq.Socket) -> None:
+def _configure(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
     # No high-water mark: streams are bounded per request by the client, which aborts slow readers.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
