@@ -254,7 +254,7 @@ class ZmqEngineLink:
                 self._socket.send(frame, zmq.NOBLOCK)
             except zmq.Again:
                 self.dropped += 1
-        if self._socket.EVENTS & zmq.POLLIN:
+        if self._socket.poll(0, zmq.POLLIN):
             os.eventfd_write(self._missed, 1)
 
     def close(self) -> None:
