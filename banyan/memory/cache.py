@@ -118,17 +118,13 @@ class KVCache:
             lease.tables.append([])
             lease.private.append({})
             lease.locked.append({})
-            if group.kind == STATE:
-                continue
-            first = 0 if group.kind == FULL else group.first_read(depth * self.unit)
-            for index in range(depth):
-                node = match.path[index]
-                if index >= first // self.unit:
-                    self._lock(lease, g, index, node)
+            first = self._first_needed(group, depth)
+            for index in range(first, depth):
+                self._lock(lease, g, index, match.path[index])
+            if depth and group.kind != STATE:  # a state is copied, not shared
+                lease.tables[g] += [PADDING_PAGE] * (first * self.unit // group.page_tokens)
+                for node in match.path[first:]:
                     lease.tables[g] += node.pages[g]
-                else:
-                    lease.tables[g] += [PADDING_PAGE] * (self.unit // group.page_tokens)
-            if depth:
                 grants.append(PageGrant(slot, g, 0, list(lease.tables[g])))
         return lease, grants
 
@@ -136,12 +132,11 @@ class KVCache:
         """Copies that bring the states of a matched prefix into the lease's live pages."""
         if not lease.path:
             return []
+        last = len(lease.path) - 1
         return [
-            self._states.restore(lease.path[-1], g, lease.tables[g][0], row, step)
+            self._states.restore(lease.locked[g].pop(last), g, lease.tables[g][0], row, step)
             for g in self._states.state_groups
         ]
-
-    # -- room ---------------------------------------------------------------------------------
 
     def missing(self, lease: Lease, tokens: int) -> list[int]:
         """Per group, pages still to be taken so that `tokens` positions have a place."""
@@ -161,8 +156,9 @@ class KVCache:
         """
         for g, group in enumerate(self.groups):
             want = group.peak_pages(tokens, chunk)
-            shared = sum(len(node.pages[g]) for node in match.path) if group.kind != STATE else 0
-            idle = sum(len(node.pages[g]) for node in match.path if not node.locks[g])
+            needed = match.path[self._first_needed(group, len(match.path)) :]
+            shared = sum(len(node.pages[g]) for node in needed) if group.kind != STATE else 0
+            idle = sum(len(node.pages[g]) for node in needed if not node.locks[g])
             if max(0, want - shared) + reserve[g] > self._in_reach(g) - idle:
                 return False
         return True
@@ -335,16 +331,18 @@ class KVCache:
 
     # -- details ------------------------------------------------------------------------------
 
+    def _first_needed(self, group: CacheGroup, depth: int) -> int:
+        """Index of the first node whose pages a prefix of `depth` nodes needs in `group`."""
+        if group.kind == WINDOW:
+            return group.first_read(depth * self.unit) // self.unit
+        return 0 if group.kind == FULL else max(0, depth - 1)
+
     def _is_usable(self, path: list[Node], depth: int) -> bool:
-        for g, group in enumerate(self.groups):
-            if group.kind == STATE:
-                if not path[depth - 1].pages[g]:
-                    return False
-            elif group.kind == WINDOW:
-                first = group.first_read(depth * self.unit) // self.unit
-                if not all(path[i].pages[g] for i in range(first, depth)):
-                    return False
-        return True
+        return all(
+            node.pages[g]
+            for g, group in enumerate(self.groups)
+            for node in path[self._first_needed(group, depth) : depth]
+        )
 
     def _lock(self, lease: Lease, g: int, index: int, node: Node) -> None:
         self.tree.lock(node, g)
