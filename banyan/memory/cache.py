@@ -101,7 +101,11 @@ class KVCache:
             return Match([], 0)
         path = list(self.tree.walk(namespace, _keys(tokens, self.unit, 0, limit // self.unit)))
         depth = len(path)
-        while depth and not self._is_usable(path, depth):
+        while depth and not all(
+            node.pages[g]
+            for g, group in enumerate(self.groups)
+            for node in path[_first_needed(group, self.unit, depth) : depth]
+        ):
             depth -= 1
         return Match(path[:depth], depth * self.unit)
 
@@ -118,7 +122,7 @@ class KVCache:
             lease.tables.append([])
             lease.private.append({})
             lease.locked.append({})
-            first = self._first_needed(group, depth)
+            first = _first_needed(group, self.unit, depth)
             for index in range(first, depth):
                 self._lock(lease, g, index, match.path[index])
             if depth and group.kind != STATE:  # a state is copied, not shared
@@ -156,7 +160,7 @@ class KVCache:
         """
         for g, group in enumerate(self.groups):
             want = group.peak_pages(tokens, chunk)
-            needed = match.path[self._first_needed(group, len(match.path)) :]
+            needed = match.path[_first_needed(group, self.unit, len(match.path)) :]
             shared = sum(len(node.pages[g]) for node in needed) if group.kind != STATE else 0
             idle = sum(len(node.pages[g]) for node in needed if not node.locks[g])
             if max(0, want - shared) + reserve[g] > self._in_reach(g) - idle:
@@ -331,19 +335,6 @@ class KVCache:
 
     # -- details ------------------------------------------------------------------------------
 
-    def _first_needed(self, group: CacheGroup, depth: int) -> int:
-        """Index of the first node whose pages a prefix of `depth` nodes needs in `group`."""
-        if group.kind == WINDOW:
-            return group.first_read(depth * self.unit) // self.unit
-        return 0 if group.kind == FULL else max(0, depth - 1)
-
-    def _is_usable(self, path: list[Node], depth: int) -> bool:
-        return all(
-            node.pages[g]
-            for g, group in enumerate(self.groups)
-            for node in path[self._first_needed(group, depth) : depth]
-        )
-
     def _lock(self, lease: Lease, g: int, index: int, node: Node) -> None:
         self.tree.lock(node, g)
         lease.locked[g][index] = node
@@ -381,3 +372,10 @@ def _keys(tokens: bytes | bytearray, unit: int, first: int, last: int) -> Iterat
     """The tree's keys of units first … last−1."""
     size = unit * TOKEN_BYTES
     return (bytes(tokens[i * size : (i + 1) * size]) for i in range(first, last))
+
+
+def _first_needed(group: CacheGroup, unit: int, depth: int) -> int:
+    """Index of the first node whose pages a prefix of `depth` nodes needs in `group`."""
+    if group.kind == WINDOW:
+        return group.first_read(depth * unit) // unit
+    return 0 if group.kind == FULL else max(0, depth - 1)

@@ -48,7 +48,7 @@ class StateCopies:
         self._last_id = 0
 
     def restore(self, node: Node, group: int, live: PageId, row: int, step: StepId) -> PageCopy:
-        """Copy the node's state into a live page; the end of the copy lets go of the caller's lock."""
+        """Copy the node's state into a live page; the caller's lock goes when the copy ends."""
         copy_id = self._add(_OpenCopy(group, node, node.pages[group][0], False, step, ""))
         return PageCopy(copy_id, group, node.pages[group][0], live, "before", row)
 
