@@ -17,6 +17,7 @@ from banyan.base.log import logger
 from banyan.compose import RANK, Orders, encode
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
+from banyan.engine.journal import Journal
 from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.processes import Child, spawn
@@ -138,7 +139,12 @@ def run_engine(
         launcher: Launcher = Threaded(runner, wake.ring)
         if config.parallel.tp > 1:
             launcher = Fanout(launcher, ranks.send_plan)
-        core = core_spec(config, memory).build()
+        spec = core_spec(config, memory)
+        journal = None
+        if config.observe.journal:
+            journal = Journal(config.observe.journal, spec, config.observe.journal_bytes)
+            cleanup.callback(journal.close)
+        core = spec.build(recorder=journal)
         loop = EngineLoop(
             core, launcher, link, wake, clock, check_ledger=config.schedule.check_ledger
         )

@@ -13,7 +13,7 @@ Verb = Callable[[EngineCore, Control, float], Reply]
 
 def flush_cache(core: EngineCore, control: Control, now: float) -> Reply:
     """Empty the prefix cache; refused while requests are alive."""
-    if core.scheduler.flush():
+    if core.flush(now):
         return Reply(control.call, True, "Cache flushed.")
     stats = core.stats(now)
     return Reply(

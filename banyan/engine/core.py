@@ -6,6 +6,7 @@ planning with execution, 1 + stages is pipeline parallelism.
 """
 
 from collections import deque
+from typing import Protocol
 
 from banyan.base.ids import NO_STEP, StepId
 from banyan.engine.lockstep import Lockstep
@@ -13,6 +14,17 @@ from banyan.messages.events import Event, Stats
 from banyan.messages.plan import CopyResult, Mask, StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate, StopAt
 from banyan.scheduler.scheduler import Scheduler
+
+CoreInput = Generate | Abort | StopAt | CopyResult
+
+
+class Recorder(Protocol):
+    """Takes down everything that decisions depend on, in order (engine/journal.py)."""
+
+    def received(self, message: CoreInput, now: float) -> None: ...
+    def launched(self, plan: StepPlan | None, peers: list[int], now: float) -> None: ...
+    def completed(self, result: StepResult, now: float) -> None: ...
+    def flushed(self, now: float) -> None: ...
 
 
 class EngineCore:
@@ -22,21 +34,29 @@ class EngineCore:
         scheduler: what to compute next.
         depth: plans with rows that may be in flight at once.
         lockstep: agreement with other replicas; None when there are none.
+        recorder: journal; None for none.
     """
 
     def __init__(
-        self, scheduler: Scheduler, depth: int = 1, lockstep: Lockstep | None = None
+        self,
+        scheduler: Scheduler,
+        depth: int = 1,
+        lockstep: Lockstep | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         assert depth >= 1
         self.scheduler = scheduler
         self.depth = depth
         self._lockstep = lockstep
+        self._recorder = recorder
         self._in_flight: deque[tuple[StepId, float, bool]] = deque()
         """(step, launched at, has rows), oldest first."""
         self._last_step = NO_STEP
 
-    def receive(self, message: Generate | Abort | StopAt | CopyResult, now: float) -> None:
+    def receive(self, message: CoreInput, now: float) -> None:
         """Take in a message. Its consequences show in the next launch and in the outboxes."""
+        if self._recorder is not None:
+            self._recorder.received(message, now)
         match message:
             case Generate():
                 self.scheduler.submit(message, now)
@@ -56,19 +76,29 @@ class EngineCore:
         peers: list[int] = []
         if self._lockstep is not None:
             peers = self._lockstep.agree(sum(row.count for row in draft.rows))
-        if not draft.has_work and not any(peers):
-            return None
-        self._last_step = step
-        self.scheduler.cache.horizon.launched = step
-        self._in_flight.append((step, now, bool(draft.rows) or any(peers)))
-        return draft.plan(peers)
+        plan = draft.plan(peers) if draft.has_work or any(peers) else None
+        if self._recorder is not None:
+            self._recorder.launched(plan, peers, now)
+        if plan is not None:
+            self._last_step = step
+            self.scheduler.cache.horizon.launched = step
+            self._in_flight.append((step, now, bool(draft.rows) or any(peers)))
+        return plan
 
     def complete(self, result: StepResult, now: float) -> tuple[list[Event], list[Mask]]:
         """Take in the result of the oldest plan in flight; what it means for front and runner."""
+        if self._recorder is not None:
+            self._recorder.completed(result, now)
         step, _, _ = self._in_flight.popleft()
         assert result.step == step, f"result of step {result.step}, expected {step}"
         self.scheduler.commit(result, now)
         return self.take_events(), self.take_masks()
+
+    def flush(self, now: float) -> bool:
+        """Empty the cache; False (and nothing done) while requests are alive."""
+        if self._recorder is not None:
+            self._recorder.flushed(now)
+        return self.scheduler.flush()
 
     def take_events(self) -> list[Event]:
         """Drain the outbox towards the front."""
@@ -86,6 +116,11 @@ class EngineCore:
     def in_flight(self) -> int:
         """Plans in flight that count towards the depth; plans with only copies do not."""
         return sum(has_rows for _, _, has_rows in self._in_flight)
+
+    @property
+    def oldest_step(self) -> StepId:
+        """The step whose result comes next; NO_STEP when none is in flight."""
+        return self._in_flight[0][0] if self._in_flight else NO_STEP
 
     @property
     def is_idle(self) -> bool:

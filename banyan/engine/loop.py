@@ -16,8 +16,8 @@ from banyan.engine.core import EngineCore
 from banyan.engine.forecast import StepForecast
 from banyan.engine.launcher import Handle, Launcher
 from banyan.messages.events import Event, Fatal, Ready
-from banyan.messages.plan import CopyResult, Mask, StepPlan, StepResult
-from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
+from banyan.messages.plan import Mask, StepPlan
+from banyan.messages.requests import Control, Message
 
 log = logger(__name__)
 
@@ -30,14 +30,6 @@ class Link(Protocol):
     def poll_fd(self) -> int: ...
     def receive(self) -> list[Message]: ...
     def send(self, events: list[Event]) -> None: ...
-
-
-class Recorder(Protocol):
-    """What goes into a journal, in order (engine/journal.py)."""
-
-    def received(self, message: Generate | Abort | StopAt | CopyResult, now: float) -> None: ...
-    def launched(self, plan: StepPlan | None, now: float) -> None: ...
-    def completed(self, result: StepResult, now: float) -> None: ...
 
 
 class Wake:
@@ -68,7 +60,6 @@ class EngineLoop:
         launcher: executes; it rings `wake` when a step is done.
         link: to the front.
         wake: the loop's wake-up.
-        recorder: journal, or None.
         check_ledger: check every invariant after every step (tests).
     """
 
@@ -79,7 +70,6 @@ class EngineLoop:
         link: Link,
         wake: Wake,
         clock: Clock,
-        recorder: Recorder | None = None,
         check_ledger: bool = False,
     ) -> None:
         self._core = core
@@ -87,7 +77,6 @@ class EngineLoop:
         self._link = link
         self._wake = wake
         self._clock = clock
-        self._recorder = recorder
         self._check_ledger = check_ledger
         self._flying: deque[Handle] = deque()
         self._forecast = StepForecast()
@@ -145,8 +134,6 @@ class EngineLoop:
         if isinstance(message, Control):
             events.append(answer(self._core, message, now))
             return
-        if self._recorder is not None:
-            self._recorder.received(message, now)
         self._core.receive(message, now)
 
     def _collect(self, events: list[Event]) -> None:
@@ -156,14 +143,10 @@ class EngineLoop:
             result, now = handle.result, self._clock.now()
             assert result is not None
             self._forecast.measured(_size(handle.plan), result.seconds)
-            if self._recorder is not None:
-                self._recorder.completed(result, now)
             told, masks = self._core.complete(result, now)
             events += told
             self._deliver(masks)
             if handle.copies is not None:
-                if self._recorder is not None:
-                    self._recorder.received(handle.copies, now)
                 self._core.receive(handle.copies, now)
             self._started_s = now
             if self._check_ledger:
@@ -175,8 +158,6 @@ class EngineLoop:
             if self._core.in_flight >= self._core.depth:
                 return
             plan = self._core.launch(now)
-            if self._recorder is not None:
-                self._recorder.launched(plan, now)
             if plan is None:
                 return
             if not self._flying:

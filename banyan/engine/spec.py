@@ -5,7 +5,7 @@ The same spec and the same calls give the same plans, which is what simulation a
 
 import msgspec
 
-from banyan.engine.core import EngineCore
+from banyan.engine.core import EngineCore, Recorder
 from banyan.engine.lockstep import Lockstep
 from banyan.grammar.base import GrammarFactory
 from banyan.memory.cache import KVCache
@@ -27,9 +27,12 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     share: bool = True
 
     def build(
-        self, grammars: GrammarFactory | None = None, lockstep: Lockstep | None = None
+        self,
+        grammars: GrammarFactory | None = None,
+        lockstep: Lockstep | None = None,
+        recorder: Recorder | None = None,
     ) -> EngineCore:
         """A fresh core. ConfigError when a policy has no such name."""
         cache = KVCache(self.groups, EVICTION.load(self.eviction), self.share)
         scheduler = Scheduler(cache, self.limits, ORDERS.load(self.order), grammars)
-        return EngineCore(scheduler, self.depth, lockstep)
+        return EngineCore(scheduler, self.depth, lockstep, recorder)

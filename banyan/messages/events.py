@@ -17,6 +17,8 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     """int32 ids; empty when the event carries only prompt scores."""
     scores: list[RowScores] = []
     """Log-probabilities by absolute position (prompt positions included)."""
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the cache."""
 
 
 class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):

@@ -140,7 +140,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     seconds: float = 0.0
 
 
-class CopyResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, tag="copies"):
+class CopyResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="copies"):
     """Copies that ended. Reaches the engine through receive(); needs no step."""
 
     ids: list[int]

@@ -258,7 +258,9 @@ class Scheduler:
             request.scored_to = max(request.scored_to, score.first + len(score.logprobs) // 4)
         if tokens or scores:
             passed_on = [_passed_on(score, request.known) for score in scores]
-            self.roster.events.append(Tokens(request.id, first, tokens.tobytes(), passed_on))
+            self.roster.events.append(
+                Tokens(request.id, first, tokens.tobytes(), passed_on, request.cached_tokens)
+            )
         if request.lease is not None and tokens:
             self.cache.publish(request.lease, request.tokens, request.known - 1, 0, request.id)
         if not self._advance(request, tokens):

@@ -3,17 +3,13 @@
 from array import array
 from collections import deque
 
-from banyan.engine.core import EngineCore
-from banyan.memory.cache import KVCache
-from banyan.memory.eviction import lru
+from banyan.engine.spec import CoreSpec
 from banyan.memory.groups import FULL, CacheGroup
 from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, RowFailure, StepPlan, StepResult
 from banyan.messages.requests import Generate
 from banyan.messages.sampling import SamplingParams
 from banyan.scheduler.budget import Limits
-from banyan.scheduler.order import ORDERS
-from banyan.scheduler.scheduler import Scheduler
 
 VOCAB = 97
 
@@ -37,13 +33,24 @@ class Driver:
     """One core, the plans it launched, and what clients would have seen."""
 
     def __init__(
-        self, *, pages=100, page_tokens=4, depth=1, policy="fcfs", max_running=8, **limits
+        self,
+        *,
+        pages=100,
+        page_tokens=4,
+        depth=1,
+        policy="fcfs",
+        max_running=8,
+        recorder=None,
+        **limits,
     ) -> None:
         limits = {"chunk_tokens": 64, "max_request_tokens": 400, **limits}
-        cache = KVCache((CacheGroup(FULL, page_tokens, pages),), lru)
-        order = ORDERS.load(policy)
-        scheduler = Scheduler(cache, Limits(max_running=max_running, **limits), order)
-        self.core = EngineCore(scheduler, depth)
+        self.spec = CoreSpec(
+            groups=(CacheGroup(FULL, page_tokens, pages),),
+            limits=Limits(max_running=max_running, **limits),
+            depth=depth,
+            order=policy,
+        )
+        self.core = self.spec.build(recorder=recorder and recorder(self.spec))
         self.flying: deque[StepPlan] = deque()
         self.plans: list[StepPlan] = []
         self.slots: dict[int, list[int]] = {}

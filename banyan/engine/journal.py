@@ -1,0 +1,166 @@
+"""Journal: everything an EngineCore was told, in order, and a hash of every plan it made.
+
+Because decisions depend on nothing else, the records reproduce every plan (`sim/replay.py`). The
+file is mapped, so what was written survives a crash of the process. Its size is fixed: when it is
+full, recording stops with one line. Layout: magic, version, then records of a little-endian uint32
+length and that many bytes of msgpack; a length of 0 ends the file. The first record is the
+CoreSpec, the others are JournalRecord.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+
+from banyan.base.errors import ConfigError, ModelError
+from banyan.base.log import logger
+from banyan.engine.core import CoreInput
+from banyan.engine.spec import CoreSpec
+from banyan.messages.plan import StepPlan, StepResult
+
+log = logger(__name__)
+
+_MAGIC = b"BANYANJ1"
+_LENGTH = struct.Struct("<I")
+_HASH_BYTES = 8
+
+
+class Received(msgspec.Struct, frozen=True, array_like=True, tag="in"):
+    now: float
+    message: CoreInput
+
+
+class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
+    """One attempt; an empty hash means that there was no plan."""
+
+    now: float
+    plan_hash: bytes
+    peers: list[int]
+
+
+class Completed(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    now: float
+    result: msgspec.Raw
+    """StepResult; encoded by itself because unions hold one untagged kind at most."""
+
+
+class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
+    now: float
+
+
+JournalRecord = Received | Launched | Completed | Flushed
+
+
+def plan_hash(plan: StepPlan | None) -> bytes:
+    """8 bytes that differ when plans differ; b"" for no plan."""
+    if plan is None:
+        return b""
+    return blake2b(msgspec.msgpack.encode(plan), digest_size=_HASH_BYTES).digest()
+
+
+class Journal:
+    """Writes records. Satisfies `engine.core.Recorder`.
+
+    Args:
+        path: created or overwritten.
+        spec: what rebuilds the core.
+        size: bytes of the file.
+    """
+
+    def __init__(self, path: str, spec: CoreSpec, size: int) -> None:
+        self._path = path
+        self._encoder = msgspec.msgpack.Encoder()
+        header = self._encoder.encode(spec)
+        self._end = len(_MAGIC)
+        if size < self._end + len(header) + 1024:
+            raise ConfigError(f"--journal-bytes {size} does not even hold the header")
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(descriptor, size)
+                self._map = mmap.mmap(descriptor, size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise ConfigError(f"--journal {path!r} cannot be written: {error.strerror}") from None
+        self._map[: self._end] = _MAGIC
+        self._is_full = False
+        self._append(header)
+
+    def received(self, message: CoreInput, now: float) -> None:
+        self._record(Received(now, message))
+
+    def launched(self, plan: StepPlan | None, peers: list[int], now: float) -> None:
+        self._record(Launched(now, plan_hash(plan), peers))
+
+    def completed(self, result: StepResult, now: float) -> None:
+        self._record(Completed(now, msgspec.Raw(self._encoder.encode(result))))
+
+    def flushed(self, now: float) -> None:
+        self._record(Flushed(now))
+
+    def close(self) -> None:
+        """Cut the file to what was written."""
+        if self._map.closed:
+            return
+        self._map.flush()
+        self._map.close()
+        os.truncate(self._path, self._end)
+
+    def _record(self, record: JournalRecord) -> None:
+        if not self._is_full:
+            self._append(self._encoder.encode(record))
+
+    def _append(self, body: bytes) -> None:
+        end = self._end + _LENGTH.size + len(body)
+        if end + _LENGTH.size > len(self._map):
+            self._is_full = True
+            log.warning("journal %s is full at %d bytes: recording stops", self._path, self._end)
+            return
+        # The length comes last: until it is there, the record does not exist.
+        self._map[self._end + _LENGTH.size : end] = body
+        _LENGTH.pack_into(self._map, self._end, len(body))
+        self._end = end
+
+
+def read_journal(path: str) -> tuple[CoreSpec, Iterator[JournalRecord]]:
+    """The spec and the records, in order; a torn last record ends the reading.
+
+    Raises:
+        ModelError: not a journal, or a record that does not decode (with its number).
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path!r} cannot be read: {error.strerror}") from None
+    if not content.startswith(_MAGIC):
+        raise ModelError(f"{path!r} is not a journal of this version")
+    bodies = _bodies(memoryview(content), len(_MAGIC))
+    try:
+        spec = msgspec.msgpack.decode(next(bodies), type=CoreSpec)
+    except (StopIteration, msgspec.DecodeError) as error:
+        raise ModelError(f"{path!r} has no readable header: {error}") from None
+    return spec, _records(path, bodies)
+
+
+def _records(path: str, bodies: Iterator[memoryview]) -> Iterator[JournalRecord]:
+    decoder = msgspec.msgpack.Decoder(JournalRecord)
+    for number, body in enumerate(bodies, 1):
+        try:
+            yield decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise ModelError(f"{path!r} record {number} does not decode: {error}") from None
+
+
+def _bodies(content: memoryview, start: int) -> Iterator[memoryview]:
+    while start + _LENGTH.size <= len(content):
+        (length,) = _LENGTH.unpack_from(content, start)
+        start += _LENGTH.size
+        if not length or start + length > len(content):
+            return
+        yield content[start : start + length]
+        start += length

@@ -1,0 +1,101 @@
+"""The journal records what decisions depend on; replay makes every plan again."""
+
+from random import Random
+
+import pytest
+
+from banyan.base.errors import ConfigError, ModelError
+from banyan.engine.journal import Journal, read_journal
+from banyan.messages.requests import Abort, StopAt
+from banyan.sim.replay import check
+from tests.scheduler.driver import Driver
+
+
+def record(path, seed=1, size=1 << 20, close=True):
+    """A short, busy life of a core, recorded at `path`."""
+    random = Random(seed)
+    journals = []
+
+    def recorder(spec):
+        journals.append(Journal(str(path), spec, size))
+        return journals[0]
+
+    driver = Driver(pages=30, depth=2, conservativeness=0.3, recorder=recorder)
+    shared = [random.randrange(90) for _ in range(20)]
+    for i in range(30):
+        prompt = [*shared[: random.randrange(20)], i]
+        driver.submit(f"r{i}", prompt, new=random.randrange(20))
+        if random.random() < 0.2:
+            driver.receive(Abort(f"r{random.randrange(i + 1)}"))
+        if random.random() < 0.2:
+            driver.receive(StopAt(f"r{random.randrange(i + 1)}", 2))
+        driver.launch()
+        if driver.flying and random.random() < 0.7:
+            driver.complete()
+    driver.run()
+    driver.core.flush(0.0)
+    if close:
+        journals[0].close()
+    return driver
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_recorded_life_replays_plan_for_plan(tmp_path, seed):
+    driver = record(tmp_path / "journal", seed)
+    report = check(str(tmp_path / "journal"))
+    assert report.ok and report.plans == len(driver.plans) > 20
+
+
+def test_a_journal_survives_a_process_that_never_closed_it(tmp_path):
+    driver = record(tmp_path / "journal", close=False)
+    assert check(str(tmp_path / "journal")).plans == len(driver.plans)
+
+
+def test_other_decisions_are_found_and_the_record_is_named(tmp_path):
+    record(tmp_path / "journal")
+    content = bytearray((tmp_path / "journal").read_bytes())
+    at = content.index(b"max_running") + len(b"max_running")
+    assert content[at] == 8
+    content[at] = 7
+    (tmp_path / "journal").write_bytes(content)
+    report = check(str(tmp_path / "journal"))
+    assert not report.ok and f"record {report.records}" in str(report)
+
+
+def test_a_torn_record_ends_the_replay_without_an_error(tmp_path):
+    record(tmp_path / "journal")
+    content = (tmp_path / "journal").read_bytes()
+    (tmp_path / "journal").write_bytes(content[:-5])
+    assert check(str(tmp_path / "journal")).ok
+
+
+def test_a_full_journal_stops_and_what_it_holds_replays(tmp_path):
+    driver = record(tmp_path / "journal", size=3000)
+    report = check(str(tmp_path / "journal"))
+    assert report.ok and 0 < report.plans < len(driver.plans)
+    assert (tmp_path / "journal").stat().st_size <= 3000
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"something else", b"BANYANJ1", b"BANYANJ1\x05\0\0\0abcde", b"BANYANJ1\xff"]
+)
+def test_what_is_not_a_journal_is_refused(tmp_path, content):
+    (tmp_path / "journal").write_bytes(content)
+    with pytest.raises(ModelError, match="journal"):
+        check(str(tmp_path / "journal"))
+
+
+def test_garbage_in_a_record_is_named_by_its_number(tmp_path):
+    record(tmp_path / "journal")
+    content = bytearray((tmp_path / "journal").read_bytes())
+    first = 8 + 4 + int.from_bytes(content[8:12], "little")
+    content[first + 4 : first + 8] = b"\xc1\xc1\xc1\xc1"
+    (tmp_path / "journal").write_bytes(content)
+    _, records = read_journal(str(tmp_path / "journal"))
+    with pytest.raises(ModelError, match="record 1 does not decode"):
+        list(records)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be written"):
+        record(tmp_path / "missing" / "journal")
