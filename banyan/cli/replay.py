@@ -1,10 +1,7 @@
 """`banyan replay FILE`: runs a journal through this build's scheduler and compares every plan."""
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
-
-from banyan.base.errors import ConfigError
 
 
 def replay(argv: Sequence[str]) -> int:
@@ -13,8 +10,6 @@ def replay(argv: Sequence[str]) -> int:
     parser.add_argument("file", help="journal written by banyan serve --journal FILE")
     parser.add_argument("--check", action="store_true", help="compare every plan (the default)")
     options = parser.parse_args(list(argv))
-    if importlib.util.find_spec("banyan.sim.replay") is None:
-        raise ConfigError("replay is not available in this build")
     from banyan.sim.replay import check
 
     report = check(options.file)
