@@ -97,15 +97,16 @@ class Scores:
         temperature = self._temperature[entries]
         if (temperature != 1.0).any():
             logits = logits / torch.from_numpy(temperature).to(self._device)[:, None]
-        norm = logits.logsumexp(-1, keepdim=True)  # [n, 1]
-        self._logprobs[where] = (logits.gather(1, tokens[:, None]) - norm)[:, 0]
+        # Not logsumexp: with several threads it sums a row differently when the row is alone.
+        table = logits.log_softmax(-1)  # [n, vocab]
+        self._logprobs[where] = table.gather(1, tokens[:, None])[:, 0]
         if self._sheet.top:
-            best, ids = logits.topk(min(self._sheet.top, logits.shape[1]))
-            self._top_logprobs[where, : best.shape[1]] = best - norm
+            best, ids = table.topk(min(self._sheet.top, table.shape[1]))
+            self._top_logprobs[where, : best.shape[1]] = best
             self._top_ids[where, : best.shape[1]] = ids.int()
         if self._picked.shape[1]:
             picked = torch.from_numpy(self._sheet.picked[entries]).to(self._device)
-            self._picked[where] = logits.gather(1, picked) - norm
+            self._picked[where] = table.gather(1, picked)
 
     def rows(self, without: set[int]) -> list[RowScores]:
         """The values by row, plan indices in `without` left out. Waits for the device."""
