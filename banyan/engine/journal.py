@@ -1,13 +1,10 @@
-"""Journal: what went into an EngineCore, and a hash of every plan that came out, in order.
+"""Journal: everything an EngineCore was told, in order, and a hash of every plan it made.
 
-Records lie in a memory-mapped file, so a crash of the process loses none of them. File layout, all
-integers little-endian:
-
-    magic 8 | header length u32 | header crc u32 | header, msgpack | records …
-    record: length u32 | crc u32 | payload, msgpack.  Length 0 = end.
-
-A record's length is written last, so a record is there as a whole or not at all. A full journal
-says so in its last record and takes no more. Knows nothing of who drives the core.
+Because decisions depend on nothing else, the records reproduce every plan (`sim/replay.py`). The
+file is mapped, so what was written survives a crash of the process. Its size is fixed: when it is
+full, recording stops with one line, and the last record says so. Layout: magic with version, then
+records of two little-endian uint32, length and CRC-32, and that many bytes of msgpack; a length of
+0 ends the file. The first record is the CoreSpec, the others are JournalRecord.
 """
 
 import mmap
@@ -20,164 +17,166 @@ from zlib import crc32
 
 import msgspec
 
-from banyan.base.errors import ConfigError
+from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger
+from banyan.engine.core import CoreInput
 from banyan.engine.spec import CoreSpec
-from banyan.messages.plan import CopyResult, StepPlan, StepResult
-from banyan.messages.requests import Message
+from banyan.messages.plan import StepPlan, StepResult
 
 log = logger(__name__)
 
-MAGIC = b"BANYANJ1"
-_WORDS = struct.Struct("<II")
-_DIGEST_BYTES = 8
+_MAGIC = b"BANYANJ1"
+_HEAD = struct.Struct("<II")
+_HASH_BYTES = 8
+_ENDING_BYTES = 64
+"""Room kept for the record that says Full, and for the end."""
 
 
-class Header(msgspec.Struct, frozen=True):
-    """What the core was built from, and the bytes that the file has room for."""
-
-    core: CoreSpec
-    size: int
-
-
-class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
+class Received(msgspec.Struct, frozen=True, array_like=True, tag="in"):
     now: float
-    message: Message
+    message: CoreInput
 
 
-class Copied(msgspec.Struct, frozen=True, array_like=True, tag="copied"):
-    now: float
-    result: CopyResult
-
-
-class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launched"):
-    """An attempt to launch; `digest` is b"" when it gave no plan."""
+class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
+    """One attempt; an empty hash means that there was no plan."""
 
     now: float
-    digest: bytes
-    peers: list[int] = []
+    plan_hash: bytes
+    peers: list[int]
 
 
-class Completed(msgspec.Struct, frozen=True, array_like=True, tag="completed"):
+class Completed(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     now: float
-    result: StepResult
+    result: msgspec.Raw
+    """StepResult; encoded by itself because unions hold one untagged kind at most."""
+
+
+class Flushed(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
+    now: float
 
 
 class Full(msgspec.Struct, frozen=True, array_like=True, tag="full"):
-    """What came after this was not recorded."""
+    """The file had no room for what came after."""
 
 
-Record = Received | Copied | Launched | Completed | Full
+JournalRecord = Received | Launched | Completed | Flushed | Full
 
 
-class JournalError(ConfigError):
-    """A file that is no journal, or one that was damaged."""
-
-
-def digest_of(plan: StepPlan | None) -> bytes:
-    """Eight bytes that stand for the whole plan."""
+def plan_hash(plan: StepPlan | None) -> bytes:
+    """8 bytes that differ when plans differ; b"" for no plan."""
     if plan is None:
         return b""
-    return blake2b(msgspec.msgpack.encode(plan), digest_size=_DIGEST_BYTES).digest()
+    return blake2b(msgspec.msgpack.encode(plan), digest_size=_HASH_BYTES).digest()
 
 
 class Journal:
-    """Writes one journal. Satisfies `engine.loop.Recorder`.
+    """Writes records. Satisfies `engine.core.Recorder`.
 
     Args:
-        path: file, replaced when it exists, readable by its owner only: it holds prompts.
-        core: what the recorded core was built from.
-        max_bytes: room in the file; ConfigError when not even the header fits.
+        path: created or overwritten.
+        spec: what rebuilds the core.
+        size: bytes of the file.
     """
 
-    def __init__(self, path: str, core: CoreSpec, max_bytes: int) -> None:
+    def __init__(self, path: str, spec: CoreSpec, size: int) -> None:
+        self._path = path
         self._encoder = msgspec.msgpack.Encoder()
-        self._full = self._encoder.encode(Full())
-        header = self._encoder.encode(Header(core, max_bytes))
-        self._end = len(MAGIC) + _WORDS.size + len(header)
-        if max_bytes < self._end + 2 * _WORDS.size + len(self._full):
-            raise ConfigError(f"a journal of {max_bytes} bytes is too small", hint="Allow 1 MiB")
-        self.path = path
-        self.is_full = False
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        os.ftruncate(self._file, max_bytes)
-        self._map = mmap.mmap(self._file, max_bytes)
-        self._map[: self._end] = MAGIC + _WORDS.pack(len(header), crc32(header)) + header
+        header = self._encoder.encode(spec)
+        self._end = len(_MAGIC)
+        if size < self._end + len(header) + 1024:
+            raise ConfigError(f"--journal-bytes {size} does not even hold the header")
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(descriptor, size)
+                self._map = mmap.mmap(descriptor, size)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise ConfigError(f"--journal {path!r} cannot be written: {error.strerror}") from None
+        self._map[: self._end] = _MAGIC
+        self._is_full = False
+        self._append(header)
 
-    def received(self, message: Message | CopyResult, now: float) -> None:
-        if isinstance(message, CopyResult):
-            self._write(Copied(now, message))
-        else:
-            self._write(Received(now, message))
+    def received(self, message: CoreInput, now: float) -> None:
+        self._record(Received(now, message))
 
-    def launched(self, plan: StepPlan | None, now: float) -> None:
-        self._write(Launched(now, digest_of(plan), plan.peers if plan is not None else []))
+    def launched(self, plan: StepPlan | None, peers: list[int], now: float) -> None:
+        self._record(Launched(now, plan_hash(plan), peers))
 
     def completed(self, result: StepResult, now: float) -> None:
-        self._write(Completed(now, result))
+        self._record(Completed(now, msgspec.Raw(self._encoder.encode(result))))
+
+    def flushed(self, now: float) -> None:
+        self._record(Flushed(now))
 
     def close(self) -> None:
-        """Give the unused room back."""
-        self._map.close()
-        os.ftruncate(self._file, self._end)
-        os.close(self._file)
-
-    def _write(self, record: Record) -> None:
-        if self.is_full:
+        """Cut the file to what was written."""
+        if self._map.closed:
             return
-        payload = self._encoder.encode(record)
-        reserve = 2 * _WORDS.size + len(self._full)
-        if self._end + _WORDS.size + len(payload) + reserve > len(self._map):
-            log.warning("journal full path=%s bytes=%d", self.path, len(self._map))
-            self.is_full = True
-            payload = self._full
-        at = self._end + _WORDS.size
-        self._map[at : at + len(payload)] = payload
-        self._map[self._end : at] = _WORDS.pack(len(payload), crc32(payload))
-        self._end = at + len(payload)
+        self._map.flush()
+        self._map.close()
+        os.truncate(self._path, self._end)
+
+    def _record(self, record: JournalRecord) -> None:
+        if not self._is_full:
+            self._append(self._encoder.encode(record))
+
+    def _append(self, body: bytes) -> None:
+        end = self._end + _HEAD.size + len(body)
+        if end + _ENDING_BYTES > len(self._map):
+            self._is_full = True
+            log.warning("journal %s is full at %d bytes: recording stops", self._path, self._end)
+            body = self._encoder.encode(Full())
+            end = self._end + _HEAD.size + len(body)
+        # The head comes last: until it is there, the record does not exist.
+        self._map[self._end + _HEAD.size : end] = body
+        _HEAD.pack_into(self._map, self._end, len(body), crc32(body))
+        self._end = end
 
 
-class JournalReader:
-    """Reads one journal, however it ended. JournalError says which record is damaged."""
+def read_journal(path: str) -> tuple[CoreSpec, Iterator[JournalRecord]]:
+    """The spec and the records, in order; a torn last record ends the reading.
 
-    def __init__(self, path: str) -> None:
-        self._bytes = Path(path).read_bytes()
-        if not self._bytes.startswith(MAGIC):
-            raise JournalError(f"{path} is not a journal of this version")
-        header, self._start = self._payload(len(MAGIC), "header")
+    Raises:
+        ModelError: not a journal, or a record that does not decode (with its number).
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path!r} cannot be read: {error.strerror}") from None
+    if not content.startswith(_MAGIC):
+        raise ModelError(f"{path!r} is not a journal of this version")
+    bodies = _bodies(path, memoryview(content), len(_MAGIC))
+    try:
+        spec = msgspec.msgpack.decode(next(bodies), type=CoreSpec)
+    except (StopIteration, msgspec.DecodeError) as error:
+        raise ModelError(f"{path!r} has no readable header: {error}") from None
+    return spec, _records(path, bodies)
+
+
+def _records(path: str, bodies: Iterator[memoryview]) -> Iterator[JournalRecord]:
+    decoder = msgspec.msgpack.Decoder(JournalRecord)
+    for number, body in enumerate(bodies, 1):
         try:
-            self.header = msgspec.msgpack.decode(header, type=Header)
-        except (msgspec.DecodeError, AssertionError) as error:
-            raise JournalError(f"the header of {path} does not decode: {error}") from None
+            yield decoder.decode(body)
+        except msgspec.DecodeError as error:
+            raise ModelError(f"{path!r} record {number} does not decode: {error}") from None
 
-    def records(self) -> Iterator[Record]:
-        """Every whole record. A cut-off tail ends the file; a damaged record raises."""
-        decoder = msgspec.msgpack.Decoder(Record)
-        at, index = self._start, 0
-        while len(self._bytes) - at >= _WORDS.size:
-            length, _ = _WORDS.unpack_from(self._bytes, at)
-            if at + _WORDS.size + length > len(self._bytes) < self.header.size:
-                return  # shorter than it was made: cut off inside this record
-            if not length:
-                if any(self._bytes[at:]):
-                    raise JournalError(f"record {index} is damaged: something follows the end")
-                return
-            payload, at = self._payload(at, f"record {index}")
-            try:
-                yield decoder.decode(payload)
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise JournalError(f"record {index} does not decode: {error}") from None
-            index += 1
 
-    def _payload(self, at: int, what: str) -> tuple[bytes, int]:
-        """(payload, where the next record begins) of what lies at `at`."""
-        start = at + _WORDS.size
-        if start > len(self._bytes):
-            raise JournalError(f"the file ends inside the {what}")
-        length, crc = _WORDS.unpack_from(self._bytes, at)
-        payload = self._bytes[start : start + length]
-        if len(payload) < length:
-            raise JournalError(f"{what} is damaged: {length} bytes, {len(payload)} follow")
-        if crc32(payload) != crc:
-            raise JournalError(f"{what} is damaged: its checksum is wrong")
-        return payload, start + length
+def _bodies(path: str, content: memoryview, start: int) -> Iterator[memoryview]:
+    """Every record, the header as number 0. A file cut off inside a record ends before it."""
+    number = 0
+    while start + _HEAD.size <= len(content):
+        length, checksum = _HEAD.unpack_from(content, start)
+        start += _HEAD.size
+        if not length and not checksum:
+            return
+        body = content[start : start + length]
+        if len(body) == length and crc32(body) != checksum:
+            raise ModelError(f"{path!r} record {number} is damaged: its checksum is wrong")
+        if len(body) < length:
+            return
+        yield body
+        start += length
+        number += 1

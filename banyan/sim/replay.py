@@ -1,103 +1,88 @@
-"""Replay of a journal: the same messages into a core built the same way must give the same plans.
-
-The regression test for every change of scheduler or memory. Runs nothing but decisions.
-"""
+"""Replay: feeds a journal to a fresh core and compares every plan with the recorded one."""
 
 from dataclasses import dataclass
 
 import msgspec
 
-from banyan.engine.core import EngineCore
 from banyan.engine.journal import (
     Completed,
-    Copied,
+    Flushed,
     Full,
-    JournalReader,
     Launched,
     Received,
-    Record,
-    digest_of,
+    plan_hash,
+    read_journal,
 )
-from banyan.grammar.base import GrammarFactory
-from banyan.messages.requests import Control
+from banyan.messages.plan import StepResult
 
 
 @dataclass(frozen=True)
 class ReplayReport:
-    """What a replay found."""
+    """What a replay found. `difference` is "" when every plan is the recorded one."""
 
     records: int
     plans: int
-    """Plans that came out the same."""
-    is_complete: bool
-    """False when the journal filled up before the engine ended."""
-    differs_at: int = -1
-    """Index of the first record that does not fit, -1 for none."""
-    text: str = ""
+    difference: str = ""
+    is_full: bool = False
+    """The journal filled up before the engine ended."""
 
     @property
     def ok(self) -> bool:
-        return self.differs_at < 0
+        return not self.difference
 
     def __str__(self) -> str:
-        if not self.ok:
-            return f"differs at record {self.differs_at} after {self.plans} plans: {self.text}"
-        ending = "" if self.is_complete else "; the journal filled up before the engine ended"
-        return f"{self.plans} plans in {self.records} records, all the same{ending}"
+        if self.ok:
+            ending = "; the journal was full then" if self.is_full else ""
+            return f"{self.plans} plans of {self.records} records are the recorded ones{ending}"
+        return f"record {self.records}, after {self.plans} equal plans: {self.difference}"
 
 
 class _RecordedPeers:
-    """Lockstep that answers what the journal says the replicas agreed on."""
+    """Answers what the other replicas answered then."""
 
     def __init__(self) -> None:
-        self.peers: list[int] = []
+        self.next: list[int] = []
 
     def agree(self, tokens: int) -> list[int]:
-        return self.peers
+        return self.next
 
 
-def check(path: str, grammars: GrammarFactory | None = None) -> ReplayReport:
-    """Replay the journal at `path` and compare every plan.
+def check(path: str) -> ReplayReport:
+    """Replay the journal at `path`; stops at the first difference.
 
-    Raises JournalError when the file is damaged, OSError when it cannot be read.
+    Raises:
+        ModelError: not a journal, or damaged.
     """
-    reader = JournalReader(path)
+    spec, records = read_journal(path)
     peers = _RecordedPeers()
-    core = reader.header.core.build(grammars, peers)
-    plans, index, is_complete = 0, -1, True
-    for index, record in enumerate(reader.records()):
-        if isinstance(record, Full):
-            is_complete = False
-            continue
-        try:
-            difference = _feed(core, peers, record)
-        except (AssertionError, LookupError) as error:
-            difference = f"{type(error).__name__}: {error}"
-        if difference:
-            return ReplayReport(index + 1, plans, is_complete, index, difference)
-        plans += isinstance(record, Launched) and bool(record.digest)
-    return ReplayReport(index + 1, plans, is_complete)
+    core = spec.build(lockstep=peers)
+    number = plans = 0
+    for number, record in enumerate(records, 1):
+        match record:
+            case Received():
+                core.receive(record.message, record.now)
+            case Completed():
+                result = msgspec.msgpack.decode(record.result, type=StepResult)
+                if result.step != core.oldest_step:
+                    text = f"a result of step {result.step}, step {core.oldest_step} is in flight"
+                    return ReplayReport(number, plans, text)
+                core.complete(result, record.now)
+            case Full():
+                return ReplayReport(number, plans, is_full=True)
+            case Flushed():
+                core.flush(record.now)
+            case Launched():
+                peers.next = record.peers
+                plan = core.launch(record.now)
+                if plan_hash(plan) != record.plan_hash:
+                    return ReplayReport(number, plans, _difference(record, plan is not None))
+                plans += plan is not None
+        core.take_events()
+        core.take_masks()
+    return ReplayReport(number, plans)
 
 
-def _feed(core: EngineCore, peers: _RecordedPeers, record: Record) -> str:
-    """Give the core one record; what does not fit, or ""."""
-    match record:
-        case Received(message=Control(verb="flush_cache")):
-            core.scheduler.flush()
-        case Received(message=Control()):
-            pass
-        case Received(now, message):
-            core.receive(message, now)
-        case Copied(now, result):
-            core.receive(result, now)
-        case Completed(now, result):
-            core.complete(result, now)
-        case Launched(now, digest, agreed):
-            peers.peers = agreed
-            plan = core.launch(now)
-            if digest_of(plan) != digest:
-                kind = "no plan" if plan is None else msgspec.json.encode(plan.rows).decode()
-                return f"recorded {digest.hex() or 'no plan'}, this build plans {kind[:500]}"
-    core.take_events()
-    core.take_masks()
-    return ""
+def _difference(record: Launched, has_plan: bool) -> str:
+    if not record.plan_hash:
+        return "a plan is made where none was recorded"
+    return "the plan differs from the recorded one" if has_plan else "the recorded plan is not made"

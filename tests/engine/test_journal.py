@@ -1,6 +1,7 @@
 """The journal records what decisions depend on; replay makes every plan again."""
 
 from random import Random
+from zlib import crc32
 
 import pytest
 
@@ -39,6 +40,13 @@ def record(path, seed=1, size=1 << 20, close=True):
     return driver
 
 
+def seal(content, at):
+    """Make the checksum of the record at `at` right again."""
+    length = int.from_bytes(content[at : at + 4], "little")
+    checksum = crc32(content[at + 8 : at + 8 + length])
+    content[at + 4 : at + 8] = checksum.to_bytes(4, "little")
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_recorded_life_replays_plan_for_plan(tmp_path, seed):
     driver = record(tmp_path / "journal", seed)
@@ -57,6 +65,7 @@ def test_other_decisions_are_found_and_the_record_is_named(tmp_path):
     at = content.index(b"max_running") + len(b"max_running")
     assert content[at] == 8
     content[at] = 7
+    seal(content, 8)
     (tmp_path / "journal").write_bytes(content)
     report = check(str(tmp_path / "journal"))
     assert not report.ok and f"record {report.records}" in str(report)
@@ -72,7 +81,7 @@ def test_a_torn_record_ends_the_replay_without_an_error(tmp_path):
 def test_a_full_journal_stops_and_what_it_holds_replays(tmp_path):
     driver = record(tmp_path / "journal", size=3000)
     report = check(str(tmp_path / "journal"))
-    assert report.ok and 0 < report.plans < len(driver.plans)
+    assert report.ok and report.is_full and 0 < report.plans < len(driver.plans)
     assert (tmp_path / "journal").stat().st_size <= 3000
 
 
@@ -88,12 +97,25 @@ def test_what_is_not_a_journal_is_refused(tmp_path, content):
 def test_garbage_in_a_record_is_named_by_its_number(tmp_path):
     record(tmp_path / "journal")
     content = bytearray((tmp_path / "journal").read_bytes())
-    first = 8 + 4 + int.from_bytes(content[8:12], "little")
-    content[first + 4 : first + 8] = b"\xc1\xc1\xc1\xc1"
+    first = 8 + 8 + int.from_bytes(content[8:12], "little")
+    content[first + 8 : first + 12] = b"\xc1\xc1\xc1\xc1"
+    seal(content, first)
     (tmp_path / "journal").write_bytes(content)
     _, records = read_journal(str(tmp_path / "journal"))
     with pytest.raises(ModelError, match="record 1 does not decode"):
         list(records)
+
+
+def test_a_flipped_bit_of_content_is_found(tmp_path):
+    record(tmp_path / "journal")
+    sound = (tmp_path / "journal").read_bytes()
+    header = 16 + int.from_bytes(sound[8:12], "little")
+    for at in range(header + 8, header + 60):
+        content = bytearray(sound)
+        content[at] ^= 16
+        (tmp_path / "journal").write_bytes(content)
+        with pytest.raises(ModelError, match="damaged"):
+            check(str(tmp_path / "journal"))
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
