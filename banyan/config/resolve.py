@@ -5,6 +5,7 @@ After this a Config does not change.
 
 import os
 from dataclasses import replace
+from types import MappingProxyType
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
@@ -15,6 +16,8 @@ from banyan.config.schema import Config
 from banyan.config.sources import fetch
 
 log = logger(__name__)
+
+_DEMO_SAMPLING = MappingProxyType({"temperature": 0.2, "top_p": 0.9})
 
 
 def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard]:
@@ -102,6 +105,19 @@ def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -
     return config
 
 
+def sample_the_demo_as_its_makers_do(
+    config: Config, card: ModelCard, environment: Environment
+) -> Config:
+    """The demo's file has no place for its makers' sampling advice (SmolLM2 model card)."""
+    server = config.server
+    if config.model.source != "demo" or server.sampling_defaults != "model":
+        return config
+    if server.preferred_sampling:
+        return config
+    _log("preferred-sampling-params", dict(_DEMO_SAMPLING), "the demo's makers advise it")
+    return replace(config, server=replace(server, preferred_sampling=dict(_DEMO_SAMPLING)))
+
+
 RULES = (
     name_the_model,
     find_the_tokenizer,
@@ -110,6 +126,7 @@ RULES = (
     match_the_format,
     check_the_chunk,
     check_the_ranks,
+    sample_the_demo_as_its_makers_do,
 )
 
 

@@ -99,3 +99,14 @@ def test_preparing_finds_the_model_reads_its_card_and_resolves(tmp_path: Path) -
     config, card = prepare(Config(model=ModelConfig(path)), NOTHING)
     assert (config.model.path, config.model.served_name) == (path, path)
     assert card.num_layers == 2 and config.model.load_format == "safetensors"
+
+
+def test_only_the_demo_left_to_itself_samples_as_its_makers_advise() -> None:
+    advised = resolve(Config(), CARD, NOTHING).server.preferred_sampling
+    assert advised == {"temperature": 0.2, "top_p": 0.9}
+    other = Config(model=ModelConfig(source="someone/else"))
+    assert resolve(other, CARD, NOTHING).server.preferred_sampling == {}
+    chosen = Config(server=ServerConfig(preferred_sampling={"top_k": 5}))
+    assert resolve(chosen, CARD, NOTHING).server.preferred_sampling == {"top_k": 5}
+    openai = Config(server=ServerConfig(sampling_defaults="openai"))
+    assert resolve(openai, CARD, NOTHING).server.preferred_sampling == {}
