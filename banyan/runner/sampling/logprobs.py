@@ -17,7 +17,8 @@ from banyan.runner.inputs import Batch
 from banyan.runner.slots import SlotTable
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits that exist at once while scoring (64 MiB of fp32), whatever the length of the prompt."""
+"""Logits that exist at once while scoring, whatever the length of the prompt: 64 MiB of fp32, and as
+much again for their log-probabilities."""
 
 
 @dataclass(frozen=True)
