@@ -7,6 +7,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--border-steps",
         type=int,
-        default=6000,
+        default=15_000,
         help="random actions that the border kit plays (make border: 100000)",
     )

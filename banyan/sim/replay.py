@@ -13,6 +13,7 @@ from banyan.engine.journal import (
     plan_hash,
     read_journal,
 )
+from banyan.grammar.base import GrammarFactory
 from banyan.messages.plan import StepResult
 
 
@@ -47,15 +48,18 @@ class _RecordedPeers:
         return self.next
 
 
-def check(path: str) -> ReplayReport:
+def check(path: str, grammars: GrammarFactory | None = None) -> ReplayReport:
     """Replay the journal at `path`; stops at the first difference.
+
+    Args:
+        grammars: what compiled the constraints then; without it, constrained requests differ.
 
     Raises:
         ModelError: not a journal, or damaged.
     """
     spec, records = read_journal(path)
     peers = _RecordedPeers()
-    core = spec.build(lockstep=peers)
+    core = spec.build(grammars, peers)
     number = plans = 0
     for number, record in enumerate(records, 1):
         match record:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from banyan.engine.core import EngineCore
+from banyan.engine.core import EngineCore, Recorder
 from banyan.engine.lockstep import Lockstep
 from banyan.engine.spec import CoreSpec
 from banyan.grammar.base import Grammar
@@ -67,8 +67,8 @@ def _groups(random: Random, kind: str) -> list[CacheGroup]:
     return found
 
 
-def build_core(world: World, lockstep: Lockstep | None) -> EngineCore:
-    return world.core.build(compile_grammar, lockstep)
+def build_core(world: World, lockstep: Lockstep | None, recorder: Recorder | None) -> EngineCore:
+    return world.core.build(compile_grammar, lockstep, recorder)
 
 
 def compile_grammar(text: str) -> Grammar:

@@ -7,9 +7,12 @@ actions can be cut down to the smallest that still fails.
 import re
 from array import array
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
+from banyan.engine.core import Recorder
+from banyan.engine.spec import CoreSpec
 from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.requests import Abort, Generate, StopAt
 from banyan.messages.sampling import SamplingParams
@@ -53,7 +56,7 @@ class Client:
 class Play:
     """One world being played."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, record: Callable[[CoreSpec], Recorder] | None = None) -> None:
         random = Random(seed)
         self.world: World = random_world(random)
         self.now = 0.0
@@ -61,7 +64,8 @@ class Play:
         self.namespaces: dict[int, bytes] = {}
         self.seen: Counter[str] = Counter()
         peers = RandomPeers(Random(seed + 1)) if self.world.has_peers else None
-        self.core = build_core(self.world, peers)
+        recorder = record(self.world.core) if record else None
+        self.core = build_core(self.world, peers, recorder)
         self.runner = FakeRunner(
             self.world.device, self.world.faults, Random(seed + 2), self.namespaces
         )
@@ -88,7 +92,7 @@ class Play:
         require(not open_, f"no end for {open_}")
         cache = self.core.scheduler.cache
         self.seen["evicted pages"] += cache.tree.evicted
-        require(self.core.scheduler.flush(), "an idle engine does not flush")
+        require(self.core.flush(self.now), "an idle engine does not flush")
         for group, pool in enumerate(cache.pools):
             require(pool.free == pool.total, f"group {group} leaks: {cache.ledger(group)}")
         self.seen["retractions"] += self.core.scheduler.counters.retractions
@@ -167,7 +171,7 @@ class Play:
             self.core.receive(StopAt(name, client.kept), self.now)
 
     def _flush(self, random: Random) -> None:
-        done = self.core.scheduler.flush()
+        done = self.core.flush(self.now)
         require(done == self.core.scheduler.is_idle, "flush with requests alive")
         self.seen["flushes"] += done
 
@@ -267,9 +271,11 @@ class Play:
             self.seen["failed by a fault"] += 1
 
 
-def play(seed: int, actions: list[Action]) -> Play:
+def play(
+    seed: int, actions: list[Action], record: Callable[[CoreSpec], Recorder] | None = None
+) -> Play:
     """Play to the end; BorderError or AssertionError when something is wrong."""
-    game = Play(seed)
+    game = Play(seed, record)
     for action in actions:
         game.act(action)
     game.finish()

@@ -6,13 +6,16 @@ from random import Random
 
 import pytest
 
+from banyan.engine.journal import Journal
+from banyan.engine.spec import CoreSpec
+from banyan.sim.replay import check
+from tests.border.build import compile_grammar
 from tests.border.driver import Play, play, random_actions, smallest
 
 ACTIONS_PER_WORLD = 250
 MUST_HAPPEN = (
     "accepted drafts",
     "aborts",
-    "copy-only plans",
     "evicted pages",
     "failed by a fault",
     "failed copies",
@@ -53,7 +56,23 @@ def test_random_traffic_gets_the_oracles_answers_and_leaks_nothing(
     assert not missing, f"never happened in {steps} actions: {missing}; happened: {dict(seen)}"
 
 
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_a_recorded_world_replays_plan_for_plan(tmp_path, seed: int) -> None:
+    path, journals = str(tmp_path / "journal"), []
+
+    def record(core: CoreSpec) -> Journal:
+        journals.append(Journal(path, core, 8 << 20))
+        return journals[0]
+
+    game = play(seed, random_actions(Random(seed), ACTIONS_PER_WORLD), record)
+    journals[0].close()
+    report = check(path, compile_grammar)
+    assert report.ok, str(report)
+    assert report.plans == game.runner.seen["steps"]
+
+
 def play_or_explain(seed: int) -> Play:
+    """Play world `seed`; when it fails, fail with the fewest actions that still do."""
     actions = random_actions(Random(seed), ACTIONS_PER_WORLD)
     try:
         return play(seed, actions)

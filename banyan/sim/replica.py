@@ -1,0 +1,125 @@
+"""Replica: a real EngineCore with nothing behind it but a model of time.
+
+Plans are answered with synthetic tokens once their step time is over; when a request ends is
+decided by its output length in the workload.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from banyan.base.ids import RequestId, SlotId
+from banyan.engine.core import EngineCore
+from banyan.engine.journal import plan_hash
+from banyan.memory.cache import TOKEN_BYTES
+from banyan.messages.events import Event, Failed, Finished, Tokens
+from banyan.messages.plan import SAMPLE, CopyResult, Row, StepPlan, StepResult
+from banyan.messages.requests import Generate
+from banyan.messages.sampling import SamplingParams
+from banyan.sim.report import Report, Visit, report
+from banyan.sim.steptime import StepTime
+from banyan.sim.workload import Arrival
+from banyan.sim.world import World
+
+
+class Replica:
+    """One simulated engine.
+
+    Args:
+        host_s: time that planning and launching a step costs on the host; depth 2 hides it.
+    """
+
+    def __init__(
+        self, world: World, core: EngineCore, step_time: StepTime, host_s: float = 0.0
+    ) -> None:
+        self._world = world
+        self._core = core
+        self._step_time = step_time
+        self._host_s = host_s
+        self._device_free_s = 0.0
+        self._host_free_s = 0.0
+        self._flying: deque[StepPlan] = deque()
+        self._seeds: dict[SlotId, int] = {}
+        self._lengths: dict[SlotId, int] = {}
+        self._visits: dict[RequestId, Visit] = {}
+        self._queue: Iterator[Arrival] = iter(())
+        self.plan_hashes: list[bytes] = []
+
+    def play(self, arrivals: Iterable[Arrival]) -> None:
+        """Submit every arrival at its time."""
+        for arrival in arrivals:
+            self._world.at(arrival.at_s, lambda arrival=arrival: self._arrive(arrival))
+
+    def play_at_concurrency(self, arrivals: Iterable[Arrival], concurrency: int) -> None:
+        """Keep `concurrency` requests open until `arrivals` run out; their times are ignored."""
+        self._queue = iter(arrivals)
+        for _ in range(concurrency):
+            self._submit_next()
+
+    def report(self) -> Report:
+        counters = self._core.scheduler.counters
+        seconds = self._world.clock.now()
+        return report(list(self._visits.values()), seconds, counters.steps, counters.retractions)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        now = self._world.clock.now()
+        number = len(self._visits) + 1
+        request = RequestId(f"r{number}")
+        self._visits[request] = Visit(now, len(arrival.prompt) // TOKEN_BYTES)
+        sampling = SamplingParams(max_new_tokens=arrival.output_len, seed=number, temperature=0.0)
+        self._core.receive(Generate(request=request, tokens=arrival.prompt, sampling=sampling), now)
+        self._turn()
+
+    def _submit_next(self) -> None:
+        arrival = next(self._queue, None)
+        if arrival is not None:
+            self._world.at(self._world.clock.now(), lambda: self._arrive(arrival))
+
+    def _turn(self) -> None:
+        """Launch what may be launched."""
+        now = self._world.clock.now()
+        while (plan := self._core.launch(now)) is not None:
+            self.plan_hashes.append(plan_hash(plan))
+            self._flying.append(plan)
+            self._host_free_s = max(now, self._host_free_s) + self._host_s
+            start_s = max(self._host_free_s, self._device_free_s)
+            self._device_free_s = start_s + self._step_time.seconds(plan)
+            self._world.at(self._device_free_s, self._complete)
+        self._hear(self._core.take_events())
+
+    def _complete(self) -> None:
+        now = self._world.clock.now()
+        plan = self._flying.popleft()
+        for join in plan.joins:
+            self._seeds[join.slot] = join.sampling.seed
+            self._lengths[join.slot] = len(join.tokens) // TOKEN_BYTES
+        tokens = [self._sample(row) for row in plan.rows]
+        if plan.copies:
+            self._core.receive(CopyResult([copy.id for copy in plan.copies]), now)
+        events, _ = self._core.complete(StepResult(step=plan.step, tokens=tokens), now)
+        self._hear(events)
+        self._turn()
+
+    def _sample(self, row: Row) -> bytes:
+        """A token that no other request samples at the same place, so that only prompts share."""
+        if not row.want & SAMPLE:
+            return b""
+        self._lengths[row.slot] += 1
+        token = (self._seeds[row.slot] * 7919 + self._lengths[row.slot]) % (1 << 30)
+        return array("i", [token]).tobytes()
+
+    def _hear(self, events: list[Event]) -> None:
+        now = self._world.clock.now()
+        for event in events:
+            match event:
+                case Tokens():
+                    count = len(event.tokens) // TOKEN_BYTES
+                    self._visits[event.request].token_s += [now] * count
+                case Finished():
+                    visit = self._visits[event.request]
+                    visit.end_s, visit.cached_tokens = now, event.cached_tokens
+                    self._submit_next()
+                case Failed():
+                    self._submit_next()
+                case _:
+                    pass

@@ -1,0 +1,118 @@
+"""The border kit notices engines that break a rule: each test breaks one and expects the verdict."""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from banyan.engine.core import EngineCore
+from banyan.memory.cache import KVCache
+from banyan.memory.groups import CacheGroup
+from banyan.memory.stamps import Horizon
+from banyan.memory.states import StateCopies
+from banyan.scheduler.admit import victims
+from banyan.scheduler.roster import Roster
+from banyan.scheduler.rows import RowPlanner
+from banyan.scheduler.scheduler import Scheduler
+from tests.border.driver import play, random_actions
+
+WORLDS = range(1, 60)
+
+
+def verdict(break_rule: Callable[[pytest.MonkeyPatch], None]) -> str:
+    """What the kit says of an engine that is broken in one place; "" when it sees nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        break_rule(patch)
+        for seed in WORLDS:
+            try:
+                play(seed, random_actions(Random(seed), 250))
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_pages_given_out_while_steps_still_use_them_are_noticed() -> None:
+    found = verdict(lambda patch: patch.setattr(Horizon, "passed", lambda self, stamp: True))
+    assert "rewritten while in use" in found or "still" in found
+
+
+def test_pages_of_a_failed_step_that_stay_shared_are_noticed() -> None:
+    found = verdict(
+        lambda patch: patch.setattr(KVCache, "forget_promises", lambda self, step, writer="": [])
+    )
+    assert "known to have spoiled" in found or "is right" in found
+
+
+def test_window_pages_dropped_one_token_early_are_noticed() -> None:
+    slide = KVCache.slide
+    found = verdict(
+        lambda patch: patch.setattr(
+            KVCache, "slide", lambda self, lease, lowest: slide(self, lease, lowest + 1)
+        )
+    )
+    assert "padding" in found or "foreign" in found or "never written" in found
+
+
+def test_a_window_prefix_matched_one_page_short_is_noticed() -> None:
+    found = verdict(
+        lambda patch: patch.setattr(CacheGroup, "first_read", lambda self, start: start)
+    )
+    assert found
+
+
+def test_a_row_that_does_not_keep_the_token_gap_is_noticed() -> None:
+    found = verdict(
+        lambda patch: patch.setattr(RowPlanner, "_gap_is_over", lambda self, request, draft: True)
+    )
+    assert "needs a token of" in found
+
+
+def test_more_steps_in_flight_than_the_depth_are_noticed() -> None:
+    found = verdict(lambda patch: patch.setattr(EngineCore, "in_flight", 0))
+    assert "steps in flight, one more launched" in found
+
+
+def test_a_mask_that_never_comes_is_noticed() -> None:
+    found = verdict(
+        lambda patch: patch.setattr(Scheduler, "_release_mask", lambda self, request: None)
+    )
+    assert "no mask came before sampling" in found
+
+
+def test_a_slot_that_is_left_twice_is_noticed() -> None:
+    give = Roster._give_slot
+
+    def twice(self: Roster, slot: int) -> None:
+        give(self, slot)
+        self.leaves.append(slot)
+
+    found = verdict(lambda patch: patch.setattr(Roster, "_give_slot", twice))
+    assert "leaves but is empty" in found
+
+
+def test_an_engine_without_retraction_is_noticed() -> None:
+    found = verdict(
+        lambda patch: patch.setattr(
+            "banyan.scheduler.scheduler.victims", lambda running, starved: victims([], starved)
+        )
+    )
+    assert found
+
+
+def test_a_state_restored_from_the_wrong_prefix_is_noticed() -> None:
+    restore = StateCopies.restore
+
+    def wrong(self: StateCopies, node, group, live, row, step):
+        copy = restore(self, node, group, live, row, step)
+        parent = node.parent
+        if parent is not None and parent.pages and parent.pages[group]:
+            return type(copy)(copy.id, group, parent.pages[group][0], live, copy.when, row)
+        return copy
+
+    found = verdict(lambda patch: patch.setattr(StateCopies, "restore", wrong))
+    assert "state" in found and "foreign" in found
+
+
+def test_tokens_kept_of_a_row_that_was_recomputed_are_noticed() -> None:
+    found = verdict(lambda patch: patch.setattr(Roster, "void", lambda self, request: None))
+    assert found
