@@ -253,7 +253,7 @@ def speaks_of_another_world(path: Path, tree: ast.Module) -> Iterator[Finding]:
 def swallows_errors(path: Path, tree: ast.Module) -> Iterator[Finding]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ExceptHandler):
-            is_broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
+            is_broad = node.type is None or dotted(node.type) in ("Exception", "BaseException")
             if is_broad and all(isinstance(s, (ast.Pass, ast.Continue)) for s in node.body):
                 yield node.lineno, "a broad except that does nothing"
 
