@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
-from tests.system.serving import CALL_S, ROOT
+from tests.system.serving import CALL_S, ROOT, settled
 
 
 def mixed_request(i: int) -> tuple[str, dict]:
     """Greedy and seeded, short and long, shared prefixes, streams and prompt scores."""
     prompt = [2 + (i % 3) * 50 + j % 300 for j in range(20 + 30 * (i % 7))]
-    params = {"temperature": (i % 2) * 0.9, "sampling_seed": i, "max_new_tokens": 5 + i}
+    params = {"temperature": (i % 2) * 0.9, "sampling_seed": i, "max_new_tokens": 40 + i}
     body = {"input_ids": prompt, "sampling_params": params, "stream": i % 4 == 0}
     if i % 5 == 0:
         body |= {"return_logprob": True, "logprob_start_len": 0}
@@ -26,7 +26,7 @@ def replay(journal) -> subprocess.CompletedProcess:
 
 def test_replaying_the_journal_of_20_mixed_requests_finds_no_difference(server, tmp_path):
     journal = tmp_path / "journal"
-    flags = ("--max-total-tokens", "1024", "--max-running-requests", "6", "--log-level", "debug")
+    flags = ("--max-total-tokens", "640", "--schedule-conservativeness", "0")
     with server("--journal", str(journal), *flags) as running:
 
         def ask(i: int) -> int:
@@ -35,10 +35,12 @@ def test_replaying_the_journal_of_20_mixed_requests_finds_no_difference(server, 
 
         with ThreadPoolExecutor(8) as pool:
             assert list(pool.map(ask, range(20))) == [200] * 20
+        assert settled(running.stats, 20)["retractions"] > 0
         subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
         assert running.exit_code(10.0) == 0
     report = replay(journal)
     assert report.returncode == 0, report.stdout + report.stderr
+    print(report.stdout)
 
 
 def test_the_journal_of_a_killed_server_replays_up_to_its_end(server, tmp_path):

@@ -130,6 +130,22 @@ def test_killing_the_engine_ends_every_request_with_one_error_and_health_with_50
         assert running.members() == []
 
 
+@pytest.mark.slow
+def test_killing_a_rank_is_noticed_like_the_end_of_the_engine(server):
+    with server("--tp-size", "2") as running:
+        streams = load(running, count=2)
+        (rank,) = set(running.members()) - {running.engine_pid()}
+        subprocess.run(["kill", "-9", str(rank)], check=True)
+        wait_until(lambda: status_of(running, "/health") == 503, 2.0, "/health to be 503")
+        for stream in streams:
+            assert ends_in_one_error(stream.end(5.0))
+        late = running.http.post("/generate", json={"input_ids": [5], "sampling_params": {}})
+        assert late.status_code == 503 and "rank1" in late.text and "SIGKILL" in late.text
+        subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
+        assert running.exit_code(15.0) != 0
+        assert running.members() == []
+
+
 def test_a_server_whose_engine_is_killed_while_it_loads_ends_with_an_error(tiny_model, tmp_path):
     running = launch(tmp_path / "server.log", "--model-path", str(tiny_model))
     try:
