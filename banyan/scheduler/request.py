@@ -59,10 +59,10 @@ class Request:
         self.planned = 0
         """Positions that rows cover already; an upper bound while drafts are in flight."""
         self.flights: deque[Flight] = deque()
-        self.has_drafts = False
-        """The runner proposes drafts for this slot (it has sampled since the join)."""
+        self.has_sampled = False
+        """The runner has sampled for this slot since the join, and drafted when it does so."""
         self.next_drafts: list[int] = []
-        """Those drafts, when the runner has told them."""
+        """Its drafts, when it has told them."""
         self.scored_to = generate.score_from
         """First position whose score has not been passed on."""
         self.score_from = generate.score_from
@@ -88,6 +88,11 @@ class Request:
         return sum(flight.samples for flight in self.flights)
 
     @property
+    def is_decoding(self) -> bool:
+        """The next row starts at the newest token, which the runner itself has sampled."""
+        return self.pending > 0 or (self.has_sampled and self.known - self.planned == 1)
+
+    @property
     def is_all_computed(self) -> bool:
         """Every known token has been through the model."""
         return self.planned >= self.known and not self.flights
@@ -106,7 +111,7 @@ class Request:
         assert self.state == WAITING and not self.flights
         self.state, self.slot, self.lease = RUNNING, slot, lease
         self.planned = cached
-        self.has_drafts, self.next_drafts = False, []
+        self.has_sampled, self.next_drafts = False, []
         self.score_from = self.scored_to
 
     def leave(self, state: str) -> SlotId:

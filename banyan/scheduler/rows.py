@@ -31,6 +31,7 @@ class RowPlanner:
         """Plan the next row of `request`; `restores` when it starts on a matched state."""
         lease = request.lease
         assert lease is not None
+        is_decode = request.is_decoding
         count, drafts = self._extent(request, draft)
         if not count:
             return Planned.NOTHING
@@ -54,29 +55,28 @@ class RowPlanner:
         request.flights.append(flight)
         request.planned = end
         if not pending:
-            draft.budget -= count - drafts
             self._share(request, lease, draft, end, row)
-        draft.has_decode |= bool(samples and count == drafts + 1)
+        if is_decode:
+            draft.has_decode = True
+        else:
+            draft.budget -= count
         return Planned.ROW
 
     def _extent(self, request: Request, draft: PlanDraft) -> tuple[int, int]:
-        """(count, drafts) of the next row; count 0 = no row now."""
+        """(count, drafts) of the next row; count 0 = no row now.
+
+        Decode rows are not counted against the step's budget, so a long prompt never holds up
+        those who are past theirs.
+        """
         start, known, pending = request.planned, request.known, request.pending
-        if pending:
-            if known + pending >= request.limit or not self._gap_is_over(request, draft):
-                return 0, 0
-            drafts = self._drafts(request, pending)
-            return 1 + drafts, drafts
-        count = min(known - start, draft.budget)
-        if count <= 0:
+        if pending and (known + pending >= request.limit or not self._gap_is_over(request, draft)):
             return 0, 0
-        border = self._cache.checkpoint_at(known, start)
-        if border:
-            return min(count, border - start), 0
-        if count == 1 and request.has_drafts:
-            drafts = self._drafts(request, 0)
+        border = 0 if pending else self._cache.checkpoint_at(known, start)
+        if request.is_decoding:
+            drafts = 0 if border else self._drafts(request, pending)
             return 1 + drafts, drafts
-        return count, 0
+        count = max(0, min(known - start, draft.budget))
+        return min(count, border - start) if border else count, 0
 
     def _drafts(self, request: Request, pending: int) -> int:
         left = request.limit - request.known - pending

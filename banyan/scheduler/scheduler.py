@@ -248,7 +248,7 @@ class Scheduler:
         tokens = array("i", sampled)
         if flight.samples and request.lease is not None:
             request.planned -= flight.samples - len(tokens)  # rejected drafts
-            request.has_drafts, request.next_drafts = True, list(array("i", drafts))
+            request.has_sampled, request.next_drafts = True, list(array("i", drafts))
         tokens, matched = _cut(request, tokens)
         first = request.output_len
         request.tokens += tokens.tobytes()

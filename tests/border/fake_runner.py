@@ -246,7 +246,7 @@ class FakeRunner:
                 gap = plan.step - slot.flights[-1][0]
                 require(gap > self.device.token_gap, f"{where}: needs a token of {gap} steps ago")
                 require(row.count == 1 + row.drafts, f"{where}: more than the last token")
-            else:
+            elif row.start < slot.known:
                 known_tokens += row.count - row.drafts
             launched.slack.append(sum(drafts for _, drafts in slot.flights))
             if row.want & SAMPLE:

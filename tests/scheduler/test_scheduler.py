@@ -212,3 +212,17 @@ def test_flushing_is_refused_while_requests_are_alive():
 
 def test_the_oracle_depends_on_the_whole_history():
     assert next_token([1, 2]) != next_token([2, 1])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_long_prompt_never_holds_up_those_who_decode(depth):
+    driver = Driver(chunk_tokens=4, depth=depth)
+    driver.submit("short", [1, 2], new=30)
+    driver.launch()
+    driver.complete()
+    driver.submit("long", PROMPT * 6, new=1, priority=1)
+    driver.run()
+    with_prompt = [p for p in driver.plans if any(r.count == 4 for r in p.rows)]
+    assert len(with_prompt) == 15
+    assert all(len(p.rows) == 2 for p in with_prompt)
+    assert driver.outputs["short"] == continuation([1, 2], 30)
