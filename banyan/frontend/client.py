@@ -152,6 +152,7 @@ class EngineClient:
         self._exit_code = DeviceError.exit_code
         self._decided = asyncio.Event()
         """Ready has come, or the engine is lost."""
+        self._is_lost = asyncio.Event()
 
     async def start(self) -> None:
         """Begin to listen. The engine may start before or after."""
@@ -175,6 +176,11 @@ class EngineClient:
         if self._ready is None:
             raise BanyanError.told(self._lost, self._exit_code)
         return self._ready
+
+    async def lost(self) -> str:
+        """Wait until the engine is gone, in death or by its own word; returns why."""
+        await self._is_lost.wait()
+        return self._lost
 
     def submit(self, generate: Generate) -> EventStream:
         """Start a request; RequestError when the engine cannot take it or its id is in use."""
@@ -222,6 +228,7 @@ class EngineClient:
             return
         self._lost, self._exit_code = reason or "The engine ended.", exit_code
         self._decided.set()
+        self._is_lost.set()
         log.info("engine lost reason=%s", printable(self._lost))
         streams, self._streams = self._streams, {}
         for request, stream in streams.items():

@@ -184,12 +184,14 @@ class Server:
         await client.start()
 
         def on_death(text: str) -> None:
-            loop.call_soon_threadsafe(self._engine_died, client, text)
+            loop.call_soon_threadsafe(client.engine_lost, text)
 
+        watch = asyncio.create_task(self._watch_engine(client))
         handle = self._start_engine(address, on_death)
         try:
             return await self._serve(client)
         finally:
+            watch.cancel()
             self.app.end_all("The server is shutting down.")
             self._web.should_exit = True
             self._web.force_exit = self._now.is_set()
@@ -205,11 +207,11 @@ class Server:
         if not self._ending.done():
             starting.result()  # raises what went wrong
         ending = await self._ending
+        if ending is Ending.DEAD and self.state.service is None:
+            await starting  # raises what the engine said
         starting.cancel()
         match ending:
             case Ending.DEAD:
-                if self.state.service is None:
-                    raise DeviceError(f"the engine did not start: {self.state.dead}")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._now.wait(), DEATH_NOTICE_S)
                 return DeviceError.exit_code
@@ -249,10 +251,9 @@ class Server:
         if not is_first or number == signal.SIGINT:
             self._now.set()
 
-    def _engine_died(self, client: EngineClient, text: str) -> None:
+    async def _watch_engine(self, client: EngineClient) -> None:
+        self.state.dead = await client.lost()
         assert self._ending is not None
-        client.engine_lost(text)
-        self.state.dead = client.health().reason
         log.error("engine died: %s", self.state.dead)
         if not self._ending.done():
             self._ending.set_result(Ending.DEAD)

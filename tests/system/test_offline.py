@@ -6,9 +6,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from banyan.llm import Engine
 
 from banyan.base.errors import BanyanError
+from banyan.llm import Engine
 from tests.system.serving import open_files, wait_until
 
 PARAMS = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
