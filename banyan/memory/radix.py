@@ -136,7 +136,8 @@ class RadixTree:
         node.stamps[group] = stamp
         if node.is_attached:
             self.evictable[group] += len(node.pages[group])
-            self._offer(node, group)
+            for each in range(len(self._groups)):
+                self._offer(node, each)
 
     def touch(self, node: Node, priority: int) -> None:
         """Note a hit."""
@@ -227,7 +228,9 @@ class RadixTree:
     def _may_go(self, node: Node, group: int) -> bool:
         if not node.is_attached or node.locks[group] or not node.pages[group]:
             return False
-        return self._groups[group].kind != FULL or not node.children
+        if self._groups[group].kind != FULL:
+            return True
+        return not node.children and not any(node.locks)  # the node goes as a whole
 
     def _offer(self, node: Node, group: int) -> None:
         if not self._may_go(node, group):

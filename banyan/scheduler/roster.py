@@ -66,9 +66,10 @@ class Roster:
         insort(self.waiting, request, key=lambda r: r.rank)
 
     def recompute(self, request: Request) -> None:
-        """RUNNING -> WAITING; what is in flight was computed on wrong pages and is void."""
+        """RUNNING or retracted -> WAITING; what is in flight rests on wrong pages and is void."""
         self.void(request)
-        self.retract(request)
+        if request.state == RUNNING:
+            self.retract(request)
 
     def finish(self, request: Request, reason: str, now: float, matched: int = -1) -> None:
         """Any state -> FINISHED, in order."""

@@ -297,14 +297,12 @@ class Scheduler:
 
     def _fail_row(self, flight: Flight, text: str) -> None:
         """One row failed: its request alone, and whoever relied on the pages it promised."""
-        if flight.is_void:
-            return
-        request = flight.request
-        if flight.restores:
-            self.roster.recompute(request)
-        else:
-            self.roster.fail(request, 500, text)
-        self._drop_promises(flight.step, request.id)
+        if not flight.is_void:
+            if flight.restores:
+                self.roster.recompute(flight.request)
+            else:
+                self.roster.fail(flight.request, 500, text)
+        self._drop_promises(flight.step, flight.request.id)
 
     def _fail_step(self, result: StepResult, flights: list[Flight]) -> None:
         """A step failed as a whole: recompute everything, its requests one at a time."""
