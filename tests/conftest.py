@@ -7,6 +7,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--border-steps",
         type=int,
-        default=15_000,
-        help="random actions that the border kit plays (make border: 100000)",
+        default=100_000,
+        help="random actions that the border kit plays",
     )
