@@ -24,10 +24,10 @@ from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.resolve import prepare
-from banyan.config.schema import Config, ServerConfig
+from banyan.config.schema import Config
 from banyan.frontend.client import EngineClient
-from banyan.frontend.native_answer import NativeOptions, NativeService
-from banyan.frontend.sampling import NATIVE_DEFAULTS, Limits
+from banyan.frontend.native_answer import NativeService
+from banyan.frontend.sampling import limits_of, sampling_defaults
 from banyan.frontend.text_generator import TextGenerator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready
@@ -246,17 +246,14 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             path = config.model.tokenizer_path or config.model.path
             tokenizer = await asyncio.to_thread(load_tokenizer, path)
         ready = await client.ready()
-        limits = _limits(config, card, ready, tokenizer)
+        limits = replace(limits_of(config, card, ready, tokenizer), max_sequences=MAX_SEQUENCES)
         native = NativeService(
             TextGenerator(client, tokenizer, limits),
             tokenizer,
             limits,
-            defaults=_defaults(config.server),
-            options=NativeOptions(
-                weight_version=config.model.weight_version,
-                incremental=config.server.incremental_output,
-                stream_interval=config.server.stream_interval,
-            ),
+            defaults=sampling_defaults(config.server),
+            weight_version=config.model.weight_version,
+            incremental=config.server.incremental_output,
         )
         return _Opened(client, ready, tokenizer, native, handle, stack.pop_all())
 
@@ -272,24 +269,6 @@ def _start(
     stack.callback(folder.close)
     address = folder.address("front")
     return ZmqFrontLink(address), start_engine_process(config, card, address, on_death)
-
-
-def _limits(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenizer | None) -> Limits:
-    limits = Limits(
-        context_length=config.model.context_length or card.context_length,
-        vocab_size=card.vocab_size,
-        eos_ids=tuple(dict.fromkeys([*card.eos_ids, *(tokenizer.eos_ids if tokenizer else ())])),
-        max_request_tokens=ready.max_request_tokens,
-        auto_truncate=config.server.allow_auto_truncate,
-        has_tokenizer=tokenizer is not None,
-    )
-    return replace(limits, max_sequences=MAX_SEQUENCES)
-
-
-def _defaults(server: ServerConfig) -> dict[str, object]:
-    """What sampling parameters mean that a request leaves out."""
-    seed = {"sampling_seed": server.random_seed} if server.random_seed else {}
-    return {**NATIVE_DEFAULTS, **seed, **server.preferred_sampling}
 
 
 class _LoopThread:

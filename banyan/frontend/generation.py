@@ -4,11 +4,13 @@ Turns a TextRequest into engine messages, and engine events into TextChunks: det
 stop strings and regexes, cuts the text, collects log-probabilities. Knows no HTTP.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.messages.requests import NO_SCORES
 from banyan.messages.sampling import SamplingParams
@@ -45,6 +47,8 @@ class TextRequest:
     scores: ScoreOptions = field(default_factory=ScoreOptions)
     namespace: bytes = b""
     priority: int = 0
+    stride: int = 1
+    """Tokens that a chunk has at least, unless it is the first or the last."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,65 @@ async def in_strides(
             held, num_tokens, wanted = [], 0, stride
 
 
-async def whole(chunks: AsyncGenerator[TextChunk, None]) -> TextChunk:
-    """The complete answer as one chunk."""
-    async with aclosing(chunks) as stream:
-        return join([chunk async for chunk in stream])
+async def run(
+    generator: Generator, requests: Sequence[TextRequest]
+) -> AsyncGenerator[tuple[int, TextChunk], None]:
+    """(index, chunk) of requests that run side by side, as they come, each at its stride.
+
+    Closing it ends every request. A reader who is slow holds all of them back.
+
+    Raises:
+        RequestError: a request was refused or failed; the others are ended.
+    """
+    if len(requests) == 1:
+        async with aclosing(_unfailed(generator, requests[0])) as chunks:
+            async for chunk in chunks:
+                yield 0, chunk
+        return
+    arrivals: asyncio.Queue[tuple[int, TextChunk | Exception | None]]
+    arrivals = asyncio.Queue(len(requests))
+
+    async def pump(index: int, request: TextRequest) -> None:
+        try:
+            async with aclosing(_unfailed(generator, request)) as chunks:
+                async for chunk in chunks:
+                    await arrivals.put((index, chunk))
+        except Exception as error:
+            await arrivals.put((index, error))
+        else:
+            await arrivals.put((index, None))
+
+    pumps = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
+    try:
+        num_open = len(pumps)
+        while num_open:
+            index, arrival = await arrivals.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+            if arrival is None:
+                num_open -= 1
+            else:
+                yield index, arrival
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def collect(generator: Generator, requests: Sequence[TextRequest]) -> list[TextChunk]:
+    """The complete answer of each request as one chunk, in order; errors as of `run`."""
+    parts: list[list[TextChunk]] = [[] for _ in requests]
+    async with aclosing(run(generator, requests)) as chunks:
+        async for index, chunk in chunks:
+            parts[index].append(chunk)
+    return [join(chunks) for chunks in parts]
+
+
+async def _unfailed(generator: Generator, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+    """Chunks of one request; a failure of the engine becomes a RequestError with its status."""
+    async with aclosing(in_strides(generator.generate(request), request.stride)) as chunks:
+        async for chunk in chunks:
+            if chunk.finish is not None and chunk.finish.status:
+                finish = chunk.finish
+                raise RequestError(finish.text, status=finish.status, code=finish.code)
+            yield chunk

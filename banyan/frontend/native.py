@@ -94,8 +94,6 @@ class NativeSequence:
     show_picked: bool = False
     show_score_text: bool = False
     show_prompt_ids: bool = False
-    stream_interval: int = 0
-    """Tokens per streamed chunk; 0 = the server's default."""
     not_honoured: list[str] = field(default_factory=list)
 
 
@@ -142,7 +140,7 @@ def parse_native(
     is_list = fields.num is not None or total > 1
     ids = _ids(fields, [p.n for p in parsed])
     shown = _scores(fields, prompts)
-    salts, keys = fields.each("cache_salt", _salt), fields.each("extra_key", _salt)
+    salts, keys = fields.each("cache_salt", checked_salt), fields.each("extra_key", checked_salt)
     priority = _integer(fields.get("priority"), "priority") or 0
     show_text = fields.flag("return_text_in_logprobs")
     show_prompt_ids = fields.flag("return_prompt_token_ids")
@@ -157,6 +155,7 @@ def parse_native(
                 scores=shown[i].options,
                 namespace=namespace_of(tenant, salts[i], keys[i]),
                 priority=priority,
+                stride=options.stream_interval,
             )
             sequence = NativeSequence(
                 index=len(sequences),
@@ -166,7 +165,6 @@ def parse_native(
                 show_picked=bool(shown[i].options.ids),
                 show_score_text=show_text,
                 show_prompt_ids=show_prompt_ids,
-                stream_interval=options.stream_interval,
                 not_honoured=[*ignored, *options.ignored],
             )
             sequences.append(sequence)
@@ -388,7 +386,7 @@ def namespace_of(tenant: bytes, cache_salt: str | None, extra_key: str | None) -
     return hashlib.sha256("\0".join(parts).encode()).digest()[:16]
 
 
-def _salt(value: object, name: str) -> str | None:
+def checked_salt(value: object, name: str) -> str | None:
     """A salt of the legal alphabet; null is none."""
     if value is not None and (not isinstance(value, str) or not _SALT.fullmatch(value)):
         raise RequestError(f"{name} must be 1 to 128 letters, digits or _ . : = + -", param=name)

@@ -3,42 +3,23 @@
 Streams are cumulative unless told otherwise: each chunk repeats the whole answer so far.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 
 from banyan.base.clock import Clock, WallClock
-from banyan.base.errors import RequestError
 from banyan.frontend.generation import (
     Finish,
     Generator,
     TextChunk,
     TokenScore,
-    in_strides,
+    collect,
     join,
-    whole,
+    run,
 )
 from banyan.frontend.native import NativeRequest, NativeSequence, parse_native
 from banyan.frontend.sampling import NATIVE_DEFAULTS, Limits
+from banyan.frontend.threads import off_loop
 from banyan.frontend.tokenizer import Tokenizer
-
-LONG_TEXT_CHARS = 20_000
-"""Prompts longer than this are tokenised in a worker thread, so that streams go on meanwhile."""
-
-
-@dataclass(frozen=True)
-class NativeOptions:
-    """How this server answers.
-
-    Attributes:
-        incremental: each streamed chunk holds only what is new.
-        stream_interval: tokens per streamed chunk.
-    """
-
-    weight_version: str = "default"
-    incremental: bool = False
-    stream_interval: int = 1
 
 
 class NativeService:
@@ -47,6 +28,7 @@ class NativeService:
     Args:
         limits: what one request may ask.
         defaults: sampling parameters of requests that leave them out.
+        incremental: each streamed chunk holds only what is new.
     """
 
     def __init__(
@@ -56,34 +38,31 @@ class NativeService:
         limits: Limits,
         *,
         defaults: Mapping[str, object] = NATIVE_DEFAULTS,
-        options: NativeOptions | None = None,
+        weight_version: str = "default",
+        incremental: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self._generator = generator
         self._tokenizer = tokenizer
         self._limits = limits
         self._defaults = defaults
-        self._options = options or NativeOptions()
+        self._weight_version = weight_version
+        self._is_incremental = incremental
         self._clock = clock or WallClock()
 
     async def read(self, body: Mapping[str, object], tenant: bytes = b"") -> NativeRequest:
         """Check a body and tokenise its prompts; RequestError when it is refused."""
         text = body.get("text")
         texts = text if isinstance(text, list) else [text]
-        if sum(len(t) for t in texts if isinstance(t, str)) > LONG_TEXT_CHARS:
-            return await asyncio.to_thread(self._parse, body, tenant)
-        return self._parse(body, tenant)
+        num_chars = sum(len(t) for t in texts if isinstance(t, str))
+        return await off_loop(num_chars, lambda: self._parse(body, tenant))
 
     async def answer(self, request: NativeRequest) -> dict[str, object] | list[dict[str, object]]:
         """The complete answer; RequestError with the status when a sequence failed."""
         started_s = self._clock.now()
-        tasks = [asyncio.create_task(self._complete(s, started_s)) for s in request.sequences]
-        try:
-            answers = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        chunks = await collect(self._generator, [s.request for s in request.sequences])
+        pairs = zip(request.sequences, chunks, strict=True)
+        answers = [self._render(sequence, chunk, started_s) for sequence, chunk in pairs]
         return answers if request.is_list else answers[0]
 
     async def stream(self, request: NativeRequest) -> AsyncGenerator[dict[str, object], None]:
@@ -93,19 +72,12 @@ class NativeService:
             RequestError: a sequence failed; the others are aborted.
         """
         started_s = self._clock.now()
-        default = self._options.stream_interval
-        streams = [
-            in_strides(self._generator.generate(s.request), s.stream_interval or default)
-            for s in request.sequences
-        ]
-        so_far: list[TextChunk | None] = [None] * len(streams)
-        async with aclosing(_interleave(streams)) as chunks:
+        asked = [s.request for s in request.sequences]
+        so_far: dict[int, TextChunk] = {}
+        async with aclosing(run(self._generator, asked)) as chunks:
             async for i, chunk in chunks:
-                _raise_failure(chunk.finish)
-                before = so_far[i]
-                if before is not None and not self._options.incremental:
-                    chunk = join([before, chunk])
-                so_far[i] = chunk
+                if not self._is_incremental:
+                    so_far[i] = chunk = join([so_far[i], chunk]) if i in so_far else chunk
                 answer = self._render(request.sequences[i], chunk, started_s)
                 yield {**answer, "index": i} if request.is_list else answer
 
@@ -118,11 +90,6 @@ class NativeService:
             tenant=tenant,
         )
 
-    async def _complete(self, sequence: NativeSequence, started_s: float) -> dict[str, object]:
-        chunk = await whole(self._generator.generate(sequence.request))
-        _raise_failure(chunk.finish)
-        return self._render(sequence, chunk, started_s)
-
     def _render(
         self, sequence: NativeSequence, chunk: TextChunk, started_s: float
     ) -> dict[str, object]:
@@ -134,7 +101,7 @@ class NativeService:
             "completion_tokens": usage.output_tokens,
             "cached_tokens": usage.cached_tokens,
             "num_retractions": usage.retractions,
-            "weight_version": self._options.weight_version,
+            "weight_version": self._weight_version,
         }
         if chunk.finish is not None:
             meta["e2e_latency"] = self._clock.now() - started_s
@@ -184,47 +151,3 @@ def finish_reason(finish: Finish | None, max_new_tokens: int) -> dict[str, objec
             return {"type": "length", "length": max_new_tokens}
     text = finish.text or "The request was aborted."
     return {"type": "abort", "message": text, "status_code": None, "err_type": None}
-
-
-def _raise_failure(finish: Finish | None) -> None:
-    """A sequence that the engine failed becomes an error with its status."""
-    if finish is not None and finish.status:
-        raise RequestError(finish.text, status=finish.status, code=finish.code)
-
-
-async def _interleave(
-    streams: list[AsyncGenerator[TextChunk, None]],
-) -> AsyncGenerator[tuple[int, TextChunk], None]:
-    """(which, chunk) from several streams as they come; a slow reader holds all of them back."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for chunk in only:
-                yield 0, chunk
-        return
-    arrivals: asyncio.Queue[tuple[int, TextChunk | BaseException | None]] = asyncio.Queue(1)
-
-    async def pump(i: int) -> None:
-        try:
-            async with aclosing(streams[i]) as stream:
-                async for chunk in stream:
-                    await arrivals.put((i, chunk))
-        except Exception as error:
-            await arrivals.put((i, error))
-        else:
-            await arrivals.put((i, None))
-
-    pumps = [asyncio.create_task(pump(i)) for i in range(len(streams))]
-    try:
-        num_open = len(pumps)
-        while num_open:
-            i, arrival = await arrivals.get()
-            if isinstance(arrival, BaseException):
-                raise arrival
-            if arrival is None:
-                num_open -= 1
-            else:
-                yield i, arrival
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)

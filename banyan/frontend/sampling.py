@@ -14,8 +14,12 @@ from typing import TypeGuard
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.config.card import ModelCard
+from banyan.config.schema import Config, ServerConfig
 from banyan.frontend.generation import TextOptions
 from banyan.frontend.stop import MAX_STOPS, check_stops
+from banyan.frontend.tokenizer import Tokenizer
+from banyan.messages.events import Ready
 from banyan.messages.sampling import SamplingParams
 
 NATIVE_DEFAULTS: Mapping[str, object] = {"max_new_tokens": 128}
@@ -93,6 +97,24 @@ class Limits:
         return min(self.context_length, self.max_request_tokens or self.context_length)
 
 
+def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenizer | None) -> Limits:
+    """What a request may ask of this model on the engine that said `ready`."""
+    return Limits(
+        context_length=config.model.context_length or card.context_length,
+        vocab_size=card.vocab_size,
+        eos_ids=tuple(dict.fromkeys([*card.eos_ids, *(tokenizer.eos_ids if tokenizer else ())])),
+        max_request_tokens=ready.max_request_tokens,
+        auto_truncate=config.server.allow_auto_truncate,
+        has_tokenizer=tokenizer is not None,
+    )
+
+
+def sampling_defaults(server: ServerConfig) -> dict[str, object]:
+    """What sampling parameters mean that a request leaves out, on /generate and offline."""
+    given = server.preferred_sampling
+    return {**NATIVE_DEFAULTS, "stream_interval": server.stream_interval, **given}
+
+
 @dataclass(frozen=True)
 class ParsedSampling:
     """The outcome of the door for one prompt."""
@@ -102,8 +124,8 @@ class ParsedSampling:
     n: int = 1
     has_seed: bool = False
     """The caller chose the seed."""
-    stream_interval: int = 0
-    """Tokens per streamed chunk; 0 = the server's default."""
+    stream_interval: int = 1
+    """Tokens per streamed chunk."""
     ignored: list[str] = field(default_factory=list)
     """Fields without effect here, to be named in the answer."""
 
@@ -146,8 +168,8 @@ def parse_sampling(
     n = values.integer("n", 1)
     if not 1 <= n <= limits.max_n:
         raise _violation("n", f"in [1, {limits.max_n}]", n)
-    stream_interval = values.integer_or_none("stream_interval")
-    if stream_interval is not None and stream_interval < 1:
+    stream_interval = values.integer("stream_interval", 1)
+    if stream_interval < 1:
         raise _violation("stream_interval", "at least 1", stream_interval)
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
@@ -165,7 +187,7 @@ def parse_sampling(
         ignore_eos=ignore_eos,
     )
     sampling.check(limits.vocab_size)
-    return ParsedSampling(sampling, text, n, seed is not None, stream_interval or 0, ignored)
+    return ParsedSampling(sampling, text, n, seed is not None, stream_interval, ignored)
 
 
 def fit_prompt(prompt: list[int], limits: Limits) -> list[int]:

@@ -4,9 +4,8 @@ makes progress. Three questions, so three routes; none generates unless asked to
 
 import asyncio
 
-from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.frontend.generation import TextRequest, whole
+from banyan.frontend.generation import TextRequest, collect
 from banyan.messages.sampling import SamplingParams
 from banyan.server.errors import Json, unavailable
 from banyan.server.exchange import RETRY_AFTER_S, Exchange
@@ -52,9 +51,7 @@ async def generate_one(service: Service) -> None:
     request = TextRequest(
         RequestId(f"probe-{fresh_id()}"), [0], SamplingParams(max_new_tokens=1, temperature=0.0)
     )
-    finish = (await whole(service.generator.generate(request))).finish
-    if finish is not None and finish.status:
-        raise RequestError(finish.text, status=503, code=finish.code or "engine_error")
+    await collect(service.generator, [request])
 
 
 async def _say(exchange: Exchange, body: Json, is_bad: bool) -> None:

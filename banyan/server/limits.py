@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 import orjson
 
 from banyan.base.errors import RequestError
+from banyan.frontend.threads import off_loop
 
 Receive = Callable[[], Awaitable[dict[str, object]]]
 
@@ -19,9 +20,6 @@ BODY_TIMEOUT_S = 10.0
 
 BODY_TOTAL_S = 120.0
 """Longest time for a whole body, however steadily it drips."""
-
-THREAD_BYTES = 64 << 10
-"""Bodies and prompts above this are parsed and tokenised off the event loop."""
 
 
 class ClientGone(Exception):
@@ -68,9 +66,7 @@ def _too_large(size: str, max_bytes: int) -> RequestError:
 
 async def parse_json(body: bytes) -> object:
     """The JSON value of `body`, parsed in a thread when large; RequestError 400 otherwise."""
-    if len(body) > THREAD_BYTES:
-        return await asyncio.to_thread(strict_json, body)
-    return strict_json(body)
+    return await off_loop(len(body), lambda: strict_json(body))
 
 
 def strict_json(body: bytes) -> object:

@@ -2,25 +2,19 @@
 
 from contextlib import aclosing
 
-from banyan.frontend.native_answer import NativeOptions, NativeService
-from banyan.frontend.sampling import NATIVE_DEFAULTS
+from banyan.frontend.native_answer import NativeService
 from banyan.server.exchange import Exchange
-from banyan.server.sequences import registered
 from banyan.server.state import ServerState, Service
 
 
 def native_service(service: Service, state: ServerState) -> NativeService:
-    server = state.config.server
     return NativeService(
         service.generator,
         service.tokenizer,
         service.limits,
-        defaults={**NATIVE_DEFAULTS, **service.native_defaults},
-        options=NativeOptions(
-            weight_version=state.config.model.weight_version,
-            incremental=server.incremental_output,
-            stream_interval=server.stream_interval,
-        ),
+        defaults=service.native_defaults,
+        weight_version=state.config.model.weight_version,
+        incremental=state.config.server.incremental_output,
     )
 
 
@@ -30,7 +24,7 @@ async def generate(exchange: Exchange, state: ServerState) -> None:
     request = await native.read(body, exchange.tenant)
     for name in dict.fromkeys(n for s in request.sequences for n in s.not_honoured):
         exchange.warn_or_refuse(name, "not used", state.config.server.strict_requests)
-    with registered(state.open, [s.request for s in request.sequences]):
+    with state.open.holding([s.request for s in request.sequences]):
         if not request.stream:
             await exchange.json(await native.answer(request))
             return

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from banyan.base.errors import RequestError
 from banyan.frontend.chat import RESERVED
+from banyan.frontend.threads import off_loop
 from banyan.server.errors import Json
-from banyan.server.sequences import off_loop
 from banyan.server.state import Service
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")

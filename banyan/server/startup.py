@@ -11,7 +11,7 @@ from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ServerConfig
 from banyan.frontend.chat import Chat, load_chat
 from banyan.frontend.client import EngineClient
-from banyan.frontend.sampling import Limits
+from banyan.frontend.sampling import limits_of, sampling_defaults
 from banyan.frontend.text_generator import TextGenerator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready
@@ -41,15 +41,9 @@ async def open_service(state: ServerState, card: ModelCard, client: EngineClient
     finally:
         loading.cancel()
     state.phases |= _engine_phases(ready, time.monotonic() - began_s)
-    limits = Limits(
-        context_length=config.model.context_length or card.context_length,
-        vocab_size=card.vocab_size,
-        eos_ids=tuple(dict.fromkeys([*card.eos_ids, *(tokenizer.eos_ids if tokenizer else ())])),
-        max_request_tokens=ready.max_request_tokens,
-        auto_truncate=config.server.allow_auto_truncate,
-        has_tokenizer=tokenizer is not None,
-    )
-    preferred = config.server.preferred_sampling
+    limits = limits_of(config, card, ready, tokenizer)
+    defaults = sampling_defaults(config.server)
+    recommended = _model_defaults(config, card)
     service = Service(
         card=card,
         ready=ready,
@@ -58,8 +52,8 @@ async def open_service(state: ServerState, card: ModelCard, client: EngineClient
         limits=limits,
         tokenizer=tokenizer,
         chat=chat,
-        native_defaults=preferred,
-        chat_defaults={**_model_defaults(config, card), **preferred},
+        native_defaults=defaults,
+        chat_defaults={**defaults, **recommended, **config.server.preferred_sampling},
     )
     if not config.server.skip_warmup:
         warm_s = time.monotonic()

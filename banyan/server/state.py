@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -17,8 +17,8 @@ from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.frontend.chat import Chat
 from banyan.frontend.client import EngineClient
-from banyan.frontend.generation import Generator
-from banyan.frontend.sampling import Limits
+from banyan.frontend.generation import Generator, TextRequest
+from banyan.frontend.sampling import NATIVE_DEFAULTS, Limits
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.events import Ready
 from banyan.server.errors import unavailable
@@ -37,8 +37,8 @@ class Service:
     """None = ids only (--skip-tokenizer-init)."""
     chat: Chat | None
     """None = the model has no chat template."""
-    native_defaults: Mapping[str, object] = field(default_factory=dict)
-    """What sampling fields mean when absent, besides each route's own defaults."""
+    native_defaults: Mapping[str, object] = field(default_factory=lambda: NATIVE_DEFAULTS)
+    """What sampling fields mean when absent."""
     chat_defaults: Mapping[str, object] = field(default_factory=dict)
     """The same for chat, where the model may recommend some."""
 
@@ -68,14 +68,21 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._live)
 
-    def add(self, request: RequestId) -> None:
-        if request in self._live:
-            raise RequestError(f"Duplicate request ID detected: {request}", param="rid")
-        self._live[request] = None
-
-    def drop(self, request: RequestId) -> None:
-        self._live.pop(request, None)
-        self._dropped.set()
+    @contextlib.contextmanager
+    def holding(self, requests: Sequence[TextRequest]) -> Iterator[None]:
+        """Keep the ids of `requests` taken; RequestError 400 when one is."""
+        added: list[RequestId] = []
+        try:
+            for request in requests:
+                if request.id in self._live:
+                    raise RequestError(f"Duplicate request ID detected: {request.id}", param="rid")
+                self._live[request.id] = None
+                added.append(request.id)
+            yield
+        finally:
+            for id in added:
+                del self._live[id]
+            self._dropped.set()
 
     def starting_with(self, prefix: str) -> list[RequestId]:
         return [r for r in self._live if r.startswith(prefix)]

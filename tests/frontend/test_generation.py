@@ -15,9 +15,9 @@ from banyan.frontend.generation import (
     TextOptions,
     TextRequest,
     TokenScore,
+    collect,
     in_strides,
     join,
-    whole,
 )
 from banyan.frontend.sampling import Limits
 from banyan.frontend.text_generator import TextGenerator
@@ -185,8 +185,8 @@ async def test_closing_the_iterator_early_aborts_the_request():
 async def test_a_failed_request_ends_in_an_abort_with_its_status():
     async with serving(say("x")) as (client, engine):
         engine.failure = (503, "The request queue is full.")
-        chunk = await whole(TextGenerator(client, TOKENIZER, LIMITS).generate(request()))
-        finish = chunk.finish
+        generator = TextGenerator(client, TOKENIZER, LIMITS)
+        [finish] = [chunk.finish async for chunk in generator.generate(request())]
         assert (finish.reason, finish.status, finish.text) == (
             "abort",
             503,
@@ -261,3 +261,27 @@ def test_strides_give_the_first_token_at_once_and_lose_nothing():
         assert join(chunks).text == "hello world, this is long"
         assert 1 <= len(chunks[0].tokens) <= 3 + 8
         assert all(len(c.tokens) >= 8 for c in chunks[1:-1])
+
+
+def numbered(count, **options):
+    return [replace(request(**options), id=RequestId(f"r{i}")) for i in range(count)]
+
+
+@asynchronous
+async def test_requests_run_side_by_side_are_answered_in_their_order():
+    async with serving(lambda message: ids_of(f"to {message.request}")) as (client, _):
+        chunks = await collect(TextGenerator(client, TOKENIZER, LIMITS), numbered(5))
+    assert [c.text for c in chunks] == [f"to r{i}" for i in range(5)]
+
+
+@asynchronous
+async def test_one_request_that_is_refused_ends_those_beside_it():
+    async with serving(say("hello", ends=False)) as (client, engine):
+        engine.hold = True
+        asked = numbered(3)
+        asked[2] = replace(asked[2], prompt=[])
+        with pytest.raises(RequestError, match="empty"):
+            await collect(TextGenerator(client, TOKENIZER, LIMITS), asked)
+        await until(lambda: client.num_open == 0)
+        kinds = [type(m) for m in engine.received]
+        assert kinds.count(Generate) == kinds.count(Abort) == 2

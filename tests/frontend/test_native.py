@@ -8,7 +8,7 @@ from banyan.base.clock import VirtualClock
 from banyan.base.errors import RequestError
 from banyan.frontend.generation import ScoreOptions
 from banyan.frontend.native import namespace_of, parse_native
-from banyan.frontend.native_answer import NativeOptions, NativeService
+from banyan.frontend.native_answer import NativeService
 from banyan.frontend.sampling import Limits
 from banyan.frontend.text_generator import TextGenerator
 from tests.frontend.fake_engine import EOS, VOCAB, ids_of, letters, logprob_of, serving, until
@@ -40,8 +40,8 @@ def service(client, **options):
         TextGenerator(client, TOKENIZER, LIMITS),
         TOKENIZER,
         LIMITS,
-        options=NativeOptions(**options),
         clock=VirtualClock(5.0),
+        **options,
     )
 
 
@@ -288,6 +288,5 @@ async def test_an_id_in_use_is_refused():
         await until(lambda: engine.live)
         with pytest.raises(RequestError, match="Duplicate request ID detected: x"):
             await native.answer(await native.read({"text": "b", "rid": "x"}))
-        engine.hold = False
         client.abort(next(iter(engine.live)))
         assert (await first)["meta_info"]["finish_reason"]["type"] == "abort"

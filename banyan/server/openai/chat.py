@@ -4,17 +4,19 @@ import time
 from contextlib import aclosing
 
 from banyan.base.errors import RequestError
-from banyan.frontend.generation import ScoreOptions, TextChunk, TextRequest
+from banyan.frontend.generation import ScoreOptions, TextChunk, TextRequest, collect, run
 from banyan.frontend.sampling import fit_prompt, parse_sampling
 from banyan.messages.requests import NO_SCORES
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.openai.fields import (
+    Origin,
     check_model,
     in_openai_words,
     native_sampling,
     origin_of,
     read_fields,
+    sequences,
 )
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.openai.shapes import (
@@ -24,13 +26,6 @@ from banyan.server.openai.shapes import (
     matched_stop,
 )
 from banyan.server.prompts import Conversation, chat_ids, checked_ids
-from banyan.server.sequences import (
-    Origin,
-    collect,
-    registered,
-    run,
-    sequences,
-)
 from banyan.server.state import ServerState, Service
 
 MAX_TOP_LOGPROBS = 20
@@ -49,10 +44,9 @@ async def chat_completions(exchange: Exchange, state: ServerState) -> None:
     except RequestError as error:
         raise in_openai_words(error) from None
     answer = ChatAnswer(service, origin.rid, len(asked), model, top, server.cache_report)
-    with registered(state.open, asked):
+    with state.open.holding(asked):
         if request.stream:
-            interval = server.stream_interval
-            await _stream(exchange, service, request, answer, asked, interval)
+            await _stream(exchange, service, request, answer, asked)
         else:
             chunks = await collect(service.generator, asked)
             await exchange.json(answer.whole(chunks))
@@ -192,7 +186,6 @@ async def _stream(
     request: ChatRequest,
     answer: ChatAnswer,
     asked: list[TextRequest],
-    interval: int,
 ) -> None:
     options = request.stream_options
     continuous = bool(options and options.continuous_usage_stats)
@@ -203,7 +196,7 @@ async def _stream(
         await exchange.event(body)
 
     opened: set[int] = set()
-    async with aclosing(run(service.generator, asked, interval)) as chunks:
+    async with aclosing(run(service.generator, asked)) as chunks:
         async for index, chunk in chunks:
             if not exchange.streaming:
                 await exchange.begin_events()

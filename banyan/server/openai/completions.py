@@ -5,16 +5,18 @@ from contextlib import aclosing
 from typing import cast
 
 from banyan.base.errors import RequestError
-from banyan.frontend.generation import ScoreOptions, TextChunk, TextRequest
+from banyan.frontend.generation import ScoreOptions, TextChunk, TextRequest, collect, run
 from banyan.frontend.sampling import fit_prompt, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.openai.fields import (
+    Origin,
     check_model,
     in_openai_words,
     native_sampling,
     origin_of,
     read_fields,
+    sequences,
 )
 from banyan.server.openai.schema import CompletionRequest
 from banyan.server.openai.shapes import (
@@ -24,7 +26,6 @@ from banyan.server.openai.shapes import (
     matched_stop,
 )
 from banyan.server.prompts import checked_ids, ids_text, text_ids
-from banyan.server.sequences import Origin, collect, registered, run, sequences
 from banyan.server.state import ServerState, Service
 
 DEFAULT_MAX_TOKENS = 16
@@ -43,9 +44,9 @@ async def completions(exchange: Exchange, state: ServerState) -> None:
     except RequestError as error:
         raise in_openai_words(error) from None
     answer = CompletionAnswer(service, origin.rid, plan, request, model, server.cache_report)
-    with registered(state.open, plan.asked):
+    with state.open.holding(plan.asked):
         if request.stream:
-            await _stream(exchange, service, request, answer, plan, server.stream_interval)
+            await _stream(exchange, service, request, answer, plan)
         else:
             chunks = await collect(service.generator, plan.asked)
             await exchange.json(answer.whole(chunks))
@@ -234,11 +235,10 @@ async def _stream(
     request: CompletionRequest,
     answer: CompletionAnswer,
     plan: Plan,
-    interval: int,
 ) -> None:
     options = request.stream_options
     opened: set[int] = set()
-    async with aclosing(run(service.generator, plan.asked, interval)) as chunks:
+    async with aclosing(run(service.generator, plan.asked)) as chunks:
         async for index, chunk in chunks:
             if not exchange.streaming:
                 await exchange.begin_events()

@@ -6,16 +6,19 @@ answer's warnings header, and `strict` makes those 400 too. Knows no engine.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.frontend.native import checked_rid
+from banyan.base.ids import RequestId
+from banyan.frontend.generation import ScoreOptions, TextRequest
+from banyan.frontend.native import checked_rid, checked_salt, namespace_of
+from banyan.frontend.sampling import ParsedSampling
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.openai.schema import HARMLESS, REFUSED, SAMPLING, CommonRequest
-from banyan.server.sequences import Origin, narrowed_namespace
 
 R = TypeVar("R", bound=CommonRequest)
 T = TypeVar("T")
@@ -77,13 +80,56 @@ def in_openai_words(error: RequestError) -> RequestError:
     return RequestError(text, param=name, status=error.status, code=error.code, hint=error.hint)
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What every sequence of one HTTP request has in common."""
+
+    rid: str
+    namespace: bytes = b""
+    priority: int = 0
+
+
 def origin_of(exchange: Exchange, request: CommonRequest) -> Origin:
     """Name, cache namespace and priority of what `request` starts."""
     return Origin(
         checked_rid(request.rid) if request.rid is not None else exchange.id,
-        narrowed_namespace(exchange.tenant, request.cache_salt, request.extra_key),
+        namespace_of(
+            exchange.tenant,
+            checked_salt(request.cache_salt, "cache_salt"),
+            checked_salt(request.extra_key, "extra_key"),
+        ),
         request.priority or 0,
     )
+
+
+def sequences(
+    origin: Origin,
+    prompts: list[tuple[list[int], ParsedSampling]],
+    scores: Callable[[list[int]], ScoreOptions],
+    count: int = 0,
+) -> list[TextRequest]:
+    """n sequences for each prompt, in answer order: all of the first prompt, then the next.
+
+    Args:
+        count: sequences for each prompt instead of its own n; 0 = n.
+    """
+    found = [
+        TextRequest(
+            id=RequestId(origin.rid),
+            prompt=ids,
+            sampling=parsed.for_sequence(i),
+            text=parsed.text,
+            scores=scores(ids),
+            namespace=origin.namespace,
+            priority=origin.priority,
+            stride=parsed.stream_interval,
+        )
+        for ids, parsed in prompts
+        for i in range(count or parsed.n)
+    ]
+    if len(found) == 1:
+        return found
+    return [replace(r, id=RequestId(f"{r.id}_{i}")) for i, r in enumerate(found)]
 
 
 def check_model(name: str, served: str, warn: Callable[[str], None], strict: bool) -> str:
