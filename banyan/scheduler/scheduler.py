@@ -246,9 +246,11 @@ class Scheduler:
         assert request.flights[0] is flight
         request.flights.popleft()
         tokens = array("i", sampled)
-        if flight.samples and request.lease is not None:
-            request.planned -= flight.samples - len(tokens)  # rejected drafts
-            request.has_sampled, request.next_drafts = True, list(array("i", drafts))
+        if flight.samples:
+            request.next_drafts = list(array("i", drafts))  # a retracted one may await a mask
+            if request.lease is not None:
+                request.planned -= flight.samples - len(tokens)  # rejected drafts
+                request.has_sampled = True
         tokens, matched = _cut(request, tokens)
         first = request.output_len
         request.tokens += tokens.tobytes()
