@@ -80,7 +80,10 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
 
 
 class Mask(msgspec.Struct, frozen=True, array_like=True):
-    """Allowed tokens of one masked row: drafts + 1 bit masks, one after another."""
+    """Allowed tokens of one masked row: drafts + 1 bit masks, one after another.
+
+    b"" means no constraint: the row has become void while it waited.
+    """
 
     step: StepId
     row: int

@@ -4,11 +4,13 @@ import numpy as np
 
 
 def banned(bits: bytes, vocab_size: int) -> np.ndarray:
-    """Which tokens a mask forbids: [vocab] bool.
+    """Which tokens a mask forbids: [vocab] bool; an empty mask forbids none.
 
     Raises:
         ValueError: the mask does not cover the vocabulary.
     """
+    if not bits:
+        return np.zeros(vocab_size, dtype=bool)
     need = -(-vocab_size // 8)
     if len(bits) < need:
         raise ValueError(f"the grammar mask has {len(bits)} bytes; {vocab_size} tokens need {need}")
