@@ -27,7 +27,7 @@ from banyan.config.resolve import prepare
 from banyan.config.schema import Config
 from banyan.frontend.client import EngineClient
 from banyan.frontend.native_answer import NativeService
-from banyan.frontend.sampling import limits_of, sampling_defaults
+from banyan.frontend.sampling import limits_of, sampling_defaults, seed_source
 from banyan.frontend.text_generator import TextGenerator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready
@@ -252,6 +252,7 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             tokenizer,
             limits,
             defaults=sampling_defaults(config.server),
+            draw_seed=seed_source(config.server),
             weight_version=config.model.weight_version,
             incremental=config.server.incremental_output,
         )

@@ -82,6 +82,19 @@ def test_a_seed_repeats_its_answer(engine):
     assert first == second
 
 
+def test_two_starts_with_one_random_seed_sample_the_same(model):
+    def sampled():
+        options = {"max_new_tokens": 8, "ignore_eos": True}
+        with banyan.Engine(
+            str(model), engine_mode="inprocess", max_total_tokens=2048, random_seed=0
+        ) as own:
+            return [own.generate(PROMPTS[0], options)["output_ids"] for _ in range(2)]
+
+    first = sampled()
+    assert first == sampled()
+    assert first[0] != first[1]
+
+
 def test_log_probabilities_cover_prompt_and_output(engine):
     answer = engine.generate(
         PROMPTS[0],

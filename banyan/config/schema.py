@@ -95,7 +95,8 @@ class ServerConfig:
     sampling_defaults: str = "model"
     preferred_sampling: dict[str, object] = field(default_factory=dict)
     skip_warmup: bool = False
-    random_seed: int = 0
+    random_seed: int = -1
+    """Start of the seeds that requests without one get; -1 = drawn afresh."""
     require_key: bool = False
     """Refuse to listen on a non-loopback address without an API key."""
 

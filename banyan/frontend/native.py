@@ -14,7 +14,14 @@ from typing import TypeVar
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.frontend.generation import ScoreOptions, TextRequest
-from banyan.frontend.sampling import NATIVE_DEFAULTS, Limits, fit_prompt, parse_sampling
+from banyan.frontend.sampling import (
+    NATIVE_DEFAULTS,
+    DrawSeed,
+    Limits,
+    fit_prompt,
+    fresh_seed,
+    parse_sampling,
+)
 from banyan.frontend.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -113,6 +120,7 @@ def parse_native(
     tokenizer: Tokenizer | None,
     limits: Limits,
     defaults: Mapping[str, object] = NATIVE_DEFAULTS,
+    draw_seed: DrawSeed = fresh_seed,
     tenant: bytes = b"",
 ) -> NativeRequest:
     """Check a native request and tokenise its prompts.
@@ -129,7 +137,9 @@ def parse_native(
     fields.num = None if not _is_batch(fields) else len(prompts)
     sampling = fields.each("sampling_params", _dictionary)
     parsed = [
-        parse_sampling(raw or {}, prompt_len=len(p), limits=limits, defaults=defaults)
+        parse_sampling(
+            raw or {}, prompt_len=len(p), limits=limits, defaults=defaults, draw_seed=draw_seed
+        )
         for raw, p in zip(sampling, prompts, strict=True)
     ]
     total = sum(p.n for p in parsed)

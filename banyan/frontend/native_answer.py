@@ -17,7 +17,7 @@ from banyan.frontend.generation import (
     run,
 )
 from banyan.frontend.native import NativeRequest, NativeSequence, parse_native
-from banyan.frontend.sampling import NATIVE_DEFAULTS, Limits
+from banyan.frontend.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.frontend.threads import off_loop
 from banyan.frontend.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ class NativeService:
 
     Args:
         limits: what one request may ask.
-        defaults: sampling parameters of requests that leave them out.
+        defaults, draw_seed: sampling parameters, and the seed, of requests that leave them out.
         incremental: each streamed chunk holds only what is new.
     """
 
@@ -38,6 +38,7 @@ class NativeService:
         limits: Limits,
         *,
         defaults: Mapping[str, object] = NATIVE_DEFAULTS,
+        draw_seed: DrawSeed = fresh_seed,
         weight_version: str = "default",
         incremental: bool = False,
         clock: Clock | None = None,
@@ -46,6 +47,7 @@ class NativeService:
         self._tokenizer = tokenizer
         self._limits = limits
         self._defaults = defaults
+        self._draw_seed = draw_seed
         self._weight_version = weight_version
         self._is_incremental = incremental
         self._clock = clock or WallClock()
@@ -87,6 +89,7 @@ class NativeService:
             tokenizer=self._tokenizer,
             limits=self._limits,
             defaults=self._defaults,
+            draw_seed=self._draw_seed,
             tenant=tenant,
         )
 

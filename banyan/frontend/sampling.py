@@ -6,8 +6,9 @@ here. Nothing is guessed: a wrong type, an unknown name or a missing capability 
 
 import difflib
 import math
+import random
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -25,11 +26,14 @@ from banyan.messages.sampling import SamplingParams
 NATIVE_DEFAULTS: Mapping[str, object] = {"max_new_tokens": 128}
 """What /generate and the offline API assume; the OpenAI routes bring their own."""
 
+DrawSeed = Callable[[], int]
+
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
 MAX_BIAS = 1e6
 
 _INT64 = 2**63
+_SEED_BITS = 63
 
 # Fields that are known but not available, and the value besides null that asks for nothing.
 _UNAVAILABLE = {
@@ -97,6 +101,19 @@ class Limits:
         return min(self.context_length, self.max_request_tokens or self.context_length)
 
 
+def fresh_seed() -> int:
+    """A seed that nobody can foresee."""
+    return secrets.randbits(_SEED_BITS)
+
+
+def seed_source(server: ServerConfig) -> DrawSeed:
+    """Where requests without a seed get theirs; repeats from start to start under --random-seed."""
+    if server.random_seed < 0:
+        return fresh_seed
+    source = random.Random(server.random_seed)
+    return lambda: source.getrandbits(_SEED_BITS)
+
+
 def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenizer | None) -> Limits:
     """What a request may ask of this model on the engine that said `ready`."""
     return Limits(
@@ -122,8 +139,6 @@ class ParsedSampling:
     sampling: SamplingParams
     text: TextOptions
     n: int = 1
-    has_seed: bool = False
-    """The caller chose the seed."""
     stream_interval: int = 1
     """Tokens per streamed chunk."""
     ignored: list[str] = field(default_factory=list)
@@ -131,10 +146,7 @@ class ParsedSampling:
 
     def for_sequence(self, i: int) -> SamplingParams:
         """Parameters of the i-th of n sequences: the same, with a seed of its own."""
-        if i == 0:
-            return self.sampling
-        seed = self.sampling.seed + i if self.has_seed else _draw_seed()
-        return msgspec.structs.replace(self.sampling, seed=_wrapped(seed))
+        return msgspec.structs.replace(self.sampling, seed=_wrapped(self.sampling.seed + i))
 
 
 def parse_sampling(
@@ -143,6 +155,7 @@ def parse_sampling(
     prompt_len: int,
     limits: Limits,
     defaults: Mapping[str, object] = NATIVE_DEFAULTS,
+    draw_seed: DrawSeed = fresh_seed,
 ) -> ParsedSampling:
     """Check native sampling parameters against one prompt.
 
@@ -151,6 +164,7 @@ def parse_sampling(
             means "as much as fits".
         prompt_len: tokens of the prompt, already fitted (`fit_prompt`).
         defaults: what absent fields mean on this route; validated like the caller's own.
+        draw_seed: gives the seed of a request that brings none.
 
     Raises:
         RequestError: names the field, the rule and the value; 400.
@@ -182,12 +196,12 @@ def parse_sampling(
         presence_penalty=values.number("presence_penalty", 0.0),
         repetition_penalty=values.number("repetition_penalty", 1.0),
         logit_bias=_logit_bias(values, limits.vocab_size),
-        seed=_draw_seed() if seed is None else seed,
+        seed=draw_seed() if seed is None else seed,
         stop_ids=tuple(dict.fromkeys([*(() if ignore_eos else limits.eos_ids), *own_stop_ids])),
         ignore_eos=ignore_eos,
     )
     sampling.check(limits.vocab_size)
-    return ParsedSampling(sampling, text, n, seed is not None, stream_interval, ignored)
+    return ParsedSampling(sampling, text, n, stream_interval, ignored)
 
 
 def fit_prompt(prompt: list[int], limits: Limits) -> list[int]:
@@ -406,10 +420,6 @@ def _short(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 80 else text[:80] + "…"
-
-
-def _draw_seed() -> int:
-    return secrets.randbits(63)
 
 
 def _wrapped(seed: int) -> int:

@@ -13,6 +13,7 @@ def native_service(service: Service, state: ServerState) -> NativeService:
         service.tokenizer,
         service.limits,
         defaults=service.native_defaults,
+        draw_seed=service.draw_seed,
         weight_version=state.config.model.weight_version,
         incremental=state.config.server.incremental_output,
     )

@@ -11,7 +11,7 @@ from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ServerConfig
 from banyan.frontend.chat import Chat, load_chat
 from banyan.frontend.client import EngineClient
-from banyan.frontend.sampling import limits_of, sampling_defaults
+from banyan.frontend.sampling import limits_of, sampling_defaults, seed_source
 from banyan.frontend.text_generator import TextGenerator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready
@@ -54,6 +54,7 @@ async def open_service(state: ServerState, card: ModelCard, client: EngineClient
         chat=chat,
         native_defaults=defaults,
         chat_defaults={**defaults, **recommended, **config.server.preferred_sampling},
+        draw_seed=seed_source(config.server),
     )
     if not config.server.skip_warmup:
         warm_s = time.monotonic()

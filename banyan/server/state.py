@@ -18,7 +18,7 @@ from banyan.config.schema import Config
 from banyan.frontend.chat import Chat
 from banyan.frontend.client import EngineClient
 from banyan.frontend.generation import Generator, TextRequest
-from banyan.frontend.sampling import NATIVE_DEFAULTS, Limits
+from banyan.frontend.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.events import Ready
 from banyan.server.errors import unavailable
@@ -41,6 +41,7 @@ class Service:
     """What sampling fields mean when absent."""
     chat_defaults: Mapping[str, object] = field(default_factory=dict)
     """The same for chat, where the model may recommend some."""
+    draw_seed: DrawSeed = fresh_seed
 
     def words(self) -> Tokenizer:
         """The tokenizer, or RequestError 400 when the server runs without one."""

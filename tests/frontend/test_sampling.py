@@ -7,14 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from banyan.base.errors import RequestError
-from banyan.frontend.sampling import Limits, fit_prompt, parse_sampling
+from banyan.config.schema import ServerConfig
+from banyan.frontend.sampling import Limits, fit_prompt, parse_sampling, seed_source
 from banyan.messages.sampling import SamplingParams
 
 LIMITS = Limits(context_length=100, vocab_size=50, eos_ids=(1, 2))
 
 
-def parse(_limits=LIMITS, _prompt_len=10, _defaults=None, **raw):
+def parse(_limits=LIMITS, _prompt_len=10, _defaults=None, _draw_seed=None, **raw):
     options = {} if _defaults is None else {"defaults": _defaults}
+    options |= {} if _draw_seed is None else {"draw_seed": _draw_seed}
     return parse_sampling(raw, prompt_len=_prompt_len, limits=_limits, **options)
 
 
@@ -67,7 +69,7 @@ def test_every_field_arrives():
     assert (text.stop, text.stop_regex) == (("a", "b"), ("x+",))
     assert text.no_stop_trim and not text.skip_special_tokens
     assert not text.spaces_between_special_tokens
-    assert (parsed.n, parsed.has_seed, parsed.stream_interval) == (3, True, 4)
+    assert (parsed.n, parsed.stream_interval) == (3, 4)
 
 
 def test_null_means_the_default():
@@ -134,6 +136,16 @@ def test_a_drawn_seed_differs_and_a_given_one_counts_up():
     assert parse(max_new_tokens=1, sampling_seed=5).for_sequence(3).seed == 8
     drawn = parse(max_new_tokens=1)
     assert len({drawn.for_sequence(i).seed for i in range(8)}) == 8
+
+
+def test_a_random_seed_fixes_the_seeds_that_are_drawn_in_order():
+    def drawn(random_seed):
+        source = seed_source(ServerConfig(random_seed=random_seed))
+        return [parse(max_new_tokens=1, _draw_seed=source).sampling.seed for _ in range(3)]
+
+    assert drawn(0) == drawn(0) != drawn(7)
+    assert len(set(drawn(0))) == 3
+    assert drawn(-1) != drawn(-1)
 
 
 def test_only_the_seed_differs_between_sequences():

@@ -24,6 +24,7 @@ def site(shared_site: Site) -> Site:
     client.now = Health(True, True, True)
     client.calls.clear()
     client.aborted.clear()
+    shared_site.state.service = shared_site.service
     shared_site.state.draining = False
     shared_site.state.dead = ""
     return shared_site

@@ -1,5 +1,8 @@
 """The smaller routes: health, models, tokens, facts, orders, and what is not available."""
 
+import itertools
+from dataclasses import replace
+
 import httpx
 import pytest
 
@@ -170,3 +173,14 @@ def test_an_unknown_route_is_404_and_a_wrong_method_405(http: httpx.Client) -> N
 def test_head_is_get_without_a_body(http: httpx.Client) -> None:
     answer = http.head("/")
     assert answer.status_code == 200 and answer.content == b""
+
+
+def test_every_route_takes_the_seeds_that_requests_lack_from_one_source(
+    site: Site, http: httpx.Client
+) -> None:
+    numbers = itertools.count(5)
+    site.state.service = replace(site.service, draw_seed=lambda: next(numbers))
+    http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+    http.post("/v1/completions", json={"prompt": "a"})
+    http.post("/generate", json={"text": "a"})
+    assert [request.sampling.seed for request in site.generator.asked] == [5, 6, 7]

@@ -79,9 +79,9 @@ FLAGS = (
     Flag(
         "random-seed",
         "server.random_seed",
-        "seed of requests that bring none",
+        "where the seeds of requests that bring none start; -1 = anywhere",
         kind=INT,
-        low=0,
+        low=-1,
         high=2**63 - 1,
     ),
     Flag(

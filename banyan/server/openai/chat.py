@@ -67,6 +67,7 @@ async def _sequences(
         prompt_len=len(ids),
         limits=service.limits,
         defaults=service.chat_defaults,
+        draw_seed=service.draw_seed,
     )
 
     def scores(prompt: list[int]) -> ScoreOptions:

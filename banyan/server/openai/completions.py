@@ -88,6 +88,7 @@ async def _plan(service: Service, raw: Json, request: CompletionRequest, origin:
             prompt_len=len(ids),
             limits=service.limits,
             defaults=service.native_defaults,
+            draw_seed=service.draw_seed,
         )
         found.append((ids, parsed))
     n = found[0][1].n
