@@ -56,6 +56,11 @@ def test_random_traffic_gets_the_oracles_answers_and_leaks_nothing(
     assert not missing, f"never happened in {steps} actions: {missing}; happened: {dict(seen)}"
 
 
+@pytest.mark.parametrize("seed", [243, 1131, 1465, 2350, 2940, 3596, 4060])
+def test_worlds_where_rare_faults_meet_answer_as_well(seed: int) -> None:
+    assert play_or_explain(seed).runner.is_quiet
+
+
 @pytest.mark.parametrize("seed", range(1, 13))
 def test_a_recorded_world_replays_plan_for_plan(tmp_path, seed: int) -> None:
     path, journals = str(tmp_path / "journal"), []
