@@ -28,7 +28,7 @@ from banyan.config.schema import Config
 from banyan.frontend.client import EngineClient
 from banyan.frontend.native_answer import NativeService
 from banyan.frontend.sampling import limits_of, sampling_defaults, seed_source
-from banyan.frontend.text_generator import TextGenerator
+from banyan.frontend.text_generator import open_generator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready
 from banyan.messages.link import FrontLink, PrivateFolder, ZmqFrontLink, local_pair
@@ -248,7 +248,7 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
         ready = await client.ready()
         limits = replace(limits_of(config, card, ready, tokenizer), max_sequences=MAX_SEQUENCES)
         native = NativeService(
-            TextGenerator(client, tokenizer, limits),
+            open_generator(client, tokenizer, limits, config.observe.log_requests),
             tokenizer,
             limits,
             defaults=sampling_defaults(config.server),

@@ -47,6 +47,8 @@ class TextRequest:
     scores: ScoreOptions = field(default_factory=ScoreOptions)
     namespace: bytes = b""
     priority: int = 0
+    route: str = ""
+    """What asked for it, for the log: "chat", "completion", "generate", "probe"."""
     stride: int = 1
     """Tokens that a chunk has at least, unless it is the first or the last."""
 

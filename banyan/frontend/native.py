@@ -165,6 +165,7 @@ def parse_native(
                 scores=shown[i].options,
                 namespace=namespace_of(tenant, salts[i], keys[i]),
                 priority=priority,
+                route="generate",
                 stride=options.stream_interval,
             )
             sequence = NativeSequence(

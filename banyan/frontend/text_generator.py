@@ -11,7 +11,15 @@ from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.frontend.client import EngineClient, StreamEvent
 from banyan.frontend.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
-from banyan.frontend.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
+from banyan.frontend.generation import (
+    Finish,
+    Generator,
+    TextChunk,
+    TextRequest,
+    TokenScore,
+    Usage,
+)
+from banyan.frontend.request_log import RequestLog
 from banyan.frontend.sampling import Limits
 from banyan.frontend.stop import StopChecker
 from banyan.frontend.tokenizer import Tokenizer
@@ -100,6 +108,14 @@ class TextGenerator:
             )
 
 
+def open_generator(
+    client: EngineClient, tokenizer: Tokenizer | None, limits: Limits, log_requests: bool
+) -> Generator:
+    """The generator that serves every route, logging the end of each request if asked to."""
+    generator = TextGenerator(client, tokenizer, limits)
+    return RequestLog(generator) if log_requests else generator
+
+
 class Words:
     """Token ids to text that is cut at stops, one token at a time."""
 
@@ -141,7 +157,8 @@ class OutputReader:
         """Positions below are scored already or not wanted."""
         self._prompt_scores: list[TokenScore] = []
         self._output_scores: list[TokenScore] = []
-        self._usage = Usage(len(request.prompt), 0)
+        self._cached_tokens = 0
+        self._retractions = 0
         self._finish: Finish | None = None
         if request.scores.start == 0:
             self._prompt_scores.append(TokenScore(None, request.prompt[0]))
@@ -150,11 +167,14 @@ class OutputReader:
     def take(self, event: StreamEvent) -> None:
         match event:
             case Tokens():
+                self._cached_tokens = event.cached_tokens
                 self._take_tokens(event)
             case Finished():
-                self._end(_finish(event), event)
+                self._cached_tokens = event.cached_tokens
+                self._retractions = event.retractions
+                self._end(Finish(event.reason, event.matched if event.matched >= 0 else None))
             case Failed():
-                self._end(Finish("abort", None, event.status, event.text, event.code), None)
+                self._end(Finish("abort", None, event.status, event.text, event.code))
 
     def chunk(self) -> TextChunk | None:
         """Everything since the last call; None when that is nothing."""
@@ -163,7 +183,7 @@ class OutputReader:
         if not (new or text or self._prompt_scores or self._output_scores or self._finish):
             return None
         chunk = TextChunk(
-            text, new, self._usage, self._prompt_scores, self._output_scores, self._finish
+            text, new, self._usage(), self._prompt_scores, self._output_scores, self._finish
         )
         self._given = len(self._tokens)
         self._text, self._prompt_scores, self._output_scores = [], [], []
@@ -194,7 +214,6 @@ class OutputReader:
             self._held = token
         else:
             self._say(token)
-        self._usage = Usage(len(self._request.prompt), self.num_tokens)
 
     def _say(self, token: int) -> None:
         if self._words is not None:
@@ -233,7 +252,7 @@ class OutputReader:
             (self._prompt_scores if index < 0 else self._output_scores).append(score)
             self._scored_to = position + 1
 
-    def _end(self, finish: Finish, event: Finished | None) -> None:
+    def _end(self, finish: Finish) -> None:
         is_trimmed = finish.reason == "stop" and finish.matched is not None
         if not is_trimmed or self._request.text.no_stop_trim:
             self._release_held()
@@ -243,16 +262,10 @@ class OutputReader:
         if self.stopped_by is not None:
             finish = Finish("stop", self.stopped_by)
         self._finish = finish
-        self._usage = Usage(
-            prompt_tokens=len(self._request.prompt),
-            output_tokens=self.num_tokens,
-            cached_tokens=event.cached_tokens if event else 0,
-            retractions=event.retractions if event else 0,
-        )
 
-
-def _finish(event: Finished) -> Finish:
-    return Finish(event.reason, event.matched if event.matched >= 0 else None)
+    def _usage(self) -> Usage:
+        num_prompt = len(self._request.prompt)
+        return Usage(num_prompt, self.num_tokens, self._cached_tokens, self._retractions)
 
 
 def _message(request: TextRequest) -> Generate:

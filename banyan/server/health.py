@@ -49,7 +49,10 @@ async def health_generate(exchange: Exchange, state: ServerState) -> None:
 async def generate_one(service: Service) -> None:
     """One greedy token after token 0; RequestError when it fails."""
     request = TextRequest(
-        RequestId(f"probe-{fresh_id()}"), [0], SamplingParams(max_new_tokens=1, temperature=0.0)
+        RequestId(f"probe-{fresh_id()}"),
+        [0],
+        SamplingParams(max_new_tokens=1, temperature=0.0),
+        route="probe",
     )
     await collect(service.generator, [request])
 

@@ -12,7 +12,7 @@ from banyan.config.schema import Config, ServerConfig
 from banyan.frontend.chat import Chat, load_chat
 from banyan.frontend.client import EngineClient
 from banyan.frontend.sampling import limits_of, sampling_defaults, seed_source
-from banyan.frontend.text_generator import TextGenerator
+from banyan.frontend.text_generator import open_generator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready
 from banyan.server.health import generate_one
@@ -48,7 +48,7 @@ async def open_service(state: ServerState, card: ModelCard, client: EngineClient
         card=card,
         ready=ready,
         client=client,
-        generator=TextGenerator(client, tokenizer, limits),
+        generator=open_generator(client, tokenizer, limits, config.observe.log_requests),
         limits=limits,
         tokenizer=tokenizer,
         chat=chat,

@@ -103,7 +103,6 @@ def test_help_shows_every_flag_that_has_an_effect() -> None:
 
 WITHOUT_A_READER = {
     "model.cpu_activations",
-    "observe.log_requests",
 }
 """Fields that no room reads: flags without an effect. This list may only shrink."""
 

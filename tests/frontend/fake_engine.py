@@ -148,7 +148,7 @@ class Running:
         events: list[Event] = []
         if new or self.generate.score_from >= 0:
             tokens = array("i", new).tobytes()
-            events.append(Tokens(self.generate.request, first, tokens, self.scores(rng)))
+            events.append(Tokens(self.generate.request, first, tokens, self.scores(rng), 2))
         if self.said == len(self.output):
             events.append(self.finished(self.end, self.matched))
         return events or [Stats()]

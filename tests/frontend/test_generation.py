@@ -285,3 +285,9 @@ async def test_one_request_that_is_refused_ends_those_beside_it():
         await until(lambda: client.num_open == 0)
         kinds = [type(m) for m in engine.received]
         assert kinds.count(Generate) == kinds.count(Abort) == 2
+
+
+def test_every_chunk_tells_how_much_of_the_prompt_was_cached():
+    chunks, _ = asyncio.run(chunks_of(say("hello world"), request()))
+    assert len(chunks) > 1
+    assert [c.usage.cached_tokens for c in chunks] == [2] * len(chunks)

@@ -290,3 +290,10 @@ async def test_an_id_in_use_is_refused():
             await native.answer(await native.read({"text": "b", "rid": "x"}))
         client.abort(next(iter(engine.live)))
         assert (await first)["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+@asynchronous
+async def test_a_stream_reports_the_cached_prompt_from_its_first_chunk_on():
+    chunks = await stream_of({"text": "hello world"})
+    assert len(chunks) > 1
+    assert [c["meta_info"]["cached_tokens"] for c in chunks] == [2] * len(chunks)

@@ -184,3 +184,12 @@ def test_every_route_takes_the_seeds_that_requests_lack_from_one_source(
     http.post("/v1/completions", json={"prompt": "a"})
     http.post("/generate", json={"text": "a"})
     assert [request.sampling.seed for request in site.generator.asked] == [5, 6, 7]
+
+
+def test_every_route_names_itself_for_the_log(site: Site, http: httpx.Client) -> None:
+    http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+    http.post("/v1/completions", json={"prompt": "a"})
+    http.post("/generate", json={"text": "a"})
+    http.get("/health_generate")
+    routes = [request.route for request in site.generator.asked]
+    assert routes == ["chat", "completion", "generate", "probe"]

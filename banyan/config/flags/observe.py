@@ -13,7 +13,7 @@ FLAGS = (
     Flag(
         "log-requests",
         "observe.log_requests",
-        "one line per request with its parameters and lengths, never its text",
+        "one line when a request ends: lengths, reason and seconds, never its text",
         kind=SWITCH,
     ),
     Flag(

@@ -38,7 +38,7 @@ async def chat_completions(exchange: Exchange, state: ServerState) -> None:
     request = read_fields(raw, ChatRequest, exchange, server.strict_requests)
     model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
     top = _top_logprobs(request)
-    origin = origin_of(exchange, request)
+    origin = origin_of(exchange, request, "chat")
     try:
         asked = await _sequences(service, raw, request, origin, top)
     except RequestError as error:

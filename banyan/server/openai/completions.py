@@ -38,7 +38,7 @@ async def completions(exchange: Exchange, state: ServerState) -> None:
     raw = await exchange.json_object()
     request = read_fields(raw, CompletionRequest, exchange, server.strict_requests)
     model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
-    origin = origin_of(exchange, request)
+    origin = origin_of(exchange, request, "completion")
     try:
         plan = await _plan(service, raw, request, origin)
     except RequestError as error:

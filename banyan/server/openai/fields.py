@@ -85,14 +85,16 @@ class Origin:
     """What every sequence of one HTTP request has in common."""
 
     rid: str
+    route: str
     namespace: bytes = b""
     priority: int = 0
 
 
-def origin_of(exchange: Exchange, request: CommonRequest) -> Origin:
+def origin_of(exchange: Exchange, request: CommonRequest, route: str) -> Origin:
     """Name, cache namespace and priority of what `request` starts."""
     return Origin(
         checked_rid(request.rid) if request.rid is not None else exchange.id,
+        route,
         namespace_of(
             exchange.tenant,
             checked_salt(request.cache_salt, "cache_salt"),
@@ -122,6 +124,7 @@ def sequences(
             scores=scores(ids),
             namespace=origin.namespace,
             priority=origin.priority,
+            route=origin.route,
             stride=parsed.stream_interval,
         )
         for ids, parsed in prompts
