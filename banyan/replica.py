@@ -81,7 +81,15 @@ def open_model(
     mesh = open_mesh(rank, tp, mesh_address, traits.collectives)
     phases.done("device")
     dtype = torch.float32
-    ops = bind(traits.name, device, dtype, traits.features, card.head_dim, config.device.kernels)
+    ops = bind(
+        traits.name,
+        device,
+        dtype,
+        traits.features,
+        card.head_dim,
+        config.device.kernels,
+        exact=config.model.cpu_activations == "fp32",
+    )
     phases.done("kernels")
     model = load_model(card, mesh, device, dtype, ops, config.model.load_format)
     gc.collect()

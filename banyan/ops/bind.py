@@ -33,6 +33,7 @@ class OpSpec:
         features: of the device (`Traits.features`).
         head_dim: width of an attention head.
         weight_type: storage type of the weight, for "linear" only.
+        exact: activations must not be rounded below `dtype`.
     """
 
     op: str
@@ -41,6 +42,7 @@ class OpSpec:
     features: frozenset[str]
     head_dim: int
     weight_type: str = ""
+    exact: bool = False
 
     @property
     def label(self) -> str:
@@ -55,10 +57,18 @@ class Kernel:
         run: the op's function of `ops/api.py`; for "linear" a packer
             (weight, dtype, device) -> PackedLinear.
         supports: None when it can do what is asked, otherwise the reason it cannot.
+        rounds_activations: it computes on activations of fewer bits, for speed.
     """
 
     run: Callable[..., object]
     supports: Callable[[OpSpec], str | None]
+    rounds_activations: bool = False
+
+    def declines(self, spec: OpSpec) -> str | None:
+        """Why it cannot serve `spec`; None when it can."""
+        if spec.exact and self.rounds_activations:
+            return "rounds activations, exact ones were asked for"
+        return self.supports(spec)
 
 
 @dataclass(frozen=True)
@@ -101,12 +111,14 @@ def bind(
     features: frozenset[str],
     head_dim: int,
     forced: Mapping[str, str] | None = None,
+    exact: bool = False,
 ) -> Ops:
     """Choose the kernels of one rank.
 
     Args:
         platform: name of the kernel table (`Traits.name`).
         forced: op -> kernel name or "reference", overriding the order of the table.
+        exact: take no kernel that rounds activations.
 
     Raises:
         ConfigError: a forced op or kernel that does not exist, or that declines.
@@ -116,7 +128,7 @@ def bind(
         if op not in OP_NAMES:
             raise ConfigError(f"no op is called {op!r}", hint=f"choose: {', '.join(OP_NAMES)}")
     table = KERNEL_TABLES.load(platform)
-    spec = OpSpec("", device, dtype, features, head_dim)
+    spec = OpSpec("", device, dtype, features, head_dim, exact=exact)
     functions: dict[str, object] = {}
     packers: dict[str, Callable[..., object]] = {}
     choices: list[Choice] = []
@@ -157,7 +169,7 @@ def _choose(
             break
         module, _, attribute = name.partition(":")
         kernel: Kernel = getattr(import_module(f"banyan.ops.{platform}.{module}"), attribute)
-        reason = kernel.supports(spec)
+        reason = kernel.declines(spec)
         if reason is None:
             return Choice(spec.label, name, tuple(declined)), kernel.run
         declined.append((name, reason))

@@ -6,7 +6,7 @@ import torch
 from banyan.base.errors import ConfigError
 from banyan.ops import reference
 from banyan.ops.api import OP_NAMES
-from banyan.ops.bind import OpSpec, bind, kernel_table
+from banyan.ops.bind import Kernel, OpSpec, bind, kernel_table
 from banyan.ops.cpu import attention
 
 
@@ -59,3 +59,13 @@ def test_a_spec_names_the_weight_type_of_linear():
     spec = OpSpec("linear", torch.device("cpu"), torch.float32, frozenset(), 16, "Q8_0")
 
     assert spec.label == "linear[Q8_0]"
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_kernel_that_rounds_activations_serves_only_where_that_is_welcome(monkeypatch, exact):
+    rounding = Kernel(lambda *_: None, lambda spec: None, rounds_activations=True)
+    monkeypatch.setattr(attention, "paged_attention", rounding)
+    ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16, exact=exact)
+
+    assert (ops.paged_attention is rounding.run) == (not exact)
+    assert ("exact ones were asked for" in kernel_table(ops.choices)) == exact
