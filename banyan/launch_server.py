@@ -1,4 +1,4 @@
-"""`python -m banyan.launch_server --model-path M …` is `banyan serve`, for those who know SGLang."""
+"""`python -m banyan.launch_server --model-path M …` is `banyan serve`, as SGLang spells it."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Identifiers as distinct types, so that one kind of number cannot silently take another's place."""
+"""Identifiers as distinct types, so that one kind of number cannot take another's place."""
 
 from typing import NewType
 
@@ -6,7 +6,7 @@ RequestId = NewType("RequestId", str)
 """One generation, unique while it lives. Chosen by the front."""
 
 SlotId = NewType("SlotId", int)
-"""Row index that a running request holds on every rank. Slot 0 is padding and is never given out."""
+"""Row index that a running request holds on every rank. Slot 0 is padding, never given out."""
 
 PageId = NewType("PageId", int)
 """Smallest unit of cache allocation of one group. Page 0 is padding and is never given out."""

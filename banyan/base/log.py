@@ -22,7 +22,7 @@ def logger(name: str) -> logging.Logger:
 
 
 def start_logging(role: str, level: str = "info") -> None:
-    """Send the package's log lines to stderr, marked with this process's role ("server", "rank1")."""
+    """Send the package's log lines to stderr, marked with this process's role ("rank1")."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
     handler.addFilter(_RoleFilter(role))

@@ -1,4 +1,4 @@
-"""Table: the one way to register alternatives. A name maps to "module:attribute", imported on use."""
+"""Table: the one way to register alternatives. Names map to "module:attribute", imported on use."""
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module

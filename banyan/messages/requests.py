@@ -33,7 +33,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """The client has gone or asked to stop: end the request at any state. Unknown ids are ignored."""
+    """The client has gone or asked to stop: end it at any state. Unknown ids do nothing."""
 
     request: RequestId
 
@@ -46,7 +46,7 @@ class StopAt(msgspec.Struct, frozen=True, tag="stop_at"):
 
 
 class Control(msgspec.Struct, frozen=True, omit_defaults=True, tag="control"):
-    """An administrative verb (see engine/control.py), answered by one `Reply` with the same call."""
+    """An administrative verb (engine/control.py), answered by one `Reply` with the same call."""
 
     call: int
     verb: str

@@ -17,7 +17,7 @@ from banyan.runner.inputs import Batch
 from banyan.runner.slots import SlotTable
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits that exist at once while scoring, whatever the length of the prompt: 64 MiB of fp32, and as
+"""Logits that exist at once while scoring, however long the prompt: 64 MiB of fp32, and as
 much again for their log-probabilities."""
 
 
