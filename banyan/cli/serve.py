@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from banyan.base.log import logger, start_logging
-from banyan.config.card import ModelCard
 from banyan.config.cli import help_text, parse
 from banyan.config.env import read_environment
 from banyan.config.resolve import prepare
-from banyan.config.schema import Config
 
 log = logger(__name__)
 
@@ -30,13 +28,7 @@ def serve(argv: Sequence[str]) -> int:
     start_logging("server", config.observe.log_level)
     for note in config.observe.notes:
         log.warning("%s", note)
-    config, card = prepare(config, environment)
-    return run(config, card)
-
-
-def run(config: Config, card: ModelCard) -> int:
-    """Start the engine and the HTTP server on a Config that is ready."""
     from banyan.compose import start_engine_process
     from banyan.server.serve import run_server
 
-    return run_server(config, card, partial(start_engine_process, config, card))
+    return run_server(config, partial(prepare, config, environment), start_engine_process)

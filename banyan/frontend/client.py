@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import BanyanError, DeviceError, RequestError
 from banyan.base.ids import RequestId
-from banyan.base.log import logger, printable
+from banyan.base.log import logger
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
 from banyan.messages.link import FrontLink
 from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
@@ -229,7 +229,6 @@ class EngineClient:
         self._lost, self._exit_code = reason or "The engine ended.", exit_code
         self._decided.set()
         self._is_lost.set()
-        log.info("engine lost reason=%s", printable(self._lost))
         streams, self._streams = self._streams, {}
         for request, stream in streams.items():
             stream.put(Failed(request, 503, self._lost, "engine_unavailable"))

@@ -1,19 +1,21 @@
 """run_server: the life of the server process, from a bound socket to its exit code.
 
-Listens before anything heavy starts, so that health answers at once; starts the engine through a
-function that the composition root gives; drains on SIGTERM. Knows no model and no route.
+Listens before anything heavy starts, so that health answers at once; finds the model and starts
+the engine through functions that the composition root gives; drains on SIGTERM. Knows no route.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import errno
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Generator
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import uvicorn
 import uvloop
@@ -30,6 +32,8 @@ from banyan.server.connection import Connection
 from banyan.server.routes import create_app
 from banyan.server.startup import open_service, report
 from banyan.server.state import ServerState
+
+T = TypeVar("T")
 
 log = logger(__name__)
 
@@ -54,9 +58,12 @@ class EngineHandle(Protocol):
         ...
 
 
-StartEngine = Callable[[str, Callable[[str], None]], EngineHandle]
-"""(link address, on_death) -> handle. Called once, from the main thread, and returns at once;
-`on_death(text)` may be called from any thread when the engine ends unasked."""
+Prepare = Callable[[], tuple[Config, ModelCard]]
+"""Fetch the model and resolve the Config. May take minutes; called from a thread."""
+
+StartEngine = Callable[[Config, ModelCard, str, Callable[[str], None]], EngineHandle]
+"""(resolved Config, card, link address, on_death) -> handle. Called once, from the main thread, and
+returns at once; `on_death(text)` may be called from any thread when the engine ends unasked."""
 
 
 class Ending(Enum):
@@ -67,18 +74,18 @@ class Ending(Enum):
     DEAD = "dead"
 
 
-def run_server(config: Config, card: ModelCard, start_engine: StartEngine) -> int:
+def run_server(config: Config, prepare: Prepare, start_engine: StartEngine) -> int:
     """Serve until stopped. Returns the exit code: 0 after a signal, 5 after the engine's death.
 
     Raises:
         CapacityError: the port is taken.
         ConfigError: the address cannot be listened on, or needs a key.
-        BanyanError: the engine or the tokenizer did not start.
+        BanyanError: there is no such model, or the engine or the tokenizer did not start.
     """
     check_exposure(config.server)
     listener = bind(config.server)
     with contextlib.closing(listener):
-        return uvloop.run(Server(config, card, listener, start_engine).run())
+        return uvloop.run(Server(config, prepare, listener, start_engine).run())
 
 
 def bind(server: ServerConfig) -> socket.socket:
@@ -130,6 +137,21 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
+def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run `work` in a thread that, unlike asyncio's own, no exit waits for."""
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="prepare", daemon=True).start()
+    return asyncio.wrap_future(outcome)
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers: this file decides what signals mean."""
 
@@ -144,7 +166,7 @@ class Server:
     def __init__(
         self,
         config: Config,
-        card: ModelCard,
+        prepare: Prepare,
         listener: socket.socket,
         start_engine: StartEngine,
     ) -> None:
@@ -152,9 +174,10 @@ class Server:
         self.state.phases["server process"] = process_age_s()
         self.app: App = create_app(self.state)
         self._config = config
-        self._card = card
+        self._prepare = prepare
         self._listener = listener
         self._start_engine = start_engine
+        self._engine: EngineHandle | None = None
         self._ending: asyncio.Future[Ending] | None = None
         self._now = asyncio.Event()
         self._folder = PrivateFolder()
@@ -179,15 +202,10 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         web = asyncio.create_task(self._web.serve([self._listener]))
-        address = self._folder.address("front")
-        client = EngineClient(ZmqFrontLink(address), watchdog_s=self._config.schedule.watchdog_s)
+        link = ZmqFrontLink(self._folder.address("front"))
+        client = EngineClient(link, watchdog_s=self._config.schedule.watchdog_s)
         await client.start()
-
-        def on_death(text: str) -> None:
-            loop.call_soon_threadsafe(client.engine_lost, text)
-
         watch = asyncio.create_task(self._watch_engine(client))
-        handle = self._start_engine(address, on_death)
         try:
             return await self._serve(client)
         finally:
@@ -195,7 +213,8 @@ class Server:
             self.app.end_all("The server is shutting down.")
             self._web.should_exit = True
             self._web.force_exit = self._now.is_set()
-            await asyncio.gather(web, asyncio.to_thread(handle.stop), return_exceptions=True)
+            ends = [web, asyncio.to_thread(self._engine.stop)] if self._engine else [web]
+            await asyncio.gather(*ends, return_exceptions=True)
             await client.close()
             self._folder.close()
 
@@ -220,7 +239,17 @@ class Server:
         return 0
 
     async def _start(self, client: EngineClient) -> None:
-        self.state.service = service = await open_service(self.state, self._card, client)
+        loop = asyncio.get_running_loop()
+
+        def on_death(text: str) -> None:
+            loop.call_soon_threadsafe(client.engine_lost, text)
+
+        began_s = time.monotonic()
+        self.state.config, card = await _in_daemon(self._prepare)
+        self.state.phases["model files"] = time.monotonic() - began_s
+        address = self._folder.address("front")
+        self._engine = self._start_engine(self.state.config, card, address, on_death)
+        self.state.service = service = await open_service(self.state, card, client)
         self._folder.close()  # both ends have met: nothing remains, not even after SIGKILL
         host = self._config.server.host
         shown = f"[{host}]" if ":" in host else host

@@ -1,8 +1,8 @@
 """A whole server process around a scripted engine; run by test_serve.
 
 Arguments: port, model folder, drain time in seconds. The engine says "a" at a steady pace, until
-max_new_tokens; a request for DEADLY_TOKENS kills it, and the folder's name "late" keeps it from
-ever becoming ready.
+max_new_tokens; a request for DEADLY_TOKENS kills it. By the name of the folder the engine never
+becomes ready ("late"), the model is never found ("slow") or is refused ("broken").
 """
 
 import select
@@ -13,7 +13,9 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from banyan.base.errors import ModelError
 from banyan.base.log import start_logging
+from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ModelConfig, ServerConfig
 from banyan.messages.events import Event, Finished, Ready, Stats, Tokens
 from banyan.messages.link import ZmqEngineLink
@@ -82,12 +84,23 @@ def main() -> int:
         model=ModelConfig(source="tiny", path=folder, tokenizer_path=folder),
         server=ServerConfig(port=port, drain_timeout_s=drain_s),
     )
-    is_late = folder.endswith("late")
-    return run_server(
-        config,
-        replace(CARD, path=folder),
-        lambda address, on_death: ScriptedEngine(address, on_death, is_late),
-    )
+
+    def prepare() -> tuple[Config, ModelCard]:
+        if folder.endswith("slow"):
+            threading.Event().wait()
+        if folder.endswith("broken"):
+            raise ModelError("the model cannot be read")
+        return config, replace(CARD, path=folder)
+
+    try:
+        return run_server(
+            config,
+            prepare,
+            lambda _, card, link, on_death: ScriptedEngine(link, on_death, folder.endswith("late")),
+        )
+    except ModelError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
 
 
 if __name__ == "__main__":

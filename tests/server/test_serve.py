@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from banyan.base.errors import CapacityError, ConfigError
+from banyan.base.errors import CapacityError, ConfigError, ModelError
 from banyan.config.schema import ServerConfig
 from banyan.server.serve import bind, check_exposure
 from tests.server.fakes import TEMPLATE, byte_tokenizer
@@ -124,8 +124,10 @@ def test_start_prints_phases_the_ready_line_and_a_command(model: Path) -> None:
         assert answer["usage"]["completion_tokens"] == 3
 
 
-def test_a_server_that_is_not_ready_is_alive_and_can_be_stopped(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path / "late")
+@pytest.mark.parametrize("what", ["late", "slow"])
+def test_a_server_that_is_not_ready_is_alive_and_can_be_stopped(tmp_path: Path, what: str) -> None:
+    """Neither an engine that loads nor a model that is still being fetched holds up health."""
+    folder = write_tokenizer(tmp_path / what)
     server = Process(folder, 10.0)
     try:
         transport = httpx.HTTPTransport(retries=5)
@@ -138,6 +140,12 @@ def test_a_server_that_is_not_ready_is_alive_and_can_be_stopped(tmp_path: Path) 
         server.http.close()
         server.process.kill()
         server.process.wait()
+
+
+def test_a_model_that_cannot_be_had_ends_the_server_with_its_own_code(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "broken")
+    with serving(folder, until="the model cannot be read") as server:
+        assert server.end() == ModelError.exit_code
 
 
 def test_a_drain_lets_streams_end_and_refuses_new_requests(model: Path) -> None:
