@@ -27,7 +27,7 @@ from banyan.config.resolve import prepare
 from banyan.config.schema import Config
 from banyan.frontend.client import EngineClient
 from banyan.frontend.native_answer import NativeService
-from banyan.frontend.sampling import limits_of, sampling_defaults, seed_source
+from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
 from banyan.frontend.text_generator import open_generator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready

@@ -94,7 +94,6 @@ _HARMLESS_DEFAULTS: Mapping[str, object] = {"log_metrics": True}
 class NativeSequence:
     """One sequence of a request, and how its answer is shown."""
 
-    index: int
     request: TextRequest
     show_scores: bool = False
     show_top: bool = False
@@ -169,7 +168,6 @@ def parse_native(
                 stride=options.stream_interval,
             )
             sequence = NativeSequence(
-                index=len(sequences),
                 request=request,
                 show_scores=shown[i].is_wanted,
                 show_top=shown[i].options.top > 0,

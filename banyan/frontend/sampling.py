@@ -6,7 +6,6 @@ here. Nothing is guessed: a wrong type, an unknown name or a missing capability 
 
 import difflib
 import math
-import random
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +14,8 @@ from typing import TypeGuard
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.config.card import ModelCard
-from banyan.config.schema import Config, ServerConfig
 from banyan.frontend.generation import TextOptions
 from banyan.frontend.stop import MAX_STOPS, check_stops
-from banyan.frontend.tokenizer import Tokenizer
-from banyan.messages.events import Ready
 from banyan.messages.sampling import SamplingParams
 
 NATIVE_DEFAULTS: Mapping[str, object] = {"max_new_tokens": 128}
@@ -33,7 +28,7 @@ MAX_BIASES = 1024
 MAX_BIAS = 1e6
 
 _INT64 = 2**63
-_SEED_BITS = 63
+SEED_BITS = 63
 
 # Fields that are known but not available, and the value besides null that asks for nothing.
 _UNAVAILABLE = {
@@ -103,33 +98,7 @@ class Limits:
 
 def fresh_seed() -> int:
     """A seed that nobody can foresee."""
-    return secrets.randbits(_SEED_BITS)
-
-
-def seed_source(server: ServerConfig) -> DrawSeed:
-    """Where requests without a seed get theirs; repeats from start to start under --random-seed."""
-    if server.random_seed < 0:
-        return fresh_seed
-    source = random.Random(server.random_seed)
-    return lambda: source.getrandbits(_SEED_BITS)
-
-
-def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenizer | None) -> Limits:
-    """What a request may ask of this model on the engine that said `ready`."""
-    return Limits(
-        context_length=config.model.context_length or card.context_length,
-        vocab_size=card.vocab_size,
-        eos_ids=tuple(dict.fromkeys([*card.eos_ids, *(tokenizer.eos_ids if tokenizer else ())])),
-        max_request_tokens=ready.max_request_tokens,
-        auto_truncate=config.server.allow_auto_truncate,
-        has_tokenizer=tokenizer is not None,
-    )
-
-
-def sampling_defaults(server: ServerConfig) -> dict[str, object]:
-    """What sampling parameters mean that a request leaves out, on /generate and offline."""
-    given = server.preferred_sampling
-    return {**NATIVE_DEFAULTS, "stream_interval": server.stream_interval, **given}
+    return secrets.randbits(SEED_BITS)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ServerConfig
 from banyan.frontend.chat import Chat, load_chat
 from banyan.frontend.client import EngineClient
-from banyan.frontend.sampling import limits_of, sampling_defaults, seed_source
+from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
 from banyan.frontend.text_generator import open_generator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready

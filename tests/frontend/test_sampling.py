@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from banyan.base.errors import RequestError
 from banyan.config.schema import ServerConfig
-from banyan.frontend.sampling import Limits, fit_prompt, parse_sampling, seed_source
+from banyan.frontend.sampling import Limits, fit_prompt, parse_sampling
+from banyan.frontend.settings import seed_source
 from banyan.messages.sampling import SamplingParams
 
 LIMITS = Limits(context_length=100, vocab_size=50, eos_ids=(1, 2))

@@ -1,0 +1,35 @@
+"""What the front takes from the Config: limits of a request, and what it leaves out stands for."""
+
+import random
+
+from banyan.config.card import ModelCard
+from banyan.config.schema import Config, ServerConfig
+from banyan.frontend.sampling import NATIVE_DEFAULTS, SEED_BITS, DrawSeed, Limits, fresh_seed
+from banyan.frontend.tokenizer import Tokenizer
+from banyan.messages.events import Ready
+
+
+def seed_source(server: ServerConfig) -> DrawSeed:
+    """Where requests without a seed get theirs; repeats from start to start under --random-seed."""
+    if server.random_seed < 0:
+        return fresh_seed
+    source = random.Random(server.random_seed)
+    return lambda: source.getrandbits(SEED_BITS)
+
+
+def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenizer | None) -> Limits:
+    """What a request may ask of this model on the engine that said `ready`."""
+    return Limits(
+        context_length=config.model.context_length or card.context_length,
+        vocab_size=card.vocab_size,
+        eos_ids=tuple(dict.fromkeys([*card.eos_ids, *(tokenizer.eos_ids if tokenizer else ())])),
+        max_request_tokens=ready.max_request_tokens,
+        auto_truncate=config.server.allow_auto_truncate,
+        has_tokenizer=tokenizer is not None,
+    )
+
+
+def sampling_defaults(server: ServerConfig) -> dict[str, object]:
+    """What sampling parameters mean that a request leaves out, on /generate and offline."""
+    given = server.preferred_sampling
+    return {**NATIVE_DEFAULTS, "stream_interval": server.stream_interval, **given}
