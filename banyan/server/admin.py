@@ -3,6 +3,7 @@
 No answer here holds a key, a token of a client, or a prompt.
 """
 
+import asyncio
 import time
 from dataclasses import asdict
 
@@ -139,6 +140,7 @@ def _internal(service: Service, stats: Stats) -> Json:
         "effective_max_running_requests_per_dp": service.ready.max_running,
         "memory_usage": {"token_capacity": service.ready.max_total_tokens},
         "stats": msgspec.structs.asdict(stats),
+        "server_tasks": len(asyncio.all_tasks()),
     }
 
 

@@ -60,9 +60,12 @@ class Server:
 
     def stats(self) -> dict:
         """The engine's counters and ledger."""
+        return self.internal_state()["stats"]
+
+    def internal_state(self) -> dict:
         answer = self.http.get("/get_server_info")
         assert answer.status_code == 200, answer.text
-        return answer.json()["internal_states"][0]["stats"]
+        return answer.json()["internal_states"][0]
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)

@@ -112,7 +112,7 @@ def is_at_rest(server: Server) -> bool:
 def test_a_disconnect_storm_leaves_nothing_behind_and_disturbs_nobody(server):
     dice = random.Random(20)
     requests = [make(i, dice) for i in range(REQUESTS)]
-    with server("--max-running-requests", "24") as running:
+    with server("--max-running-requests", "24", "--check-ledger") as running:
         solo = {}
         for request in requests:
             if request.key not in solo:
@@ -123,6 +123,7 @@ def test_a_disconnect_storm_leaves_nothing_behind_and_disturbs_nobody(server):
         running.http = type(running.http)(base_url=running.url, timeout=CALL_S)
         wait_until(lambda: is_at_rest(running), 10.0, "rest before the storm")
         before = {p: open_files(p) for p in (running.pid, running.engine_pid())}
+        tasks = running.internal_state()["server_tasks"]
 
         texts = asyncio.run(storm(running.port, requests))
 
@@ -131,6 +132,11 @@ def test_a_disconnect_storm_leaves_nothing_behind_and_disturbs_nobody(server):
             lambda: all(open_files(p) <= n for p, n in before.items()),
             10.0,
             f"descriptors to fall back to {before}",
+        )
+        wait_until(
+            lambda: running.internal_state()["server_tasks"] <= tasks,
+            10.0,
+            f"server tasks to fall back to {tasks}",
         )
         stats = running.stats()
         assert stats["held_pages"] == 0

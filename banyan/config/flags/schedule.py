@@ -52,4 +52,11 @@ FLAGS = (
         kind=FLOAT,
         low=0.1,
     ),
+    Flag(
+        "check-ledger",
+        "schedule.check_ledger",
+        "check after every step that each page and slot has exactly one owner (slow; for tests)",
+        kind=SWITCH,
+        documented=False,
+    ),
 )
