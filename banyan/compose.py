@@ -9,33 +9,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from banyan.base.errors import BanyanError
 from banyan.base.log import logger, start_logging
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.engine.loop import EngineLoop, Link
+from banyan.engine.orders import ENGINE, RANK, Orders
 from banyan.engine.processes import spawn, take_orders
 from banyan.messages.events import Fatal
 
 log = logger(__name__)
-
-ENGINE = "engine"
-RANK = "rank"
-
-
-@dataclass(frozen=True)
-class Orders:
-    """What a child process is told."""
-
-    role: str
-    config: Config
-    card: ModelCard
-    address: str
-    """Link to the front (engine), or plans from rank 0 (rank)."""
-    rank: int = 0
-    mesh_address: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,7 +37,8 @@ def start_engine_process(
     Args:
         on_death: called from a thread with what happened when the process ends unasked.
     """
-    child = spawn("banyan.compose", ENGINE, encode(Orders(ENGINE, config, card, address)))
+    orders = Orders(ENGINE, config, card, address)
+    child = spawn("banyan.compose", orders.process_name, orders.encode())
     child.watch(on_death)
     return EngineHandle(stop=child.stop, pids=lambda: [child.pid])
 
@@ -92,15 +76,10 @@ def start_engine_thread(
     return EngineHandle(stop=stop, pids=list)
 
 
-def encode(orders: Orders) -> bytes:
-    return msgspec.json.encode(orders)
-
-
 def main() -> None:
     """Entry of a child process: carry out the orders, exit with the error's own code."""
-    orders = msgspec.json.decode(take_orders(), type=Orders)
-    name = orders.role if orders.role == ENGINE else f"rank{orders.rank}"
-    start_logging(name, orders.config.observe.log_level)
+    orders = Orders.decode(take_orders())
+    start_logging(orders.process_name, orders.config.observe.log_level)
     try:
         if orders.role == RANK:
             from banyan.replica import run_rank

@@ -14,12 +14,12 @@ import zmq
 
 from banyan.base.clock import Clock, WallClock
 from banyan.base.log import logger
-from banyan.compose import RANK, Orders, encode
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.engine.journal import Journal
 from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.loop import EngineLoop, Link, Wake
+from banyan.engine.orders import RANK, Orders
 from banyan.engine.processes import Child, spawn
 from banyan.engine.spec import CoreSpec
 from banyan.memory.groups import FULL, CacheGroup
@@ -197,7 +197,7 @@ class OtherRanks:
             socket.bind(address)
             self._sockets.append(socket)
             orders = Orders(RANK, config, card, address, rank, self.mesh_address)
-            self._children.append(spawn("banyan.compose", f"rank{rank}", encode(orders)))
+            self._children.append(spawn("banyan.compose", orders.process_name, orders.encode()))
 
     def watch(self, on_death: Callable[[str], None]) -> None:
         for child in self._children:

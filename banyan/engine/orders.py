@@ -1,0 +1,39 @@
+"""Orders: what a child process is told when it starts, and the form in which it travels."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from banyan.config.card import ModelCard
+from banyan.config.schema import Config
+
+ENGINE = "engine"
+RANK = "rank"
+
+
+@dataclass(frozen=True)
+class Orders:
+    """
+    Attributes:
+        role: ENGINE, or RANK for the ranks other than 0.
+        address: link to the front (engine), or plans from rank 0 (rank).
+        mesh_address: where the ranks meet; "" when there is one.
+    """
+
+    role: str
+    config: Config
+    card: ModelCard
+    address: str
+    rank: int = 0
+    mesh_address: str = ""
+
+    @property
+    def process_name(self) -> str:
+        return f"{RANK}{self.rank}" if self.role == RANK else self.role
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @staticmethod
+    def decode(text: bytes) -> "Orders":
+        return msgspec.json.decode(text, type=Orders)
