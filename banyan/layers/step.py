@@ -51,11 +51,9 @@ class StepInputs:
     Attributes:
         tokens: [tokens] int64 ids.
         positions: [tokens] int64, absolute position of each token in its request.
-        max_length: longest context of the step in tokens (dynamic RoPE needs it).
         attention: attention bound to this step.
     """
 
     tokens: Tensor
     positions: Tensor
-    max_length: int
     attention: StepAttention

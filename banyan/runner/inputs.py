@@ -72,17 +72,16 @@ def build_inputs(
     slot_of_token, position, slots, starts, offsets = on_device.split(
         [num_tokens, num_tokens, num_rows, num_rows, num_rows + 1]
     )
-    max_length = int(batch.ends.max())
+    longest = int(batch.ends.max())
     views = []
     for pages, layout in zip(table.pages, groups, strict=True):
         size = layout.page_size
-        width = -(-max_length // size)
+        width = -(-longest // size)
         page = pages[slot_of_token, position // size].long()  # [tokens]
         views.append(GroupView(pages[slots, :width], page * size + position % size))
     geometry = StepGeometry(offsets.int(), starts.int(), tuple(views))
     return StepInputs(
         tokens=table.tokens[slot_of_token, position].long(),
         positions=position,
-        max_length=max_length,
         attention=attention.bind(geometry),
     )

@@ -60,7 +60,6 @@ class PagedModel:
         step = StepInputs(
             tokens=torch.tensor([t for _, tokens in rows for t in tokens]),
             positions=positions,
-            max_length=int(positions.max()) + 1,
             attention=attention,
         )
         for request, tokens in rows:
