@@ -233,3 +233,17 @@ def test_the_token_depends_on_the_seed_and_on_the_position():
     by_seed = {int(sampler.sample(logits, [Choice(s + 1, 3)]).tokens) for s in range(30)}
     by_position = {int(sampler.sample(logits, [Choice(1, p)]).tokens) for p in range(3, 33)}
     assert len(by_seed) > 20 and len(by_position) > 20
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 511, 512, 513, 50_000])
+def test_a_draw_from_the_whole_vocabulary_lies_at_its_quantile(vocab):
+    generator = np.random.default_rng(vocab)
+    logits = (3 * generator.standard_normal(vocab)).astype(np.float32)
+    logits[generator.random(vocab) < 0.3] = -np.inf
+    logits[0] = 1.0
+    weights = np.exp((logits.astype(np.float64) - logits.max()) / 0.8)
+    ends = np.cumsum(weights) / weights.sum()
+    for at in (1e-9, *generator.random(200), 1 - 1e-9):
+        token = draw(logits, 0.8, -1, 1.0, 0.0, at)
+        assert np.isfinite(logits[token])
+        assert ends[token] - weights[token] / weights.sum() - 1e-6 <= at <= ends[token] + 1e-6

@@ -16,6 +16,8 @@ REACH = 50.0
 """Tokens this many nats below the best are left out: all of them together weigh less than half of
 the smallest uniform for every vocabulary below 2**40, so no uniform could choose them."""
 
+_BLOCK = 512
+
 _SLACK = 1e-3
 """Nats by which the first cut is wider than the filters, which decide on exact weights."""
 _ROUNDING = 1e-12
@@ -43,9 +45,24 @@ def draw(
 
     logits: [vocab] float32 with a finite maximum; at: in (0, 1).
     """
+    if top_p >= 1.0 and min_p <= 0.0 and not 0 < top_k < len(logits):
+        return _draw_from_all(logits, temperature, at)
     ids, weights = support(logits, temperature, top_k, top_p, min_p)
     mass = np.cumsum(weights)
     return int(ids[np.searchsorted(mass, at * mass[-1], side="right")])
+
+
+def _draw_from_all(logits: np.ndarray, temperature: float, at: float) -> int:
+    """`draw` without a filter: finds the block first, so that most weights are only summed."""
+    weights = np.exp((logits - np.max(logits)) / np.float32(temperature))
+    mass = np.cumsum(np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64))
+    target = at * mass[-1]
+    block = int(np.searchsorted(mass, target, side="right"))
+    first = block * _BLOCK
+    inside = np.cumsum(weights[first : first + _BLOCK], dtype=np.float64)
+    # A block's sum and its running sum may round apart: stay inside, and on a token with weight.
+    within = np.searchsorted(inside, target - (mass[block - 1] if block else 0.0), side="right")
+    return first + min(int(within), int(np.searchsorted(inside, inside[-1])))
 
 
 def support(
