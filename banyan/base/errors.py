@@ -12,7 +12,7 @@ class BanyanError(Exception):
     exit_code = 1
 
     def __init__(self, text: str, hint: str = "") -> None:
-        super().__init__(f"{text}. {hint}" if hint else text)
+        super().__init__(f"{text}. {hint[:1].upper()}{hint[1:]}" if hint else text)
         self.text = text
         self.hint = hint
 

@@ -315,7 +315,7 @@ def test_a_gguf_file_of_another_family_is_refused(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match="mamba.*known: llama"):
+    with pytest.raises(ModelError, match="mamba.*Known: llama"):
         read_card(str(tmp_path / "m.gguf"))
 
 

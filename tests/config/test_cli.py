@@ -81,7 +81,7 @@ def test_files_do_not_abbreviate(tmp_path: Path) -> None:
 
 
 def test_an_unknown_flag_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match=r"unknown flag --prot.*did you mean --port"):
+    with pytest.raises(ConfigError, match=r"unknown flag --prot.*Did you mean --port"):
         parse(["--prot", "1"], NOTHING)
 
 

@@ -50,7 +50,7 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
         ("- port", "must be a mapping"),
         ("1: 2", "must be a mapping"),
         ("port: 1\nport: 2", "port is given twice"),
-        ("prot: 1", "did you mean --port"),
+        ("prot: 1", "Did you mean --port"),
         ("port: true", "must be a number, got True"),
         ("port: '1'", "must be a number"),
         ("port: 1.5", "whole number"),
