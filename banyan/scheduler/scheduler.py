@@ -339,6 +339,10 @@ class Scheduler:
         limits = self.limits
         if self.roster.find(generate.request) is not None:
             raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
+        if generate.adapter:
+            raise RequestError(
+                f"adapter {generate.adapter!r} is not loaded", param="model", status=404
+            )
         if not known:
             raise RequestError("The prompt is empty", hint="Send at least one token.")
         if total > limits.max_request_tokens:

@@ -1,6 +1,9 @@
+from array import array
+
 import pytest
 
-from banyan.messages.requests import Abort, StopAt
+from banyan.messages.requests import Abort, Generate, StopAt
+from banyan.messages.sampling import SamplingParams
 from tests.scheduler.driver import Driver, continuation, next_token
 
 PROMPT = list(range(10))
@@ -226,3 +229,11 @@ def test_a_long_prompt_never_holds_up_those_who_decode(depth):
     assert len(with_prompt) == 15
     assert all(len(p.rows) == 2 for p in with_prompt)
     assert driver.outputs["short"] == continuation([1, 2], 30)
+
+
+def test_a_request_for_an_adapter_that_is_not_loaded_is_refused_by_its_name():
+    driver = Driver()
+    tokens = array("i", PROMPT).tobytes()
+    sampling = SamplingParams(max_new_tokens=1)
+    driver.receive(Generate(request="a", tokens=tokens, sampling=sampling, adapter="poet"))
+    assert driver.ends["a"].status == 404 and "'poet'" in driver.ends["a"].text
