@@ -173,10 +173,13 @@ def _bodies(path: str, content: memoryview, start: int) -> Iterator[memoryview]:
         if not length and not checksum:
             return
         body = content[start : start + length]
-        if len(body) == length and crc32(body) != checksum:
-            raise ModelError(f"{path!r} record {number} is damaged: its checksum is wrong")
         if len(body) < length:
+            log.warning(
+                "journal %s is cut off inside record %d: what follows is lost", path, number
+            )
             return
+        if crc32(body) != checksum:
+            raise ModelError(f"{path!r} record {number} is damaged: its checksum is wrong")
         yield body
         start += length
         number += 1

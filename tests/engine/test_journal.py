@@ -1,5 +1,6 @@
 """The journal records what decisions depend on; replay makes every plan again."""
 
+import logging
 from random import Random
 from zlib import crc32
 
@@ -71,11 +72,15 @@ def test_other_decisions_are_found_and_the_record_is_named(tmp_path):
     assert not report.ok and f"record {report.records}" in str(report)
 
 
-def test_a_torn_record_ends_the_replay_without_an_error(tmp_path):
+def test_a_torn_record_ends_the_replay_with_a_word_and_without_an_error(
+    tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(logging.getLogger("banyan"), "propagate", True)
     record(tmp_path / "journal")
     content = (tmp_path / "journal").read_bytes()
     (tmp_path / "journal").write_bytes(content[:-5])
     assert check(str(tmp_path / "journal")).ok
+    assert "cut off inside record" in caplog.text
 
 
 def test_a_full_journal_stops_and_what_it_holds_replays(tmp_path):
