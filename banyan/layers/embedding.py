@@ -8,7 +8,7 @@ from torch import Tensor
 
 from banyan.layers.quant import pack
 from banyan.layers.slot import Layer, WeightSlot, single
-from banyan.ops.api import Ops, PackedLinear
+from banyan.ops.api import Ops, PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.mesh import Mesh
 
@@ -23,43 +23,56 @@ class _VocabularyShare:
 
 
 class Embedding(Layer):
+    """
+    Args:
+        scale: factor on every row.
+    """
+
+    def __init__(self, vocab_size: int, dim: int, mesh: Mesh, ops: Ops, scale: float = 1.0) -> None:
+        super().__init__()
+        self.shape = (vocab_size, dim)
+        self.share = _VocabularyShare(vocab_size, mesh)
+        self.mesh = mesh
+        self.ops = ops
+        self.scale = scale
+        self.rows: PackedEmbedding | None = None
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {"weight": single(self.shape)}
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        share = self.share
+        self.rows = self.ops.pack_embedding(parts[0], share.first, share.last, self.scale)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.rows is not None
+        return self.mesh.all_reduce(self.rows(tokens))  # [tokens, dim]
+
+
+class Logits(Layer):
+    """The last projection, in the activation dtype; its result is fp32 on every rank.
+
+    Args:
+        scale: factor on the logits.
+        soft_cap: logits become cap·tanh(logits/cap); 0 = off.
+    """
+
     def __init__(
         self,
         vocab_size: int,
         dim: int,
         mesh: Mesh,
         ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
+        scale: float = 1.0,
+        soft_cap: float = 0.0,
     ) -> None:
         super().__init__()
         self.shape = (vocab_size, dim)
         self.share = _VocabularyShare(vocab_size, mesh)
         self.mesh = mesh
         self.ops = ops
-        self.table = torch.empty(0, dtype=dtype, device=device)  # [ids, dim] once filled
-
-    def slots(self) -> dict[str, WeightSlot]:
-        return {"weight": single(self.shape)}
-
-    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
-        whole = self.mesh.size == 1
-        mine = parts[0] if whole else parts[0].cut(0, self.share.first, self.share.last)
-        self.table = mine.dense.to(self.table)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.mesh.all_reduce(self.ops.embedding(tokens, self.table, self.share.first))
-
-
-class Logits(Layer):
-    """The last projection, in the activation dtype; its result is fp32 on every rank."""
-
-    def __init__(self, vocab_size: int, dim: int, mesh: Mesh, ops: Ops) -> None:
-        super().__init__()
-        self.shape = (vocab_size, dim)
-        self.share = _VocabularyShare(vocab_size, mesh)
-        self.mesh = mesh
-        self.ops = ops
+        self.scale = scale
+        self.soft_cap = soft_cap
         self.weight: PackedLinear | None = None
 
     def slots(self) -> dict[str, WeightSlot]:
@@ -72,7 +85,9 @@ class Logits(Layer):
 
     def forward(self, hidden: Tensor) -> Tensor:
         assert self.weight is not None
-        logits = self.weight(hidden).float()  # [n, ids]
+        logits = self.weight(hidden)  # [n, ids]
+        if self.soft_cap or self.scale != 1.0 or logits.dtype != torch.float32:
+            logits = self.ops.scale_logits(logits, self.scale, self.soft_cap)
         if self.mesh.size == 1:
             return logits
         missing = self.share.room - logits.shape[1]

@@ -27,6 +27,8 @@ class RMSNorm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x joins the residual stream: (normed, new residual)."""
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x joins the residual stream, or begins it: (normed, new residual)."""
+        if residual is None:
+            return self.ops.rms_norm(x, self.weight, self.eps), x
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from banyan.base.errors import ModelError
+from banyan.ops.api import Ops
 
 
 class RopeNumbers(Protocol):
@@ -57,13 +58,19 @@ class Rotary(nn.Module):
     """
 
     def __init__(
-        self, head_dim: int, numbers: RopeNumbers, context_length: int, device: torch.device
+        self,
+        head_dim: int,
+        numbers: RopeNumbers,
+        context_length: int,
+        ops: Ops,
+        device: torch.device,
     ) -> None:
         super().__init__()
         kinds = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
         kinds["dynamic"] = _plain
         if numbers.kind not in kinds:
             raise ModelError(f"RoPE of kind {numbers.kind!r} is not one of: {', '.join(kinds)}")
+        self.ops = ops
         self.head_dim = head_dim
         self.numbers = numbers
         self.context_length = context_length
@@ -81,11 +88,10 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions: [tokens] int64; returns cos, sin [tokens, head_dim/2] fp32."""
-        frequencies = self.frequencies
-        if self.numbers.kind == "dynamic":
-            frequencies = self._stretched(positions)
-        angles = positions.unsqueeze(1).float() * frequencies
-        return angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        if self.numbers.kind != "dynamic":
+            return self.ops.rotary_angles(positions, self.frequencies, self.magnitude)
+        angles = positions.unsqueeze(1).float() * self._stretched(positions)
+        return angles.cos(), angles.sin()
 
     def _stretched(self, positions: Tensor) -> Tensor:
         """Frequencies of each position by the NTK rule. [tokens, head_dim/2]"""

@@ -54,9 +54,10 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor, step: StepInputs
+        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs
     ) -> tuple[Tensor, Tensor]:
-        """x: what the block before adds to the residual stream; returns the same two."""
+        """x: what the block before adds to the residual stream, None before the first block;
+        returns the same two."""
         x, residual = self.attention_norm.add(x, residual)
         x = self.attention(x, cos, sin, step)
         x, residual = self.mlp_norm.add(x, residual)
@@ -72,8 +73,8 @@ class DecoderLM(nn.Module):
         super().__init__()
         self.card = card
         self.dtype = dtype
-        self.embedding = Embedding(card.vocab_size, card.hidden_size, mesh, ops, dtype, device)
-        self.rotary = Rotary(card.head_dim, card.rope, card.context_length, device)
+        self.embedding = Embedding(card.vocab_size, card.hidden_size, mesh, ops)
+        self.rotary = Rotary(card.head_dim, card.rope, card.context_length, ops, device)
         self.layers = nn.ModuleList(
             DecoderLayer(card, layer, mesh, ops, dtype, device) for layer in range(card.num_layers)
         )
@@ -84,7 +85,7 @@ class DecoderLM(nn.Module):
         """returns: hidden states after the last norm, [tokens, hidden_size]."""
         cos, sin = self.rotary(step.positions)
         x = self.embedding(step.tokens)
-        residual = torch.zeros_like(x)
+        residual = None
         for layer in self.layers:
             x, residual = layer(x, residual, cos, sin, step)
         return self.norm.add(x, residual)[0]

@@ -5,6 +5,7 @@
 Every result of a token depends on its own sequence only, whatever else is in the batch.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -24,14 +25,27 @@ class PackedLinear(Protocol):
         ...
 
 
+class PackedEmbedding(Protocol):
+    """This rank's rows of an embedding, in the form of the kernel that reads them."""
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """The row of each token; ids of other ranks give zeros.
+
+        tokens: [tokens] int64.
+        returns: [tokens, dim] T.
+        """
+        ...
+
+
 class Ops(Protocol):
     """One bound implementation per op. Never dispatches per call."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x²) + eps) · weight, the mean in fp32.
+        """x / sqrt(mean(x²) + eps) · weight over the last dimension, the mean in fp32.
 
-        x: [tokens, dim] T; weight: [dim] T.
-        returns: [tokens, dim] T.
+        x: [tokens, dim] or [tokens, heads, dim] T, tokens may lie apart (part of a wider row);
+        weight: [dim] T.
+        returns: T, shape of x.
         """
         ...
 
@@ -45,11 +59,35 @@ class Ops(Protocol):
         """
         ...
 
-    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate the pairs (i, i + head_dim/2) of every head by the angle of its token.
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """(x − mean(x)) / sqrt(var(x) + eps) · weight + bias, mean and variance in fp32.
 
-        q: [tokens, heads, head_dim] T; k: [tokens, kv_heads, head_dim] T;
-        cos, sin: [tokens, head_dim/2] fp32.
+        x: [tokens, dim] T; weight: [dim] T; bias: [dim] T or None.
+        returns: [tokens, dim] T.
+        """
+        ...
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y, both [tokens, dim] T; neither is changed."""
+        ...
+
+    def rotary_angles(
+        self, positions: Tensor, frequencies: Tensor, magnitude: float
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of position · frequency in fp32, times the magnitude.
+
+        positions: [tokens] int64; frequencies: [pairs] fp32.
+        returns: cos, sin [tokens, pairs] fp32.
+        """
+        ...
+
+    def rotary(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate the pairs (i, i + pairs) of every head by the angle of its token.
+
+        Dimensions from 2·pairs on, where there are any, stay as they are.
+
+        q: [tokens, heads, head_dim] T; k: [tokens, kv_heads, head_dim] T, tokens may lie apart;
+        cos, sin: [tokens, pairs] fp32.
         returns: q, k rotated, same shapes and dtypes.
         """
         ...
@@ -70,11 +108,38 @@ class Ops(Protocol):
         """gelu(gate) · up with the tanh approximation; shapes as silu_and_mul."""
         ...
 
-    def embedding(self, tokens: Tensor, table: Tensor, first: int) -> Tensor:
-        """Rows of a table that holds the ids first, first + 1, …; ids outside it give zeros.
+    def gelu_tanh(self, x: Tensor) -> Tensor:
+        """gelu with the tanh approximation, for feed-forward blocks without a gate.
 
-        tokens: [tokens] int64; table: [ids, dim] T.
+        x: [tokens, dim] T.
         returns: [tokens, dim] T.
+        """
+        ...
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        """Parts [tokens, …] T side by side, for projections stored in several types.
+
+        returns: [tokens, sum of the widths] T.
+        """
+        ...
+
+    def scale_logits(self, logits: Tensor, scale: float, soft_cap: float) -> Tensor:
+        """logits · scale, then cap·tanh(logits/cap) unless the cap is 0, in fp32.
+
+        logits: [n, ids] T.
+        returns: [n, ids] fp32.
+        """
+        ...
+
+    def pack_embedding(
+        self, weight: StoredWeight, first: int, last: int, scale: float = 1.0
+    ) -> PackedEmbedding:
+        """Make the rows first … last − 1 of a weight [ids, dim] ready to be looked up by id.
+
+        Called at load, once. A kernel may keep the blocks of the mapped file and unpack only the
+        rows that are asked for.
+
+        scale: factor on every row.
         """
         ...
 
@@ -128,13 +193,22 @@ class Ops(Protocol):
 OP_NAMES = (
     "rms_norm",
     "add_rms_norm",
+    "layer_norm",
+    "add",
+    "rotary_angles",
     "rotary",
     "silu_and_mul",
     "gelu_and_mul",
     "gelu_tanh_and_mul",
+    "gelu_tanh",
+    "concat",
+    "scale_logits",
     "embedding",
     "linear",
     "write_kv",
     "paged_attention",
 )
-"""The names a table of kernels and a forced choice may use; "linear" is chosen per weight type."""
+"""The names a table of kernels and a forced choice may use."""
+
+PACKED_OPS = ("embedding", "linear")
+"""The ops with a weight: chosen per storage type, called through what `pack_<op>` returns."""

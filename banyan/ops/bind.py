@@ -15,7 +15,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.base.table import Table
 from banyan.ops import reference
-from banyan.ops.api import OP_NAMES, Ops, PackedLinear
+from banyan.ops.api import OP_NAMES, PACKED_OPS, Ops
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 REFERENCE = "reference"
@@ -32,7 +32,7 @@ class OpSpec:
         dtype: activation dtype.
         features: of the device (`Traits.features`).
         head_dim: width of an attention head.
-        weight_type: storage type of the weight, for "linear" only.
+        weight_type: storage type of the weight, for PACKED_OPS only.
         exact: activations must not be rounded below `dtype`.
     """
 
@@ -54,8 +54,8 @@ class Kernel:
     """A candidate for one op.
 
     Attributes:
-        run: the op's function of `ops/api.py`; for "linear" a packer
-            (weight, dtype, device) -> PackedLinear.
+        run: the op's function of `ops/api.py`; for PACKED_OPS a packer that takes (weight, dtype,
+            device) and what else `pack_<op>` takes.
         supports: None when it can do what is asked, otherwise the reason it cannot.
         rounds_activations: it computes on activations of fewer bits, for speed.
     """
@@ -93,7 +93,11 @@ KERNEL_TABLES: Table[KernelTable] = Table(
 class BoundOps:
     """The ops of one rank, bound and frozen; satisfies `ops.api.Ops`."""
 
-    __slots__ = (*(name for name in OP_NAMES if name != "linear"), "pack_linear", "choices")
+    __slots__ = (
+        *(name for name in OP_NAMES if name not in PACKED_OPS),
+        *(f"pack_{name}" for name in PACKED_OPS),
+        "choices",
+    )
 
     def __init__(self, functions: Mapping[str, object], choices: tuple[Choice, ...]) -> None:
         for name, function in functions.items():
@@ -130,18 +134,18 @@ def bind(
     table = KERNEL_TABLES.load(platform)
     spec = OpSpec("", device, dtype, features, head_dim, exact=exact)
     functions: dict[str, object] = {}
-    packers: dict[str, Callable[..., object]] = {}
     choices: list[Choice] = []
     for op in OP_NAMES:
-        for weight_type in STORAGE_TYPES if op == "linear" else ("",):
+        packers: dict[str, Callable[..., object]] = {}
+        for weight_type in STORAGE_TYPES if op in PACKED_OPS else ("",):
             asked = replace(spec, op=op, weight_type=weight_type)
             choice, run = _choose(platform, table.get(op, []), asked, forced.get(op, ""))
             choices.append(choice)
-            if op == "linear":
-                packers[weight_type] = run
-            else:
-                functions[op] = run
-    functions["pack_linear"] = partial(_pack, packers, dtype, device)
+            packers[weight_type] = run
+        if op in PACKED_OPS:
+            functions[f"pack_{op}"] = partial(_pack, packers, dtype, device)
+        else:
+            functions[op] = packers[""]
     _log.info("kernels\n%s", kernel_table(tuple(choices)))
     return cast(Ops, BoundOps(functions, tuple(choices)))
 
@@ -175,7 +179,7 @@ def _choose(
         declined.append((name, reason))
     if forced not in ("", REFERENCE) and not spec.weight_type:
         raise ConfigError(f"kernel {forced} cannot serve {spec.label}: {declined[0][1]}")
-    run = getattr(reference, "pack_linear" if spec.op == "linear" else spec.op)
+    run = getattr(reference, f"pack_{spec.op}" if spec.op in PACKED_OPS else spec.op)
     return Choice(spec.label, REFERENCE, tuple(declined)), run
 
 
@@ -184,5 +188,6 @@ def _pack(
     dtype: torch.dtype,
     device: torch.device,
     weight: StoredWeight,
-) -> PackedLinear:
-    return cast(PackedLinear, packers[weight.type](weight, dtype, device))
+    *more: object,
+) -> object:
+    return packers[weight.type](weight, dtype, device, *more)

@@ -1,10 +1,12 @@
 """Every op in plain torch: the definition of correct. Simple and in fp32, not quick."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.ops.api import PackedLinear
+from banyan.ops.api import PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
 
 
@@ -19,14 +21,32 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    wide = None if bias is None else bias.float()
+    return functional.layer_norm(x.float(), x.shape[-1:], weight.float(), wide, eps).to(x.dtype)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def rotary_angles(
+    positions: Tensor, frequencies: Tensor, magnitude: float
+) -> tuple[Tensor, Tensor]:
+    angles = positions.unsqueeze(1).float() * frequencies
+    return angles.cos() * magnitude, angles.sin() * magnitude
+
+
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [tokens, 1, head_dim/2]
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    pairs = cos.shape[-1]
+    first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+    turned = [first * cos - second * sin, second * cos + first * sin]  # fp32
+    return torch.cat([part.to(x.dtype) for part in turned] + [rest], dim=-1)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -44,10 +64,47 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
-def embedding(tokens: Tensor, table: Tensor, first: int) -> Tensor:
-    local = tokens - first
-    outside = (local < 0) | (local >= table.shape[0])
-    return table[local.masked_fill(outside, 0)].masked_fill(outside.unsqueeze(1), 0)
+def gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def concat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts), dim=-1)
+
+
+def scale_logits(logits: Tensor, scale: float, soft_cap: float) -> Tensor:
+    scaled = logits.float() * scale
+    return soft_cap * torch.tanh(scaled / soft_cap) if soft_cap else scaled
+
+
+class DenseEmbedding:
+    """Rows of an embedding, unpacked into plain floats. [ids, dim]"""
+
+    def __init__(self, table: Tensor, first: int, num_ids: int) -> None:
+        self.table = table
+        self.first = first
+        self.is_whole = table.shape[0] == num_ids
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        if self.is_whole:
+            return self.table[tokens]
+        local = tokens - self.first
+        outside = (local < 0) | (local >= self.table.shape[0])
+        return self.table[local.masked_fill(outside, 0)].masked_fill(outside.unsqueeze(1), 0)
+
+
+def pack_embedding(
+    weight: StoredWeight,
+    dtype: torch.dtype,
+    device: torch.device,
+    first: int,
+    last: int,
+    scale: float = 1.0,
+) -> PackedEmbedding:
+    num_ids = weight.shape[0]
+    mine = weight if last - first == num_ids else weight.cut(0, first, last)
+    table = mine.dense.to(device, dtype)
+    return DenseEmbedding(table if scale == 1.0 else table * scale, first, num_ids)
 
 
 class DenseLinear:

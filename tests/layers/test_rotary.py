@@ -8,6 +8,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from banyan.base.errors import ModelError
 from banyan.config.card import RopeFacts
 from banyan.layers.rotary import Rotary
+from banyan.ops import reference
 
 CPU = torch.device("cpu")
 HEAD_DIM = 64
@@ -34,7 +35,7 @@ def both(kind, numbers, context_length=2048):
         for name, value in numbers.items()
     }
     facts = RopeFacts(theta=500000.0, kind=kind, **ours)
-    return LlamaRotaryEmbedding(config), Rotary(HEAD_DIM, facts, context_length, CPU)
+    return LlamaRotaryEmbedding(config), Rotary(HEAD_DIM, facts, context_length, reference, CPU)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,7 +82,7 @@ def test_the_angle_of_a_position_does_not_depend_on_its_company(kind):
 
 def test_an_unknown_kind_is_refused_with_the_known_ones():
     with pytest.raises(ModelError, match="longrope.*default.*yarn"):
-        Rotary(HEAD_DIM, RopeFacts(kind="longrope"), 64, CPU)
+        Rotary(HEAD_DIM, RopeFacts(kind="longrope"), 64, reference, CPU)
 
 
 def test_divisors_of_another_width_are_refused():

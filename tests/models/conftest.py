@@ -30,6 +30,11 @@ class PagedModel:
 
     def step(self, rows: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
         """Run (request, new tokens) rows in one step; the logits of every token, a row each."""
+        step = self.prepare(rows)
+        return list(self.model.logits(self.model(step)).split([len(t) for _, t in rows]))
+
+    def prepare(self, rows: Sequence[tuple[int, Sequence[int]]]) -> StepInputs:
+        """The inputs of a step; its tokens count as done."""
         ops = self.model.norm.ops
         counts = [len(tokens) for _, tokens in rows]
         contexts = [self.lengths[request] for request, _ in rows]
@@ -64,7 +69,7 @@ class PagedModel:
         )
         for request, tokens in rows:
             self.lengths[request] += len(tokens)
-        return list(self.model.logits(self.model(step)).split(counts))
+        return step
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ Parts of different types (a file may store v finer than q and k) stay apart when
 blocks, because stacking them would mean unpacking; one packed weight answers for all of them.
 """
 
-import torch
 from torch import Tensor
 
 from banyan.ops.api import Ops, PackedLinear
@@ -14,12 +13,15 @@ from banyan.ops.stored import StoredWeight, stack
 class SideBySide:
     """Several packed weights whose outputs lie side by side."""
 
-    def __init__(self, packed: list[PackedLinear]) -> None:
+    def __init__(self, packed: list[PackedLinear], widths: list[int], ops: Ops) -> None:
         self.packed = packed
+        self.widths = widths
+        self.ops = ops
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        out = torch.cat([weight(x) for weight in self.packed], dim=-1)
-        return out if bias is None else out + bias
+        biases = [None] * len(self.packed) if bias is None else bias.split(self.widths)
+        outs = [weight(x, part) for weight, part in zip(self.packed, biases, strict=True)]
+        return self.ops.concat(outs)
 
 
 def pack(parts: list[StoredWeight], ops: Ops) -> PackedLinear:
@@ -30,4 +32,5 @@ def pack(parts: list[StoredWeight], ops: Ops) -> PackedLinear:
         else:
             runs.append([part])
     packed = [ops.pack_linear(stack(run)) for run in runs]
-    return packed[0] if len(packed) == 1 else SideBySide(packed)
+    widths = [sum(part.shape[0] for part in run) for run in runs]
+    return packed[0] if len(packed) == 1 else SideBySide(packed, widths, ops)
