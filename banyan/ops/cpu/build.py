@@ -1,0 +1,155 @@
+"""Builds the compiled kernels: C++ sources to one shared library, cached by what went into it.
+
+Compilers are tried in order: the one that was named, g++, clang++, and the `ziglang` package (a C++
+compiler as a Python wheel). Nothing is downloaded. The cache is keyed by sources, options and
+machine, so an unchanged library is built once per user.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from banyan.base.log import logger
+
+SOURCES = Path(__file__).parent / "csrc"
+LIBRARY = "libbanyan_cpu.so"
+OPTIONS = (
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"),
+    # A product and a sum are fused only where the source says so: results are the same everywhere.
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+OPTIONS_BY_SUFFIX = {
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "vnni": (*_AVX512, "-mavx512vnni"),
+    "amx": (*_AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+}
+"""Last word of a file's name -> options of its instruction set; such files are for x86-64 only."""
+_TIMEOUT_S = 600
+
+_log = logger(__name__)
+
+
+class BuildError(Exception):
+    """No library can be built; the text says why, in one line."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler as the first words of a command line."""
+
+    words: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "ziglang" if "ziglang" in self.words else self.words[0]
+
+
+def compilers(named: str = "") -> Iterator[Compiler]:
+    """The compilers of this machine, best first.
+
+    Args:
+        named: a command line that goes before all others, "" for none.
+    """
+    if named:
+        yield Compiler(tuple(shlex.split(named)))
+    for name in ("g++", "clang++", "c++"):
+        if shutil.which(name):
+            yield Compiler((name,))
+    if importlib.util.find_spec("ziglang"):
+        yield Compiler((sys.executable, "-m", "ziglang", "c++"))
+
+
+def cached_library(named_compiler: str = "", folder: Path | None = None) -> Path:
+    """The path of the built library; builds it when the cache does not hold it.
+
+    Args:
+        folder: the cache; default: ~/.cache/banyan/kernels.
+
+    Raises:
+        BuildError: no compiler is there, or none of them can build it.
+    """
+    folder = folder or Path.home() / ".cache" / "banyan" / "kernels"
+    home = folder / _fingerprint()
+    target = home / LIBRARY
+    if target.is_file():
+        return target
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with open(home / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_file():
+                _build(target, list(compilers(named_compiler)))
+    except OSError as error:
+        raise BuildError(f"the folder for compiled kernels cannot be used: {error}") from error
+    return target
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256(repr((OPTIONS, OPTIONS_BY_SUFFIX, platform.machine())).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _build(target: Path, found: list[Compiler]) -> None:
+    if not found:
+        raise BuildError("no C++ compiler: install g++ or clang++, or the ziglang package")
+    reasons = []
+    for compiler in found:
+        began = time.monotonic()
+        _log.info("compiling the CPU kernels with %s, once", compiler.name)
+        with tempfile.TemporaryDirectory(dir=target.parent) as work:
+            reason = _compile(compiler, Path(work), target)
+        if not reason:
+            _log.info("compiled the CPU kernels in %.1f s", time.monotonic() - began)
+            return
+        reasons.append(f"{compiler.name}: {reason}")
+    raise BuildError("; ".join(reasons))
+
+
+def _compile(compiler: Compiler, work: Path, target: Path) -> str:
+    """Build with one compiler; "" or why that failed."""
+    jobs = []
+    for source in sorted(SOURCES.glob("*.cpp")):
+        options = OPTIONS_BY_SUFFIX.get(source.stem.rpartition("_")[2], ())
+        if options and platform.machine() not in ("x86_64", "AMD64"):
+            continue
+        output = work / f"{source.stem}.o"
+        words = (*compiler.words, *OPTIONS, *options, "-c", str(source), "-o", str(output))
+        jobs.append((words, output))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        for reason in threads.map(_run, (words for words, _ in jobs)):
+            if reason:
+                return reason
+    library = work / LIBRARY
+    objects = [str(output) for _, output in jobs]
+    reason = _run((*compiler.words, "-shared", "-pthread", *objects, "-o", str(library)))
+    if not reason:
+        os.replace(library, target)  # whole or not at all
+    return reason
+
+
+def _run(words: tuple[str, ...]) -> str:
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if done.returncode == 0:
+        return ""
+    errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+    return f"exit {done.returncode}: {errors[0].strip()}"

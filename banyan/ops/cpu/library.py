@@ -1,0 +1,268 @@
+"""The compiled library as Python sees it: typed calls, threads, and one way to run or record an op.
+
+An op's wrapper takes its outputs from `empty` and appends itself with `call`. Alone, that runs at
+once; inside `record` it only becomes part of a program, which later runs without Python.
+
+A wrapper is a class that takes the Library, and enters the kernel table as
+
+    rms_norm = Kernel(make=lambda library: Rows(library).rms_norm, supports=...)
+"""
+
+import ctypes
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from banyan.ops.cpu.build import SOURCES
+
+ISAS = ("base", "avx2", "avx512", "vnni", "amx")
+"""Instruction sets in rising order; the numbers of csrc/runtime.h."""
+TOKENS, ROWS, OUTPUTS = range(3)
+"""Sizes that change from step to step; the numbers of csrc/runtime.h."""
+_ALIGNMENT = 64
+_EXPORT = re.compile(r"BN_EXPORT\s+([\w\s*]+?)\s*\b(bn_\w+)\(([^)]*)\)")
+_TYPES = {
+    "int32_t": ctypes.c_int32,
+    "uint32_t": ctypes.c_uint32,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "size_t": ctypes.c_size_t,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+    "void": None,
+}
+_VIEWS = frozenset(
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("view", "_unsafe_view", "alias", "detach", "slice", "select", "split", "unsqueeze"),
+        *("split_with_sizes", "squeeze", "permute", "transpose", "t", "unbind", "expand"),
+        *("as_strided", "narrow", "chunk"),
+    )
+)
+
+Pointer = int
+"""An address; 0 for none."""
+
+
+class NotRecordable(Exception):
+    """The work does something that is not one of the compiled ops."""
+
+
+class Library:
+    """One loaded library with threads of its own.
+
+    Args:
+        path: the shared library (`build.cached_library`).
+        threads: threads that share the work, the calling one included.
+        isa: highest instruction set to use, "" = the machine's best.
+        cpus: processors to pin the threads to, none = wherever the system likes.
+    """
+
+    def __init__(
+        self, path: Path, threads: int, isa: str = "", cpus: Sequence[int] | None = None
+    ) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._functions: dict[str, Callable[..., int]] = {}
+        for name, (result, arguments) in signatures().items():
+            function = getattr(self._library, name)
+            function.restype, function.argtypes = result, arguments
+            self._functions[name] = function
+        if isa:
+            self._functions["bn_set_isa"](ISAS.index(isa))
+        where = (ctypes.c_int32 * threads)(*cpus) if cpus else None
+        self._pool = self._functions["bn_pool_new"](threads, where)
+        self._scratch = self._functions["bn_program_new"]()
+        self._recording: Recording | None = None
+        self._close = weakref.finalize(self, _free, self._functions, self._pool, self._scratch)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+        return ISAS[self._functions["bn_isa"]()]
+
+    @property
+    def threads(self) -> int:
+        return self._functions["bn_pool_threads"](self._pool)
+
+    @property
+    def pool(self) -> Pointer:
+        """For functions that run work of their own on the threads."""
+        return self._pool
+
+    def close(self) -> None:
+        """End the threads. Nothing may run or be recorded afterwards."""
+        self._close()
+
+    def function(self, name: str) -> Callable[..., int]:
+        """A function of the library that is not an op (packing, checks)."""
+        return self._functions[name]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for an op's output, contiguous, 64-byte aligned while recording."""
+        if self._recording is not None:
+            return self._recording.empty(shape, dtype)
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def call(self, name: str, leading: int, *arguments: int | float, rows: int = 0) -> None:
+        """Run, or record, the op `name`: builder(program, size, *arguments).
+
+        Args:
+            leading: rows of the op's leading dimension.
+            rows: requests in the step, for ops that need their number too.
+        """
+        builder = self._functions[name]
+        if self._recording is not None:
+            builder(self._recording.program, self._recording.size_of(leading), *arguments)
+            return
+        builder(self._scratch, TOKENS, *arguments)
+        self._run(self._scratch, leading, rows, leading)
+        self._functions["bn_program_clear"](self._scratch)
+
+    def _run(self, program: Pointer, tokens: int, rows: int, outputs: int) -> None:
+        sizes = (ctypes.c_int64 * 3)(tokens, rows, outputs)
+        self._functions["bn_program_run"](self._pool, program, sizes, None)
+
+    def record(self, work: Callable[[], Tensor], tokens: int, outputs: int) -> "Recording":
+        """Record the ops that `work` calls, for any number of tokens and outputs up to these.
+
+        Args:
+            work: called once; its result is what a run leaves in `Recording.result`. Inputs are
+                tensors that stay where they are; their leading dimension is `tokens` or
+                `outputs`, which differ.
+
+        Raises:
+            NotRecordable: it calls something else than ops and views.
+        """
+        if tokens == outputs:
+            raise ValueError("tokens and outputs tell sizes apart: they must differ")
+        recording = Recording(self, self._functions, tokens, outputs)
+        self._recording = recording
+        try:
+            with _OnlyViews():
+                recording.result = work()
+        finally:
+            self._recording = None
+        return recording
+
+
+class Recording:
+    """A program with the memory it works on. Runs for any sizes up to the recorded ones."""
+
+    result: Tensor
+    """What the recorded work returned; a run fills its first rows."""
+
+    def __init__(
+        self,
+        library: Library,
+        functions: dict[str, Callable[..., int]],
+        tokens: int,
+        outputs: int,
+    ) -> None:
+        self._library = library
+        self._functions = functions
+        self._sizes = {tokens: TOKENS, outputs: OUTPUTS}
+        self._free: dict[int, list[np.ndarray]] = {}
+        self.program = functions["bn_program_new"]()
+        weakref.finalize(self, functions["bn_program_free"], self.program)
+
+    def size_of(self, leading: int) -> int:
+        if leading not in self._sizes:
+            raise NotRecordable(f"an op of {leading} rows, neither tokens nor outputs")
+        return self._sizes[leading]
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory that goes back to later ops once nothing refers to the tensor any more."""
+        size = dtype.itemsize
+        for extent in shape:
+            size *= extent
+        free = self._free.setdefault(size, [])
+        block = free.pop() if free else _aligned(size)
+        mine = block[:]  # an object of its own: the tensor's storage keeps it alive
+        weakref.finalize(mine, free.append, block)
+        return torch.from_numpy(mine).view(dtype).view(tuple(shape))
+
+    def run(self, tokens: int, rows: int, outputs: int) -> None:
+        """Do the recorded work for the first `tokens` tokens of `rows` requests."""
+        self._library._run(self.program, tokens, rows, outputs)
+
+    def times(self, tokens: int, rows: int, outputs: int) -> "list[OpTime]":
+        """Run once and say what each stage took and cost; for reports."""
+        get = self._functions
+        sizes = (ctypes.c_int64 * 3)(tokens, rows, outputs)
+        seconds = (ctypes.c_double * get["bn_program_stages"](self.program))()
+        get["bn_program_run"](self._library.pool, self.program, sizes, seconds)
+        stages: dict[int, OpTime] = {}
+        moved, done = ctypes.c_double(), ctypes.c_double()
+        for op in range(get["bn_program_ops"](self.program)):
+            stage = get["bn_program_op_cost"](
+                self.program, op, sizes, ctypes.addressof(moved), ctypes.addressof(done)
+            )
+            name = get["bn_program_op_name"](self.program, op).decode()
+            so_far = stages.get(stage, OpTime("", seconds[stage], 0.0, 0.0))
+            stages[stage] = OpTime(
+                f"{so_far.name} + {name}" if so_far.name else name,
+                so_far.seconds,
+                so_far.bytes + moved.value,
+                so_far.operations + done.value,
+            )
+        return list(stages.values())
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """One stage of a run: the ops in it, its wall time, its memory traffic and its arithmetic."""
+
+    name: str
+    seconds: float
+    bytes: float
+    operations: float
+
+
+class _OnlyViews(TorchDispatchMode):
+    """Refuses torch operations that would compute: a recorded program would not repeat them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func.overloadpacket not in _VIEWS:
+            raise NotRecordable(f"{func} is not a compiled op")
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def signatures() -> dict[str, tuple[type | None, list[type]]]:
+    """Every exported function's result and argument types, read from the sources."""
+    found: dict[str, tuple[type | None, list[type]]] = {}
+    for source in sorted(SOURCES.glob("*.cpp")):
+        for result, name, arguments in _EXPORT.findall(source.read_text(encoding="utf-8")):
+            words = [a for a in re.sub(r"//[^\n]*", "", arguments).split(",") if a.strip()]
+            found[name] = (_type_of(result), [_type_of(_without_name(a)) for a in words])
+    return found
+
+
+def _without_name(argument: str) -> str:
+    return re.sub(r"\b\w+\s*$", "", argument.strip()) or argument
+
+
+def _type_of(declared: str) -> type | None:
+    declared = declared.replace("const", "").strip()
+    if "*" in declared:
+        return ctypes.c_char_p if declared.startswith("char") else ctypes.c_void_p
+    return _TYPES[declared]
+
+
+def _aligned(size: int) -> np.ndarray:
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -raw.ctypes.data % _ALIGNMENT
+    return raw[first : first + size]
+
+
+def _free(functions: dict[str, Callable[..., int]], pool: Pointer, scratch: Pointer) -> None:
+    functions["bn_program_free"](scratch)
+    functions["bn_pool_free"](pool)
