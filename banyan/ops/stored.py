@@ -1,7 +1,7 @@
 """Weights as a checkpoint stores them: plain floats or blocks of quantised values, row by row.
 
-Knows no files and no layers. Block layouts follow the GGUF specification (ggml-quants): a block is
-32 values along the input dimension, so rows can be cut and reordered without unpacking.
+Knows no files and no layers. A block is 32 or 256 values along the input dimension (`blocks.py`),
+so rows can be cut and reordered without unpacking.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-
-BLOCK = 32
-"""Values per block of the quantised types."""
+from banyan.ops import blocks
+from banyan.ops.blocks import BLOCK, SUPER_BLOCK
 
 
 @dataclass(frozen=True)
@@ -36,28 +35,6 @@ class StorageType:
         return self.values == 1
 
 
-def _scale(blocks: Tensor, start: int) -> Tensor:
-    """The fp16 number at byte `start` of each block, as fp32. [blocks, 1]"""
-    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
-
-
-def _nibbles(packed: Tensor) -> Tensor:
-    """Low halves of the 16 bytes are values 0…15, high halves 16…31. [blocks, 32] uint8"""
-    return torch.cat([packed & 15, packed >> 4], dim=1)
-
-
-def _unpack_q4_0(blocks: Tensor) -> Tensor:
-    return _scale(blocks, 0) * (_nibbles(blocks[:, 2:]).to(torch.int8) - 8).float()
-
-
-def _unpack_q4_1(blocks: Tensor) -> Tensor:
-    return _scale(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _scale(blocks, 2)
-
-
-def _unpack_q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _scale(blocks, 0)
-
-
 def _float(dtype: torch.dtype) -> StorageType:
     return StorageType(1, dtype.itemsize, lambda units: units.clone().view(dtype))
 
@@ -66,9 +43,17 @@ STORAGE_TYPES = {
     "F32": _float(torch.float32),
     "F16": _float(torch.float16),
     "BF16": _float(torch.bfloat16),
-    "Q4_0": StorageType(BLOCK, 18, _unpack_q4_0),
-    "Q4_1": StorageType(BLOCK, 20, _unpack_q4_1),
-    "Q8_0": StorageType(BLOCK, 34, _unpack_q8_0),
+    "Q4_0": StorageType(BLOCK, 18, blocks.q4_0),
+    "Q4_1": StorageType(BLOCK, 20, blocks.q4_1),
+    "Q5_0": StorageType(BLOCK, 22, blocks.q5_0),
+    "Q5_1": StorageType(BLOCK, 24, blocks.q5_1),
+    "Q8_0": StorageType(BLOCK, 34, blocks.q8_0),
+    "Q2_K": StorageType(SUPER_BLOCK, 84, blocks.q2_k),
+    "Q3_K": StorageType(SUPER_BLOCK, 110, blocks.q3_k),
+    "Q4_K": StorageType(SUPER_BLOCK, 144, blocks.q4_k),
+    "Q5_K": StorageType(SUPER_BLOCK, 176, blocks.q5_k),
+    "Q6_K": StorageType(SUPER_BLOCK, 210, blocks.q6_k),
+    "IQ4_NL": StorageType(BLOCK, 18, blocks.iq4_nl),
 }
 
 

@@ -1,0 +1,133 @@
+"""Block layouts of quantised weights, unpacked in plain torch: the definition of correct.
+
+Source: the GGUF specification (ggml-quants). Every product and sum is fp32, in the order that the
+`gguf` package uses, so that the values are the same bits. Knows bytes; knows no tensors of a model.
+
+All functions here: blocks [n, bytes of one block] uint8 -> [n, values of one block] fp32.
+"""
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+"""Values per block of the simple types."""
+
+SUPER_BLOCK = 256
+"""Values per block of the K types, which hold 8 or 16 groups with scales of their own."""
+
+_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """The fp16 number at byte `start` of each block, as fp32. [n, 1]"""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """[n, 16] -> [n, 32]: low halves are values 0…15, high halves 16…31."""
+    return torch.cat([packed & 15, packed >> 4], dim=1)
+
+
+def _bits(packed: Tensor) -> Tensor:
+    """[n, 4] -> [n, 32]: bit i of the little-endian word belongs to value i."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(-1) >> shifts) & 1).flatten(1)
+
+
+def q4_0(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).to(torch.int8) - 8).float()
+
+
+def q4_1(blocks: Tensor) -> Tensor:
+    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _half(blocks, 2)
+
+
+def q5_0(blocks: Tensor) -> Tensor:
+    quants = _nibbles(blocks[:, 6:]) | (_bits(blocks[:, 2:6]) << 4)
+    return _half(blocks, 0) * (quants.to(torch.int8) - 16).float()
+
+
+def q5_1(blocks: Tensor) -> Tensor:
+    quants = _nibbles(blocks[:, 8:]) | (_bits(blocks[:, 4:8]) << 4)
+    return _half(blocks, 0) * quants.float() + _half(blocks, 2)
+
+
+def q8_0(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
+
+
+def iq4_nl(blocks: Tensor) -> Tensor:
+    levels = torch.tensor(_IQ4_NL, dtype=torch.float32, device=blocks.device)
+    return _half(blocks, 0) * levels[_nibbles(blocks[:, 2:]).long()]
+
+
+def q2_k(blocks: Tensor) -> Tensor:
+    """16 groups of 16 values: 4-bit scale and minimum (16 bytes), 2-bit values (64), d, dmin."""
+    packed = blocks[:, :16]
+    scale = _half(blocks, 80) * (packed & 15).float()  # [n, 16]
+    minimum = _half(blocks, 82) * (packed >> 4).float()
+    quants = _planes(blocks[:, 16:80], 32, (0, 2, 4, 6), 3).view(-1, 16, 16)
+    return (scale.unsqueeze(-1) * quants.float() - minimum.unsqueeze(-1)).flatten(1)
+
+
+def q3_k(blocks: Tensor) -> Tensor:
+    """16 groups of 16 values: high bits (32 bytes), low 2 bits (64), 6-bit scales (12), d."""
+    scale = _half(blocks, 108) * (_q3_k_scales(blocks[:, 96:108]) - 32).float()  # [n, 16]
+    low = _planes(blocks[:, 32:96], 32, (0, 2, 4, 6), 3).to(torch.int8)
+    high = _planes(blocks[:, :32], 32, tuple(range(8)), 1).to(torch.int8)
+    quants = (low - ((high ^ 1) << 2)).view(-1, 16, 16)  # a clear high bit takes 4 away
+    return (scale.unsqueeze(-1) * quants.float()).flatten(1)
+
+
+def q4_k(blocks: Tensor) -> Tensor:
+    """8 groups of 32 values: d, dmin, 6-bit scales and minima (12 bytes), 4-bit values (128)."""
+    scale, minimum = _q4_k_scales(blocks)  # [n, 8, 1]
+    quants = _planes(blocks[:, 16:144], 32, (0, 4), 15).view(-1, 8, 32)
+    return (scale * quants.float() - minimum).flatten(1)
+
+
+def q5_k(blocks: Tensor) -> Tensor:
+    """As Q4_K, with the fifth bits (32 bytes) before the low four (128)."""
+    scale, minimum = _q4_k_scales(blocks)
+    low = _planes(blocks[:, 48:176], 32, (0, 4), 15)
+    high = _planes(blocks[:, 16:48], 32, tuple(range(8)), 1)
+    quants = (low | (high << 4)).view(-1, 8, 32)
+    return (scale * quants.float() - minimum).flatten(1)
+
+
+def q6_k(blocks: Tensor) -> Tensor:
+    """16 groups of 16 values: low 4 bits (128 bytes), high 2 bits (64), int8 scales (16), d."""
+    scale = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
+    low = _planes(blocks[:, :128], 64, (0, 4), 15)
+    high = _planes(blocks[:, 128:192], 32, (0, 2, 4, 6), 3)
+    quants = (low | (high << 4)).to(torch.int8) - 32
+    return (scale.unsqueeze(-1) * quants.view(-1, 16, 16).float()).flatten(1)
+
+
+def _planes(packed: Tensor, run: int, shifts: tuple[int, ...], mask: int) -> Tensor:
+    """Values that share bytes: each run of bytes holds one run of values per shift.
+
+    packed: [n, bytes]; returns [n, bytes · len(shifts)] uint8.
+    """
+    places = torch.tensor(shifts, dtype=torch.uint8, device=packed.device).view(1, 1, -1, 1)
+    return ((packed.reshape(packed.shape[0], -1, 1, run) >> places) & mask).flatten(1)
+
+
+def _q3_k_scales(packed: Tensor) -> Tensor:
+    """12 bytes -> 16 numbers of 6 bits: 8 bytes of nibbles, then 4 bytes of the high pairs."""
+    low = torch.cat([packed[:, :8] & 15, packed[:, :8] >> 4], dim=1)
+    high = _planes(packed[:, 8:], 4, (0, 2, 4, 6), 3)
+    return (low | (high << 4)).to(torch.int8)
+
+
+def _q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale and minimum of the 8 groups, d and dmin multiplied in. [n, 8, 1] each
+
+    Of the 12 bytes at 4, the first four hold 6 bits of scales 0…3, the next four 6 bits of minima
+    0…3; their free high pairs top up the nibbles of the last four: scales (low), minima (high) 4…7.
+    """
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat([first & 63, (third & 15) | ((first >> 2) & 48)], dim=1)
+    minima = torch.cat([second & 63, (third >> 4) | ((second >> 2) & 48)], dim=1)
+    scale, minimum = _half(blocks, 0) * scales.float(), _half(blocks, 2) * minima.float()
+    return scale.unsqueeze(-1), minimum.unsqueeze(-1)
