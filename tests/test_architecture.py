@@ -18,7 +18,7 @@ ARROWS = {
     "config": "base formats",
     "messages": "base",
     "memory": "base config messages.plan",
-    "grammar": "base",
+    "grammar": "base messages.constraint",
     "scheduler": "base config messages memory grammar",
     "engine": "base config messages scheduler memory grammar",
     "sim": "base config messages memory scheduler grammar.base"

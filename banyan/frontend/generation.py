@@ -45,6 +45,8 @@ class TextRequest:
     sampling: SamplingParams
     text: TextOptions = field(default_factory=TextOptions)
     scores: ScoreOptions = field(default_factory=ScoreOptions)
+    grammar: str = ""
+    """What the output must look like, as frontend.constraint makes it; "" for anything."""
     namespace: bytes = b""
     priority: int = 0
     route: str = ""

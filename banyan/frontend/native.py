@@ -162,6 +162,7 @@ def parse_native(
                 sampling=options.for_sequence(j),
                 text=options.text,
                 scores=shown[i].options,
+                grammar=options.grammar,
                 namespace=namespace_of(tenant, salts[i], keys[i]),
                 priority=priority,
                 route="generate",

@@ -14,8 +14,10 @@ from typing import TypeGuard
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.frontend.constraint import parse_constraint
 from banyan.frontend.generation import TextOptions
 from banyan.frontend.stop import MAX_STOPS, check_stops
+from banyan.messages.constraint import KINDS
 from banyan.messages.sampling import SamplingParams
 
 NATIVE_DEFAULTS: Mapping[str, object] = {"max_new_tokens": 128}
@@ -32,10 +34,6 @@ SEED_BITS = 63
 
 # Fields that are known but not available, and the value besides null that asks for nothing.
 _UNAVAILABLE = {
-    "json_schema": "",
-    "regex": "",
-    "ebnf": "",
-    "structural_tag": "",
     "beam_width": 1,
     "custom_params": {},
     "watermark": {},
@@ -62,6 +60,7 @@ _FIELDS = (
     "stream_interval",
     "logit_bias",
     "sampling_seed",
+    *KINDS,
     *_UNAVAILABLE,
 )
 
@@ -108,6 +107,8 @@ class ParsedSampling:
     sampling: SamplingParams
     text: TextOptions
     n: int = 1
+    grammar: str = ""
+    """What the output must look like (`Generate.grammar`)."""
     stream_interval: int = 1
     """Tokens per streamed chunk."""
     ignored: list[str] = field(default_factory=list)
@@ -170,7 +171,8 @@ def parse_sampling(
         ignore_eos=ignore_eos,
     )
     sampling.check(limits.vocab_size)
-    return ParsedSampling(sampling, text, n, stream_interval, ignored)
+    grammar = parse_constraint({kind: values.get(kind) for kind in KINDS})
+    return ParsedSampling(sampling, text, n, grammar, stream_interval, ignored)
 
 
 def fit_prompt(prompt: list[int], limits: Limits) -> list[int]:

@@ -279,4 +279,5 @@ def _message(request: TextRequest) -> Generate:
         score_from=scores.start,
         score_top=scores.top if scores.start != NO_SCORES else 0,
         score_ids=scores.ids if scores.start != NO_SCORES else (),
+        grammar=request.grammar,
     )

@@ -29,7 +29,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     score_ids: tuple[int, ...] = ()
     """Token ids whose log-probability is reported at each scored position."""
     grammar: str = ""
-    """Constraint specification "kind:text" for the grammar backend; "" for none."""
+    """What the output must look like (messages/constraint.py); "" for anything."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

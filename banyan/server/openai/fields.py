@@ -13,6 +13,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
+from banyan.frontend import constraint
 from banyan.frontend.generation import ScoreOptions, TextRequest
 from banyan.frontend.native import checked_rid, checked_salt, namespace_of
 from banyan.frontend.sampling import ParsedSampling
@@ -41,7 +42,7 @@ def typed(raw: Mapping[str, object], kind: type[T]) -> T:
 
 def read_fields(raw: Json, kind: type[R], exchange: Exchange, strict: bool) -> R:
     """The typed request; every field of `raw` is honoured, refused or reported."""
-    known = {*kind.__struct_fields__, *SAMPLING}
+    known = {*kind.__struct_fields__, *SAMPLING, *constraint.FIELDS}
     for name, value in raw.items():
         if name in known:
             continue
@@ -65,7 +66,7 @@ def native_sampling(raw: Json, max_new_tokens: int | None) -> Json:
         native: raw[name] for name, native in SAMPLING.items() if raw.get(name) is not None
     }
     params["max_new_tokens"] = max_new_tokens
-    return params
+    return {**params, **constraint.native_constraint(raw)}
 
 
 def in_openai_words(error: RequestError) -> RequestError:
@@ -122,6 +123,7 @@ def sequences(
             sampling=parsed.for_sequence(i),
             text=parsed.text,
             scores=scores(ids),
+            grammar=parsed.grammar,
             namespace=origin.namespace,
             priority=origin.priority,
             route=origin.route,

@@ -68,7 +68,6 @@ SAMPLING: Mapping[str, str] = {
 }
 """Field of the OpenAI routes -> field of sampling_params."""
 
-_GRAMMAR = "constrained output is not available in this build"
 _TOOLS = "tool calls are not available in this build"
 _MEDIA = "this server takes text only"
 _RESEARCH = "this output is not available in this build"
@@ -81,15 +80,6 @@ _OFF = (None, False, "", 0)
 _NONE = (None, "", [], {})
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "regex": (_NONE, _GRAMMAR),
-    "ebnf": (_NONE, _GRAMMAR),
-    "json_schema": (_NONE, _GRAMMAR),
-    "structural_tag": (_NONE, _GRAMMAR),
-    "response_format": ((None, {"type": "text"}), _GRAMMAR),
-    "guided_json": (_NONE, _GRAMMAR),
-    "guided_regex": (_NONE, _GRAMMAR),
-    "guided_choice": (_NONE, _GRAMMAR),
-    "guided_grammar": (_NONE, _GRAMMAR),
     "tools": (_NONE, _TOOLS),
     "tool_choice": ((None, "auto", "none"), f"Tools cannot be empty to be chosen; {_TOOLS}"),
     "functions": (_NONE, _TOOLS),
