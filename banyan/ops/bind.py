@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -19,6 +19,10 @@ from banyan.ops.api import OP_NAMES, PACKED_OPS, Ops
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 REFERENCE = "reference"
+PLAIN_PAGES = "token by token"
+"""Page layout of the reference: [page_size, kv_heads, head_dim]."""
+ON_PAGES = ("write_kv", "paged_attention")
+"""Ops that must agree on the layout of a page."""
 
 _log = logger(__name__)
 
@@ -34,6 +38,9 @@ class OpSpec:
         head_dim: width of an attention head.
         weight_type: storage type of the weight, for PACKED_OPS only.
         exact: activations must not be rounded below `dtype`.
+        cache_dtype: dtype of the K/V pages.
+        toolkit: what this device's kernels share (a compiled library), or in words why there is
+            none.
     """
 
     op: str
@@ -43,6 +50,8 @@ class OpSpec:
     head_dim: int
     weight_type: str = ""
     exact: bool = False
+    cache_dtype: torch.dtype = torch.float32
+    toolkit: object = "compiled kernels were not asked for"
 
     @property
     def label(self) -> str:
@@ -54,15 +63,26 @@ class Kernel:
     """A candidate for one op.
 
     Attributes:
+        supports: None when it can do what is asked, otherwise the reason it cannot.
         run: the op's function of `ops/api.py`; for PACKED_OPS a packer that takes (weight, dtype,
             device) and what else `pack_<op>` takes.
-        supports: None when it can do what is asked, otherwise the reason it cannot.
+        make: in place of `run`: makes that function from the device's toolkit.
         rounds_activations: it computes on activations of fewer bits, for speed.
+        pages: how it lays out K/V inside a page; the ops on pages must agree.
     """
 
-    run: Callable[..., object]
     supports: Callable[[OpSpec], str | None]
+    run: Callable[..., object] | None = None
+    make: Callable[[Any], Callable[..., object]] | None = None
     rounds_activations: bool = False
+    pages: str = PLAIN_PAGES
+
+    def function(self, toolkit: object) -> Callable[..., object]:
+        """What runs, bound to the toolkit where it needs one."""
+        if self.make is not None:
+            return self.make(toolkit)
+        assert self.run is not None
+        return self.run
 
     def declines(self, spec: OpSpec) -> str | None:
         """Why it cannot serve `spec`; None when it can."""
@@ -79,6 +99,22 @@ class Choice:
     kernel: str
     declined: tuple[tuple[str, str], ...]
     """(kernel, reason) of the candidates before it."""
+    pages: str = PLAIN_PAGES
+
+
+@dataclass(frozen=True)
+class ToolkitOptions:
+    """How a device's shared kernel library is opened.
+
+    Attributes:
+        threads: threads of one rank.
+        compiler: C++ compiler to try first, "" for none in particular.
+        isa: highest instruction set to use, "" = the machine's best.
+    """
+
+    threads: int
+    compiler: str = ""
+    isa: str = ""
 
 
 KernelTable = Mapping[str, list[str]]
@@ -89,6 +125,11 @@ KERNEL_TABLES: Table[KernelTable] = Table(
     plugins="banyan.kernels",
 )
 
+TOOLKITS: Table[Callable[[ToolkitOptions], object]] = Table(
+    "device toolkit", {"cpu": "banyan.ops.cpu:open_toolkit"}
+)
+"""Opens what the kernels of a device share; gives the reason as a text when it cannot."""
+
 
 class BoundOps:
     """The ops of one rank, bound and frozen; satisfies `ops.api.Ops`."""
@@ -97,12 +138,16 @@ class BoundOps:
         *(name for name in OP_NAMES if name not in PACKED_OPS),
         *(f"pack_{name}" for name in PACKED_OPS),
         "choices",
+        "toolkit",
     )
 
-    def __init__(self, functions: Mapping[str, object], choices: tuple[Choice, ...]) -> None:
+    def __init__(
+        self, functions: Mapping[str, object], choices: tuple[Choice, ...], toolkit: object
+    ) -> None:
         for name, function in functions.items():
             object.__setattr__(self, name, function)
         object.__setattr__(self, "choices", choices)
+        object.__setattr__(self, "toolkit", toolkit)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} is bound: kernels are chosen once")
@@ -116,6 +161,8 @@ def bind(
     head_dim: int,
     forced: Mapping[str, str] | None = None,
     exact: bool = False,
+    cache_dtype: torch.dtype | None = None,
+    options: ToolkitOptions | None = None,
 ) -> Ops:
     """Choose the kernels of one rank.
 
@@ -123,6 +170,8 @@ def bind(
         platform: name of the kernel table (`Traits.name`).
         forced: op -> kernel name or "reference", overriding the order of the table.
         exact: take no kernel that rounds activations.
+        cache_dtype: dtype of the K/V pages; None = `dtype`.
+        options: for the device's compiled kernels; None = do without them.
 
     Raises:
         ConfigError: a forced op or kernel that does not exist, or that declines.
@@ -132,7 +181,11 @@ def bind(
         if op not in OP_NAMES:
             raise ConfigError(f"no op is called {op!r}", hint=f"choose: {', '.join(OP_NAMES)}")
     table = KERNEL_TABLES.load(platform)
-    spec = OpSpec("", device, dtype, features, head_dim, exact=exact)
+    spec = OpSpec("", device, dtype, features, head_dim, "", exact, cache_dtype or dtype)
+    if options is not None and platform in TOOLKITS.names():
+        spec = replace(spec, toolkit=TOOLKITS.load(platform)(options))
+    if any(op in forced for op in ON_PAGES):  # whoever forces one has the other in its layout
+        forced = dict.fromkeys(ON_PAGES, REFERENCE) | dict(forced)
     functions: dict[str, object] = {}
     choices: list[Choice] = []
     for op in OP_NAMES:
@@ -146,8 +199,15 @@ def bind(
             functions[f"pack_{op}"] = partial(_pack, packers, dtype, device)
         else:
             functions[op] = packers[""]
+    layouts = {choice.label: choice.pages for choice in choices if choice.label in ON_PAGES}
+    if len(set(layouts.values())) > 1:
+        raise ConfigError(
+            "kernels that lay out pages differently cannot serve one cache: "
+            + ", ".join(f"{op}: {layout}" for op, layout in layouts.items()),
+            hint=f"force both of {', '.join(ON_PAGES)}, or none",
+        )
     _log.info("kernels\n%s", kernel_table(tuple(choices)))
-    return cast(Ops, BoundOps(functions, tuple(choices)))
+    return cast(Ops, BoundOps(functions, tuple(choices), spec.toolkit))
 
 
 def kernel_table(choices: tuple[Choice, ...]) -> str:
@@ -175,7 +235,8 @@ def _choose(
         kernel: Kernel = getattr(import_module(f"banyan.ops.{platform}.{module}"), attribute)
         reason = kernel.declines(spec)
         if reason is None:
-            return Choice(spec.label, name, tuple(declined)), kernel.run
+            choice = Choice(spec.label, name, tuple(declined), kernel.pages)
+            return choice, kernel.function(spec.toolkit)
         declined.append((name, reason))
     if forced not in ("", REFERENCE) and not spec.weight_type:
         raise ConfigError(f"kernel {forced} cannot serve {spec.label}: {declined[0][1]}")

@@ -1,6 +1,28 @@
 """Kernels of the CPU, best first; what is not listed runs the plain torch reference."""
 
+from banyan.base.log import logger
+from banyan.ops.bind import ToolkitOptions
+
 KERNELS = {
     "linear": ["linear:onednn"],
     "paged_attention": ["attention:paged_attention"],
 }
+
+_log = logger(__name__)
+
+
+def open_toolkit(options: ToolkitOptions) -> object:
+    """The compiled library, built when this is the first time; or why there is none."""
+    from banyan.ops.cpu.build import BuildError, cached_library
+    from banyan.ops.cpu.library import Library
+
+    try:
+        path = cached_library(options.compiler)
+    except BuildError as error:
+        _log.warning("no compiled CPU kernels, plain torch serves: %s", error)
+        return f"not compiled: {error}"
+    library = Library(path, options.threads, options.isa)
+    for line in library.settle():
+        _log.warning("%s", line)
+    _log.info("compiled CPU kernels: %s, %d threads", library.isa, library.threads)
+    return library

@@ -30,6 +30,7 @@ TOKENS, ROWS, OUTPUTS = range(3)
 _ALIGNMENT = 64
 _EXPORT = re.compile(r"BN_EXPORT\s+([\w\s*]+?)\s*\b(bn_\w+)\(([^)]*)\)")
 _TYPES = {
+    "int": ctypes.c_int,
     "int32_t": ctypes.c_int32,
     "uint32_t": ctypes.c_uint32,
     "int64_t": ctypes.c_int64,
@@ -87,6 +88,23 @@ class Library:
     def isa(self) -> str:
         """The instruction set in use."""
         return ISAS[self._functions["bn_isa"]()]
+
+    def settle(self) -> list[str]:
+        """Let every family check itself against the plain code, and go down to an instruction set
+        that passes; the reasons for those that did not."""
+        reasons: list[str] = []
+        why = ctypes.create_string_buffer(200)
+        for level in range(ISAS.index(self.isa), 0, -1):
+            failed = [
+                f"{ISAS[level]} is not used: {name.removeprefix('bn_check_')}: {why.value.decode()}"
+                for name, check in self._functions.items()
+                if name.startswith("bn_check_") and check(level, why, len(why))
+            ]
+            if not failed:
+                break
+            reasons += failed
+            self._functions["bn_set_isa"](level - 1)
+        return reasons
 
     @property
     def threads(self) -> int:
