@@ -5,7 +5,7 @@
 Every result of a token depends on its own sequence only, whatever else is in the batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -37,8 +37,43 @@ class PackedEmbedding(Protocol):
         ...
 
 
+class Recording(Protocol):
+    """Work that runs again without Python, for any sizes up to the recorded ones."""
+
+    @property
+    def result(self) -> Tensor:
+        """What the recorded work returned; a run fills its first rows."""
+        ...
+
+    def run(self, tokens: int, rows: int, outputs: int) -> None: ...
+
+
+class NotRecordable(Exception):
+    """The work does something that is not one of the recorder's ops."""
+
+
+class Recorder(Protocol):
+    """What a toolkit offers whose ops can be recorded."""
+
+    def record(self, work: Callable[[], Tensor], tokens: int, outputs: int) -> Recording:
+        """Record the ops and views that `work` consists of.
+
+        Its inputs are tensors that stay where they are; their leading dimension is `tokens` or
+        `outputs`, which must differ.
+
+        Raises:
+            NotRecordable: it does something else.
+        """
+        ...
+
+
 class Ops(Protocol):
     """One bound implementation per op. Never dispatches per call."""
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Records work of these ops; None where they only run at once."""
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / sqrt(mean(x²) + eps) · weight over the last dimension, the mean in fp32.
@@ -113,6 +148,14 @@ class Ops(Protocol):
 
         x: [tokens, dim] T.
         returns: [tokens, dim] T.
+        """
+        ...
+
+    def select_rows(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Some rows of x, in the order of `chosen`.
+
+        x: [tokens, dim] T; chosen: [n] int64.
+        returns: [n, dim] T.
         """
         ...
 
@@ -201,6 +244,7 @@ OP_NAMES = (
     "gelu_and_mul",
     "gelu_tanh_and_mul",
     "gelu_tanh",
+    "select_rows",
     "concat",
     "scale_logits",
     "embedding",

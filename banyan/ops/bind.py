@@ -138,7 +138,7 @@ class BoundOps:
         *(name for name in OP_NAMES if name not in PACKED_OPS),
         *(f"pack_{name}" for name in PACKED_OPS),
         "choices",
-        "toolkit",
+        "recorder",
     )
 
     def __init__(
@@ -147,7 +147,8 @@ class BoundOps:
         for name, function in functions.items():
             object.__setattr__(self, name, function)
         object.__setattr__(self, "choices", choices)
-        object.__setattr__(self, "toolkit", toolkit)
+        recorder = toolkit if hasattr(toolkit, "record") else None
+        object.__setattr__(self, "recorder", recorder)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} is bound: kernels are chosen once")

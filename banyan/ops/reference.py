@@ -68,6 +68,10 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
+def select_rows(x: Tensor, chosen: Tensor) -> Tensor:
+    return x[chosen]
+
+
 def concat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), dim=-1)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
@@ -25,10 +25,12 @@ from banyan.messages.plan import (
     StepPlan,
     StepResult,
 )
-from banyan.ops.api import Ops
+from banyan.models.decoder import DecoderLM
+from banyan.ops.api import NotRecordable, Ops
 from banyan.parallel.mesh import Mesh
 from banyan.runner.attention import BACKENDS
-from banyan.runner.inputs import Batch, build_inputs
+from banyan.runner.forward import EagerForward, Forward, RecordedForward
+from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
 from banyan.runner.sampling.sampler import Choice, Sampled, Sampler
@@ -48,11 +50,13 @@ class RunnerSizes:
         max_slots: slots are numbered 1 … max_slots; 0 is padding.
         max_length: longest request in tokens, prompt and output.
         groups: cache groups, in the order of the plans' group numbers.
+        max_tokens: tokens of the largest step that is worth recording.
     """
 
     max_slots: int
     max_length: int
     groups: tuple[GroupLayout, ...]
+    max_tokens: int = 0
 
 
 class PendingStep:
@@ -94,27 +98,28 @@ class ModelRunner:
         model: forward(step) -> hidden [tokens, hidden]; logits(hidden) -> [n, vocab] fp32.
         mesh: the ranks that share the model.
         ops: the bound kernels.
+        cache_dtype: dtype of the K/V pages; None = the model's.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: DecoderLM,
         card: ModelCard,
         device: torch.device,
         mesh: Mesh,
         ops: Ops,
         sizes: RunnerSizes,
+        cache_dtype: torch.dtype | None = None,
     ) -> None:
-        self._model = model
         self._device = device
         self._mesh = mesh
-        self._groups = sizes.groups
         self._table = SlotTable(
             sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device
         )
         kv_heads = max(1, card.num_kv_heads // mesh.size)
-        self.store = KVStore(sizes.groups, kv_heads, card.head_dim, model.dtype, device)
-        self._attention = BACKENDS.load("reference")(ops, self.store)
+        dtype = cache_dtype or model.dtype
+        self.store = KVStore(sizes.groups, kv_heads, card.head_dim, dtype, device)
+        self._forward = open_forward(model, self._table, self.store, ops, sizes)
         self._sampler = Sampler(self._table, card.vocab_size)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
 
@@ -139,9 +144,8 @@ class ModelRunner:
         batch, failed = self._admit(plan.rows)
         sampled, scores = None, None
         if batch.rows:
-            inputs = build_inputs(batch, table, self._groups, self._attention, self._device)
-            hidden = self._model.forward(inputs)  # [tokens, hidden]
-            sampled, scores = self._read_out(plan, batch, hidden, mask_of)
+            self._forward.run(batch)
+            sampled, scores = self._read_out(plan, batch, mask_of)
         self.store.copy(plan.copies, "after")
         return lambda: _result(plan, batch, failed, sampled, scores)
 
@@ -161,16 +165,16 @@ class ModelRunner:
         return Batch.of(good), failed
 
     def _read_out(
-        self, plan: StepPlan, batch: Batch, hidden: Tensor, mask_of: MaskOf | None
+        self, plan: StepPlan, batch: Batch, mask_of: MaskOf | None
     ) -> tuple[Sampled | None, Scores]:
         """Sample and score; logits are made only for the positions that need them."""
         sheet = ScoreSheet.of(batch, self._table)
         scores = Scores(sheet, batch, self._table, self._device)
-        self._score_known(batch, sheet, scores, hidden)
+        self._score_known(batch, sheet, scores)
         sampling = np.flatnonzero(batch.samples)
         if not len(sampling):
             return None, scores
-        logits = self._logits(hidden, batch.offsets[sampling + 1] - 1)
+        logits = self._forward.logits(batch.offsets[sampling + 1] - 1)
         sampled = self._sample(plan, batch, sampling, logits, mask_of)
         where = np.stack([batch.slots[sampling], batch.ends[sampling]])
         self._table.append(where[0], torch.from_numpy(where).to(self._device), sampled.tokens)
@@ -181,21 +185,17 @@ class ModelRunner:
             scores.fill(entries, logits[chosen], sampled.tokens[chosen])
         return sampled, scores
 
-    def _score_known(self, batch: Batch, sheet: ScoreSheet, scores: Scores, hidden: Tensor) -> None:
+    def _score_known(self, batch: Batch, sheet: ScoreSheet, scores: Scores) -> None:
         """Score the tokens that were there before the step, a bounded number of logits at once."""
         known = np.flatnonzero(~sheet.is_sampled)
         for first in range(0, len(known), self._score_chunk):
             entries = known[first : first + self._score_chunk]
             row, position = sheet.row[entries], sheet.position[entries]
             before = batch.offsets[row] + position - 1 - batch.starts[row]
-            logits = self._logits(hidden, before)
+            logits = self._forward.logits(before)
             where = np.stack([batch.slots[row], position])
             slots, positions = torch.from_numpy(where).to(self._device)
             scores.fill(entries, logits, self._table.tokens[slots, positions].long())
-
-    def _logits(self, hidden: Tensor, tokens: np.ndarray) -> Tensor:
-        """Logits of some of the step's tokens: [n, vocab] fp32."""
-        return self._model.logits(hidden[torch.from_numpy(tokens).to(self._device)])
 
     def _sample(
         self,
@@ -226,6 +226,24 @@ class ModelRunner:
         if self._mesh.size > 1:
             tokens = self._mesh.broadcast(tokens)
         return Sampled(tokens, sampled.best, sampled.failed | failed)
+
+
+def open_forward(
+    model: DecoderLM, table: SlotTable, store: KVStore, ops: Ops, sizes: RunnerSizes
+) -> Forward:
+    """The quickest way through the model that its ops allow."""
+    attention = BACKENDS.load("reference")(ops, store)
+    eager = EagerForward(model, table, store.groups, attention, table.tokens.device)
+    recorder = ops.recorder
+    if recorder is None or not sizes.max_tokens:
+        return eager
+    try:
+        return RecordedForward(
+            eager, model, ops, recorder, table, attention, sizes.max_tokens, sizes.max_slots
+        )
+    except NotRecordable as error:
+        log.info("steps are not recorded: %s", error)
+        return eager
 
 
 def _wait_for(mask_of: MaskOf | None, row: int) -> bytes:

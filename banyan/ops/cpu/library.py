@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from banyan.ops.api import NotRecordable
 from banyan.ops.cpu.build import SOURCES
 
 ISAS = ("base", "avx2", "avx512", "vnni", "amx")
@@ -51,10 +52,6 @@ _VIEWS = frozenset(
 
 Pointer = int
 """An address; 0 for none."""
-
-
-class NotRecordable(Exception):
-    """The work does something that is not one of the compiled ops."""
 
 
 class Library:

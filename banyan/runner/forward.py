@@ -1,0 +1,157 @@
+"""A step's rows through the model: hidden states of its tokens, then logits where they are wanted.
+
+`EagerForward` calls the model. `RecordedForward` has recorded it once, with inputs that stay in
+place, and replays it for any batch without Python in between. Both give the same numbers.
+"""
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banyan.layers.step import StepInputs
+from banyan.models.decoder import DecoderLM
+from banyan.ops.api import Ops, Recorder
+from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
+from banyan.runner.inputs import Batch, build_inputs
+from banyan.runner.kvstore import GroupLayout
+from banyan.runner.slots import SlotTable
+
+
+class Forward(Protocol):
+    """One step at a time: `run`, then `logits` as often as needed."""
+
+    def run(self, batch: Batch) -> None:
+        """Compute the hidden states of a batch of at least one row."""
+        ...
+
+    def logits(self, tokens: np.ndarray) -> Tensor:
+        """Logits of some of the step's tokens.
+
+        tokens: [n], indices along the step's tokens.
+        returns: [n, vocab] fp32, good until the next call.
+        """
+        ...
+
+
+class EagerForward:
+    """Calls the model anew at every step; serves every device and every model."""
+
+    def __init__(
+        self,
+        model: DecoderLM,
+        table: SlotTable,
+        groups: tuple[GroupLayout, ...],
+        attention: AttentionBackend,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._table = table
+        self.groups = groups
+        self._attention = attention
+        self._device = device
+        self._hidden = torch.empty(0)
+
+    def run(self, batch: Batch) -> None:
+        inputs = build_inputs(batch, self._table, self.groups, self._attention, self._device)
+        self._hidden = self._model.forward(inputs)  # [tokens, hidden]
+
+    def logits(self, tokens: np.ndarray) -> Tensor:
+        return self._model.logits(self._hidden[torch.from_numpy(tokens).to(self._device)])
+
+
+class RecordedForward:
+    """Replays the model on the host.
+
+    Batches of more than `max_tokens` tokens or `max_rows` rows go to `eager`.
+
+    Args:
+        max_tokens: tokens of the largest step that is recorded.
+        max_rows: rows of the largest step, and most logits computed at once.
+
+    Raises:
+        NotRecordable: the model does something that is not a compiled op.
+    """
+
+    def __init__(
+        self,
+        eager: EagerForward,
+        model: DecoderLM,
+        ops: Ops,
+        recorder: Recorder,
+        table: SlotTable,
+        attention: AttentionBackend,
+        max_tokens: int,
+        max_rows: int,
+    ) -> None:
+        self._eager = eager
+        self._is_eager = False
+        self._groups = eager.groups
+        self._max_rows = max_rows
+        self._max_tokens = max(max_tokens, max_rows + 1)  # a recording tells sizes apart
+        self._tokens = np.zeros(self._max_tokens, np.int64)
+        self._positions = np.zeros(self._max_tokens, np.int64)
+        self._row_starts = np.zeros(max_rows + 1, np.int32)
+        self._context_lengths = np.zeros(max_rows, np.int32)
+        self._chosen = np.zeros(max_rows, np.int64)
+        self._page_tables = [np.zeros((max_rows, p.shape[1]), np.int32) for p in table.pages]
+        self._locations = [np.zeros(self._max_tokens, np.int64) for _ in eager.groups]
+        self._known_tokens = table.tokens.numpy()
+        self._known_pages = [pages.numpy() for pages in table.pages]
+        views = [
+            GroupView(torch.from_numpy(pages), torch.from_numpy(locations))
+            for pages, locations in zip(self._page_tables, self._locations, strict=True)
+        ]
+        starts, contexts = map(torch.from_numpy, (self._row_starts, self._context_lengths))
+        inputs = StepInputs(
+            tokens=torch.from_numpy(self._tokens),
+            positions=torch.from_numpy(self._positions),
+            attention=attention.bind(StepGeometry(starts, contexts, tuple(views))),
+        )
+        self._forward = recorder.record(lambda: model.forward(inputs), self._max_tokens, max_rows)
+        hidden, chosen = self._forward.result, torch.from_numpy(self._chosen)
+        self._logits = recorder.record(
+            lambda: model.logits(ops.select_rows(hidden, chosen)), self._max_tokens, max_rows
+        )
+
+    def run(self, batch: Batch) -> None:
+        num_rows, num_tokens = len(batch.rows), int(batch.offsets[-1])
+        self._is_eager = num_tokens > self._max_tokens or num_rows > self._max_rows
+        if self._is_eager:
+            self._eager.run(batch)
+            return
+        if num_tokens == num_rows:
+            slot_of, positions = batch.slots, batch.starts
+        else:
+            slot_of = np.repeat(batch.slots, batch.counts)
+            first = np.repeat(batch.starts - batch.offsets[:-1], batch.counts)
+            positions = np.arange(num_tokens) + first
+        self._tokens[:num_tokens] = self._known_tokens[slot_of, positions]
+        self._positions[:num_tokens] = positions
+        self._row_starts[: num_rows + 1] = batch.offsets
+        self._context_lengths[:num_rows] = batch.starts
+        longest = int(batch.ends.max())
+        for index, layout in enumerate(self._groups):
+            size, known = layout.page_size, self._known_pages[index]
+            width = -(-longest // size)
+            self._page_tables[index][:num_rows, :width] = known[batch.slots, :width]
+            pages = known[slot_of, positions // size].astype(np.int64)
+            self._locations[index][:num_tokens] = pages * size + positions % size
+        self._forward.run(num_tokens, num_rows, 0)
+
+    def logits(self, tokens: np.ndarray) -> Tensor:
+        if self._is_eager:
+            return self._eager.logits(tokens)
+        if len(tokens) <= self._max_rows:
+            return self._some_logits(tokens)
+        parts = range(0, len(tokens), self._max_rows)
+        return torch.cat(
+            [self._some_logits(tokens[at : at + self._max_rows]).clone() for at in parts]
+        )
+
+    def _some_logits(self, tokens: np.ndarray) -> Tensor:
+        count = len(tokens)
+        self._chosen[:count] = tokens
+        self._logits.run(0, 0, count)
+        return self._logits.result[:count]
