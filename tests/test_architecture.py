@@ -24,6 +24,7 @@ ARROWS = {
     "sim": "base config messages memory scheduler grammar.base"
     " engine.core engine.journal engine.spec",
     "frontend": "base config messages formats",
+    "bench": "base config messages frontend formats",
     "server": "base config messages frontend scheduler.routing",
     "platform": "base config.card",
     "ops": "platform base",

@@ -13,6 +13,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "serve": "banyan.cli.serve:serve",
         "chat": "banyan.cli.chat:chat",
         "replay": "banyan.cli.replay:replay",
+        "bench": "banyan.cli.bench:main",
         "doctor": "banyan.cli.doctor:doctor",
         "version": "banyan.cli.doctor:version",
     },
@@ -22,6 +23,7 @@ HELP = """banyan VERB [flags]
 
   serve [MODEL]   serve a model over HTTP (default: the demo model)
   chat [MODEL]    talk to a model in the terminal
+  bench WHAT      measure a server or this machine's engine: serving, batch, throughput
   replay FILE     check a journal against this build
   doctor          show what this machine offers and what is missing
   version         the version; --json for more

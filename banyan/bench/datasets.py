@@ -1,0 +1,256 @@
+"""Data sets: where the prompts of a benchmark come from. One table; each entry is a function of
+the options and a lexicon. The same seed gives the same prompts. Nothing is downloaded.
+"""
+
+import csv
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+from banyan.base.errors import ConfigError
+from banyan.bench.prompts import Lexicon, Prompt, prompt_of
+
+MOONCAKE_BLOCK = 512
+"""Tokens that one hash id of the Mooncake traces stands for."""
+_SHORTEST = 4
+"""ShareGPT turns below this many tokens are no workload."""
+_AZURE_DIGITS = 26
+"""Of a timestamp's digits, those that datetime reads (microseconds)."""
+
+
+class DatasetOptions(Protocol):
+    """The options that data sets read; see options.DataOptions."""
+
+    dataset_name: str
+    dataset_path: str
+    dataset_offset: int
+    num_prompts: int
+    seed: int
+    random_input_len: int
+    random_output_len: int
+    random_range_ratio: float
+    sharegpt_output_len: int | None
+    sharegpt_context_len: int | None
+    prompt_suffix: str
+    gsp_num_groups: int
+    gsp_prompts_per_group: int
+    gsp_system_prompt_len: int
+    gsp_question_len: int
+    gsp_output_len: int
+    gsp_range_ratio: float
+    gsp_ordered: bool
+    trace_block_len: int
+    trace_output_scale: float
+
+
+def load_prompts(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+    """The prompts that `options` name, in the order in which they are sent.
+
+    Raises:
+        ConfigError: an unknown data set, or a file that is missing or of another form.
+    """
+    if options.dataset_name not in DATASETS:
+        raise ConfigError(
+            f"--dataset-name {options.dataset_name!r} is unknown",
+            hint=f"choose one of: {', '.join(DATASETS)}",
+        )
+    prompts = DATASETS[options.dataset_name](options, lexicon)
+    if not prompts:
+        raise ConfigError(f"--dataset-name {options.dataset_name} gave no prompts")
+    if any(p.output_len < 1 or p.length < 1 for p in prompts):
+        raise ConfigError("a prompt or an answer of 0 tokens was asked for")
+    return prompts
+
+
+def _random(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+    """Random words, or with --dataset-path the file's texts, cut or repeated to random lengths."""
+    random = Random(options.seed)
+    pairs = _lengths(options, random)
+    if not options.dataset_path:
+        return [prompt_of(lexicon, lexicon.draw(random, i), o) for i, o in pairs]
+    texts = [question for question, _ in _conversations(options.dataset_path)]
+    random.shuffle(texts)
+    prompts = []
+    for (input_len, output_len), text in zip(pairs, itertools.cycle(texts), strict=False):
+        words = lexicon.read(text) or lexicon.draw(random, 1)
+        repeated = itertools.islice(itertools.cycle(words), input_len)
+        prompts.append(prompt_of(lexicon, list(repeated), output_len))
+    return prompts
+
+
+def _random_ids(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+    random = Random(options.seed)
+    pairs = _lengths(options, random)
+    return [prompt_of(lexicon, lexicon.draw(random, i), o) for i, o in pairs]
+
+
+def _lengths(options: DatasetOptions, random: Random) -> list[tuple[int, int]]:
+    """(input, output) lengths, uniform between `random_range_ratio` of the length and all of it."""
+    inputs, outputs = options.random_input_len, options.random_output_len
+    low = options.random_range_ratio
+    count = options.num_prompts
+    ins = [random.randint(max(1, int(inputs * low)), inputs) for _ in range(count)]
+    outs = [random.randint(max(1, int(outputs * low)), outputs) for _ in range(count)]
+    return list(zip(ins, outs, strict=True))
+
+
+def _shared_prefix(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+    """Groups of prompts that begin with the same system prompt, shuffled."""
+    random = Random(options.seed)
+
+    def about(length: int) -> int:
+        return random.randint(max(1, int(length * options.gsp_range_ratio)), length)
+
+    prompts = []
+    for _ in range(options.gsp_num_groups):
+        system = lexicon.draw(random, about(options.gsp_system_prompt_len))
+        for _ in range(options.gsp_prompts_per_group):
+            words = system + lexicon.draw(random, about(options.gsp_question_len))
+            prompts.append(prompt_of(lexicon, words, about(options.gsp_output_len)))
+    if not options.gsp_ordered:
+        random.shuffle(prompts)
+    return prompts
+
+
+def _sharegpt(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+    """First turns of conversations; the second turn's length is the answer's."""
+    if not options.dataset_path:
+        raise ConfigError(
+            "--dataset-name sharegpt needs --dataset-path FILE.json",
+            hint="nothing is downloaded; --dataset-name random needs no file",
+        )
+    pairs = list(_conversations(options.dataset_path))
+    Random(options.seed).shuffle(pairs)
+    prompts: list[Prompt] = []
+    for question, reply in pairs[options.dataset_offset :]:
+        if len(prompts) == options.num_prompts:
+            break
+        text = question + options.prompt_suffix
+        ids = lexicon.read(text)
+        output_len = options.sharegpt_output_len or len(lexicon.read(reply))
+        limit = options.sharegpt_context_len
+        is_too_long = limit is not None and len(ids) + output_len > limit
+        if len(ids) >= _SHORTEST and output_len >= _SHORTEST and not is_too_long:
+            prompts.append(Prompt(text, ids if lexicon.has_ids else None, len(ids), output_len))
+    return prompts
+
+
+def _conversations(path: str) -> Iterator[tuple[str, str]]:
+    """(question, answer) of a ShareGPT-form file: a JSON list, or one JSON object a line."""
+    raw = _read(path)
+    try:
+        rows = json.loads(raw) if raw.lstrip().startswith("[") else _json_lines(raw)
+        for row in rows:
+            turns = row.get("conversations") or row.get("conversation") or []
+            if len(turns) >= 2:
+                yield turns[0]["value"], turns[1]["value"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is not in ShareGPT form: {type(error).__name__}: {error}",
+            hint='it needs [{"conversations": [{"from": …, "value": …}, …]}, …]',
+        ) from None
+
+
+def _openai(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+    """One request body a line: messages (their last user text) or prompt; max_tokens."""
+    prompts = []
+    try:
+        for row in _json_lines(_read(options.dataset_path))[options.dataset_offset :]:
+            text = row.get("prompt") or row["messages"][-1]["content"]
+            ids = lexicon.read(text + options.prompt_suffix)
+            output_len = row.get("max_tokens") or options.random_output_len
+            known = ids if lexicon.has_ids else None
+            prompts.append(Prompt(text + options.prompt_suffix, known, len(ids), output_len))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{options.dataset_path} has a line that is no request: {error}",
+            hint='each line needs {"messages": […]} or {"prompt": "…"}',
+        ) from None
+    return prompts[: options.num_prompts]
+
+
+def _mooncake(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+    """A Mooncake trace: equal hash ids become equal runs of `trace_block_len` tokens."""
+    block = options.trace_block_len
+    prompts = []
+    try:
+        for row in _trace_rows(options):
+            whole = block * row["input_length"] / MOONCAKE_BLOCK
+            length = max(1, round(whole))
+            words = [w for id in row["hash_ids"] for w in _block(lexicon, options.seed, id, block)]
+            output_len = max(1, round(row["output_length"] * options.trace_output_scale))
+            at_s = row["timestamp"] / 1e3
+            prompts.append(prompt_of(lexicon, words[:length], output_len, at_s))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{options.dataset_path} is no Mooncake trace: {type(error).__name__}: {error}",
+            hint="each line needs timestamp, input_length, output_length, hash_ids",
+        ) from None
+    return prompts
+
+
+def _trace_rows(options: DatasetOptions) -> list[dict]:
+    rows = _json_lines(_read(options.dataset_path))
+    return rows[options.dataset_offset :][: options.num_prompts]
+
+
+def _block(lexicon: Lexicon, seed: int, id: int, length: int) -> list[int]:
+    return lexicon.draw(Random(f"{seed}/{id}"), length)
+
+
+def _azure(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+    """An Azure LLM trace: lengths and times; no prompt shares anything."""
+    random = Random(options.seed)
+    scale = options.trace_block_len / MOONCAKE_BLOCK
+    prompts: list[Prompt] = []
+    began: datetime | None = None
+    try:
+        rows = csv.DictReader(_read(options.dataset_path).splitlines())
+        first = options.dataset_offset
+        for row in itertools.islice(rows, first, first + options.num_prompts):
+            at = datetime.fromisoformat(row["TIMESTAMP"][:_AZURE_DIGITS])
+            began = began or at
+            length = max(1, round(int(row["ContextTokens"]) * scale))
+            output_len = max(1, round(int(row["GeneratedTokens"]) * options.trace_output_scale))
+            words = lexicon.draw(random, length)
+            seconds = (at - began).total_seconds()
+            prompts.append(prompt_of(lexicon, words, output_len, seconds))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{options.dataset_path} is no Azure trace: {type(error).__name__}: {error}",
+            hint="its columns are TIMESTAMP, ContextTokens, GeneratedTokens",
+        ) from None
+    return prompts
+
+
+def _read(path: str) -> str:
+    if not path:
+        raise ConfigError("this data set is read from a file", hint="give --dataset-path FILE")
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--dataset-path {path} cannot be read: {error}") from None
+
+
+def _json_lines(raw: str) -> list[dict]:
+    return [json.loads(line) for line in raw.splitlines() if line.strip()]
+
+
+DATASETS: dict[str, Callable[[DatasetOptions, Lexicon], list[Prompt]]] = {
+    "random": _random,
+    "random-ids": _random_ids,
+    "generated-shared-prefix": _shared_prefix,
+    "sharegpt": _sharegpt,
+    "custom": _sharegpt,
+    "openai": _openai,
+    "mooncake": _mooncake,
+    "azure": _azure,
+}
+TRACES = ("mooncake", "azure")
+"""Data sets whose prompts say when they were sent."""
+SENT_AS_IDS = ("random-ids", *TRACES)
+"""Data sets whose lengths are exact, so that their prompts go as token ids where they can."""

