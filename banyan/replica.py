@@ -31,7 +31,7 @@ from banyan.messages.wire import plan_codec
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import load_model
 from banyan.ops.api import Ops
-from banyan.ops.bind import bind, kernel_table
+from banyan.ops.bind import ToolkitOptions, bind, kernel_table
 from banyan.parallel.mesh import Mesh, open_mesh
 from banyan.platform import PLATFORMS
 from banyan.platform.base import Platform
@@ -40,6 +40,14 @@ from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.worker import serve_rank
 from banyan.scheduler.budget import UNLIMITED, Limits
 
+_CACHE_DTYPES = {
+    "auto": None,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+_WHOLE_PROMPTS = 8192
+"""Tokens of the largest step to record where prompts are not cut into chunks."""
 log = logger(__name__)
 
 
@@ -77,7 +85,8 @@ def open_model(
     platform = PLATFORMS.load(name)()
     traits = platform.traits
     tp = config.parallel.tp
-    device = platform.open(rank, config.parallel.threads or max(1, traits.cores // tp))
+    threads = config.parallel.threads or max(1, traits.cores // tp)
+    device = platform.open(rank, threads)
     mesh = open_mesh(rank, tp, mesh_address, traits.collectives)
     phases.done("device")
     dtype = torch.float32
@@ -89,6 +98,8 @@ def open_model(
         card.head_dim,
         config.device.kernels,
         exact=config.model.cpu_activations == "fp32",
+        cache_dtype=_CACHE_DTYPES[config.cache.dtype],
+        options=ToolkitOptions(threads, config.device.compiler, config.device.isa),
     )
     phases.done("kernels")
     model = load_model(card, mesh, device, dtype, ops, config.model.load_format)
@@ -138,7 +149,7 @@ def run_engine(
         phases.done("other ranks")
         opened = open_model(config, card, 0, ranks.mesh_address, phases)
         memory = _plan_memory(config, card, opened)
-        sizes = _runner_sizes(card, memory)
+        sizes = _runner_sizes(card, memory, config.schedule.chunk_tokens)
         ranks.send_sizes(sizes)
         runner = build_runner(opened, card, sizes)
         phases.done("cache")
@@ -226,7 +237,7 @@ class OtherRanks:
 def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPlan:
     found = opened.platform.memory()
     page_bytes = KVStore.bytes_per_page(
-        card, config.cache.page_size, opened.model.dtype, opened.mesh.size
+        card, config.cache.page_size, opened.ops.cache_dtype, opened.mesh.size
     )
     tp = config.parallel.tp if opened.device.type == "cpu" else 1  # ranks share host memory
     return plan_memory(
@@ -240,12 +251,16 @@ def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPl
     )
 
 
-def _runner_sizes(card: ModelCard, memory: MemoryPlan) -> RunnerSizes:
+def _runner_sizes(card: ModelCard, memory: MemoryPlan, chunk_tokens: int) -> RunnerSizes:
     layers = tuple(range(card.num_layers))
     return RunnerSizes(
         max_slots=memory.max_running,
         max_length=memory.max_request_tokens,
         groups=(GroupLayout(memory.page_tokens, memory.num_pages, layers),),
+        max_tokens=min(
+            chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens
+        )
+        + memory.max_running,
     )
 
 

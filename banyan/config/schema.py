@@ -38,6 +38,8 @@ class CacheConfig:
     """KV capacity in tokens; 0 = from free memory."""
     memory_fraction: float = 0.0
     """Share of memory for weights and KV; 0 = decided from what is free."""
+    dtype: str = "auto"
+    """Of K and V; "auto" = half precision beside kernels that round activations, else the model's."""
     disable_radix: bool = False
     eviction: str = "lru"
 
@@ -73,6 +75,10 @@ class DeviceConfig:
     name: str = "auto"
     kernels: dict[str, str] = field(default_factory=dict)
     """op -> implementation that the user forced, to bisect a wrong answer."""
+    compiler: str = ""
+    """C++ compiler for the CPU kernels, tried before those that are found."""
+    isa: str = ""
+    """Highest instruction set for the CPU kernels; "" = the machine's best."""
 
 
 @dataclass(frozen=True)

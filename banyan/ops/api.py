@@ -8,6 +8,7 @@ Every result of a token depends on its own sequence only, whatever else is in th
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from banyan.ops.stored import StoredWeight
@@ -73,6 +74,11 @@ class Ops(Protocol):
     @property
     def recorder(self) -> Recorder | None:
         """Records work of these ops; None where they only run at once."""
+        ...
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of the K/V pages that these ops write and read."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -139,15 +139,17 @@ class BoundOps:
         *(f"pack_{name}" for name in PACKED_OPS),
         "choices",
         "recorder",
+        "cache_dtype",
     )
 
     def __init__(
-        self, functions: Mapping[str, object], choices: tuple[Choice, ...], toolkit: object
+        self, functions: Mapping[str, object], choices: tuple[Choice, ...], spec: OpSpec
     ) -> None:
         for name, function in functions.items():
             object.__setattr__(self, name, function)
         object.__setattr__(self, "choices", choices)
-        recorder = toolkit if hasattr(toolkit, "record") else None
+        recorder = spec.toolkit if hasattr(spec.toolkit, "record") else None
+        object.__setattr__(self, "cache_dtype", spec.cache_dtype)
         object.__setattr__(self, "recorder", recorder)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -171,7 +173,8 @@ def bind(
         platform: name of the kernel table (`Traits.name`).
         forced: op -> kernel name or "reference", overriding the order of the table.
         exact: take no kernel that rounds activations.
-        cache_dtype: dtype of the K/V pages; None = `dtype`.
+        cache_dtype: dtype of the K/V pages; None = half precision beside compiled kernels that
+            may round activations, else `dtype`.
         options: for the device's compiled kernels; None = do without them.
 
     Raises:
@@ -182,9 +185,11 @@ def bind(
         if op not in OP_NAMES:
             raise ConfigError(f"no op is called {op!r}", hint=f"choose: {', '.join(OP_NAMES)}")
     table = KERNEL_TABLES.load(platform)
-    spec = OpSpec("", device, dtype, features, head_dim, "", exact, cache_dtype or dtype)
+    spec = OpSpec("", device, dtype, features, head_dim, exact=exact)
     if options is not None and platform in TOOLKITS.names():
         spec = replace(spec, toolkit=TOOLKITS.load(platform)(options))
+    may_halve = not exact and hasattr(spec.toolkit, "record")
+    spec = replace(spec, cache_dtype=cache_dtype or (torch.float16 if may_halve else dtype))
     if any(op in forced for op in ON_PAGES):  # whoever forces one has the other in its layout
         forced = dict.fromkeys(ON_PAGES, REFERENCE) | dict(forced)
     functions: dict[str, object] = {}
@@ -208,7 +213,7 @@ def bind(
             hint=f"force both of {', '.join(ON_PAGES)}, or none",
         )
     _log.info("kernels\n%s", kernel_table(tuple(choices)))
-    return cast(Ops, BoundOps(functions, tuple(choices), spec.toolkit))
+    return cast(Ops, BoundOps(functions, tuple(choices), spec))
 
 
 def kernel_table(choices: tuple[Choice, ...]) -> str:

@@ -110,13 +110,15 @@ class StoredWeight:
         first, last = (n // storage.values * storage.size_bytes for n in (start, stop))
         return StoredWeight(self.type, shape, self.raw[..., first:last])
 
-    def pair_halves(self, head_dim: int) -> "StoredWeight":
-        """Rows of each head from the order 0, 1, 2, … of interleaved pairs to first halves, then
-        second halves, so that the pair (2i, 2i + 1) becomes (i, i + head_dim/2)."""
+    def pair_halves(self, head_dim: int, rotary_dim: int) -> "StoredWeight":
+        """The first `rotary_dim` rows of each head from the order 0, 1, 2, … of interleaved pairs
+        to first halves, then second halves: the pair (2i, 2i + 1) becomes (i, i + rotary_dim/2)."""
         raw = self.raw if len(self.shape) > 1 else self.raw.view(self.shape[0], -1)
         row_bytes = raw.shape[-1]
-        pairs = raw.reshape(-1, head_dim // 2, 2, row_bytes).transpose(1, 2)
-        return StoredWeight(self.type, self.shape, pairs.reshape(self.raw.shape))
+        heads = raw.reshape(-1, head_dim, row_bytes)
+        pairs = heads[:, :rotary_dim].reshape(-1, rotary_dim // 2, 2, row_bytes).transpose(1, 2)
+        halves = torch.cat([pairs.reshape(-1, rotary_dim, row_bytes), heads[:, rotary_dim:]], dim=1)
+        return StoredWeight(self.type, self.shape, halves.reshape(self.raw.shape))
 
     @cached_property
     def dense(self) -> Tensor:

@@ -98,7 +98,6 @@ class ModelRunner:
         model: forward(step) -> hidden [tokens, hidden]; logits(hidden) -> [n, vocab] fp32.
         mesh: the ranks that share the model.
         ops: the bound kernels.
-        cache_dtype: dtype of the K/V pages; None = the model's.
     """
 
     def __init__(
@@ -109,7 +108,6 @@ class ModelRunner:
         mesh: Mesh,
         ops: Ops,
         sizes: RunnerSizes,
-        cache_dtype: torch.dtype | None = None,
     ) -> None:
         self._device = device
         self._mesh = mesh
@@ -117,8 +115,7 @@ class ModelRunner:
             sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device
         )
         kv_heads = max(1, card.num_kv_heads // mesh.size)
-        dtype = cache_dtype or model.dtype
-        self.store = KVStore(sizes.groups, kv_heads, card.head_dim, dtype, device)
+        self.store = KVStore(sizes.groups, kv_heads, card.head_dim, ops.cache_dtype, device)
         self._forward = open_forward(model, self._table, self.store, ops, sizes)
         self._sampler = Sampler(self._table, card.vocab_size)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)

@@ -5,6 +5,13 @@ from banyan.config.flags.flag import FLOAT, INT, SWITCH, Flag
 FLAGS = (
     Flag("page-size", "cache.page_size", "tokens per cache page", kind=INT, low=1, high=1024),
     Flag(
+        "kv-cache-dtype",
+        "cache.dtype",
+        "number type of cached keys and values; auto = fp16 beside kernels that round activations",
+        choices=("auto", "fp32", "fp16", "bf16"),
+        translate=(("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")),
+    ),
+    Flag(
         "max-total-tokens",
         "cache.max_total_tokens",
         "tokens the cache holds; default: from free memory",

@@ -23,6 +23,19 @@ FLAGS = (
         documented=False,
     ),
     Flag(
+        "cpu-compiler",
+        "device.compiler",
+        "C++ compiler for the CPU kernels, tried before g++, clang++ and the ziglang package",
+        documented=False,
+    ),
+    Flag(
+        "cpu-isa",
+        "device.isa",
+        "highest instruction set for the CPU kernels; default: the best of this machine",
+        choices=("base", "avx2", "avx512", "vnni", "amx"),
+        documented=False,
+    ),
+    Flag(
         "kernels",
         "device.kernels",
         'force implementations to bisect a wrong answer, e.g. {"rms_norm": "reference"}',

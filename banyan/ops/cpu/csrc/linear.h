@@ -1,0 +1,94 @@
+// Projections: how weights and activations lie in memory, and what an instruction set provides.
+//
+// Weights are cut into tiles of 16 outputs x 32 inputs (one block). The tiles of 16 outputs follow
+// each other along the inputs, such groups follow each other along the outputs: who works on a range
+// of groups reads one stream. One layout serves all instruction sets:
+//
+//   scales   fp16 [parts][16]     one part per 32 inputs, or two of 16
+//   minima   fp16 [parts][16]     if the format has them
+//   low      4 bits: 4 x 64 bytes; vector z holds inputs 8z ... 8z+3 in its low halves of bytes and
+//            8z+4 ... 8z+7 in its high ones. 8 bits: 8 x 64 bytes, vector g holds 4g ... 4g+3.
+//            Inside a vector: 16 outputs x 4 inputs, which is what vpdpbusd takes.
+//   high     5 bits: 64 bytes, bit g of byte i tops up byte i of vector g.
+//            6 bits: 2 x 64 bytes, bits 2g, 2g+1 of byte i of vector h top up vector 4h+g.
+//
+// A weight is factor * (scale * (q - offset) + minimum), the factor fp32 and per output.
+// Float weights lie as [group][input][16 outputs].
+//
+// Quantised activations, per row: values s8 [32 * blocks], scales fp32 [blocks], scaled sums fp32
+// [blocks] (scale * sum of the block), sums s16 [blocks][2] (of the halves of the block).
+#pragma once
+#include <cstddef>
+
+#include "runtime.h"
+
+namespace banyan {
+
+constexpr int GROUP = 16;  // outputs of a tile
+constexpr int BLOCK = 32;  // inputs of a tile
+
+enum FormatId : int32_t {
+  W4 = 0,             // Q4_0
+  W4_MIN = 1,         // Q4_1, Q4_K
+  W4_HALVES = 2,      // Q3_K
+  W4_MIN_HALVES = 3,  // Q2_K
+  W5 = 4,             // Q5_0
+  W5_MIN = 5,         // Q5_1, Q5_K
+  W6_HALVES = 6,      // Q6_K
+  W8 = 7,             // Q8_0, IQ4_NL
+  NUM_QUANTISED = 8,
+  F32 = 8,
+  F16 = 9,
+  BF16 = 10,
+  NUM_FORMATS = 11,
+};
+
+struct Format {
+  int bits, offset;
+  bool has_min, has_halves;
+
+  constexpr int parts() const { return has_halves ? 2 : 1; }
+  constexpr int scale_bytes() const { return parts() * GROUP * 2; }
+  constexpr int low_at() const { return scale_bytes() * (has_min ? 2 : 1); }
+  constexpr int high_at() const { return low_at() + (bits == 8 ? 512 : 256); }
+  constexpr int tile_bytes() const { return high_at() + (bits == 5 ? 64 : bits == 6 ? 128 : 0); }
+};
+constexpr Format FORMATS[NUM_QUANTISED] = {
+    {4, 8, false, false}, {4, 0, true, false}, {4, 4, false, true},  {4, 0, true, true},
+    {5, 16, false, false}, {5, 0, true, false}, {6, 32, false, true}, {8, 128, false, false},
+};
+
+constexpr int64_t blocks_of(int64_t k) { return (k + BLOCK - 1) / BLOCK; }
+constexpr int64_t groups_of(int64_t n) { return (n + GROUP - 1) / GROUP; }
+constexpr int64_t activation_bytes(int64_t k) { return (blocks_of(k) * 44 + 63) / 64 * 64; }
+constexpr int64_t group_bytes(int32_t format, int64_t k) {
+  return format < NUM_QUANTISED ? blocks_of(k) * FORMATS[format].tile_bytes()
+                                : k * GROUP * (format == F32 ? 4 : 2);
+}
+
+struct LinearArgs {
+  int32_t format, size;
+  int64_t n, k;
+  const uint8_t* tiles;
+  const float* factors;  // [groups * 16]
+  const float* bias;     // [n] or null
+  const uint8_t* x;      // rows of quantised activations, or of fp32
+  int64_t x_bytes;       // from row to row
+  float* out;
+  int64_t out_stride;
+};
+
+// One group of outputs for rows [begin, end), end - begin <= PANEL_ROWS.
+typedef void (*LinearUnit)(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
+                           uint8_t* scratch);
+constexpr int64_t PANEL_ROWS = 96;
+constexpr size_t LINEAR_SCRATCH = 64 << 10;
+
+struct LinearKernels {
+  void (*quantize)(const float* x, int64_t k, uint8_t* out);  // one row
+  LinearUnit rounded[NUM_QUANTISED];                          // on quantised activations
+  LinearUnit exact[NUM_FORMATS];                              // on fp32 activations
+};
+extern const LinearKernels linear_base, linear_avx2, linear_vnni, linear_amx;
+
+}  // namespace banyan

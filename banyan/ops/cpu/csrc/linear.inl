@@ -1,0 +1,223 @@
+// What all instruction sets share: quantising a row, products with fp32 activations, and the walk of
+// one group of outputs over its rows. The including file has defined before, in this namespace:
+//
+//   ROWS, DIRECT_ROWS    rows of the largest `multiply`; from how many on weights are unpacked first
+//   Tile<F>, Unpacked<F> the two sources of weights; Tile<F>::unpack fills a Panel
+//   multiply<Source, R>  acc[r][0 ... 15] += products of R rows with `blocks` blocks
+//
+// A (row, output) sees the same sequence of operations whatever R and the source are: blocks in
+// rising order, for each part  sum of products exact in integers,
+// acc = fma(sum, scale * x_scale, acc), and acc = fma(minimum, x_sum, acc) if there are minima.
+namespace banyan {
+namespace {
+
+constexpr int64_t EXACT_CHUNK = 256;  // inputs whose weights are brought to fp32 at a time
+constexpr int VECTORS = GROUP / LANES;
+
+void quantize_row(const float* x, int64_t k, uint8_t* out) {
+  typedef int8_t bytes __attribute__((vector_size(LANES)));
+  int64_t blocks = blocks_of(k);
+  float* scales = (float*)(out + blocks * 32);
+  float* scaled = (float*)(out + blocks * 36);
+  int16_t* sums = (int16_t*)(out + blocks * 40);
+  constexpr int COUNT = BLOCK / LANES;
+  for (int64_t b = 0; b < blocks; b++) {
+    vf v[COUNT];
+    int64_t left = k - b * BLOCK;
+    for (int i = 0; i < COUNT; i++) {
+      int64_t here = left - i * LANES;
+      const float* from = x + b * BLOCK + i * LANES;
+      v[i] = here >= LANES ? load(from) : load_some(from, here > 0 ? (int)here : 0);
+    }
+    // The order of magnitudes is the order of their bits, with NaN the largest: it gets through.
+    vi most = (vi)v[0] & 0x7fffffff;
+    for (int i = 1; i < COUNT; i++) {
+      vi bits = (vi)v[i] & 0x7fffffff;
+      most = (bits > most) ? bits : most;
+    }
+    int32_t top = 0;
+    for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
+    float amax;
+    std::memcpy(&amax, &top, 4);
+    // Below 2^-100 a block counts as zero: 127 / amax must stay finite.
+    bool is_zero = top < (27 << 23);
+    float scale = is_zero ? 0.0f : amax / 127.0f, inverse = is_zero ? 0.0f : 127.0f / amax;
+    vi half[2] = {};
+    for (int i = 0; i < COUNT; i++) {
+      vi q = round_to_int(v[i] * splat(inverse));
+      bytes narrow = __builtin_convertvector(q, bytes);
+      std::memcpy(out + b * BLOCK + i * LANES, &narrow, LANES);
+      half[i >= COUNT / 2] += q;
+    }
+    int32_t total[2] = {};
+    for (int h = 0; h < 2; h++)
+      for (int i = 0; i < LANES; i++) total[h] += half[h][i];
+    scales[b] = scale;
+    scaled[b] = scale * (float)(total[0] + total[1]);
+    sums[2 * b] = (int16_t)total[0];
+    sums[2 * b + 1] = (int16_t)total[1];
+  }
+}
+
+// out = acc * factor + bias.
+inline void finish(const LinearArgs& args, int64_t group, int64_t row, const float* acc) {
+  int64_t first = group * GROUP, left = args.n - first;
+  float* out = args.out + row * args.out_stride + first;
+  for (int i = 0; i < VECTORS; i++) {
+    int64_t here = left - i * LANES;
+    if (here <= 0) return;
+    int count = here < LANES ? (int)here : LANES;
+    vf bias = args.bias ? load_some(args.bias + first + i * LANES, count) : vf{};
+    vf y = fma(load(acc + i * LANES), load(args.factors + first + i * LANES), bias);
+    if (count == LANES)
+      store(out + i * LANES, y);
+    else
+      store_some(out + i * LANES, y, count);
+  }
+}
+
+// `source(first)` gives the weights from an input or block on; multiply as many rows at a time as go.
+template <class Source, int R>
+inline void walk_rows(const Source& source, int64_t count, const Rows& rows, int64_t row,
+                      int64_t end, float* acc) {
+  for (; row + R <= end; row += R) multiply<Source, R>(source, count, rows, row, acc + row * GROUP);
+  if constexpr (R > 1)
+    if (row < end) walk_rows<Source, next_rows(R)>(source, count, rows, row, end, acc);
+}
+
+template <FormatId F>
+void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
+                  uint8_t* scratch) {
+  int64_t blocks = blocks_of(args.k), count = end - begin;
+  const uint8_t* tiles = args.tiles + group * group_bytes(F, args.k);
+  float* acc = (float*)scratch;
+  std::memset(acc, 0, sizeof(float) * GROUP * count);
+  Rows rows{args.x + begin * args.x_bytes, args.x_bytes, blocks, 0};
+  if (count <= DIRECT_ROWS) {
+    walk_rows<Tile<F>, ROWS>(Tile<F>{tiles}, blocks, rows, 0, count, acc);
+  } else {
+    Panel& panel = *(Panel*)(scratch + sizeof(float) * GROUP * PANEL_ROWS);
+    for (; rows.block < blocks; rows.block += Panel::BLOCKS) {
+      int64_t here = blocks - rows.block < Panel::BLOCKS ? blocks - rows.block : Panel::BLOCKS;
+      unpack(Tile<F>{tiles + rows.block * FORMATS[F].tile_bytes()}, here, panel);
+      walk_rows<Unpacked<F>, ROWS>(Unpacked<F>{&panel}, here, rows, 0, count, acc);
+    }
+  }
+  for (int64_t r = 0; r < count; r++) finish(args, group, begin + r, acc + r * GROUP);
+}
+
+// Products with fp32 activations: acc = fma(x, w, acc), inputs in rising order.
+
+struct WideRows {
+  const uint8_t* x;
+  int64_t bytes, first;  // from row to row; first input
+};
+
+struct Floats {
+  const float* w;
+  vf at(int64_t k, int i) const { return load(w + k * GROUP + i * LANES); }
+};
+struct Halfs {
+  const uint16_t* w;
+  vf at(int64_t k, int i) const { return load_fp16(w + k * GROUP + i * LANES); }
+};
+struct Brains {
+  const uint16_t* w;
+  vf at(int64_t k, int i) const { return load_bf16(w + k * GROUP + i * LANES); }
+};
+
+constexpr int WIDE_ROWS = LANES == 4 ? 2 : LANES == 8 ? 6 : 12;
+
+template <class Source, int R>
+inline void wide_rows(const Source& w, int64_t count, const WideRows& rows, int64_t row,
+                      int64_t end, float* acc) {
+  for (; row + R <= end; row += R) {
+    const float* x[R];
+    vf sum[R][VECTORS];
+    for (int r = 0; r < R; r++) {
+      x[r] = (const float*)(rows.x + (row + r) * rows.bytes) + rows.first;
+      for (int i = 0; i < VECTORS; i++) sum[r][i] = load(acc + (row + r) * GROUP + i * LANES);
+    }
+    for (int64_t k = 0; k < count; k++) {
+      vf v[VECTORS];
+      for (int i = 0; i < VECTORS; i++) v[i] = w.at(k, i);
+      for (int r = 0; r < R; r++)
+        for (int i = 0; i < VECTORS; i++) sum[r][i] = fma(splat(x[r][k]), v[i], sum[r][i]);
+    }
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < VECTORS; i++) store(acc + (row + r) * GROUP + i * LANES, sum[r][i]);
+  }
+  if constexpr (R > 1)
+    if (row < end) wide_rows<Source, (R > 6 ? 6 : R > 2 ? 2 : 1)>(w, count, rows, row, end, acc);
+}
+
+// Weights of `blocks` blocks as fp32: scale * (q - offset) + minimum.
+template <FormatId F>
+inline void widen(const Panel& panel, int64_t blocks, float* wide) {
+  constexpr Format f = FORMATS[F];
+  constexpr int GROUPS = 8 / f.parts();  // of four inputs, per part
+  for (int64_t b = 0; b < blocks; b++)
+    for (int p = 0; p < f.parts(); p++)
+      for (int i = 0; i < VECTORS; i++) {
+        vf scale = load(panel.scales[b][p] + i * LANES);
+        vf low = f.has_min ? load(panel.minima[b][p] + i * LANES) : vf{};
+        for (int g = p * GROUPS; g < (p + 1) * GROUPS; g++) {
+          vi four;
+          std::memcpy(&four, panel.q[b][g] + i * LANES * 4, sizeof four);
+          for (int j = 0; j < 4; j++) {
+            vi q = (four >> (8 * j) & 255) - f.offset;
+            store(wide + (b * BLOCK + 4 * g + j) * GROUP + i * LANES,
+                  scale * to_float(q) + low);
+          }
+        }
+      }
+}
+
+template <FormatId F>
+void exact_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
+                uint8_t* scratch) {
+  int64_t count = end - begin;
+  const uint8_t* tiles = args.tiles + group * group_bytes(F, args.k);
+  float* acc = (float*)scratch;
+  std::memset(acc, 0, sizeof(float) * GROUP * count);
+  float* wide = acc + GROUP * PANEL_ROWS;
+  WideRows rows{args.x + begin * args.x_bytes, args.x_bytes, 0};
+  if (F >= NUM_QUANTISED && (F == F32 || count <= WIDE_ROWS)) {
+    if constexpr (F == F32)
+      wide_rows<Floats, WIDE_ROWS>({(const float*)tiles}, args.k, rows, 0, count, acc);
+    if constexpr (F == F16)
+      wide_rows<Halfs, WIDE_ROWS>({(const uint16_t*)tiles}, args.k, rows, 0, count, acc);
+    if constexpr (F == BF16)
+      wide_rows<Brains, WIDE_ROWS>({(const uint16_t*)tiles}, args.k, rows, 0, count, acc);
+  } else {
+    for (; rows.first < args.k; rows.first += EXACT_CHUNK) {
+      int64_t here = args.k - rows.first < EXACT_CHUNK ? args.k - rows.first : EXACT_CHUNK;
+      if constexpr (F < NUM_QUANTISED) {
+        Panel& panel = *(Panel*)(wide + EXACT_CHUNK * GROUP);
+        const uint8_t* from = tiles + rows.first / BLOCK * FORMATS[F].tile_bytes();
+        unpack(Tile<F>{from}, blocks_of(here), panel);
+        widen<F>(panel, blocks_of(here), wide);
+      } else {
+        const uint16_t* from = (const uint16_t*)tiles + rows.first * GROUP;
+        for (int64_t i = 0; i < here * GROUP; i += LANES)
+          store(wide + i, F == F16 ? load_fp16(from + i) : load_bf16(from + i));
+      }
+      wide_rows<Floats, WIDE_ROWS>({wide}, here, rows, 0, count, acc);
+    }
+  }
+  for (int64_t r = 0; r < count; r++) finish(args, group, begin + r, acc + r * GROUP);
+}
+
+#define BN_LINEAR_KERNELS                                                                     \
+  {                                                                                           \
+    quantize_row,                                                                             \
+        {rounded_unit<W4>, rounded_unit<W4_MIN>, rounded_unit<W4_HALVES>,                     \
+         rounded_unit<W4_MIN_HALVES>, rounded_unit<W5>, rounded_unit<W5_MIN>,                 \
+         rounded_unit<W6_HALVES>, rounded_unit<W8>},                                          \
+        {exact_unit<W4>, exact_unit<W4_MIN>, exact_unit<W4_HALVES>, exact_unit<W4_MIN_HALVES>, \
+         exact_unit<W5>, exact_unit<W5_MIN>, exact_unit<W6_HALVES>, exact_unit<W8>,           \
+         exact_unit<F32>, exact_unit<F16>, exact_unit<BF16>},                                 \
+  }
+
+}  // namespace
+}  // namespace banyan

@@ -1,0 +1,2 @@
+#define ROWS_TABLE rows_avx2
+#include "rows.inl"

@@ -1,0 +1,2 @@
+#define ROWS_TABLE rows_avx512
+#include "rows.inl"

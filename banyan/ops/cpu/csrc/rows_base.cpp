@@ -1,0 +1,2 @@
+#define ROWS_TABLE rows_base
+#include "rows.inl"

@@ -1,0 +1,5 @@
+#include "sample.inl"
+
+namespace banyan {
+extern const SampleKernels sample_base = KERNELS;
+}
