@@ -11,34 +11,55 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.env import Environment
 from banyan.config.file import read_flag_file
-from banyan.config.flags.flag import SWITCH, Flag
-from banyan.config.flags.table import CONFIG_FILE, GROUPS, Foreign, find, most_words, spellings
+from banyan.config.flags.flag import SWITCH, WORDS, Absent, Flag, Replaced
+from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, most_words, spellings
 from banyan.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a start was given.
+
+    Attributes:
+        config: the defaults with everything that was given over them.
+        origins: schema field -> who said so; absent where the default stands.
+    """
+
+    config: Config
+    origins: Mapping[str, str]
 
 
 @dataclass
 class _Layer:
-    """The values one origin gave, by schema field."""
+    """The values one origin gave."""
 
+    origin: str
     values: dict[str, object] = field(default_factory=dict)
-    spelled: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Schema field -> (flag name as looked up, spelling), to find contradictions."""
+    """By schema field."""
+    origins: dict[str, str] = field(default_factory=dict)
+    seen: dict[str, tuple[str, object]] = field(default_factory=dict)
+    """Flag -> (spelling, value), to find contradictions."""
 
-    def put(self, flag: Flag, value: object, name: str, spelled: str) -> None:
+    def put(self, flag: Flag, value: object, spelled: str) -> None:
         if flag.kind == SWITCH and not isinstance(flag.sets, bool):
             value = flag.sets if value else default_of(flag)
-        first = self.spelled.get(flag.field)
-        if first and first[0] != name and self.values[flag.field] != value:
-            raise ConfigError(f"{first[1]} and {spelled} disagree", hint="give only one of them")
         self.values[flag.field] = value
-        self.spelled[flag.field] = (name, spelled)
+        self.origins[flag.field] = f"{self.origin} {spelled}"
+
+    def compare(self, name: str, value: object, spelled: str) -> None:
+        """Refuse two spellings of one flag that disagree; of one spelling, the last one wins."""
+        first, before = self.seen.get(name, (spelled, value))
+        if first != spelled and before != value:
+            raise ConfigError(f"{first} and {spelled} disagree", hint="give only one of them")
+        self.seen[name] = (spelled, value)
 
 
 @dataclass
 class _Reading:
-    """What one start has read so far: notes for people, and the layers, weakest last."""
+    """What one start has read so far: notes for people, refusals, and the file that was named."""
 
     notes: list[str] = field(default_factory=list)
+    refusals: dict[str, Absent] = field(default_factory=dict)
     config_file: str = ""
 
     def note(self, text: str) -> None:
@@ -54,13 +75,20 @@ def parse(argv: Sequence[str], environment: Environment) -> Config:
     Raises:
         ConfigError: an unknown, absent or contradictory flag, or a value that is not legal.
     """
+    return read(argv, environment).config
+
+
+def read(argv: Sequence[str], environment: Environment) -> Given:
+    """As `parse`, with the origin of every value."""
     reading = _Reading()
     command_line = _read_arguments(argv, reading)
     variables = _read_variables(environment, reading)
-    file = _read_file(reading.config_file, reading) if reading.config_file else _Layer()
-    values = {**file.values, **variables.values, **command_line.values}
-    config = build(values)
-    return replace(config, observe=replace(config.observe, notes=tuple(reading.notes)))
+    file = _read_file(reading.config_file, reading) if reading.config_file else _Layer("")
+    if reading.refusals or environment.refusals:
+        raise _refusal(reading.refusals, environment.refusals)
+    config = build({**file.values, **variables.values, **command_line.values})
+    config = replace(config, observe=replace(config.observe, notes=tuple(reading.notes)))
+    return Given(config, {**file.origins, **variables.origins, **command_line.origins})
 
 
 def build(values: Mapping[str, object]) -> Config:
@@ -77,9 +105,14 @@ def build(values: Mapping[str, object]) -> Config:
     return config
 
 
-def default_of(flag: Flag) -> object:
+def value_of(config: Config, flag: Flag) -> object:
+    """What the schema field of `flag` holds."""
     part, _, name = flag.field.partition(".")
-    return getattr(getattr(Config(), part), name)
+    return getattr(getattr(config, part), name)
+
+
+def default_of(flag: Flag) -> object:
+    return value_of(Config(), flag)
 
 
 def help_text() -> str:
@@ -97,44 +130,45 @@ def help_text() -> str:
 def _default_text(flag: Flag) -> str:
     default = default_of(flag)
     unset = default in ("", 0) and "default:" in flag.help
-    if flag.kind == SWITCH or unset or default in ("", {}):
+    if flag.kind == SWITCH or unset or default in ("", {}, ()):
         return ""
     return f" [{'no bound' if flag.name == 'max-queued-requests' else default}]"
 
 
 def _read_arguments(argv: Sequence[str], reading: _Reading) -> _Layer:
-    layer = _Layer()
+    layer = _Layer("flag")
     positional = ""
-    for spelled, texts in _split(argv):
+    for spelled, words in _split(argv):
         if not spelled:
             if positional:
                 raise ConfigError(
-                    f"unexpected argument {printable(texts[0], 60)!r}", hint="name one model"
+                    f"unexpected argument {printable(words[0], 60)!r}", hint="name one model"
                 )
-            positional = texts[0]
+            positional = words[0]
             continue
-        name = spelled[2:].replace("_", "-")
+        name = _plain(spelled)
         if name == CONFIG_FILE:
-            reading.config_file = _single(texts, spelled)
+            if not words or not words[0]:
+                raise ConfigError(f"{spelled} needs a value")
+            reading.config_file = words[0]
             continue
         known = find(name, abbreviate=True)
         if name not in spellings():
             reading.note(f"{spelled} is read as --{known.name}")
-        if isinstance(known, Foreign):
-            _meet_foreign(known, " ".join(texts) if texts else "true", spelled, reading)
-            continue
-        _note_old_name(known, name, spelled, reading)
-        text = "true" if known.kind == SWITCH and not texts else _single(texts, spelled)
-        layer.put(known, known.from_text(text, spelled), name, spelled)
+        _meet(known, known.from_words(words, spelled), name, spelled, layer, reading)
     if positional:
-        model = spellings()["model-path"]
-        assert isinstance(model, Flag)
-        layer.put(model, model.from_text(positional, "MODEL"), "MODEL", f"MODEL {positional}")
+        model = find("model-path", abbreviate=False)
+        _meet(model, model.check(positional, "MODEL"), "", f"MODEL {positional}", layer, reading)
     return layer
 
 
+def _plain(spelled: str) -> str:
+    """A flag's name as the tables write it."""
+    return spelled.removeprefix("--").replace("_", "-")
+
+
 def _split(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(flag as spelled, its texts) for each flag; ("", [word]) for a word that belongs to none."""
+    """(flag as spelled, its words) for each flag; ("", [word]) for a word that belongs to none."""
     at = 0
     while at < len(argv):
         word = argv[at]
@@ -145,77 +179,96 @@ def _split(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
             yield "", [word]
             continue
         spelled, equals, text = word.partition("=")
-        name = spelled[2:].replace("_", "-")
         if equals:
             yield spelled, [text]
             continue
+        name = _plain(spelled)
         most = 1 if name == CONFIG_FILE else most_words(find(name, abbreviate=True))
-        texts: list[str] = []
-        while at < len(argv) and len(texts) < most and not argv[at].startswith("--"):
-            texts.append(argv[at])
+        words: list[str] = []
+        while at < len(argv) and len(words) < most and not argv[at].startswith("--"):
+            words.append(argv[at])
             at += 1
-        if most and not texts:
+        if most and not words:
             raise ConfigError(f"{spelled} needs a value")
-        yield spelled, texts
-
-
-def _single(texts: list[str], spelled: str) -> str:
-    if not texts or not texts[0]:
-        raise ConfigError(f"{spelled} needs a value")
-    return texts[0]
+        yield spelled, words
 
 
 def _read_variables(environment: Environment, reading: _Reading) -> _Layer:
-    layer = _Layer()
+    layer = _Layer("variable")
     for name, text in environment.flags.items():
         spelled = "BANYAN_" + name.upper().replace("-", "_")
         known = spellings().get(name)
         if name == CONFIG_FILE:
             reading.config_file = reading.config_file or text
-        elif isinstance(known, Flag):
-            layer.put(known, known.from_text(text, spelled), name, spelled)
-        else:
+        elif known is None:
             reading.note(f"{spelled} is set and has no effect: there is no such flag")
-    for name in environment.idle:
-        reading.note(f"{name} is set and has no effect in this build")
+        else:
+            words = [text] if known.kind != WORDS else text.split()
+            _meet(known, known.from_words(words, spelled), name, spelled, layer, reading)
+    for note in environment.notes:
+        reading.note(note)
     return layer
 
 
 def _read_file(path: str, reading: _Reading) -> _Layer:
-    layer = _Layer()
+    layer = _Layer(f"file {path}:")
     for key, value in read_flag_file(path).items():
-        name = key.replace("_", "-").removeprefix("--")
-        spelled = f"{key} (in {path})"
+        name = _plain(key)
         try:
             known = find(name, abbreviate=False)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error.text}", hint=error.hint) from None
         if value is None:
             continue
-        if isinstance(known, Foreign):
-            _meet_foreign(known, _as_text(value), spelled, reading)
-            continue
-        _note_old_name(known, name, spelled, reading)
-        layer.put(known, known.check(value, spelled), name, spelled)
+        spelled = f"{key} (in {path})"
+        _meet(known, known.check(value, spelled), name, spelled, layer, reading)
     return layer
 
 
-def _meet_foreign(known: Foreign, text: str, spelled: str, reading: _Reading) -> None:
-    """Accept with a note, or raise."""
-    if known.reason:
-        reading.note(f"{spelled} is accepted without an effect: {known.reason}")
-    elif text in known.neutral or (known.is_switch and text.lower() == "false"):
-        reading.note(f"{spelled} {text} is accepted: it asks for what is so already")
-    else:
-        raise known.refusal(spelled)
-
-
-def _note_old_name(known: Flag, name: str, spelled: str, reading: _Reading) -> None:
-    if name in known.old:
+def _meet(
+    known: Known, value: object, name: str, spelled: str, layer: _Layer, reading: _Reading
+) -> None:
+    """Take the value in, accept it with a note, or keep the refusal for the end."""
+    if isinstance(known, Replaced):
+        if value is False:
+            reading.note(f"{spelled} false is accepted: it asks for what is so already")
+            return
+        reading.note(f"{spelled} is an old name of --{known.successor} {known.value}")
+        known, value = find(known.successor, abbreviate=False), known.value
+        value = known.check(value, spelled)
+    elif name in known.old:
         reading.note(f"{spelled} is an old name of --{known.name}")
+    layer.compare(known.name, value, spelled)
+    if isinstance(known, Flag):
+        layer.put(known, value, spelled)
+    elif isinstance(known, Absent):
+        _meet_absent(known, value, spelled, reading)
+
+
+def _meet_absent(known: Absent, value: object, spelled: str, reading: _Reading) -> None:
+    if known.asks_for_nothing(value):
+        reading.note(f"{spelled} {_as_text(value)} is accepted: it asks for what is so already")
+    elif known.is_refused:
+        named = f"{spelled} {_as_text(value)}" if known.neutral or known.choices else spelled
+        reading.refusals[named] = known
+    else:
+        reading.note(f"{spelled} is accepted without an effect: {known.why}")
+
+
+def _refusal(refusals: Mapping[str, Absent], variables: Sequence[str]) -> ConfigError:
+    """One error for all that was asked for and is absent, so that no two starts find one each."""
+    reasons = dict.fromkeys((flag.why, flag.use) for flag in refusals.values())
+    parts = list(variables)
+    for why, use in reasons:
+        names = [
+            spelled for spelled, flag in refusals.items() if (flag.why, flag.use) == (why, use)
+        ]
+        verb = "is" if len(names) == 1 else "are"
+        parts.append(f"{', '.join(names)} {verb} not available in this build: {why} ({use})")
+    return ConfigError("; ".join(parts))
 
 
 def _as_text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return str(value)

@@ -1,32 +1,19 @@
 """The only reader of environment variables.
 
 Every flag can be given as BANYAN_<FLAG>; a few variables that other tools share are honoured; what
-is set and has no effect here is reported by name, never by value.
+is set and has no effect here is reported or refused by name, never by value (`variables.py`).
 """
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from banyan.config.variables import notes_on, refusals_of
+
 _PREFIX = "BANYAN_"
-_FOREIGN_PREFIXES = ("SGLANG_", "SGL_")
 _TRUE = ("1", "true", "yes", "on")
 
-_HONOURED_FOREIGN = ("SGLANG_USE_MODELSCOPE", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN")
 _OWN_SWITCHES = ("BANYAN_USE_MODELSCOPE", "BANYAN_ALLOW_LONGER_CONTEXT")
-_ABSENT = (
-    "HCCL_BUFFSIZE",
-    "HCCL_OP_EXPANSION_MODE",
-    "HCCL_SOCKET_IFNAME",
-    "STREAMS_PER_DEVICE",
-    "TASK_QUEUE_ENABLE",
-    "DEEP_NORMAL_MODE_USE_INT8_QUANT",
-    "ASCEND_MF_STORE_URL",
-    "PYTORCH_NPU_ALLOC_CONF",
-    "AIP_PREDICT_ROUTE",
-    "PROMETHEUS_MULTIPROC_DIR",
-)
-"""Known by their full name, and without an effect in this build."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +23,8 @@ class Environment:
     Attributes:
         flags: flag name -> text, from BANYAN_<FLAG>.
         hf_cache: folder of the hub cache, "" = the library's own choice.
-        idle: names that are set and have no effect.
+        notes: a line for each variable that is set and has no effect.
+        refusals: a line for each variable that must not be ignored.
     """
 
     flags: Mapping[str, str] = field(default_factory=dict)
@@ -46,7 +34,8 @@ class Environment:
     hf_offline: bool = False
     use_modelscope: bool = False
     allow_longer_context: bool = False
-    idle: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    refusals: tuple[str, ...] = ()
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
@@ -72,11 +61,6 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         allow_longer_context=is_on(
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "BANYAN_ALLOW_LONGER_CONTEXT"
         ),
-        idle=tuple(name for name in sorted(given) if _is_idle(name)),
+        notes=notes_on(given),
+        refusals=refusals_of(given),
     )
-
-
-def _is_idle(name: str) -> bool:
-    if name in _HONOURED_FOREIGN:
-        return False
-    return name.startswith(_FOREIGN_PREFIXES) or name in _ABSENT

@@ -97,13 +97,30 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name() -> None:
     ],
 )
 def test_a_flag_that_this_build_lacks_is_refused_by_name(argv: list[str]) -> None:
-    with pytest.raises(ConfigError, match=f"{argv[0]} is not available in this build"):
+    with pytest.raises(ConfigError, match=rf"{argv[0]}( \S+)? is not available in this build"):
         parse(argv, NOTHING)
 
 
-def test_an_old_name_of_an_absent_flag_is_refused_with_the_new_one() -> None:
-    with pytest.raises(ConfigError, match=r"--enable-deepep-moe \(now --moe-a2a-backend deepep\)"):
+def test_a_replaced_switch_is_read_as_its_successor() -> None:
+    (note, why) = notes("--enable-triton-kernel-moe")
+    assert note == "--enable-triton-kernel-moe is an old name of --moe-runner-backend triton_kernel"
+    assert "accepted without an effect" in why
+    with pytest.raises(ConfigError, match="--enable-deepep-moe deepep is not available"):
         parse(["--enable-deepep-moe"], NOTHING)
+
+
+def test_a_replaced_switch_and_its_successor_may_not_disagree() -> None:
+    argv = ["--enable-triton-kernel-moe", "--moe-runner-backend", "cutlass"]
+    with pytest.raises(ConfigError, match="--enable-triton-kernel-moe and --moe-runner-backend"):
+        parse(argv, NOTHING)
+    assert notes(*argv[:2], "triton_kernel")
+
+
+def test_all_that_is_refused_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(["--enable-lora", "--grpc-mode", "--lora-paths", "a", "b"], NOTHING)
+    assert "--enable-lora, --lora-paths are not available in this build: LoRA" in str(caught.value)
+    assert "--grpc-mode is not available in this build: the server" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from banyan.base.errors import ConfigError
+from banyan.config.cli import parse
 from banyan.config.env import read_environment
+from banyan.config.variables import HONOURED, LIBRARIES, REFUSED
 
 SPEC = Path(__file__).resolve().parents[3] / "shared" / "spec" / "env_vars.tsv"
 
@@ -22,9 +25,9 @@ def test_switches_are_read_as_words(text: str, is_on: bool) -> None:
     assert read_environment({"SGLANG_USE_MODELSCOPE": text}).use_modelscope is is_on
 
 
-def test_honoured_variables_are_not_reported_as_idle() -> None:
+def test_honoured_variables_are_not_reported() -> None:
     given = {"SGLANG_USE_MODELSCOPE": "1", "SGLANG_OTHER": "1", "PATH": "/bin"}
-    assert read_environment(given).idle == ("SGLANG_OTHER",)
+    assert read_environment(given).notes == ("SGLANG_OTHER is set and has no effect in this build",)
 
 
 def test_the_token_does_not_show_when_the_environment_is_printed() -> None:
@@ -33,13 +36,33 @@ def test_the_token_does_not_show_when_the_environment_is_printed() -> None:
     assert "hf_secret" not in repr(environment)
 
 
-def test_every_known_variable_of_the_engine_is_honoured_or_reported() -> None:
+def known_variables() -> list[str]:
     if not SPEC.exists():
-        pytest.skip("the list of known variables is not on this machine")
+        return []
     with SPEC.open(newline="") as file:
-        names = [row[0] for row in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)][1:]
-    # Read by the libraries they belong to (gloo, torch, the hub), or settings of the system.
-    elsewhere = {"GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR", "VLLM_TARGET_DEVICE", "HF_TOKEN"}
-    honoured = {"SGLANG_USE_MODELSCOPE", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"}
-    expected = {n for n in names if "." not in n and " " not in n} - elsewhere - honoured
-    assert set(read_environment(dict.fromkeys(names, "1")).idle) == expected
+        rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[1:]
+    return [row[0] for row in rows if " " not in row[0]]
+
+
+@pytest.mark.skipif(not SPEC.exists(), reason="the list of known variables is not here")
+def test_the_list_of_known_variables_is_whole() -> None:
+    assert len(known_variables()) == 67
+
+
+@pytest.mark.parametrize("name", known_variables())
+def test_every_known_variable_is_honoured_reported_or_refused(name: str) -> None:
+    environment = read_environment({name: "7"})
+    told = [*environment.notes, *environment.refusals]
+    if name in (*HONOURED, *LIBRARIES):
+        assert told == []
+    else:
+        (line,) = told
+        assert line.startswith(f"{name} is ") and "7" not in line.replace(name, "")
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_variable_that_must_not_be_ignored_ends_the_start(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} is not available in this build"):
+        parse([], read_environment({name: "7"}))
+    for value in REFUSED[name].neutral:
+        assert parse([], read_environment({name: value})).observe.notes

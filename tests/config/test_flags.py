@@ -1,4 +1,3 @@
-import csv
 import dataclasses
 import re
 from pathlib import Path
@@ -9,24 +8,14 @@ import banyan
 from banyan.base.errors import ConfigError
 from banyan.config.cli import default_of, help_text, parse
 from banyan.config.env import Environment
-from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, Flag
-from banyan.config.flags.harmless import HARMLESS, LISTS, SUCCESSORS
-from banyan.config.flags.table import CONFIG_FILE, GROUPS, Foreign, find, spellings
+from banyan.config.flags.absent import REPLACED
+from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, Absent, Flag
+from banyan.config.flags.table import GROUPS, find, known_flags
 from banyan.config.schema import Config
 
 PACKAGE = Path(banyan.__file__).parent
-SPEC = Path(__file__).resolve().parents[3] / "shared" / "spec"
 ALL = [flag for _, flags in GROUPS for flag in flags]
-
-
-def names_in(table: str) -> list[str]:
-    path = SPEC / table
-    if not path.exists():
-        pytest.skip(f"the list of known flags {table} is not on this machine")
-    with path.open(newline="") as file:
-        rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))[1:]
-    words = [word for row in rows for word in [row[0], *row[1].split()]]
-    return [word.removeprefix("--") for word in words if word.startswith("--")]
+ABSENT = [flag for flag in known_flags() if isinstance(flag, Absent)]
 
 
 def another_value(flag: Flag) -> object:
@@ -39,12 +28,6 @@ def another_value(flag: Flag) -> object:
     return {FLOAT: 0.5, JSON: {"a": "b"}}.get(flag.kind, "text")
 
 
-@pytest.mark.parametrize("table", ["server_args.tsv", "server_args_later.tsv"])
-def test_every_flag_that_users_know_is_recognised(table: str) -> None:
-    unknown = [name for name in names_in(table) if name not in {*spellings(), CONFIG_FILE}]
-    assert unknown == []
-
-
 @pytest.mark.parametrize("flag", ALL, ids=lambda flag: flag.name)
 def test_a_flag_owns_a_field_and_its_default_is_legal(flag: Flag) -> None:
     default = default_of(flag)
@@ -55,7 +38,7 @@ def test_a_flag_owns_a_field_and_its_default_is_legal(flag: Flag) -> None:
         unset = not default
         assert unset or flag.check(default, flag.name) == default
     elif flag.choices:
-        assert default in flag.choices
+        assert default in flag.choices or (not default and "default:" in flag.help)
 
 
 @pytest.mark.parametrize("flag", ALL, ids=lambda flag: flag.name)
@@ -87,13 +70,22 @@ def test_every_owned_field_exists_in_the_schema() -> None:
         assert name in {f.name for f in dataclasses.fields(parts[part])}, flag.name  # type: ignore[arg-type]
 
 
-def test_the_harmless_and_renamed_names_are_names_of_absent_flags() -> None:
-    for name in (*HARMLESS, *LISTS, *SUCCESSORS):
-        assert isinstance(find(name, abbreviate=False), Foreign), name
+def test_no_flag_is_both_working_and_absent() -> None:
+    names = [name for flag in known_flags() for name in flag.names]
+    assert sorted(names) == sorted(set(names))
 
 
-def test_no_flag_is_both_harmless_and_refused_by_another_name() -> None:
-    assert set(HARMLESS).isdisjoint(SUCCESSORS)
+@pytest.mark.parametrize("flag", ABSENT, ids=lambda flag: flag.name)
+def test_an_absent_flag_says_why_and_what_to_use(flag: Absent) -> None:
+    assert flag.why and flag.use
+    assert not flag.why.endswith(".") and not flag.use.endswith(".")
+    assert all(flag.check(value, flag.name) == value for value in flag.neutral)
+
+
+def test_a_replaced_switch_has_a_successor_that_takes_its_value() -> None:
+    for flag in REPLACED:
+        successor = find(flag.successor, abbreviate=False)
+        assert successor.check(flag.value, flag.name) == flag.value
 
 
 def test_help_shows_every_flag_that_has_an_effect() -> None:

@@ -2,17 +2,15 @@
 
 import difflib
 import sys
-from dataclasses import dataclass
 from functools import cache
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.flags import cache as cache_flags
 from banyan.config.flags import device, model, observe, schedule, server
-from banyan.config.flags.flag import SWITCH, Flag
-from banyan.config.flags.foreign import FOREIGN_ALIASES, FOREIGN_SWITCHES, FOREIGN_VALUES
-from banyan.config.flags.foreign_later import LATER_ALIASES, LATER_SWITCHES, LATER_VALUES
-from banyan.config.flags.harmless import HARMLESS, LISTS, SUCCESSORS
+from banyan.config.flags.absent import FEATURES, REPLACED
+from banyan.config.flags.absent_later import LATER_FEATURES
+from banyan.config.flags.flag import SWITCH, WORDS, Absent, Flag, Replaced
 
 GROUPS = (
     ("Model", model.FLAGS),
@@ -26,54 +24,29 @@ GROUPS = (
 CONFIG_FILE = "config"
 """The flag that names a file of flags; it owns no field."""
 
-
-@dataclass(frozen=True)
-class Foreign:
-    """A flag of others that has no effect here.
-
-    Attributes:
-        neutral: values that ask for nothing and are accepted.
-        reason: why any value is accepted; "" when the flag is refused.
-    """
-
-    name: str
-    is_switch: bool
-    neutral: tuple[str, ...]
-    reason: str
-    documented: bool
-
-    def refusal(self, spelled: str) -> ConfigError:
-        successor = SUCCESSORS.get(self.name)
-        renamed = f" (now --{successor})" if successor else ""
-        hint = f"leave it out, or set it to {' or '.join(self.neutral)}" if self.neutral else ""
-        return ConfigError(
-            f"{spelled}{renamed} is not available in this build", hint=hint or "leave it out"
-        )
+Known = Flag | Absent | Replaced
 
 
 @cache
-def spellings() -> dict[str, Flag | Foreign]:
-    """Every exact spelling, aliases and old names included."""
-    index: dict[str, Flag | Foreign] = {}
-    for aliases, switches, values, documented in (
-        (LATER_ALIASES, LATER_SWITCHES, LATER_VALUES, False),
-        (FOREIGN_ALIASES, FOREIGN_SWITCHES, FOREIGN_VALUES, True),
-    ):
-        for name in switches:
-            index[name] = Foreign(name, True, (), HARMLESS.get(name, ""), documented)
-        for name, neutral in values.items():
-            index[name] = Foreign(name, False, neutral, HARMLESS.get(name, ""), documented)
-        for alias, name in aliases.items():
-            index[alias] = index[name]
-    for _, flags in GROUPS:
-        for flag in flags:
-            for name in (flag.name, *flag.aliases, *flag.old):
-                assert not isinstance(index.get(name), Flag), f"--{name} stands in two tables"
-                index[name] = flag
+def known_flags() -> tuple[Known, ...]:
+    """Every flag once: those that have an effect, then the absent, then the replaced ones."""
+    working = [flag for _, flags in GROUPS for flag in flags]
+    absent = [flag for part in FEATURES for flag in part.flags(documented=True)]
+    later = [flag for part in LATER_FEATURES for flag in part.flags(documented=False)]
+    return (*working, *absent, *later, *REPLACED)
+
+
+@cache
+def spellings() -> dict[str, Known]:
+    """Every exact spelling, aliases and old names included; what works stands before the rest."""
+    index: dict[str, Known] = {}
+    for flag in known_flags():
+        for name in flag.names:
+            index.setdefault(name, flag)
     return index
 
 
-def find(name: str, *, abbreviate: bool) -> Flag | Foreign:
+def find(name: str, *, abbreviate: bool) -> Known:
     """The flag spelled `name` (no dashes in front); ConfigError suggests the nearest one.
 
     With `abbreviate` a beginning that only one documented flag has will do.
@@ -81,7 +54,7 @@ def find(name: str, *, abbreviate: bool) -> Flag | Foreign:
     index = spellings()
     if name in index:
         return index[name]
-    matches: dict[str, Flag | Foreign] = {}
+    matches: dict[str, Known] = {}
     if abbreviate and name:
         starting = (known for spelled, known in index.items() if spelled.startswith(name))
         matches = {known.name: known for known in starting if known.documented}
@@ -95,10 +68,8 @@ def find(name: str, *, abbreviate: bool) -> Flag | Foreign:
     raise ConfigError(f"unknown flag --{printable(name, 60)}", hint=hint)
 
 
-def most_words(known: Flag | Foreign) -> int:
+def most_words(known: Known) -> int:
     """How many words may follow the flag on a command line."""
-    if isinstance(known, Flag):
-        return 0 if known.kind == SWITCH else 1
-    if known.name in LISTS:
+    if known.kind == WORDS:
         return sys.maxsize
-    return 0 if known.is_switch else 1
+    return 0 if known.kind == SWITCH else 1

@@ -1,0 +1,168 @@
+"""Environment variables of others that have no effect here: which are reported, and which refused.
+
+A variable is refused when answers, limits or security would silently differ without it. Values are
+never shown.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_PREFIXES = ("SGLANG_", "SGL_")
+_OFF = ("", "0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a variable is refused, what to use, and the values that ask for nothing."""
+
+    why: str
+    use: str
+    neutral: tuple[str, ...] = _OFF
+
+
+_NO_ASCEND = "it tunes Ascend devices, and there are none"
+_NO_TRANSFER = "one server both reads prompts and writes answers"
+_NO_EXPERTS = "no model here is a mixture of experts"
+_NO_GRAMMAR = "answers follow no grammar"
+_NO_TIERS = "the cache has one tier, in memory"
+_NO_PROFILER = "there is no profiler"
+_NO_DRAFTS = "tokens are not drafted"
+
+IDLE = {
+    "SGLANG_SET_CPU_AFFINITY": "--threads bounds the cores of a rank, and taskset binds them",
+    "PYTORCH_NPU_ALLOC_CONF": _NO_ASCEND,
+    "STREAMS_PER_DEVICE": _NO_ASCEND,
+    "HCCL_BUFFSIZE": _NO_ASCEND,
+    "DEEPEP_HCCL_BUFFSIZE": _NO_ASCEND,
+    "HCCL_SOCKET_IFNAME": _NO_ASCEND,
+    "HCCL_OP_EXPANSION_MODE": _NO_ASCEND,
+    "TASK_QUEUE_ENABLE": _NO_ASCEND,
+    "SGLANG_NPU_USE_MLAPO": _NO_ASCEND,
+    "SGLANG_USE_FIA_NZ": _NO_ASCEND,
+    "SGLANG_NPU_USE_MULTI_STREAM": _NO_ASCEND,
+    "SGLANG_NPU_FUSED_MOE_MODE": _NO_ASCEND,
+    "SGLANG_USE_AG_AFTER_QLORA": _NO_ASCEND,
+    "ASCEND_MF_STORE_URL": _NO_TRANSFER,
+    "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": _NO_EXPERTS,
+    "DEEP_NORMAL_MODE_USE_INT8_QUANT": _NO_EXPERTS,
+    "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": _NO_EXPERTS,
+    "SGLANG_SCHEDULER_SKIP_ALL_GATHER": "one plan is broadcast, and nothing is gathered",
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": _NO_DRAFTS,
+    "SGLANG_ENABLE_SPEC_V2": _NO_DRAFTS,
+    "SGLANG_SIMULATE_ACC_LEN": _NO_DRAFTS,
+    "SGLANG_ENABLE_FLASHINFER_FP8_GEMM": "no model here has fp8 weights",
+    "SGLANG_SUPPORT_CUTLASS_BLOCK_FP8": "no model here has fp8 weights",
+    "VLLM_TARGET_DEVICE": "no part of vLLM is used",
+    "SGLANG_TEST_RETRACT": "tests make the cache small instead",
+    "SGLANG_FORCE_STREAM_INTERVAL": "answers are decoded as their tokens come",
+    "SGLANG_HEALTH_CHECK_TIMEOUT": "health waits for nothing: it asks how old the step is",
+    "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "/health looks at the engine's heartbeat, and "
+    "/health_generate generates",
+    "SGLANG_WAIT_WEIGHTS_READY_TIMEOUT": "weights are read from files only",
+    "SGLANG_WARMUP_TIMEOUT": "a start takes as long as its model needs",
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "idle connections end after 5 seconds",
+    "SGLANG_TORCH_PROFILER_DIR": _NO_PROFILER,
+    "SGLANG_PROFILE_WITH_STACK": _NO_PROFILER,
+    "SGLANG_GRAMMAR_POLL_INTERVAL": _NO_GRAMMAR,
+    "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS": _NO_GRAMMAR,
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": _NO_TRANSFER,
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": _NO_TRANSFER,
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": _NO_TRANSFER,
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": _NO_TRANSFER,
+    "SGLANG_DISAGGREGATION_QUEUE_SIZE": _NO_TRANSFER,
+    "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE": _NO_TRANSFER,
+    "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": _NO_TIERS,
+    "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE": _NO_TIERS,
+    "SGLANG_CACHE_DIR": "nothing is cached in a folder of its own",
+    "SGLANG_IS_IN_CI": "tests and servers run alike everywhere",
+    "SGLANG_LOG_REQUEST_HEADERS": "headers are never logged",
+    "PROMETHEUS_MULTIPROC_DIR": "there are no Prometheus metrics",
+}
+"""Name -> why nothing depends on it."""
+
+REFUSED = {
+    "SGLANG_INIT_NEW_TOKEN_RATIO": Refusal(
+        "the share is fixed", "scale it with --schedule-conservativeness", ("0.7",)
+    ),
+    "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": Refusal(
+        "the share is fixed", "scale it with --schedule-conservativeness", ("0.14",)
+    ),
+    "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": Refusal(
+        "the share is fixed", "scale it with --schedule-conservativeness", ("600",)
+    ),
+    "SGLANG_RETRACT_DECODE_STEPS": Refusal(
+        "the room is fixed", "raise --schedule-conservativeness", ("20",)
+    ),
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": Refusal(
+        "the estimate is fixed", "raise --schedule-conservativeness", ("4096",)
+    ),
+    "SGLANG_MAX_NEW_TOKENS_LIMIT": Refusal(
+        "answers are bounded by the context alone", "lower --context-length", ("",)
+    ),
+    "SGLANG_REQ_WAITING_TIMEOUT": Refusal(
+        "requests wait until they run", "use --max-queued-requests", ("", "-1")
+    ),
+    "SGLANG_REQ_RUNNING_TIMEOUT": Refusal(
+        "requests run to their end", "close the connection in the client", ("", "-1")
+    ),
+    "SGLANG_ENABLE_REQUEST_DECOMPRESSION": Refusal(
+        "bodies are never decompressed", "let a proxy do it"
+    ),
+    "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES": Refusal(
+        "headers never change a request", "set the fields in the body"
+    ),
+    "SGLANG_RADIX_FORCE_MISS": Refusal(
+        "a prefix that is cached is used", "use --disable-radix-cache"
+    ),
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": Refusal(
+        "no code is loaded by a variable", "register the package's entry points"
+    ),
+    "SGLANG_TOOL_STRICT_LEVEL": Refusal(_NO_GRAMMAR, "check tool calls in the client"),
+    "SGLANG_FORWARD_UNKNOWN_TOOLS": Refusal(
+        "tool calls are not parsed", "parse them in the client"
+    ),
+    "AIP_PREDICT_ROUTE": Refusal(
+        "there is no Vertex AI route", "let a proxy map it to /generate", ("",)
+    ),
+    **{
+        f"SGLANG_OLLAMA_{name}_ROUTE": Refusal(
+            "there are no Ollama routes", "use /v1/chat/completions", ("",)
+        )
+        for name in ("ROOT", "CHAT", "GENERATE", "TAGS", "SHOW")
+    },
+}
+
+HONOURED = (
+    "SGLANG_USE_MODELSCOPE",
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
+)
+"""Variables of SGLang's that `config/env.py` reads."""
+
+LIBRARIES = ("HF_TOKEN", "GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables of the documents that the libraries beneath honour by themselves."""
+
+
+def notes_on(given: Mapping[str, str]) -> tuple[str, ...]:
+    """One line for each variable that is set and has no effect."""
+    found = []
+    for name in sorted(given):
+        if name in IDLE:
+            found.append(f"{name} is set without an effect: {IDLE[name]}")
+        elif name in REFUSED and _asks_for_nothing(name, given[name]):
+            found.append(f"{name} is set to what is so already")
+        elif name.startswith(_PREFIXES) and name not in (*REFUSED, *HONOURED):
+            found.append(f"{name} is set and has no effect in this build")
+    return tuple(found)
+
+
+def refusals_of(given: Mapping[str, str]) -> tuple[str, ...]:
+    """What to tell about each variable that must not be ignored, sorted by name."""
+    return tuple(
+        f"{name} is not available in this build: {REFUSED[name].why} ({REFUSED[name].use})"
+        for name in sorted(given)
+        if name in REFUSED and not _asks_for_nothing(name, given[name])
+    )
+
+
+def _asks_for_nothing(name: str, text: str) -> bool:
+    return text.strip().lower() in REFUSED[name].neutral

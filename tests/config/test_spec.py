@@ -1,0 +1,125 @@
+"""Every server argument of the documents, by each name, from the command line and from a file."""
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.config.cli import default_of, parse, value_of
+from banyan.config.env import Environment, read_environment
+from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, WORDS, Absent, Flag, Replaced
+from banyan.config.flags.table import CONFIG_FILE, Known, find, known_flags, spellings
+
+SPEC = Path(__file__).resolve().parents[3] / "shared" / "spec"
+DOCUMENTED, LATER = "server_args.tsv", "server_args_later.tsv"
+Row = dict[str, str]
+
+
+def rows_of(table: str) -> list[Row]:
+    path = SPEC / table
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def names_of(row: Row) -> list[str]:
+    words = [row["flag"], *row["aliases"].split()]
+    return [word.removeprefix("--") for word in words if word.startswith("--")]
+
+
+ROWS = [row for table in (DOCUMENTED, LATER) for row in rows_of(table) if row["flag"] != "--config"]
+NAMES = sorted({name for row in ROWS for name in names_of(row)})
+
+
+def sample(flag: Known) -> object:
+    """A legal value that asks for something, as YAML would give it."""
+    default = default_of(flag) if isinstance(flag, Flag) else None
+    if flag.kind == SWITCH:
+        return True
+    taken = (default, *(flag.neutral if isinstance(flag, Absent) else ()))
+    if flag.choices:
+        return next(choice for choice in flag.choices if choice not in taken)
+    if flag.kind in (INT, FLOAT):
+        kind = int if flag.kind == INT else float
+        numbers = (kind(n) for n in (2, 3, 1, 4096)) if kind is int else (0.5, 2.5)
+        return next(n for n in numbers if n not in taken and flag.low <= n <= flag.high)
+    return {JSON: {"a": 1}, WORDS: ["a", "b"]}.get(flag.kind, "text")
+
+
+def as_words(value: object) -> list[str]:
+    if isinstance(value, dict):
+        return [json.dumps(value)]
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return [] if value is True else [str(value)]
+
+
+def outcome(argv: list[str], flag: Known) -> str:
+    """works | noted | refused; fails when it is none of them, or silent."""
+    try:
+        config = parse(argv, Environment())
+    except ConfigError as error:
+        assert "is not available in this build: " in str(error)
+        assert re.search(r" \(.{4,}\)$", str(error)), "it does not say what to use"
+        return "refused"
+    if isinstance(flag, Flag):
+        assert value_of(config, flag) != default_of(flag)
+        return "works"
+    assert any(re.search("is accepted|is an old name", note) for note in config.observe.notes)
+    return "noted"
+
+
+def expected(flag: Known) -> str:
+    if isinstance(flag, Replaced):
+        return expected(find(flag.successor, abbreviate=False))
+    if isinstance(flag, Flag):
+        return "works"
+    return "refused" if flag.is_refused else "noted"
+
+
+def is_picky(name: str) -> bool:
+    """Does the flag take some texts only?"""
+    flag = find(name, abbreviate=False)
+    return flag.kind in (SWITCH, INT, FLOAT, JSON) or bool(flag.choices)
+
+
+@pytest.mark.skipif(not ROWS, reason="the lists of known flags are not on this machine")
+def test_the_lists_of_known_flags_are_whole_and_ours_holds_no_other() -> None:
+    documented = {row["flag"].removeprefix("--") for row in rows_of(DOCUMENTED)}
+    assert len(documented) == 319
+    ours = {flag.name for flag in known_flags() if flag.documented}
+    former = {name for flag in known_flags() for name in flag.old}
+    assert documented <= {*spellings(), CONFIG_FILE}
+    assert {*ours, *former, CONFIG_FILE} == documented
+    known = {name for flag in known_flags() if not isinstance(flag, Flag) for name in flag.names}
+    assert known <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_known_flag_works_or_is_noted_or_is_refused(name: str, tmp_path: Path) -> None:
+    flag = find(name, abbreviate=False)
+    value = sample(flag)
+    assert outcome([f"--{name}", *as_words(value)], flag) == expected(flag)
+    underscores = f"--{name.replace('-', '_')}"
+    assert outcome([underscores, *as_words(value)], flag) == expected(flag)
+    file = tmp_path / "flags.yaml"
+    for key in (name, name.replace("-", "_")):
+        file.write_text(json.dumps({key: value}))
+        assert outcome(["--config", str(file)], flag) == expected(flag)
+
+
+@pytest.mark.parametrize("name", list(filter(is_picky, NAMES)))
+def test_a_known_flag_of_the_wrong_type_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--{name} must be"):
+        parse([f"--{name}=nonsense"], Environment())
+
+
+def test_the_variable_of_an_absent_flag_is_met_like_the_flag() -> None:
+    with pytest.raises(ConfigError, match="BANYAN_ENABLE_LORA is not available"):
+        parse([], read_environment({"BANYAN_ENABLE_LORA": "1"}))
+    config = parse([], read_environment({"BANYAN_CUDA_GRAPH_BS": "1 2"}))
+    assert "BANYAN_CUDA_GRAPH_BS is accepted" in config.observe.notes[0]
