@@ -129,9 +129,7 @@ class Rows:
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         out = self._library.empty(x.shape)
-        self._library.call(
-            "bn_add", x.shape[0], *_rows(x), *_rows(y), out.data_ptr(), x.shape[-1]
-        )
+        self._library.call("bn_add", x.shape[0], *_rows(x), *_rows(y), out.data_ptr(), x.shape[-1])
         return out
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
@@ -189,14 +187,18 @@ def _rows(x: Tensor) -> tuple[int, int]:
 
 def _whole(x: Tensor) -> int:
     """Address of a contiguous fp32 tensor."""
-    assert x.dtype == torch.float32 and x.is_contiguous(), f"expected contiguous fp32, got {x.dtype}"
+    assert x.dtype == torch.float32 and x.is_contiguous(), (
+        f"expected contiguous fp32, got {x.dtype}"
+    )
     return x.data_ptr()
 
 
 def _supports(spec: OpSpec) -> str | None:
     if isinstance(spec.toolkit, str):
         return spec.toolkit
-    return None if spec.dtype == torch.float32 else f"computes in fp32, activations are {spec.dtype}"
+    return (
+        None if spec.dtype == torch.float32 else f"computes in fp32, activations are {spec.dtype}"
+    )
 
 
 def _kernel(method: Callable[..., object]) -> Kernel:

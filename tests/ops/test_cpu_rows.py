@@ -1,0 +1,192 @@
+"""The compiled row-wise ops against the plain ones, in every instruction set of this machine."""
+
+import math
+
+import pytest
+import torch
+
+from banyan.ops import reference
+from banyan.ops.cpu.build import BuildError, cached_library
+from banyan.ops.cpu.library import Library
+from banyan.ops.cpu.rows import Rows
+
+EPS = 1e-5
+
+
+@pytest.fixture(scope="module")
+def path():
+    try:
+        return cached_library()
+    except BuildError as error:
+        pytest.skip(f"the compiled kernels cannot be built here: {error}")
+
+
+@pytest.fixture(params=[("base", 1), ("avx2", 1), ("amx", 2)], ids=str)
+def rows(request, path):
+    isa, threads = request.param
+    library = Library(path, threads, isa)  # at most what the machine has
+    yield Rows(library)
+    library.close()
+
+
+def random(*shape, seed=0, scale=1.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def strided(x, room=5):
+    """The same values as part of wider rows."""
+    wide = torch.full((x.shape[0], x[0].numel() + room), math.nan)
+    part = wide[:, : x[0].numel()]
+    part.copy_(x.flatten(1))
+    return part.unflatten(1, x.shape[1:]) if x.dim() == 3 else part
+
+
+def assert_equal_alone(run, *inputs):
+    """Bit for bit: each row by itself gives what it gives among the others."""
+    together = run(*inputs)
+    together = together if isinstance(together, tuple) else (together,)
+    for row in range(inputs[0].shape[0]):
+        alone = run(*(x[row : row + 1] for x in inputs))
+        alone = alone if isinstance(alone, tuple) else (alone,)
+        for one, all_rows in zip(alone, together, strict=True):
+            assert torch.equal(one[0].view(torch.int32), all_rows[row].view(torch.int32))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 67])
+@pytest.mark.parametrize("dim", [1, 7, 64, 577, 2048])
+def test_norms_equal_the_reference_and_each_row_its_own(rows, tokens, dim):
+    x, y = strided(random(tokens, dim, scale=3.0)), strided(random(tokens, dim, seed=1), 3)
+    weight, bias = random(dim, seed=2), random(dim, seed=3)
+
+    torch.testing.assert_close(
+        rows.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), rtol=2e-6, atol=1e-6
+    )
+    torch.testing.assert_close(
+        rows.add_rms_norm(x, y, weight, EPS),
+        reference.add_rms_norm(x, y, weight, EPS),
+        rtol=2e-6,
+        atol=1e-6,
+    )
+    for offset in (None, bias):
+        torch.testing.assert_close(
+            rows.layer_norm(x, weight, offset, EPS),
+            reference.layer_norm(x, weight, offset, EPS),
+            rtol=1e-5,
+            atol=4e-6,
+        )
+    assert_equal_alone(lambda x: rows.rms_norm(x, weight, EPS), x)
+    assert_equal_alone(lambda x, y: rows.add_rms_norm(x, y, weight, EPS), x, y)
+    assert_equal_alone(lambda x: rows.layer_norm(x, weight, bias, EPS), x)
+
+
+def test_layer_norm_keeps_its_precision_far_from_zero(rows):
+    x, weight = random(3, 577) + 1000.0, torch.ones(577)
+
+    exact = torch.nn.functional.layer_norm(x.double(), (577,), weight.double(), None, EPS)
+    torch.testing.assert_close(
+        rows.layer_norm(x, weight, None, EPS).double(), exact, rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 100])
+def test_a_norm_of_heads_takes_each_head_by_itself(rows, head_dim):
+    x, weight = strided(random(5, 3, head_dim)), random(head_dim, seed=1)
+
+    torch.testing.assert_close(
+        rows.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), rtol=2e-6, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("head_dim", "pairs"), [(64, 32), (80, 40), (80, 16), (6, 3)])
+def test_rotation_equals_the_reference_and_leaves_the_rest(rows, head_dim, pairs):
+    q, k = strided(random(9, 3, head_dim)), strided(random(9, 1, head_dim, seed=1))
+    cos, sin = random(9, pairs, seed=2).cos(), random(9, pairs, seed=2).sin()
+
+    torch.testing.assert_close(
+        rows.rotary(q, k, cos, sin), reference.rotary(q, k, cos, sin), rtol=1e-6, atol=1e-6
+    )
+    assert_equal_alone(rows.rotary, q, k, cos, sin)
+
+
+def test_angles_are_exact_at_a_million(rows):
+    positions = torch.tensor([0, 1, 77, 4095, 131_071, 1_000_000])
+    frequencies = 10_000.0 ** (-torch.arange(0, 64, 2) / 64.0)
+
+    cos, sin = rows.rotary_angles(positions, frequencies, 1.25)
+
+    angles = (positions.unsqueeze(1).float() * frequencies).double()
+    torch.testing.assert_close(cos, (angles.cos() * 1.25).float(), rtol=3e-7, atol=1e-7)
+    torch.testing.assert_close(sin, (angles.sin() * 1.25).float(), rtol=3e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("dim", [1, 13, 64, 1537])
+@pytest.mark.parametrize("op", ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"])
+def test_gates_equal_the_reference_in_fp64(rows, op, dim):
+    x = strided(random(7, 2 * dim, scale=4.0))
+
+    expected = getattr(reference, op)(x.double()).float()
+
+    torch.testing.assert_close(getattr(rows, op)(x), expected, rtol=2e-6, atol=1e-6)
+    assert_equal_alone(getattr(rows, op), x)
+
+
+def test_gates_saturate_and_pass_what_is_not_a_number_on(rows):
+    gate = torch.tensor([-math.inf, -1e30, -200.0, -50.0, -20.0, 0.0, 20.0, 1e30, math.inf])
+    x = torch.cat([gate, torch.ones(9)]).unsqueeze(0)
+    nan = torch.full((1, 18), math.nan)
+
+    for op in ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"):
+        out = getattr(rows, op)(x)[0]
+        torch.testing.assert_close(out[1:6], torch.zeros(5), atol=1e-6, rtol=0)
+        torch.testing.assert_close(out[6:], gate[6:])
+        assert getattr(rows, op)(nan).isnan().all()
+
+
+def test_gelu_keeps_its_relative_precision_in_the_tail(rows):
+    x = torch.linspace(-12.0, 12.0, 4001)
+
+    out = rows.gelu_and_mul(torch.cat([x, torch.ones(4001)]).unsqueeze(0))[0]
+
+    exact = x.double() * 0.5 * torch.special.erfc(-x.double() / math.sqrt(2))
+    torch.testing.assert_close(out.double(), exact, rtol=2e-5, atol=1e-30)
+
+
+@pytest.mark.parametrize("dim", [1, 33, 20_001])
+def test_logits_are_scaled_and_capped(rows, dim):
+    logits = strided(random(5, dim, scale=40.0))
+
+    for scale, cap in ((1.0, 0.0), (0.25, 0.0), (0.5, 30.0)):
+        expected = reference.scale_logits(logits.double(), scale, cap)
+        torch.testing.assert_close(
+            rows.scale_logits(logits, scale, cap), expected.float(), rtol=1e-6, atol=1e-7
+        )
+    tiny = torch.tensor([[1e-20, -1e-7, 0.0]])
+    torch.testing.assert_close(rows.scale_logits(tiny, 1.0, 30.0), tiny, rtol=3e-7, atol=0)
+
+
+def test_sums_copies_and_selections_are_exact(rows):
+    x, y = strided(random(9, 37)), strided(random(9, 37, seed=1))
+
+    assert torch.equal(rows.add(x, y), x + y)
+    assert torch.equal(
+        rows.concat([x, y[:, :5], x[:, 30:]]), torch.cat([x, y[:, :5], x[:, 30:]], 1)
+    )
+    torch.testing.assert_close(
+        rows.gelu_tanh(x), reference.gelu_tanh(x.double()).float(), rtol=2e-6, atol=1e-6
+    )
+    for dtype in (torch.int32, torch.int64):
+        index = torch.tensor([8, 0, 0, 3], dtype=dtype)
+        assert torch.equal(rows.select_rows(x, index), x[index.long()])
+
+
+def test_a_recording_runs_for_fewer_rows_than_it_was_made_for(rows):
+    x, weight, gate_up = random(6, 40), random(40, seed=1), random(6, 80, seed=2)
+    library = rows._library
+
+    recording = library.record(
+        lambda: rows.add_rms_norm(rows.silu_and_mul(gate_up), x, weight, EPS)[0], 6, 2
+    )
+    recording.run(4, 4, 1)
+
+    expected = reference.add_rms_norm(reference.silu_and_mul(gate_up), x, weight, EPS)[0]
+    torch.testing.assert_close(recording.result[:4], expected[:4], rtol=3e-6, atol=1e-6)
