@@ -1,0 +1,31 @@
+"""gpt-oss: calls are messages to functions.NAME, mostly in the commentary channel.
+
+Source: as of frontend.harmony, which reads the messages.
+"""
+
+from banyan.frontend import harmony
+from banyan.frontend.incremental import Arriving, Reading
+from banyan.frontend.tools.base import Outcome, ToolFormat, arguments_json, attempt
+
+
+def _read(source: Arriving, out: Outcome) -> Reading[None]:
+    mark = ""
+    while mark or (mark := (yield from source.until(harmony.OPENERS, out.say))):
+        header = yield from harmony.header(source, mark)
+        if header is None:
+            out.say(mark)
+            mark = ""
+            continue
+        if header.tool:
+            yield from attempt(source, out, header.raw, _call(source, out, header.tool))
+        mark = harmony.after((yield from source.until(harmony.ENDERS, out.say)))
+
+
+def _call(source: Arriving, out: Outcome, name: str) -> Reading[None]:
+    out.begin(name)
+    yield from arguments_json(source, out)
+    out.end()
+    yield from source.spaces()
+
+
+FORMAT = ToolFormat(_read, harmony.MARKERS)
