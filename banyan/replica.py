@@ -22,8 +22,8 @@ from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.orders import RANK, Orders
 from banyan.engine.processes import Child, spawn
 from banyan.engine.spec import CoreSpec
-from banyan.memory.groups import FULL, CacheGroup
-from banyan.memory.sizing import MemoryPlan, plan_memory
+from banyan.memory.groups import WINDOW
+from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
 from banyan.messages.events import Ready
 from banyan.messages.link import PrivateFolder
 from banyan.messages.plan import StepPlan
@@ -117,7 +117,7 @@ def core_spec(config: Config, memory: MemoryPlan) -> CoreSpec:
     """What the decisions of this replica depend on."""
     schedule = config.schedule
     return CoreSpec(
-        groups=(CacheGroup(FULL, memory.page_tokens, memory.num_pages),),
+        groups=memory.groups,
         limits=Limits(
             max_running=memory.max_running,
             chunk_tokens=schedule.chunk_tokens if schedule.chunk_tokens > 0 else UNLIMITED,
@@ -236,15 +236,23 @@ class OtherRanks:
 
 def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPlan:
     found = opened.platform.memory()
-    page_bytes = KVStore.bytes_per_page(
-        card, config.cache.page_size, opened.ops.cache_dtype, opened.mesh.size
-    )
+    page_size, dtype = config.cache.page_size, opened.ops.cache_dtype
+    groups = [
+        GroupBytes(
+            kind=kind,
+            page_bytes=KVStore.bytes_per_page(
+                card, len(layers), page_size, dtype, opened.mesh.size
+            ),
+            window=card.window if kind == WINDOW else 0,
+        )
+        for kind, layers in card.layers_by_kind().items()
+    ]
     tp = config.parallel.tp if opened.device.type == "cpu" else 1  # ranks share host memory
     return plan_memory(
         config.cache,
         config.schedule,
         context_length=config.model.context_length or card.context_length,
-        page_bytes=page_bytes,
+        groups=groups,
         weight_bytes=found.ours_bytes,
         total_bytes=found.total_bytes // tp,
         free_bytes=found.free_bytes // tp,
@@ -252,15 +260,16 @@ def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPl
 
 
 def _runner_sizes(card: ModelCard, memory: MemoryPlan, chunk_tokens: int) -> RunnerSizes:
-    layers = tuple(range(card.num_layers))
+    layers = card.layers_by_kind().values()
+    chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
     return RunnerSizes(
         max_slots=memory.max_running,
         max_length=memory.max_request_tokens,
-        groups=(GroupLayout(memory.page_tokens, memory.num_pages, layers),),
-        max_tokens=min(
-            chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens
-        )
-        + memory.max_running,
+        groups=tuple(
+            GroupLayout(group.page_tokens, group.num_pages, tuple(mine))
+            for group, mine in zip(memory.groups, layers, strict=True)
+        ),
+        max_tokens=chunk + memory.max_running,
     )
 
 

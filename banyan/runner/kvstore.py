@@ -68,11 +68,13 @@ class KVStore:
                     pages[copy.dst].copy_(pages[copy.src])
 
     @staticmethod
-    def bytes_per_page(card: ModelCard, page_size: int, dtype: torch.dtype, tp: int) -> int:
-        """Bytes that one page of all the model's layers takes on one of `tp` ranks."""
+    def bytes_per_page(
+        card: ModelCard, num_layers: int, page_size: int, dtype: torch.dtype, tp: int
+    ) -> int:
+        """Bytes that one page of a group of `num_layers` layers takes on one of `tp` ranks."""
         kv_heads = max(1, card.num_kv_heads // tp)
         token_bytes = 2 * kv_heads * card.head_dim * dtype.itemsize
-        return card.num_layers * page_size * token_bytes
+        return num_layers * page_size * token_bytes
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,67 @@
+"""From bytes to pages: what is laid out fits, and window groups get what their requests need."""
+
+import pytest
+from banyan.base.errors import CapacityError
+from banyan.config.schema import CacheConfig, ScheduleConfig
+from banyan.memory.groups import FULL, WINDOW
+from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
+
+GIB = 1 << 30
+FULL_LAYERS = GroupBytes(FULL, 1 << 16)
+WINDOW_LAYERS = GroupBytes(WINDOW, 5 << 16, window=512)
+
+
+def plan(
+    *groups: GroupBytes,
+    free: int = 4 * GIB,
+    tokens: int = 0,
+    running: int = 0,
+    chunk: int = 512,
+    context: int = 32768,
+) -> MemoryPlan:
+    return plan_memory(
+        CacheConfig(max_total_tokens=tokens),
+        ScheduleConfig(max_running=running, chunk_tokens=chunk),
+        context_length=context,
+        groups=groups,
+        weight_bytes=0,
+        total_bytes=16 * GIB,
+        free_bytes=free,
+    )
+
+
+@pytest.mark.parametrize("groups", [(FULL_LAYERS,), (FULL_LAYERS, WINDOW_LAYERS), (WINDOW_LAYERS,)])
+@pytest.mark.parametrize("free", [GIB // 16, GIB, 5 * GIB])
+def test_what_is_laid_out_fits_into_its_share_and_one_page_more_would_not(groups, free):
+    laid = plan(*groups, free=free, running=4)
+    used = sum(
+        (group.num_pages - 1) * asked.page_bytes
+        for group, asked in zip(laid.groups, groups, strict=True)
+    )
+    assert used <= free // 4
+    assert used > free // 4 - 2 * sum(g.page_bytes for g in groups)
+    assert laid.cache_bytes == used + sum(g.page_bytes for g in groups)
+
+
+def test_a_window_group_holds_every_running_request_at_its_peak():
+    laid = plan(FULL_LAYERS, WINDOW_LAYERS, running=4, tokens=100_000)
+    full, window = laid.groups
+    peak = window.peak_pages(1 << 30, chunk=512)
+    assert window.num_pages - 1 >= 4 * peak
+    assert window.num_pages < full.num_pages / 2
+
+
+def test_pages_of_a_window_make_room_for_more_tokens():
+    mixed = plan(FULL_LAYERS, WINDOW_LAYERS, running=2)
+    full = plan(FULL_LAYERS, GroupBytes(FULL, WINDOW_LAYERS.page_bytes), running=2)
+    assert mixed.max_total_tokens > 2 * full.max_total_tokens
+
+
+def test_a_cache_of_fixed_size_that_does_not_fit_is_refused_with_numbers():
+    with pytest.raises(CapacityError, match="100000 cache tokens need 390 MiB, 300 MiB are free"):
+        plan(FULL_LAYERS, tokens=100_000, free=300 << 20)
+
+
+def test_memory_for_less_than_two_pages_is_refused():
+    with pytest.raises(CapacityError, match="at least 2 pages of 16 tokens"):
+        plan(FULL_LAYERS, free=1 << 17)
