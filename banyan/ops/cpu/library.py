@@ -44,7 +44,17 @@ _TYPES = {
 _VIEWS = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
-        *("view", "_unsafe_view", "alias", "detach", "slice", "select", "split", "unsqueeze"),
+        *(
+            "view",
+            "_unsafe_view",
+            "alias",
+            "lift_fresh",
+            "detach",
+            "slice",
+            "select",
+            "split",
+            "unsqueeze",
+        ),
         *("split_with_sizes", "squeeze", "permute", "transpose", "t", "unbind", "expand"),
         *("as_strided", "narrow", "chunk"),
     )
