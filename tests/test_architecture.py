@@ -35,7 +35,11 @@ ARROWS = {
     "runner": "base config messages models layers parallel ops platform transfer memory.groups",
 }
 """Room -> what it may import of the house, itself aside."""
-COMPOSITION_ROOTS = ("cli", "replica.py", "compose.py", "llm.py", "launch_server.py", "__main__.py")
+COMPOSITION_ROOTS = (
+    *("cli", "replica.py", "compose.py", "llm.py", "__main__.py", "check_env.py"),
+    *("launch_server.py", "launch_router.py", "launch_lb.py"),
+    *("bench_serving.py", "bench_one_batch.py", "bench_offline_throughput.py"),
+)
 NO_TORCH = (
     *("base", "formats", "config", "messages", "memory", "scheduler", "engine", "grammar", "sim"),
     *("frontend", "server"),

@@ -14,6 +14,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "chat": "banyan.cli.chat:chat",
         "replay": "banyan.cli.replay:replay",
         "bench": "banyan.cli.bench:main",
+        "config": "banyan.cli.config:config",
         "doctor": "banyan.cli.doctor:doctor",
         "version": "banyan.cli.doctor:version",
     },
@@ -25,6 +26,7 @@ HELP = """banyan VERB [flags]
   chat [MODEL]    talk to a model in the terminal
   bench WHAT      measure a server or this machine's engine: serving, batch, throughput
   replay FILE     check a journal against this build
+  config [MODEL]  show the resolved configuration, and where each value came from
   doctor          show what this machine offers and what is missing
   version         the version; --json for more
 

@@ -34,6 +34,7 @@ class _Layer:
     """The values one origin gave."""
 
     origin: str
+    """Where its values come from; {} stands for the spelling."""
     values: dict[str, object] = field(default_factory=dict)
     """By schema field."""
     origins: dict[str, str] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class _Layer:
         if flag.kind == SWITCH and not isinstance(flag.sets, bool):
             value = flag.sets if value else default_of(flag)
         self.values[flag.field] = value
-        self.origins[flag.field] = f"{self.origin} {spelled}"
+        self.origins[flag.field] = self.origin.format(spelled)
 
     def compare(self, name: str, value: object, spelled: str) -> None:
         """Refuse two spellings of one flag that disagree; of one spelling, the last one wins."""
@@ -136,7 +137,7 @@ def _default_text(flag: Flag) -> str:
 
 
 def _read_arguments(argv: Sequence[str], reading: _Reading) -> _Layer:
-    layer = _Layer("flag")
+    layer = _Layer("flag {}")
     positional = ""
     for spelled, words in _split(argv):
         if not spelled:
@@ -194,7 +195,7 @@ def _split(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _read_variables(environment: Environment, reading: _Reading) -> _Layer:
-    layer = _Layer("variable")
+    layer = _Layer("variable {}")
     for name, text in environment.flags.items():
         spelled = "BANYAN_" + name.upper().replace("-", "_")
         known = spellings().get(name)
@@ -211,7 +212,7 @@ def _read_variables(environment: Environment, reading: _Reading) -> _Layer:
 
 
 def _read_file(path: str, reading: _Reading) -> _Layer:
-    layer = _Layer(f"file {path}:")
+    layer = _Layer("file " + path.replace("{", "{{").replace("}", "}}"))
     for key, value in read_flag_file(path).items():
         name = _plain(key)
         try:

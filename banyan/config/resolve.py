@@ -4,7 +4,8 @@ After this a Config does not change.
 """
 
 import os
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from types import MappingProxyType
 
 from banyan.base.errors import ConfigError
@@ -34,9 +35,26 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
 
 def resolve(config: Config, card: ModelCard, environment: Environment) -> Config:
     """`config` with every rule applied."""
+    return resolve_with_origins(config, card, environment)[0]
+
+
+def resolve_with_origins(
+    config: Config, card: ModelCard, environment: Environment
+) -> tuple[Config, dict[str, str]]:
+    """As `resolve`, with the name of the rule behind each schema field that a rule has set."""
+    origins: dict[str, str] = {}
     for rule in RULES:
-        config = rule(config, card, environment)
-    return config
+        before, config = config, rule(config, card, environment)
+        origins |= dict.fromkeys(_changed(before, config), rule.__name__)
+    return config, origins
+
+
+def _changed(before: Config, after: Config) -> Iterator[str]:
+    for part in fields(Config):
+        old, new = getattr(before, part.name), getattr(after, part.name)
+        for each in fields(old):
+            if getattr(old, each.name) != getattr(new, each.name):
+                yield f"{part.name}.{each.name}"
 
 
 def name_the_model(config: Config, card: ModelCard, environment: Environment) -> Config:

@@ -129,7 +129,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
         ["--dp-size", "1"],
         ["--disaggregation-mode", "null"],
         ["--enable-lora=false"],
-        ["--kv-cache-dtype", "auto"],
+        ["--moe-a2a-backend", "none"],
     ],
 )
 def test_a_value_that_asks_for_nothing_is_accepted_with_one_line(argv: list[str]) -> None:

@@ -157,8 +157,7 @@ NUMBERS = (
         tunes=texts("modelopt-checkpoint-save-path", "modelopt-export-path"),
     ),
     Feature(
-        "keys and values are kept in the number type of the computation",
-        asks=(Absent("kv-cache-dtype", neutral=("auto",)),),
+        "keys and values are kept without scale factors",
         tunes=texts("quantization-param-path"),
     ),
     Feature("logits are computed in float32", tunes=switches("enable-fp32-lm-head")),

@@ -1,0 +1,69 @@
+"""`banyan config [flags]`: the resolved configuration, where each value came from, the reference.
+
+What it prints is itself a file for --config.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+
+from banyan.base.log import start_logging
+from banyan.config.checkpoint import read_card
+from banyan.config.cli import Given, read, value_of
+from banyan.config.env import read_environment
+from banyan.config.flags.flag import Flag
+from banyan.config.flags.table import GROUPS
+from banyan.config.reference import reference
+from banyan.config.resolve import resolve_with_origins
+from banyan.config.sources import fetch
+
+USAGE = """banyan config [MODEL] [flags of banyan serve]
+banyan config --reference
+
+Shows the configuration that `banyan serve` would have with these flags, as a file for --config;
+after each value stands where it came from. --reference prints docs/server_arguments.md instead.
+"""
+
+_SECRET = ("api-key", "admin-api-key")
+_ORIGIN_COLUMN = 48
+
+
+def config(argv: Sequence[str]) -> int:
+    """Print the configuration or the reference; returns the exit code."""
+    if "-h" in argv or "--help" in argv:
+        print(USAGE)
+        return 0
+    if list(argv) == ["--reference"]:
+        print(reference(), end="")
+        return 0
+    environment = read_environment()
+    given = read(argv, environment)
+    start_logging("config", "warning")
+    path = fetch(given.config.model, environment)
+    card = read_card(path, given.config.model.load_format)
+    resolved, rules = resolve_with_origins(given.config, card, environment)
+    origins = {**given.origins, **{field: f"rule {rule}" for field, rule in rules.items()}}
+    for line in _lines(Given(resolved, origins)):
+        print(line)
+    for note in resolved.observe.notes:
+        print(note, file=sys.stderr)
+    return 0
+
+
+def _lines(given: Given) -> Iterator[str]:
+    for title, flags in GROUPS:
+        yield f"# {title}"
+        for flag in flags:
+            text = f"{flag.name}: {_as_yaml(flag, value_of(given.config, flag))}"
+            yield f"{text:<{_ORIGIN_COLUMN}} # {given.origins.get(flag.field, 'default')}"
+
+
+def _as_yaml(flag: Flag, value: object) -> str:
+    """`value` as --config takes it; null where the flag is not to be given."""
+    if flag.name in _SECRET and value:
+        return "null"
+    if isinstance(flag.sets, int) and not isinstance(flag.sets, bool):
+        value = value == flag.sets
+    if value in ("", ()) or (value == 0 and not isinstance(value, bool) and flag.low > 0):
+        return "null"
+    return json.dumps(value, ensure_ascii=False)

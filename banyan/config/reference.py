@@ -1,0 +1,177 @@
+"""The reference of every flag and variable, docs/server_arguments.md, made from the tables."""
+
+from collections.abc import Iterable, Iterator
+
+from banyan.config.cli import default_of
+from banyan.config.flags.absent import FEATURES, REPLACED
+from banyan.config.flags.absent_later import LATER_FEATURES
+from banyan.config.flags.flag import SWITCH, Absent, Feature, Flag
+from banyan.config.flags.table import CONFIG_FILE, GROUPS, known_flags
+from banyan.config.variables import HONOURED, IDLE, LIBRARIES, REFUSED
+
+_HEAD = """# Server arguments
+
+Printed by `banyan config --reference`; a test keeps this file equal to it.
+
+Flags go on the command line of `banyan serve` and `python -m banyan.launch_server`, into a YAML
+file (`--config FILE`: dashes or underscores, lists, booleans and mappings as YAML has them; unknown
+keys are errors), or into variables (`--page-size` is `BANYAN_PAGE_SIZE`). The command line wins
+over variables, and those over the file. `banyan config` with the same flags prints what they come
+to, and where each value is from.
+
+"""
+
+CONFIG_FILE_PROOF = (
+    "tests/config/test_file.py::test_a_file_in_the_form_of_the_documents_is_understood"
+)
+
+_PROOF_LEGEND = """
+*Proof* names the test that fails when the flag has no effect.
+"""
+
+
+def count_line() -> str:
+    """How many of the known server arguments work; the README shows it too."""
+    outcomes = [_outcome(flag) for flag in known_flags() if flag.documented]
+    works = outcomes.count("works") + 1 + sum(len(f.old) for _, fs in GROUPS for f in fs)
+    noted, refused = outcomes.count("noted"), outcomes.count("refused")
+    return (
+        f"Of SGLang's {works + noted + refused} documented server arguments {works} work, "
+        f"{noted} are accepted with a line because nothing is left for them to do, and {refused} "
+        "are refused with a line that says why and what to use."
+    )
+
+
+def reference() -> str:
+    """The whole page."""
+    return "\n".join(
+        [
+            _HEAD + count_line() + "\n" + _PROOF_LEGEND,
+            *_working(),
+            *_noted(),
+            *_refused(),
+            *_replaced(),
+            *_variables(),
+        ]
+    )
+
+
+def _outcome(flag: object) -> str:
+    if isinstance(flag, Flag):
+        return "works"
+    if isinstance(flag, Absent):
+        return "refused" if flag.is_refused else "noted"
+    by_name = {known.name: known for known in known_flags()}
+    return _outcome(by_name[flag.successor])  # type: ignore[attr-defined]
+
+
+def _working() -> Iterator[str]:
+    yield "## Flags that work\n"
+    yield f"`--{CONFIG_FILE} FILE` names a YAML or JSON file of flags. Proof:"
+    yield f"`{CONFIG_FILE_PROOF.removeprefix('tests/')}`.\n"
+    for title, flags in GROUPS:
+        yield f"### {title}\n"
+        yield from _table("flag", "value", "default", "meaning", "proof")
+        for flag in flags:
+            yield from _row(
+                _names(flag.name, *flag.aliases, *flag.old),
+                f"`{_cell(flag.metavar)}`" if flag.metavar else "",
+                _default(flag),
+                flag.help,
+                f"`{flag.proof.removeprefix('tests/')}`" if flag.proof else "",
+            )
+        yield ""
+
+
+def _noted() -> Iterator[str]:
+    yield "## Flags that are accepted with a line\n"
+    yield "They tune what does not exist here, or ask for what is so already.\n"
+    yield from _table("flags", "why nothing is left to do")
+    for part in _features():
+        if part.tunes:
+            yield from _row(_all_names(part.tunes), part.why)
+    yield ""
+
+
+def _refused() -> Iterator[str]:
+    yield "## Flags that are refused\n"
+    yield "A value in brackets asks for nothing, and is accepted.\n"
+    yield from _table("flags", "why", "what to use")
+    for part in _features():
+        if part.asks:
+            yield from _row(_all_names(part.asks), part.why, part.use or "leave it out")
+    yield ""
+
+
+def _replaced() -> Iterator[str]:
+    yield "## Old names\n"
+    yield from _table("flag", "read as")
+    for flag in REPLACED:
+        yield from _row(_names(flag.name), f"`--{flag.successor} {flag.value}`")
+    for _, flags in GROUPS:
+        for flag in flags:
+            for old in flag.old:
+                yield from _row(_names(old), f"`--{flag.name}`")
+    yield ""
+
+
+def _variables() -> Iterator[str]:
+    yield "## Environment variables\n"
+    yield "Every flag can be set as `BANYAN_<FLAG>`. Of other tools' variables these count:\n"
+    for name in (*HONOURED, *LIBRARIES):
+        yield f"- `{name}`"
+    yield "\nRefused when they ask for something:\n"
+    yield from _table("variable", "why", "what to use")
+    for name, refusal in REFUSED.items():
+        yield from _row(f"`{name}`", refusal.why, refusal.use)
+    yield "\nReported without an effect:\n"
+    yield from _table("variable", "why")
+    for name, why in IDLE.items():
+        yield from _row(f"`{name}`", why)
+    yield ""
+
+
+def _features() -> tuple[Feature, ...]:
+    """Every feature once per reason, those of later releases joined to the same reason."""
+    joined: dict[tuple[str, str], Feature] = {}
+    for part in (*FEATURES, *LATER_FEATURES):
+        first = joined.get((part.why, part.use), Feature(part.why, part.use))
+        joined[part.why, part.use] = Feature(
+            part.why, part.use, first.asks + part.asks, first.tunes + part.tunes
+        )
+    return tuple(joined.values())
+
+
+def _all_names(flags: Iterable[Absent]) -> str:
+    return ", ".join(_names(flag.name, *flag.aliases) + _neutral(flag) for flag in flags)
+
+
+def _neutral(flag: Absent) -> str:
+    values = ", ".join(f"`{'{}' if value == {} else value}`" for value in flag.neutral)
+    return f" ({values})" if values else ""
+
+
+def _names(*names: str) -> str:
+    return ", ".join(f"`--{name}`" for name in names)
+
+
+def _default(flag: Flag) -> str:
+    default = default_of(flag)
+    if flag.kind == SWITCH:
+        return "off"
+    if default in ("", (), {}) or (default == 0 and flag.low > 0):
+        return ""
+    return f"`{default}`"
+
+
+def _table(*titles: str) -> Iterator[str]:
+    yield f"| {' | '.join(titles)} |"
+    yield f"|{'---|' * len(titles)}"
+
+
+def _row(*cells: str) -> Iterator[str]:
+    yield f"| {' | '.join(cells)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
