@@ -1,0 +1,95 @@
+"""Sampling and log-probabilities in compiled code: all rows of a step in one call.
+
+Tokens equal the definition in ops/sampling.py bit for bit in every instruction set. What an op is
+told about its rows lies on the host and differs from step to step, so it runs at once and is never
+recorded.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banyan.ops.bind import Kernel, OpSpec
+from banyan.ops.cpu.library import Library
+from banyan.ops.sampling import SampleRows
+
+
+class Sampling:
+    """The ops on the threads of one library."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def sample(self, logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
+        count, vocab = logits.shape
+        tokens = self._library.empty((count,), torch.int64)
+        best = self._library.empty((count,))
+        masks, addends = rows.masks, rows.addends
+        self._library.call(
+            "bn_sample",
+            count,
+            logits.data_ptr(),
+            logits.stride(0),
+            vocab,
+            _address(rows.params),
+            _address(rows.positions),
+            _address(rows.slots),
+            rows.history.data_ptr(),
+            rows.history.stride(0),
+            _address(masks.bits) if masks else 0,
+            _address(masks.of_row) if masks else 0,
+            masks.bits.shape[1] if masks else 0,
+            _address(addends.offsets) if addends else 0,
+            _address(addends.ids) if addends else 0,
+            _address(addends.values) if addends else 0,
+            tokens.data_ptr(),
+            best.data_ptr(),
+        )
+        return tokens, best
+
+    def logprobs(
+        self,
+        logits: Tensor,
+        temperatures: np.ndarray,
+        tokens: Tensor,
+        top: int,
+        picked: np.ndarray,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        count, vocab = logits.shape
+        num_picked = picked.shape[1]
+        logprobs = self._library.empty((count,))
+        top_ids = self._library.empty((count, top), torch.int32)
+        top_logprobs = self._library.empty((count, top))
+        picked_logprobs = self._library.empty((count, num_picked))
+        self._library.call(
+            "bn_logprobs",
+            count,
+            logits.data_ptr(),
+            logits.stride(0),
+            vocab,
+            _address(temperatures),
+            tokens.data_ptr(),
+            top,
+            _address(picked),
+            num_picked,
+            logprobs.data_ptr(),
+            top_ids.data_ptr(),
+            top_logprobs.data_ptr(),
+            picked_logprobs.data_ptr(),
+        )
+        return logprobs, top_ids, top_logprobs, picked_logprobs
+
+
+def _address(array: np.ndarray) -> int:
+    assert array.flags.c_contiguous
+    return array.ctypes.data
+
+
+def _supports(spec: OpSpec) -> str | None:
+    if spec.device.type != "cpu":
+        return f"tensors are on {spec.device.type}"
+    return None if isinstance(spec.toolkit, Library) else str(spec.toolkit)
+
+
+sample = Kernel(supports=_supports, make=lambda library: Sampling(library).sample)
+logprobs = Kernel(supports=_supports, make=lambda library: Sampling(library).logprobs)
