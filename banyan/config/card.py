@@ -13,8 +13,9 @@ WINDOW = "window"
 class RopeFacts:
     """Rotary embedding: base frequency and how it is stretched beyond the trained length.
 
-    `kind` is default | linear | dynamic | llama3 | yarn; the other numbers keep the names and
-    meaning of the Hugging Face `rope_scaling` dictionary (Llama 3 and YaRN papers).
+    `kind` is none (no rotation) | default | linear | dynamic | llama3 | yarn | longrope; the other
+    numbers keep the names and meaning of the Hugging Face `rope_scaling` dictionary (Llama 3, YaRN
+    and LongRoPE papers).
     """
 
     theta: float = 10000.0
@@ -29,6 +30,10 @@ class RopeFacts:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    """longrope: what each frequency is divided by within the original length …"""
+    long_factor: tuple[float, ...] = ()
+    """… and when requests may be longer."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,10 @@ class ModelCard:
     norm_eps: float = 1e-5
     hidden_act: str = "silu"
     rope: RopeFacts = field(default_factory=RopeFacts)
+    window_rope: RopeFacts | None = None
+    """RoPE of "window" layers where it differs from the others'."""
+    rotary_dim: int = 0
+    """Leading dimensions of a head that rotate; 0 = all."""
     tie_embeddings: bool = False
     attention_bias: bool = False
     """Bias on the q, k, v projections."""
@@ -67,6 +76,16 @@ class ModelCard:
     layer_kinds: tuple[str, ...] = ()
     window: int = 0
     """Tokens that a "window" layer sees, its own position included."""
+    attention_scale: float = 0.0
+    """Factor on q·k; 0 = 1/sqrt(head_dim)."""
+    attention_cap: float = 0.0
+    """Attention logits become cap·tanh(logits/cap); 0 = off."""
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor on what each block adds to the residual stream."""
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+    """Final logits become cap·tanh(logits/cap); 0 = off."""
     dtype: str = "float32"
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -74,3 +93,15 @@ class ModelCard:
 
     def kind_of(self, layer: int) -> str:
         return self.layer_kinds[layer] if self.layer_kinds else FULL
+
+    def layers_by_kind(self) -> dict[str, list[int]]:
+        """Kind -> its layers; kinds in the order of their first layers, which numbers the cache
+        groups."""
+        found: dict[str, list[int]] = {}
+        for layer in range(self.num_layers):
+            found.setdefault(self.kind_of(layer), []).append(layer)
+        return found
+
+    def rope_of(self, layer: int) -> RopeFacts:
+        is_window = self.kind_of(layer) == WINDOW
+        return self.window_rope if is_window and self.window_rope is not None else self.rope

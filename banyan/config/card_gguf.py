@@ -10,14 +10,8 @@ from collections import Counter
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
 from banyan.config.card import ModelCard, RopeFacts
-from banyan.config.card_hub import (
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_LENGTH,
-    MAX_VOCAB,
-    MAX_WIDTH,
-    unknown_architecture,
-)
+from banyan.config.card_families import MAX_LENGTH, MAX_WIDTH
+from banyan.config.card_hub import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, unknown_architecture
 from banyan.config.facts import Facts
 from banyan.formats.gguf import GGUFFile
 

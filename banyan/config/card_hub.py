@@ -6,22 +6,20 @@ Source: the configuration classes' documented keys; `rope_parameters` is the lat
 
 import json
 import os
-from collections.abc import Callable
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
-from banyan.config.card import FULL, WINDOW, ModelCard, RopeFacts
+from banyan.config.card import ModelCard, RopeFacts
+from banyan.config.card_families import FAMILIES, MAX_LENGTH, MAX_WIDTH, Family
 from banyan.config.facts import Facts
 
 MAX_CONFIG_BYTES = 4 << 20
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
-MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 22
-MAX_LENGTH = 1 << 26
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-_LAYER_KINDS = {"full_attention": FULL, "sliding_attention": WINDOW}
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_MAX_PAIRS = 4096
 
 
 def read_hub_folder(path: str) -> ModelCard:
@@ -29,21 +27,22 @@ def read_hub_folder(path: str) -> ModelCard:
     raw = _read_json(os.path.join(path, "config.json"), is_needed=True)
     facts = Facts(raw, os.path.join(path, "config.json"))
     architecture = _architecture(facts, path)
-    return ARCHITECTURES[architecture](facts, path, architecture)
+    family = FAMILIES[architecture]
+    return family.more(facts, _card(facts, path, architecture, family))
 
 
 def _architecture(facts: Facts, path: str) -> str:
     listed = [name for name in facts.listed("architectures") if isinstance(name, str)]
-    known = [name for name in listed if name in ARCHITECTURES]
+    known = [name for name in listed if name in FAMILIES]
     if known:
         return known[0]
     if facts.has("auto_map"):
         raise ModelError(
             f"{printable(path)!r} brings its own code ({printable(str(listed[:1]))}), and code of "
             "a model repository is never run",
-            hint=f"known here: {', '.join(ARCHITECTURES)}",
+            hint=f"known here: {', '.join(FAMILIES)}",
         )
-    raise unknown_architecture(", ".join(listed) or "none named", path, list(ARCHITECTURES))
+    raise unknown_architecture(", ".join(listed) or "none named", path, list(FAMILIES))
 
 
 def unknown_architecture(name: str, path: str, known: list[str]) -> ModelError:
@@ -53,43 +52,37 @@ def unknown_architecture(name: str, path: str, known: list[str]) -> ModelError:
     )
 
 
-def _llama(facts: Facts, path: str, architecture: str) -> ModelCard:
-    """The Llama family: Llama, Mistral."""
-    hidden_size = facts.integer("hidden_size", 1, MAX_WIDTH)
-    num_heads = facts.integer("num_attention_heads", 1, MAX_HEADS)
-    num_kv_heads = facts.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads)
+def _card(facts: Facts, path: str, architecture: str, family: Family) -> ModelCard:
+    """What every family has."""
     vocab_size = facts.integer("vocab_size", 1, MAX_VOCAB)
     context_length = facts.integer("max_position_embeddings", 1, MAX_LENGTH, default=2048)
     num_layers = facts.integer("num_hidden_layers", 1, MAX_LAYERS)
-    if num_heads % num_kv_heads:
-        raise facts.error("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} heads")
-    if not facts.has("head_dim") and hidden_size % num_heads:
-        raise facts.error("hidden_size", hidden_size, f"a multiple of {num_heads} heads")
-    head_dim = facts.integer("head_dim", 1, MAX_WIDTH, default=hidden_size // num_heads)
-    if head_dim % 2:
-        raise facts.error("head_dim", head_dim, "even, so that rotary embedding can pair it")
-    attention_bias = facts.flag("attention_bias", default=False)
-    kinds, window = _layer_kinds(facts, num_layers)
+    num_heads, num_kv_heads, head_dim = _heads(facts, family)
+    biases = family.biases(facts)
+    kinds, window = family.kinds(facts, num_layers)
+    rope, window_rope = _ropes(facts, family, context_length)
     return ModelCard(
         path=path,
         format="safetensors",
         architecture=architecture,
         model_type=facts.text("model_type", default="llama"),
         vocab_size=vocab_size,
-        hidden_size=hidden_size,
+        hidden_size=facts.integer("hidden_size", 1, MAX_WIDTH),
         intermediate_size=facts.integer("intermediate_size", 1, MAX_WIDTH),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         context_length=context_length,
-        norm_eps=facts.number("rms_norm_eps", 0.0, 1.0, default=1e-6),
-        hidden_act=_activation(facts),
-        rope=_rope(facts, context_length),
-        tie_embeddings=facts.flag("tie_word_embeddings", default=False),
-        attention_bias=attention_bias,
-        output_bias=attention_bias,
-        mlp_bias=facts.flag("mlp_bias", default=False),
+        norm_eps=facts.number(family.eps_key, 0.0, 1.0, default=family.eps),
+        hidden_act=_activation(facts, family),
+        rope=rope,
+        window_rope=window_rope if kinds else None,
+        rotary_dim=_rotary_dim(facts, family, head_dim),
+        tie_embeddings=facts.flag("tie_word_embeddings", default=family.tied),
+        attention_bias=biases.qkv,
+        output_bias=biases.output,
+        mlp_bias=biases.mlp,
         layer_kinds=kinds,
         window=window,
         dtype=_dtype(facts),
@@ -99,16 +92,37 @@ def _llama(facts: Facts, path: str, architecture: str) -> ModelCard:
     )
 
 
-ARCHITECTURES: dict[str, Callable[[Facts, str, str], ModelCard]] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _llama,
-}
+def _heads(facts: Facts, family: Family) -> tuple[int, int, int]:
+    """Heads, kv heads and head size."""
+    hidden_size = facts.integer("hidden_size", 1, MAX_WIDTH)
+    num_heads = facts.integer("num_attention_heads", 1, MAX_HEADS)
+    num_kv_heads = facts.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise facts.error("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} heads")
+    if not facts.has("head_dim") and not family.head_dim and hidden_size % num_heads:
+        raise facts.error("hidden_size", hidden_size, f"a multiple of {num_heads} heads")
+    default = family.head_dim or hidden_size // num_heads
+    head_dim = facts.integer("head_dim", 1, MAX_WIDTH, default=default)
+    if head_dim % 2:
+        raise facts.error("head_dim", head_dim, "even, so that rotary embedding can pair it")
+    return num_heads, num_kv_heads, head_dim
 
 
-def _activation(facts: Facts) -> str:
-    name = facts.text("hidden_act", default="silu")
-    if name != "silu":
-        raise facts.error("hidden_act", name, "silu, the one this family is built with")
+def _rotary_dim(facts: Facts, family: Family, head_dim: int) -> int:
+    own = facts.part("rope_parameters")
+    where = own if own is not None and own.has("partial_rotary_factor") else facts
+    share = where.number("partial_rotary_factor", 0.0, 1.0, default=family.rotary)
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or not rotary_dim:
+        raise where.error("partial_rotary_factor", share, f"an even part of {head_dim} dimensions")
+    return rotary_dim if rotary_dim != head_dim else 0
+
+
+def _activation(facts: Facts, family: Family) -> str:
+    name = facts.text(family.activation_key, default=family.activation)
+    if name != family.activation:
+        rule = f"{family.activation}, the one this family is built with"
+        raise facts.error(family.activation_key, name, rule)
     return name
 
 
@@ -119,38 +133,47 @@ def _dtype(facts: Facts) -> str:
     return name
 
 
-def _layer_kinds(facts: Facts, num_layers: int) -> tuple[tuple[str, ...], int]:
-    """Kind of each layer and the window in tokens; ((), 0) when every layer sees everything."""
-    if not facts.has("sliding_window") or not facts.flag("use_sliding_window", default=True):
-        return (), 0
-    window = facts.integer("sliding_window", 1, MAX_LENGTH)
-    listed = facts.listed("layer_types")
-    if not listed:
-        return (WINDOW,) * num_layers, window
-    kinds = tuple(_LAYER_KINDS.get(str(name), "") for name in listed)
-    if len(kinds) != num_layers or "" in kinds:
-        raise facts.error("layer_types", listed, f"{num_layers} of {', '.join(_LAYER_KINDS)}")
-    return (kinds, window) if WINDOW in kinds else ((), 0)
+def _ropes(facts: Facts, family: Family, context_length: int) -> tuple[RopeFacts, RopeFacts | None]:
+    """RoPE of full layers, and of window layers where theirs is another."""
+    own = facts.part("rope_parameters")
+    nested = own is not None and (own.has("full_attention") or own.has("sliding_attention"))
+    if own is not None and nested:
+        full, window = own.part("full_attention"), own.part("sliding_attention")
+        local = family.window_theta or family.rope_theta
+        return (
+            _rope(facts, full, family, family.rope_theta, context_length),
+            _rope(facts, window, family, local, context_length),
+        )
+    theta = facts.number("rope_theta", 1.0, 1e12, default=family.rope_theta)
+    rope = _rope(facts, own or facts.part("rope_scaling"), family, theta, context_length)
+    if not family.window_theta:
+        return rope, None
+    local = facts.number("rope_local_base_freq", 1.0, 1e12, default=family.window_theta)
+    return rope, RopeFacts(theta=local)
 
 
-def _rope(facts: Facts, context_length: int) -> RopeFacts:
-    own = facts.part("rope_parameters") or facts.part("rope_scaling")
-    theta = facts.number("rope_theta", 1.0, 1e12, default=10000.0)
+def _rope(
+    facts: Facts, own: Facts | None, family: Family, theta: float, context_length: int
+) -> RopeFacts:
+    """`own`: the part of `facts` that describes this rope, None when nothing does."""
     if own is None:
         return RopeFacts(theta=theta)
     kind = own.text("rope_type" if own.has("rope_type") else "type", default="default")
+    kind = (family.rope_kinds or {}).get(kind, kind)
     if kind not in ROPE_KINDS:
         raise own.error("rope_type", kind, f"one of: {', '.join(ROPE_KINDS)}")
+    theta = own.number("rope_theta", 1.0, 1e12, default=theta)
+    if kind == "default":
+        return RopeFacts(theta=theta)
     attention = own.number("attention_factor", 0.0, 1e3) if own.has("attention_factor") else None
+    length_key = "original_max_position_embeddings"
+    needs_length = kind in ("llama3", "longrope")
     return RopeFacts(
-        theta=own.number("rope_theta", 1.0, 1e12, default=theta),
+        theta=theta,
         kind=kind,
-        factor=own.number("factor", 1.0, 1e4, default=1.0 if kind == "default" else None),
-        original_length=own.integer(
-            "original_max_position_embeddings",
-            1,
-            MAX_LENGTH,
-            default=None if kind == "llama3" else context_length,
+        factor=own.number("factor", 1.0, 1e4, default=1.0 if kind == "longrope" else None),
+        original_length=(own if own.has(length_key) else facts).integer(
+            length_key, 1, MAX_LENGTH, default=None if needs_length else context_length
         ),
         low_freq_factor=own.number("low_freq_factor", 1e-3, 1e3, default=1.0),
         high_freq_factor=own.number("high_freq_factor", 1e-3, 1e3, default=4.0),
@@ -160,7 +183,21 @@ def _rope(facts: Facts, context_length: int) -> RopeFacts:
         mscale=own.number("mscale", 0.0, 1e3, default=0.0),
         mscale_all_dim=own.number("mscale_all_dim", 0.0, 1e3, default=0.0),
         truncate=own.flag("truncate", default=True),
+        short_factor=_factors(own, "short_factor", kind),
+        long_factor=_factors(own, "long_factor", kind),
     )
+
+
+def _factors(own: Facts, key: str, kind: str) -> tuple[float, ...]:
+    """The divisors of LongRoPE."""
+    listed = own.listed(key) if kind == "longrope" else []
+    numbers = [v for v in listed if isinstance(v, int | float) and not isinstance(v, bool)]
+    good = all(1e-3 <= v <= 1e6 for v in numbers)
+    if len(numbers) != len(listed) or len(listed) > _MAX_PAIRS or not good:
+        raise own.error(key, listed, "numbers from 0.001 to 1,000,000")
+    if kind == "longrope" and not listed:
+        raise own.error(key, None, "a list of numbers")
+    return tuple(float(v) for v in numbers)
 
 
 def _eos_ids(facts: Facts, path: str, vocab_size: int) -> tuple[int, ...]:

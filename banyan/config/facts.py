@@ -27,6 +27,10 @@ class Facts:
     def has(self, key: str) -> bool:
         return self._values.get(self._prefix + key) is not None
 
+    def states(self, key: str) -> bool:
+        """Whether the key is there, be it as null."""
+        return self._prefix + key in self._values
+
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):

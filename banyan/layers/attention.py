@@ -5,7 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from banyan.base.errors import ConfigError
 from banyan.layers.linear import ColumnLinear, RowLinear
+from banyan.layers.norm import RMSNorm
+from banyan.layers.rotary import Angles
 from banyan.layers.slot import ShardRule
 from banyan.layers.step import AttentionSpec, StepInputs
 from banyan.ops.api import Ops
@@ -14,7 +17,12 @@ from banyan.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of an attention block over all ranks; the rest as in AttentionSpec."""
+    """Sizes of an attention block over all ranks; the rest as in AttentionSpec.
+
+    Attributes:
+        qk_norm: "" | "head" | "width": RMSNorm of q and k before they rotate, each head by itself
+            or all heads together.
+    """
 
     layer: int
     group: int
@@ -22,9 +30,13 @@ class AttentionShape:
     heads: int
     kv_heads: int
     head_dim: int
+    scale: float
     window: int = 0
+    soft_cap: float = 0.0
     has_bias: bool = False
     has_output_bias: bool = False
+    qk_norm: str = ""
+    norm_eps: float = 0.0
 
 
 class Attention(nn.Module):
@@ -52,9 +64,15 @@ class Attention(nn.Module):
             heads=self.sizes[0] // shape.head_dim,
             kv_heads=self.sizes[1] // shape.head_dim,
             head_dim=shape.head_dim,
-            scale=shape.head_dim**-0.5,
+            scale=shape.scale,
             window=shape.window,
+            soft_cap=shape.soft_cap,
         )
+        self.qk_norm = shape.qk_norm
+        if shape.qk_norm:
+            q_dim, k_dim = self._norm_dims(shape, mesh)
+            self.q_norm = RMSNorm(q_dim, shape.norm_eps, ops, dtype, device)
+            self.k_norm = RMSNorm(k_dim, shape.norm_eps, ops, dtype, device)
         self.qkv = ColumnLinear(shape.dim, outputs, rules, shape.has_bias, mesh, ops, dtype, device)
         self.out = RowLinear(
             width,
@@ -67,12 +85,28 @@ class Attention(nn.Module):
             device,
         )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, step: StepInputs) -> Tensor:
-        """x: [tokens, dim]; cos, sin: [tokens, head_dim/2] fp32; returns [tokens, dim]."""
+    def _norm_dims(self, shape: AttentionShape, mesh: Mesh) -> tuple[int, int]:
+        if shape.qk_norm == "head":
+            return shape.head_dim, shape.head_dim
+        if mesh.size > 1:
+            raise ConfigError(
+                f"this model norms q and k over all heads, {mesh.size} ranks would each hold some",
+                hint="start it with --tp 1",
+            )
+        return self.sizes[0], self.sizes[1]
+
+    def forward(self, x: Tensor, angles: Angles | None, step: StepInputs) -> Tensor:
+        """x: [tokens, dim]; angles: cos, sin [tokens, pairs] fp32, None where nothing rotates;
+        returns [tokens, dim]."""
         q, k, v = self.qkv(x).split(self.sizes, dim=-1)
+        if self.qk_norm == "width":
+            q, k = self.q_norm(q), self.k_norm(k)
         q = q.unflatten(-1, (self.spec.heads, self.spec.head_dim))  # [tokens, heads, head_dim]
         k = k.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))
         v = v.unflatten(-1, (self.spec.kv_heads, self.spec.head_dim))
-        q, k = self.ops.rotary(q, k, cos, sin)
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        if angles is not None:
+            q, k = self.ops.rotary(q, k, *angles)
         attended = step.attention(self.spec, q, k, v)
         return self.out(attended.flatten(1))

@@ -1,4 +1,4 @@
-"""The gated feed-forward block: down(act(gate(x)) · up(x))."""
+"""The feed-forward block: down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate."""
 
 import torch
 from torch import Tensor, nn
@@ -46,3 +46,36 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.gate(self.gate_up(x)))
+
+
+class PlainMLP(nn.Module):
+    """
+    Args:
+        activation: Hugging Face name of the function ("gelu_pytorch_tanh").
+
+    Raises:
+        ModelError: an activation that is not known.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        inner: int,
+        activation: str,
+        has_bias: bool,
+        mesh: Mesh,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        known = {"gelu_pytorch_tanh": ops.gelu_tanh}
+        if activation not in known:
+            raise ModelError(f"activation {activation!r} is not one of: {', '.join(known)}")
+        self.activation = known[activation]
+        rules = {"": ShardRule(0)}
+        self.up = ColumnLinear(dim, {"": inner}, rules, has_bias, mesh, ops, dtype, device)
+        self.down = RowLinear(inner, dim, ShardRule(1), has_bias, mesh, ops, dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))

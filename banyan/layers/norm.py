@@ -1,4 +1,6 @@
-"""RMSNorm, alone or fused with the residual stream."""
+"""RMSNorm and LayerNorm, alone or together with the residual stream."""
+
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -6,6 +8,14 @@ from torch import Tensor
 from banyan.layers.slot import Layer, WeightSlot, single
 from banyan.ops.api import Ops
 from banyan.ops.stored import StoredWeight
+
+
+class Join(Protocol):
+    """How x joins the residual stream, and what the next block reads of it."""
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x joins the residual stream, or begins it: (what is read, new residual)."""
+        ...
 
 
 class RMSNorm(Layer):
@@ -28,7 +38,57 @@ class RMSNorm(Layer):
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x joins the residual stream, or begins it: (normed, new residual)."""
+        """See `Join`."""
         if residual is None:
             return self.ops.rms_norm(x, self.weight, self.eps), x
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class LayerNorm(Layer):
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        has_bias: bool,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.eps = eps
+        self.has_bias = has_bias
+        self.ops = ops
+        self.weight = torch.empty(0, dtype=dtype, device=device)  # [dim] once filled
+        self.bias: Tensor | None = None
+
+    def slots(self) -> dict[str, WeightSlot]:
+        names = ("weight", "bias") if self.has_bias else ("weight",)
+        return {name: single((self.dim,)) for name in names}
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        values = parts[0].dense.to(self.weight)
+        if slot == "weight":
+            self.weight = values
+        else:
+            self.bias = values
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `Join`."""
+        total = x if residual is None else self.ops.add(x, residual)
+        return self.forward(total), total
+
+
+class Sum:
+    """The residual stream is read as it is."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """See `Join`."""
+        total = x if residual is None else self.ops.add(x, residual)
+        return total, total

@@ -1,7 +1,10 @@
 """Rotary position embedding: the angle of every pair of dimensions at every position.
 
-RoPE (Su et al. 2021), position interpolation (Chen et al. 2023), dynamic NTK, the Llama 3 rule and
-YaRN (Peng et al. 2023). All equal transformers for the same numbers. Dynamic NTK is the one whose
+RoPE (Su et al. 2021), position interpolation (Chen et al. 2023), dynamic NTK, the Llama 3 rule,
+YaRN (Peng et al. 2023) and LongRoPE (Ding et al. 2024). All equal transformers for the same
+numbers. LongRoPE has two sets of frequencies; a server takes the long one for every request when
+its requests may be longer than the original length, because keys that were turned by one set must
+never meet queries turned by the other. Dynamic NTK is the one whose
 angles depend on a length: here a token at position p takes the length p + 1, which is what
 transformers does when a sequence is fed token by token. A prompt's cached keys are then the same
 however it was cut into chunks and whoever shares its prefix; a length taken from the whole prompt
@@ -9,13 +12,17 @@ would make them depend on tokens that come later.
 """
 
 import math
+from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.ops.api import Ops
+
+Angles = tuple[Tensor, Tensor]
+"""cos and sin, [tokens, pairs] fp32."""
 
 
 class RopeNumbers(Protocol):
@@ -45,13 +52,19 @@ class RopeNumbers(Protocol):
     def mscale_all_dim(self) -> float: ...
     @property
     def truncate(self) -> bool: ...
+    @property
+    def short_factor(self) -> tuple[float, ...]: ...
+    @property
+    def long_factor(self) -> tuple[float, ...]: ...
 
 
-class Rotary(nn.Module):
-    """Angles of one model.
+class Rotary:
+    """Angles of one model, or of its layers of one kind.
 
     Args:
+        dim: leading dimensions of a head that rotate.
         context_length: the checkpoint's trained length; dynamic NTK begins beyond it.
+        served_length: longest request; decides which set LongRoPE takes.
 
     Raises:
         ModelError: a kind that is not known.
@@ -59,90 +72,116 @@ class Rotary(nn.Module):
 
     def __init__(
         self,
-        head_dim: int,
+        dim: int,
         numbers: RopeNumbers,
         context_length: int,
+        served_length: int,
         ops: Ops,
         device: torch.device,
     ) -> None:
-        super().__init__()
         kinds = {"default": _plain, "linear": _linear, "llama3": _llama3, "yarn": _yarn}
-        kinds["dynamic"] = _plain
+        kinds |= {"dynamic": _plain, "longrope": partial(_longrope, length=served_length)}
         if numbers.kind not in kinds:
             raise ModelError(f"RoPE of kind {numbers.kind!r} is not one of: {', '.join(kinds)}")
         self.ops = ops
-        self.head_dim = head_dim
+        self.dim = dim
         self.numbers = numbers
         self.context_length = context_length
-        self.magnitude = _yarn_magnitude(numbers) if numbers.kind == "yarn" else 1.0
-        self.frequencies = kinds[numbers.kind](head_dim, numbers).to(device)  # [head_dim/2] fp32
+        self.frequencies = kinds[numbers.kind](dim, numbers).to(device)  # [dim/2] fp32
+        self.magnitude = _magnitude(numbers, context_length)
 
     def divide(self, divisors: Tensor) -> None:
-        """Slow each frequency by a factor that the checkpoint gives. divisors: [head_dim/2]"""
+        """Slow each frequency by a factor that the checkpoint gives. divisors: [dim/2]"""
         if divisors.shape != self.frequencies.shape:
             raise ModelError(
-                f"the checkpoint has {divisors.numel()} RoPE factors, heads of {self.head_dim} "
-                f"need {self.frequencies.numel()}"
+                f"the checkpoint has {divisors.numel()} RoPE factors, {self.dim} rotating "
+                f"dimensions need {self.frequencies.numel()}"
             )
         self.frequencies = self.frequencies / divisors.to(self.frequencies)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions: [tokens] int64; returns cos, sin [tokens, head_dim/2] fp32."""
+    def __call__(self, positions: Tensor) -> Angles:
+        """positions: [tokens] int64; returns cos, sin [tokens, dim/2] fp32."""
         if self.numbers.kind != "dynamic":
             return self.ops.rotary_angles(positions, self.frequencies, self.magnitude)
         angles = positions.unsqueeze(1).float() * self._stretched(positions)
         return angles.cos(), angles.sin()
 
     def _stretched(self, positions: Tensor) -> Tensor:
-        """Frequencies of each position by the NTK rule. [tokens, head_dim/2]"""
+        """Frequencies of each position by the NTK rule. [tokens, dim/2]"""
         lengths = (positions + 1).clamp(min=self.context_length).double()
-        factor, dim = self.numbers.factor, self.head_dim
+        factor, dim = self.numbers.factor, self.dim
         growth = factor * lengths / self.context_length - (factor - 1)
         theta = self.numbers.theta * growth ** (dim / (dim - 2))
         return (theta.unsqueeze(1) ** -_exponents(dim).double().to(positions.device)).float()
 
 
-def _exponents(head_dim: int) -> Tensor:
-    """2i / head_dim for every pair i. [head_dim/2] fp32"""
-    return torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+def _exponents(dim: int) -> Tensor:
+    """2i / dim for every pair i. [dim/2] fp32"""
+    return torch.arange(0, dim, 2, dtype=torch.float) / dim
 
 
-def _plain(head_dim: int, numbers: RopeNumbers) -> Tensor:
-    return 1.0 / numbers.theta ** _exponents(head_dim)
+def _plain(dim: int, numbers: RopeNumbers) -> Tensor:
+    return 1.0 / numbers.theta ** _exponents(dim)
 
 
-def _linear(head_dim: int, numbers: RopeNumbers) -> Tensor:
-    return _plain(head_dim, numbers) / numbers.factor
+def _linear(dim: int, numbers: RopeNumbers) -> Tensor:
+    return _plain(dim, numbers) / numbers.factor
 
 
-def _llama3(head_dim: int, numbers: RopeNumbers) -> Tensor:
+def _llama3(dim: int, numbers: RopeNumbers) -> Tensor:
     """Long wavelengths are divided by the factor, short ones kept, the ones between are mixed."""
-    plain = _plain(head_dim, numbers)
+    plain = _plain(dim, numbers)
     turns = numbers.original_length * plain / (2 * math.pi)  # within the trained length
     low, high = numbers.low_freq_factor, numbers.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * plain / numbers.factor + kept * plain
 
 
-def _yarn(head_dim: int, numbers: RopeNumbers) -> Tensor:
+def _yarn(dim: int, numbers: RopeNumbers) -> Tensor:
     """Dimensions that turn often keep their frequency, slow ones are divided, a ramp between."""
 
     def dimension_of(turns: float) -> float:
         length = numbers.original_length / (turns * 2 * math.pi)
-        return head_dim * math.log(length) / (2 * math.log(numbers.theta))
+        return dim * math.log(length) / (2 * math.log(numbers.theta))
 
     low, high = dimension_of(numbers.beta_fast), dimension_of(numbers.beta_slow)
     if numbers.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001
-    divided = ((torch.arange(head_dim // 2, dtype=torch.float) - low) / width).clamp(0, 1)
-    plain = _plain(head_dim, numbers)
+    divided = ((torch.arange(dim // 2, dtype=torch.float) - low) / width).clamp(0, 1)
+    plain = _plain(dim, numbers)
     return plain / numbers.factor * divided + plain * (1 - divided)
 
 
+def _longrope(dim: int, numbers: RopeNumbers, length: int) -> Tensor:
+    """Each frequency has a divisor of its own, in one set per range of lengths."""
+    is_long = length > numbers.original_length
+    divisors = numbers.long_factor if is_long else numbers.short_factor
+    if len(divisors) != dim // 2:
+        raise ModelError(f"LongRoPE has {len(divisors)} factors, {dim // 2} frequencies need one")
+    return 1.0 / (torch.tensor(divisors) * numbers.theta ** _exponents(dim))
+
+
+def _magnitude(numbers: RopeNumbers, context_length: int) -> float:
+    """Factor on cos and sin that keeps the softmax as sharp as in training."""
+    if numbers.kind == "yarn":
+        return _yarn_magnitude(numbers)
+    if numbers.kind == "longrope":
+        return _longrope_magnitude(numbers, context_length)
+    return 1.0
+
+
+def _longrope_magnitude(numbers: RopeNumbers, context_length: int) -> float:
+    """LongRoPE, section 3.3: from how far the trained length is stretched."""
+    if numbers.attention_factor is not None:
+        return numbers.attention_factor
+    stretch = numbers.factor if numbers.factor > 1 else context_length / numbers.original_length
+    return math.sqrt(1 + math.log(max(1.0, stretch)) / math.log(numbers.original_length))
+
+
 def _yarn_magnitude(numbers: RopeNumbers) -> float:
-    """Factor on cos and sin that keeps the softmax as sharp as in training (YaRN, section 3.4)."""
+    """YaRN, section 3.4."""
 
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(numbers.factor) + 1.0 if numbers.factor > 1 else 1.0

@@ -8,6 +8,16 @@ ARCHITECTURES: Table[ArchSpec] = Table(
     {
         "LlamaForCausalLM": "banyan.models.llama:LLAMA",
         "MistralForCausalLM": "banyan.models.llama:LLAMA",
+        "Qwen2ForCausalLM": "banyan.models.qwen:QWEN2",
+        "Qwen3ForCausalLM": "banyan.models.qwen:QWEN3",
+        "Gemma2ForCausalLM": "banyan.models.gemma:GEMMA2",
+        "Gemma3ForCausalLM": "banyan.models.gemma:GEMMA3",
+        "Phi3ForCausalLM": "banyan.models.phi:PHI3",
+        "Olmo2ForCausalLM": "banyan.models.olmo:OLMO2",
+        "GraniteForCausalLM": "banyan.models.granite:GRANITE",
+        "Glm4ForCausalLM": "banyan.models.glm:GLM4",
+        "Starcoder2ForCausalLM": "banyan.models.starcoder:STARCODER2",
+        "Cohere2ForCausalLM": "banyan.models.cohere:COHERE2",
     },
     plugins="banyan.architectures",
 )

@@ -1,6 +1,8 @@
-"""DecoderLM: the common decoder-only transformer, its sizes from the card, its names from a spec.
+"""DecoderLM: the common decoder-only transformer, its sizes from the card, its form from a spec.
 
-Pre-norm blocks of attention and gated MLP around a residual stream. Knows no files.
+Blocks of attention and feed-forward around a residual stream. Constants that only scale are folded
+where they cost nothing: a factor r on what joins the stream is a stream that is r times smaller,
+which a norm does not see but for its eps. Knows no files.
 """
 
 import torch
@@ -9,18 +11,26 @@ from torch import Tensor, nn
 from banyan.config.card import WINDOW, ModelCard
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.embedding import Embedding, Logits
-from banyan.layers.mlp import GatedMLP
-from banyan.layers.norm import RMSNorm
-from banyan.layers.rotary import Rotary
+from banyan.layers.mlp import GatedMLP, PlainMLP
+from banyan.layers.norm import Join, LayerNorm, RMSNorm, Sum
+from banyan.layers.rotary import Angles, Rotary
 from banyan.layers.step import StepInputs
+from banyan.models.spec import ArchSpec
 from banyan.ops.api import Ops
 from banyan.parallel.mesh import Mesh
 
 
 class DecoderLayer(nn.Module):
+    """
+    Args:
+        card, spec: of the whole model.
+        layer: index of this block.
+    """
+
     def __init__(
         self,
         card: ModelCard,
+        spec: ArchSpec,
         layer: int,
         mesh: Mesh,
         ops: Ops,
@@ -28,21 +38,15 @@ class DecoderLayer(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        shape = AttentionShape(
-            layer=layer,
-            group=group_of(card, layer),
-            dim=card.hidden_size,
-            heads=card.num_heads,
-            kv_heads=card.num_kv_heads,
-            head_dim=card.head_dim,
-            window=card.window if card.kind_of(layer) == WINDOW else 0,
-            has_bias=card.attention_bias,
-            has_output_bias=card.output_bias,
-        )
-        self.attention_norm = RMSNorm(card.hidden_size, card.norm_eps, ops, dtype, device)
+        self.ops = ops
+        self.rope = card.rope_of(layer)
+        self.is_parallel = spec.parallel
+        shape = _attention_shape(card, spec, layer)
+        self.attention_norm = _join(card, spec, ops, dtype, device)
         self.attention = Attention(shape, mesh, ops, dtype, device)
-        self.mlp_norm = RMSNorm(card.hidden_size, card.norm_eps, ops, dtype, device)
-        self.mlp = GatedMLP(
+        self.attention_post_norm = _post_norm(card, spec, ops, dtype, device)
+        self.mlp_norm = None if spec.parallel else _join(card, spec, ops, dtype, device)
+        self.mlp = (GatedMLP if spec.gated else PlainMLP)(
             card.hidden_size,
             card.intermediate_size,
             card.hidden_act,
@@ -52,42 +56,72 @@ class DecoderLayer(nn.Module):
             dtype,
             device,
         )
+        self.mlp_post_norm = _post_norm(card, spec, ops, dtype, device)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, cos: Tensor, sin: Tensor, step: StepInputs
+        self, x: Tensor, residual: Tensor | None, angles: Angles | None, step: StepInputs
     ) -> tuple[Tensor, Tensor]:
         """x: what the block before adds to the residual stream, None before the first block;
         returns the same two."""
         x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, cos, sin, step)
-        x, residual = self.mlp_norm.add(x, residual)
-        return self.mlp(x), residual
+        attended = self.attention(x, angles, step)
+        if self.mlp_norm is None:
+            return self.ops.add(attended, self.mlp(x)), residual
+        if self.attention_post_norm is not None:
+            attended = self.attention_post_norm(attended)
+        x, residual = self.mlp_norm.add(attended, residual)
+        x = self.mlp(x)
+        return (x if self.mlp_post_norm is None else self.mlp_post_norm(x)), residual
 
 
 class DecoderLM(nn.Module):
-    """One rank's share of a model. Empty until `models.weights.loader` has filled it."""
+    """One rank's share of a model. Empty until `models.weights.loader` has filled it.
+
+    Args:
+        served_length: longest request in tokens; 0 = the card's context length.
+    """
 
     def __init__(
-        self, card: ModelCard, mesh: Mesh, ops: Ops, dtype: torch.dtype, device: torch.device
+        self,
+        card: ModelCard,
+        spec: ArchSpec,
+        mesh: Mesh,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        served_length: int = 0,
     ) -> None:
         super().__init__()
         self.card = card
         self.dtype = dtype
-        self.embedding = Embedding(card.vocab_size, card.hidden_size, mesh, ops)
-        self.rotary = Rotary(card.head_dim, card.rope, card.context_length, ops, device)
+        size, vocab = card.hidden_size, card.vocab_size
+        scale = card.embedding_scale / card.residual_scale
+        self.embedding = Embedding(vocab, size, mesh, ops, scale)
         self.layers = nn.ModuleList(
-            DecoderLayer(card, layer, mesh, ops, dtype, device) for layer in range(card.num_layers)
+            DecoderLayer(card, spec, layer, mesh, ops, dtype, device)
+            for layer in range(card.num_layers)
         )
-        self.norm = RMSNorm(card.hidden_size, card.norm_eps, ops, dtype, device)
-        self.head = Logits(card.vocab_size, card.hidden_size, mesh, ops)
+        self.rotaries = {
+            rope: Rotary(
+                card.rotary_dim or card.head_dim,
+                rope,
+                card.context_length,
+                served_length or card.context_length,
+                ops,
+                device,
+            )
+            for rope in dict.fromkeys(layer.rope for layer in self.layers)
+            if rope.kind != "none"
+        }
+        self.norm = _norm(card, spec, _stream_eps(card), ops, dtype, device)
+        self.head = Logits(vocab, size, mesh, ops, card.logit_scale, card.logit_cap)
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, [tokens, hidden_size]."""
-        cos, sin = self.rotary(step.positions)
-        x = self.embedding(step.tokens)
-        residual = None
+        angles = {rope: rotary(step.positions) for rope, rotary in self.rotaries.items()}
+        x, residual = self.embedding(step.tokens), None
         for layer in self.layers:
-            x, residual = layer(x, residual, cos, sin, step)
+            x, residual = layer(x, residual, angles.get(layer.rope), step)
         return self.norm.add(x, residual)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -97,5 +131,55 @@ class DecoderLM(nn.Module):
 
 def group_of(card: ModelCard, layer: int) -> int:
     """Cache group of a layer: the kinds of a model are numbered by first appearance."""
-    kinds = list(dict.fromkeys(card.kind_of(index) for index in range(card.num_layers)))
-    return kinds.index(card.kind_of(layer))
+    return list(card.layers_by_kind()).index(card.kind_of(layer))
+
+
+def _attention_shape(card: ModelCard, spec: ArchSpec, layer: int) -> AttentionShape:
+    return AttentionShape(
+        layer=layer,
+        group=group_of(card, layer),
+        dim=card.hidden_size,
+        heads=card.num_heads,
+        kv_heads=card.num_kv_heads,
+        head_dim=card.head_dim,
+        scale=card.attention_scale or card.head_dim**-0.5,
+        window=card.window if card.kind_of(layer) == WINDOW else 0,
+        soft_cap=card.attention_cap,
+        has_bias=card.attention_bias,
+        has_output_bias=card.output_bias,
+        qk_norm=spec.qk_norm,
+        norm_eps=card.norm_eps,
+    )
+
+
+def _stream_eps(card: ModelCard) -> float:
+    """eps of norms that read the residual stream, which is kept 1/residual_scale times as large."""
+    return card.norm_eps / card.residual_scale**2
+
+
+def _join(
+    card: ModelCard, spec: ArchSpec, ops: Ops, dtype: torch.dtype, device: torch.device
+) -> Join:
+    if not spec.pre_norm:
+        return Sum(ops)
+    return _norm(card, spec, _stream_eps(card), ops, dtype, device)
+
+
+def _post_norm(
+    card: ModelCard, spec: ArchSpec, ops: Ops, dtype: torch.dtype, device: torch.device
+) -> RMSNorm | LayerNorm | None:
+    return _norm(card, spec, card.norm_eps, ops, dtype, device) if spec.post_norm else None
+
+
+def _norm(
+    card: ModelCard,
+    spec: ArchSpec,
+    eps: float,
+    ops: Ops,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> RMSNorm | LayerNorm:
+    if spec.norm == "rms":
+        return RMSNorm(card.hidden_size, eps, ops, dtype, device)
+    has_bias = spec.norm == "layer+bias"
+    return LayerNorm(card.hidden_size, eps, has_bias, ops, dtype, device)

@@ -3,6 +3,48 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+HUB_NAMES = {
+    "model.embed_tokens": "embedding",
+    "model.layers.{}.input_layernorm": "layers.{}.attention_norm",
+    "model.layers.{}.self_attn.q_proj": "layers.{}.attention.qkv:q",
+    "model.layers.{}.self_attn.k_proj": "layers.{}.attention.qkv:k",
+    "model.layers.{}.self_attn.v_proj": "layers.{}.attention.qkv:v",
+    "model.layers.{}.self_attn.o_proj": "layers.{}.attention.out",
+    "model.layers.{}.post_attention_layernorm": "layers.{}.mlp_norm",
+    "model.layers.{}.mlp.gate_proj": "layers.{}.mlp.gate_up:gate",
+    "model.layers.{}.mlp.up_proj": "layers.{}.mlp.gate_up:up",
+    "model.layers.{}.mlp.down_proj": "layers.{}.mlp.down",
+    "model.norm": "norm",
+    "lm_head": "head",
+}
+"""Names that most families share in Hugging Face's form."""
+
+GGUF_NAMES = {
+    "token_embd": "embedding",
+    "blk.{}.attn_norm": "layers.{}.attention_norm",
+    "blk.{}.attn_q": "layers.{}.attention.qkv:q",
+    "blk.{}.attn_k": "layers.{}.attention.qkv:k",
+    "blk.{}.attn_v": "layers.{}.attention.qkv:v",
+    "blk.{}.attn_output": "layers.{}.attention.out",
+    "blk.{}.ffn_norm": "layers.{}.mlp_norm",
+    "blk.{}.ffn_gate": "layers.{}.mlp.gate_up:gate",
+    "blk.{}.ffn_up": "layers.{}.mlp.gate_up:up",
+    "blk.{}.ffn_down": "layers.{}.mlp.down",
+    "output_norm": "norm",
+    "output": "head",
+}
+"""Names that most families share in GGUF (gguf-py constants)."""
+
+HUB_QK_NORM = {
+    "model.layers.{}.self_attn.q_norm": "layers.{}.attention.q_norm",
+    "model.layers.{}.self_attn.k_norm": "layers.{}.attention.k_norm",
+}
+GGUF_QK_NORM = {
+    "blk.{}.attn_q_norm": "layers.{}.attention.q_norm",
+    "blk.{}.attn_k_norm": "layers.{}.attention.k_norm",
+}
+QK = ("layers.{}.attention.qkv:q", "layers.{}.attention.qkv:k")
+
 
 @dataclass(frozen=True)
 class NameMap:
@@ -10,16 +52,19 @@ class NameMap:
 
     Attributes:
         modules: name without its last part and with {} for the layer -> module of DecoderLM,
-            "module:part" when several tensors make one weight.
+            "module:part" when several tensors make one weight, "module:part+part" when one tensor
+            holds several parts over one another.
         ignored: names, {} for the layer, that carry nothing the model needs.
         paired: modules ("module:part") whose rows come in interleaved RoPE pairs.
         rope_divisors: tensor that holds factors for the RoPE frequencies, "" for none.
+        norm_offset: added to every norm weight (Gemma stores them minus one).
     """
 
     modules: Mapping[str, str]
     ignored: tuple[str, ...] = ()
     paired: tuple[str, ...] = ()
     rope_divisors: str = ""
+    norm_offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +73,18 @@ class ArchSpec:
 
     Attributes:
         names: checkpoint format ("gguf", "safetensors") -> its names.
+        norm: "rms" | "layer" | "layer+bias".
+        pre_norm: attention and feed-forward read a normed residual stream.
+        post_norm: what they give is normed before it joins the stream.
+        parallel: both read the same norm of the stream and join it together.
+        gated: the feed-forward block has a gate.
+        qk_norm: "" | "head" (each head of q and k by itself) | "width" (all heads together).
     """
 
     names: Mapping[str, NameMap] = field(default_factory=dict)
+    norm: str = "rms"
+    pre_norm: bool = True
+    post_norm: bool = False
+    parallel: bool = False
+    gated: bool = True
+    qk_norm: str = ""

@@ -35,7 +35,9 @@ def both(kind, numbers, context_length=2048):
         for name, value in numbers.items()
     }
     facts = RopeFacts(theta=500000.0, kind=kind, **ours)
-    return LlamaRotaryEmbedding(config), Rotary(HEAD_DIM, facts, context_length, reference, CPU)
+    return LlamaRotaryEmbedding(config), Rotary(
+        HEAD_DIM, facts, context_length, context_length, reference, CPU
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,8 +83,8 @@ def test_the_angle_of_a_position_does_not_depend_on_its_company(kind):
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones():
-    with pytest.raises(ModelError, match="longrope.*default.*yarn"):
-        Rotary(HEAD_DIM, RopeFacts(kind="longrope"), 64, reference, CPU)
+    with pytest.raises(ModelError, match="spiral.*default.*longrope"):
+        Rotary(HEAD_DIM, RopeFacts(kind="spiral"), 64, 64, reference, CPU)
 
 
 def test_divisors_of_another_width_are_refused():
@@ -90,3 +92,31 @@ def test_divisors_of_another_width_are_refused():
 
     with pytest.raises(ModelError, match="31 RoPE factors"):
         ours.divide(torch.ones(31))
+
+
+@pytest.mark.parametrize(("served_length", "is_long"), [(256, False), (257, True)])
+def test_longrope_takes_its_long_factors_when_requests_may_be_long(served_length, is_long):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    short = [1.0 + 0.01 * i for i in range(HEAD_DIM // 2)]
+    long = [1.5 + 0.5 * i for i in range(HEAD_DIM // 2)]
+    numbers = {"original_max_position_embeddings": 256, "short_factor": short, "long_factor": long}
+    config = LlamaConfig(
+        hidden_size=2 * HEAD_DIM,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **numbers},
+    )
+    facts = RopeFacts(
+        kind="longrope",
+        original_length=256,
+        short_factor=tuple(short),
+        long_factor=tuple(long),
+    )
+
+    ours = Rotary(HEAD_DIM, facts, 4096, served_length, reference, CPU)
+
+    length = served_length if is_long else None
+    frequencies, scaling = ROPE_INIT_FUNCTIONS["longrope"](config, CPU, seq_len=length)
+    torch.testing.assert_close(ours.frequencies, frequencies, rtol=1e-6, atol=0)
+    assert ours.magnitude == pytest.approx(scaling, rel=1e-12)

@@ -11,7 +11,7 @@ import torch
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
 from banyan.config.card import ModelCard
-from banyan.layers.norm import RMSNorm
+from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.slot import Layer, WeightSlot
 from banyan.models import ARCHITECTURES
 from banyan.models.decoder import DecoderLM
@@ -35,12 +35,14 @@ def load_model(
     kernels: Ops,
     load_format: str = "auto",
     seed: int = 0,
+    served_length: int = 0,
 ) -> DecoderLM:
     """Build this rank's share of a model and fill it.
 
     Args:
         dtype: of activations and unpacked weights.
         load_format: "auto" reads the checkpoint; "dummy" draws random weights from `seed`.
+        served_length: longest request in tokens; 0 = the card's context length.
 
     Raises:
         ModelError: missing, unknown or mis-shaped tensors, unreadable files.
@@ -56,7 +58,7 @@ def load_model(
             hint="leave it at auto",
         )
     spec = ARCHITECTURES.load(card.architecture)
-    model = DecoderLM(card, mesh, kernels, dtype, device)
+    model = DecoderLM(card, spec, mesh, kernels, dtype, device, served_length)
     if load_format == "dummy":
         _fill_dummy(model, dtype, device, seed)
     else:
@@ -84,41 +86,62 @@ class Filling:
     def run(self, tensors: Iterator[tuple[str, StoredWeight]]) -> None:
         for name, tensor in tensors:
             if name == self.names.rope_divisors:
-                if self.model.card.rope.kind == "default":
-                    self.model.rotary.divide(tensor.dense)
+                self._divide(tensor)
                 continue
             place = place_of(name, self.names)
             if place is not None and place.module == "head" and self.model.card.tie_embeddings:
                 continue  # a copy of the embedding, which fills the head below
-            if place is None or (place.module, place.slot) not in self.open:
+            if place is None or not self._is_open(place):
                 if not is_ignored(name, self.names):
                     self.unknown.append(name)
                 continue
             self._take(name, place, tensor)
         self._settle()
 
+    def _is_open(self, place: Place) -> bool:
+        """Whether the model has this slot with these parts, and none of them is here yet."""
+        key = (place.module, place.slot)
+        filled = self.waiting.get(key, {})
+        return key in self.open and all(
+            part in self.open[key].shapes and part not in filled for part in place.parts
+        )
+
+    def _divide(self, divisors: StoredWeight) -> None:
+        """Slow the plain frequencies; a card that knows the rule behind the factors has done so."""
+        for rope, rotary in self.model.rotaries.items():
+            if rope.kind == "default":
+                rotary.divide(divisors.dense)
+
     def _take(self, name: str, place: Place, tensor: StoredWeight) -> None:
-        declared = self.open[place.module, place.slot].shapes[place.part]
-        if tensor.shape != declared:
+        shapes = self.open[place.module, place.slot].shapes
+        declared = [shapes[part] for part in place.parts]
+        whole = (sum(shape[0] for shape in declared), *declared[0][1:])
+        if tensor.shape != whole:
             raise ModelError(
                 f"tensor {printable(name)!r} has shape {list(tensor.shape)}, the model's "
-                f"configuration asks for {list(declared)}",
+                f"configuration asks for {list(whole)}",
                 hint="the weights and the configuration do not belong together",
             )
-        if place.is_paired:
-            tensor = tensor.pair_halves(self.model.card.head_dim)
-        self._hand_over(place, tensor)
-        if place.module == "embedding" and self.model.card.tie_embeddings:
-            self._hand_over(Place("head", place.slot), tensor)
+        card, start = self.model.card, 0
+        for part, shape in zip(place.parts, declared, strict=True):
+            mine = tensor if len(declared) == 1 else tensor.cut(0, start, start + shape[0])
+            start += shape[0]
+            if part in place.paired:
+                mine = mine.pair_halves(card.head_dim, card.rotary_dim or card.head_dim)
+            self._hand_over(place.module, place.slot, part, mine)
+        if place.module == "embedding" and card.tie_embeddings:
+            self._hand_over("head", place.slot, "", tensor)
 
-    def _hand_over(self, place: Place, tensor: StoredWeight) -> None:
+    def _hand_over(self, module: str, slot: str, part: str, tensor: StoredWeight) -> None:
         """Give a slot to its layer as soon as all its parts are here."""
-        key = (place.module, place.slot)
+        key, layer = (module, slot), self.layers[module]
+        if self.names.norm_offset and isinstance(layer, RMSNorm):
+            tensor = StoredWeight.from_tensor(tensor.dense.float() + self.names.norm_offset)
         parts = self.waiting.setdefault(key, {})
-        parts[place.part] = tensor
+        parts[part] = tensor
         shapes = self.open[key].shapes
         if len(parts) == len(shapes):
-            self.layers[place.module].fill(place.slot, [parts[part] for part in shapes])
+            layer.fill(slot, [parts[part] for part in shapes])
             del self.open[key], self.waiting[key]
 
     def _settle(self) -> None:
@@ -165,7 +188,8 @@ def _fill_dummy(model: DecoderLM, dtype: torch.dtype, device: torch.device, seed
             if name == "head" and model.card.tie_embeddings:
                 module.fill(slot, embedding)
                 continue
-            mean = 1.0 if isinstance(module, RMSNorm) else 0.0
+            is_norm = isinstance(module, RMSNorm | LayerNorm) and slot == "weight"
+            mean = 1.0 if is_norm else 0.0
             parts = [random(shape, mean) for shape in declared.shapes.values()]
             embedding = parts if name == "embedding" else embedding
             module.fill(slot, parts)

@@ -12,14 +12,14 @@ class Place:
     Attributes:
         module: dotted name of the layer within the model.
         slot: "weight" or "bias".
-        part: which part of the slot, "" when it has one.
-        is_paired: rows are in interleaved RoPE pairs and must be reordered.
+        parts: which parts of the slot, over one another in the tensor; "" when it has one.
+        paired: those of the parts whose rows are in interleaved RoPE pairs.
     """
 
     module: str
     slot: str
-    part: str = ""
-    is_paired: bool = False
+    parts: tuple[str, ...] = ("",)
+    paired: tuple[str, ...] = ()
 
 
 def place_of(name: str, names: NameMap) -> Place | None:
@@ -29,8 +29,10 @@ def place_of(name: str, names: NameMap) -> Place | None:
     target = names.modules.get(stem)
     if target is None:
         return None
-    module, _, part = target.partition(":")
-    return Place(module.format(layer), slot, part, target in names.paired)
+    module, _, listed = target.partition(":")
+    parts = tuple(listed.split("+"))
+    paired = tuple(part for part in parts if f"{module}:{part}" in names.paired)
+    return Place(module.format(layer), slot, parts, paired)
 
 
 def is_ignored(name: str, names: NameMap) -> bool:

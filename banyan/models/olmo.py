@@ -1,0 +1,34 @@
+"""OLMo 2 (arXiv 2501.00656): norms only after each block; q and k are normed over all heads."""
+
+from banyan.models.spec import (
+    GGUF_NAMES,
+    GGUF_QK_NORM,
+    HUB_NAMES,
+    HUB_QK_NORM,
+    ArchSpec,
+    NameMap,
+)
+
+OLMO2 = ArchSpec(
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES
+            | HUB_QK_NORM
+            | {
+                "model.layers.{}.post_attention_layernorm": "layers.{}.attention_post_norm",
+                "model.layers.{}.post_feedforward_layernorm": "layers.{}.mlp_post_norm",
+            }
+        ),
+        "gguf": NameMap(
+            GGUF_NAMES
+            | GGUF_QK_NORM
+            | {
+                "blk.{}.post_attention_norm": "layers.{}.attention_post_norm",
+                "blk.{}.post_ffw_norm": "layers.{}.mlp_post_norm",
+            }
+        ),
+    },
+    pre_norm=False,
+    post_norm=True,
+    qk_norm="width",
+)

@@ -1,0 +1,127 @@
+"""Tiny random checkpoints of every family, of odd shapes, made by transformers."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+WINDOW = {"sliding_window": 7}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3],
+    "long_factor": [1.2, 2.0, 9.0],
+    "original_max_position_embeddings": 128,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+
+VARIANTS: dict[str, tuple[str, dict]] = {
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral, window": ("Mistral", {**WINDOW, "head_dim": 10}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, tied, some windows": (
+        "Qwen2",
+        {**WINDOW, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
+    ),
+    "qwen2, yarn": (
+        "Qwen2",
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 32}},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 10}),
+    "qwen3, bias": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", {**WINDOW, "head_dim": 10, "query_pre_attn_scalar": 24}),
+    "gemma2, sharp caps": (
+        "Gemma2",
+        {
+            **WINDOW,
+            "head_dim": 10,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma2, no caps": (
+        "Gemma2",
+        {"head_dim": 10, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("Gemma3Text", {**WINDOW, "head_dim": 10, "num_hidden_layers": 7}),
+    "gemma3, stretched": (
+        "Gemma3Text",
+        {
+            **WINDOW,
+            "head_dim": 10,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": LINEAR,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {}),
+    "phi3, window": ("Phi3", {**WINDOW}),
+    "phi3, longrope on part of a head": (
+        "Phi3",
+        {
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
+            "original_max_position_embeddings": 128,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo2, one kv head": ("Olmo2", {"num_key_value_heads": 1}),
+    "granite": ("Granite", {}),
+    "granite, all factors": (
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "logits_scaling": 6.0,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 12}),
+    "glm4, no bias": ("Glm4", {"head_dim": 8, "attention_bias": False}),
+    "starcoder2": ("Starcoder2", {"sliding_window": None}),
+    "starcoder2, window": ("Starcoder2", {**WINDOW, "tie_word_embeddings": False}),
+    "starcoder2, no bias": ("Starcoder2", {"use_bias": False}),
+    "cohere2": ("Cohere2", {**WINDOW, "num_hidden_layers": 5}),
+    "cohere2, bias": ("Cohere2", {**WINDOW, "attention_bias": True, "logit_scale": 0.7}),
+}
+
+
+def tiny(variant: str, folder: Path):
+    """A random model of a variant, saved to `folder`; norms differ from one, biases from zero."""
+    family, changes = VARIANTS[variant]
+    torch.manual_seed(11)
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    config._attn_implementation = "eager"  # the one that knows soft caps
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.2 if parameter.dim() > 1 else 0.5
+            parameter.copy_(torch.randn_like(parameter) * spread)
+    model.save_pretrained(folder)
+    return model
+
+
+def rewrite_config(folder: Path, **changes) -> None:
+    """Change keys of a saved config.json; None removes one."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))

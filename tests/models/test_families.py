@@ -1,0 +1,91 @@
+"""Every family against transformers, from its saved checkpoint to logits over pages."""
+
+import pytest
+import torch
+
+from banyan.config.checkpoint import read_card
+from banyan.models.weights.loader import load_model
+from banyan.parallel.mesh import Mesh
+from tests.models.families import VARIANTS, rewrite_config, tiny
+from tests.models.test_recordable import torch_calls
+
+CPU = torch.device("cpu")
+PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(60)]
+
+
+def load(folder, ops):
+    return load_model(read_card(str(folder)), Mesh(), CPU, torch.float32, ops)
+
+
+def expected_logits(reference, prompt=PROMPT):
+    with torch.no_grad():
+        return reference(torch.tensor([prompt])).logits[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_those_of_transformers(variant, ops, paged, tmp_path):
+    reference = tiny(variant, tmp_path)
+
+    (logits,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
+
+    expected = expected_logits(reference)
+    assert expected.std() > 0.02
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_prompt_in_chunks_beside_another_gives_the_same_logits(variant, ops, paged, tmp_path):
+    tiny(variant, tmp_path)
+    model = load(tmp_path, ops)
+    (whole,) = paged(model).step([(0, PROMPT)])
+
+    pages = paged(model, num_requests=2)
+    chunks = [
+        pages.step([(1, PROMPT[first + 3 : first + 3 + count]), (0, PROMPT[first : first + count])])
+        for first, count in ((0, 13), (13, 1), (14, 30))
+    ]
+
+    torch.testing.assert_close(torch.cat([c[1] for c in chunks]), whole[:44], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_pass_consists_of_ops_and_views(variant, ops, tmp_path):
+    tiny(variant, tmp_path)
+
+    assert torch_calls(read_card(str(tmp_path)), ops) == []
+
+
+def test_older_spellings_of_gemma3s_ropes_give_the_same_card(tmp_path):
+    tiny("gemma3, stretched", tmp_path)
+    card = read_card(str(tmp_path))
+
+    rewrite_config(
+        tmp_path,
+        rope_parameters=None,
+        rope_theta=1e6,
+        rope_local_base_freq=100.0,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+
+    assert read_card(str(tmp_path)) == card
+
+
+def test_window_layers_are_declared_by_kind(tmp_path):
+    tiny("gemma3", tmp_path)
+    card = read_card(str(tmp_path))
+
+    assert card.layer_kinds == (*["window"] * 5, "full", "window")
+    assert card.window == 7
+    assert card.rope_of(0).theta == 1e4 and card.rope_of(5).theta == 1e6
+
+
+def test_longrope_serves_long_requests_with_its_long_factors(ops, paged, tmp_path):
+    """transformers chooses by the longest prompt of a call, a server by its longest request."""
+    reference = tiny("phi3, longrope on part of a head", tmp_path)
+    card = read_card(str(tmp_path))
+    prompt = [(5 * i * i + i) % 97 for i in range(140)]
+
+    model = load_model(card, Mesh(), CPU, torch.float32, ops, served_length=200)
+    (logits,) = paged(model).step([(0, prompt)])
+
+    torch.testing.assert_close(logits, expected_logits(reference, prompt), atol=1e-4, rtol=0)
