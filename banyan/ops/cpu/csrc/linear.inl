@@ -1,7 +1,8 @@
 // What all instruction sets share: quantising a row, products with fp32 activations, and the walk of
 // one group of outputs over its rows. The including file has defined before, in this namespace:
 //
-//   ROWS, DIRECT_ROWS    rows of the largest `multiply`; from how many on weights are unpacked first
+//   ROWS, UNPACKED_ROWS  rows of the largest `multiply` on tiles and on a panel, next_rows(R) the one
+//                        below; up to DIRECT_ROWS rows go without a panel
 //   Tile<F>, Unpacked<F> the two sources of weights; Tile<F>::unpack fills a Panel
 //   multiply<Source, R>  acc[r][0 ... 15] += products of R rows with `blocks` blocks
 //
@@ -100,7 +101,7 @@ void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t 
     for (; rows.block < blocks; rows.block += Panel::BLOCKS) {
       int64_t here = blocks - rows.block < Panel::BLOCKS ? blocks - rows.block : Panel::BLOCKS;
       unpack(Tile<F>{tiles + rows.block * FORMATS[F].tile_bytes()}, here, panel);
-      walk_rows<Unpacked<F>, ROWS>(Unpacked<F>{&panel}, here, rows, 0, count, acc);
+      walk_rows<Unpacked<F>, UNPACKED_ROWS>(Unpacked<F>{&panel}, here, rows, 0, count, acc);
     }
   }
   for (int64_t r = 0; r < count; r++) finish(args, group, begin + r, acc + r * GROUP);

@@ -13,7 +13,7 @@
 namespace banyan {
 namespace {
 
-constexpr int ROWS = 3, DIRECT_ROWS = 6;
+constexpr int ROWS = 3, UNPACKED_ROWS = 3, DIRECT_ROWS = 6;
 constexpr int next_rows(int rows) { return rows - 1; }
 constexpr int PREFETCH = 4096;  // bytes ahead of where a group is read straight from memory
 
@@ -24,18 +24,19 @@ template <FormatId F>
 struct Tile {
   static constexpr Format f = FORMATS[F];
   static constexpr FormatId format = F;
+  static constexpr int BYTES = f.tile_bytes(), LOW = f.low_at(), HIGH = f.high_at();
   const uint8_t* tile;
 
-  const Tile at(int64_t block) const { return {tile + block * f.tile_bytes()}; }
+  Tile at(int64_t block) const { return {tile + block * BYTES}; }
   void prefetch() const {
-    UNROLL for (int i = 0; i < f.tile_bytes(); i += 64)
+    UNROLL for (int i = 0; i < BYTES; i += 64)
         _mm_prefetch((const char*)tile + PREFETCH + i, _MM_HINT_T0);
   }
   // Outputs 8 * half ... of vector g. [8 outputs][4 inputs] u8
   __m256i weights(int g, int half) const {
     const __m256i low_bits = _mm256_set1_epi8(15);
-    const uint8_t* low = tile + f.low_at() + half * 32;
-    const uint8_t* high = tile + f.high_at() + half * 32;
+    const uint8_t* low = tile + LOW + half * 32;
+    const uint8_t* high = tile + HIGH + half * 32;
     if (f.bits == 8) return load_bytes(low + g * 64);
     __m256i q = load_bytes(low + g / 2 * 64);
     q = _mm256_and_si256(g % 2 ? _mm256_srli_epi16(q, 4) : q, low_bits);
@@ -82,12 +83,13 @@ struct Unpacked {
 template <FormatId F>
 void unpack(const Tile<F>& tiles, int64_t blocks, Panel& panel) {
   constexpr Format f = FORMATS[F];
+  constexpr int PARTS = f.parts();
   for (int64_t b = 0; b < blocks; b++) {
     const Tile<F> tile = tiles.at(b);
     UNROLL for (int half = 0; half < 2; half++) {
       UNROLL for (int g = 0; g < 8; g++)
           _mm256_store_si256((__m256i*)(panel.q[b][g] + half * 32), tile.weights(g, half));
-      UNROLL for (int p = 0; p < f.parts(); p++) {
+      UNROLL for (int p = 0; p < PARTS; p++) {
         _mm256_store_ps(panel.scales[b][p] + half * 8, tile.scale(p, half));
         if (f.has_min) _mm256_store_ps(panel.minima[b][p] + half * 8, tile.minimum(p, half));
       }

@@ -6,7 +6,7 @@
 namespace banyan {
 namespace {
 
-constexpr int ROWS = 1, DIRECT_ROWS = 0;
+constexpr int ROWS = 1, UNPACKED_ROWS = 1, DIRECT_ROWS = 0;
 constexpr int next_rows(int) { return 1; }
 
 template <FormatId F>

@@ -1,0 +1,232 @@
+// Builders of the linear family: which kernels, how the work is cut, and the check at load time.
+#include "linear.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+namespace banyan {
+namespace {
+
+const LinearKernels& kernels(int32_t level) {
+#if defined(__x86_64__)
+  if (level >= AMX) return linear_amx;
+  if (level >= VNNI) return linear_vnni;
+  if (level >= AVX2) return linear_avx2;
+#endif
+  (void)level;
+  return linear_base;
+}
+
+// Rows are cut into panels of equal size, in steps of 12 (a multiple of what kernels take at once).
+struct Cut {
+  int64_t panels, rows;
+
+  explicit Cut(int64_t count) {
+    panels = (count + PANEL_ROWS - 1) / PANEL_ROWS;
+    rows = panels ? ((count + panels - 1) / panels + 11) / 12 * 12 : 0;
+  }
+};
+
+int64_t linear_units(const void* a, const Sizes& sizes) {
+  const LinearArgs& args = *(const LinearArgs*)a;
+  return Cut(sizes.n[args.size]).panels * groups_of(args.n);
+}
+
+int64_t linear_grain(const void* a, const Sizes& sizes) {  // some 3 microseconds
+  const LinearArgs& args = *(const LinearArgs*)a;
+  int64_t reading = group_bytes(args.format, args.k) / 3;
+  int64_t working = Cut(sizes.n[args.size]).rows * args.k * GROUP / 48;
+  return 10000 / ((reading > working ? reading : working) + 1) + 1;
+}
+
+template <bool EXACT>
+void linear_run(const void* a, const Sizes& sizes, int64_t begin, int64_t end, Worker& worker) {
+  const LinearArgs& args = *(const LinearArgs*)a;
+  const LinearKernels& table = kernels(isa());
+  LinearUnit unit = EXACT ? table.exact[args.format] : table.rounded[args.format];
+  int64_t count = sizes.n[args.size], groups = groups_of(args.n);
+  int64_t rows = Cut(count).rows;
+  uint8_t* scratch = worker.scratch(LINEAR_SCRATCH);
+  for (int64_t i = begin; i < end; i++) {
+    int64_t first = i / groups * rows, last = first + rows < count ? first + rows : count;
+    if (first < last) unit(args, i % groups, first, last, scratch);
+  }
+}
+
+void linear_cost(const void* a, const Sizes& sizes, double* bytes, double* operations) {
+  const LinearArgs& args = *(const LinearArgs*)a;
+  double rows = (double)sizes.n[args.size];
+  *bytes = (double)groups_of(args.n) * group_bytes(args.format, args.k) +
+           rows * (double)(args.x_bytes + 4 * args.n);
+  *operations = 2.0 * rows * (double)args.n * (double)args.k;
+}
+
+const Kernel LINEAR = {"linear", linear_units, linear_grain, linear_run<false>, linear_cost};
+const Kernel LINEAR_EXACT = {"linear_exact", linear_units, linear_grain, linear_run<true>,
+                             linear_cost};
+
+struct QuantizeArgs {
+  int32_t size;
+  const float* x;
+  int64_t x_stride, k;
+  uint8_t* out;
+};
+
+int64_t quantize_units(const void* a, const Sizes& sizes) {
+  return sizes.n[((const QuantizeArgs*)a)->size];
+}
+int64_t quantize_grain(const void* a, const Sizes&) {
+  return 10000 / (((const QuantizeArgs*)a)->k + 1) + 1;
+}
+void quantize_run(const void* a, const Sizes&, int64_t begin, int64_t end, Worker&) {
+  const QuantizeArgs& args = *(const QuantizeArgs*)a;
+  const LinearKernels& table = kernels(isa());
+  for (int64_t i = begin; i < end; i++)
+    table.quantize(args.x + i * args.x_stride, args.k, args.out + i * activation_bytes(args.k));
+}
+void quantize_cost(const void* a, const Sizes& sizes, double* bytes, double* operations) {
+  const QuantizeArgs& args = *(const QuantizeArgs*)a;
+  double rows = (double)sizes.n[args.size];
+  *bytes = rows * (double)(4 * args.k + activation_bytes(args.k));
+  *operations = rows * 4 * (double)args.k;
+}
+const Kernel QUANTIZE = {"quantize", quantize_units, quantize_grain, quantize_run, quantize_cost};
+
+// Random numbers and small data for the check.
+struct Check {
+  static constexpr int64_t N = 20, K = 640, M = 34;
+  uint64_t state = 88172645463325252ull;
+  std::vector<float> x, want, got, factors;
+  std::vector<uint8_t> tiles, rows, other, scratch;
+
+  uint64_t next() {
+    state ^= state << 13;
+    state ^= state >> 7;
+    return state ^= state << 17;
+  }
+  void fill() {
+    x.resize(M * K);
+    for (float& v : x) v = (float)(int32_t)next() * 1e-9f;
+    factors.assign(groups_of(N) * GROUP, 0.5f);
+    want.assign(M * N, 0);
+    got.assign(M * N, 0);
+    rows.assign(M * activation_bytes(K) + 64, 0);
+    other = rows;
+    scratch.assign(LINEAR_SCRATCH + 64, 0);
+  }
+  static uint8_t* aligned(std::vector<uint8_t>& v) {
+    return v.data() + (64 - (uintptr_t)v.data() % 64) % 64;
+  }
+  void weights(int32_t format) {
+    int64_t bytes = groups_of(N) * group_bytes(format, K);
+    tiles.resize(bytes + 64 + 8192);
+    uint8_t* to = aligned(tiles);
+    for (int64_t i = 0; i < bytes; i++) to[i] = (uint8_t)next();
+    auto number = [&](int64_t at) {  // between 2^-7 and 1
+      uint16_t v = (uint16_t)(0x2000 + next() % 0x1c00 + (next() & 0x8000));
+      std::memcpy(to + at, &v, 2);
+    };
+    if (format >= NUM_QUANTISED) {
+      for (int64_t i = 0; i < N * K && format == F16; i++) number(2 * i);
+      for (int64_t i = 0; i < bytes && format != F16; i += format == F32 ? 4 : 2)
+        to[i + (format == F32 ? 3 : 1)] = 0x3e;
+      return;
+    }
+    Format f = FORMATS[format];
+    for (int64_t at = 0; at < bytes; at += f.tile_bytes())
+      for (int i = 0; i < f.low_at(); i += 2) number(at + i);
+  }
+  bool close() const {
+    double size = 0, error = 0;
+    for (size_t i = 0; i < want.size(); i++) {
+      size += (double)want[i] * want[i];
+      error += ((double)want[i] - got[i]) * ((double)want[i] - got[i]);
+    }
+    return error <= 1e-10 * size;  // a NaN fails
+  }
+  // The results of one kernel on `count` rows against the plain one.
+  bool agree(LinearUnit plain, LinearUnit asked, LinearArgs args, int64_t count) {
+    for (int64_t g = 0; g < groups_of(N); g++) {
+      args.out = want.data();
+      for (int64_t i = 0; i < count; i++) plain(args, g, i, i + 1, aligned(scratch));
+      args.out = got.data();
+      asked(args, g, 0, count, aligned(scratch));
+    }
+    return close();
+  }
+};
+
+}  // namespace
+}  // namespace banyan
+
+using namespace banyan;
+
+// Bytes of a packed weight [n, k], and of one row of quantised activations.
+BN_EXPORT int64_t bn_linear_bytes(int32_t format, int64_t n, int64_t k) {
+  return groups_of(n) * group_bytes(format, k);
+}
+BN_EXPORT int64_t bn_quantize_bytes(int64_t k) { return activation_bytes(k); }
+
+// x: [size, k] fp32, rows x_stride apart; out: [size, bn_quantize_bytes(k)].
+BN_EXPORT void bn_quantize(Program* program, int32_t size, const float* x, int64_t x_stride,
+                           int64_t k, uint8_t* out) {
+  QuantizeArgs args{size, x, x_stride, k, out};
+  append(program, QUANTIZE, &args, sizeof args, size);
+}
+
+// out = x * transposed(weight) + bias. x: [size, bn_quantize_bytes(k)] as bn_quantize leaves it;
+// factors: [n, up to the next multiple of 16]; bias: [n] or null; out: [size, n], rows out_stride
+// apart.
+BN_EXPORT void bn_linear(Program* program, int32_t size, int32_t format, int64_t n, int64_t k,
+                         const uint8_t* tiles, const float* factors, const float* bias,
+                         const uint8_t* x, float* out, int64_t out_stride) {
+  LinearArgs args{format, size, n, k, tiles, factors, bias, x, activation_bytes(k), out, out_stride};
+  append(program, LINEAR, &args, sizeof args, NOT_ROW_WISE);
+}
+
+// The same on fp32 activations, which are not rounded. x: [size, k], rows x_stride apart.
+BN_EXPORT void bn_linear_exact(Program* program, int32_t size, int32_t format, int64_t n, int64_t k,
+                               const uint8_t* tiles, const float* factors, const float* bias,
+                               const float* x, int64_t x_stride, float* out, int64_t out_stride) {
+  LinearArgs args{format, size, n, k, tiles, factors, bias, (const uint8_t*)x, x_stride * 4, out,
+                  out_stride};
+  append(program, LINEAR_EXACT, &args, sizeof args, NOT_ROW_WISE);
+}
+
+// Compare an instruction set with the plain code; 0 = good.
+BN_EXPORT int bn_check_linear(int32_t isa, char* why, int32_t room) {
+  const LinearKernels& asked = kernels(isa);
+  Check check;
+  check.fill();
+  uint8_t *rows = Check::aligned(check.rows), *other = Check::aligned(check.other);
+  int64_t bytes = activation_bytes(Check::K);
+  for (int64_t i = 0; i < Check::M; i++) {
+    linear_base.quantize(check.x.data() + i * Check::K, Check::K, rows + i * bytes);
+    asked.quantize(check.x.data() + i * Check::K, Check::K, other + i * bytes);
+  }
+  if (std::memcmp(rows, other, Check::M * bytes)) {
+    std::snprintf(why, room, "quantised activations differ");
+    return 1;
+  }
+  for (int32_t format = 0; format < NUM_FORMATS; format++) {
+    check.weights(format);
+    LinearArgs args{format, 0, Check::N, Check::K, Check::aligned(check.tiles),
+                    check.factors.data(), nullptr, rows, bytes, nullptr, Check::N};
+    for (int64_t count : {(int64_t)1, Check::M}) {
+      if (format < NUM_QUANTISED &&
+          !check.agree(linear_base.rounded[format], asked.rounded[format], args, count)) {
+        std::snprintf(why, room, "format %d, %d rows: results differ", format, (int)count);
+        return 1;
+      }
+    }
+    args.x = (const uint8_t*)check.x.data();
+    args.x_bytes = Check::K * 4;
+    if (!check.agree(linear_base.exact[format], asked.exact[format], args, 9)) {
+      std::snprintf(why, room, "format %d on fp32: results differ", format);
+      return 1;
+    }
+  }
+  return 0;
+}

@@ -1,0 +1,25 @@
+// Projections with vpdpbusd.
+#include "linear.h"
+#include "vec.h"
+#include "linear_panel.inl"
+#include "linear_vnni.inl"
+
+namespace banyan {
+namespace {
+
+constexpr int UNPACKED_ROWS = ROWS;
+
+template <class Source, int R>
+inline void multiply(const Source& source, int64_t blocks, const Rows& rows, int64_t row,
+                     float* acc) {
+  multiply_vnni<Source, R>(source, blocks, rows, row, acc);
+}
+
+}  // namespace
+}  // namespace banyan
+
+#include "linear.inl"
+
+namespace banyan {
+const LinearKernels linear_vnni = BN_LINEAR_KERNELS;
+}

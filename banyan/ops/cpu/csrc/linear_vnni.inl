@@ -1,0 +1,146 @@
+// Products of 16 outputs x 4 inputs by vpdpbusd, for the files that have it.
+#include <immintrin.h>
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+namespace banyan {
+namespace {
+
+constexpr int ROWS = 8, DIRECT_ROWS = 8;
+constexpr int next_rows(int rows) { return rows / 2; }
+constexpr int PREFETCH = 4096;  // bytes ahead of where a group is read straight from memory
+
+// Weights straight from memory.
+template <FormatId F>
+struct Tile {
+  static constexpr Format f = FORMATS[F];
+  static constexpr FormatId format = F;
+  static constexpr int BYTES = f.tile_bytes(), LOW = f.low_at(), HIGH = f.high_at();
+  const uint8_t* tile;
+
+  Tile at(int64_t block) const { return {tile + block * BYTES}; }
+  void prefetch() const {
+    UNROLL for (int i = 0; i < BYTES; i += 64)
+        _mm_prefetch((const char*)tile + PREFETCH + i, _MM_HINT_T0);
+  }
+  // Vector g. [16 outputs][4 inputs] u8
+  __m512i weights(int g) const {
+    if (f.bits == 8) return _mm512_loadu_si512(tile + LOW + g * 64);
+    __m512i q = _mm512_loadu_si512(tile + LOW + g / 2 * 64);
+    q = _mm512_and_si512(g % 2 ? _mm512_srli_epi16(q, 4) : q, _mm512_set1_epi8(15));
+    if (f.bits == 5) {
+      __m512i h = _mm512_loadu_si512(tile + HIGH);
+      h = g <= 4 ? _mm512_slli_epi16(h, g <= 4 ? 4 - g : 0) : _mm512_srli_epi16(h, g > 4 ? g - 4 : 0);
+      q = _mm512_or_si512(q, _mm512_and_si512(h, _mm512_set1_epi8(16)));
+    }
+    if (f.bits == 6) {
+      __m512i h = _mm512_loadu_si512(tile + HIGH + g / 4 * 64);
+      int place = g % 4 * 2;
+      h = place <= 4 ? _mm512_slli_epi16(h, place <= 4 ? 4 - place : 0) : _mm512_srli_epi16(h, 2);
+      q = _mm512_or_si512(q, _mm512_and_si512(h, _mm512_set1_epi8(48)));
+    }
+    return q;
+  }
+  __m512 scale(int part) const {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(tile + part * 32)));
+  }
+  __m512 minimum(int part) const {
+    return _mm512_cvtph_ps(
+        _mm256_loadu_si256((const __m256i*)(tile + f.scale_bytes() + part * 32)));
+  }
+};
+
+// Weights that lie in a panel.
+template <FormatId F>
+struct Unpacked {
+  static constexpr FormatId format = F;
+  const Panel* panel;
+  int64_t block = 0;
+
+  Unpacked at(int64_t b) const { return {panel, b}; }
+  void prefetch() const {}
+  __m512i weights(int g) const { return _mm512_load_si512(panel->q[block][g]); }
+  __m512 scale(int part) const { return _mm512_load_ps(panel->scales[block][part]); }
+  __m512 minimum(int part) const { return _mm512_load_ps(panel->minima[block][part]); }
+};
+
+template <FormatId F>
+void unpack(const Tile<F>& tiles, int64_t blocks, Panel& panel) {
+  constexpr Format f = FORMATS[F];
+  constexpr int PARTS = f.parts();
+  for (int64_t b = 0; b < blocks; b++) {
+    const Tile<F> tile = tiles.at(b);
+    UNROLL for (int g = 0; g < 8; g++) _mm512_store_si512(panel.q[b][g], tile.weights(g));
+    UNROLL for (int p = 0; p < PARTS; p++) {
+      _mm512_store_ps(panel.scales[b][p], tile.scale(p));
+      if (f.has_min) _mm512_store_ps(panel.minima[b][p], tile.minimum(p));
+    }
+  }
+}
+
+// What follows the integers of one part: total = fma(sum, scale * x_scale, total) and the minimum.
+// x: the row at this block; here: from there to its scale; array: bytes between the row's arrays.
+template <FormatId F, class Source>
+inline __m512 add_part(const Source& w, int part, __m512i sum, const uint8_t* x, int64_t here,
+                       int64_t array, __m512 total) {
+  constexpr Format f = FORMATS[F];
+  const __m512 scale = _mm512_set1_ps(*(const float*)(x + here));
+  total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(w.scale(part), scale), total);
+  if (f.has_min) {
+    __m512 x_sum = _mm512_set1_ps(*(const float*)(x + here + array));
+    if (f.has_halves) {
+      const __m512i pick = _mm512_set1_epi32(part ? 0x10000 : 1);
+      const __m512i sums = _mm512_set1_epi32(word(x + here + 2 * array));
+      x_sum = _mm512_mul_ps(scale, _mm512_cvtepi32_ps(_mm512_madd_epi16(sums, pick)));
+    }
+    total = _mm512_fmadd_ps(w.minimum(part), x_sum, total);
+  }
+  return total;
+}
+
+// -offset * sum of the activations of a part, where the integer sums begin.
+template <FormatId F>
+inline __m512i start_of(int part, const uint8_t* x, int64_t here, int64_t array) {
+  constexpr Format f = FORMATS[F];
+  if (!f.offset) return _mm512_setzero_si512();
+  constexpr int32_t off = -f.offset, low = off & 0xffff, high = (int32_t)((uint32_t)off << 16);
+  const int32_t pick = !f.has_halves ? low | high : part ? high : low;
+  return _mm512_madd_epi16(_mm512_set1_epi32(word(x + here + 2 * array)), _mm512_set1_epi32(pick));
+}
+
+template <class Source, int R>
+inline void multiply_vnni(const Source& source, int64_t blocks, const Rows& rows, int64_t row,
+                          float* acc) {
+  constexpr FormatId F = Source::format;
+  constexpr int PARTS = FORMATS[F].parts(), VECTORS_OF_PART = 8 / PARTS;
+  __m512 total[R];
+  const uint8_t* x[R];
+  UNROLL for (int r = 0; r < R; r++) {
+    x[r] = rows.values(row + r);
+    total[r] = _mm512_loadu_ps(acc + r * GROUP);
+  }
+  const int64_t scales_at = (rows.blocks - rows.block) * 32 + rows.block * 4;
+  const int64_t array = rows.blocks * 4;
+  for (int64_t b = 0; b < blocks; b++) {
+    const Source w = source.at(b);
+    w.prefetch();
+    const int64_t here = scales_at + b * 4 - b * 32;  // x moves on by a block
+    UNROLL for (int p = 0; p < PARTS; p++) {
+      __m512i sums[R];
+      UNROLL for (int r = 0; r < R; r++) sums[r] = start_of<F>(p, x[r], here, array);
+      UNROLL for (int j = 0; j < VECTORS_OF_PART; j++) {
+        const int g = p * VECTORS_OF_PART + j;
+        const __m512i v = w.weights(g);
+        UNROLL for (int r = 0; r < R; r++)
+            sums[r] = _mm512_dpbusd_epi32(sums[r], v, _mm512_set1_epi32(word(x[r] + 4 * g)));
+      }
+      UNROLL for (int r = 0; r < R; r++)
+          total[r] = add_part<F>(w, p, sums[r], x[r], here, array, total[r]);
+    }
+    UNROLL for (int r = 0; r < R; r++) x[r] += BLOCK;
+  }
+  UNROLL for (int r = 0; r < R; r++) _mm512_storeu_ps(acc + r * GROUP, total[r]);
+}
+
+}  // namespace
+}  // namespace banyan
