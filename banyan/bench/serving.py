@@ -143,11 +143,16 @@ async def _measure(
 async def _warm_up(
     server: Server, dialect: Dialect, wish: Wish, options: ServingOptions, prompts: list[Prompt]
 ) -> None:
-    """The first prompt with a short answer, --warmup-requests times; it must work."""
+    """A prompt with a short answer, --warmup-requests times; it must work.
+
+    It is the first one backwards: of the same length, and nothing of it stays in a prefix cache.
+    """
     if options.warmup_requests < 1:
         return
     first = prompts[0]
-    short = Prompt(first.text, first.ids, first.length, min(first.output_len, _WARM_OUTPUT_LEN))
+    text = " ".join(reversed(first.text.split(" ")))
+    ids = None if first.ids is None else first.ids[::-1]
+    short = Prompt(text, ids, first.length, min(first.output_len, _WARM_OUTPUT_LEN))
     body = request_body(dialect, short, wish)
     work = (
         post_prompt(server, dialect, body, wish.stream, options.request_timeout_s)

@@ -1,0 +1,141 @@
+"""`banyan bench batch`: one static batch through an engine, without a front end or a tokenizer.
+
+A decode step's latency is the time between the tokens of one step and the next as they leave the
+engine, so planning that overlaps with execution costs nothing here either.
+"""
+
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from banyan.base.errors import BanyanError
+from banyan.base.ids import RequestId
+from banyan.messages.events import Failed, Finished, Ready, Tokens
+from banyan.messages.link import FrontLink
+from banyan.messages.requests import Abort, Generate
+from banyan.messages.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """What one batch took, in seconds.
+
+    Attributes:
+        prefill: until every sequence had its first token.
+        decode: of each step after that.
+    """
+
+    prefill: float
+    decode: list[float]
+
+    @property
+    def total(self) -> float:
+        return self.prefill + sum(self.decode)
+
+
+async def wait_ready(link: FrontLink) -> Ready:
+    """The engine's first word; its death is the engine handle's to report."""
+    while True:
+        for event in await link.receive():
+            if isinstance(event, Ready):
+                return event
+
+
+async def run_batch(
+    link: FrontLink, prompts: Sequence[Sequence[int]], output_len: int, name: str
+) -> BatchTimes:
+    """Send all prompts at once and follow their tokens; each answer has `output_len` of them.
+
+    Raises:
+        BanyanError: a sequence failed; the others are taken back.
+    """
+    sampling = SamplingParams(max_new_tokens=output_len, temperature=0.0, ignore_eos=True)
+    asked = [
+        Generate(
+            request=RequestId(f"{name}-{number}"),
+            tokens=array("i", prompt).tobytes(),
+            sampling=sampling,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    made = {generate.request: 0 for generate in asked}
+    open_requests = set(made)
+    times: list[float] = []
+    began = time.perf_counter()
+    await link.send(list(asked))
+    while open_requests:
+        for event in await link.receive():
+            if isinstance(event, Tokens) and event.request in made:
+                made[event.request] += len(event.tokens) // 4
+            elif isinstance(event, Finished):
+                open_requests.discard(event.request)
+            elif isinstance(event, Failed) and event.request in made:
+                await link.send([Abort(request) for request in open_requests])
+                raise BanyanError(f"the engine refused a sequence of the batch: {event.text}")
+        now = time.perf_counter()
+        slowest = min(made.values())
+        # Steps that arrive in one frame share the time since the last.
+        times += [now] * (slowest - len(times))
+    return BatchTimes(times[0] - began, _gaps(times))
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    """Gaps between arrivals; equal arrivals share the gap before them evenly."""
+    gaps: list[float] = []
+    first = 0
+    while first + 1 < len(times):
+        last = first + 1
+        while last + 1 < len(times) and times[last + 1] == times[last]:
+            last += 1
+        gaps += [(times[last] - times[first]) / (last - first)] * (last - first)
+        first = last
+    return gaps
+
+
+def results(
+    run_name: str, batch_size: int, input_len: int, output_len: int, times: BatchTimes
+) -> dict[str, object]:
+    """The figures under the keys of bench_one_batch."""
+    total = times.total
+    keys: dict[str, object] = {
+        "run_name": run_name,
+        "batch_size": batch_size,
+        "input_len": input_len,
+        "output_len": output_len,
+        "prefill_latency": times.prefill,
+        "prefill_throughput": batch_size * input_len / times.prefill,
+        "total_latency": total,
+        "overall_throughput": batch_size * (input_len + output_len) / total,
+    }
+    if times.decode:
+        median = statistics.median(times.decode)
+        keys["median_decode_latency"] = median
+        keys["median_decode_throughput"] = batch_size / median
+    return keys
+
+
+def lines(keys: dict[str, object], times: BatchTimes, every: int) -> list[str]:
+    """The figures as people read them; every n-th decode step too when `every` is not 0."""
+    batch_size = keys["batch_size"]
+    assert isinstance(batch_size, int)
+    found = [
+        f"Prefill. latency: {times.prefill:.5f} s, "
+        f"throughput: {keys['prefill_throughput']:.2f} token/s"
+    ]
+    found += [
+        f"Decode {number}. Batch size: {batch_size}, latency: {seconds:.5f} s, "
+        f"throughput: {batch_size / seconds:.2f} token/s"
+        for number, seconds in enumerate(times.decode)
+        if every and number % every == 0
+    ]
+    if times.decode:
+        found.append(
+            f"Decode.  median latency: {keys['median_decode_latency']:.5f} s, "
+            f"median throughput: {keys['median_decode_throughput']:.2f} token/s"
+        )
+    found.append(
+        f"Total. latency: {times.total:.3f} s, throughput: {keys['overall_throughput']:.2f} token/s"
+    )
+    return found

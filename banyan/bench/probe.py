@@ -1,0 +1,67 @@
+"""Probe: what this machine can do at most, measured now: the bound that figures are set against."""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+_ARRAY_BYTES = 256 << 20
+"""Well beyond any cache, so that reading it means reading memory."""
+_MATRIX = 1536
+_RUNS = 5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Upper bounds.
+
+    Attributes:
+        read_bytes_s: memory read by all cores at once.
+        fp32_ops_s: multiplications and additions in float32.
+        int8_ops_s: the same in int8; None where nothing here can measure it.
+    """
+
+    cores: int
+    read_bytes_s: float
+    fp32_ops_s: float
+    int8_ops_s: float | None = None
+
+    def keys(self) -> dict[str, object]:
+        return {
+            "cores": self.cores,
+            "read_gb_s": self.read_bytes_s / 1e9,
+            "fp32_gflop_s": self.fp32_ops_s / 1e9,
+            "int8_gop_s": None if self.int8_ops_s is None else self.int8_ops_s / 1e9,
+        }
+
+    def __str__(self) -> str:
+        int8 = "int8 not measured"
+        if self.int8_ops_s is not None:
+            int8 = f"int8 {self.int8_ops_s / 1e9:.0f} GOP/s"
+        return (
+            f"{self.cores} cores, read {self.read_bytes_s / 1e9:.1f} GB/s, "
+            f"fp32 {self.fp32_ops_s / 1e9:.0f} GFLOP/s, {int8}"
+        )
+
+
+def probe() -> Machine:
+    """Measure this machine; about half a second. The best of five runs counts."""
+    cores = len(os.sched_getaffinity(0))
+    parts = np.array_split(np.ones(_ARRAY_BYTES // 8, dtype=np.int64), cores)
+    with ThreadPoolExecutor(cores) as pool:
+        read_s = _best_of(lambda: list(pool.map(np.bitwise_or.reduce, parts)))
+    square = np.ones((_MATRIX, _MATRIX), dtype=np.float32)
+    multiply_s = _best_of(lambda: square @ square)
+    return Machine(cores, _ARRAY_BYTES / read_s, 2 * _MATRIX**3 / multiply_s)
+
+
+def _best_of(work: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        work()
+        best = min(best, time.perf_counter() - began)
+    return best

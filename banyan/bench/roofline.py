@@ -1,0 +1,131 @@
+"""Roofline: each op's share of a step, and how near it comes to what the machine allows.
+
+An op cannot be faster than its bytes through the memory, nor than its operations through the
+arithmetic units; the slower of the two is its bound. (Williams, Waterman, Patterson: Roofline,
+CACM 2009.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from banyan.bench.probe import Machine
+from banyan.config.card import ModelCard
+from banyan.formats.mapped import TensorInfo
+
+FP32, INT8 = "fp32", "int8"
+
+_WIDE = 18
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One op over one step.
+
+    Attributes:
+        seconds: what it took.
+        bytes: that it must read from memory.
+        operations: multiplications plus additions that it must do.
+        arithmetic: FP32 or INT8: which peak bounds the operations.
+    """
+
+    name: str
+    seconds: float
+    bytes: float
+    operations: float
+    arithmetic: str = FP32
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """An op beside its bound. `fraction` 1 = as fast as the machine can be."""
+
+    cost: OpCost
+    share: float
+    bound_s: float
+    fraction: float
+    limited_by: str
+
+
+def bound(cost: OpCost, machine: Machine) -> tuple[float, str]:
+    """(seconds, what limits it). An unknown int8 peak leaves the memory as the only bound."""
+    memory_s = cost.bytes / machine.read_bytes_s
+    peak = machine.int8_ops_s if cost.arithmetic == INT8 else machine.fp32_ops_s
+    compute_s = cost.operations / peak if peak else 0.0
+    return max((memory_s, "memory"), (compute_s, cost.arithmetic))
+
+
+def op_rows(costs: Sequence[OpCost], step_s: float, machine: Machine) -> list[OpRow]:
+    """Rows by share, greatest first; what no op accounts for is the row "outside of ops"."""
+    rows = []
+    for cost in costs:
+        bound_s, limited_by = bound(cost, machine)
+        fraction = bound_s / cost.seconds if cost.seconds > 0 else 0.0
+        rows.append(OpRow(cost, cost.seconds / step_s, bound_s, fraction, limited_by))
+    rows.sort(key=lambda row: -row.share)
+    rest_s = step_s - sum(cost.seconds for cost in costs)
+    if costs and rest_s > 0:
+        rest = OpCost("outside of ops", rest_s, 0.0, 0.0)
+        rows.append(OpRow(rest, rest_s / step_s, 0.0, 0.0, "-"))
+    return rows
+
+
+def table(title: str, rows: Sequence[OpRow], step_s: float) -> str:
+    """The report as text; times in microseconds."""
+    lines = [
+        f"{title}: {step_s * 1e6:.0f} us",
+        f"{'op':<{_WIDE}} {'us':>10} {'share':>7} {'GB/s':>7} {'GOP/s':>8} {'bound us':>9} "
+        f"{'of bound':>8}  limit",
+    ]
+    for row in rows:
+        seconds = row.cost.seconds
+        lines.append(
+            f"{row.cost.name:<{_WIDE}} {seconds * 1e6:>10.1f} {row.share:>7.1%} "
+            f"{row.cost.bytes / seconds / 1e9:>7.1f} {row.cost.operations / seconds / 1e9:>8.1f} "
+            f"{row.bound_s * 1e6:>9.1f} {row.fraction:>8.1%}  {row.limited_by}"
+        )
+    total_s = sum(row.bound_s for row in rows)
+    lines.append(f"the bounds together: {total_s * 1e6:.0f} us, {total_s / step_s:.1%} of the step")
+    return "\n".join(lines)
+
+
+def whole_step(
+    card: ModelCard,
+    tensors: Sequence[TensorInfo],
+    seconds: float,
+    rows: int,
+    tokens: int,
+    context: int,
+    cache_bytes: int,
+) -> OpCost:
+    """A step as one op: every weight once, every row's cache once.
+
+    Args:
+        tensors: of the checkpoint. An embedding table beside an untied output is looked up, not
+            read through.
+        rows, tokens: sequences in the step, and tokens over all of them.
+        context: positions that each row attends to.
+        cache_bytes: bytes of one number in the KV cache.
+    """
+    names = {t.name for t in tensors}
+    is_untied = bool(names & {"output.weight", "lm_head.weight"})
+    tables = ("token_embd.weight", "model.embed_tokens.weight")
+    read = [t for t in tensors if not (is_untied and t.name in tables)]
+    numbers = sum(_count(t) for t in read)
+    head = sum(_count(t) for t in read if t.name in (*tables, "output.weight", "lm_head.weight"))
+    kv_numbers = 2 * card.num_layers * card.num_kv_heads * card.head_dim
+    attention = 4 * card.num_layers * card.num_heads * card.head_dim * context * tokens
+    return OpCost(
+        "whole step",
+        seconds,
+        bytes=sum(t.size_bytes for t in read) + rows * context * kv_numbers * cache_bytes,
+        # Logits are made of each row's last token only.
+        operations=2 * ((numbers - head) * tokens + head * rows) + attention,
+        arithmetic=FP32 if card.dtype in ("float32", "bfloat16", "float16") else INT8,
+    )
+
+
+def _count(tensor: TensorInfo) -> int:
+    count = 1
+    for length in tensor.shape:
+        count *= length
+    return count
