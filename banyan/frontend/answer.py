@@ -50,8 +50,6 @@ class AnswerParser:
         )
         self._tools = ToolParser(form.tools, form.offered, form.max_calls) if form.tools else None
         self._held: list[str] = []
-        self.is_thinking = form.is_inside
-        """Whether the text so far ends inside of the thinking."""
 
     @property
     def num_calls(self) -> int:
@@ -79,22 +77,13 @@ class AnswerParser:
     def _parts(self, pieces: list[tuple[Kind, str]]) -> list[Part]:
         parts: list[Part] = []
         for kind, text in pieces:
-            self.is_thinking = kind is Kind.THOUGHT or (kind is Kind.MARK and self._opens(text))
             if kind is Kind.SAID:
                 parts += self._thought_over() + self._said(text)
             elif not self._form.separates:
                 parts.append(Said(text))
             elif kind is Kind.THOUGHT:
                 parts += self._thought(text)
-            elif not self.is_thinking:
-                parts += self._thought_over()
         return joined(parts)
-
-    def _opens(self, mark: str) -> bool:
-        format = self._form.reasoning
-        if format is None or not mark.strip():
-            return self.is_thinking
-        return mark.rstrip().endswith(format.start)
 
     def _thought(self, text: str) -> list[Part]:
         if self._form.streams_thought:

@@ -48,15 +48,17 @@ class Arriving:
         self._text = ""
         self._at = 0
         self._ended = False
+        self.is_cut = False
         self._captured: list[str] | None = None
 
     def add(self, text: str) -> None:
         self._text = self._text[self._at :] + text
         self._at = 0
 
-    def end(self) -> None:
-        """Nothing more will come."""
+    def end(self, is_cut: bool = False) -> None:
+        """Nothing more will come; `is_cut` = more would have, had it not been stopped."""
         self._ended = True
+        self.is_cut = is_cut
 
     def capture(self, opener: str) -> None:
         """Keep what is consumed from here on, behind `opener`, which was consumed just before."""
@@ -100,9 +102,10 @@ class Arriving:
             yield
 
     def expect(self, literal: str) -> Reading[None]:
-        """Consume `literal`; Malformed when something else comes."""
+        """Consume `literal`; Malformed when something else comes, Cut when less than all of it."""
         if not (yield from self.follows(literal)):
-            raise Cut if not (yield from self.peek()) else Malformed
+            ahead = yield from self.peek(len(literal))
+            raise Cut if literal.startswith(ahead) else Malformed
 
     def run(self, pattern: re.Pattern[str], sink: Sink) -> Reading[None]:
         """Consume the longest run that `pattern` (one character class, repeated) matches."""
@@ -124,10 +127,14 @@ class Arriving:
         """Consume everything up to the end of the text."""
         yield from self.run(_ANYTHING, sink)
 
-    def until(self, marks: Marks, sink: Sink) -> Reading[str]:
-        """Consume up to and with the first mark, which is returned; "" at the end of the text."""
+    def until(self, marks: Marks, sink: Sink, leaves_part: bool = False) -> Reading[str]:
+        """Consume up to and with the first mark, which is returned; "" at the end of the text.
+
+        Args:
+            leaves_part: the beginning of a mark at the end of the text is not consumed.
+        """
         while True:
-            start, mark = self._find(marks)
+            start, mark = self._find(marks, leaves_part)
             if start > self._at:
                 sink(self.take(start - self._at))
             if mark or self._ended:
@@ -156,10 +163,11 @@ class Arriving:
                 raise Cut
             yield
 
-    def _find(self, marks: Marks) -> tuple[int, str]:
+    def _find(self, marks: Marks, may_be_cut: bool = False) -> tuple[int, str]:
         """Where the first mark is, and which; else where one may begin, and ""."""
         match = marks.pattern.search(self._text, self._at)
-        open_at = len(self._text) if self._ended else marks.open_at(self._text, self._at)
+        is_all = self._ended and not may_be_cut
+        open_at = len(self._text) if is_all else marks.open_at(self._text, self._at)
         if match is not None and match.start() < open_at:
             return match.start(), match.group()
         return open_at, ""

@@ -133,6 +133,7 @@ class JsonCopy:
     def _scalar(self) -> Reading[None]:
         parts: list[str] = []
         yield from self._source.run(_WORD, parts.append)
+        yield from self._source.need()  # at the very end, more of the word could be missing
         word = "".join(parts)
         if len(word) > MAX_SCALAR_CHARS:
             raise Malformed

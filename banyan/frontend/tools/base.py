@@ -133,10 +133,8 @@ class ToolParser:
         Args:
             is_cut: the model was stopped before it was done; an open call then stays as it is.
         """
-        self._source.end()
+        self._source.end(is_cut)
         self._advance()
-        if self._outcome.in_call and not is_cut:
-            self._outcome.end()
         self._outcome.flush()
         return self._outcome.take()
 
@@ -159,7 +157,8 @@ def attempt(source: Arriving, out: Outcome, opener: str, reading: Reading[None])
     except Malformed as problem:
         raw = source.release()
         if out.in_call:
-            if isinstance(problem, Cut):
+            if isinstance(problem, Cut) and source.is_cut:
+                yield from source.rest(_drop)
                 return False
             out.end()
         elif out.num_calls == num_calls:
@@ -253,7 +252,8 @@ def _object_json(source: Arriving, put: Callable[[str], None], closers: list[str
         yield from JsonCopy(source, put, closers).value()
     elif first == '"':
         put(_object_text((yield from read_string(source))))
-    elif (yield from source.follows("null")) or (yield from source.follows("None")):
+    elif first in "nN":
+        yield from source.expect("null" if first == "n" else "None")
         put("{}")
     else:
         raise Malformed

@@ -95,7 +95,7 @@ class _Values:
 
     def _until_end(self, sink: Sink) -> Reading[None]:
         sink = _Lines(sink).take if self._is_lines else sink
-        if not (yield from self._source.until(self._end, sink)):
+        if not (yield from self._source.until(self._end, sink, leaves_part=True)):
             raise Cut
 
 
