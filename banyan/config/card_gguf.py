@@ -6,18 +6,95 @@ Source: the standardized keys of the GGUF specification (docs/gguf.md of ggml-or
 import math
 import struct
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
-from banyan.config.card import ModelCard, RopeFacts
-from banyan.config.card_families import MAX_LENGTH, MAX_WIDTH
+from banyan.config.card import FULL, WINDOW, ModelCard, RopeFacts
+from banyan.config.card_families import MAX_LENGTH, MAX_WIDTH, no_more
 from banyan.config.card_hub import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, unknown_architecture
 from banyan.config.facts import Facts
 from banyan.formats.gguf import GGUFFile
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM"}
-"""GGUF architecture -> the class name the same model has in Hugging Face's form."""
 
+@dataclass(frozen=True)
+class Family:
+    """
+    Attributes:
+        architecture: class name the same model has in Hugging Face's form.
+        eps_key: key of the norms' eps.
+        window_period: with a window, every n-th layer sees everything; 0 = none does.
+        more: fills in what only this family has.
+    """
+
+    architecture: str
+    activation: str = "silu"
+    eps_key: str = "attention.layer_norm_rms_epsilon"
+    window_period: int = 0
+    more: Callable[[Facts, ModelCard], ModelCard] = no_more
+
+
+def _gemma(facts: Facts, card: ModelCard, largest: int) -> ModelCard:
+    """The largest model of a generation scales by its hidden size per head, and no key says so."""
+    is_largest = card.num_layers == largest
+    size = card.hidden_size / card.num_heads if is_largest else card.head_dim
+    return replace(
+        card,
+        attention_scale=facts.number("attention.scale", 1e-9, 1e6, default=size**-0.5),
+        embedding_scale=card.hidden_size**0.5,
+        attention_cap=facts.number("attn_logit_softcapping", 0.0, 1e9, default=0.0),
+        logit_cap=facts.number("final_logit_softcapping", 0.0, 1e9, default=0.0),
+    )
+
+
+def _gemma3(facts: Facts, card: ModelCard) -> ModelCard:
+    theta = facts.number("rope.freq_base_swa", 1.0, 1e12, default=10000.0)
+    card = _gemma(facts, card, largest=62)
+    return replace(card, window_rope=RopeFacts(theta=theta) if card.window else None)
+
+
+def _granite(facts: Facts, card: ModelCard) -> ModelCard:
+    default = card.head_dim**-0.5
+    return replace(
+        card,
+        embedding_scale=facts.number("embedding_scale", 1e-6, 1e6, default=1.0),
+        residual_scale=facts.number("residual_scale", 1e-6, 1e6, default=1.0),
+        attention_scale=facts.number("attention.scale", 1e-9, 1e6, default=default),
+        logit_scale=1 / facts.number("logit_scale", 1e-6, 1e6, default=1.0),
+    )
+
+
+def _cohere(facts: Facts, card: ModelCard) -> ModelCard:
+    """Only window layers know positions."""
+    return replace(
+        card,
+        logit_scale=facts.number("logit_scale", 1e-6, 1e6, default=1.0),
+        rope=RopeFacts(kind="none"),
+        window_rope=card.rope,
+    )
+
+
+_LAYER_EPS = "attention.layer_norm_epsilon"
+_GELU = "gelu_pytorch_tanh"
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM"),
+    "qwen2": Family("Qwen2ForCausalLM"),
+    "qwen3": Family("Qwen3ForCausalLM"),
+    "gemma2": Family("Gemma2ForCausalLM", _GELU, window_period=2, more=partial(_gemma, largest=46)),
+    "gemma3": Family("Gemma3ForCausalLM", _GELU, window_period=6, more=_gemma3),
+    "phi3": Family("Phi3ForCausalLM"),
+    "olmo2": Family("Olmo2ForCausalLM"),
+    "granite": Family("GraniteForCausalLM", more=_granite),
+    "glm4": Family("Glm4ForCausalLM"),
+    "starcoder2": Family("Starcoder2ForCausalLM", _GELU, _LAYER_EPS),
+    "cohere2": Family("Cohere2ForCausalLM", "silu", _LAYER_EPS, window_period=4, more=_cohere),
+}
+"""GGUF architecture -> its family."""
+
+_ORIGINAL_LENGTH = "rope.scaling.original_context_length"
 _UNSCALED = ("none", "default", "")
 _LLAMA3_LENGTH = 8192
 """Trained length before stretching of every published Llama 3 model; GGUF does not carry it."""
@@ -28,16 +105,55 @@ def read_gguf(path: str) -> ModelCard:
     with GGUFFile.open(path) as file:
         general = Facts(file.metadata, path)
         name = general.text("general.architecture")
-        if name not in ARCHITECTURES:
-            raise unknown_architecture(name, path, list(ARCHITECTURES))
-        return _llama(file, name)
+        if name not in FAMILIES:
+            raise unknown_architecture(name, path, list(FAMILIES))
+        facts = Facts(file.metadata, path, prefix=f"{name}.")
+        return FAMILIES[name].more(facts, _card(file, facts, name, FAMILIES[name]))
 
 
-def _llama(file: GGUFFile, name: str) -> ModelCard:
-    facts = Facts(file.metadata, file.path, prefix=f"{name}.")
+def _card(file: GGUFFile, facts: Facts, name: str, family: Family) -> ModelCard:
+    """What every family has."""
     tokens = Facts(file.metadata, file.path, prefix="tokenizer.ggml.")
     if facts.has("expert_count") and facts.integer("expert_count", 0, 1 << 16) > 0:
-        raise unknown_architecture(f"{name} with experts", file.path, list(ARCHITECTURES))
+        raise unknown_architecture(f"{name} with experts", file.path, list(FAMILIES))
+    num_heads, num_kv_heads, head_dim = _heads(facts)
+    vocab_size = _vocab_size(file, facts, tokens)
+    context_length = facts.integer("context_length", 1, MAX_LENGTH)
+    num_layers = facts.integer("block_count", 1, MAX_LAYERS)
+    kinds, window = _kinds(facts, num_layers, family.window_period)
+    rotary_dim = _rotary_dim(facts, head_dim)
+    return ModelCard(
+        path=file.path,
+        format="gguf",
+        architecture=family.architecture,
+        model_type=name,
+        vocab_size=vocab_size,
+        hidden_size=facts.integer("embedding_length", 1, MAX_WIDTH),
+        intermediate_size=facts.integer("feed_forward_length", 1, MAX_WIDTH),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        context_length=context_length,
+        norm_eps=_shortest(facts.number(family.eps_key, 0.0, 1.0)),
+        hidden_act=family.activation,
+        rope=_rope(file, facts, rotary_dim, context_length),
+        rotary_dim=rotary_dim if rotary_dim != head_dim else 0,
+        tie_embeddings="output.weight" not in file.tensors,
+        attention_bias=any(f"blk.0.attn_{n}.bias" in file.tensors for n in ("q", "qkv")),
+        output_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+        layer_kinds=kinds,
+        window=window,
+        dtype=_main_type(file),
+        bos_id=next(iter(tokens.token_ids("bos_token_id", vocab_size)), None),
+        eos_ids=_eos_ids(tokens, vocab_size),
+        pad_id=next(iter(tokens.token_ids("padding_token_id", vocab_size)), None),
+    )
+
+
+def _heads(facts: Facts) -> tuple[int, int, int]:
+    """Heads, kv heads and head size."""
     hidden_size = facts.integer("embedding_length", 1, MAX_WIDTH)
     num_heads = facts.integer("attention.head_count", 1, MAX_HEADS)
     num_kv_heads = facts.integer("attention.head_count_kv", 1, MAX_HEADS, default=num_heads)
@@ -47,44 +163,35 @@ def _llama(file: GGUFFile, name: str) -> ModelCard:
         )
     if not facts.has("attention.key_length") and hidden_size % num_heads:
         raise facts.error("embedding_length", hidden_size, f"a multiple of {num_heads} heads")
-    head_dim = _head_dim(facts, hidden_size // num_heads)
-    vocab_size = _vocab_size(file, facts, tokens)
-    context_length = facts.integer("context_length", 1, MAX_LENGTH)
-    return ModelCard(
-        path=file.path,
-        format="gguf",
-        architecture=ARCHITECTURES[name],
-        model_type=name,
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=facts.integer("feed_forward_length", 1, MAX_WIDTH),
-        num_layers=facts.integer("block_count", 1, MAX_LAYERS),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        context_length=context_length,
-        norm_eps=_shortest(facts.number("attention.layer_norm_rms_epsilon", 0.0, 1.0)),
-        rope=_rope(file, facts, head_dim, context_length),
-        tie_embeddings="output.weight" not in file.tensors,
-        attention_bias="blk.0.attn_q.bias" in file.tensors,
-        output_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-        dtype=_main_type(file),
-        bos_id=next(iter(tokens.token_ids("bos_token_id", vocab_size)), None),
-        eos_ids=_eos_ids(tokens, vocab_size),
-        pad_id=next(iter(tokens.token_ids("padding_token_id", vocab_size)), None),
-    )
-
-
-def _head_dim(facts: Facts, default: int) -> int:
-    head_dim = facts.integer("attention.key_length", 1, MAX_WIDTH, default=default)
+    head_dim = facts.integer("attention.key_length", 1, MAX_WIDTH, default=hidden_size // num_heads)
     value_dim = facts.integer("attention.value_length", 1, MAX_WIDTH, default=head_dim)
     if value_dim != head_dim:
         raise facts.error("attention.value_length", value_dim, f"the key length {head_dim}")
-    rotated = facts.integer("rope.dimension_count", 1, MAX_WIDTH, default=head_dim)
-    if rotated != head_dim or head_dim % 2:
-        raise facts.error("rope.dimension_count", rotated, f"the even head size {head_dim}")
-    return head_dim
+    return num_heads, num_kv_heads, head_dim
+
+
+def _rotary_dim(facts: Facts, head_dim: int) -> int:
+    rotary_dim = facts.integer("rope.dimension_count", 1, MAX_WIDTH, default=head_dim)
+    if rotary_dim > head_dim or rotary_dim % 2:
+        raise facts.error("rope.dimension_count", rotary_dim, f"even and at most {head_dim}")
+    return rotary_dim
+
+
+def _kinds(facts: Facts, num_layers: int, period: int) -> tuple[tuple[str, ...], int]:
+    """Kind of each layer and the window in tokens; ((), 0) when every layer sees everything."""
+    key = "attention.sliding_window"
+    window = facts.integer(key, 0, MAX_LENGTH, default=0)
+    if not window:
+        return (), 0
+    pattern_key = "attention.sliding_window_pattern"
+    pattern = facts.any(pattern_key)
+    if isinstance(pattern, list):
+        if len(pattern) != num_layers or not all(isinstance(v, bool) for v in pattern):
+            raise facts.error(pattern_key, pattern, f"{num_layers} times true or false")
+        return tuple(WINDOW if is_window else FULL for is_window in pattern), window
+    period = facts.integer(pattern_key, 0, MAX_LENGTH, default=period)
+    is_full = [period > 0 and (layer + 1) % period == 0 for layer in range(num_layers)]
+    return tuple(FULL if full else WINDOW for full in is_full), window
 
 
 def _vocab_size(file: GGUFFile, facts: Facts, tokens: Facts) -> int:
@@ -120,10 +227,12 @@ def _shortest(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _rope(file: GGUFFile, facts: Facts, head_dim: int, context_length: int) -> RopeFacts:
+def _rope(file: GGUFFile, facts: Facts, rotary_dim: int, context_length: int) -> RopeFacts:
     theta = facts.number("rope.freq_base", 1.0, 1e12, default=10000.0)
     if "rope_freqs.weight" in file.tensors:
-        return _llama3_rope(file, theta, head_dim)
+        return _llama3_rope(file, theta, rotary_dim)
+    if "rope_factors_long.weight" in file.tensors:
+        return _longrope(file, facts, theta, rotary_dim)
     kind = facts.text("rope.scaling.type", default="none")
     if kind in _UNSCALED:
         if facts.has("rope.scale_linear"):
@@ -138,12 +247,34 @@ def _rope(file: GGUFFile, facts: Facts, head_dim: int, context_length: int) -> R
         theta=theta,
         kind=kind,
         factor=facts.number("rope.scaling.factor", 1.0, 1e4),
-        original_length=facts.integer(
-            "rope.scaling.original_context_length", 1, MAX_LENGTH, default=context_length
-        ),
+        original_length=facts.integer(_ORIGINAL_LENGTH, 1, MAX_LENGTH, default=context_length),
         beta_fast=facts.number("rope.scaling.yarn_beta_fast", 1e-3, 1e4, default=32.0),
         beta_slow=facts.number("rope.scaling.yarn_beta_slow", 1e-3, 1e4, default=1.0),
     )
+
+
+def _longrope(file: GGUFFile, facts: Facts, theta: float, rotary_dim: int) -> RopeFacts:
+    """The factors are tensors; how much sharper the softmax gets is a key."""
+    return RopeFacts(
+        theta=theta,
+        kind="longrope",
+        original_length=facts.integer(_ORIGINAL_LENGTH, 2, MAX_LENGTH),
+        attention_factor=facts.number("rope.scaling.attn_factor", 0.0, 1e3, default=1.0),
+        short_factor=_numbers(file, "rope_factors_short.weight", rotary_dim // 2),
+        long_factor=_numbers(file, "rope_factors_long.weight", rotary_dim // 2),
+    )
+
+
+def _numbers(file: GGUFFile, name: str, count: int) -> tuple[float, ...]:
+    """A small tensor of positive numbers."""
+    tensor = file.tensors.get(name)
+    if tensor is None or tensor.type != "F32" or tensor.shape != (count,):
+        found = f"is {tensor.type} {tensor.shape}" if tensor else "is missing"
+        raise file.error(f"{name} {found}, not {count} numbers in F32")
+    values = struct.unpack(f"<{count}f", file.bytes_of(name))
+    if not all(1e-3 <= value <= 1e6 for value in values):
+        raise file.error(f"{name} holds numbers outside [0.001, 1,000,000]")
+    return values
 
 
 def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> RopeFacts:
@@ -152,13 +283,10 @@ def _llama3_rope(file: GGUFFile, theta: float, head_dim: int) -> RopeFacts:
     The parameters are recovered (the largest divisor is the factor, the rest are the published
     constants) and accepted only when they give back every divisor of the file.
     """
-    tensor = file.tensors["rope_freqs.weight"]
-    if tensor.type != "F32" or tensor.shape != (head_dim // 2,):
-        raise file.error(f"rope_freqs.weight is {tensor.type} {tensor.shape}, not F32 half a head")
-    divisors = struct.unpack(f"<{head_dim // 2}f", file.bytes_of("rope_freqs.weight"))
+    divisors = _numbers(file, "rope_freqs.weight", head_dim // 2)
     factor = max(divisors)
-    if not 1 <= factor <= 1e4:
-        raise file.error(f"rope_freqs.weight stretches by {factor:g}, not by 1 to 10,000")
+    if factor < 1:
+        raise file.error(f"rope_freqs.weight stretches by {factor:g}, not by 1 or more")
     facts = RopeFacts(theta=theta, kind="llama3", factor=factor, original_length=_LLAMA3_LENGTH)
     expected = llama3_divisors(facts, head_dim)
     if not all(math.isclose(d, e, rel_tol=1e-3) for d, e in zip(divisors, expected, strict=True)):

@@ -66,6 +66,10 @@ class Facts:
             raise self.error(key, value, "a list")
         return value
 
+    def any(self, key: str) -> object:
+        """The value as it is; None when the key is absent."""
+        return self._get(key, None)
+
     def part(self, key: str) -> "Facts | None":
         """A mapping within, None when the key is absent."""
         if not self.has(key):
