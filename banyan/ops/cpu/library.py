@@ -118,6 +118,11 @@ class Library:
         return self._functions["bn_pool_threads"](self._pool)
 
     @property
+    def recording(self) -> "Recording | None":
+        """What is being recorded, if anything is."""
+        return self._recording
+
+    @property
     def pool(self) -> Pointer:
         """For functions that run work of their own on the threads."""
         return self._pool

@@ -1,0 +1,87 @@
+// Attention over pages: the layout of a page, the plan of a step, and the tables of kernels.
+//
+// K lies as [page][kv_head][head_dim][page_size] and V as [page][kv_head][page_size][head_dim], so
+// that vectors run over the tokens of a page for q·k and over the dimensions of a head for p·v,
+// and nothing is ever summed across lanes.
+//
+// One arithmetic serves every shape of a step. Keys are taken in *spans* at absolute positions. In
+// a span a query has its largest logit, its sum of exponentials and its weighted values; spans are
+// folded together in ascending order. Who computes a span, with how many queries beside it, and
+// whether it passes through memory before it is folded, changes no bit.
+#pragma once
+#include "runtime.h"
+
+namespace banyan {
+
+constexpr int SPAN = 256;         // keys that are weighed at once; spans start at its multiples
+constexpr int GROUP = 16;         // tokens that lie together in every page
+constexpr int TILE = 48;          // (token, head) pairs of a unit at most, if heads allow
+constexpr int MAX_SPLITS = 4096;  // spans of a step that may pass through memory
+
+enum CacheType : int32_t { CACHE_F32 = 0, CACHE_F16 = 1, CACHE_BF16 = 2, NUM_CACHE_TYPES = 3 };
+
+// A token at work in a unit. Positions count from the beginning of its request.
+struct Query {
+  int32_t token, position;
+  int32_t slot;  // of its first span's result in memory; -1: the unit folds all spans by itself
+};
+
+// Queries whose keys lie in the same pages for all spans first_span ... end_span - 1.
+struct Unit {
+  int32_t first_query, num_queries;
+  int32_t row;  // whose page table serves
+  int32_t first_span, end_span;
+};
+
+// What a step's layers of one geometry share; lies in memory that outlives the program, written
+// anew before each run.
+struct Plan {
+  int64_t num_units;
+  double pairs, keys;  // (query, key) pairs, and keys loaded, per kv head
+  Unit* units;         // [max_tokens + MAX_SPLITS]
+  Query* queries;      // [max_tokens + MAX_SPLITS]
+  int32_t* arrived;    // [max_tokens, kv_heads]: spans of a split token that are in memory
+  int32_t* share;      // scratch of the planner
+  float* results;      // [MAX_SPLITS, heads, head_dim + GROUP]: largest logit, sum, ..., values
+};
+
+struct PlanArgs {
+  Plan* plan;
+  const int32_t *page_tables, *row_starts, *context_lengths;
+  int64_t table_stride;
+  int32_t page_size, group, kv_heads, window;
+  int32_t max_tokens, shares_prefixes;
+};
+
+struct AttentionArgs {
+  const float* q;  // [tokens, heads, head_dim], strided by token
+  const void *k_pages, *v_pages;
+  float* out;  // [tokens, heads, head_dim], contiguous
+  const Plan* plan;
+  const int32_t* page_tables;
+  int64_t q_stride, table_stride;
+  int32_t page_size, kv_heads, group, head_dim, window;
+  float scale, soft_cap;
+};
+
+struct WriteArgs {
+  const float *k, *v;  // [tokens, kv_heads, head_dim], strided by token
+  void *k_pages, *v_pages;
+  const int64_t* locations;  // [tokens]: page · page_size + offset
+  int64_t k_stride, v_stride;
+  int32_t page_size, kv_heads, head_dim;
+};
+
+// First position that a query sees.
+inline int32_t first_seen(int32_t position, int32_t window) {
+  return window && position >= window ? position - window + 1 : 0;
+}
+
+struct AttentionKernels {
+  Kernel write[NUM_CACHE_TYPES], attend[NUM_CACHE_TYPES];
+  int32_t lanes;
+};
+
+extern const AttentionKernels attention_base, attention_avx2, attention_avx512;
+
+}  // namespace banyan

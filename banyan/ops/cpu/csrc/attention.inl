@@ -1,0 +1,483 @@
+// Attention for one instruction set. Included by attention_<set>.cpp, which names ATTENTION_TABLE.
+//
+// A unit is a tile of queries of one kv head. Per span of keys: logits of all its queries (vectors
+// over 16 keys, several queries at once, sums over head_dim ascending), their exponentials, and the
+// weighted sum of values (vectors over head_dim, keys ascending). Keys that a query may not see are
+// cut off by ranges, never by zeros: what lies there may be anything.
+#include <atomic>
+#include <cmath>
+#include <cstring>
+
+#include "attention.h"
+#include "rows_curves.h"
+
+namespace banyan {
+namespace {
+
+struct Float32 {
+  using type = float;
+  static vf get(const float* p) { return load(p); }
+  static void put(float* p, vf v) { store(p, v); }
+  static float narrow(float x) { return x; }
+};
+struct Float16 {
+  using type = uint16_t;
+  static vf get(const uint16_t* p) { return load_fp16(p); }
+  static void put(uint16_t* p, vf v) { store_fp16(p, v); }
+  static uint16_t narrow(float x) { return to_fp16(x); }
+};
+struct Bfloat16 {
+  using type = uint16_t;
+  static vf get(const uint16_t* p) { return load_bf16(p); }
+  static void put(uint16_t* p, vf v) { store_bf16(p, v); }
+  static uint16_t narrow(float x) { return to_bf16(x); }
+};
+
+constexpr int GROUPS = SPAN / GROUP;       // of a span
+constexpr int BLOCK = 4;                   // groups that are converted, then used from the L1 cache
+constexpr int VECTORS = GROUP / LANES;     // of a group
+constexpr int TOGETHER = 6;                // queries whose sums are in registers at once
+constexpr int CONVERT_FROM = 12;           // queries from which converting a block once pays
+constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of sums per query, for many queries
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+// --- logits --------------------------------------------------------------------------------------
+
+// logits[r][n·16 ...] = q[r] · k for R queries and N groups of keys.
+template <class C, int R, int N>
+void score(const float* q, int dim, const typename C::type* const* k, int64_t stride,
+           float* logits) {
+  vf sums[R][N * VECTORS] = {};
+  for (int d = 0; d < dim; d++) {
+    vf keys[N * VECTORS];
+    UNROLL for (int n = 0; n < N * VECTORS; n++)
+      keys[n] = C::get(k[n / VECTORS] + d * stride + n % VECTORS * LANES);
+    UNROLL for (int r = 0; r < R; r++) {
+      vf factor = splat(q[r * dim + d]);
+      UNROLL for (int n = 0; n < N * VECTORS; n++) sums[r][n] = fma(factor, keys[n], sums[r][n]);
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int n = 0; n < N * VECTORS; n++) store(logits + r * SPAN + n * LANES, sums[r][n]);
+}
+
+template <class C, int R>
+void score_groups(const float* q, int dim, const typename C::type* const* k, int64_t stride,
+                  int groups, float* logits) {
+  constexpr int VECTORS_AT_ONCE = R <= 3 ? 4 : WIDE;
+  constexpr int N = VECTORS_AT_ONCE > VECTORS ? VECTORS_AT_ONCE / VECTORS : 1;
+  int n = 0;
+  for (; n + N <= groups; n += N) score<C, R, N>(q, dim, k + n, stride, logits + n * GROUP);
+  for (; n < groups; n++) score<C, R, 1>(q, dim, k + n, stride, logits + n * GROUP);
+}
+
+// Logits of `count` queries against groups of keys.
+template <class C>
+void score_all(const float* q, int count, int dim, const typename C::type* const* k, int64_t stride,
+               int groups, float* logits) {
+  using Score = void (*)(const float*, int, const typename C::type* const*, int64_t, int, float*);
+  constexpr Score SCORE[] = {score_groups<C, 1>, score_groups<C, 2>, score_groups<C, 3>,
+                             score_groups<C, 4>, score_groups<C, 5>, score_groups<C, 6>};
+  for (int r = 0; r < count; r += TOGETHER) {
+    int now = count - r < TOGETHER ? count - r : TOGETHER;
+    SCORE[now - 1](q + (int64_t)r * dim, dim, k, stride, groups, logits + (int64_t)r * SPAN);
+  }
+}
+
+// --- softmax -------------------------------------------------------------------------------------
+
+// e^x for x <= 0, 0 below -86; NaN stays.
+inline vf exp_below(vf x) {
+  vi low = x < splat(-86.0f);
+  vf clamped = choose(low, splat(-86.0f), x);
+  vi n = round_to_int(clamped * splat(1.44269504088896341f));
+  vf nf = to_float(n);
+  vf r = fma(nf, splat(-0.693359375f), clamped);
+  r = fma(nf, splat(2.12194440e-4f), r);
+  vf p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p, r * r, r) + splat(1.0f);
+  p = p * (vf)((n + 127) << 23);
+  return (vf)((vi)p & ~low);
+}
+
+struct Share {
+  float largest, sum;
+};
+
+// Logits of the keys lo ... hi - 1 become exponentials, those beside them in a vector 0.
+Share soften(float* logits, int lo, int hi, float soft_cap) {
+  vi lane;
+  for (int i = 0; i < LANES; i++) lane[i] = i;
+  int begin = lo / LANES * LANES;
+  vf most = splat(-INFINITY), cap = splat(soft_cap);
+  for (int i = begin; i < hi; i += LANES) {
+    vf x = load(logits + i);
+    if (soft_cap != 0) x = cap * tanh(x / cap);
+    if (i < lo || i + LANES > hi) {
+      vi at = lane + splat_i(i);
+      x = choose((at >= splat_i(lo)) & (at < splat_i(hi)), x, splat(-INFINITY));
+    }
+    if (soft_cap != 0 || i < lo || i + LANES > hi) store(logits + i, x);
+    most = max(x, most);
+  }
+  float largest_logit = largest(most);
+  vf all{}, top = splat(largest_logit);
+  for (int i = begin; i < hi; i += LANES) {
+    vf p = exp_below(load(logits + i) - top);
+    store(logits + i, p);
+    all += p;
+  }
+  return {largest_logit, sum(all)};
+}
+
+// --- values --------------------------------------------------------------------------------------
+
+// values[r] += p[r][j] · v[j] for the keys lo ... hi - 1, ascending; W vectors of the head.
+template <class C, int R, int W>
+void weigh(const float* p, const typename C::type* const* v, int lo, int hi, int dim,
+           float* values) {
+  vf sums[R][W];
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int w = 0; w < W; w++) sums[r][w] = load(values + r * dim + w * LANES);
+  for (int j = lo; j < hi;) {
+    const typename C::type* row = v[j / GROUP] + j % GROUP * dim;
+    int stop = (j / GROUP + 1) * GROUP;
+    if (stop > hi) stop = hi;
+    for (; j < stop; j++, row += dim) {
+      vf x[W];
+      UNROLL for (int w = 0; w < W; w++) x[w] = C::get(row + w * LANES);
+      UNROLL for (int r = 0; r < R; r++) {
+        vf factor = splat(p[r * SPAN + j]);
+        UNROLL for (int w = 0; w < W; w++) sums[r][w] = fma(factor, x[w], sums[r][w]);
+      }
+    }
+  }
+  UNROLL for (int r = 0; r < R; r++)
+    UNROLL for (int w = 0; w < W; w++) store(values + r * dim + w * LANES, sums[r][w]);
+}
+
+// The whole head, W vectors at a time and the rest one by one.
+template <class C, int R>
+void weigh_head(const float* p, const typename C::type* const* v, int lo, int hi, int dim,
+                float* values) {
+  constexpr int W = R == 1 ? 8 : R <= 3 ? 4 : WIDE;
+  const typename C::type* shifted[GROUPS];
+  int vectors = dim / LANES, w = 0;
+  int first = lo / GROUP, last = (hi - 1) / GROUP;
+  auto shift = [&] {
+    for (int g = first; g <= last; g++) shifted[g] = v[g] + w * LANES;
+  };
+  for (; w + W <= vectors; w += W) {
+    shift();
+    weigh<C, R, W>(p, shifted, lo, hi, dim, values + w * LANES);
+  }
+  for (; w + 2 <= vectors; w += 2) {
+    shift();
+    weigh<C, R, 2>(p, shifted, lo, hi, dim, values + w * LANES);
+  }
+  for (; w < vectors; w++) {
+    shift();
+    weigh<C, R, 1>(p, shifted, lo, hi, dim, values + w * LANES);
+  }
+}
+
+struct Range {
+  int lo, hi;  // keys of a span that a query sees; empty when hi <= lo
+};
+inline Range meet(Range a, Range b) {
+  return {a.lo > b.lo ? a.lo : b.lo, a.hi < b.hi ? a.hi : b.hi};
+}
+
+// All queries of a tile over the keys of `block`: together where all of them see a key, and each by
+// itself before and after.
+template <class C>
+void weigh_all(const float* p, int count, const Range* seen, Range block,
+               const typename C::type* const* v, int dim, float* values) {
+  using Weigh = void (*)(const float*, const typename C::type* const*, int, int, int, float*);
+  constexpr Weigh WEIGH[] = {weigh_head<C, 1>, weigh_head<C, 2>, weigh_head<C, 3>,
+                             weigh_head<C, 4>, weigh_head<C, 5>, weigh_head<C, 6>};
+  for (int first = 0; first < count; first += TOGETHER) {
+    int now = count - first < TOGETHER ? count - first : TOGETHER;
+    Range common = block;
+    for (int r = first; r < first + now; r++) common = meet(common, seen[r]);
+    auto alone = [&](int r, Range keys) {
+      if (keys.lo < keys.hi)
+        WEIGH[0](p + (int64_t)r * SPAN, v, keys.lo, keys.hi, dim, values + (int64_t)r * dim);
+    };
+    if (common.lo >= common.hi) {
+      for (int r = first; r < first + now; r++) alone(r, meet(block, seen[r]));
+      continue;
+    }
+    for (int r = first; r < first + now; r++)
+      alone(r, meet(seen[r], {block.lo, common.lo}));
+    WEIGH[now - 1](p + (int64_t)first * SPAN, v, common.lo, common.hi, dim,
+                   values + (int64_t)first * dim);
+    for (int r = first; r < first + now; r++)
+      alone(r, meet(seen[r], {common.hi, block.hi}));
+  }
+}
+
+// --- spans folded together -----------------------------------------------------------------------
+
+// (total, values) and the next span's (share, more) become those of both.
+void fold(Share& total, float* values, Share share, const float* more, int dim) {
+  float most = total.largest > share.largest ? total.largest : share.largest;
+  vf differences{};
+  differences[0] = total.largest - most;
+  differences[1] = share.largest - most;
+  vf factors = exp(differences);
+  total.sum = total.sum * factors[0] + share.sum * factors[1];
+  total.largest = most;
+  vf before = splat(factors[0]), after = splat(factors[1]);
+  for (int d = 0; d < dim; d += LANES)
+    store(values + d, fma(load(values + d), before, load(more + d) * after));
+}
+
+void finish(const Share& total, const float* values, float* out, int dim) {
+  vf factor = splat(1.0f / total.sum);
+  for (int d = 0; d < dim; d += LANES) store(out + d, load(values + d) * factor);
+}
+
+float* result_of(const AttentionArgs& a, int64_t slot, int head) {
+  return a.plan->results + (slot * a.kv_heads * a.group + head) * (a.head_dim + GROUP);
+}
+
+// Whoever brings the last span of a token folds all of them.
+void fold_results(const AttentionArgs& a, const Query& query, int kv_head, float* values) {
+  int spans = query.position / SPAN - first_seen(query.position, a.window) / SPAN + 1;
+  std::atomic<int32_t>& arrived =
+      *(std::atomic<int32_t>*)&a.plan->arrived[(int64_t)query.token * a.kv_heads + kv_head];
+  if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < spans) return;
+  arrived.store(0, std::memory_order_relaxed);  // for the next layer
+  for (int head = kv_head * a.group; head < (kv_head + 1) * a.group; head++) {
+    Share total{-INFINITY, 0.0f};
+    std::memset(values, 0, sizeof(float) * a.head_dim);
+    for (int span = 0; span < spans; span++) {
+      const float* result = result_of(a, query.slot + span, head);
+      fold(total, values, {result[0], result[1]}, result + GROUP, a.head_dim);
+    }
+    int64_t row = (int64_t)query.token * a.kv_heads * a.group + head;
+    finish(total, values, a.out + row * a.head_dim, a.head_dim);
+  }
+}
+
+// --- a unit --------------------------------------------------------------------------------------
+
+// Working memory of a tile of `count` (token, head) pairs.
+struct Tile {
+  float *q, *logits, *values, *totals, *block;
+  Share *shares, *sums;
+  Range* seen;
+
+  Tile(Worker& worker, int count, int dim) {
+    size_t floats = (size_t)count * (3 * dim + SPAN) + (size_t)BLOCK * GROUP * dim;
+    uint8_t* memory = worker.scratch(floats * 4 + count * (2 * sizeof(Share) + sizeof(Range)));
+    q = (float*)memory;
+    logits = q + (size_t)count * dim;
+    values = logits + (size_t)count * SPAN;
+    totals = values + (size_t)count * dim;
+    block = totals + (size_t)count * dim;
+    shares = (Share*)(block + (size_t)BLOCK * GROUP * dim);
+    sums = shares + count;
+    seen = (Range*)(sums + count);
+  }
+};
+
+// Groups of K as [16 tokens][head_dim] transposed, of V as they lie, in fp32.
+template <class C>
+void convert_k(const typename C::type* const* k, int64_t stride, int groups, int dim, float* block,
+               const float** converted) {
+  for (int g = 0; g < groups; g++) {
+    float* to = block + (size_t)g * GROUP * dim;
+    converted[g] = to;
+    for (int d = 0; d < dim; d++)
+      UNROLL for (int i = 0; i < GROUP; i += LANES)
+        store(to + d * GROUP + i, C::get(k[g] + d * stride + i));
+  }
+}
+template <class C>
+void convert_v(const typename C::type* const* v, int groups, int dim, float* block,
+               const float** converted) {
+  for (int g = 0; g < groups; g++) {
+    float* to = block + (size_t)g * GROUP * dim;
+    converted[g] = to;
+    for (int i = 0; i < GROUP * dim; i += LANES) store(to + i, C::get(v[g] + i));
+  }
+}
+
+// Shares and weighted values of every query of the tile in one span.
+template <class C>
+void attend_span(const AttentionArgs& a, const int32_t* table, int kv_head, int span, int count,
+                 Tile& tile) {
+  using T = typename C::type;
+  int dim = a.head_dim, lo = SPAN, hi = 0;
+  for (int r = 0; r < count; r++) {
+    if (tile.seen[r].lo >= tile.seen[r].hi) continue;
+    lo = tile.seen[r].lo < lo ? tile.seen[r].lo : lo;
+    hi = tile.seen[r].hi > hi ? tile.seen[r].hi : hi;
+  }
+  int begin = lo / GROUP, end = (hi + GROUP - 1) / GROUP;
+  const T *k[GROUPS], *v[GROUPS];
+  for (int g = begin; g < end; g++) {
+    int64_t position = (int64_t)span * SPAN + g * GROUP;
+    int64_t head = (int64_t)table[position / a.page_size] * a.kv_heads + kv_head;
+    int64_t offset = position % a.page_size;
+    k[g] = (const T*)a.k_pages + head * dim * a.page_size + offset;
+    v[g] = (const T*)a.v_pages + (head * a.page_size + offset) * dim;
+  }
+  bool converts = sizeof(T) < sizeof(float) && count >= CONVERT_FROM;
+  const float* converted[GROUPS];
+
+  for (int g = begin; g < end; g += BLOCK) {
+    int groups = end - g < BLOCK ? end - g : BLOCK;
+    float* logits = tile.logits + g * GROUP;
+    if (converts) {
+      convert_k<C>(k + g, a.page_size, groups, dim, tile.block, converted);
+      score_all<Float32>(tile.q, count, dim, converted, GROUP, groups, logits);
+    } else {
+      score_all<C>(tile.q, count, dim, k + g, a.page_size, groups, logits);
+    }
+  }
+  for (int r = 0; r < count; r++)
+    if (tile.seen[r].lo < tile.seen[r].hi)
+      tile.shares[r] =
+          soften(tile.logits + (size_t)r * SPAN, tile.seen[r].lo, tile.seen[r].hi, a.soft_cap);
+  std::memset(tile.values, 0, sizeof(float) * count * dim);
+  for (int g = begin; g < end; g += BLOCK) {
+    int groups = end - g < BLOCK ? end - g : BLOCK;
+    Range block = {g * GROUP, (g + groups) * GROUP};
+    if (converts) {
+      convert_v<C>(v + g, groups, dim, tile.block, converted + g);
+      weigh_all<Float32>(tile.logits, count, tile.seen, block, converted, dim, tile.values);
+    } else {
+      weigh_all<C>(tile.logits, count, tile.seen, block, v, dim, tile.values);
+    }
+  }
+}
+
+template <class C>
+void attend_unit(const AttentionArgs& a, const Unit& unit, int kv_head, Worker& worker) {
+  const Query* queries = a.plan->queries + unit.first_query;
+  int group = a.group, dim = a.head_dim, count = unit.num_queries * group;
+  int64_t heads = (int64_t)a.kv_heads * group;
+  Tile tile(worker, count, dim);
+  for (int r = 0; r < count; r++) {
+    const float* q = a.q + queries[r / group].token * a.q_stride +
+                     ((int64_t)kv_head * group + r % group) * dim;
+    for (int d = 0; d < dim; d += LANES)
+      store(tile.q + (size_t)r * dim + d, load(q + d) * splat(a.scale));
+    tile.sums[r] = {-INFINITY, 0.0f};
+  }
+  bool splits = queries[0].slot >= 0;
+  if (!splits) std::memset(tile.totals, 0, sizeof(float) * count * dim);
+  const int32_t* table = a.page_tables + unit.row * a.table_stride;
+  for (int span = unit.first_span; span < unit.end_span; span++) {
+    for (int r = 0; r < count; r++) {
+      int32_t position = queries[r / group].position;
+      tile.seen[r] = meet({first_seen(position, a.window) - span * SPAN, position + 1 - span * SPAN},
+                          {0, SPAN});
+    }
+    attend_span<C>(a, table, kv_head, span, count, tile);
+    for (int r = 0; r < count; r++) {
+      if (tile.seen[r].lo >= tile.seen[r].hi) continue;
+      const float* values = tile.values + (size_t)r * dim;
+      if (splits) {
+        const Query& query = queries[r / group];
+        int nth = span - first_seen(query.position, a.window) / SPAN;
+        float* result = result_of(a, query.slot + nth, kv_head * group + r % group);
+        result[0] = tile.shares[r].largest;
+        result[1] = tile.shares[r].sum;
+        std::memcpy(result + GROUP, values, sizeof(float) * dim);
+      } else {
+        fold(tile.sums[r], tile.totals + (size_t)r * dim, tile.shares[r], values, dim);
+      }
+    }
+  }
+  if (splits) {
+    for (int t = 0; t < unit.num_queries; t++)
+      if (tile.seen[t * group].lo < tile.seen[t * group].hi)
+        fold_results(a, queries[t], kv_head, tile.totals);
+    return;
+  }
+  for (int r = 0; r < count; r++) {
+    int64_t row = queries[r / group].token * heads + (int64_t)kv_head * group + r % group;
+    finish(tile.sums[r], tile.totals + (size_t)r * dim, a.out + row * dim, dim);
+  }
+}
+
+int64_t attend_units(const void* args, const Sizes&) {
+  const AttentionArgs& a = *(const AttentionArgs*)args;
+  return a.plan->num_units * a.kv_heads;
+}
+int64_t attend_grain(const void*, const Sizes&) { return 1; }
+
+template <class C>
+void attend(const void* args, const Sizes&, int64_t begin, int64_t end, Worker& worker) {
+  const AttentionArgs& a = *(const AttentionArgs*)args;
+  for (int64_t i = begin; i < end; i++)
+    attend_unit<C>(a, a.plan->units[i / a.kv_heads], (int)(i % a.kv_heads), worker);
+}
+
+template <class C>
+void attend_cost(const void* args, const Sizes&, double* bytes, double* operations) {
+  const AttentionArgs& a = *(const AttentionArgs*)args;
+  *bytes = a.plan->keys * a.kv_heads * a.head_dim * 2.0 * sizeof(typename C::type);
+  *operations = a.plan->pairs * a.kv_heads * a.group * a.head_dim * 4.0;
+}
+
+// --- writing -------------------------------------------------------------------------------------
+
+template <class C>
+void write(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
+  using T = typename C::type;
+  const WriteArgs& a = *(const WriteArgs*)args;
+  for (int64_t token = begin; token < end; token++) {
+    int64_t page = a.locations[token] / a.page_size, offset = a.locations[token] % a.page_size;
+    for (int head = 0; head < a.kv_heads; head++) {
+      int64_t at = page * a.kv_heads + head;
+      const float* k = a.k + token * a.k_stride + (int64_t)head * a.head_dim;
+      const float* v = a.v + token * a.v_stride + (int64_t)head * a.head_dim;
+      T* k_to = (T*)a.k_pages + at * a.head_dim * a.page_size + offset;
+      T* v_to = (T*)a.v_pages + (at * a.page_size + offset) * a.head_dim;
+      for (int d = 0; d < a.head_dim; d++) k_to[(int64_t)d * a.page_size] = C::narrow(k[d]);
+      for (int d = 0; d < a.head_dim; d += LANES) C::put(v_to + d, load(v + d));
+    }
+  }
+}
+int64_t write_units(const void*, const Sizes&) { return 0; }  // row-wise: dealt out by tokens
+int64_t write_grain(const void* args, const Sizes&) {
+  const WriteArgs& a = *(const WriteArgs*)args;
+  int64_t tokens = 2048 / ((int64_t)a.kv_heads * a.head_dim);
+  return tokens ? tokens : 1;
+}
+template <class C>
+void write_cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  const WriteArgs& a = *(const WriteArgs*)args;
+  *bytes = 2.0 * sizes.n[TOKENS] * a.kv_heads * a.head_dim * (4 + sizeof(typename C::type));
+  *operations = 0;
+}
+
+template <class C>
+constexpr Kernel write_kernel() {
+  return {"write_kv", write_units, write_grain, write<C>, write_cost<C>};
+}
+template <class C>
+constexpr Kernel attend_kernel() {
+  return {"paged_attention", attend_units, attend_grain, attend<C>, attend_cost<C>};
+}
+
+}  // namespace
+
+extern const AttentionKernels ATTENTION_TABLE = {
+    {write_kernel<Float32>(), write_kernel<Float16>(), write_kernel<Bfloat16>()},
+    {attend_kernel<Float32>(), attend_kernel<Float16>(), attend_kernel<Bfloat16>()},
+    LANES,
+};
+
+}  // namespace banyan

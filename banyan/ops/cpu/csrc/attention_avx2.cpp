@@ -1,0 +1,2 @@
+#define ATTENTION_TABLE attention_avx2
+#include "attention.inl"

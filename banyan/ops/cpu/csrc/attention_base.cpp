@@ -1,0 +1,2 @@
+#define ATTENTION_TABLE attention_base
+#include "attention.inl"

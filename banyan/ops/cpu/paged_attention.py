@@ -1,0 +1,154 @@
+"""Compiled attention over pages, and the writing of K and V into them.
+
+Inside a page the bytes lie in another order than the reference's: K as [kv_head, head_dim,
+page_size] and V as [kv_head, page_size, head_dim]; tensors keep the shape they have everywhere.
+Layers of one geometry share a plan, made once for each run of a program.
+"""
+
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banyan.ops.bind import Kernel, OpSpec
+from banyan.ops.cpu.library import Library, Recording
+
+PAGES = "by head, K transposed"
+"""Name of the page layout."""
+_GROUP = 16  # tokens that lie together in every page
+_ALIGNMENT = 64
+_CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+@dataclass
+class PagedAttention:
+    """Attributes:
+    shares_prefixes: rows whose tables begin with the same pages load them together.
+    """
+
+    library: Library
+    shares_prefixes: bool = True
+    _plans: "WeakKeyDictionary[Recording, dict[tuple[int, ...], np.ndarray]]" = field(
+        default_factory=WeakKeyDictionary
+    )
+
+    def write_kv(
+        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, flat_locations: Tensor
+    ) -> None:
+        tokens, kv_heads, head_dim = k.shape
+        self.library.call(
+            "bn_write_kv",
+            tokens,
+            _CACHE_TYPES[k_pages.dtype],
+            *_rows(k),
+            *_rows(v),
+            _whole(k_pages),
+            _whole(v_pages),
+            _whole(flat_locations),
+            k_pages.shape[1],
+            kv_heads,
+            head_dim,
+        )
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        page_tables: Tensor,
+        row_starts: Tensor,
+        context_lengths: Tensor,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> Tensor:
+        tokens, heads, head_dim = q.shape
+        page_size, kv_heads = k_pages.shape[1:3]
+        assert page_size % _GROUP == 0, f"pages of {page_size} tokens, not a multiple of {_GROUP}"
+        assert head_dim % 8 == 0, f"heads of {head_dim} dimensions, not a multiple of 8"
+        shape = (page_size, kv_heads, heads // kv_heads, head_dim, window)
+        plan = self._plan(tokens, page_tables, row_starts, context_lengths, shape)
+        out = self.library.empty(q.shape)
+        self.library.call(
+            "bn_paged_attention",
+            tokens,
+            _CACHE_TYPES[k_pages.dtype],
+            *_rows(q),
+            _whole(k_pages),
+            _whole(v_pages),
+            plan.ctypes.data,
+            page_tables.data_ptr(),
+            page_tables.stride(0),
+            out.data_ptr(),
+            *shape,
+            scale,
+            soft_cap,
+            rows=context_lengths.shape[0],
+        )
+        return out
+
+    def _plan(
+        self,
+        tokens: int,
+        page_tables: Tensor,
+        row_starts: Tensor,
+        context_lengths: Tensor,
+        shape: tuple[int, int, int, int, int],
+    ) -> np.ndarray:
+        """The memory of the plan for this geometry; a recording makes one for all its layers."""
+        key = (page_tables.data_ptr(), row_starts.data_ptr(), context_lengths.data_ptr(), *shape)
+        recording = self.library.recording
+        plans = {} if recording is None else self._plans.setdefault(recording, {})
+        if key not in plans:
+            _, kv_heads, group, head_dim, _ = shape
+            size = self.library.function("bn_attention_plan_bytes")(
+                tokens, kv_heads, group, head_dim
+            )
+            memory = np.empty(size + _ALIGNMENT, np.uint8)
+            plans[key] = memory[-memory.ctypes.data % _ALIGNMENT :]
+            self.library.call(
+                "bn_attention_plan",
+                tokens,
+                plans[key].ctypes.data,
+                page_tables.data_ptr(),
+                page_tables.stride(0),
+                _whole(row_starts),
+                _whole(context_lengths),
+                *shape,
+                tokens,
+                int(self.shares_prefixes),
+                rows=context_lengths.shape[0],
+            )
+        return plans[key]
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """Address and token stride of fp32 heads [tokens, heads, head_dim]."""
+    assert x.dtype == torch.float32, f"expected fp32 rows, got {x.dtype}"
+    assert x.stride()[1:] == (x.shape[2], 1), f"heads lie apart: {x.stride()}"
+    return x.data_ptr(), x.stride(0)
+
+
+def _whole(x: Tensor) -> int:
+    assert x.is_contiguous(), "expected a contiguous tensor"
+    return x.data_ptr()
+
+
+def _supports(spec: OpSpec) -> str | None:
+    if isinstance(spec.toolkit, str):
+        return spec.toolkit
+    if spec.dtype != torch.float32:
+        return f"computes in fp32, activations are {spec.dtype}"
+    if spec.cache_dtype not in _CACHE_TYPES:
+        return f"cannot read pages of {spec.cache_dtype}"
+    return None if spec.head_dim % 8 == 0 else f"heads of {spec.head_dim}, not a multiple of 8"
+
+
+write_kv = Kernel(
+    supports=_supports, make=lambda library: PagedAttention(library).write_kv, pages=PAGES
+)
+paged_attention = Kernel(
+    supports=_supports, make=lambda library: PagedAttention(library).paged_attention, pages=PAGES
+)

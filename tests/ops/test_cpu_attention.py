@@ -1,0 +1,259 @@
+"""Compiled attention against the plain one, and against itself in every other shape of a step."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from banyan.ops import reference
+from banyan.ops.cpu.build import BuildError, cached_library
+from banyan.ops.cpu.library import Library
+from banyan.ops.cpu.paged_attention import PagedAttention
+
+SCALE = 0.3
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-5, torch.bfloat16: 2e-5}
+
+
+@pytest.fixture(scope="module")
+def path():
+    try:
+        return cached_library()
+    except BuildError as error:
+        pytest.skip(f"the compiled kernels cannot be built here: {error}")
+
+
+@pytest.fixture(params=[("base", 1), ("avx2", 1), ("amx", 2)], ids=str)
+def attention(request, path):
+    isa, threads = request.param
+    library = Library(path, threads, isa)  # at most what the machine has
+    yield PagedAttention(library)
+    library.close()
+
+
+@dataclass(frozen=True)
+class Shape:
+    kv_heads: int = 2
+    group: int = 3
+    head_dim: int = 64
+    page_size: int = 16
+    window: int = 0
+    soft_cap: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+
+class World:
+    """Requests with a whole history of q, k and v; what is in no request's past is NaN.
+
+    Args:
+        shared: tokens that all requests begin with, in pages that all of them use.
+    """
+
+    def __init__(self, shape: Shape, lengths: list[int], shared: int = 0, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.shape, self.lengths = shape, lengths
+        pages = [math.ceil(length / shape.page_size) for length in lengths]
+        common = shared // shape.page_size
+        order = (torch.randperm(sum(pages) + 1, generator=generator) + 1).tolist()
+        prefix = [order.pop() for _ in range(common)]
+        self.num_pages = sum(pages) + 2
+        self.tables = torch.zeros(len(lengths), max(pages) + 1, dtype=torch.int32)
+        heads = shape.kv_heads * shape.group
+        self.q, self.k, self.v = [], [], []
+        for row, length in enumerate(lengths):
+            mine = prefix + [order.pop() for _ in range(pages[row] - common)]
+            self.tables[row, : pages[row]] = torch.tensor(mine)
+            self.q.append(torch.randn(length, heads, shape.head_dim, generator=generator))
+            k, v = torch.randn(2, length, shape.kv_heads, shape.head_dim, generator=generator)
+            if row:
+                k[:shared], v[:shared] = self.k[0][:shared], self.v[0][:shared]
+            self.k.append(k)
+            self.v.append(v)
+
+    def pages(self) -> tuple[Tensor, Tensor]:
+        shape = (self.num_pages, self.shape.page_size, self.shape.kv_heads, self.shape.head_dim)
+        k = torch.full(shape, math.nan, dtype=self.shape.dtype)
+        return k, torch.full_like(k, math.nan)
+
+    def locations(self, row: int, first: int, last: int) -> Tensor:
+        where, size = torch.arange(first, last), self.shape.page_size
+        return self.tables[row].long()[where // size] * size + where % size
+
+    def geometry(self, chunks: list[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """page_tables, row_starts, context_lengths of (row, first, last)."""
+        starts = [0]
+        for _, first, last in chunks:
+            starts.append(starts[-1] + last - first)
+        tables = self.tables[[row for row, _, _ in chunks]].contiguous()
+        contexts = torch.tensor([first for _, first, _ in chunks], dtype=torch.int32)
+        return tables, torch.tensor(starts, dtype=torch.int32), contexts
+
+    def chunk(self, of: list[Tensor], chunks: list[tuple[int, int, int]]) -> Tensor:
+        return torch.cat([of[row][first:last] for row, first, last in chunks])
+
+
+def compiled(attention: PagedAttention, world: World, chunks: list[tuple[int, int, int]]) -> Tensor:
+    """The chunks (row, first, last) of a step on pages that hold their past and nothing else."""
+    k_pages, v_pages = world.pages()
+    past = [(row, 0, first) for row, first, _ in chunks]
+    for part in (past, chunks):
+        where = torch.cat([world.locations(*span) for span in part])
+        k, v = world.chunk(world.k, part), world.chunk(world.v, part)
+        if len(where):
+            attention.write_kv(k, v, k_pages, v_pages, where)
+    return attention.paged_attention(
+        world.chunk(world.q, chunks),
+        k_pages,
+        v_pages,
+        *world.geometry(chunks),
+        SCALE,
+        world.shape.window,
+        world.shape.soft_cap,
+    )
+
+
+def expected(world: World, chunks: list[tuple[int, int, int]]) -> Tensor:
+    """The same by the reference, on its own pages, in fp64."""
+    k_pages, v_pages = world.pages()
+    k_pages, v_pages = k_pages.double(), v_pages.double()
+    for row, _, last in chunks:
+        where = world.locations(row, 0, last)
+        k, v = world.k[row][:last], world.v[row][:last]
+        reference.write_kv(
+            k.to(world.shape.dtype), v.to(world.shape.dtype), k_pages, v_pages, where
+        )
+    return reference.paged_attention(
+        world.chunk(world.q, chunks).double(),
+        k_pages,
+        v_pages,
+        *world.geometry(chunks),
+        SCALE,
+        world.shape.window,
+        world.shape.soft_cap,
+    ).float()
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32)
+
+
+SHAPES = [
+    Shape(),
+    Shape(group=1, head_dim=96),
+    Shape(kv_heads=1, group=8, head_dim=128),
+    Shape(kv_heads=1, group=50, head_dim=16),
+    Shape(head_dim=80, page_size=32, soft_cap=2.5),
+    Shape(group=2, head_dim=8, page_size=128, window=33),
+    Shape(kv_heads=1, head_dim=256, window=300),
+    Shape(kv_heads=3, page_size=64, dtype=torch.float16),
+    Shape(group=5, head_dim=72, soft_cap=30.0, window=7, dtype=torch.bfloat16),
+    Shape(window=1, dtype=torch.float16),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ragged_steps_equal_the_reference_whatever_lies_in_unused_slots(attention, shape):
+    world = World(shape, [1, 17, 600, 555, 40, 1030, 90])
+    chunks = [
+        *((0, 0, 1), (1, 16, 17), (2, 599, 600), (3, 500, 555)),
+        *((4, 0, 40), (5, 1025, 1030), (6, 3, 90)),
+    ]
+
+    out = compiled(attention, world, chunks)
+
+    wanted = expected(world, chunks)
+    torch.testing.assert_close(
+        out, wanted, rtol=TOLERANCE[shape.dtype], atol=TOLERANCE[shape.dtype]
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_token_is_the_same_bit_for_bit_alone_in_a_batch_and_in_any_chunks(attention, shape):
+    world = World(shape, [530, 61, 300])
+    whole = [compiled(attention, world, [(row, 0, n)]) for row, n in enumerate(world.lengths)]
+
+    together = compiled(attention, world, [(row, 0, n) for row, n in enumerate(world.lengths)])
+    assert torch.equal(bits(together), bits(torch.cat(whole)))
+    for cuts in ([1, 2, 16, 255, 256, 257, 300, 511, 529, 530], [37, 400, 530]):
+        first = 0
+        for last in cuts:
+            chunks = [(1, 60, 61), (0, first, last), (2, 298, 300)]
+            out = compiled(attention, world, chunks)
+            wanted = torch.cat([whole[row][a:b] for row, a, b in chunks])
+            assert torch.equal(bits(out), bits(wanted)), (first, last)
+            first = last
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2] + SHAPES[6:9], ids=str)
+def test_rows_that_share_their_first_pages_are_the_same_bit_for_bit(attention, shape):
+    lengths = [900, 801, 1400, 768, 1025, 900, 833, 912, 1000]
+    world = World(shape, lengths, shared=768)
+    chunks = [(row, n - 1 - row % 3, n) for row, n in enumerate(lengths)]
+
+    together = compiled(attention, world, chunks)
+    attention.shares_prefixes = False
+    apart = compiled(attention, world, chunks)
+
+    assert torch.equal(bits(together), bits(apart))
+    torch.testing.assert_close(together, expected(world, chunks), rtol=2e-5, atol=2e-5)
+
+
+def test_a_page_with_something_that_is_not_a_number_spoils_its_own_request_alone(attention):
+    world = World(Shape(), [40, 40])
+    world.k[0][3] = math.nan
+
+    out = compiled(attention, world, [(0, 0, 40), (1, 0, 40)])
+
+    assert not out[:3].isnan().any()
+    assert out[3:40].isnan().all()
+    assert not out[40:].isnan().any()
+
+
+def test_pages_may_be_written_over_by_padding(attention):
+    shape = Shape()
+    world = World(shape, [20])
+    k_pages, v_pages = world.pages()
+    padding = torch.zeros(5, dtype=torch.int64)
+
+    attention.write_kv(world.k[0][:5], world.v[0][:5], k_pages, v_pages, padding)
+
+    assert k_pages[1:].isnan().all() and v_pages[1:].isnan().all()
+
+
+def test_a_recording_serves_every_step_up_to_its_size(attention):
+    world = World(Shape(), [300, 290, 600])
+    k_pages, v_pages = world.pages()
+    for row, length in enumerate(world.lengths):
+        where = world.locations(row, 0, length)
+        attention.write_kv(world.k[row], world.v[row], k_pages, v_pages, where)
+    q = torch.empty(12, 6, 64)
+    tables = torch.zeros(8, world.tables.shape[1], dtype=torch.int32)
+    starts, contexts = torch.zeros(9, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+
+    def layer(x: Tensor) -> Tensor:
+        return attention.paged_attention(
+            x, k_pages, v_pages, tables, starts, contexts, SCALE, 0, 0.0
+        )
+
+    recording = attention.library.record(lambda: layer(layer(q)), 12, 5)
+    for chunks in (
+        [(0, 299, 300), (1, 289, 290)],
+        [(2, 590, 600), (0, 10, 11)],
+        [(2, 599, 600)],
+        [(0, 299, 300), (1, 289, 290), (2, 599, 600)],
+    ):
+        table, start, context = world.geometry(chunks)
+        tables[: len(chunks)], starts[: len(start)] = table, start
+        contexts[: len(chunks)] = context
+        tokens = int(start[-1])
+        q[:tokens] = world.chunk(world.q, chunks)
+        recording.run(tokens, len(chunks), 1)
+
+        first = attention.paged_attention(
+            q[:tokens], k_pages, v_pages, table, start, context, SCALE, 0, 0.0
+        )
+        second = attention.paged_attention(
+            first, k_pages, v_pages, table, start, context, SCALE, 0, 0.0
+        )
+        assert torch.equal(bits(recording.result[:tokens]), bits(second))
