@@ -25,13 +25,15 @@ from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.resolve import prepare
 from banyan.config.schema import Config
-from banyan.frontend.client import EngineClient
+from banyan.frontend.client import EngineClient, Engines
+from banyan.frontend.fleet import Fleet
 from banyan.frontend.native_answer import NativeService
 from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
 from banyan.frontend.text_generator import open_generator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready
 from banyan.messages.link import FrontLink, PrivateFolder, ZmqFrontLink, local_pair
+from banyan.scheduler.routing import ROUTES
 
 log = logger(__name__)
 
@@ -161,7 +163,7 @@ class Engine:
         }
 
     def get_all_child_pids(self) -> list[int]:
-        return self._live().handle.pids()
+        return [pid for handle in self._live().handles for pid in handle.pids()]
 
     def shutdown(self) -> None:
         """Stop the engine; open requests fail with 503. Harmless when repeated."""
@@ -210,11 +212,11 @@ class Engine:
 class _Opened:
     """A running engine with the native form in front of it; lives on the loop's thread."""
 
-    client: EngineClient
+    client: Engines
     ready: Ready
     tokenizer: Tokenizer | None
     native: NativeService
-    handle: EngineHandle
+    handles: list[EngineHandle]
     closing: AsyncExitStack
 
     async def answer(self, body: Mapping[str, object]) -> Answer | list[Answer]:
@@ -230,17 +232,21 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
     """Start the engine, load the tokenizer meanwhile, wait until it is ready."""
     async with AsyncExitStack() as stack:
         loop = asyncio.get_running_loop()
-        clients: list[EngineClient] = []
+        engines: list[EngineClient] = []
+        handles: list[EngineHandle] = []
+        for number in range(config.parallel.dp):
 
-        def on_death(text: str) -> None:
-            loop.call_soon_threadsafe(lambda: [c.engine_lost(text) for c in clients])
+            def on_death(text: str, number: int = number) -> None:
+                loop.call_soon_threadsafe(lambda: engines[number].engine_lost(text))
 
-        link, handle = _start(config, card, in_process, on_death, stack)
-        client = EngineClient(link, watchdog_s=config.schedule.watchdog_s)
-        clients.append(client)
+            link, handle = _start(config, card, in_process, on_death, stack)
+            engines.append(EngineClient(link, watchdog_s=config.schedule.watchdog_s))
+            handles.append(handle)
+        client = Fleet(engines, ROUTES.load(config.parallel.load_balance))
         await client.start()
         stack.push_async_callback(client.close)
-        stack.push_async_callback(asyncio.to_thread, handle.stop)
+        for handle in handles:
+            stack.push_async_callback(asyncio.to_thread, handle.stop)
         tokenizer = None
         if not config.server.skip_tokenizer:
             path = config.model.tokenizer_path or config.model.path
@@ -256,7 +262,7 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             weight_version=config.model.weight_version,
             incremental=config.server.incremental_output,
         )
-        return _Opened(client, ready, tokenizer, native, handle, stack.pop_all())
+        return _Opened(client, ready, tokenizer, native, handles, stack.pop_all())
 
 
 def _start(

@@ -85,7 +85,7 @@ def open_model(
     platform = PLATFORMS.load(name)()
     traits = platform.traits
     tp = config.parallel.tp
-    threads = config.parallel.threads or max(1, traits.cores // tp)
+    threads = config.parallel.threads or max(1, traits.cores // (tp * config.parallel.dp))
     device = platform.open(rank, threads)
     mesh = open_mesh(rank, tp, mesh_address, traits.collectives)
     phases.done("device")
@@ -247,15 +247,17 @@ def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPl
         )
         for kind, layers in card.layers_by_kind().items()
     ]
-    tp = config.parallel.tp if opened.device.type == "cpu" else 1  # ranks share host memory
+    sharers = 1  # ranks and replicas share the memory of a host
+    if opened.device.type == "cpu":
+        sharers = config.parallel.tp * config.parallel.dp
     return plan_memory(
         config.cache,
         config.schedule,
         context_length=config.model.context_length or card.context_length,
         groups=groups,
         weight_bytes=found.ours_bytes,
-        total_bytes=found.total_bytes // tp,
-        free_bytes=found.free_bytes // tp,
+        total_bytes=found.total_bytes // sharers,
+        free_bytes=found.free_bytes // sharers,
     )
 
 

@@ -39,7 +39,7 @@ class CacheConfig:
     memory_fraction: float = 0.0
     """Share of memory for weights and KV; 0 = decided from what is free."""
     dtype: str = "auto"
-    """Of K and V; "auto" = half precision beside kernels that round activations, else the model's."""
+    """Of K and V; "auto" = fp16 beside kernels that round activations, else the model's."""
     disable_radix: bool = False
     eviction: str = "lru"
 
@@ -66,8 +66,11 @@ class ScheduleConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     tp: int = 1
+    dp: int = 1
+    """Replicas behind one server."""
+    load_balance: str = "round_robin"
     threads: int = 0
-    """CPU threads of one rank; 0 = cores / ranks."""
+    """CPU threads of one rank; 0 = cores / (ranks · replicas)."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,11 @@ class ServerConfig:
     api_key: str = ""
     admin_api_key: str = ""
     chat_template: str = ""
+    completion_template: str = ""
+    tool_parser: str = "auto"
+    """"auto" = the one that the chat template asks for, "none" = tool calls stay text."""
+    reasoning_parser: str = "auto"
+    """The same for thinking."""
     stream_interval: int = 1
     incremental_output: bool = False
     """/generate streams only the new text of each chunk instead of the whole so far."""

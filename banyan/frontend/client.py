@@ -10,6 +10,7 @@ import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import BanyanError, DeviceError, RequestError
@@ -23,6 +24,7 @@ log = logger(__name__)
 
 StreamEvent = Tokens | Finished | Failed
 
+TOKEN_BYTES = 4
 MAX_WAITING_EVENTS = 4096
 """Events that a stream keeps for a reader who does not read; one more aborts its request."""
 
@@ -37,14 +39,37 @@ class Health:
     reason: str = ""
 
 
+class Engines(Protocol):
+    """What the front needs of whoever generates: one engine, or several behind one face."""
+
+    @property
+    def stats(self) -> Stats: ...
+    @property
+    def stats_at_s(self) -> float: ...
+    @property
+    def num_open(self) -> int: ...
+    async def ready(self) -> Ready: ...
+    def submit(self, generate: Generate) -> "EventStream": ...
+    def abort(self, request: RequestId) -> None: ...
+    def stop_at(self, request: RequestId, length: int) -> None: ...
+    async def control(
+        self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
+    ) -> Reply: ...
+    def health(self) -> Health: ...
+
+
 class EventStream:
     """The events of one request, in order; ends after its Finished or Failed.
 
     The caller owns the stream and closes it; closing before the end aborts the request.
     """
 
-    def __init__(self, client: "EngineClient", request: RequestId, max_waiting: int) -> None:
+    def __init__(
+        self, client: "EngineClient", request: RequestId, tokens: int, max_waiting: int
+    ) -> None:
         self.request = request
+        self.tokens = tokens
+        """Prompt, and the most that may follow."""
         self._client = client
         self._max_waiting = max_waiting
         self._waiting: deque[StreamEvent] = deque()
@@ -132,6 +157,8 @@ class EngineClient:
         """The latest heartbeat."""
         self.stats_at_s = 0.0
         """When it came; 0 before the first."""
+        self.open_tokens = 0
+        """Prompts of the open requests, and the most that may follow them."""
         self._link = link
         self._clock = clock or WallClock()
         self._origin = origin
@@ -187,8 +214,10 @@ class EngineClient:
         self._refuse_unless_ready()
         if generate.request in self._streams:
             raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
-        stream = EventStream(self, generate.request, self._max_waiting_events)
+        tokens = len(generate.tokens) // TOKEN_BYTES + generate.sampling.max_new_tokens
+        stream = EventStream(self, generate.request, tokens, self._max_waiting_events)
         self._streams[generate.request] = stream
+        self.open_tokens += tokens
         self._post(generate)
         return stream
 
@@ -254,6 +283,9 @@ class EngineClient:
         """Requests whose end has not come yet."""
         return len(self._streams)
 
+    def has_open(self, request: RequestId) -> bool:
+        return request in self._streams
+
     def _refuse_unless_ready(self) -> None:
         if self._lost:
             raise self._gone()
@@ -294,6 +326,7 @@ class EngineClient:
                     stream.put(event)
             case Finished() | Failed():
                 if stream := self._streams.pop(event.request, None):
+                    self.open_tokens -= stream.tokens
                     stream.put(event)
             case Reply():
                 answer = self._calls.get(event.call)

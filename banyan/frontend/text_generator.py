@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
-from banyan.frontend.client import EngineClient, StreamEvent
+from banyan.frontend.client import Engines, StreamEvent
 from banyan.frontend.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
 from banyan.frontend.generation import (
     Finish,
@@ -40,7 +40,7 @@ class TextGenerator:
         tokenizer: None = ids only; requests with stop texts are then refused.
     """
 
-    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None, limits: Limits) -> None:
+    def __init__(self, client: Engines, tokenizer: Tokenizer | None, limits: Limits) -> None:
         self._client = client
         self._tokenizer = tokenizer
         self._limits = limits
@@ -109,7 +109,7 @@ class TextGenerator:
 
 
 def open_generator(
-    client: EngineClient, tokenizer: Tokenizer | None, limits: Limits, log_requests: bool
+    client: Engines, tokenizer: Tokenizer | None, limits: Limits, log_requests: bool
 ) -> Generator:
     """The generator that serves every route, logging the end of each request if asked to."""
     generator = TextGenerator(client, tokenizer, limits)

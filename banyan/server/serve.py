@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from enum import Enum
+from functools import partial
 from typing import Protocol, TypeVar
 
 import uvicorn
@@ -25,7 +26,9 @@ from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ServerConfig
 from banyan.frontend.client import EngineClient
+from banyan.frontend.fleet import Fleet
 from banyan.messages.link import PrivateFolder, ZmqFrontLink
+from banyan.scheduler.routing import ROUTES
 from banyan.server.app import App
 from banyan.server.auth import is_loopback
 from banyan.server.connection import Connection
@@ -62,8 +65,9 @@ Prepare = Callable[[], tuple[Config, ModelCard]]
 """Fetch the model and resolve the Config. May take minutes; called from a thread."""
 
 StartEngine = Callable[[Config, ModelCard, str, Callable[[str], None]], EngineHandle]
-"""(resolved Config, card, link address, on_death) -> handle. Called once, from the main thread, and
-returns at once; `on_death(text)` may be called from any thread when the engine ends unasked."""
+"""(resolved Config, card, link address, on_death) -> handle. Called once per replica, from the main
+thread, and returns at once; `on_death(text)` may be called from any thread when the engine ends
+unasked."""
 
 
 class Ending(Enum):
@@ -177,7 +181,7 @@ class Server:
         self._prepare = prepare
         self._listener = listener
         self._start_engine = start_engine
-        self._engine: EngineHandle | None = None
+        self._handles: list[EngineHandle] = []
         self._ending: asyncio.Future[Ending] | None = None
         self._now = asyncio.Event()
         self._folder = PrivateFolder()
@@ -202,26 +206,32 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         web = asyncio.create_task(self._web.serve([self._listener]))
-        link = ZmqFrontLink(self._folder.address("front"))
-        client = EngineClient(link, watchdog_s=self._config.schedule.watchdog_s)
-        await client.start()
-        watch = asyncio.create_task(self._watch_engine(client))
+        engines = [
+            EngineClient(ZmqFrontLink(address), watchdog_s=self._config.schedule.watchdog_s)
+            for address in self._addresses()
+        ]
+        fleet = Fleet(engines, ROUTES.load(self._config.parallel.load_balance))
+        await fleet.start()
+        watch = asyncio.create_task(self._watch_engines(fleet))
         try:
-            return await self._serve(client)
+            return await self._serve(fleet, engines)
         finally:
             watch.cancel()
             self.app.end_all("The server is shutting down.")
             self._web.should_exit = True
             self._web.force_exit = self._now.is_set()
-            ends = [web, asyncio.to_thread(self._engine.stop)] if self._engine else [web]
-            await asyncio.gather(*ends, return_exceptions=True)
-            await client.close()
+            stops = [asyncio.to_thread(handle.stop) for handle in self._handles]
+            await asyncio.gather(web, *stops, return_exceptions=True)
+            await fleet.close()
             self._folder.close()
 
-    async def _serve(self, client: EngineClient) -> int:
+    def _addresses(self) -> list[str]:
+        return [self._folder.address(f"front{i}") for i in range(self._config.parallel.dp)]
+
+    async def _serve(self, fleet: Fleet, engines: list[EngineClient]) -> int:
         """Start, serve, end in order; returns the exit code."""
         assert self._ending is not None
-        starting = asyncio.create_task(self._start(client))
+        starting = asyncio.create_task(self._start(fleet, engines))
         await asyncio.wait((starting, self._ending), return_when=asyncio.FIRST_COMPLETED)
         if not self._ending.done():
             starting.result()  # raises what went wrong
@@ -238,18 +248,15 @@ class Server:
                 await self._drain()
         return 0
 
-    async def _start(self, client: EngineClient) -> None:
+    async def _start(self, fleet: Fleet, engines: list[EngineClient]) -> None:
         loop = asyncio.get_running_loop()
-
-        def on_death(text: str) -> None:
-            loop.call_soon_threadsafe(client.engine_lost, text)
-
         began_s = time.monotonic()
         self.state.config, card = await _in_daemon(self._prepare)
         self.state.phases["model files"] = time.monotonic() - began_s
-        address = self._folder.address("front")
-        self._engine = self._start_engine(self.state.config, card, address, on_death)
-        self.state.service = service = await open_service(self.state, card, client)
+        for address, engine in zip(self._addresses(), engines, strict=True):
+            on_death = partial(loop.call_soon_threadsafe, engine.engine_lost)
+            self._handles.append(self._start_engine(self.state.config, card, address, on_death))
+        self.state.service = service = await open_service(self.state, card, fleet)
         self._folder.close()  # both ends have met: nothing remains, not even after SIGKILL
         host = self._config.server.host
         shown = f"[{host}]" if ":" in host else host
@@ -280,8 +287,8 @@ class Server:
         if not is_first or number == signal.SIGINT:
             self._now.set()
 
-    async def _watch_engine(self, client: EngineClient) -> None:
-        self.state.dead = await client.lost()
+    async def _watch_engines(self, fleet: Fleet) -> None:
+        self.state.dead = await fleet.lost()
         assert self._ending is not None
         log.error("engine died: %s", self.state.dead)
         if not self._ending.done():

@@ -10,7 +10,7 @@ from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ServerConfig
 from banyan.frontend.chat import Chat, load_chat
-from banyan.frontend.client import EngineClient
+from banyan.frontend.client import Engines
 from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
 from banyan.frontend.text_generator import open_generator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -26,7 +26,7 @@ READY_LINE = "The server is fired up and ready to roll!"
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-async def open_service(state: ServerState, card: ModelCard, client: EngineClient) -> Service:
+async def open_service(state: ServerState, card: ModelCard, client: Engines) -> Service:
     """Load the tokenizer while the engine loads the model, then warm up.
 
     Raises:

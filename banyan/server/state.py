@@ -16,8 +16,9 @@ from banyan.base.ids import RequestId
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.frontend.chat import Chat
-from banyan.frontend.client import EngineClient
+from banyan.frontend.client import Engines
 from banyan.frontend.generation import Generator, TextRequest
+from banyan.frontend.parser_choice import Parsers
 from banyan.frontend.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.events import Ready
@@ -30,13 +31,15 @@ class Service:
 
     card: ModelCard
     ready: Ready
-    client: EngineClient
+    client: Engines
     generator: Generator
     limits: Limits
     tokenizer: Tokenizer | None
     """None = ids only (--skip-tokenizer-init)."""
     chat: Chat | None
     """None = the model has no chat template."""
+    parsers: Parsers = field(default_factory=Parsers)
+    """What finds reasoning and tool calls in answers."""
     native_defaults: Mapping[str, object] = field(default_factory=lambda: NATIVE_DEFAULTS)
     """What sampling fields mean when absent."""
     chat_defaults: Mapping[str, object] = field(default_factory=dict)

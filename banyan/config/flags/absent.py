@@ -313,14 +313,9 @@ SERVER = (
         asks=texts("warmups"),
     ),
     Feature(
-        "answers are passed on as the model gives them",
-        "parse them in the client",
-        asks=texts("reasoning-parser", "tool-call-parser", "tool-server"),
-    ),
-    Feature(
-        "text completions take the prompt as it is",
-        "put the template into the prompt",
-        asks=texts("completion-template"),
+        "tools are called by the client",
+        "offer them in the request",
+        asks=texts("tool-server"),
     ),
     Feature(
         "there is one log, with one level",
@@ -464,14 +459,10 @@ MACHINE = (
         ),
     ),
     Feature(
-        "one server runs one replica",
-        "start several servers behind a proxy",
-        asks=(
-            Absent("data-parallel-size", kind=INT, low=1, aliases=("dp-size", "dp"), neutral=(1,)),
-            *switches("enable-dp-attention"),
-        ),
+        "replicas share nothing but the server",
+        "leave it out; --dp-size starts independent replicas",
+        asks=switches("enable-dp-attention"),
         tunes=(
-            *texts("load-balance-method"),
             *floats("load-watch-interval"),
             *switches("prefill-round-robin-balance", "enable-dp-lm-head"),
         ),
