@@ -1,0 +1,1 @@
+"""Comparisons with other engines. Not part of the package."""

