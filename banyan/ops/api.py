@@ -8,9 +8,11 @@ Every result of a token depends on its own sequence only, whatever else is in th
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from banyan.ops.sampling import SampleRows
 from banyan.ops.stored import StoredWeight
 
 
@@ -238,6 +240,34 @@ class Ops(Protocol):
         """
         ...
 
+    def sample(self, logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
+        """Choose one token per row: `sample_row` of ops/sampling.py, token for token.
+
+        logits: [rows, vocab] fp32, left as they are.
+        returns: tokens [rows] int64; best [rows] fp32, the largest logit after all edits: where it
+        is not finite the row cannot be chosen from, and its token is any id of the vocabulary.
+        """
+        ...
+
+    def logprobs(
+        self,
+        logits: Tensor,
+        rows: np.ndarray,
+        temperatures: np.ndarray,
+        tokens: Tensor,
+        top: int,
+        picked: np.ndarray,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-softmax of logits / temperature at some tokens, and the most likely ones.
+
+        logits: [rows, vocab] fp32; rows: [n] int64, the row of each entry; temperatures: [n]
+        float64; tokens: [n] int64; top: at most the vocabulary; picked: [n, ids] int64.
+        returns: of each token [n] fp32; ids of the top [n, top] int32, best first, the lower id
+        first among equals; theirs [n, top] fp32; of the picked ids [n, ids] fp32. All are NaN in an
+        entry whose largest logit is not finite.
+        """
+        ...
+
 
 OP_NAMES = (
     "rms_norm",
@@ -257,6 +287,8 @@ OP_NAMES = (
     "linear",
     "write_kv",
     "paged_attention",
+    "sample",
+    "logprobs",
 )
 """The names a table of kernels and a forced choice may use."""
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from banyan.ops.api import PackedEmbedding, PackedLinear
+from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_tokens
 from banyan.ops.stored import StoredWeight
 
 
@@ -196,3 +198,36 @@ def dense_attention(
     logits = logits.masked_fill(~seen[:, None, None, :], float("-inf"))
     out = torch.einsum("ckgl,lkd->ckgd", logits.softmax(-1), v.float())
     return out.reshape(count, heads, head_dim).to(q.dtype)
+
+
+def sample(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
+    if rows.are_plain:
+        best, tokens = logits.max(-1)
+        return tokens, best
+    host = logits.cpu().numpy()  # sync: rows are chosen one by one on the host
+    chosen = [sample_row(host[row], rows, row) for row in range(len(host))]
+    tokens = torch.tensor([token for token, _ in chosen], dtype=torch.int64)
+    best = torch.tensor([value for _, value in chosen], dtype=torch.float32)
+    return tokens.to(logits.device), best.to(logits.device)
+
+
+def logprobs(
+    logits: Tensor,
+    rows: np.ndarray,
+    temperatures: np.ndarray,
+    tokens: Tensor,
+    top: int,
+    picked: np.ndarray,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    host = logits.cpu().numpy()  # sync: as in `sample`
+    known = tokens.cpu().numpy()  # sync: as above
+    ids = np.zeros((len(rows), top), np.int32)
+    values = np.zeros((len(rows), 1 + top + picked.shape[1]), np.float32)
+    for i, row in enumerate(rows):
+        if np.isfinite(host[row].max()):
+            ids[i] = top_tokens(host[row], top)
+        wanted = np.concatenate([known[i : i + 1], ids[i], picked[i]])
+        values[i] = log_softmax_at(host[row], float(temperatures[i]), wanted)
+    on_device = torch.from_numpy(values).to(logits.device)
+    of_token, of_top, of_picked = on_device.split([1, top, picked.shape[1]], dim=1)
+    return of_token[:, 0], torch.from_numpy(ids).to(logits.device), of_top, of_picked

@@ -28,12 +28,13 @@ PARAMS = np.dtype(
         ("presence", np.float64),
         ("repetition", np.float64),
         ("greedy", np.bool_),
-        ("edited", np.bool_),
+        ("penalised", np.bool_),
+        ("biased", np.bool_),
     ],
     align=True,
 )
-"""Sampling parameters of one row. `temperature` is 1 for greedy rows; `edited`: penalties change
-the logits."""
+"""Sampling parameters of one row. `temperature` is 1 for greedy rows; `penalised`, `biased`: has
+penalties, has biases. Bans for `min_new` and biases come to a kernel as Addends."""
 
 WEIGHT_BITS = 44
 """The best token weighs 2**44, so what lies more than 31 nats below it weighs nothing; all such
@@ -41,7 +42,8 @@ tokens together have less than 2**-26 of the probability."""
 MAX_VOCAB = (1 << (63 - WEIGHT_BITS)) - 1
 """Tokens whose weights together fit into an int64."""
 
-_VANISHED = 40.0
+_VANISHED = 58.0
+"""Bits below the best token where every weight rounds to 0."""
 _QUANTILE_BITS = 64
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _GOLDEN = 0x9E37_79B9_7F4A_7C15
@@ -97,7 +99,7 @@ class SampleRows:
         """Does every row take the best of its raw logits?"""
         if self.addends is not None or self.masks is not None:
             return False
-        return bool((self.params["greedy"] & ~self.params["edited"]).all())
+        return bool((self.params["greedy"] & ~self.params["penalised"]).all())
 
 
 def quantile(seed: int, position: int) -> int:
@@ -116,20 +118,19 @@ def _mix(z: int) -> int:
 def weights(below: np.ndarray, temperature: float) -> np.ndarray:
     """e^(-below / temperature) in units of 2**-44; below: float32, from 0 to infinity.
 
-    returns: int64. The polynomial is that of exp in Moshier's Cephes library.
+    returns: int64. 2**f on [-0.5, 0.5] is a polynomial with relative error below 1e-7.
     """
     one = np.float32
     with np.errstate(over="ignore"):
-        y = np.maximum(-(below * one(1.0 / temperature)), one(-_VANISHED))
-    n = np.rint(y * one(1.44269504088896341))
-    r = (y - n * one(0.693359375)) + n * one(2.12194440e-4)
-    p = one(1.9875691500e-4)
-    for factor in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1):
-        p = p * r + one(factor)
-    p = p * r + one(5.0000001201e-1)
-    p = (p * (r * r) + r) + one(1.0)
-    power = ((n.astype(np.int32) + 127) << 23).view(np.float32)
-    return np.rint((p * power).astype(np.float64) * (1 << WEIGHT_BITS)).astype(np.int64)
+        x = np.maximum(below * one(-1.4426950408889634 / temperature), one(-_VANISHED))
+    n = np.rint(x)
+    f = x - n
+    p = np.full(f.shape, 1.3264727302595286e-3, np.float32)
+    for factor in (9.671512728701554e-3, 5.550733743811287e-2, 2.4022242084016499e-1):
+        p = p * f + one(factor)
+    p = (p * f + one(6.93146977598356e-1)) * f + one(1.0)
+    weight = (p.view(np.int32) + (n.astype(np.int32) << 23)).view(np.float32)
+    return np.rint(weight.astype(np.float64) * (1 << WEIGHT_BITS)).astype(np.int64)
 
 
 def support(
@@ -209,7 +210,7 @@ def sample_row(logits: np.ndarray, rows: SampleRows, row: int) -> tuple[int, flo
     """
     params, position = rows.params[row], int(rows.positions[row])
     logits = logits.copy()
-    if params["edited"]:
+    if params["penalised"]:
         tokens = rows.history[int(rows.slots[row]), :position].cpu().numpy()  # sync: on the host
         penalise(
             logits,

@@ -117,7 +117,8 @@ class ModelRunner:
         kv_heads = max(1, card.num_kv_heads // mesh.size)
         self.store = KVStore(sizes.groups, kv_heads, card.head_dim, ops.cache_dtype, device)
         self._forward = open_forward(model, self._table, self.store, ops, sizes)
-        self._sampler = Sampler(self._table, card.vocab_size)
+        self._ops = ops
+        self._sampler = Sampler(self._table, card.vocab_size, ops)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
 
     @torch.inference_mode()
@@ -166,7 +167,7 @@ class ModelRunner:
     ) -> tuple[Sampled | None, Scores]:
         """Sample and score; logits are made only for the positions that need them."""
         sheet = ScoreSheet.of(batch, self._table)
-        scores = Scores(sheet, batch, self._table, self._device)
+        scores = Scores(sheet, batch, self._table, self._device, self._ops)
         self._score_known(batch, sheet, scores)
         sampling = np.flatnonzero(batch.samples)
         if not len(sampling):
@@ -177,9 +178,9 @@ class ModelRunner:
         self._table.append(where[0], torch.from_numpy(where).to(self._device), sampled.tokens)
         entries = np.flatnonzero(sheet.is_sampled)
         if len(entries):
-            chosen = torch.from_numpy(np.searchsorted(sampling, sheet.row[entries]))
-            chosen = chosen.to(self._device)
-            scores.fill(entries, logits[chosen], sampled.tokens[chosen])
+            rows = np.searchsorted(sampling, sheet.row[entries])
+            chosen = torch.from_numpy(rows).to(self._device)
+            scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return sampled, scores
 
     def _score_known(self, batch: Batch, sheet: ScoreSheet, scores: Scores) -> None:
@@ -192,7 +193,8 @@ class ModelRunner:
             logits = self._forward.logits(before)
             where = np.stack([batch.slots[row], position])
             slots, positions = torch.from_numpy(where).to(self._device)
-            scores.fill(entries, logits, self._table.tokens[slots, positions].long())
+            tokens = self._table.tokens[slots, positions].long()
+            scores.fill(entries, logits, np.arange(len(entries)), tokens)
 
     def _sample(
         self,

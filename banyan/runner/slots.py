@@ -13,23 +13,8 @@ from torch import Tensor
 
 from banyan.base.ids import SlotId
 from banyan.messages.plan import Join, PageGrant, Row
+from banyan.ops.sampling import PARAMS
 from banyan.runner.kvstore import GroupLayout
-
-PARAMS = np.dtype(
-    [
-        ("prompt_len", np.int64),
-        ("greedy", np.bool_),
-        ("temperature", np.float64),
-        ("top_k", np.int64),
-        ("top_p", np.float64),
-        ("min_p", np.float64),
-        ("seed", np.uint64),
-        ("min_new", np.int64),
-        ("edited", np.bool_),
-    ]
-)
-"""Sampling parameters of one slot. `temperature` is 1 for greedy slots; `edited`: penalties or
-biases change the logits."""
 
 _NO_JOIN = "the slot is empty: no request has joined it"
 
@@ -120,15 +105,19 @@ class SlotTable:
         self.known[join.slot] = len(tokens)
         self.params[join.slot] = (
             join.prompt_len,
-            sampling.is_greedy,
             1.0 if sampling.is_greedy else sampling.temperature,
             sampling.top_k,
             sampling.top_p,
             sampling.min_p,
             sampling.seed & 0xFFFF_FFFF_FFFF_FFFF,
             sampling.min_new_tokens,
-            bool(sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias)
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+            sampling.repetition_penalty,
+            sampling.is_greedy,
+            bool(sampling.frequency_penalty or sampling.presence_penalty)
             or sampling.repetition_penalty != 1.0,
+            bool(sampling.logit_bias),
         )
 
     def grant(self, grants: list[PageGrant]) -> None:

@@ -50,13 +50,13 @@ class Sampling:
     def logprobs(
         self,
         logits: Tensor,
+        rows: np.ndarray,
         temperatures: np.ndarray,
         tokens: Tensor,
         top: int,
         picked: np.ndarray,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        count, vocab = logits.shape
-        num_picked = picked.shape[1]
+        count, vocab, num_picked = len(rows), logits.shape[1], picked.shape[1]
         logprobs = self._library.empty((count,))
         top_ids = self._library.empty((count, top), torch.int32)
         top_logprobs = self._library.empty((count, top))
@@ -67,6 +67,7 @@ class Sampling:
             logits.data_ptr(),
             logits.stride(0),
             vocab,
+            _address(rows),
             _address(temperatures),
             tokens.data_ptr(),
             top,

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from banyan.messages.plan import RowScores
+from banyan.ops.api import Ops
 from banyan.runner.inputs import Batch
 from banyan.runner.slots import SlotTable
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits that exist at once while scoring, however long the prompt: 64 MiB of fp32, and as
-much again for their log-probabilities."""
+"""Logits that exist at once while scoring, however long the prompt: 64 MiB of fp32."""
 
 
 @dataclass(frozen=True)
@@ -73,41 +73,42 @@ class Scores:
     """The values of one sheet, on the device until `rows()` is asked for."""
 
     def __init__(
-        self, sheet: ScoreSheet, batch: Batch, table: SlotTable, device: torch.device
+        self,
+        sheet: ScoreSheet,
+        batch: Batch,
+        table: SlotTable,
+        device: torch.device,
+        ops: Ops,
     ) -> None:
         self._sheet = sheet
         self._batch = batch
+        self._ops = ops
+        self._device = device
         self._joins = {int(i): table.join_of(batch.rows[i].slot) for i in np.unique(sheet.row)}
-        slots = batch.slots[sheet.row]
-        params = table.params[slots]
+        params = table.params[batch.slots[sheet.row]]
         is_output = sheet.position >= params["prompt_len"]
-        self._temperature = np.where(is_output, params["temperature"], 1.0).astype(np.float32)
+        self._temperature = np.where(is_output, params["temperature"], 1.0)
         count, most = len(sheet), sheet.picked.shape[1]
         self._logprobs = torch.zeros(count, device=device)
         self._top_ids = torch.zeros((count, sheet.top), dtype=torch.int32, device=device)
         self._top_logprobs = torch.zeros((count, sheet.top), device=device)
         self._picked = torch.zeros((count, most), device=device)
-        self._device = device
 
-    def fill(self, entries: np.ndarray, logits: Tensor, tokens: Tensor) -> None:
+    def fill(self, entries: np.ndarray, logits: Tensor, rows: np.ndarray, tokens: Tensor) -> None:
         """Score the entries `entries` of the sheet.
 
-        logits: [n, vocab] fp32, the row before each position; tokens: [n] int64, those scored.
+        logits: [rows, vocab] fp32; rows: [n] int64, the row before each position; tokens: [n]
+        int64, those scored.
         """
-        where = torch.from_numpy(entries).to(self._device)
+        top = min(self._sheet.top, logits.shape[1])
+        picked = self._sheet.picked[entries]
         temperature = self._temperature[entries]
-        if (temperature != 1.0).any():
-            logits = logits / torch.from_numpy(temperature).to(self._device)[:, None]
-        # Not logsumexp: with several threads it sums a row differently when the row is alone.
-        table = logits.log_softmax(-1)  # [n, vocab]
-        self._logprobs[where] = table.gather(1, tokens[:, None])[:, 0]
-        if self._sheet.top:
-            best, ids = table.topk(min(self._sheet.top, table.shape[1]))
-            self._top_logprobs[where, : best.shape[1]] = best
-            self._top_ids[where, : best.shape[1]] = ids.int()
-        if self._picked.shape[1]:
-            picked = torch.from_numpy(self._sheet.picked[entries]).to(self._device)
-            self._picked[where] = table.gather(1, picked)
+        scored = self._ops.logprobs(logits, rows, temperature, tokens, top, picked)
+        where = torch.from_numpy(entries).to(self._device)
+        self._logprobs[where] = scored[0]
+        self._top_ids[where, :top] = scored[1]
+        self._top_logprobs[where, :top] = scored[2]
+        self._picked[where] = scored[3]
 
     def rows(self, without: set[int]) -> list[RowScores]:
         """The values by row, plan indices in `without` left out. Waits for the device."""

@@ -1,19 +1,18 @@
-"""Sampler: logits of the rows that sample become tokens.
+"""Sampler: logits of the rows that sample become tokens, all rows in one op.
 
-Rows that take the best raw logit are chosen on the device. A row that needs more is chosen on the
-host, on its own: what happens to it cannot touch another row, neither its value nor its failure.
-Order per row: penalties, mask, logit_bias, temperature, then top_k, top_p and min_p jointly.
+Gathers what the op has to know about its rows; the op decides. A row that cannot be chosen from
+fails alone.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from banyan.runner.sampling.draw import best_token, check_best, draw, uniform
-from banyan.runner.sampling.masks import banned
-from banyan.runner.sampling.penalties import penalise
+from banyan.messages.plan import Join
+from banyan.ops.api import Ops
+from banyan.ops.sampling import MAX_VOCAB, Addends, Masks, SampleRows
 from banyan.runner.slots import SlotTable
 
 
@@ -31,8 +30,8 @@ class Sampled:
     """Outcome of one sampling.
 
     Attributes:
-        tokens: [rows] int64, on the device; 0 for failed rows.
-        best: [rows] fp32 largest logit, where rows were chosen on the device; else None.
+        tokens: [rows] int64, on the device; those of failed rows mean nothing.
+        best: [rows] fp32, the largest logit of each row; None on ranks that do not sample.
         failed: index among the sampled rows -> text.
     """
 
@@ -44,86 +43,107 @@ class Sampled:
         """Rows that could not be chosen, with the reason. Waits for the device."""
         if self.best is None:
             return self.failed
-        faults = dict(self.failed)
         best = self.best.cpu().numpy()  # sync: the step's end
-        for i in np.flatnonzero(~np.isfinite(best)):
-            try:
-                check_best(float(best[i]))
-            except ValueError as error:
-                faults[int(i)] = str(error)
-        return faults
+        bad = np.flatnonzero(~np.isfinite(best))
+        return {int(i): _why(float(best[i])) for i in bad} | self.failed
+
+
+def _why(best: float) -> str:
+    """Why a row with this largest logit cannot be chosen from."""
+    if best == -math.inf:
+        return "every token is banned by the grammar, logit_bias and min_new_tokens"
+    return "the model gave logits that are not finite numbers"
+
+
+class _SlotAddends:
+    """What one request may add to logits, as arrays: its bans and its biases."""
+
+    def __init__(self, join: Join) -> None:
+        sampling = join.sampling
+        self.join = join
+        self.stop_ids = np.array(sampling.stop_ids, np.int32)
+        self.bans = np.full(len(self.stop_ids), -np.inf, np.float32)
+        self.bias_ids = np.fromiter(sampling.logit_bias.keys(), np.int32)
+        with np.errstate(over="ignore"):
+            self.biases = np.array(list(sampling.logit_bias.values()), np.float64).astype(
+                np.float32
+            )
 
 
 class Sampler:
     """Chooses tokens with the parameters of the slot table."""
 
-    def __init__(self, table: SlotTable, vocab_size: int) -> None:
+    def __init__(self, table: SlotTable, vocab_size: int, ops: Ops) -> None:
+        if vocab_size > MAX_VOCAB:
+            raise ValueError(f"{vocab_size} tokens; sampling adds up at most {MAX_VOCAB} weights")
         self._table = table
         self._vocab_size = vocab_size
+        self._mask_bytes = -(-vocab_size // 8)
+        self._ops = ops
+        self._addends_of: dict[int, _SlotAddends] = {}
 
     def sample(self, logits: Tensor, choices: list[Choice]) -> Sampled:
         """Choose one token per row.
 
         logits: [rows, vocab] fp32, left as they are.
         """
-        if self._are_plain(choices):
-            best, tokens = logits.max(-1)
-            return Sampled(tokens, best)
-        host = logits.cpu().numpy()  # sync: rows are chosen one by one on the host
-        tokens = np.zeros(len(choices), np.int64)
+        slots = np.array([choice.slot for choice in choices], np.int64)
+        positions = np.array([choice.position for choice in choices], np.int64)
+        params = self._table.params[slots]
+        is_short = positions - params["prompt_len"] < params["min_new"]
+        masks, failed = self._masks(choices)
+        addends = self._addends(slots, is_short, params["biased"])
+        rows = SampleRows(params, positions, slots, self._table.tokens, addends, masks)
+        tokens, best = self._ops.sample(logits, rows)
+        return Sampled(tokens, best, failed)
+
+    def _masks(self, choices: list[Choice]) -> tuple[Masks | None, dict[int, str]]:
+        """The grammar masks of the rows that have one, and why others fail.
+
+        An empty mask forbids nothing.
+        """
         failed: dict[int, str] = {}
+        masked: list[int] = []
         for i, choice in enumerate(choices):
-            try:
-                tokens[i] = self._choose(host[i], choice)
-            except Exception as error:  # whatever it is, it is this row's alone
-                failed[i] = f"sampling failed: {error}"
-        return Sampled(torch.from_numpy(tokens).to(logits.device), failed=failed)
+            if choice.mask and len(choice.mask) >= self._mask_bytes:
+                masked.append(i)
+            elif choice.mask:
+                failed[i] = (
+                    f"the grammar mask has {len(choice.mask)} bytes; "
+                    f"{self._vocab_size} tokens need {self._mask_bytes}"
+                )
+        if not masked:
+            return None, failed
+        of_row = np.full(len(choices), -1, np.int32)
+        of_row[masked] = np.arange(len(masked))
+        bits = np.empty((len(masked), self._mask_bytes), np.uint8)
+        for line, i in zip(bits, masked, strict=True):
+            line[:] = np.frombuffer(choices[i].mask or b"", np.uint8, self._mask_bytes)
+        return Masks(of_row, bits), failed
 
-    def _are_plain(self, choices: list[Choice]) -> bool:
-        """Does every row take the best of its raw logits?"""
-        if any(c.mask is not None for c in choices):
-            return False
-        params = self._table.params[[c.slot for c in choices]]
-        lengths = np.array([c.position for c in choices]) - params["prompt_len"]
-        plain = params["greedy"] & ~params["edited"] & (lengths >= params["min_new"])
-        return bool(plain.all())
+    def _addends(
+        self, slots: np.ndarray, is_short: np.ndarray, is_biased: np.ndarray
+    ) -> Addends | None:
+        """Bans of rows that may not stop yet, and biases."""
+        touched = np.flatnonzero(is_short | is_biased)
+        if not len(touched):
+            return None
+        counts = np.zeros(len(slots), np.int64)
+        ids, values = [], []
+        for i in touched:
+            own = self._of_slot(int(slots[i]))
+            if is_short[i]:
+                ids.append(own.stop_ids)
+                values.append(own.bans)
+            ids.append(own.bias_ids)
+            values.append(own.biases)
+            counts[i] = is_short[i] * len(own.stop_ids) + len(own.bias_ids)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        return Addends(offsets, np.concatenate(ids), np.concatenate(values))
 
-    def _choose(self, logits: np.ndarray, choice: Choice) -> int:
-        params = self._table.params[choice.slot]
-        logits = self._edit(logits, choice, params)
-        token = best_token(logits)
-        if params["greedy"]:
-            return token
-        return draw(
-            logits,
-            float(params["temperature"]),
-            int(params["top_k"]),
-            float(params["top_p"]),
-            float(params["min_p"]),
-            uniform(int(params["seed"]), choice.position),
-        )
-
-    def _edit(self, logits: np.ndarray, choice: Choice, params: np.void) -> np.ndarray:
-        """The row's logits with everything that moves single tokens applied, in a copy if any."""
-        is_short = choice.position - params["prompt_len"] < params["min_new"]
-        if not (params["edited"] or is_short or choice.mask is not None):
-            return logits
-        logits = logits.copy()
-        sampling = self._table.join_of(choice.slot).sampling
-        if params["edited"]:
-            tokens = self._table.tokens_of(choice.slot, choice.position)
-            penalise(
-                logits,
-                tokens,
-                int(params["prompt_len"]),
-                sampling.frequency_penalty,
-                sampling.presence_penalty,
-                sampling.repetition_penalty,
-            )
-        if is_short:
-            logits[list(sampling.stop_ids)] = -np.inf
-        if choice.mask is not None:
-            logits[banned(choice.mask, self._vocab_size)] = -np.inf
-        for token, bias in sampling.logit_bias.items():
-            logits[token] += bias
-        return logits
+    def _of_slot(self, slot: int) -> _SlotAddends:
+        join = self._table.join_of(slot)
+        own = self._addends_of.get(slot)
+        if own is None or own.join is not join:
+            own = self._addends_of[slot] = _SlotAddends(join)
+        return own

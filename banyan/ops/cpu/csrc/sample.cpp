@@ -37,11 +37,13 @@ BN_EXPORT void bn_sample(Program* program, int32_t size, const float* logits, in
 }
 
 BN_EXPORT void bn_logprobs(Program* program, int32_t size, const float* logits, int64_t stride,
-                           int64_t vocab, const double* temperatures, const int64_t* tokens,
-                           int64_t top, const int64_t* picked, int64_t num_picked, float* logprobs,
-                           int32_t* top_ids, float* top_logprobs, float* picked_logprobs) {
-  LogprobArgs args = {logits,  stride,  vocab,        temperatures,    tokens, top, picked,
-                      num_picked, logprobs, top_ids, top_logprobs, picked_logprobs, size};
+                           int64_t vocab, const int64_t* rows, const double* temperatures,
+                           const int64_t* tokens, int64_t top, const int64_t* picked,
+                           int64_t num_picked, float* logprobs, int32_t* top_ids,
+                           float* top_logprobs, float* picked_logprobs) {
+  LogprobArgs args = {logits,     stride,   vocab,   rows,         temperatures,    tokens, top,
+                      picked,     num_picked, logprobs, top_ids, top_logprobs, picked_logprobs,
+                      size};
   append(program, kernels(isa()).logprobs, &args, sizeof args, size);
 }
 
@@ -51,7 +53,7 @@ BN_EXPORT int bn_check_sample(int32_t isa, char* why, int32_t room) {
   static const double top_p[ROWS_N] = {1.0, 0.9, 1.0, 0.7, 1.0, 0.99};
   static const int64_t top_k[ROWS_N] = {-1, -1, 20, 400, -1, -1};
   float logits[VOCAB];
-  int64_t positions[ROWS_N], slots[ROWS_N] = {}, picked[1] = {77};
+  int64_t positions[ROWS_N], slots[ROWS_N] = {}, scored[ROWS_N] = {1, 2, 3, 4, 5, 6};
   int32_t history[64], mask_of[ROWS_N];
   uint8_t mask[(VOCAB + 7) / 8];
   double temperatures[ROWS_N];
@@ -64,7 +66,7 @@ BN_EXPORT int bn_check_sample(int32_t isa, char* why, int32_t room) {
   for (int64_t r = 0; r < ROWS_N; r++) {
     temperatures[r] = 0.5 + 0.25 * (double)r;
     params[r] = {10, temperatures[r], top_k[r], top_p[r], r == 4 ? 0.05 : 0.0, (uint64_t)r,
-                 0,  0.25,            0.5,      1.25,     0,                   (uint8_t)(r % 2)};
+                 0,  0.25,            0.5,      1.25,     0, (uint8_t)(r % 2), 0};
     positions[r] = 64;
     mask_of[r] = r == 5 ? 0 : -1;
   }
@@ -83,17 +85,10 @@ BN_EXPORT int bn_check_sample(int32_t isa, char* why, int32_t room) {
                          history, 0,      mask,        mask_of, sizeof mask, nullptr,
                          nullptr, nullptr, out.tokens, out.best, TOKENS};
     kernels(levels[i]).sample.run(&sample, sizes, 0, ROWS_N, worker);
-    int64_t scored[ROWS_N] = {1, 2, 3, 4, 5, 6};
-    for (int64_t r = 0; r < ROWS_N; r++) {
-      LogprobArgs score = {logits,           0,
-                           VOCAB,            temperatures + r,
-                           scored + r,       TOP,
-                           picked,           1,
-                           out.logprobs + r, out.top_ids + r * TOP,
-                           out.top_logprobs + r * TOP, out.picked + r,
-                           TOKENS};
-      kernels(levels[i]).logprobs.run(&score, sizes, 0, 1, worker);
-    }
+    LogprobArgs score = {logits, 0,  VOCAB,        slots,       temperatures,     scored, TOP,
+                         scored, 1,  out.logprobs, out.top_ids, out.top_logprobs, out.picked,
+                         TOKENS};
+    kernels(levels[i]).logprobs.run(&score, sizes, 0, ROWS_N, worker);
   }
   std::free(worker.scratch(0));
   if (!std::memcmp(&outcomes[0], &outcomes[1], sizeof(Outcome))) return 0;

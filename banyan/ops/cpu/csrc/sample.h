@@ -17,7 +17,8 @@ struct RowParams {
   double presence;
   double repetition;
   uint8_t greedy;
-  uint8_t edited;
+  uint8_t penalised;
+  uint8_t biased;
 };
 static_assert(sizeof(RowParams) == 88, "PARAMS of ops/sampling.py has 88 bytes");
 
@@ -42,18 +43,19 @@ struct SampleArgs {
 };
 
 struct LogprobArgs {
-  const float* logits;  // [rows, vocab]
+  const float* logits;
   int64_t stride;
   int64_t vocab;
-  const double* temperatures;  // [rows]
-  const int64_t* tokens;       // [rows]
+  const int64_t* rows;         // [entries], row of the logits
+  const double* temperatures;  // [entries]
+  const int64_t* tokens;       // [entries]
   int64_t top;
-  const int64_t* picked;  // [rows, num_picked]
+  const int64_t* picked;  // [entries, num_picked]
   int64_t num_picked;
-  float* logprobs;      // [rows]
-  int32_t* top_ids;     // [rows, top]
-  float* top_logprobs;  // [rows, top]
-  float* picked_logprobs;
+  float* logprobs;         // [entries]
+  int32_t* top_ids;        // [entries, top]
+  float* top_logprobs;     // [entries, top]
+  float* picked_logprobs;  // [entries, num_picked]
   int32_t size;
 };
 

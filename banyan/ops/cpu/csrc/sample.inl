@@ -19,7 +19,8 @@ namespace {
 
 constexpr int BLOCK = 256;                  // tokens whose largest logit is remembered
 constexpr int VECTORS = BLOCK / LANES;      // of a block
-constexpr float VANISHED = 40.0f;           // nats below the best where every weight rounds to 0
+constexpr float VANISHED = 58.0f;           // bits below the best where every weight rounds to 0
+constexpr double LN2 = 0.69314718055994531;
 constexpr double UNIT = 17592186044416.0;   // 2^44, the weight of the best token
 constexpr double SLACK = 1e-3;              // nats by which a bound is wider than what it bounds
 constexpr int BINS = 1024;
@@ -66,21 +67,19 @@ inline vf load_row(const float* p, int64_t n) {
   return load(lanes);
 }
 
-// The weight e^-x of x >= 0 nats below the best: exp of vec.h without fused products, so that it is
-// the same number in every instruction set and in numpy.
-inline vf weight(vf x) {
-  vf y = bigger(-x, splat(-VANISHED));
-  vi n = round_to_int(y * splat(1.44269504088896341f));
-  vf nf = to_float(n);
-  vf r = (y - nf * splat(0.693359375f)) + nf * splat(2.12194440e-4f);
-  vf p = splat(1.9875691500e-4f);
-  p = p * r + splat(1.3981999507e-3f);
-  p = p * r + splat(8.3334519073e-3f);
-  p = p * r + splat(4.1665795894e-2f);
-  p = p * r + splat(1.6666665459e-1f);
-  p = p * r + splat(5.0000001201e-1f);
-  p = (p * (r * r) + r) + splat(1.0f);
-  return p * (vf)((n + 127) << 23);
+// The weight 2^(below * steepness) of a token, below >= 0 > steepness: 2^n times a polynomial on half
+// a bit to either side, without fused products: the same number in every instruction set and in numpy.
+inline vf weight(vf below, vf steepness) {
+  vf x = bigger(below * steepness, splat(-VANISHED));
+  vf lifted = x + splat(12582912.0f);  // 1.5 * 2^23 leaves the nearest integer in the low bits
+  vf f = x - (lifted - splat(12582912.0f));
+  vf p = splat(1.3264727302595286e-3f);
+  p = p * f + splat(9.671512728701554e-3f);
+  p = p * f + splat(5.550733743811287e-2f);
+  p = p * f + splat(2.4022242084016499e-1f);
+  p = p * f + splat(6.93146977598356e-1f);
+  p = p * f + splat(1.0f);
+  return (vf)((vi)p + ((vi)lifted << 23));
 }
 
 // Weights as integers: added to 384 = 1.5 * 2^8, a double keeps multiples of 2^-44 in its low bits.
@@ -184,13 +183,13 @@ struct Row {
   int64_t vocab;
   int64_t blocks;
   float best;
-  float sharpness = 1.0f;  // 1 / temperature
+  float steepness = 0.0f;  // bits of weight per unit of distance, negative
   Desk& at;
 };
 
 // Largest logit of every lane of every block, of every block, and of all; NaN if any is.
 Row survey(const float* logits, int64_t vocab, Desk& at) {
-  Row row{logits, vocab, (vocab + BLOCK - 1) / BLOCK, -INF, 1.0f, at};
+  Row row{logits, vocab, (vocab + BLOCK - 1) / BLOCK, -INF, 0.0f, at};
   vf best = splat(-INF);
   vi odd{};
   for (int64_t b = 0; b < row.blocks; b++) {
@@ -224,25 +223,61 @@ int64_t first_of_best(const Row& row) {
     if (row.logits[i] == row.best) return i;
 }
 
+inline float steepness_of(double temperature) { return (float)(-1.4426950408889634 / temperature); }
+
 // Total weight of all tokens; of every block too.
 int64_t weigh(const Row& row) {
-  vf best = splat(row.best), sharpness = splat(row.sharpness);
+  vf best = splat(row.best), steepness = splat(row.steepness);
   int64_t total = 0;
   for (int64_t b = 0; b < row.blocks; b++) {
     const float* p = row.logits + b * BLOCK;
     Mass mass;
-    if ((row.best - row.at.block_best[b]) * row.sharpness >= VANISHED) {
+    if ((row.best - row.at.block_best[b]) * row.steepness <= -VANISHED) {
     } else if ((b + 1) * BLOCK <= row.vocab) {
       for (int v = 0; v < VECTORS; v++)
-        mass.add(weight((best - load(p + v * LANES)) * sharpness));
+        mass.add(weight(best - load(p + v * LANES), steepness));
     } else {
       for (int64_t i = b * BLOCK; i < row.vocab; i += LANES)
-        mass.add(weight((best - load_row(row.logits + i, row.vocab - i)) * sharpness));
+        mass.add(weight(best - load_row(row.logits + i, row.vocab - i), steepness));
     }
     row.at.block_mass[b] = mass.total();
     total += row.at.block_mass[b];
   }
   return total;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+struct Packing {  // for every set of lanes, their indices side by side
+  uint64_t lanes[256];
+  constexpr Packing() : lanes() {
+    for (int set = 0; set < 256; set++)
+      for (int lane = 0, n = 0; lane < 8; lane++)
+        if (set >> lane & 1) lanes[set] |= (uint64_t)lane << 8 * n++;
+  }
+};
+constexpr Packing PACKING;
+#endif
+
+// Store the lanes of `set` side by side, as values and as token ids; writes a whole vector of each.
+inline int64_t keep_lanes(vf values, int32_t first, uint32_t set, float* out, int32_t* ids) {
+#if defined(__AVX512F__)
+  __m512i all = _mm512_add_epi32(
+      _mm512_set1_epi32(first),
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+  _mm512_storeu_ps(out, _mm512_maskz_compress_ps((__mmask16)set, (__m512)values));
+  _mm512_storeu_si512(ids, _mm512_maskz_compress_epi32((__mmask16)set, all));
+#elif defined(__AVX2__)
+  __m256i lanes = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)PACKING.lanes[set]));
+  _mm256_storeu_ps(out, _mm256_permutevar8x32_ps((__m256)values, lanes));
+  _mm256_storeu_si256((__m256i*)ids, _mm256_add_epi32(lanes, _mm256_set1_epi32(first)));
+#else
+  for (int n = 0, lane = 0; lane < LANES; lane++) {
+    out[n] = values[lane];
+    ids[n] = first + lane;
+    n += set >> lane & 1;
+  }
+#endif
+  return __builtin_popcount(set);
 }
 
 // Tokens at most `reach` below the best one: ids and distances, ascending by id. Returns how many.
@@ -259,27 +294,23 @@ int64_t gather(const Row& row, float reach) {
       uint32_t near = bits_of(distance <= far);
       if (end - i < LANES) near &= (1u << (end - i)) - 1;
       if (!near) continue;
-      float lanes[LANES];
-      store(lanes, distance);
-      do {
-        int lane = __builtin_ctz(near);
-        ids[n] = (int32_t)(i + lane);
-        below[n++] = lanes[lane];
-        near &= near - 1;
-      } while (near);
+      n += keep_lanes(distance, (int32_t)i, near, below + n, ids + n);
     }
   }
   return n;
 }
 
-// The weights of the first n gathered tokens.
-void weigh_gathered(const Row& row, int64_t n) {
-  vf sharpness = splat(row.sharpness);
+// The weights of the first n gathered tokens. Returns their sum.
+int64_t weigh_gathered(const Row& row, int64_t n) {
+  vf steepness = splat(row.steepness);
+  int64_t total = 0;
   for (int64_t i = 0; i < n; i += LANES) {
     Mass mass;  // arrays are padded to whole blocks
-    mass.add(weight(load(row.at.below + i) * sharpness));
+    mass.add(weight(load(row.at.below + i), steepness));
     mass.lanes(row.at.mass + i);
   }
+  for (int64_t i = 0; i < n; i++) total += row.at.mass[i];
+  return total;
 }
 
 struct Ends {
@@ -307,21 +338,20 @@ float nearest(const float* below, const int64_t* mass, int64_t n, int64_t wanted
   for (;;) {
     if (!n) return INF;
     auto [low, high] = ends_of(below, n);
-    double scale = BINS / ((double)high - low);
-    if (low == high) scale = 0.0;
-    auto bin_of = [low = low, scale](float x) {
-      int32_t bin = (int32_t)(((double)x - low) * scale);
-      return bin < BINS ? bin : BINS - 1;
-    };
+    double scale = low == high ? 0.0 : BINS / ((double)high - low);
+    for (int64_t i = 0; i < n; i++) {
+      int32_t bin = (int32_t)(((double)below[i] - low) * scale);
+      at.counts[i] = bin < BINS ? bin : BINS - 1;
+    }
     std::memset(bins, 0, sizeof bins);
-    for (int64_t i = 0; i < n; i++) bins[bin_of(below[i])] += mass ? mass[i] : 1;
+    for (int64_t i = 0; i < n; i++) bins[at.counts[i]] += mass ? mass[i] : 1;
     int32_t crossing = 0;
     for (; crossing < BINS && bins[crossing] < wanted; crossing++) wanted -= bins[crossing];
     if (crossing == BINS) return INF;
     if (low == high) return low;
     int64_t left = 0;
     for (int64_t i = 0; i < n; i++) {
-      if (bin_of(below[i]) != crossing) continue;
+      if (at.counts[i] != crossing) continue;
       at.below_too[left] = below[i];
       if (mass) at.mass_too[left] = mass[i];
       left++;
@@ -364,11 +394,11 @@ int64_t draw_from_all(const Row& row, uint64_t quantile) {
   int64_t target = part_of(weigh(row), quantile);
   int64_t b = 0;
   for (; target >= row.at.block_mass[b]; b++) target -= row.at.block_mass[b];
-  vf best = splat(row.best), sharpness = splat(row.sharpness);
+  vf best = splat(row.best), steepness = splat(row.steepness);
   for (int64_t i = b * BLOCK;; i += LANES) {
     int64_t lanes[LANES];
     Mass mass;
-    mass.add(weight((best - load_row(row.logits + i, row.vocab - i)) * sharpness));
+    mass.add(weight(best - load_row(row.logits + i, row.vocab - i), steepness));
     mass.lanes(lanes);
     for (int lane = 0; lane < LANES; lane++) {
       if (target < lanes[lane]) return i + lane;
@@ -377,34 +407,46 @@ int64_t draw_from_all(const Row& row, uint64_t quantile) {
   }
 }
 
+// Gather and weigh tokens within `reach`: all of them, or so many of the nearest that they weigh
+// `wanted`. Most often these are few, however long the tail is that the bound has to allow for.
+int64_t gather_mass(const Row& row, float reach, int64_t wanted) {
+  for (int64_t few = 64; few <= row.vocab / 64; few *= 8) {
+    float near = reach_of(row, few);
+    if (near >= reach) break;
+    int64_t n = gather(row, near);
+    if (weigh_gathered(row, n) >= wanted) return n;
+  }
+  int64_t n = gather(row, reach);
+  weigh_gathered(row, n);
+  return n;
+}
+
 int64_t draw(const Row& row, const RowParams& params, uint64_t quantile) {
   bool has_k = params.top_k > 0 && params.top_k < row.vocab, has_p = params.top_p < 1.0;
   if (!has_k && !has_p && params.min_p <= 0.0) return draw_from_all(row, quantile);
   // Distances beyond `reach` matter to no filter and to no draw.
-  double nats = VANISHED, wanted = 0.0;
+  double nats = VANISHED * LN2;
+  int64_t wanted = std::numeric_limits<int64_t>::max();
   if (params.min_p > 0.0) nats = std::min(nats, SLACK - std::log(params.min_p));
   if (has_p) {
     double total = (double)weigh(row);
-    wanted = std::max(1.0, std::floor(params.top_p * total));
+    wanted = std::max((int64_t)1, (int64_t)(params.top_p * total));
     // All tokens lighter than this sum up to less than the rest: the nucleus needs none of them.
-    double light = (total - wanted) / ((double)row.vocab * UNIT);
+    double light = (total - (double)wanted) / ((double)row.vocab * UNIT);
     if (light > 0.0) nats = std::min(nats, SLACK - std::log(light));
   }
   float reach = (float)(nats * params.temperature * (1.0 + 1e-6));
   if (has_k) reach = std::min(reach, reach_of(row, params.top_k));
-  int64_t n = gather(row, reach);
-  weigh_gathered(row, n);
   const Desk& at = row.at;
+  int64_t n = has_p ? gather_mass(row, reach, wanted) : gather(row, reach);
   float last = INF;
   if (has_k) last = nearest(at.below, nullptr, n, params.top_k, row.at);
-  if (has_p) last = std::min(last, nearest(at.below, at.mass, n, (int64_t)wanted, row.at));
-  int64_t floor = (int64_t)(params.min_p * UNIT), total = 0, kept = 0;
+  if (has_p) last = std::min(last, nearest(at.below, at.mass, n, wanted, row.at));
+  else weigh_gathered(row, n);
+  int64_t floor = (int64_t)(params.min_p * UNIT), total = 0;
   for (int64_t i = 0; i < n; i++) {
-    bool keep = at.below[i] <= last && at.mass[i] >= floor;
-    at.ids[kept] = at.ids[i];
-    at.mass[kept] = at.mass[i];
-    total += keep ? at.mass[i] : 0;
-    kept += keep;
+    if (at.below[i] > last || at.mass[i] < floor) at.mass[i] = 0;
+    total += at.mass[i];
   }
   int64_t target = part_of(total, quantile);
   int64_t i = 0;
@@ -455,12 +497,12 @@ const float* edit(const SampleArgs& args, int64_t r, Desk& at) {
   const RowParams& params = args.params[r];
   int64_t first = args.addends ? args.addends[r] : 0, end = args.addends ? args.addends[r + 1] : 0;
   bool is_masked = args.mask_of && args.mask_of[r] >= 0;
-  if (!params.edited && !is_masked && first == end) return logits;
+  if (!params.penalised && !is_masked && first == end) return logits;
   if (is_masked)
     copy_allowed(logits, args.masks + args.mask_of[r] * args.mask_bytes, args.vocab, at.edited);
   else
     std::memcpy(at.edited, logits, sizeof(float) * args.vocab);
-  if (params.edited)
+  if (params.penalised)
     penalise(at.edited, params, args.history + args.slots[r] * args.history_stride,
              args.positions[r], at.counts);
   for (int64_t i = first; i < end; i++) at.edited[args.addend_ids[i]] += args.addend_values[i];
@@ -478,7 +520,7 @@ void sample_rows(const void* packed, const Sizes&, int64_t begin, int64_t end, W
     args.best[r] = row.best;
     args.tokens[r] = 0;
     if (!std::isfinite(row.best)) continue;
-    row.sharpness = (float)(1.0 / params.temperature);
+    row.steepness = steepness_of(params.temperature);
     args.tokens[r] = params.greedy ? first_of_best(row)
                                    : draw(row, params, quantile(params.seed, args.positions[r]));
   }
@@ -503,9 +545,9 @@ void logprob_rows(const void* packed, const Sizes&, int64_t begin, int64_t end, 
   const LogprobArgs& args = *(const LogprobArgs*)packed;
   Desk at = desk(worker, args.vocab);
   for (int64_t r = begin; r < end; r++) {
-    Row row = survey(args.logits + r * args.stride, args.vocab, at);
+    Row row = survey(args.logits + args.rows[r] * args.stride, args.vocab, at);
     double temperature = args.temperatures[r], log_total = std::numeric_limits<double>::quiet_NaN();
-    row.sharpness = (float)(1.0 / temperature);
+    row.steepness = steepness_of(temperature);
     bool is_good = std::isfinite(row.best);
     if (is_good) log_total = std::log((double)weigh(row) / UNIT);
     auto value = [&](int64_t token) {
