@@ -15,6 +15,7 @@ from banyan.config.checkpoint import read_card
 from banyan.config.env import Environment
 from banyan.config.schema import Config
 from banyan.config.sources import fetch
+from banyan.formats.shards import check_weight_files
 
 log = logger(__name__)
 
@@ -22,13 +23,15 @@ _DEMO_SAMPLING = MappingProxyType({"temperature": 0.2, "top_p": 0.9})
 
 
 def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard]:
-    """Fetch the model that `config` names, read its card and resolve the rest. Loads no weights.
+    """Fetch the model that `config` names, read its facts and resolve the rest. Loads no weights.
 
     Raises:
         ConfigError, ModelError: named after the flag or the key of the checkpoint that is wrong.
     """
     path = fetch(config.model, environment)
     card = read_card(path, config.model.load_format)
+    if card.format == "safetensors" and config.model.load_format != "dummy":
+        check_weight_files(card.path)
     located = replace(config, model=replace(config.model, path=card.path))
     return resolve(located, card, environment), card
 

@@ -60,7 +60,7 @@ IDLE = {
     "/health_generate generates",
     "SGLANG_WAIT_WEIGHTS_READY_TIMEOUT": "weights are read from files only",
     "SGLANG_WARMUP_TIMEOUT": "a start takes as long as its model needs",
-    "SGLANG_TIMEOUT_KEEP_ALIVE": "idle connections end after 5 seconds",
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "idle connections end after 30 seconds",
     "SGLANG_TORCH_PROFILER_DIR": _NO_PROFILER,
     "SGLANG_PROFILE_WITH_STACK": _NO_PROFILER,
     "SGLANG_GRAMMAR_POLL_INTERVAL": _NO_GRAMMAR,

@@ -41,9 +41,13 @@ LLAMA3_SCALING = {
 }
 
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+"""A whole safetensors file."""
+
+
 def folder(path: Path, config: object, **files: object) -> str:
     (path / "config.json").write_text(json.dumps(config))
-    (path / "model.safetensors").write_bytes(b"")
+    (path / "model.safetensors").write_bytes(NO_TENSORS)
     for name, content in files.items():
         (path / f"{name}.json").write_text(json.dumps(content))
     return str(path)

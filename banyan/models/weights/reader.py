@@ -3,7 +3,6 @@
 Knows formats and shards; knows no models. Bytes stay in the mapped file until a layer packs them.
 """
 
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,10 +16,8 @@ from banyan.config.card import ModelCard
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile
 from banyan.formats.safetensors import SafetensorsFile
+from banyan.formats.shards import weight_files
 from banyan.ops.stored import StoredWeight
-
-_INDEX = "model.safetensors.index.json"
-_MAX_INDEX_BYTES = 64 << 20
 
 
 def read_tensors(card: ModelCard) -> Iterator[tuple[str, StoredWeight]]:
@@ -68,35 +65,4 @@ def _as_tensor(view: memoryview) -> Tensor:
 
 def _files(card: ModelCard) -> list[Path]:
     path = Path(card.path)
-    if path.is_file():
-        return [path]
-    index = path / _INDEX
-    if index.is_file():
-        return [path / name for name in _shards(index)]
-    if (path / "model.safetensors").is_file():
-        return [path / "model.safetensors"]
-    found = sorted(path.glob("*.safetensors"))
-    if not found:
-        raise ModelError(
-            f"{card.path!r} holds no *.safetensors file",
-            hint="name a .gguf file or a folder with safetensors weights",
-        )
-    return found
-
-
-def _shards(index: Path) -> list[str]:
-    """File names of the index, in order; only names within the same folder are taken."""
-    size = index.stat().st_size
-    if size > _MAX_INDEX_BYTES:
-        raise ModelError(f"{index.name} has {size:,} bytes, limit {_MAX_INDEX_BYTES:,}")
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        names = list(dict.fromkeys(weight_map.values()))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ModelError(f"{index.name} has no readable weight_map") from None
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ModelError(f"{index.name} names {name!r}, which is not a file of the same folder")
-        if not (index.parent / name).is_file():
-            raise ModelError(f"{index.name} names {name!r}, which is missing")
-    return names
+    return [path] if path.is_file() else weight_files(card.path)

@@ -1,0 +1,74 @@
+"""Which files hold the weights of a safetensors folder, and whether they are whole.
+
+Knows the index that shards come with; knows no models. Headers are read, tensors are not.
+"""
+
+import json
+from pathlib import Path
+
+from banyan.base.errors import ModelError
+from banyan.base.log import printable
+from banyan.formats.safetensors import SafetensorsFile
+
+_INDEX = "model.safetensors.index.json"
+_MAX_INDEX_BYTES = 64 << 20
+_AGAIN = "download the model again"
+
+
+def weight_files(folder: str) -> list[Path]:
+    """The safetensors files of a folder, in the order of its index if it has one.
+
+    Raises:
+        ModelError: there is none, or the index is damaged or names a file that is missing.
+    """
+    path = Path(folder)
+    if (path / _INDEX).is_file():
+        return [path / name for name in dict.fromkeys(_weight_map(path / _INDEX).values())]
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    found = sorted(path.glob("*.safetensors"))
+    if not found:
+        raise ModelError(
+            f"{printable(folder)!r} holds no *.safetensors file",
+            hint="name a .gguf file or a folder with safetensors weights",
+        )
+    return found
+
+
+def check_weight_files(folder: str) -> None:
+    """Read every header; ModelError names the file that is cut short, damaged, or lacks a tensor
+    that the index promises."""
+    headers: dict[str, set[str]] = {}
+    for file in weight_files(folder):
+        with SafetensorsFile.open(str(file)) as opened:
+            headers[file.name] = set(opened.tensors)
+    index = Path(folder) / _INDEX
+    if not index.is_file():
+        return
+    for tensor, name in _weight_map(index).items():
+        if tensor not in headers[name]:
+            raise ModelError(
+                f"{index.name} puts the tensor {printable(tensor)!r} into {name!r}, which lacks it",
+                hint=_AGAIN,
+            )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor -> file of the same folder."""
+    size = index.stat().st_size
+    if size > _MAX_INDEX_BYTES:
+        raise ModelError(f"{index.name} has {size:,} bytes, limit {_MAX_INDEX_BYTES:,}")
+    try:
+        weight_map = dict(json.loads(index.read_bytes())["weight_map"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ModelError(f"{index.name} has no readable weight_map", hint=_AGAIN) from None
+    for name in {str(name): name for name in weight_map.values()}.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelError(
+                f"{index.name} names {printable(str(name))!r}, which is no file of the same folder"
+            )
+        if not (index.parent / name).is_file():
+            raise ModelError(
+                f"{index.name} names {printable(name)!r}, which is missing", hint=_AGAIN
+            )
+    return weight_map
