@@ -50,6 +50,9 @@ class AnswerParser:
         )
         self._tools = ToolParser(form.tools, form.offered, form.max_calls) if form.tools else None
         self._held: list[str] = []
+        self.has_thought = False
+        self.has_answered = False
+        """Whether anything but thinking has come."""
 
     @property
     def num_calls(self) -> int:
@@ -78,8 +81,11 @@ class AnswerParser:
         parts: list[Part] = []
         for kind, text in pieces:
             if kind is Kind.SAID:
+                self.has_answered = True
                 parts += self._thought_over() + self._said(text)
-            elif not self._form.separates:
+                continue
+            self.has_thought |= kind is Kind.THOUGHT
+            if not self._form.separates:
                 parts.append(Said(text))
             elif kind is Kind.THOUGHT:
                 parts += self._thought(text)

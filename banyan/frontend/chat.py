@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.sandbox import SecurityError
 
 from banyan.base.errors import ModelError, RequestError
@@ -28,6 +28,15 @@ Message = Mapping[str, object]
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Template variables that a request may not set by name; "tokenize" is refused with them."""
+
+_PROBE_TOOL: Message = {
+    "type": "function",
+    "function": {
+        "name": "PROBE_TOOL",
+        "description": "D",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+}
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -58,7 +67,8 @@ class ChatTemplate:
         self._environment = TemplateEnvironment()
         try:
             self._template = self._environment.compile_template(source)
-            written, sought = _constants(self._environment.parse(source))
+            tree = self._environment.parse(source)
+            written, sought = _constants(tree)
         except (
             jinja2.TemplateError,
             ArithmeticError,
@@ -70,6 +80,8 @@ class ChatTemplate:
         ) as error:
             raise _model_error(error) from None
         marks = {t for t in added if not t.isspace() and t in written and t not in sought}
+        self.variables = frozenset(meta.find_undeclared_variables(tree))
+        """Names that the template reads from outside."""
         self._control = ControlTexts(marks | set(special))
         self._probe()
 
@@ -176,9 +188,12 @@ class ChatTemplate:
         as_text = self._tried([user, _call(given)])
         as_object = self._tried([user, _call(wanted)])
         self.takes_argument_objects = given not in as_text and "ARGUMENT" in as_object
+        system = {"role": "system", "content": "S"}
+        shown = (self._tried(m, [_PROBE_TOOL]) for m in ([user], [system, user]))
+        self.takes_tools = any("PROBE_TOOL" in text for text in shown)
 
-    def _tried(self, messages: Sequence[Message]) -> str:
-        variables = {"messages": messages, "tools": None, "add_generation_prompt": False}
+    def _tried(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
+        variables = {"messages": messages, "tools": tools, "add_generation_prompt": False}
         try:
             return self._environment.render(self._template, {**self._named, **variables})
         except (SecurityError, OverflowError, MemoryError, RecursionError) as error:

@@ -27,7 +27,8 @@ class Detokenizer:
         self, tokenizer: Tokenizer, prompt_tail: Sequence[int], options: TextOptions
     ) -> None:
         self._pieces = tokenizer.pieces
-        self._skipped = tokenizer.special_ids if options.skip_special_tokens else frozenset()
+        skips = options.skip_special_tokens
+        self._skipped = tokenizer.special_ids - options.shown if skips else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         tail = [id for id in prompt_tail[-PROMPT_TAIL_TOKENS:] if id not in self._skipped]
         self._decoder.decode(self._pieces.bytes_of(tail))

@@ -25,6 +25,8 @@ class TextOptions:
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    shown: frozenset[int] = frozenset()
+    """Special tokens that are text all the same, because a parser looks for them."""
 
 
 @dataclass(frozen=True)

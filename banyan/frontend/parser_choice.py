@@ -1,11 +1,18 @@
-"""Which parsers fit a chat template: found by the marks that the template itself writes.
+"""Which parsers read a model's answers: named by flags, else found by the marks that the chat
+template itself writes.
 
 The first row that fits decides, so rows of a family go from the special to the general.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-AUTO, NONE = "", "none"
+from banyan.frontend.reasoning import REASONING_PARSERS
+from banyan.frontend.reasoning.base import ReasoningFormat
+from banyan.frontend.tools import TOOL_PARSERS
+from banyan.frontend.tools.base import ToolFormat
+
+NONE = "none"
 
 _TOOLS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("deepseekv32", ("｜DSML｜",)),
@@ -29,9 +36,44 @@ _REASONING: Sequence[tuple[str, tuple[str, ...]]] = (
     ("glm45", ("[gMASK]", "<think>")),
     ("deepseek-v3", ("<｜Assistant｜>", "</think>", "thinking")),
     ("deepseek-r1", ("<｜Assistant｜>", "</think>")),
-    ("qwen3", ("</think>", "enable_thinking")),
-    ("qwen3", ("<think>",)),
+    ("qwen3", ("</think>",)),
 )
+
+
+@dataclass(frozen=True)
+class Parsers:
+    """The parsers of one server; "none" and None where there is none.
+
+    Attributes:
+        thinks_unasked: the template has a switch that turns thinking off, so that without it the
+            model opens its thinking by itself.
+    """
+
+    tool_name: str = NONE
+    tools: ToolFormat | None = None
+    reasoning_name: str = NONE
+    reasoning: ReasoningFormat | None = None
+    thinks_unasked: bool = False
+
+
+def choose_parsers(tool_flag: str, reasoning_flag: str, template: str) -> Parsers:
+    """The parsers for a chat template.
+
+    Args:
+        tool_flag, reasoning_flag: names that the user gave; "" or "auto" = by the template.
+
+    Raises:
+        ConfigError: there is no parser of that name.
+    """
+    tool = _named(tool_flag) or tool_parser_for(template)
+    reasoning = _named(reasoning_flag) or reasoning_parser_for(template)
+    return Parsers(
+        tool,
+        None if tool == NONE else TOOL_PARSERS.load(tool),
+        reasoning,
+        None if reasoning == NONE else REASONING_PARSERS.load(reasoning),
+        "enable_thinking" in template or reasoning == "gpt-oss",
+    )
 
 
 def tool_parser_for(template: str) -> str:
@@ -42,6 +84,10 @@ def tool_parser_for(template: str) -> str:
 def reasoning_parser_for(template: str) -> str:
     """Name of the reasoning parser for a chat template; "none" when it marks no thinking."""
     return _first(_REASONING, template)
+
+
+def _named(flag: str) -> str:
+    return "" if flag == "auto" else flag
 
 
 def _first(rows: Sequence[tuple[str, tuple[str, ...]]], template: str) -> str:

@@ -26,6 +26,7 @@ class Conversation:
     """chat_template_kwargs."""
     continue_final_message: bool = False
     add_generation_prompt: bool = True
+    tools: list[Json] | None = None
 
 
 async def chat_ids(service: Service, chat: Conversation) -> list[int]:
@@ -51,6 +52,7 @@ async def chat_ids(service: Service, chat: Conversation) -> list[int]:
     def render() -> list[int]:
         return template.encode(
             messages,
+            chat.tools,
             add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
             continue_final_message=chat.continue_final_message,
             **chat.options,

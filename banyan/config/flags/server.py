@@ -23,7 +23,22 @@ FLAGS = (
     Flag(
         "chat-template",
         "server.chat_template",
-        "Jinja file, or its text, that replaces the model's template",
+        "template instead of the model's own: a name, a Jinja or JSON file, or Jinja text",
+    ),
+    Flag(
+        "completion-template",
+        "server.completion_template",
+        "how /v1/completions puts prompt and suffix together: a name, or a JSON file",
+    ),
+    Flag(
+        "tool-call-parser",
+        "server.tool_parser",
+        "format of the model's tool calls; auto = as its chat template writes them, none = text",
+    ),
+    Flag(
+        "reasoning-parser",
+        "server.reasoning_parser",
+        "format of the model's thinking; auto = as its chat template marks it, none = text",
     ),
     Flag(
         "stream-interval",

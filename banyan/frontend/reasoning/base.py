@@ -64,6 +64,7 @@ class ReasoningFormat:
         start, end: the texts around the thinking, as a prompt or an answer has them.
         always: an answer begins with thinking unless its prompt says otherwise.
         markers: texts that must survive detokenisation, though a vocabulary may call them special.
+        answer: what stands before the answer when there was thinking; "" = `end`.
     """
 
     read: Callable[[Arriving, Split, bool], Reading[None]]
@@ -71,6 +72,7 @@ class ReasoningFormat:
     end: str
     always: bool = False
     markers: tuple[str, ...] = ()
+    answer: str = ""
 
     def begins_inside(self, prompt: str) -> bool:
         """Whether the answer to a prompt that ends so begins inside of the thinking."""

@@ -34,4 +34,10 @@ def _body(source: Arriving, split: Split, channel: str, tool: str) -> Reading[st
     return following
 
 
-FORMAT = ReasoningFormat(_read, _OPENING, harmony.END, markers=harmony.MARKERS)
+FORMAT = ReasoningFormat(
+    _read,
+    _OPENING,
+    harmony.END,
+    markers=harmony.MARKERS,
+    answer=harmony.CHANNEL + "final" + harmony.MESSAGE,
+)

@@ -96,10 +96,15 @@ class ToolFormat:
     Attributes:
         read: reads a whole answer, and returns at its end.
         markers: texts that must survive detokenisation, though a vocabulary may call them special.
+        tag: name of a function -> what stands before and behind its arguments, where these are
+            JSON, so that a grammar can force a call; None = calls are forced as a bare JSON list.
+        trigger: with what every tag begins.
     """
 
     read: Callable[[Arriving, Outcome], Reading[None]]
     markers: tuple[str, ...] = ()
+    tag: Callable[[str], tuple[str, str]] | None = None
+    trigger: str = ""
 
 
 class ToolParser:

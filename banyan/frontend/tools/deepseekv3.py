@@ -37,4 +37,9 @@ def _block(source: Arriving, out: Outcome) -> Reading[None]:
     yield from source.follows(CALL_END)
 
 
-FORMAT = ToolFormat(blocks(CALL, _block, CALLS, CALLS_END), MARKERS)
+def _tag(name: str) -> tuple[str, str]:
+    begin = f"{CALLS}{CALL}function{SEPARATOR}{name}\n```json\n"
+    return begin, f"\n```{CALL_END}{CALLS_END}"
+
+
+FORMAT = ToolFormat(blocks(CALL, _block, CALLS, CALLS_END), MARKERS, _tag, CALLS)

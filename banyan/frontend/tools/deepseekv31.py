@@ -29,4 +29,8 @@ def _block(source: Arriving, out: Outcome) -> Reading[None]:
     yield from source.follows(CALL_END)
 
 
-FORMAT = ToolFormat(blocks(CALL, _block, CALLS, CALLS_END), MARKERS)
+def _tag(name: str) -> tuple[str, str]:
+    return f"{CALLS}{CALL}{name}{SEPARATOR}", f"{CALL_END}{CALLS_END}"
+
+
+FORMAT = ToolFormat(blocks(CALL, _block, CALLS, CALLS_END), MARKERS, _tag, CALLS)

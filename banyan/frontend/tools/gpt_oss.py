@@ -28,4 +28,9 @@ def _call(source: Arriving, out: Outcome, name: str) -> Reading[None]:
     yield from source.spaces()
 
 
-FORMAT = ToolFormat(_read, harmony.MARKERS)
+def _tag(name: str) -> tuple[str, str]:
+    head = f"{harmony.START}assistant{harmony.CHANNEL}commentary to={harmony.FUNCTIONS}{name} "
+    return f"{head}{harmony.CONSTRAIN}json{harmony.MESSAGE}", harmony.CALL
+
+
+FORMAT = ToolFormat(_read, harmony.MARKERS, _tag, harmony.START)

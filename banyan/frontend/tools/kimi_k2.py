@@ -32,7 +32,14 @@ def _block(source: Arriving, out: Outcome) -> Reading[None]:
     yield from source.follows(_CALL_END)
 
 
+def _tag(name: str) -> tuple[str, str]:
+    begin = f"{_SECTION}{_CALL}functions.{name}:0{_ARGUMENTS}"
+    return begin, f"{_CALL_END}{_SECTION_END}"
+
+
 FORMAT = ToolFormat(
     blocks(_CALL, _block, _SECTION, _SECTION_END),
     (_SECTION, _SECTION_END, _CALL, _CALL_END, _ARGUMENTS),
+    _tag,
+    _SECTION,
 )

@@ -5,6 +5,8 @@
 Source: the prompt-format pages of Llama 3.1 and 3.2 (JSON-based tool calling).
 """
 
+import json
+
 from banyan.frontend.incremental import Arriving, Marks, Reading
 from banyan.frontend.tools.base import Outcome, ToolFormat, attempt, call_json
 
@@ -31,4 +33,8 @@ def _calls(source: Arriving, out: Outcome, opener: str, only_known: bool) -> Rea
             return
 
 
-FORMAT = ToolFormat(_read, (_TAG,))
+def _tag(name: str) -> tuple[str, str]:
+    return f'{_TAG}{{"name": {json.dumps(name)}, "parameters": ', "}"
+
+
+FORMAT = ToolFormat(_read, (_TAG,), _tag, _TAG)

@@ -7,6 +7,7 @@ name-and-arguments form of the newer ones (v11 and later), with an optional call
 Source: the tokenizers of mistral-common.
 """
 
+import json
 import re
 
 from banyan.frontend.incremental import Arriving, Malformed, Marks, Reading
@@ -36,4 +37,8 @@ def _block(source: Arriving, out: Outcome) -> Reading[None]:
     out.end()
 
 
-FORMAT = ToolFormat(blocks(_OPENER, _block), (_OPENER, _ID, _ARGUMENTS))
+def _tag(name: str) -> tuple[str, str]:
+    return f'{_OPENER} [{{"name": {json.dumps(name)}, "arguments": ', "}]"
+
+
+FORMAT = ToolFormat(blocks(_OPENER, _block), (_OPENER, _ID, _ARGUMENTS), _tag, _OPENER)

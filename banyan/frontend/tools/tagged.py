@@ -1,5 +1,6 @@
 """JSON calls between two tags: the base of the formats that differ in their tags only."""
 
+import json
 from collections.abc import Callable
 
 from banyan.frontend.incremental import Arriving, Malformed, Marks, Reading
@@ -16,7 +17,10 @@ def tagged_json(opener: str, closer: str) -> ToolFormat:
         yield from source.spaces()
         yield from source.follows(closer)
 
-    return ToolFormat(blocks(opener, block), (opener, closer))
+    def tag(name: str) -> tuple[str, str]:
+        return f'{opener}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{closer}"
+
+    return ToolFormat(blocks(opener, block), (opener, closer), tag, opener)
 
 
 def blocks(opener: str, block: Block, *ignored: str) -> Block:

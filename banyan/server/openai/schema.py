@@ -32,6 +32,13 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ChatRequest(CommonRequest, frozen=True, kw_only=True):
     messages: list[Message]
     max_completion_tokens: int | None = None
+    tools: list[object] | None = None
+    tool_choice: str | dict[str, object] | None = None
+    parallel_tool_calls: bool | None = True
+    reasoning_effort: str | None = None
+    thinking: bool | dict[str, object] | None = None
+    separate_reasoning: bool | None = True
+    stream_reasoning: bool | None = True
     logprobs: bool | None = False
     top_logprobs: int | None = None
     continue_final_message: bool | None = False
@@ -68,7 +75,7 @@ SAMPLING: Mapping[str, str] = {
 }
 """Field of the OpenAI routes -> field of sampling_params."""
 
-_TOOLS = "tool calls are not available in this build"
+_TOOLS = "functions and function_call are the old names; use tools and tool_choice"
 _MEDIA = "this server takes text only"
 _RESEARCH = "this output is not available in this build"
 _PEERS = "prefill-decode disaggregation is not available in this build"
@@ -80,8 +87,6 @@ _OFF = (None, False, "", 0)
 _NONE = (None, "", [], {})
 
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "tools": (_NONE, _TOOLS),
-    "tool_choice": ((None, "auto", "none"), f"Tools cannot be empty to be chosen; {_TOOLS}"),
     "functions": (_NONE, _TOOLS),
     "function_call": ((None, "auto", "none"), _TOOLS),
     "suffix": (_NONE, "fill-in-the-middle (suffix) is not available in this build"),
@@ -126,15 +131,10 @@ HARMLESS = frozenset(
         "store",
         "metadata",
         "service_tier",
-        "parallel_tool_calls",
         "safety_identifier",
         "prompt_cache_key",
         "prompt_cache_retention",
         "verbosity",
-        "reasoning_effort",
-        "separate_reasoning",
-        "stream_reasoning",
-        "thinking",
         "task",
         "session_id",
         "routed_dp_rank",

@@ -17,20 +17,24 @@ class UsageCount:
 
     def __init__(self, num_sequences: int, per_prompt: int, with_cache: bool) -> None:
         self._usages = [Usage(0, 0)] * num_sequences
+        self._thinking = [0] * num_sequences
         self._per_prompt = per_prompt
         self._with_cache = with_cache
 
-    def take(self, index: int, usage: Usage) -> None:
+    def take(self, index: int, usage: Usage, reasoning_tokens: int = 0) -> None:
+        """The counts of one sequence so far; `reasoning_tokens` are part of its output."""
         self._usages[index] = usage
+        self._thinking[index] = reasoning_tokens
 
     def of(self, index: int) -> Json:
         """Usage of one sequence, for continuous_usage_stats."""
-        return self._body(self._usages[index : index + 1], self._usages[index : index + 1])
+        own = self._usages[index : index + 1]
+        return self._body(own, own, self._thinking[index])
 
     def total(self) -> Json:
-        return self._body(self._usages[:: self._per_prompt], self._usages)
+        return self._body(self._usages[:: self._per_prompt], self._usages, sum(self._thinking))
 
-    def _body(self, prompts: Sequence[Usage], outputs: Sequence[Usage]) -> Json:
+    def _body(self, prompts: Sequence[Usage], outputs: Sequence[Usage], thinking: int) -> Json:
         num_prompt = sum(u.prompt_tokens for u in prompts)
         num_output = sum(u.output_tokens for u in outputs)
         cached = sum(u.cached_tokens for u in prompts)
@@ -39,7 +43,8 @@ class UsageCount:
             "total_tokens": num_prompt + num_output,
             "completion_tokens": num_output,
             "prompt_tokens_details": {"cached_tokens": cached} if self._with_cache else None,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": thinking,
+            "completion_tokens_details": {"reasoning_tokens": thinking} if thinking else None,
         }
 
 
