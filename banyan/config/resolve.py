@@ -76,7 +76,8 @@ def find_the_tokenizer(config: Config, card: ModelCard, environment: Environment
 
 def check_the_template(config: Config, card: ModelCard, environment: Environment) -> Config:
     given = config.server.chat_template
-    if given and "{" not in given and not os.path.isfile(given):
+    is_path = "/" in given or "." in given  # other words may be names of templates
+    if is_path and "{" not in given and not os.path.isfile(given):
         raise ConfigError(
             f"--chat-template {given!r} is neither a file nor a template",
             hint="name a Jinja file",

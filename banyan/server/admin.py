@@ -11,6 +11,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable
+from banyan.frontend.parser_choice import NONE
 from banyan.messages.events import Stats
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
@@ -85,8 +86,8 @@ async def model_info(exchange: Exchange, state: ServerState) -> None:
             "preferred_sampling_params": dict(state.config.server.preferred_sampling) or None,
             "weight_version": model.weight_version,
             "load_format": model.load_format,
-            "reasoning_parser": None,
-            "tool_call_parser": None,
+            "reasoning_parser": _name(service.parsers.reasoning_name),
+            "tool_call_parser": _name(service.parsers.tool_name),
             "disaggregation_mode": "null",
             "has_image_understanding": False,
             "has_audio_understanding": False,
@@ -155,3 +156,7 @@ async def get_load(exchange: Exchange, state: ServerState) -> None:
         "num_tokens": used * state.config.cache.page_size,
     }
     await exchange.json([load])
+
+
+def _name(parser: str) -> str | None:
+    return None if parser == NONE else parser

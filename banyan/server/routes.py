@@ -1,6 +1,6 @@
 """The table of routes, and the application made of it."""
 
-from banyan.server import admin, auth, health, native, tokens
+from banyan.server import admin, auth, health, native, parsing, tokens
 from banyan.server.app import App, Route
 from banyan.server.exchange import SEND_TIMEOUT_S, Exchange
 from banyan.server.openai.chat import chat_completions
@@ -38,6 +38,8 @@ def all_routes() -> list[Route]:
         Route("/v1/tokenize", _POST, tokens.tokenize, json_only=True),
         Route("/detokenize", _POST, tokens.detokenize, json_only=True),
         Route("/v1/detokenize", _POST, tokens.detokenize, json_only=True),
+        Route("/parse_function_call", _POST, parsing.parse_function_call),
+        Route("/separate_reasoning", _POST, parsing.separate_reasoning),
         Route("/get_model_info", _GET, admin.model_info),
         Route("/model_info", _GET, admin.model_info),
         Route("/get_server_info", _GET, admin.server_info),

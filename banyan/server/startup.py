@@ -5,13 +5,16 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
-from banyan.config.schema import Config, ServerConfig
+from banyan.config.schema import Config
 from banyan.frontend.chat import Chat, load_chat
 from banyan.frontend.client import Engines
+from banyan.frontend.parser_choice import Parsers, choose_parsers
 from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
+from banyan.frontend.templates import FillIn, fill_in_form, template_source
 from banyan.frontend.text_generator import open_generator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready
@@ -37,21 +40,23 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
     loading = asyncio.create_task(asyncio.to_thread(_load_words, config))
     try:
         ready = await client.ready()
-        tokenizer, chat = await loading
+        words = await loading
     finally:
         loading.cancel()
     state.phases |= _engine_phases(ready, time.monotonic() - began_s)
-    limits = limits_of(config, card, ready, tokenizer)
+    limits = limits_of(config, card, ready, words.tokenizer)
     defaults = sampling_defaults(config.server)
     recommended = _model_defaults(config, card)
     service = Service(
         card=card,
         ready=ready,
         client=client,
-        generator=open_generator(client, tokenizer, limits, config.observe.log_requests),
+        generator=open_generator(client, words.tokenizer, limits, config.observe.log_requests),
         limits=limits,
-        tokenizer=tokenizer,
-        chat=chat,
+        tokenizer=words.tokenizer,
+        chat=words.chat,
+        parsers=words.parsers,
+        fill_in=words.fill_in,
         native_defaults=defaults,
         chat_defaults={**defaults, **recommended, **config.server.preferred_sampling},
         draw_seed=seed_source(config.server),
@@ -63,25 +68,28 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
     return service
 
 
-def _load_words(config: Config) -> tuple[Tokenizer | None, Chat | None]:
-    if config.server.skip_tokenizer:
-        return None, None
+@dataclass(frozen=True)
+class _Words:
+    """What stands between words and numbers."""
+
+    tokenizer: Tokenizer | None = None
+    chat: Chat | None = None
+    parsers: Parsers = field(default_factory=Parsers)
+    fill_in: FillIn | None = None
+
+
+def _load_words(config: Config) -> _Words:
+    server = config.server
+    if server.skip_tokenizer:
+        return _Words()
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
-    source = _template_source(config.server)
-    if source is None and tokenizer.chat_template is None:
-        return tokenizer, None
-    return tokenizer, load_chat(tokenizer, source)
-
-
-def _template_source(server: ServerConfig) -> str | None:
-    """The template that the user named: a file, or its text."""
-    given = server.chat_template
-    if not given:
-        return None
-    if os.path.exists(given):
-        with open(given, encoding="utf-8") as file:
-            return file.read()
-    return given
+    source = template_source(server.chat_template)
+    chat = None
+    if source is not None or tokenizer.chat_template is not None:
+        chat = load_chat(tokenizer, source)
+    text = chat.template.source if chat else ""
+    parsers = choose_parsers(server.tool_parser, server.reasoning_parser, text)
+    return _Words(tokenizer, chat, parsers, fill_in_form(server.completion_template))
 
 
 def _model_defaults(config: Config, card: ModelCard) -> dict[str, object]:
@@ -115,6 +123,8 @@ def report(state: ServerState, service: Service, address: str) -> None:
     for name, value in facts.items():
         if name != "phases":
             lines += [f"{name}:", *_table(value)]
+    parsers = service.parsers
+    lines.append(f"parsers: tool calls = {parsers.tool_name}, reasoning = {parsers.reasoning_name}")
     for line in lines:
         log.info("%s", line)
     log.info("%s", READY_LINE)

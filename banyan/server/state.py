@@ -20,6 +20,7 @@ from banyan.frontend.client import Engines
 from banyan.frontend.generation import Generator, TextRequest
 from banyan.frontend.parser_choice import Parsers
 from banyan.frontend.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
+from banyan.frontend.templates import FillIn
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.events import Ready
 from banyan.server.errors import unavailable
@@ -40,6 +41,8 @@ class Service:
     """None = the model has no chat template."""
     parsers: Parsers = field(default_factory=Parsers)
     """What finds reasoning and tool calls in answers."""
+    fill_in: FillIn | None = None
+    """How a prompt and what comes behind the gap are put together; None = suffix is refused."""
     native_defaults: Mapping[str, object] = field(default_factory=lambda: NATIVE_DEFAULTS)
     """What sampling fields mean when absent."""
     chat_defaults: Mapping[str, object] = field(default_factory=dict)

@@ -25,7 +25,6 @@ _MEMORY = "Memory cannot be released while the server runs; there is no --enable
 _PAUSE = "Generation cannot be paused; POST /abort_request with abort_all ends what runs."
 _SESSIONS = "Sessions are not available in this build; the prefix cache keeps shared prompts."
 _PEERS = "Prefill-decode disaggregation is not available in this build."
-_PARSERS = "Tool-call and reasoning parsers are not available in this build."
 _AUDIO = "Audio models are not available in this build."
 _RESPONSES = "The Responses API is not available in this build; use /v1/chat/completions."
 _ANTHROPIC = "The Anthropic API is not available in this build; use /v1/chat/completions."
@@ -88,8 +87,6 @@ _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/get_hicache_l3_cache_layout": (_GET, _TIERS),
     "/open_session": (_BOTH, _SESSIONS),
     "/close_session": (_BOTH, _SESSIONS),
-    "/parse_function_call": (_POST, _PARSERS),
-    "/separate_reasoning": (_POST, _PARSERS),
     "/v1/audio/transcriptions": (_POST, _AUDIO),
     "/v1/realtime": (_GET, _AUDIO),
     "/v1/responses": (_POST, _RESPONSES),

@@ -162,7 +162,7 @@ def _tail(words: Tokenizer, ids: list[int]) -> str:
 def _guided(
     service: Service, parsed: ParsedSampling, form: AnswerForm, use: ToolUse, ids: list[int]
 ) -> ParsedSampling:
-    """The sampling with the grammar of the tools, thinking left free, and the parsers' marks shown."""
+    """The sampling with the tools' grammar, thinking left free, and the parsers' marks shown."""
     if use.is_forced and parsed.grammar:
         raise RequestError(
             "tool_choice and response_format both constrain the output; give one",

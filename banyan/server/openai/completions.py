@@ -82,7 +82,7 @@ async def _plan(service: Service, raw: Json, request: CompletionRequest, origin:
         )
     found = []
     for prompt in prompts:
-        ids = fit_prompt(await _ids(service, prompt), service.limits)
+        ids = fit_prompt(await _ids(service, prompt, request.suffix), service.limits)
         parsed = parse_sampling(
             native_sampling(raw, max_tokens),
             prompt_len=len(ids),
@@ -130,10 +130,23 @@ def _is_ids(prompt: object) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(p) is int for p in prompt)
 
 
-async def _ids(service: Service, prompt: str | list[int]) -> list[int]:
+async def _ids(service: Service, prompt: str | list[int], suffix: str | None) -> list[int]:
+    if suffix:
+        prompt = _filled_in(service, prompt, suffix)
     if isinstance(prompt, str):
         return await text_ids(service, prompt)
     return checked_ids(prompt, service, "prompt")
+
+
+def _filled_in(service: Service, prompt: str | list[int], suffix: str) -> str:
+    """The prompt of a model that fills the gap between `prompt` and `suffix`."""
+    if service.fill_in is None:
+        raise RequestError(
+            "suffix needs a server that was started with --completion-template", param="suffix"
+        )
+    if not isinstance(prompt, str):
+        raise RequestError("suffix needs a prompt of text, not of token ids", param="suffix")
+    return service.fill_in.prompt(prompt, suffix)
 
 
 async def _echo(service: Service, prompt: str | list[int]) -> str:

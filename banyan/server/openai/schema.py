@@ -51,6 +51,7 @@ class CompletionRequest(CommonRequest, frozen=True, kw_only=True):
     echo: bool | None = False
     logprobs: int | None = None
     best_of: int | None = None
+    suffix: str | None = None
 
 
 SAMPLING: Mapping[str, str] = {
@@ -89,7 +90,6 @@ _NONE = (None, "", [], {})
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "functions": (_NONE, _TOOLS),
     "function_call": ((None, "auto", "none"), _TOOLS),
-    "suffix": (_NONE, "fill-in-the-middle (suffix) is not available in this build"),
     "modalities": ((None, [], ["text"]), _MEDIA),
     "audio": (_NONE, _MEDIA),
     "mm_processor_kwargs": (_NONE, _MEDIA),
