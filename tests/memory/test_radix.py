@@ -51,6 +51,19 @@ def test_the_least_recently_used_leaf_goes_first():
     assert given_back == [2] and not b.is_attached
 
 
+def test_the_policy_decides_which_leaf_goes_first():
+    def first_gone(name):
+        tree, given_back = make_tree(policy=EVICTION.load(name))
+        for page, key in enumerate((b"a", b"b", b"c"), 1):
+            put(tree, key, first_page=page)
+        for key in (b"b", b"b", b"c", b"a"):
+            tree.touch(tree.insert(b"", None, key)[0], 0)
+        tree.evict(0, 1)
+        return given_back
+
+    assert (first_gone("lru"), first_gone("lfu"), first_gone("fifo")) == ([2], [3], [1])
+
+
 def test_a_parent_is_evicted_only_after_its_children():
     tree, given_back = make_tree()
     put(tree, b"a", b"b", b"c")

@@ -1,6 +1,7 @@
 """From bytes to pages: what is laid out fits, and window groups get what their requests need."""
 
 import pytest
+
 from banyan.base.errors import CapacityError
 from banyan.config.schema import CacheConfig, ScheduleConfig
 from banyan.memory.groups import FULL, WINDOW
@@ -55,6 +56,22 @@ def test_pages_of_a_window_make_room_for_more_tokens():
     mixed = plan(FULL_LAYERS, WINDOW_LAYERS, running=2)
     full = plan(FULL_LAYERS, GroupBytes(FULL, WINDOW_LAYERS.page_bytes), running=2)
     assert mixed.max_total_tokens > 2 * full.max_total_tokens
+
+
+def test_a_share_of_memory_decides_what_weights_and_cache_may_take():
+    def cache_bytes(share: float) -> int:
+        return plan_memory(
+            CacheConfig(memory_fraction=share),
+            ScheduleConfig(),
+            context_length=32768,
+            groups=(FULL_LAYERS,),
+            weight_bytes=GIB,
+            total_bytes=16 * GIB,
+            free_bytes=8 * GIB,
+        ).cache_bytes
+
+    assert 0.9 * GIB < cache_bytes(1 / 8) <= 1.1 * GIB
+    assert 2.9 * GIB < cache_bytes(1 / 4) <= 3.1 * GIB
 
 
 def test_a_cache_of_fixed_size_that_does_not_fit_is_refused_with_numbers():

@@ -160,7 +160,18 @@ NUMBERS = (
         "keys and values are kept without scale factors",
         tunes=texts("quantization-param-path"),
     ),
-    Feature("logits are computed in float32", tunes=switches("enable-fp32-lm-head")),
+    Feature(
+        "numbers are computed in float32",
+        asks=(
+            Absent(
+                "dtype",
+                choices=("auto", "half", "float16", "bfloat16", "float32"),
+                translate=(("float", "float32"),),
+                neutral=("auto", "float32"),
+            ),
+        ),
+        tunes=switches("enable-fp32-lm-head"),
+    ),
     Feature(
         "values that are not finite end the request they belong to, and no other",
         tunes=switches("enable-nan-detection"),

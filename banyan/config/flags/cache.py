@@ -3,7 +3,15 @@
 from banyan.config.flags.flag import FLOAT, INT, SWITCH, Flag
 
 FLAGS = (
-    Flag("page-size", "cache.page_size", "tokens per cache page", kind=INT, low=1, high=1024),
+    Flag(
+        "page-size",
+        "cache.page_size",
+        "tokens per cache page",
+        kind=INT,
+        low=1,
+        high=1024,
+        proof="tests/system/test_flag_effects.py::test_a_smaller_page_shares_more_of_a_prefix",
+    ),
     Flag(
         "kv-cache-dtype",
         "cache.dtype",
@@ -17,6 +25,8 @@ FLAGS = (
         "tokens the cache holds; default: from free memory",
         kind=INT,
         low=1,
+        proof="tests/system/test_flag_effects.py"
+        "::test_the_cache_holds_as_many_tokens_as_it_is_told",
     ),
     Flag(
         "mem-fraction-static",
@@ -25,17 +35,21 @@ FLAGS = (
         kind=FLOAT,
         low=0.01,
         high=0.99,
+        proof="tests/memory/test_sizing.py"
+        "::test_a_share_of_memory_decides_what_weights_and_cache_may_take",
     ),
     Flag(
         "disable-radix-cache",
         "cache.disable_radix",
         "share no prefixes between requests",
         kind=SWITCH,
+        proof="tests/system/test_flag_effects.py::test_without_the_radix_cache_no_prefix_is_reused",
     ),
     Flag(
         "radix-eviction-policy",
         "cache.eviction",
         "which cached prefix goes first when room is needed",
         choices=("lru", "lfu", "fifo"),
+        proof="tests/memory/test_radix.py::test_the_policy_decides_which_leaf_goes_first",
     ),
 )

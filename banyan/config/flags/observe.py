@@ -9,18 +9,22 @@ FLAGS = (
         "least severe log line that is shown",
         choices=("debug", "info", "warning", "error"),
         translate=(("warn", "warning"), ("critical", "error")),
+        proof="tests/system/test_flag_effects.py::test_a_log_level_hides_what_is_less_severe",
     ),
     Flag(
         "log-requests",
         "observe.log_requests",
         "one line when a request ends: lengths, reason and seconds, never its text",
         kind=SWITCH,
+        proof="tests/frontend/test_request_log.py::test_nothing_is_logged_unless_asked_for",
     ),
     Flag(
         "journal",
         "observe.journal",
         "file that records every message, plan and result, for `banyan replay`",
         documented=False,
+        proof="tests/system/test_journal.py"
+        "::test_replaying_the_journal_of_20_mixed_requests_finds_no_difference",
     ),
     Flag(
         "journal-bytes",
@@ -29,5 +33,6 @@ FLAGS = (
         kind=INT,
         low=1 << 20,
         documented=False,
+        proof="tests/engine/test_journal.py::test_a_full_journal_stops_and_what_it_holds_replays",
     ),
 )

@@ -9,6 +9,7 @@ FLAGS = (
         "requests that run at once; default: from the cache size",
         kind=INT,
         low=1,
+        proof="tests/system/test_bad_input.py::test_a_full_queue_is_503_with_retry_after",
     ),
     Flag(
         "max-queued-requests",
@@ -16,6 +17,7 @@ FLAGS = (
         "requests that may wait before new ones get 503; default: no bound",
         kind=INT,
         low=1,
+        proof="tests/system/test_bad_input.py::test_a_full_queue_is_503_with_retry_after",
     ),
     Flag(
         "chunked-prefill-size",
@@ -23,12 +25,15 @@ FLAGS = (
         "prompt tokens per step; -1 = whole prompts",
         kind=INT,
         low=-1,
+        proof="tests/scheduler/test_scheduler.py::test_a_prompt_is_taken_in_chunks_of_the_budget",
     ),
     Flag(
         "schedule-policy",
         "schedule.policy",
         "who goes first: fcfs = first come, lpm = longest cached prefix, lof = longest output",
         choices=("fcfs", "lpm", "lof"),
+        proof="tests/scheduler/test_scheduler.py"
+        "::test_longest_prefix_first_serves_cached_prompts_first",
     ),
     Flag(
         "schedule-conservativeness",
@@ -37,6 +42,7 @@ FLAGS = (
         kind=FLOAT,
         low=0.0,
         high=100.0,
+        proof="tests/system/test_numerics.py::test_forced_retraction_changes_no_answer",
     ),
     Flag(
         "disable-overlap-schedule",
@@ -44,6 +50,8 @@ FLAGS = (
         "one step at a time: plan the next only when the last is complete",
         kind=SWITCH,
         sets=1,
+        proof="tests/system/test_flag_effects.py"
+        "::test_forced_kernels_threads_and_depth_are_what_the_engine_reports",
     ),
     Flag(
         "watchdog-timeout",
@@ -51,6 +59,8 @@ FLAGS = (
         "seconds after which a step that does not end counts as stuck",
         kind=FLOAT,
         low=0.1,
+        proof="tests/system/test_processes.py"
+        "::test_a_stopped_engine_is_unhealthy_after_the_deadline_and_recovers",
     ),
     Flag(
         "check-ledger",
@@ -58,5 +68,7 @@ FLAGS = (
         "check after every step that each page and slot has exactly one owner (slow; for tests)",
         kind=SWITCH,
         documented=False,
+        proof="tests/system/test_storm.py"
+        "::test_a_disconnect_storm_leaves_nothing_behind_and_disturbs_nobody",
     ),
 )

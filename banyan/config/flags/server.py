@@ -3,14 +3,34 @@
 from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, Flag
 
 FLAGS = (
-    Flag("host", "server.host", "address to listen on"),
-    Flag("port", "server.port", "port to listen on; 0 = any free one", kind=INT, low=0, high=65535),
-    Flag("api-key", "server.api_key", "key that every request must carry as a bearer token"),
+    Flag(
+        "host",
+        "server.host",
+        "address to listen on",
+        proof="tests/cli/test_main.py::test_an_address_of_another_machine_is_named",
+    ),
+    Flag(
+        "port",
+        "server.port",
+        "port to listen on; 0 = any free one",
+        kind=INT,
+        low=0,
+        high=65535,
+        proof="tests/cli/test_main.py::test_a_port_that_is_taken_is_named",
+    ),
+    Flag(
+        "api-key",
+        "server.api_key",
+        "key that every request must carry as a bearer token",
+        proof="tests/system/test_bad_input.py"
+        "::test_a_request_without_the_key_is_401_and_probes_are_open",
+    ),
     Flag(
         "admin-api-key",
         "server.admin_api_key",
         "key that the administrative routes want instead",
         documented=False,
+        proof="tests/server/test_door.py::test_each_route_takes_only_its_own_key",
     ),
     Flag(
         "require-key",
@@ -18,12 +38,19 @@ FLAGS = (
         "refuse to listen on a non-loopback address without --api-key",
         kind=SWITCH,
         documented=False,
+        proof="tests/server/test_serve.py::test_an_open_server_warns_and_require_key_refuses",
     ),
-    Flag("fastapi-root-path", "server.root_path", "path prefix that a reverse proxy takes away"),
+    Flag(
+        "fastapi-root-path",
+        "server.root_path",
+        "path prefix that a reverse proxy takes away",
+        proof="tests/system/test_flag_effects.py::test_the_prefix_of_a_proxy_is_taken_away",
+    ),
     Flag(
         "chat-template",
         "server.chat_template",
         "template instead of the model's own: a name, a Jinja or JSON file, or Jinja text",
+        proof="tests/system/test_flag_effects.py::test_a_chat_template_replaces_the_model_s",
     ),
     Flag(
         "completion-template",
@@ -46,6 +73,7 @@ FLAGS = (
         "tokens per streamed chunk; higher saves work, lower looks smoother",
         kind=INT,
         low=1,
+        proof="tests/system/test_flag_effects.py::test_a_stream_interval_makes_fewer_chunks",
     ),
     Flag(
         "incremental-streaming-output",
@@ -54,42 +82,52 @@ FLAGS = (
         kind=SWITCH,
         old=("stream-output",),
         documented=False,
+        proof="tests/system/test_flag_effects.py::test_incremental_output_gives_each_token_once",
     ),
     Flag(
         "skip-tokenizer-init",
         "server.skip_tokenizer",
         "token ids in, token ids out; no tokenizer is loaded",
         kind=SWITCH,
+        proof="tests/system/test_flag_effects.py::test_without_a_tokenizer_ids_go_in_and_come_out",
     ),
     Flag(
         "skip-server-warmup",
         "server.skip_warmup",
         "report ready without a trial request",
         kind=SWITCH,
+        proof="tests/system/test_flag_effects.py::test_a_skipped_warm_up_sends_no_request",
     ),
     Flag(
         "allow-auto-truncate",
         "server.allow_auto_truncate",
         "cut prompts that are too long instead of answering 400",
         kind=SWITCH,
+        proof="tests/system/test_flag_effects.py"
+        "::test_a_prompt_that_is_too_long_is_cut_when_that_is_allowed",
     ),
     Flag(
         "enable-cache-report",
         "server.cache_report",
         "count the cached prompt tokens in the usage of OpenAI answers",
         kind=SWITCH,
+        proof="tests/system/test_flag_effects.py::test_the_cache_report_is_given_when_asked_for",
     ),
     Flag(
         "sampling-defaults",
         "server.sampling_defaults",
         "defaults of requests: model = the model's generation_config, openai = the API's",
         choices=("model", "openai"),
+        proof="tests/system/test_flag_effects.py"
+        "::test_defaults_of_the_model_hold_unless_openai_s_are_wanted",
     ),
     Flag(
         "preferred-sampling-params",
         "server.preferred_sampling",
         'sampling parameters of requests that name none, e.g. {"temperature": 0.7}',
         kind=JSON,
+        proof="tests/system/test_flag_effects.py"
+        "::test_preferred_parameters_hold_where_a_request_names_none",
     ),
     Flag(
         "random-seed",
@@ -98,6 +136,7 @@ FLAGS = (
         kind=INT,
         low=-1,
         high=2**63 - 1,
+        proof="tests/test_llm.py::test_two_starts_with_one_random_seed_sample_the_same",
     ),
     Flag(
         "strict-requests",
@@ -105,6 +144,7 @@ FLAGS = (
         "answer 400 to request fields that have no effect, instead of naming them in a header",
         kind=SWITCH,
         documented=False,
+        proof="tests/server/test_door.py::test_strict_servers_refuse_what_others_report",
     ),
     Flag(
         "max-body-bytes",
@@ -113,6 +153,7 @@ FLAGS = (
         kind=INT,
         low=1024,
         documented=False,
+        proof="tests/server/test_door.py::test_a_body_above_the_limit_is_413_however_it_comes",
     ),
     Flag(
         "drain-timeout",
@@ -121,5 +162,7 @@ FLAGS = (
         kind=FLOAT,
         low=0.0,
         documented=False,
+        proof="tests/system/test_processes.py"
+        "::test_a_stream_that_outlives_the_drain_timeout_gets_a_final_event",
     ),
 )

@@ -1,0 +1,213 @@
+"""What a flag does, seen from outside: one server with many flags beside one without."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import BanyanError, ConfigError
+from banyan.llm import Engine
+from banyan.server.startup import READY_LINE
+from tests.system.serving import Server, serving, stream_events
+
+CHANGED = (
+    *("--served-model-name", "oak", "--weight-version", "w7", "--fastapi-root-path", "/deep"),
+    *("--chat-template", "{{ messages[0]['content'] }}", "--stream-interval", "4"),
+    *("--incremental-streaming-output", "--enable-cache-report", "--sampling-defaults", "openai"),
+    *("--preferred-sampling-params", '{"max_new_tokens": 3}', "--allow-auto-truncate"),
+    *("--context-length", "256", "--skip-server-warmup", "--log-level", "warning"),
+)
+PROMPT = list(range(5, 45))
+EIGHT = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+CHAT = {
+    "model": "default",
+    "messages": [{"role": "user", "content": "One two three"}],
+    "max_tokens": 16,
+    "ignore_eos": True,
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two servers on one model that recommends greedy sampling."""
+
+    plain: Server
+    changed: Server
+    finished_at_start: tuple[int, int]
+
+
+@pytest.fixture(scope="module")
+def greedy_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = Path(shutil.copytree(tiny_model, tmp_path_factory.mktemp("greedy") / "model"))
+    (copy / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def pair(greedy_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    logs = tmp_path_factory.mktemp("pair")
+    common = ("--model-path", str(greedy_model), "--threads", "1", "--max-total-tokens", "8192")
+    with contextlib.ExitStack() as stack:
+        plain = stack.enter_context(serving(logs / "plain.log", *common))
+        changed = stack.enter_context(serving(logs / "changed.log", *common, *CHANGED))
+        yield Pair(plain, changed, (plain.stats()["finished"], changed.stats()["finished"]))
+
+
+def engine(model: Path, **flags: object) -> Engine:
+    return Engine(str(model), engine_mode="inprocess", threads=1, max_total_tokens=2048, **flags)
+
+
+def chat(server: Server, **fields: object) -> dict:
+    answer = server.http.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def chunks(server: Server) -> list[dict]:
+    body = {"input_ids": PROMPT, "sampling_params": EIGHT, "stream": True}
+    with server.http.stream("POST", "/generate", json=body) as response:
+        return list(stream_events(response))
+
+
+def test_the_served_name_is_the_one_that_clients_see(pair: Pair) -> None:
+    names = [s.http.get("/v1/models").json()["data"][0]["id"] for s in (pair.plain, pair.changed)]
+    assert names[0] != "oak" and names[1] == "oak"
+
+
+def test_the_version_of_the_weights_is_shown(pair: Pair) -> None:
+    servers = (pair.plain, pair.changed)
+    found = [s.http.get("/get_weight_version").json()["weight_version"] for s in servers]
+    assert found == ["default", "w7"]
+
+
+def test_the_prefix_of_a_proxy_is_taken_away(pair: Pair) -> None:
+    codes = [s.http.get("/deep/v1/models").status_code for s in (pair.plain, pair.changed)]
+    assert codes == [404, 200]
+
+
+def test_a_chat_template_replaces_the_model_s(pair: Pair) -> None:
+    plain, changed = (chat(s)["usage"]["prompt_tokens"] for s in (pair.plain, pair.changed))
+    assert changed < plain
+
+
+def test_a_stream_interval_makes_fewer_chunks(pair: Pair) -> None:
+    plain, changed = (len(chunks(s)) for s in (pair.plain, pair.changed))
+    assert changed <= 3 < 8 <= plain
+
+
+def test_incremental_output_gives_each_token_once(pair: Pair) -> None:
+    plain, changed = ([len(c["output_ids"]) for c in chunks(s)] for s in (pair.plain, pair.changed))
+    assert plain[-1] == 8 and sum(changed) == 8
+
+
+def test_the_cache_report_is_given_when_asked_for(pair: Pair) -> None:
+    plain, changed = (chat(s)["usage"] for s in (pair.plain, pair.changed))
+    assert not plain.get("prompt_tokens_details")
+    assert "cached_tokens" in changed["prompt_tokens_details"]
+
+
+def test_defaults_of_the_model_hold_unless_openai_s_are_wanted(pair: Pair) -> None:
+    def texts(server: Server) -> set[str]:
+        return {chat(server)["choices"][0]["message"]["content"] for _ in range(3)}
+
+    assert len(texts(pair.plain)) == 1 < len(texts(pair.changed))
+
+
+def test_preferred_parameters_hold_where_a_request_names_none(pair: Pair) -> None:
+    params = {"ignore_eos": True}
+    plain, changed = (
+        s.generate(input_ids=PROMPT, sampling_params=params)["meta_info"]["completion_tokens"]
+        for s in (pair.plain, pair.changed)
+    )
+    assert (plain, changed) == (128, 3)
+
+
+def test_a_prompt_that_is_too_long_is_cut_when_that_is_allowed(pair: Pair) -> None:
+    long = {"input_ids": [5] * 3000, "sampling_params": {"max_new_tokens": 1}}
+    assert pair.plain.http.post("/generate", json=long).status_code == 400
+    assert pair.changed.generate(**long)["meta_info"]["prompt_tokens"] < 256
+
+
+def test_a_context_length_bounds_prompt_and_answer(pair: Pair) -> None:
+    inside = {"input_ids": [5] * 300, "sampling_params": {"max_new_tokens": 1}}
+    plain, changed = (
+        s.generate(**inside)["meta_info"]["prompt_tokens"] for s in (pair.plain, pair.changed)
+    )
+    assert plain == 300 and changed < 256
+
+
+def test_a_skipped_warm_up_sends_no_request(pair: Pair) -> None:
+    plain, changed = pair.finished_at_start
+    assert changed < plain
+
+
+def test_a_log_level_hides_what_is_less_severe(pair: Pair) -> None:
+    assert READY_LINE in pair.plain.log.read_text()
+    assert READY_LINE not in pair.changed.log.read_text()
+
+
+def test_without_the_radix_cache_no_prefix_is_reused(tiny_model: Path) -> None:
+    def cached(**flags: object) -> int:
+        with engine(tiny_model, **flags) as it:
+            it.generate(input_ids=PROMPT, sampling_params=EIGHT)
+            answer = it.generate(input_ids=PROMPT, sampling_params=EIGHT)
+            return answer["meta_info"]["cached_tokens"]
+
+    assert cached() > 0 == cached(disable_radix_cache=True)
+
+
+def test_a_smaller_page_shares_more_of_a_prefix(tiny_model: Path) -> None:
+    def cached(**flags: object) -> int:
+        with engine(tiny_model, **flags) as it:
+            it.generate(input_ids=PROMPT, sampling_params=EIGHT)
+            again = it.generate(input_ids=[*PROMPT, 4, 4], sampling_params=EIGHT)
+            return again["meta_info"]["cached_tokens"]
+
+    assert (len(PROMPT), cached(), cached(page_size=4)) == (40, 32, 40)
+
+
+def test_the_cache_holds_as_many_tokens_as_it_is_told(tiny_model: Path) -> None:
+    with engine(tiny_model) as it:
+        assert it.get_server_info()["max_total_num_tokens"] == 2048
+
+
+def test_without_a_tokenizer_ids_go_in_and_come_out(tiny_model: Path) -> None:
+    with engine(tiny_model, skip_tokenizer_init=True) as it:
+        assert it.tokenizer is None
+        assert len(it.generate(input_ids=PROMPT, sampling_params=EIGHT)["output_ids"]) == 8
+
+
+def test_a_tokenizer_may_lie_elsewhere(tiny_model: Path, tmp_path: Path) -> None:
+    bare = Path(shutil.copytree(tiny_model, tmp_path / "bare"))
+    (bare / "tokenizer.json").unlink()
+    with pytest.raises(BanyanError, match=r"tokenizer"), engine(bare):
+        pass
+    with engine(bare, tokenizer_path=str(tiny_model)) as it:
+        assert it.tokenizer is not None
+
+
+def test_random_weights_need_no_weights_file(tiny_model: Path, tmp_path: Path) -> None:
+    bare = Path(shutil.copytree(tiny_model, tmp_path / "bare"))
+    (bare / "model.safetensors").unlink()
+    with engine(bare, load_format="dummy") as it:
+        assert len(it.generate(input_ids=PROMPT, sampling_params=EIGHT)["output_ids"]) == 8
+
+
+def test_forced_kernels_threads_and_depth_are_what_the_engine_reports(tiny_model: Path) -> None:
+    flags = {"kernels": '{"rms_norm": "reference"}', "device": "cpu"}
+    with engine(tiny_model, disable_overlap_schedule=True, **flags) as it:
+        facts = it.get_server_info()
+    lines = str(facts["facts"]["kernels"]).splitlines()
+    assert any(line.split() == ["rms_norm", "reference"] for line in lines)
+    assert (facts["depth"], facts["name"], facts["threads"]) == (1, "cpu", 1)
+
+
+def test_a_device_or_kernel_that_is_not_here_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="--device must be one of"):
+        engine(tiny_model, device="abacus")
+    with pytest.raises(BanyanError, match="op rms_norm has no kernel 'x'"):
+        engine(tiny_model, kernels='{"rms_norm": "x"}')
