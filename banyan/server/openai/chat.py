@@ -3,7 +3,7 @@
 from contextlib import aclosing
 
 from banyan.base.errors import RequestError
-from banyan.frontend.generation import collect, run
+from banyan.frontend.generation import run
 from banyan.server.exchange import Exchange
 from banyan.server.openai.chat_answer import ChatAnswer
 from banyan.server.openai.chat_plan import ChatPlan, plan_chat
@@ -28,8 +28,10 @@ async def chat_completions(exchange: Exchange, state: ServerState) -> None:
         if request.stream:
             await _stream(exchange, service, request, answer, plan)
         else:
-            chunks = await collect(service.generator, plan.asked)
-            await exchange.json(answer.whole(chunks))
+            async with aclosing(run(service.generator, plan.asked)) as chunks:
+                async for index, chunk in chunks:
+                    answer.keep(index, chunk)
+            await exchange.json(answer.whole())
 
 
 async def _stream(

@@ -4,7 +4,7 @@ import os
 import time
 
 from banyan.frontend.answer import AnswerParser
-from banyan.frontend.generation import Finish, TextChunk
+from banyan.frontend.generation import Finish, TextChunk, TokenScore
 from banyan.frontend.reasoning.count import ThinkingTokens
 from banyan.frontend.tools.parts import CallArguments, CallStart, Part, Said, Thought
 from banyan.server.errors import Json
@@ -25,6 +25,9 @@ class Choice:
         self._parser = AnswerParser(plan.form)
         self._thinking = ThinkingTokens(plan.thinking_end)
         self._ids: dict[str, None] = {}
+        self.parts: list[Part] = []
+        self.scores: list[TokenScore] = []
+        self.finish: Finish | None = None
 
     def read(self, chunk: TextChunk) -> list[Part]:
         """What a chunk makes certain."""
@@ -65,8 +68,17 @@ class ChatAnswer:
         self._model = model
         self._created = int(time.time())
 
-    def whole(self, chunks: list[TextChunk]) -> Json:
-        choices = [self._choice(index, chunk) for index, chunk in enumerate(chunks)]
+    def keep(self, index: int, chunk: TextChunk) -> None:
+        """Take in a piece of an answer that is given whole, at the end."""
+        choice = self._choices[index]
+        choice.parts += choice.read(chunk)
+        choice.scores += chunk.output_scores
+        choice.finish = chunk.finish
+        self.usage.take(index, chunk.usage, choice.reasoning_tokens)
+
+    def whole(self) -> Json:
+        """All that was kept."""
+        choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
         return {
             **self._head("chat.completion"),
             "choices": choices,
@@ -85,7 +97,7 @@ class ChatAnswer:
         self.usage.take(index, chunk.usage, choice.reasoning_tokens)
         if not parts and chunk.output_scores:
             parts = [Said("")]
-        logprobs = self._logprobs(chunk)
+        logprobs = self._logprobs(chunk.output_scores)
         bodies = []
         for part in parts:
             bodies.append(self._chunk(index, _delta(part, choice), logprobs))
@@ -108,16 +120,13 @@ class ChatAnswer:
         body["choices"][0]["matched_stop"] = matched_stop(finish)
         return body
 
-    def _choice(self, index: int, chunk: TextChunk) -> Json:
-        choice = self._choices[index]
-        message = _message(choice.read(chunk), choice)
-        self.usage.take(index, chunk.usage, choice.reasoning_tokens)
+    def _choice(self, index: int, choice: Choice) -> Json:
         return {
             "index": index,
-            "message": message,
-            "logprobs": self._logprobs(chunk),
-            "finish_reason": choice.reason(chunk.finish),
-            "matched_stop": matched_stop(chunk.finish),
+            "message": _message(choice.parts, choice),
+            "logprobs": self._logprobs(choice.scores),
+            "finish_reason": choice.reason(choice.finish),
+            "matched_stop": matched_stop(choice.finish),
         }
 
     def _chunk(self, index: int, delta: Json, logprobs: Json | None = None) -> Json:
@@ -133,10 +142,10 @@ class ChatAnswer:
     def _head(self, kind: str) -> Json:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-    def _logprobs(self, chunk: TextChunk) -> Json | None:
+    def _logprobs(self, scores: list[TokenScore]) -> Json | None:
         if self._top is None:
             return None
-        return chat_logprobs(self._service.words(), chunk.output_scores, self._top)
+        return chat_logprobs(self._service.words(), scores, self._top)
 
 
 def _is_cut(finish: Finish) -> bool:
