@@ -42,6 +42,27 @@ constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of sums per query, for man
 
 #define UNROLL _Pragma("GCC unroll 16")
 
+// sums[r][n] += factor(r) · vector(n). Of factors and vectors the fewer are kept in registers: with
+// the sums that is all a machine of 16 has.
+template <int R, int N, class V, class F>
+inline __attribute__((always_inline)) void multiply(V vector, F factor, vf (&sums)[R][N]) {
+  if constexpr (R < N) {
+    vf factors[R];
+    UNROLL for (int r = 0; r < R; r++) factors[r] = factor(r);
+    UNROLL for (int n = 0; n < N; n++) {
+      vf v = vector(n);
+      UNROLL for (int r = 0; r < R; r++) sums[r][n] = fma(factors[r], v, sums[r][n]);
+    }
+  } else {
+    vf vectors[N];
+    UNROLL for (int n = 0; n < N; n++) vectors[n] = vector(n);
+    UNROLL for (int r = 0; r < R; r++) {
+      vf f = factor(r);
+      UNROLL for (int n = 0; n < N; n++) sums[r][n] = fma(f, vectors[n], sums[r][n]);
+    }
+  }
+}
+
 // --- logits --------------------------------------------------------------------------------------
 
 // logits[r][n·16 ...] = q[r] · k for R queries and N groups of keys.
@@ -49,15 +70,10 @@ template <class C, int R, int N>
 void score(const float* q, int dim, const typename C::type* const* k, int64_t stride,
            float* logits) {
   vf sums[R][N * VECTORS] = {};
-  for (int d = 0; d < dim; d++) {
-    vf keys[N * VECTORS];
-    UNROLL for (int n = 0; n < N * VECTORS; n++)
-      keys[n] = C::get(k[n / VECTORS] + d * stride + n % VECTORS * LANES);
-    UNROLL for (int r = 0; r < R; r++) {
-      vf factor = splat(q[r * dim + d]);
-      UNROLL for (int n = 0; n < N * VECTORS; n++) sums[r][n] = fma(factor, keys[n], sums[r][n]);
-    }
-  }
+  auto at = [&](int d, int n) { return C::get(k[n / VECTORS] + d * stride + n % VECTORS * LANES); };
+  for (int d = 0; d < dim; d++)
+    multiply<R, N * VECTORS>([&](int n) { return at(d, n); },
+                             [&](int r) { return splat(q[r * dim + d]); }, sums);
   UNROLL for (int r = 0; r < R; r++)
     UNROLL for (int n = 0; n < N * VECTORS; n++) store(logits + r * SPAN + n * LANES, sums[r][n]);
 }
@@ -90,7 +106,7 @@ void score_all(const float* q, int count, int dim, const typename C::type* const
 // e^x for x <= 0, 0 below -86; NaN stays.
 inline vf exp_below(vf x) {
   vi low = x < splat(-86.0f);
-  vf clamped = choose(low, splat(-86.0f), x);
+  vf clamped = max(splat(-86.0f), x);
   vi n = round_to_int(clamped * splat(1.44269504088896341f));
   vf nf = to_float(n);
   vf r = fma(nf, splat(-0.693359375f), clamped);
@@ -110,25 +126,32 @@ struct Share {
   float largest, sum;
 };
 
+// Lanes of a vector at `i` that are not lo ... hi - 1 become -infinity.
+void cut_off(float* logits, int i, int lo, int hi) {
+  vi at;
+  for (int lane = 0; lane < LANES; lane++) at[lane] = i + lane;
+  vi seen = (at >= splat_i(lo)) & (at < splat_i(hi));
+  store(logits + i, choose(seen, load(logits + i), splat(-INFINITY)));
+}
+
 // Logits of the keys lo ... hi - 1 become exponentials, those beside them in a vector 0.
 Share soften(float* logits, int lo, int hi, float soft_cap) {
-  vi lane;
-  for (int i = 0; i < LANES; i++) lane[i] = i;
-  int begin = lo / LANES * LANES;
-  vf most = splat(-INFINITY), cap = splat(soft_cap);
-  for (int i = begin; i < hi; i += LANES) {
-    vf x = load(logits + i);
-    if (soft_cap != 0) x = cap * tanh(x / cap);
-    if (i < lo || i + LANES > hi) {
-      vi at = lane + splat_i(i);
-      x = choose((at >= splat_i(lo)) & (at < splat_i(hi)), x, splat(-INFINITY));
-    }
-    if (soft_cap != 0 || i < lo || i + LANES > hi) store(logits + i, x);
-    most = max(x, most);
+  int begin = lo / LANES * LANES, end = (hi + LANES - 1) / LANES * LANES;
+  if (soft_cap != 0)
+    for (int i = begin; i < end; i += LANES)
+      store(logits + i, splat(soft_cap) * tanh(load(logits + i) / splat(soft_cap)));
+  if (begin < lo) cut_off(logits, begin, lo, hi);
+  if (end > hi) cut_off(logits, end - LANES, lo, hi);
+  vf most = splat(-INFINITY), most_of_odd = most;
+  int i = begin;
+  for (; i + LANES < end; i += 2 * LANES) {
+    most = max(load(logits + i), most);
+    most_of_odd = max(load(logits + i + LANES), most_of_odd);
   }
-  float largest_logit = largest(most);
+  if (i < end) most = max(load(logits + i), most);
+  float largest_logit = largest(max(most_of_odd, most));
   vf all{}, top = splat(largest_logit);
-  for (int i = begin; i < hi; i += LANES) {
+  for (i = begin; i < end; i += LANES) {
     vf p = exp_below(load(logits + i) - top);
     store(logits + i, p);
     all += p;
@@ -150,12 +173,8 @@ void weigh(const float* p, const typename C::type* const* v, int lo, int hi, int
     int stop = (j / GROUP + 1) * GROUP;
     if (stop > hi) stop = hi;
     for (; j < stop; j++, row += dim) {
-      vf x[W];
-      UNROLL for (int w = 0; w < W; w++) x[w] = C::get(row + w * LANES);
-      UNROLL for (int r = 0; r < R; r++) {
-        vf factor = splat(p[r * SPAN + j]);
-        UNROLL for (int w = 0; w < W; w++) sums[r][w] = fma(factor, x[w], sums[r][w]);
-      }
+      multiply<R, W>([&](int w) { return C::get(row + w * LANES); },
+                     [&](int r) { return splat(p[r * SPAN + j]); }, sums);
     }
   }
   UNROLL for (int r = 0; r < R; r++)

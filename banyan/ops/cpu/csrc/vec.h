@@ -51,8 +51,25 @@ inline vf fma(vf a, vf b, vf c) {
 inline vf choose(vi mask, vf yes, vf no) {  // lanes of mask are 0 or -1
   return (vf)(((vi)yes & mask) | ((vi)no & ~mask));
 }
-inline vf max(vf a, vf b) { return choose(a > b, a, b); }
-inline vf min(vf a, vf b) { return choose(a < b, a, b); }
+// The second where one is not a number.
+inline vf max(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return choose(a > b, a, b);
+#endif
+}
+inline vf min(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return choose(a < b, a, b);
+#endif
+}
 
 // The first `n` lanes from memory, the others 0; and back.
 inline vf load_some(const float* p, int n) {
