@@ -20,6 +20,7 @@ namespace {
 constexpr int BLOCK = 256;                  // tokens whose largest logit is remembered
 constexpr int VECTORS = BLOCK / LANES;      // of a block
 constexpr float VANISHED = 58.0f;           // bits below the best where every weight rounds to 0
+constexpr int SIDE = 4;                     // vectors of a block that are weighed side by side
 constexpr double LN2 = 0.69314718055994531;
 constexpr double UNIT = 17592186044416.0;   // 2^44, the weight of the best token
 constexpr double SLACK = 1e-3;              // nats by which a bound is wider than what it bounds
@@ -67,19 +68,27 @@ inline vf load_row(const float* p, int64_t n) {
   return load(lanes);
 }
 
-// The weight 2^(below * steepness) of a token, below >= 0 > steepness: 2^n times a polynomial on half
-// a bit to either side, without fused products: the same number in every instruction set and in numpy.
+// The weights 2^(below * steepness) of tokens, below >= 0 > steepness: 2^n times a polynomial on half
+// a bit to either side, without fused products: the same numbers in every instruction set and in
+// numpy. Several vectors go step by step side by side, because one alone waits for itself.
+template <int N>
+inline void weights(vf (&x)[N], vf steepness) {
+  constexpr float FACTORS[] = {9.671512728701554e-3f, 5.550733743811287e-2f,
+                               2.4022242084016499e-1f, 6.93146977598356e-1f, 1.0f};
+  vf lifted[N], p[N];
+  for (int i = 0; i < N; i++) x[i] = bigger(x[i] * steepness, splat(-VANISHED));
+  for (int i = 0; i < N; i++) lifted[i] = x[i] + splat(12582912.0f);  // 1.5 * 2^23: the nearest
+  for (int i = 0; i < N; i++) x[i] -= lifted[i] - splat(12582912.0f);  // integer in the low bits
+  for (int i = 0; i < N; i++) p[i] = splat(1.3264727302595286e-3f);
+  for (float factor : FACTORS)
+    for (int i = 0; i < N; i++) p[i] = p[i] * x[i] + splat(factor);
+  for (int i = 0; i < N; i++) x[i] = (vf)((vi)p[i] + ((vi)lifted[i] << 23));
+}
+
 inline vf weight(vf below, vf steepness) {
-  vf x = bigger(below * steepness, splat(-VANISHED));
-  vf lifted = x + splat(12582912.0f);  // 1.5 * 2^23 leaves the nearest integer in the low bits
-  vf f = x - (lifted - splat(12582912.0f));
-  vf p = splat(1.3264727302595286e-3f);
-  p = p * f + splat(9.671512728701554e-3f);
-  p = p * f + splat(5.550733743811287e-2f);
-  p = p * f + splat(2.4022242084016499e-1f);
-  p = p * f + splat(6.93146977598356e-1f);
-  p = p * f + splat(1.0f);
-  return (vf)((vi)p + ((vi)lifted << 23));
+  vf x[1] = {below};
+  weights(x, steepness);
+  return x[0];
 }
 
 // Weights as integers: added to 384 = 1.5 * 2^8, a double keeps multiples of 2^-44 in its low bits.
@@ -234,8 +243,12 @@ int64_t weigh(const Row& row) {
     Mass mass;
     if ((row.best - row.at.block_best[b]) * row.steepness <= -VANISHED) {
     } else if ((b + 1) * BLOCK <= row.vocab) {
-      for (int v = 0; v < VECTORS; v++)
-        mass.add(weight(best - load(p + v * LANES), steepness));
+      for (int v = 0; v < VECTORS; v += SIDE) {
+        vf x[SIDE];
+        for (int i = 0; i < SIDE; i++) x[i] = best - load(p + (v + i) * LANES);
+        weights(x, steepness);
+        for (int i = 0; i < SIDE; i++) mass.add(x[i]);
+      }
     } else {
       for (int64_t i = b * BLOCK; i < row.vocab; i += LANES)
         mass.add(weight(best - load_row(row.logits + i, row.vocab - i), steepness));
@@ -444,12 +457,20 @@ int64_t draw(const Row& row, const RowParams& params, uint64_t quantile) {
   if (has_p) last = std::min(last, nearest(at.below, at.mass, n, wanted, row.at));
   else weigh_gathered(row, n);
   int64_t floor = (int64_t)(params.min_p * UNIT), total = 0;
-  for (int64_t i = 0; i < n; i++) {
-    if (at.below[i] > last || at.mass[i] < floor) at.mass[i] = 0;
-    total += at.mass[i];
+  for (int64_t b = 0; b * BLOCK < n; b++) {
+    int64_t kept = 0;
+    for (int64_t i = b * BLOCK; i < std::min((b + 1) * BLOCK, n); i++) {
+      int64_t keep = -(int64_t)(at.below[i] <= last && at.mass[i] >= floor);
+      at.mass[i] &= keep;
+      kept += at.mass[i];
+    }
+    at.block_mass[b] = kept;
+    total += kept;
   }
   int64_t target = part_of(total, quantile);
-  int64_t i = 0;
+  int64_t b = 0;
+  for (; target >= at.block_mass[b]; b++) target -= at.block_mass[b];
+  int64_t i = b * BLOCK;
   for (; target >= at.mass[i]; i++) target -= at.mass[i];
   return at.ids[i];
 }
