@@ -1,4 +1,4 @@
-# make serve | test | lint | format | types | clean
+# make serve | test | test-parsers | lint | format | types | clean
 # Needs a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -10,7 +10,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS =
 TESTS = tests
 
-.PHONY: serve test lint format types clean
+.PHONY: serve test test-parsers lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -18,6 +18,10 @@ serve: $(VENV)/.demo
 test: $(VENV)/.test $(VENV)/.demo
 	@first=; test -f tests/test_architecture.py && first=tests/test_architecture.py; \
 	exec $(BIN)/python -m pytest $$first $(TESTS) $(ARGS)
+
+# Every parser on 10,000 answers instead of 200; takes some minutes.
+test-parsers: $(VENV)/.test
+	@PARSER_CASES=10000 $(BIN)/python -m pytest tests/frontend/test_tools.py tests/frontend/test_reasoning.py $(ARGS)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -161,6 +161,8 @@ class ChatTemplate:
         if reasoning is not None:
             adapted = {"thinking": reasoning, **adapted, "reasoning_content": reasoning}
         content = adapted.get("content")
+        if content is None and not self.takes_no_content:
+            adapted["content"] = content = ""
         if isinstance(content, list) and not self.takes_parts:
             adapted["content"] = " ".join(_part_texts(content))
         elif isinstance(content, str) and not self.takes_text:
@@ -185,8 +187,12 @@ class ChatTemplate:
         self.takes_parts = "PROBE" in listed and "'type'" not in listed and '"type"' not in listed
         self.takes_text = "PROBE" in text or not self.takes_parts
         given, wanted = '{"ARGUMENT": 1}', {"ARGUMENT": 1}
-        as_text = self._tried([user, _call(given)])
-        as_object = self._tried([user, _call(wanted)])
+        without_content = self._tried([user, _call(given, None)])
+        # Some fail on a message without content, others write Python's word for it.
+        self.takes_no_content = bool(without_content) and "None" not in without_content
+        content = None if self.takes_no_content else ""
+        as_text = self._tried([user, _call(given, content)])
+        as_object = self._tried([user, _call(wanted, content)])
         self.takes_argument_objects = given not in as_text and "ARGUMENT" in as_object
         system = {"role": "system", "content": "S"}
         shown = (self._tried(m, [_PROBE_TOOL]) for m in ([user], [system, user]))
@@ -312,10 +318,10 @@ def _part_texts(parts: Sequence[object]) -> list[str]:
     return texts
 
 
-def _call(arguments: object) -> Message:
+def _call(arguments: object, content: str | None) -> Message:
     function = {"name": "f", "arguments": arguments}
     call = {"id": "call_0", "type": "function", "function": function}
-    return {"role": "assistant", "content": None, "tool_calls": [call]}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
 
 
 def _with_argument_object(call: object) -> object:
