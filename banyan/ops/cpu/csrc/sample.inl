@@ -68,9 +68,9 @@ inline vf load_row(const float* p, int64_t n) {
   return load(lanes);
 }
 
-// The weights 2^(below * steepness) of tokens, below >= 0 > steepness: 2^n times a polynomial on half
-// a bit to either side, without fused products: the same numbers in every instruction set and in
-// numpy. Several vectors go step by step side by side, because one alone waits for itself.
+// The weights 2^(below * steepness) of tokens, below >= 0 > steepness: 2^n times a polynomial on
+// half a bit to either side, without fused products: the same numbers in every instruction set and
+// in numpy. Several vectors go step by step side by side, because one alone waits for itself.
 template <int N>
 inline void weights(vf (&x)[N], vf steepness) {
   constexpr float FACTORS[] = {9.671512728701554e-3f, 5.550733743811287e-2f,
@@ -344,8 +344,8 @@ Ends ends_of(const float* values, int64_t n) {
 // The distance of the last token that is needed when tokens are taken nearest first until their
 // masses reach `wanted`; infinity when all together do not. Without `mass` every token counts 1.
 //
-// Each round deals the tokens that are still in question out to bins of equal width and goes on with
-// the bin where the sum crosses. Rounds are few: a bin is 1/1024 of what was there before.
+// Each round deals the tokens that are still in question out to bins of equal width and goes on
+// with the bin where the sum crosses. Rounds are few: a bin is 1/1024 of what was there before.
 float nearest(const float* below, const int64_t* mass, int64_t n, int64_t wanted, Desk& at) {
   int64_t bins[BINS];
   for (;;) {
