@@ -39,8 +39,7 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
     began_s = time.monotonic()
     loading = asyncio.create_task(asyncio.to_thread(_load_words, config))
     try:
-        ready = await client.ready()
-        words = await loading
+        ready, words = await asyncio.gather(client.ready(), loading)
     finally:
         loading.cancel()
     state.phases |= _engine_phases(ready, time.monotonic() - began_s)
