@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import gc
 import json
+import signal
 import sys
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,8 @@ class Contest:
 
 def main() -> int:
     options = _options()
+    # Being told to end must end the servers too, and some of them are paused.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     place = Place(Path(options.dir).resolve())
     contests = []
     for name in options.model:

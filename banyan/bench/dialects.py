@@ -127,7 +127,8 @@ def _checked(answer: Answer, ended: float) -> Answer:
     """With a count and a time for its tokens, which may all have come with the end."""
     if not answer.is_counted:
         answer.output_tokens = max(answer.so_far, bool(answer.text))
-    answer.came(ended, max(answer.so_far, bool(answer.output_tokens)))
+    if not answer.times:
+        answer.came(ended, answer.output_tokens)
     if not answer.times:
         raise ExchangeError("the answer has no tokens")
     return answer
