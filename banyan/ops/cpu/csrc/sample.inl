@@ -10,7 +10,7 @@
 
 #include "sample.h"
 #include "vec.h"
-#if defined(__SSE2__)
+#if defined(__SSE2__) && !defined(__AVX2__) && !defined(__AVX512F__)
 #include <emmintrin.h>
 #endif
 
