@@ -6,7 +6,7 @@ Source: the standardized keys of the GGUF specification (docs/gguf.md of ggml-or
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,13 @@ from banyan.base.errors import ModelError
 from banyan.base.log import printable
 from banyan.config.card import FULL, WINDOW, ModelCard, RopeFacts
 from banyan.config.card_families import MAX_LENGTH, MAX_WIDTH, no_more
-from banyan.config.card_hub import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, unknown_architecture
+from banyan.config.card_hub import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_VOCAB,
+    refuse_unread,
+    unknown_architecture,
+)
 from banyan.config.facts import Facts
 from banyan.formats.gguf import GGUFFile
 
@@ -100,20 +106,32 @@ _LLAMA3_LENGTH = 8192
 """Trained length before stretching of every published Llama 3 model; GGUF does not carry it."""
 
 
-def read_gguf(path: str) -> ModelCard:
-    """Card of the GGUF file at `path`; ModelError names the key that is wrong."""
+def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> ModelCard:
+    """Card of the GGUF file at `path`.
+
+    Args:
+        overrides: full metadata keys ("llama.context_length") that take the place of the file's.
+
+    Raises:
+        ModelError: names the key that is wrong.
+        ConfigError: an override that nothing reads.
+    """
+    overrides, asked = overrides or {}, set[str]()
     with GGUFFile.open(path) as file:
-        general = Facts(file.metadata, path)
+        metadata = {**file.metadata, **overrides}
+        general = Facts(metadata, path, asked=asked)
         name = general.text("general.architecture")
         if name not in FAMILIES:
             raise unknown_architecture(name, path, list(FAMILIES))
-        facts = Facts(file.metadata, path, prefix=f"{name}.")
-        return FAMILIES[name].more(facts, _card(file, facts, name, FAMILIES[name]))
+        facts = Facts(metadata, path, f"{name}.", asked)
+        tokens = Facts(metadata, path, "tokenizer.ggml.", asked)
+        card = FAMILIES[name].more(facts, _card(file, facts, tokens, name, FAMILIES[name]))
+        refuse_unread(overrides, asked)
+        return card
 
 
-def _card(file: GGUFFile, facts: Facts, name: str, family: Family) -> ModelCard:
+def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: Family) -> ModelCard:
     """What every family has."""
-    tokens = Facts(file.metadata, file.path, prefix="tokenizer.ggml.")
     if facts.has("expert_count") and facts.integer("expert_count", 0, 1 << 16) > 0:
         raise unknown_architecture(f"{name} with experts", file.path, list(FAMILIES))
     num_heads, num_kv_heads, head_dim = _heads(facts)

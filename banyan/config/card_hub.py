@@ -6,8 +6,10 @@ Source: the configuration classes' documented keys; `rope_parameters` is the lat
 
 import json
 import os
+from collections.abc import Mapping
+from difflib import get_close_matches
 
-from banyan.base.errors import ModelError
+from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
 from banyan.config.card import ModelCard, RopeFacts
 from banyan.config.card_families import FAMILIES, MAX_LENGTH, MAX_WIDTH, Family
@@ -22,13 +24,35 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _MAX_PAIRS = 4096
 
 
-def read_hub_folder(path: str) -> ModelCard:
-    """Card of the folder at `path`; ModelError names the key that is wrong."""
+def read_hub_folder(path: str, overrides: Mapping[str, object] | None = None) -> ModelCard:
+    """Card of the folder at `path`.
+
+    Args:
+        overrides: keys that take the place of config.json's.
+
+    Raises:
+        ModelError: names the key that is wrong.
+        ConfigError: an override that nothing reads.
+    """
+    overrides, asked = overrides or {}, set[str]()
     raw = _read_json(os.path.join(path, "config.json"), is_needed=True)
-    facts = Facts(raw, os.path.join(path, "config.json"))
+    facts = Facts({**raw, **overrides}, os.path.join(path, "config.json"), asked=asked)
     architecture = _architecture(facts, path)
     family = FAMILIES[architecture]
-    return family.more(facts, _card(facts, path, architecture, family))
+    card = family.more(facts, _card(facts, path, architecture, family))
+    refuse_unread(overrides, asked)
+    return card
+
+
+def refuse_unread(overrides: Mapping[str, object], asked: set[str]) -> None:
+    """ConfigError when an override has a key that was not asked for."""
+    unread = [key for key in overrides if key not in asked]
+    if unread:
+        near = get_close_matches(unread[0], sorted(asked), n=3)
+        raise ConfigError(
+            f"--json-model-override-args: nothing reads {printable(unread[0], 80)!r} of this model",
+            hint=f"meant: {', '.join(near)}?" if near else "take it out",
+        )
 
 
 def _architecture(facts: Facts, path: str) -> str:

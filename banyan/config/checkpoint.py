@@ -4,6 +4,7 @@ Knows where each form keeps its facts; `card_hub.py` and `card_gguf.py` know wha
 """
 
 import os
+from collections.abc import Mapping
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
@@ -14,31 +15,37 @@ from banyan.config.card_hub import read_hub_folder
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def read_card(path: str, load_format: str = "auto") -> ModelCard:
+def read_card(
+    path: str, load_format: str = "auto", overrides: Mapping[str, object] | None = None
+) -> ModelCard:
     """Facts of the checkpoint at `path`.
 
     Args:
         path: a .gguf file, or a folder that holds one, or config.json and *.safetensors.
-        load_format: auto | gguf | safetensors | dummy; dummy needs no weights, only facts.
+        load_format: auto | layered | gguf | safetensors | dummy; dummy needs no
+            weights, only facts.
+        overrides: facts that take the place of the checkpoint's, under its own keys.
 
     Raises:
         ModelError: missing, damaged, hostile, of an unknown family, or weights in pickled files.
     """
     if os.path.isfile(path):
-        return _read_file(path, load_format)
+        return _read_file(path, load_format, overrides)
     if not os.path.isdir(path):
         raise ModelError(f"there is no model at {printable(path)!r}", hint="check the path")
     names = sorted(os.listdir(path))
     gguf = [name for name in names if name.endswith(".gguf")]
     has_safetensors = any(name.endswith(".safetensors") for name in names)
-    if load_format == "gguf" or (load_format == "auto" and gguf and not has_safetensors):
-        return read_gguf(_the_one_gguf(path, gguf))
+    if load_format == "gguf" or (
+        load_format in ("auto", "layered") and gguf and not has_safetensors
+    ):
+        return read_gguf(_the_one_gguf(path, gguf), overrides)
     if not has_safetensors and load_format != "dummy":
         raise _without_weights(path, names)
-    return read_hub_folder(path)
+    return read_hub_folder(path, overrides)
 
 
-def _read_file(path: str, load_format: str) -> ModelCard:
+def _read_file(path: str, load_format: str, overrides: Mapping[str, object] | None) -> ModelCard:
     if path.endswith(_PICKLED):
         raise pickled(path)
     if path.endswith(".safetensors"):
@@ -48,7 +55,7 @@ def _read_file(path: str, load_format: str) -> ModelCard:
         )
     if load_format == "safetensors":
         raise ConfigError(f"--load-format safetensors, but {printable(path)!r} is a GGUF file")
-    return read_gguf(path)
+    return read_gguf(path, overrides)
 
 
 def _the_one_gguf(path: str, names: list[str]) -> str:

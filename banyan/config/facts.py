@@ -17,18 +17,27 @@ class Facts:
         values: what the file says.
         where: the file, for messages.
         prefix: put before every key that is asked for ("llama.").
+        asked: collects the keys that are asked for, prefix included.
     """
 
-    def __init__(self, values: Mapping[str, object], where: str, prefix: str = "") -> None:
+    def __init__(
+        self,
+        values: Mapping[str, object],
+        where: str,
+        prefix: str = "",
+        asked: set[str] | None = None,
+    ) -> None:
         self._values = values
         self._where = where
         self._prefix = prefix
+        self._asked = set[str]() if asked is None else asked
 
     def has(self, key: str) -> bool:
-        return self._values.get(self._prefix + key) is not None
+        return self._get(key, None) is not None
 
     def states(self, key: str) -> bool:
         """Whether the key is there, be it as null."""
+        self._asked.add(self._prefix + key)
         return self._prefix + key in self._values
 
     def integer(self, key: str, low: int, high: int, default: int | None = None) -> int:
@@ -98,5 +107,6 @@ class Facts:
         )
 
     def _get(self, key: str, default: object) -> object:
+        self._asked.add(self._prefix + key)
         value = self._values.get(self._prefix + key)
         return default if value is None else value

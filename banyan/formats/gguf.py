@@ -74,20 +74,20 @@ _U64 = _NUMBERS[10]
 class GGUFFile(MappedFile):
     """An open GGUF file: `metadata` by key (arrays as lists) and `tensors` by name."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path, "GGUF")
+    def __init__(self, path: str, is_mapped: bool = True) -> None:
+        super().__init__(path, "GGUF", is_mapped)
         self.metadata: dict[str, object] = {}
         self._at = 0
         self._limit = min(self.size_bytes, MAX_HEADER_BYTES)
 
     @classmethod
-    def open(cls, path: str) -> Self:
-        """Map the file and read its header.
+    def open(cls, path: str, is_mapped: bool = True) -> Self:
+        """Map the file, or read it whole, and read its header.
 
         Raises:
             ModelError: missing, cut short, of another version, or not to be trusted.
         """
-        file = cls(path)
+        file = cls(path, is_mapped)
         try:
             num_tensors, num_keys = file._read_counts()
             file._read_metadata(num_keys)

@@ -4,10 +4,12 @@ Shared by the GGUF and safetensors readers: opening, bounds, zero-copy views and
 tensors lie. Knows no format.
 """
 
+import errno
 import mmap
 import os
 import stat
 from dataclasses import dataclass
+from io import BufferedReader
 from types import TracebackType
 from typing import Self
 
@@ -41,12 +43,14 @@ class MappedFile:
     Args:
         path: a regular file.
         kind: what the file should be, for messages ("GGUF").
+        is_mapped: False reads the whole file into memory instead, for file systems (some network
+            ones) on which mapped pages come slowly or not at all.
 
     Raises:
         ModelError: the file is missing, unreadable, empty or not a regular file.
     """
 
-    def __init__(self, path: str, kind: str) -> None:
+    def __init__(self, path: str, kind: str, is_mapped: bool = True) -> None:
         self.path = path
         self.kind = kind
         self.tensors: dict[str, TensorInfo] = {}
@@ -57,7 +61,7 @@ class MappedFile:
             if status.st_size == 0:
                 raise self.error("the file is empty", "copy or download it again")
             with open(path, "rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._map = _mapped(file) if is_mapped else _copied(file, status.st_size)
         except OSError as error:
             raise self.error(
                 f"cannot open it: {error.strerror}", "check the path and its permissions"
@@ -92,7 +96,8 @@ class MappedFile:
         tensor = self.tensors.get(name)
         if tensor is None:
             raise self.error(f"it has no tensor {printable(name)!r}", "check the model's family")
-        return memoryview(self._map)[tensor.offset : tensor.offset + tensor.size_bytes]
+        view = memoryview(self._map)[tensor.offset : tensor.offset + tensor.size_bytes]
+        return view.toreadonly()
 
     def error(self, text: str, hint: str = "the file is damaged; download it again") -> ModelError:
         return ModelError(f"{self.kind} file {printable(self.path)!r}: {text}", hint)
@@ -114,3 +119,18 @@ class MappedFile:
                     f"at byte {tensor.offset:,}"
                 )
             previous = tensor
+
+
+def _mapped(file: BufferedReader) -> mmap.mmap:
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _copied(file: BufferedReader, size_bytes: int) -> mmap.mmap:
+    """The bytes of the file in memory of our own; OSError when it is shorter than it was."""
+    memory, done = mmap.mmap(-1, size_bytes), 0
+    with memoryview(memory) as view:
+        while count := file.readinto(view[done:]):
+            done += count
+    if done != size_bytes:
+        raise OSError(errno.EIO, f"it ended after {done:,} of {size_bytes:,} bytes")
+    return memory

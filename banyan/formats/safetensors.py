@@ -42,18 +42,18 @@ TYPE_BITS = {
 class SafetensorsFile(MappedFile):
     """An open safetensors file: `metadata` (the optional strings) and `tensors` by name."""
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path, "safetensors")
+    def __init__(self, path: str, is_mapped: bool = True) -> None:
+        super().__init__(path, "safetensors", is_mapped)
         self.metadata: dict[str, object] = {}
 
     @classmethod
-    def open(cls, path: str) -> Self:
-        """Map the file and read its header.
+    def open(cls, path: str, is_mapped: bool = True) -> Self:
+        """Map the file, or read it whole, and read its header.
 
         Raises:
             ModelError: missing, cut short, or not to be trusted.
         """
-        file = cls(path)
+        file = cls(path, is_mapped)
         try:
             file._read_header()
             file._check_layout()

@@ -330,3 +330,37 @@ def test_a_load_format_that_contradicts_the_file_is_refused(tmp_path: Path) -> N
     write_gguf(tmp_path / "n.gguf")
     with pytest.raises(BanyanError, match=r"exactly one.*m\.gguf, n\.gguf"):
         read_card(str(tmp_path), "gguf")
+
+
+def test_overrides_take_the_place_of_a_folders_facts(tmp_path: Path) -> None:
+    path = folder(tmp_path, LLAMA)
+
+    card = read_card(path, "auto", {"num_hidden_layers": 1, "rope_scaling": LLAMA3_SCALING})
+
+    assert (card.num_layers, card.rope.kind) == (1, "llama3")
+    assert read_card(path).num_layers == 2
+
+
+def test_overrides_take_the_place_of_a_gguf_files_keys(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+
+    assert read_card(path, "auto", {"llama.context_length": 99}).context_length == 99
+
+
+@pytest.mark.parametrize("form", ["folder", "gguf"])
+def test_an_override_that_nothing_reads_is_refused_with_what_was_meant(
+    tmp_path: Path, form: str
+) -> None:
+    path = folder(tmp_path, LLAMA) if form == "folder" else write_gguf(tmp_path / "m.gguf")
+    key, meant = {
+        "folder": ("num_hidden_layer", "num_hidden_layers"),
+        "gguf": ("llama.block_counts", r"llama\.block_count"),
+    }[form]
+
+    with pytest.raises(ConfigError, match=f"{key}.*{meant}"):
+        read_card(path, "auto", {key: 1})
+
+
+def test_an_override_is_checked_like_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        read_card(folder(tmp_path, LLAMA), "auto", {"num_hidden_layers": -1})

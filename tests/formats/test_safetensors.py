@@ -125,3 +125,15 @@ def test_random_damage_is_read_or_refused_and_nothing_else(
                 assert file.bytes_of(name).nbytes == found.size_bytes
     except ModelError:
         pass
+
+
+def test_a_file_that_is_read_whole_equals_a_mapped_one(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.safetensors")
+    save_file({"f": np.arange(6, dtype=np.float32)}, path)
+
+    with SafetensorsFile.open(path, is_mapped=False) as file:
+        raw = bytes(file.bytes_of("f"))
+        Path(path).write_bytes(b"")
+
+        assert raw == bytes(file.bytes_of("f")) == np.arange(6, dtype=np.float32).tobytes()
+        assert file.bytes_of("f").readonly

@@ -18,13 +18,13 @@ class PagedModel:
     """A model with pages for a few requests; each has its own page table, pages never next to
     each other."""
 
-    def __init__(self, model: DecoderLM, num_requests: int = 1) -> None:
+    def __init__(self, model: DecoderLM, num_requests: int = 1, max_pages: int = MAX_PAGES) -> None:
         self.model = model
         card, attention = model.card, model.layers[0].attention.spec
-        shape = (1 + num_requests * MAX_PAGES, PAGE_SIZE, attention.kv_heads, card.head_dim)
+        shape = (1 + num_requests * max_pages, PAGE_SIZE, attention.kv_heads, card.head_dim)
         self.k_pages = [torch.full(shape, float("nan")) for _ in range(card.num_layers)]
         self.v_pages = [torch.full(shape, float("nan")) for _ in range(card.num_layers)]
-        pages = 1 + torch.arange(MAX_PAGES) * num_requests
+        pages = 1 + torch.arange(max_pages) * num_requests
         self.tables = torch.stack([pages + r for r in range(num_requests)]).int()
         self.lengths = [0] * num_requests
 

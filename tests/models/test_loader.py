@@ -1,6 +1,7 @@
 """The strict account of the loader, sharded checkpoints, and random weights."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.layers.step import StepInputs
-from banyan.models.weights.loader import load_model
+from banyan.models.weights.custom import load_transforms
+from banyan.models.weights.loader import check_extra_config, load_model
 from banyan.ops.bind import bind
 from banyan.parallel.mesh import Mesh
 
@@ -180,3 +182,90 @@ def test_a_model_of_the_null_device_has_shapes_and_no_numbers(tiny_llama, paged)
     hidden = model(StepInputs(positions, positions, attention))
 
     assert model.logits(hidden).shape == (5, card.vocab_size)
+
+
+@pytest.mark.parametrize("shards", ["1GB", "40KB"])
+def test_files_that_are_read_whole_give_the_weights_of_mapped_ones(shards, tiny_llama, ops, paged):
+    _, card = tiny_llama(max_shard_size=shards)
+
+    read, mapped = load(card, ops, is_mapped=False), load(card, ops)
+
+    assert torch.equal(paged(read).step([(0, PROMPT)])[0], paged(mapped).step([(0, PROMPT)])[0])
+
+
+def test_layered_loading_gives_the_weights_of_the_checkpoint(tiny_llama, ops, paged):
+    _, card = tiny_llama()
+
+    logits = paged(load(card, ops, load_format="layered")).step([(0, PROMPT)])[0]
+
+    assert torch.equal(logits, paged(load(card, ops)).step([(0, PROMPT)])[0])
+
+
+def test_settings_of_the_loader_that_nothing_reads_are_named():
+    with pytest.raises(ConfigError, match="unknown threads"):
+        check_extra_config({"num_threads": 4, "threads": 8})
+
+    assert len(check_extra_config({"num_threads": 4})) == 1
+
+
+CUSTOM = """
+def doubled(tensors):
+    for name, weight in tensors:
+        if name == "lm_head.weight":
+            weight = type(weight).from_tensor(weight.dense * 2)
+        yield name, weight
+
+
+def without_head(tensors):
+    return (pair for pair in tensors if pair[0] != "lm_head.weight")
+
+
+number = 7
+"""
+
+
+@pytest.fixture
+def custom_module(tmp_path, monkeypatch):
+    """A module with functions of a user's own, on the Python path."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    (folder / "my_weights.py").write_text(CUSTOM)
+    monkeypatch.syspath_prepend(str(folder))
+    yield folder
+    sys.modules.pop("my_weights", None)
+
+
+@pytest.mark.parametrize("name", ["my_weights:doubled", "my_weights.doubled"])
+def test_a_users_function_changes_what_the_model_sees(name, tiny_llama, ops, paged, custom_module):
+    _, card = tiny_llama()
+
+    model = load(card, ops, transforms=load_transforms([name], card.path))
+
+    (plain,) = paged(load(card, ops)).step([(0, PROMPT)])
+    torch.testing.assert_close(paged(model).step([(0, PROMPT)])[0], 2 * plain)
+
+
+def test_the_account_holds_for_what_a_users_function_yields(tiny_llama, ops, custom_module):
+    _, card = tiny_llama()
+
+    with pytest.raises(ModelError, match=r"lacks 1 weights.*head\.weight"):
+        load(card, ops, transforms=load_transforms(["my_weights:without_head"], card.path))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("no_such_module:f", "cannot be imported"),
+        ("my_weights", "cannot be imported"),
+        ("my_weights:missing", "no function 'missing'"),
+        ("my_weights:number", "no function 'number'"),
+    ],
+)
+def test_a_function_that_cannot_be_had_is_refused(name, reason, custom_module):
+    with pytest.raises(ConfigError, match=reason):
+        load_transforms([name], "nowhere")
+
+
+def test_code_that_lies_with_the_checkpoint_is_refused(custom_module):
+    with pytest.raises(ConfigError, match="never run"):
+        load_transforms(["my_weights:doubled"], str(custom_module))

@@ -4,7 +4,7 @@ Every tensor of the checkpoint is used or known to be needless, every slot is fi
 first five names are in the error.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,13 +16,17 @@ from banyan.layers.slot import Layer, WeightSlot
 from banyan.models import ARCHITECTURES
 from banyan.models.decoder import DecoderLM
 from banyan.models.spec import NameMap
+from banyan.models.weights.custom import Transform
 from banyan.models.weights.names import Place, is_ignored, place_of
 from banyan.models.weights.reader import read_tensors
 from banyan.ops.api import Ops
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.mesh import Mesh
 
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+LOAD_FORMATS = ("auto", "layered", "safetensors", "gguf", "dummy")
+"""What may be asked for; "layered" is "auto": tensors always come one after another."""
+
+_UNUSED_SETTINGS = ("enable_multithread_load", "num_threads")
 _SHOWN = 5
 _DUMMY_STD = 0.02
 
@@ -36,6 +40,8 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     served_length: int = 0,
+    is_mapped: bool = True,
+    transforms: Sequence[Transform] = (),
 ) -> DecoderLM:
     """Build this rank's share of a model and fill it.
 
@@ -43,6 +49,8 @@ def load_model(
         dtype: of activations and unpacked weights.
         load_format: "auto" reads the checkpoint; "dummy" draws random weights from `seed`.
         served_length: longest request in tokens; 0 = the card's context length.
+        is_mapped: False reads files into memory instead of mapping them.
+        transforms: what to make of the checkpoint's tensors, in order (`custom.py`).
 
     Raises:
         ModelError: missing, unknown or mis-shaped tensors, unreadable files.
@@ -52,7 +60,7 @@ def load_model(
         raise ConfigError(
             f"unknown load format {load_format!r}", hint=f"choose: {', '.join(LOAD_FORMATS)}"
         )
-    if load_format not in ("auto", "dummy", card.format):
+    if load_format not in ("auto", "layered", "dummy", card.format):
         raise ConfigError(
             f"load format {load_format!r} was asked for, {card.path!r} is {card.format}",
             hint="leave it at auto",
@@ -62,8 +70,26 @@ def load_model(
     if load_format == "dummy":
         _fill_dummy(model, dtype, device, seed)
     else:
-        Filling(model, spec.names[card.format]).run(read_tensors(card))
+        tensors = read_tensors(card, is_mapped)
+        for transform in transforms:
+            tensors = transform(tensors)
+        Filling(model, spec.names[card.format]).run(tensors)
     return model.eval()
+
+
+def check_extra_config(settings: Mapping[str, object]) -> list[str]:
+    """Lines about settings of the loader that have no effect here.
+
+    Raises:
+        ConfigError: a setting that no loader has.
+    """
+    unknown = [name for name in settings if name not in _UNUSED_SETTINGS]
+    if unknown:
+        raise ConfigError(
+            f"--model-loader-extra-config: unknown {', '.join(map(printable, unknown[:_SHOWN]))}",
+            hint=f"known, and without effect: {', '.join(_UNUSED_SETTINGS)}",
+        )
+    return [f"{name} has no effect: pages of mapped files come as needed" for name in settings]
 
 
 class Filling:

@@ -20,22 +20,25 @@ from banyan.formats.shards import weight_files
 from banyan.ops.stored import StoredWeight
 
 
-def read_tensors(card: ModelCard) -> Iterator[tuple[str, StoredWeight]]:
+def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str, StoredWeight]]:
     """Every tensor of the checkpoint, by file and place within the file.
 
     A tensor lives as long as its file is mapped: until the iterator has moved to the next file,
     unless the caller keeps it (the mapping then stays with it).
 
+    Args:
+        is_mapped: False reads each file into memory instead of mapping it.
+
     Raises:
         ModelError: missing or damaged files, a tensor in two files or in none.
     """
-    opened: Callable[[str], MappedFile] = (
+    opened: Callable[[str, bool], MappedFile] = (
         GGUFFile.open if card.format == "gguf" else SafetensorsFile.open
     )
     seen: dict[str, str] = {}
     for path in _files(card):
         with ExitStack() as stack:
-            file = stack.enter_context(opened(str(path)))
+            file = stack.enter_context(opened(str(path), is_mapped))
             for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
                 if tensor.name in seen:
                     raise ModelError(
