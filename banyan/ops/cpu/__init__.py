@@ -3,9 +3,19 @@
 from banyan.base.log import logger
 from banyan.ops.bind import ToolkitOptions
 
+_ROWS = (
+    *("rms_norm", "add_rms_norm", "layer_norm", "add", "rotary_angles", "rotary"),
+    *("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "concat"),
+    *("scale_logits", "select_rows"),
+)
 KERNELS = {
-    "linear": ["linear:onednn"],
-    "paged_attention": ["attention:paged_attention"],
+    "linear": ["linear:rounded", "linear:plain", "linear_onednn:onednn"],
+    "embedding": ["embedding:stored"],
+    "write_kv": ["paged_attention:write_kv"],
+    "paged_attention": ["paged_attention:paged_attention", "attention:paged_attention"],
+    "sample": ["sampling:sample"],
+    "logprobs": ["sampling:logprobs"],
+    **{op: [f"rows:{op}"] for op in _ROWS},
 }
 
 _log = logger(__name__)
