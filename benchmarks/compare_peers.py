@@ -123,10 +123,7 @@ def _one_run(
     machine = probe()
     seed = (number + 1) * 1000 + options.workloads.index(workload.name)
     settings = workload.seeded(seed, model.vocab_size)
-    extra = {k: v for k, v in PEERS[peer].extra.items() if k != "return_tokens_as_token_ids"}
-    settings = replace(
-        settings, base_url=server.url, model="m", extra_request_body=json.dumps(extra)
-    )
+    settings = replace(settings, base_url=server.url, model="m")
     run: dict[str, object] = {"peer": peer, "workload": workload.name, "round": number}
     server.resume()
     try:
@@ -166,10 +163,9 @@ def _compare_fidelity(
         _say(f"no fidelity: {error}")
         return
     for peer, server in servers.items():
-        extra = {"native": True} if peer == OURS else PEERS[peer].extra
         server.resume()
         try:
-            found = fidelity.measure(server.url, extra, reference)
+            found = fidelity.measure(server.url, peer == OURS, PEERS[peer].score_fields, reference)
             contest.fidelity[peer] = found.keys()
             _say(f"fidelity {peer}: {found}")
         except (PeerError, KeyError, IndexError, TypeError, ValueError) as error:

@@ -93,13 +93,21 @@ def make_reference(place: Place, model: Model, name: str, steps: int) -> Referen
         return Reference(contexts, found["logprobs"])
 
 
-def measure(url: str, extra: dict[str, object], reference: Reference) -> Fidelity:
-    """Ask a running server at every position."""
+def measure(url: str, is_native: bool, fields: dict[str, object], reference: Reference) -> Fidelity:
+    """Ask a running server at every position.
+
+    Args:
+        is_native: it has /generate, whose tokens come with their ids.
+        fields: added to the OpenAI form's body.
+    """
     kls: list[float] = []
     agreed = 0
     with httpx.Client(timeout=_CALL_S) as client:
         for context, expected in zip(reference.contexts, reference.logprobs, strict=True):
-            best, scores = _next_token(client, url, context, extra)
+            if is_native:
+                best, scores = _native_token(client, url, context)
+            else:
+                best, scores = _openai_token(client, url, context, fields)
             agreed += best == int(expected.argmax())
             if len(scores) > 1:
                 kls.append(divergence(expected, scores))
@@ -122,19 +130,26 @@ def divergence(expected: np.ndarray, scores: dict[int, float]) -> float:
     return float((p * (log_p - log_q)).sum()) + rest_p * math.log(rest_p / rest_q)
 
 
-def _next_token(
-    client: httpx.Client, url: str, context: Sequence[int], extra: dict[str, object]
+def _native_token(
+    client: httpx.Client, url: str, context: Sequence[int]
 ) -> tuple[int, dict[int, float]]:
-    """(likeliest token, log-probabilities by id), from Banyan's native form or the OpenAI one."""
-    if extra.get("native"):
-        sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
-        body: dict[str, object] = {"input_ids": context, "sampling_params": sampling}
-        body |= {"return_logprob": True, "top_logprobs_num": TOP}
-        answer = _post(client, f"{url}/generate", body)
-        rows = answer["meta_info"]["output_top_logprobs"][0]
-        return int(answer["output_ids"][0]), {int(id): lp for lp, id, *_ in rows}
-    body = {"model": "m", "prompt": context, "max_tokens": 1, "temperature": 0, "logprobs": TOP}
-    body |= {"ignore_eos": True, **extra}
+    """(likeliest token, log-probabilities by id)."""
+    body = {
+        "input_ids": context,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": TOP,
+    }
+    answer = _post(client, f"{url}/generate", body)
+    rows = answer["meta_info"]["output_top_logprobs"][0]
+    return int(answer["output_ids"][0]), {int(id): score for score, id, *_ in rows}
+
+
+def _openai_token(
+    client: httpx.Client, url: str, context: Sequence[int], fields: dict[str, object]
+) -> tuple[int, dict[int, float]]:
+    body: dict[str, object] = {"model": "m", "prompt": context, "max_tokens": 1, "logprobs": TOP}
+    body |= {"temperature": 0, "ignore_eos": True, **fields}
     scores = read_scores(_post(client, f"{url}/v1/completions", body)["choices"][0]["logprobs"])
     return max(scores, key=lambda id: scores[id]), scores
 

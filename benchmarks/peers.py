@@ -72,12 +72,12 @@ class Peer:
     Attributes:
         setup: installs what is missing.
         command: raises PeerError where it cannot serve the model.
-        extra: put into every request body.
+        score_fields: asked for beside log-probabilities, so that tokens are named by id.
     """
 
     setup: Callable[[Place], None]
     command: Callable[[Place, Model, int], Command]
-    extra: dict[str, object] = field(default_factory=dict)
+    score_fields: dict[str, object] = field(default_factory=dict)
 
 
 def pip(place: Place, peer: str, *packages: str, index: str = "") -> None:
@@ -240,7 +240,7 @@ PEERS: dict[str, Peer] = {
     "banyan": Peer(_setup_nothing, _banyan),
     "llamacpp": Peer(_setup_llama, _llama),
     "openvino": Peer(_setup_openvino, _openvino),
-    "vllm": Peer(_setup_vllm, _vllm, {"min_tokens": 1, "return_tokens_as_token_ids": True}),
+    "vllm": Peer(_setup_vllm, _vllm, {"return_tokens_as_token_ids": True}),
     "transformers": Peer(_setup_transformers, _transformers),
 }
 
