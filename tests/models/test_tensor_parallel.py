@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
+from banyan.config.checkpoint import read_card
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.parallel.mesh import Mesh, open_mesh
 from tests.models.conftest import PagedModel
+from tests.models.families import tiny
 from tests.models.test_gguf import convert
 
 CPU = torch.device("cpu")
@@ -30,7 +32,7 @@ def _rank(rank, cards, address, results):
 
 
 def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
-    """GQA, one shared kv head, biases, an odd vocabulary, ties, and quantised blocks."""
+    """GQA, one shared kv head, biases, an odd vocabulary, ties, blocks, and other families."""
     variants = [
         {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True},
         {"num_key_value_heads": 1, "tie_word_embeddings": True},
@@ -40,6 +42,9 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
     quantised, card = tiny_llama(name="m2", **variants[2])
     convert(quantised, tmp_path / "m2.gguf", "Q4_1")
     cards.append(replace(card, path=str(tmp_path / "m2.gguf"), format="gguf"))
+    for variant in ("gemma2", "qwen3, bias", "starcoder2", "cohere2", "glm4", "phi3"):
+        tiny(variant, tmp_path / variant)
+        cards.append(read_card(str(tmp_path / variant)))
     context = get_context("spawn")
     results = context.Queue()
     address = f"file://{tmp_path}/meet"
@@ -56,6 +61,16 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
         for rank in range(2):
             logits = torch.tensor(answers[rank][index])
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+def test_norms_over_all_heads_cannot_be_shared(ops, tmp_path):
+    tiny("olmo2", tmp_path)
+
+    class Silent:
+        """Never used: the refusal comes before any rank talks."""
+
+    with pytest.raises(ConfigError, match="norms q and k over all heads.*--tp 1"):
+        load_model(read_card(str(tmp_path)), Mesh(0, 2, Silent()), CPU, torch.float32, ops)
 
 
 def test_heads_that_cannot_be_shared_are_refused(tiny_llama, ops):
