@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from banyan.frontend.incremental import Arriving, Cut, Malformed, Marks, Reading
 
+RECIPIENT = " to="
+"""An answer may begin inside of a header, because its prompt ends with <|start|>assistant."""
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, RETURN, CALL)

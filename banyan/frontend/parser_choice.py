@@ -26,6 +26,7 @@ _TOOLS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("pythonic", ("<|python_start|>",)),
     ("llama3", ("<|start_header_id|>", '"parameters"')),
+    (NONE, ("]<]minimax[>[",)),  # tags of the same name, but no JSON in them
     ("qwen25", ("<tool_call>",)),
 )
 

@@ -232,7 +232,7 @@ def gpt_oss(rng: random.Random, calls: list[Call], said: str) -> str:
                 f"<|channel|>commentary to=functions.{one.name}",
             ]
         )
-        if start and rng.random() < 0.3:
+        if rng.random() < 0.3:  # also at the start, behind the <|start|>assistant of the prompt
             head = f" to=functions.{one.name}<|channel|>commentary json"
         parts.append(f"{start}{head}<|message|>{dump(rng, one.arguments)}<|call|>")
     return "".join(parts)

@@ -180,6 +180,17 @@ def test_definitions_that_tools_share_move_to_the_root(site: Site, http: httpx.C
     assert all("$defs" not in i["properties"]["parameters"] for i in schema["items"]["anyOf"])
 
 
+def test_the_ids_of_calls_are_such_as_mistral_templates_accept(
+    site: Site, http: httpx.Client
+) -> None:
+    site.state.service = service_with(site, tools="mistral")
+    says(site, '[TOOL_CALLS]search[ARGS]{"city": "x"}')
+    (id,) = ask(http, False, tools=TOOLS).ids
+    assert len(id) == 9 and id.isalnum()
+    says(site, '[TOOL_CALLS]search[CALL_ID]a1b2c3d4e[ARGS]{"city": "x"}')
+    assert ask(http, True, tools=TOOLS).ids == ["a1b2c3d4e"]
+
+
 def test_the_marks_of_the_parsers_survive_detokenisation(site: Site, http: httpx.Client) -> None:
     site.tokenizer.added["<tool_call>"] = 258
     try:

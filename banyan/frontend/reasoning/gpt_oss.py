@@ -14,6 +14,8 @@ def _read(source: Arriving, split: Split, is_inside: bool) -> Reading[None]:
     mark = ""
     if is_inside:
         mark = yield from _body(source, split, "analysis", "")
+    elif (yield from source.follows(harmony.RECIPIENT)):
+        mark = harmony.RECIPIENT
     while mark or (mark := (yield from source.until(harmony.OPENERS, split.say))):
         header = yield from harmony.header(source, mark)
         if header is None:

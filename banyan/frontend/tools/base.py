@@ -99,12 +99,15 @@ class ToolFormat:
         tag: name of a function -> what stands before and behind its arguments, where these are
             JSON, so that a grammar can force a call; None = calls are forced as a bare JSON list.
         trigger: with what every tag begins.
+        id_chars: length of the alphanumeric call ids that the family's chat templates insist on;
+            0 = any id will do.
     """
 
     read: Callable[[Arriving, Outcome], Reading[None]]
     markers: tuple[str, ...] = ()
     tag: Callable[[str], tuple[str, str]] | None = None
     trigger: str = ""
+    id_chars: int = 0
 
 
 class ToolParser:

@@ -9,7 +9,7 @@ from banyan.frontend.tools.base import Outcome, ToolFormat, arguments_json, atte
 
 
 def _read(source: Arriving, out: Outcome) -> Reading[None]:
-    mark = ""
+    mark = harmony.RECIPIENT if (yield from source.follows(harmony.RECIPIENT)) else ""
     while mark or (mark := (yield from source.until(harmony.OPENERS, out.say))):
         header = yield from harmony.header(source, mark)
         if header is None:

@@ -41,4 +41,4 @@ def _tag(name: str) -> tuple[str, str]:
     return f'{_OPENER} [{{"name": {json.dumps(name)}, "arguments": ', "}]"
 
 
-FORMAT = ToolFormat(blocks(_OPENER, _block), (_OPENER, _ID, _ARGUMENTS), _tag, _OPENER)
+FORMAT = ToolFormat(blocks(_OPENER, _block), (_OPENER, _ID, _ARGUMENTS), _tag, _OPENER, id_chars=9)

@@ -24,6 +24,7 @@ class Choice:
     def __init__(self, plan: ChatPlan) -> None:
         self._parser = AnswerParser(plan.form)
         self._thinking = ThinkingTokens(plan.thinking_end)
+        self._id_chars = plan.form.tools.id_chars if plan.form.tools else 0
         self._ids: dict[str, None] = {}
         self.parts: list[Part] = []
         self.scores: list[TokenScore] = []
@@ -48,9 +49,11 @@ class Choice:
 
     def call_id(self, given: str) -> str:
         """The model's own id of a call, or a fresh one where it has none or repeats itself."""
-        id = given if given and given not in self._ids else f"call_{os.urandom(12).hex()}"
-        self._ids[id] = None
-        return id
+        if not given or given in self._ids:
+            fresh = os.urandom(12).hex()
+            given = fresh[: self._id_chars] if self._id_chars else f"call_{fresh}"
+        self._ids[given] = None
+        return given
 
 
 class ChatAnswer:
