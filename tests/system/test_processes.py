@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from tests.system.serving import (
@@ -248,3 +249,18 @@ def test_no_process_outlives_a_server_that_is_killed_while_it_starts(tiny_model,
         wait_until(lambda: running.members() == [], 5.0, "the children to end")
     finally:
         running.kill()
+
+
+@pytest.mark.slow
+def test_one_of_two_replicas_dies_and_the_other_serves_on(server):
+    with server("--dp-size", "2") as running:
+        engines = [child.pid for child in psutil.Process(running.pid).children()]
+        assert len(engines) == 2
+        streams = load(running, count=4)
+        subprocess.run(["kill", "-9", str(engines[0])], check=True)
+        ends = [stream.end(CALL_S) for stream in streams]
+        assert sum(ends_in_one_error(events) for events in ends) == 2
+        assert sum(bool(finished(events)) for events in ends) == 2
+        assert status_of(running, "/health") == 200
+        answers = [running.generate(input_ids=[5, 6, 7]) for _ in range(3)]
+        assert all(answer["meta_info"]["finish_reason"] for answer in answers)

@@ -1,0 +1,93 @@
+"""Several engines behind one face: each request has one engine, and one death ends only its own."""
+
+from contextlib import AsyncExitStack
+
+import pytest
+
+from banyan.base.errors import RequestError
+from banyan.base.ids import RequestId
+from banyan.frontend.fleet import Fleet
+from banyan.messages.events import Failed, Finished, Stats
+from banyan.messages.requests import Generate
+from banyan.messages.sampling import SamplingParams
+from tests.frontend.fake_engine import serving, until
+from tests.frontend.test_client import asynchronous, events_of
+
+
+def least(requests, tokens, sent):
+    return min(range(len(requests)), key=lambda i: (requests[i], i))
+
+
+def generate(id, max_new_tokens=4):
+    return Generate(
+        request=RequestId(id),
+        tokens=b"\1\0\0\0",
+        sampling=SamplingParams(max_new_tokens=max_new_tokens),
+    )
+
+
+async def open_fleet(stack, count=2, route=least):
+    pairs = [await stack.enter_async_context(serving(lambda _: [7] * 99)) for _ in range(count)]
+    clients, engines = zip(*pairs, strict=True)
+    return Fleet(clients, route), clients, engines
+
+
+@asynchronous
+async def test_requests_go_where_the_route_says_and_all_end():
+    async with AsyncExitStack() as stack:
+        fleet, clients, engines = await open_fleet(stack)
+        for engine in engines:
+            engine.hold = True
+        streams = [fleet.submit(generate(str(i))) for i in range(6)]
+        assert [client.num_open for client in clients] == [3, 3] and fleet.num_open == 6
+        assert [client.open_tokens for client in clients] == [15, 15]
+        for stream in streams:
+            fleet.abort(stream.request)
+        ends = [(await events_of(stream))[-1] for stream in streams]
+        assert all(isinstance(end, Finished) for end in ends)
+        assert [client.open_tokens for client in clients] == [0, 0]
+
+
+@asynchronous
+async def test_an_id_is_taken_once_whichever_engine_has_it():
+    async with AsyncExitStack() as stack:
+        fleet, _, engines = await open_fleet(stack)
+        for engine in engines:
+            engine.hold = True
+        fleet.submit(generate("same"))
+        with pytest.raises(RequestError, match="Duplicate request ID detected: same"):
+            fleet.submit(generate("same"))
+
+
+@asynchronous
+async def test_a_death_ends_the_requests_of_one_engine_and_the_others_take_over():
+    async with AsyncExitStack() as stack:
+        fleet, clients, engines = await open_fleet(stack)
+        for engine in engines:
+            engine.hold = True
+        first, second = fleet.submit(generate("a")), fleet.submit(generate("b"))
+        clients[0].engine_lost("killed")
+        lost = (await events_of(first))[-1]
+        assert isinstance(lost, Failed) and lost.status == 503
+        assert fleet.health().progressing
+        engines[1].hold = False
+        later = [await events_of(fleet.submit(generate(f"c{i}"))) for i in range(3)]
+        assert all(isinstance(events[-1], Finished) for events in later)
+        second.close()
+        clients[1].engine_lost("killed too")
+        assert not fleet.health().alive
+        assert await fleet.lost() in ("killed", "killed too")
+        with pytest.raises(RequestError, match="killed"):
+            fleet.submit(generate("d"))
+
+
+@asynchronous
+async def test_counters_are_sums_and_a_verb_reaches_every_engine():
+    async with AsyncExitStack() as stack:
+        fleet, clients, engines = await open_fleet(stack, 3)
+        for number, engine in enumerate(engines):
+            engine.say(Stats(running=number, step_age_s=number / 2))
+        await until(lambda: fleet.stats.running == 3)
+        assert fleet.stats.step_age_s == 1.0
+        assert (await fleet.control("flush_cache")).ok
+        assert [[m.verb for m in e.received] for e in engines] == [["flush_cache"]] * 3
