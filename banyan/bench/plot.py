@@ -62,6 +62,6 @@ def _figure() -> type:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            "--plot needs matplotlib", hint="pip install 'banyan[plot]', or leave --plot out"
+            "--plot needs matplotlib", hint="install it with pip install 'banyan[plot]'"
         ) from None
     return Figure

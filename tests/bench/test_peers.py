@@ -1,0 +1,105 @@
+"""The comparison's own arithmetic: ratios, spreads, divergence, and the page it writes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import tables
+from benchmarks.compare_peers import Contest
+from benchmarks.fidelity import divergence, read_scores
+from benchmarks.workloads import WORKLOADS, shortened
+
+
+def run(peer: str, number: int, output: float, ttft: float, workload: str = "c8") -> dict:
+    return {
+        "peer": peer, "workload": workload, "round": number, "failed": 0,
+        "figures": {"output": output, "TTFT p50": ttft, "TTFT p99": ttft * 2},
+        "machine_read_gb_s": 10.0 + number, "machine_fp32_gflop_s": 50.0,
+    }  # fmt: skip
+
+
+def contest() -> Contest:
+    found = Contest("smollm2", skipped={"vllm": "it ended with code 1"})
+    for number, (ours, theirs) in enumerate([(300.0, 100.0), (400.0, 100.0), (500.0, 125.0)]):
+        found.runs += [
+            run("banyan", number, ours, 10.0),
+            run("llamacpp", number, theirs, 30.0),
+            run("openvino", number, theirs / 2, 20.0),
+            run("banyan", number, ours * 0.6, 10.0, "busy"),
+            run("llamacpp", number, theirs * 0.25, 10.0, "busy"),
+        ]
+    found.starts = {"banyan": 1.2, "llamacpp": 2.1, "openvino": 5.0}
+    found.memory_mib = {"banyan": 400.0, "llamacpp": 1500.0, "openvino": 390.0}
+    found.fidelity = {
+        "banyan": {"kl_mean": 0.001, "kl_p99": 0.01, "top1": 1.0},
+        "llamacpp": {"error": "x"},
+    }
+    return found
+
+
+def line(report: dict, workload: str, figure: str) -> dict:
+    lines = report["models"][0]["lines"]
+    return next(x for x in lines if (x["workload"], x["figure"]) == (workload, figure))
+
+
+def test_ratios_are_taken_round_by_round_against_the_best_peer() -> None:
+    found = line(tables.as_json([contest()]), "c8", "output")
+    assert found["best_peer"] == "llamacpp"
+    assert found["engines"]["banyan"] == {"median": 400.0, "least": 300.0, "most": 500.0}
+    assert found["ratio"] == {"median": 4.0, "least": 3.0, "most": 4.0}
+    assert found["machine_read_gb_s"] == 11.0
+
+
+def test_where_less_is_better_a_ratio_above_one_is_still_ours() -> None:
+    found = line(tables.as_json([contest()]), "c8", "TTFT p50")
+    assert found["best_peer"] == "openvino"
+    assert found["ratio"]["median"] == 2.0
+
+
+def test_the_page_shows_figures_skipped_peers_and_what_a_busy_core_costs(tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    tables.put_between_marks(page, tables.as_markdown(tables.as_json([contest()])))
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| 400 [300–500] | 100 [100–125] | 50.0 [50.0–62.5] |" in text
+    assert "4 [3–4] (llama.cpp)" in text
+    assert "kept with one core taken | share of quiet | 0.6 | 0.25 |" in text
+    assert "- vLLM CPU: it ended with code 1" in text
+    assert "KL to fp32 | nats | 0.001 | – |" in text
+
+
+def test_a_page_without_the_marks_is_left_alone(tmp_path: Path) -> None:
+    page = tmp_path / "performance.md"
+    page.write_text("nothing here")
+    with pytest.raises(SystemExit, match="has no lines"):
+        tables.put_between_marks(page, "x")
+    assert page.read_text() == "nothing here"
+
+
+def test_divergence_of_a_distribution_from_itself_is_nothing() -> None:
+    expected = np.log(np.array([0.5, 0.3, 0.2]))
+    assert divergence(expected, {0: np.log(0.5), 1: np.log(0.3)}) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_divergence_over_all_tokens_is_the_definition_and_over_some_a_lower_bound() -> None:
+    p, q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.4, 0.4, 0.1, 0.1])
+    true = float((p * np.log(p / q)).sum())
+    everything = {i: float(np.log(x)) for i, x in enumerate(q)}
+    assert divergence(np.log(p), everything) == pytest.approx(true, abs=1e-6)
+    some = {i: everything[i] for i in (0, 1)}
+    assert 0 < divergence(np.log(p), some) <= true
+
+
+def test_scores_are_read_from_both_forms() -> None:
+    listed = {"content": [{"top_logprobs": [{"id": 7, "logprob": -0.5}]}]}
+    named = {"top_logprobs": [{"token_id:7": -0.5}]}
+    assert read_scores(listed) == read_scores(named) == {7: -0.5}
+
+
+def test_a_shortened_workload_keeps_its_shape() -> None:
+    small = shortened(WORKLOADS["c32"], 0.01).options
+    assert (small.num_prompts, small.max_concurrency, small.random_input_len) == (32, 32, 128)
+    assert small.random_output_len == 2
+    assert shortened(WORKLOADS["prefill"], 0.01).options.random_output_len == 1
