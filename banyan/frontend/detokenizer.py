@@ -36,16 +36,18 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that became final with these tokens."""
-        if self._skipped:
+        if not self._skipped.isdisjoint(ids):
             ids = [id for id in ids if id not in self._skipped]
-        return self._strip(self._decoder.decode(self._pieces.bytes_of(ids)))
+        text = self._decoder.decode(self._pieces.bytes_of(ids))
+        return self._strip(text) if self._strips else text
 
     def finish(self) -> str:
         """What was held back: U+FFFD for a character that never became complete, or nothing."""
-        return self._strip(self._decoder.decode(b"", final=True))
+        text = self._decoder.decode(b"", final=True)
+        return self._strip(text) if self._strips else text
 
     def _strip(self, text: str) -> str:
-        if not self._strips or not text:
+        if not text:
             return text
         self._strips = False
         return text.removeprefix(" ")

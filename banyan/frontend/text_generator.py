@@ -5,7 +5,7 @@ decided token by token, scores by position.
 """
 
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
@@ -123,15 +123,16 @@ class Words:
         options = request.text
         self._detokenizer = Detokenizer(tokenizer, request.prompt[-PROMPT_TAIL_TOKENS:], options)
         self._checker = StopChecker(options.stop, options.stop_regex, options.no_stop_trim)
+        self.has_stops = bool(options.stop or options.stop_regex)
 
     @property
     def stopped_by(self) -> str | None:
         """The stop string or regex that was found."""
         return self._checker.match and self._checker.match.matched
 
-    def push(self, token: int) -> str:
-        """Text that became certain."""
-        return self._checker.push(self._detokenizer.push([token]))
+    def push(self, tokens: Sequence[int]) -> str:
+        """Text that became certain; several tokens at once where no stop can end in between."""
+        return self._checker.push(self._detokenizer.push(tokens))
 
     def finish(self) -> str:
         """What was held back, once it is known that nothing follows."""
@@ -147,6 +148,7 @@ class OutputReader:
         self.num_tokens = 0
         self._request = request
         self._words = words
+        self._stop_ids = frozenset(request.sampling.stop_ids)
         self._tokens: list[int] = []
         """Output so far; `chunk` has given the first `_given` of them."""
         self._given = 0
@@ -195,13 +197,23 @@ class OutputReader:
             assert event.first == self.num_tokens, (
                 f"{self._request.id}: token {event.first} came where {self.num_tokens} was due"
             )
-            for token in tokens:
-                self._append(token)
-                if self.stopped_by is not None:
-                    break
+            self._append_all(tokens)
         if self._request.scores.start != NO_SCORES:
             for scores in event.scores:
                 self._take_scores(scores)
+
+    def _append_all(self, tokens: Sequence[int]) -> None:
+        watches = self._words is not None and self._words.has_stops
+        if not watches and self._held is None and self._stop_ids.isdisjoint(tokens):
+            self._tokens.extend(tokens)
+            self.num_tokens += len(tokens)
+            if self._words is not None:
+                self._text.append(self._words.push(tokens))
+            return
+        for token in tokens:
+            self._append(token)
+            if self.stopped_by is not None:
+                return
 
     def _append(self, token: int) -> None:
         self._release_held()
@@ -209,15 +221,14 @@ class OutputReader:
             return
         self._tokens.append(token)
         self.num_tokens += 1
-        sampling = self._request.sampling
-        if token in sampling.stop_ids and self.num_tokens > sampling.min_new_tokens:
+        if token in self._stop_ids and self.num_tokens > self._request.sampling.min_new_tokens:
             self._held = token
         else:
             self._say(token)
 
     def _say(self, token: int) -> None:
         if self._words is not None:
-            self._text.append(self._words.push(token))
+            self._text.append(self._words.push((token,)))
             self.stopped_by = self._words.stopped_by
 
     def _release_held(self) -> None:

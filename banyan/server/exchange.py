@@ -5,7 +5,7 @@ order. Knows no routes and no models.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping
 from urllib.parse import parse_qsl
 
 import orjson
@@ -164,12 +164,33 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": lines})
 
     async def _put(self, body: bytes, more: bool = True) -> None:
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        steps = self._send(message).__await__()
+        try:
+            waits_for = next(steps)
+        except StopIteration:  # the client's buffer has room, as nearly always: no clock is set
+            return
         try:
             async with asyncio.timeout(self._send_timeout_s):
-                await self._send({"type": "http.response.body", "body": body, "more_body": more})
+                await _Begun(steps, waits_for)
         except TimeoutError:
             self._abort()
             raise ClientGone from None
+
+
+class _Begun:
+    """The rest of an awaitable whose first step has been taken."""
+
+    def __init__(self, steps: Generator[object, object, None], waits_for: object) -> None:
+        self._steps = steps
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[object, object, None]:
+        try:
+            yield self._waits_for
+        except BaseException as error:  # a cancellation is for the one that waits
+            yield self._steps.throw(error)
+        yield from self._steps
 
 
 def _nothing() -> None:
