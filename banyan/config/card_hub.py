@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
 from banyan.config.card import ModelCard, RopeFacts
-from banyan.config.card_families import FAMILIES, MAX_LENGTH, MAX_WIDTH, Family
+from banyan.config.card_families import FAMILIES, MAX_LENGTH, MAX_WIDTH, Family, plain_kinds
 from banyan.config.facts import Facts
 
 MAX_CONFIG_BYTES = 4 << 20
@@ -24,11 +24,15 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _MAX_PAIRS = 4096
 
 
-def read_hub_folder(path: str, overrides: Mapping[str, object] | None = None) -> ModelCard:
+def read_hub_folder(
+    path: str, overrides: Mapping[str, object] | None = None, is_foreign: bool = False
+) -> ModelCard:
     """Card of the folder at `path`.
 
     Args:
         overrides: keys that take the place of config.json's.
+        is_foreign: the transformers library runs the model, so only the sizes that requests and
+            cache need are read, of any architecture.
 
     Raises:
         ModelError: names the key that is wrong.
@@ -37,11 +41,47 @@ def read_hub_folder(path: str, overrides: Mapping[str, object] | None = None) ->
     overrides, asked = overrides or {}, set[str]()
     raw = _read_json(os.path.join(path, "config.json"), is_needed=True)
     facts = Facts({**raw, **overrides}, os.path.join(path, "config.json"), asked=asked)
+    if is_foreign:
+        return _foreign_card(facts, path)
     architecture = _architecture(facts, path)
     family = FAMILIES[architecture]
     card = family.more(facts, _card(facts, path, architecture, family))
     refuse_unread(overrides, asked)
     return card
+
+
+def _foreign_card(facts: Facts, path: str) -> ModelCard:
+    """Sizes of a model that is not ours, under the keys most configurations share."""
+    architecture = next(iter(facts.listed("architectures")), None)
+    if not isinstance(architecture, str):
+        raise facts.error("architectures", architecture, "a list that names the model's class")
+    if facts.has("auto_map"):
+        raise _own_code(path, architecture)
+    num_heads, num_kv_heads, head_dim = _heads(facts, Family())
+    num_layers = facts.integer("num_hidden_layers", 1, MAX_LAYERS)
+    vocab_size = facts.integer("vocab_size", 1, MAX_VOCAB)
+    kinds, window = plain_kinds(facts, num_layers)
+    return ModelCard(
+        path=path,
+        format="safetensors",
+        architecture=architecture,
+        model_type=facts.text("model_type"),
+        vocab_size=vocab_size,
+        hidden_size=facts.integer("hidden_size", 1, MAX_WIDTH),
+        intermediate_size=facts.integer("intermediate_size", 0, MAX_WIDTH, default=0),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        context_length=facts.integer("max_position_embeddings", 1, MAX_LENGTH),
+        layer_kinds=kinds,
+        window=window,
+        tie_embeddings=facts.flag("tie_word_embeddings", default=False),
+        dtype=_dtype(facts),
+        bos_id=next(iter(facts.token_ids("bos_token_id", vocab_size)), None),
+        eos_ids=_eos_ids(facts, path, vocab_size),
+        pad_id=_pad_id(facts, vocab_size),
+    )
 
 
 def refuse_unread(overrides: Mapping[str, object], asked: set[str]) -> None:
@@ -61,12 +101,16 @@ def _architecture(facts: Facts, path: str) -> str:
     if known:
         return known[0]
     if facts.has("auto_map"):
-        raise ModelError(
-            f"{printable(path)!r} brings its own code ({printable(str(listed[:1]))}), and code of "
-            "a model repository is never run",
-            hint=f"known here: {', '.join(FAMILIES)}",
-        )
+        raise _own_code(path, str(listed[:1]))
     raise unknown_architecture(", ".join(listed) or "none named", path, list(FAMILIES))
+
+
+def _own_code(path: str, name: str) -> ModelError:
+    return ModelError(
+        f"{printable(path)!r} brings its own code ({printable(name)}), and code of a model "
+        "repository is never run",
+        hint=f"known here: {', '.join(FAMILIES)}",
+    )
 
 
 def unknown_architecture(name: str, path: str, known: list[str]) -> ModelError:

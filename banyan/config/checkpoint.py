@@ -16,7 +16,10 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def read_card(
-    path: str, load_format: str = "auto", overrides: Mapping[str, object] | None = None
+    path: str,
+    load_format: str = "auto",
+    overrides: Mapping[str, object] | None = None,
+    is_foreign: bool = False,
 ) -> ModelCard:
     """Facts of the checkpoint at `path`.
 
@@ -25,10 +28,13 @@ def read_card(
         load_format: auto | layered | gguf | safetensors | dummy; dummy needs no
             weights, only facts.
         overrides: facts that take the place of the checkpoint's, under its own keys.
+        is_foreign: the transformers library runs the model: a folder of any architecture.
 
     Raises:
         ModelError: missing, damaged, hostile, of an unknown family, or weights in pickled files.
     """
+    if is_foreign:
+        return _read_foreign(path, overrides)
     if os.path.isfile(path):
         return _read_file(path, load_format, overrides)
     if not os.path.isdir(path):
@@ -43,6 +49,20 @@ def read_card(
     if not has_safetensors and load_format != "dummy":
         raise _without_weights(path, names)
     return read_hub_folder(path, overrides)
+
+
+def _read_foreign(path: str, overrides: Mapping[str, object] | None) -> ModelCard:
+    if not os.path.isdir(path):
+        raise ConfigError(
+            f"--model-impl transformers needs a folder with config.json, not {printable(path)!r}",
+            hint="leave --model-impl at auto",
+        )
+    if overrides:
+        raise ConfigError(
+            "--json-model-override-args and --model-impl transformers do not go together",
+            hint="change config.json, or leave --model-impl at auto",
+        )
+    return read_hub_folder(path, is_foreign=True)
 
 
 def _read_file(path: str, load_format: str, overrides: Mapping[str, object] | None) -> ModelCard:

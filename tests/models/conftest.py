@@ -20,8 +20,12 @@ class PagedModel:
 
     def __init__(self, model: DecoderLM, num_requests: int = 1, max_pages: int = MAX_PAGES) -> None:
         self.model = model
-        card, attention = model.card, model.layers[0].attention.spec
-        shape = (1 + num_requests * max_pages, PAGE_SIZE, attention.kv_heads, card.head_dim)
+        self.ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16)
+        card = model.card
+        kv_heads = card.num_kv_heads
+        if isinstance(model, DecoderLM):  # a rank's share
+            kv_heads = model.layers[0].attention.spec.kv_heads
+        shape = (1 + num_requests * max_pages, PAGE_SIZE, kv_heads, card.head_dim)
         self.k_pages = [torch.full(shape, float("nan")) for _ in range(card.num_layers)]
         self.v_pages = [torch.full(shape, float("nan")) for _ in range(card.num_layers)]
         pages = 1 + torch.arange(max_pages) * num_requests
@@ -35,7 +39,7 @@ class PagedModel:
 
     def prepare(self, rows: Sequence[tuple[int, Sequence[int]]]) -> StepInputs:
         """The inputs of a step; its tokens count as done."""
-        ops = self.model.norm.ops
+        ops = self.ops
         counts = [len(tokens) for _, tokens in rows]
         contexts = [self.lengths[request] for request, _ in rows]
         positions = torch.cat(
