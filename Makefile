@@ -1,4 +1,4 @@
-# make serve | test | test-parsers | lint | format | types | clean
+# make serve | test | test-parsers | bench | bench-cpu | lint | format | types | clean
 # Needs a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -10,7 +10,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS =
 TESTS = tests
 
-.PHONY: serve test test-parsers lint format types clean
+.PHONY: serve test test-parsers bench bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -22,6 +22,15 @@ test: $(VENV)/.test $(VENV)/.demo
 # Every parser on 10,000 answers instead of 200; takes some minutes.
 test-parsers: $(VENV)/.test
 	@PARSER_CASES=10000 $(BIN)/python -m pytest tests/frontend/test_tools.py tests/frontend/test_reasoning.py $(ARGS)
+
+# One batch in process, with each phase's fraction of what this machine can do.
+bench: $(VENV)/.demo
+	@exec $(BIN)/banyan bench batch --model-path demo --batch-size 1 8 --input-len 128 --output-len 128 \
+	  --roofline --result-filename "" $(ARGS)
+
+# Beside other engines; installs them into .peers (several GB, and most of an hour the first time).
+bench-cpu: $(VENV)/.demo $(VENV)/.test
+	@exec $(BIN)/python -m benchmarks.compare_peers --out .peers/peers.json --docs docs/performance.md $(ARGS)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
