@@ -17,7 +17,7 @@ from banyan.ops.cpu.library import Library, Recording
 
 PAGES = "by head, K transposed"
 """Name of the page layout."""
-_GROUP = 16  # tokens that lie together in every page
+_PAGE_SIZES = (16, 32, 64, 128, 256)
 _ALIGNMENT = 64
 _CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
@@ -66,7 +66,7 @@ class PagedAttention:
     ) -> Tensor:
         tokens, heads, head_dim = q.shape
         page_size, kv_heads = k_pages.shape[1:3]
-        assert page_size % _GROUP == 0, f"pages of {page_size} tokens, not a multiple of {_GROUP}"
+        assert page_size in _PAGE_SIZES, f"pages of {page_size} tokens, not one of {_PAGE_SIZES}"
         assert head_dim % 8 == 0, f"heads of {head_dim} dimensions, not a multiple of 8"
         shape = (page_size, kv_heads, heads // kv_heads, head_dim, window)
         plan = self._plan(tokens, page_tables, row_starts, context_lengths, shape)

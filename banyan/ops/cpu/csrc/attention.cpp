@@ -31,6 +31,7 @@ struct Planner {
   const PlanArgs& args;
   Plan& plan;
   int64_t num_units = 0, num_queries = 0, num_slots = 0;
+  int32_t num_pieces = 0;
   int tile;  // tokens of a unit
 
   explicit Planner(const PlanArgs& a) : args(a), plan(*a.plan) {
@@ -38,7 +39,16 @@ struct Planner {
     plan.pairs = plan.keys = 0;
   }
 
-  int first_span(int32_t position) const { return first_seen(position, args.window) / SPAN; }
+  int32_t seen_from(int32_t position) const { return first_seen(position, args.window); }
+  int first_span(int32_t position) const { return seen_from(position) / SPAN; }
+  int num_spans(int32_t position) const { return position / SPAN - first_span(position) + 1; }
+
+  void add_row(int row) {
+    int begin = args.row_starts[row], count = args.row_starts[row + 1] - begin;
+    int context = args.context_lengths[row];
+    for (int t = 0; t < count; t++) plan.pairs += context + t + 1 - seen_from(context + t);
+    if (count > 0 && !split(row, begin, count, context)) add_tiles(row, begin, count, context);
+  }
 
   // One tile after another: the lightest and the heaviest in turn, so that every stretch of units
   // is about the same work.
@@ -51,45 +61,81 @@ struct Planner {
                                  first_span(context + begin), (context + end - 1) / SPAN + 1};
       for (int t = begin; t < end; t++)
         plan.queries[num_queries++] = {first_token + t, context + t, -1};
-      plan.keys += context + end - first_seen(context + begin, args.window);
+      plan.keys += context + end - seen_from(context + begin);
     }
   }
 
   // A row of one tile, span by span; false where there is no need or no room for it.
   bool split(int row, int first_token, int count, int context) {
-    int last = (context + count - 1) / SPAN, first = first_span(context), spans = 0;
-    for (int t = 0; t < count; t++)
-      spans += (context + t) / SPAN - first_span(context + t) + 1;
-    if (count > tile || last == first || num_slots + spans > MAX_SPLITS) return false;
-    int32_t slot = (int32_t)num_slots;
+    int first = first_span(context), last = (context + count - 1) / SPAN, spans = 0;
+    if (count > tile || last == first) return false;
+    for (int t = 0; t < count; t++) spans += num_spans(context + t);
+    if (num_slots + spans > MAX_SPLITS) return false;
+    for (int span = first; span <= last; span++)
+      plan.pieces[num_pieces++] = {row, span, first_token, count, context, (int32_t)num_slots, -1, 0};
     num_slots += spans;
-    for (int t = 0; t < count; t++)
-      std::memset(plan.arrived + (int64_t)(first_token + t) * args.kv_heads, 0,
-                  sizeof(int32_t) * args.kv_heads);
-    for (int span = first; span <= last; span++) {
-      Unit unit{(int32_t)num_queries, 0, row, span, span + 1};
-      int32_t mine = slot;
-      for (int t = 0; t < count; t++) {
-        int32_t position = context + t;
-        if (span >= first_span(position) && span <= position / SPAN) {
-          plan.queries[num_queries++] = {first_token + t, position, mine};
-          unit.num_queries++;
-        }
-        mine += position / SPAN - first_span(position) + 1;
-      }
-      if (unit.num_queries) plan.units[num_units++] = unit;
-    }
-    plan.keys += context + count - first_seen(context, args.window);
+    std::memset(plan.arrived + (int64_t)first_token * args.kv_heads, 0,
+                sizeof(int32_t) * count * args.kv_heads);
     return true;
   }
 
-  void add_row(int row) {
-    int begin = args.row_starts[row], count = args.row_starts[row + 1] - begin;
-    int context = args.context_lengths[row];
-    if (count <= 0) return;
-    for (int t = 0; t < count; t++)
-      plan.pairs += context + t + 1 - first_seen(context + t, args.window);
-    if (!split(row, begin, count, context)) add_tiles(row, begin, count, context);
+  // Every key of the span lies in the past of every token: nothing but its pages matters.
+  bool is_whole(const Piece& p) const {
+    return (p.span + 1) * SPAN <= p.context + 1 &&
+           seen_from(p.context + p.count - 1) <= p.span * SPAN;
+  }
+  const int32_t* pages(const Piece& p) const {
+    return args.page_tables + p.row * args.table_stride + p.span * (SPAN / args.page_size);
+  }
+
+  // Chain pieces on the same pages behind the first of them, up to a tile.
+  void share() {
+    std::fill_n(plan.table, TABLE, -1);
+    for (int32_t i = 0; i < num_pieces; i++) {
+      Piece& piece = plan.pieces[i];
+      if (!is_whole(piece)) continue;
+      uint32_t at = (uint32_t)pages(piece)[0] * 2654435761u % TABLE;
+      for (; plan.table[at] >= 0; at = (at + 1) % TABLE) {
+        Piece& head = plan.pieces[plan.table[at]];
+        if (head.span != piece.span ||
+            std::memcmp(pages(head), pages(piece), sizeof(int32_t) * (SPAN / args.page_size)))
+          continue;
+        if (head.chained + head.count + piece.count > tile) break;  // full: begin another
+        head.chained += piece.count;
+        piece.chained = IN_A_CHAIN;
+        piece.next = head.next;
+        head.next = i;
+        break;
+      }
+      if (piece.chained != IN_A_CHAIN) plan.table[at] = i;
+    }
+  }
+
+  void add_pieces() {
+    if (args.shares_prefixes && num_pieces && plan.pieces[num_pieces - 1].row != plan.pieces[0].row)
+      share();
+    for (int32_t i = 0; i < num_pieces; i++) {
+      const Piece& head = plan.pieces[i];
+      if (head.chained == IN_A_CHAIN) continue;
+      Unit unit{(int32_t)num_queries, 0, head.row, head.span, head.span + 1};
+      for (int32_t member = i; member >= 0; member = plan.pieces[member].next)
+        add_queries(plan.pieces[member]);
+      unit.num_queries = (int32_t)num_queries - unit.first_query;
+      if (!unit.num_queries) continue;
+      plan.units[num_units++] = unit;
+      int32_t newest = head.context + head.count, from = std::max(head.span * SPAN, seen_from(head.context));
+      plan.keys += std::min(newest, (head.span + 1) * SPAN) - from;
+    }
+  }
+
+  void add_queries(const Piece& piece) {
+    int32_t slot = piece.slot;
+    for (int t = 0; t < piece.count; t++) {
+      int32_t position = piece.context + t;
+      if (piece.span >= first_span(position) && piece.span <= position / SPAN)
+        plan.queries[num_queries++] = {piece.first_token + t, position, slot};
+      slot += num_spans(position);
+    }
   }
 };
 
@@ -97,6 +143,7 @@ int64_t plan_units(const void* args, const Sizes& sizes) {
   const PlanArgs& a = *(const PlanArgs*)args;
   Planner planner(a);
   for (int64_t row = 0; row < sizes.n[ROWS]; row++) planner.add_row((int)row);
+  planner.add_pieces();
   a.plan->num_units = planner.num_units;
   return 0;
 }
@@ -109,6 +156,8 @@ void plan_cost(const void*, const Sizes&, double* bytes, double* operations) {
 // Units are counted, here and in the layers behind, before a program runs: planning is counting.
 constexpr Kernel PLAN = {"attention_plan", plan_units, plan_grain, plan_run, plan_cost};
 
+constexpr int PLAN_PARTS = 7;
+
 size_t round_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 size_t sizes_of_plan(int64_t max_tokens, int64_t kv_heads, int64_t group, int64_t head_dim,
@@ -118,10 +167,11 @@ size_t sizes_of_plan(int64_t max_tokens, int64_t kv_heads, int64_t group, int64_
                     sizeof(Unit) * most,
                     sizeof(Query) * most,
                     sizeof(int32_t) * max_tokens * kv_heads,
-                    sizeof(int32_t) * 4 * most,
+                    sizeof(Piece) * MAX_SPLITS,
+                    sizeof(int32_t) * TABLE,
                     sizeof(float) * MAX_SPLITS * kv_heads * group * (head_dim + GROUP)};
   size_t at = 0;
-  for (int i = 0; i < 6; i++) {
+  for (int i = 0; i < PLAN_PARTS; i++) {
     offsets[i] = at;
     at += round_up(sizes[i]);
   }
@@ -133,7 +183,7 @@ size_t sizes_of_plan(int64_t max_tokens, int64_t kv_heads, int64_t group, int64_
 // Bytes that a plan needs, 64-byte aligned, for as long as programs with it run.
 BN_EXPORT int64_t bn_attention_plan_bytes(int64_t max_tokens, int64_t kv_heads, int64_t group,
                                           int64_t head_dim) {
-  size_t offsets[6];
+  size_t offsets[PLAN_PARTS];
   return (int64_t)sizes_of_plan(max_tokens, kv_heads, group, head_dim, offsets);
 }
 
@@ -143,7 +193,7 @@ BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory, const 
                                  const int32_t* context_lengths, int32_t page_size, int32_t kv_heads,
                                  int32_t group, int32_t head_dim, int32_t window,
                                  int32_t max_tokens, int32_t shares_prefixes) {
-  size_t offsets[6];
+  size_t offsets[PLAN_PARTS];
   sizes_of_plan(max_tokens, kv_heads, group, head_dim, offsets);
   uint8_t* at = (uint8_t*)memory;
   Plan* plan = (Plan*)at;
@@ -153,10 +203,11 @@ BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory, const 
                (Unit*)(at + offsets[1]),
                (Query*)(at + offsets[2]),
                (int32_t*)(at + offsets[3]),
-               (int32_t*)(at + offsets[4]),
-               (float*)(at + offsets[5])};
-  PlanArgs args{plan,      page_tables, row_starts, context_lengths, table_stride,   page_size,
-                group,     kv_heads,    window,     max_tokens,      shares_prefixes};
+               (Piece*)(at + offsets[4]),
+               (int32_t*)(at + offsets[5]),
+               (float*)(at + offsets[6])};
+  PlanArgs args{plan,      page_tables, row_starts, context_lengths, table_stride,
+                page_size, group,       kv_heads,   window,          shares_prefixes};
   append(program, PLAN, &args, sizeof args, NOT_ROW_WISE);
 }
 

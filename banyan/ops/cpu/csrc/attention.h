@@ -33,6 +33,15 @@ struct Unit {
   int32_t first_span, end_span;
 };
 
+// One span of a row that is split.
+struct Piece {
+  int32_t row, span;
+  int32_t first_token, count, context;
+  int32_t slot;           // of the row's first token
+  int32_t next, chained;  // pieces on the same pages: the next one; their tokens, or IN_A_CHAIN
+};
+constexpr int32_t IN_A_CHAIN = -1, TABLE = 2 * MAX_SPLITS;
+
 // What a step's layers of one geometry share; lies in memory that outlives the program, written
 // anew before each run.
 struct Plan {
@@ -41,7 +50,8 @@ struct Plan {
   Unit* units;         // [max_tokens + MAX_SPLITS]
   Query* queries;      // [max_tokens + MAX_SPLITS]
   int32_t* arrived;    // [max_tokens, kv_heads]: spans of a split token that are in memory
-  int32_t* share;      // scratch of the planner
+  Piece* pieces;       // [MAX_SPLITS]
+  int32_t* table;      // [TABLE]: pieces by their first page
   float* results;      // [MAX_SPLITS, heads, head_dim + GROUP]: largest logit, sum, ..., values
 };
 
@@ -50,7 +60,7 @@ struct PlanArgs {
   const int32_t *page_tables, *row_starts, *context_lengths;
   int64_t table_stride;
   int32_t page_size, group, kv_heads, window;
-  int32_t max_tokens, shares_prefixes;
+  int32_t shares_prefixes;
 };
 
 struct AttentionArgs {

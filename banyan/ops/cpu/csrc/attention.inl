@@ -37,6 +37,7 @@ constexpr int GROUPS = SPAN / GROUP;       // of a span
 constexpr int BLOCK = 4;                   // groups that are converted, then used from the L1 cache
 constexpr int VECTORS = GROUP / LANES;     // of a group
 constexpr int TOGETHER = 6;                // queries whose sums are in registers at once
+constexpr int AHEAD = 2;                   // groups that are fetched before they are needed
 constexpr int CONVERT_FROM = 12;           // queries from which converting a block once pays
 constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of sums per query, for many queries
 
@@ -65,15 +66,18 @@ inline __attribute__((always_inline)) void multiply(V vector, F factor, vf (&sum
 
 // --- logits --------------------------------------------------------------------------------------
 
-// logits[r][n·16 ...] = q[r] · k for R queries and N groups of keys.
+// logits[r][n·16 ...] = q[r] · k for R queries and N groups of keys. Pointers to groups go AHEAD
+// further than the groups that are asked for.
 template <class C, int R, int N>
 void score(const float* q, int dim, const typename C::type* const* k, int64_t stride,
            float* logits) {
   vf sums[R][N * VECTORS] = {};
   auto at = [&](int d, int n) { return C::get(k[n / VECTORS] + d * stride + n % VECTORS * LANES); };
-  for (int d = 0; d < dim; d++)
+  for (int d = 0; d < dim; d++) {
+    UNROLL for (int n = 0; n < N; n++) __builtin_prefetch(k[n + AHEAD] + d * stride);
     multiply<R, N * VECTORS>([&](int n) { return at(d, n); },
                              [&](int r) { return splat(q[r * dim + d]); }, sums);
+  }
   UNROLL for (int r = 0; r < R; r++)
     UNROLL for (int n = 0; n < N * VECTORS; n++) store(logits + r * SPAN + n * LANES, sums[r][n]);
 }
@@ -170,9 +174,11 @@ void weigh(const float* p, const typename C::type* const* v, int lo, int hi, int
     UNROLL for (int w = 0; w < W; w++) sums[r][w] = load(values + r * dim + w * LANES);
   for (int j = lo; j < hi;) {
     const typename C::type* row = v[j / GROUP] + j % GROUP * dim;
+    int64_t ahead = v[j / GROUP + AHEAD] - v[j / GROUP];
     int stop = (j / GROUP + 1) * GROUP;
     if (stop > hi) stop = hi;
     for (; j < stop; j++, row += dim) {
+      __builtin_prefetch(row + ahead);
       multiply<R, W>([&](int w) { return C::get(row + w * LANES); },
                      [&](int r) { return splat(p[r * SPAN + j]); }, sums);
     }
@@ -186,11 +192,11 @@ template <class C, int R>
 void weigh_head(const float* p, const typename C::type* const* v, int lo, int hi, int dim,
                 float* values) {
   constexpr int W = R == 1 ? 8 : R <= 3 ? 4 : WIDE;
-  const typename C::type* shifted[GROUPS];
+  const typename C::type* shifted[GROUPS + AHEAD];
   int vectors = dim / LANES, w = 0;
   int first = lo / GROUP, last = (hi - 1) / GROUP;
   auto shift = [&] {
-    for (int g = first; g <= last; g++) shifted[g] = v[g] + w * LANES;
+    for (int g = first; g <= last + AHEAD; g++) shifted[g] = v[g] + w * LANES;
   };
   for (; w + W <= vectors; w += W) {
     shift();
@@ -319,6 +325,7 @@ void convert_k(const typename C::type* const* k, int64_t stride, int groups, int
       UNROLL for (int i = 0; i < GROUP; i += LANES)
         store(to + d * GROUP + i, C::get(k[g] + d * stride + i));
   }
+  for (int g = 0; g < AHEAD; g++) converted[groups + g] = block;
 }
 template <class C>
 void convert_v(const typename C::type* const* v, int groups, int dim, float* block,
@@ -328,13 +335,36 @@ void convert_v(const typename C::type* const* v, int groups, int dim, float* blo
     converted[g] = to;
     for (int i = 0; i < GROUP * dim; i += LANES) store(to + i, C::get(v[g] + i));
   }
+  for (int g = 0; g < AHEAD; g++) converted[groups + g] = block;
 }
 
-// Shares and weighted values of every query of the tile in one span.
+// The groups of one kv head that hold the positions of a unit.
 template <class C>
-void attend_span(const AttentionArgs& a, const int32_t* table, int kv_head, int span, int count,
-                 Tile& tile) {
+struct Pages {
   using T = typename C::type;
+  const AttentionArgs& a;
+  const int32_t* table;
+  int kv_head;
+
+  Pages(const AttentionArgs& args, const Unit& unit, int head)
+      : a(args), table(args.page_tables + unit.row * args.table_stride), kv_head(head) {}
+
+  int64_t page(int64_t position) const {
+    return (int64_t)table[position / a.page_size] * a.kv_heads + kv_head;
+  }
+  const T* k(int64_t position) const {
+    return (const T*)a.k_pages + page(position) * a.head_dim * a.page_size + position % a.page_size;
+  }
+  const T* v(int64_t position) const {
+    return (const T*)a.v_pages +
+           (page(position) * a.page_size + position % a.page_size) * a.head_dim;
+  }
+};
+
+// Shares and weighted values of every query of the tile in one span. next: what is read after it.
+template <class C>
+void attend_span(const AttentionArgs& a, const Pages<C>& pages, int span, int count, Tile& tile,
+                 const typename C::type* next) {
   int dim = a.head_dim, lo = SPAN, hi = 0;
   for (int r = 0; r < count; r++) {
     if (tile.seen[r].lo >= tile.seen[r].hi) continue;
@@ -342,16 +372,16 @@ void attend_span(const AttentionArgs& a, const int32_t* table, int kv_head, int 
     hi = tile.seen[r].hi > hi ? tile.seen[r].hi : hi;
   }
   int begin = lo / GROUP, end = (hi + GROUP - 1) / GROUP;
-  const T *k[GROUPS], *v[GROUPS];
+  // K of the span, V of the span, and what comes then: the order in which memory is read.
+  const typename C::type* order[2 * GROUPS + AHEAD];
+  const typename C::type **k = order, **v = order + (end - begin);
   for (int g = begin; g < end; g++) {
-    int64_t position = (int64_t)span * SPAN + g * GROUP;
-    int64_t head = (int64_t)table[position / a.page_size] * a.kv_heads + kv_head;
-    int64_t offset = position % a.page_size;
-    k[g] = (const T*)a.k_pages + head * dim * a.page_size + offset;
-    v[g] = (const T*)a.v_pages + (head * a.page_size + offset) * dim;
+    k[g] = pages.k((int64_t)span * SPAN + g * GROUP);
+    v[g] = pages.v((int64_t)span * SPAN + g * GROUP);
   }
-  bool converts = sizeof(T) < sizeof(float) && count >= CONVERT_FROM;
-  const float* converted[GROUPS];
+  for (int i = 0; i < AHEAD; i++) v[end + i] = next;
+  bool converts = sizeof(*next) < sizeof(float) && count >= CONVERT_FROM;
+  const float* converted[GROUPS + AHEAD];
 
   for (int g = begin; g < end; g += BLOCK) {
     int groups = end - g < BLOCK ? end - g : BLOCK;
@@ -381,7 +411,8 @@ void attend_span(const AttentionArgs& a, const int32_t* table, int kv_head, int 
 }
 
 template <class C>
-void attend_unit(const AttentionArgs& a, const Unit& unit, int kv_head, Worker& worker) {
+void attend_unit(const AttentionArgs& a, const Unit& unit, int kv_head,
+                 const typename C::type* next, Worker& worker) {
   const Query* queries = a.plan->queries + unit.first_query;
   int group = a.group, dim = a.head_dim, count = unit.num_queries * group;
   int64_t heads = (int64_t)a.kv_heads * group;
@@ -395,14 +426,15 @@ void attend_unit(const AttentionArgs& a, const Unit& unit, int kv_head, Worker& 
   }
   bool splits = queries[0].slot >= 0;
   if (!splits) std::memset(tile.totals, 0, sizeof(float) * count * dim);
-  const int32_t* table = a.page_tables + unit.row * a.table_stride;
+  Pages<C> pages(a, unit, kv_head);
   for (int span = unit.first_span; span < unit.end_span; span++) {
     for (int r = 0; r < count; r++) {
       int32_t position = queries[r / group].position;
       tile.seen[r] = meet({first_seen(position, a.window) - span * SPAN, position + 1 - span * SPAN},
                           {0, SPAN});
     }
-    attend_span<C>(a, table, kv_head, span, count, tile);
+    bool is_last = span + 1 == unit.end_span;
+    attend_span<C>(a, pages, span, count, tile, is_last ? next : pages.k((span + 1) * SPAN));
     for (int r = 0; r < count; r++) {
       if (tile.seen[r].lo >= tile.seen[r].hi) continue;
       const float* values = tile.values + (size_t)r * dim;
@@ -439,8 +471,15 @@ int64_t attend_grain(const void*, const Sizes&) { return 1; }
 template <class C>
 void attend(const void* args, const Sizes&, int64_t begin, int64_t end, Worker& worker) {
   const AttentionArgs& a = *(const AttentionArgs*)args;
-  for (int64_t i = begin; i < end; i++)
-    attend_unit<C>(a, a.plan->units[i / a.kv_heads], (int)(i % a.kv_heads), worker);
+  auto unit = [&](int64_t i) -> const Unit& { return a.plan->units[i / a.kv_heads]; };
+  auto head = [&](int64_t i) { return (int)(i % a.kv_heads); };
+  for (int64_t i = begin; i < end; i++) {
+    int64_t then = i + 1 < end ? i + 1 : i;
+    int32_t position = a.plan->queries[unit(then).first_query].position;
+    int64_t first = unit(then).first_span * SPAN;
+    if (first < first_seen(position, a.window)) first = first_seen(position, a.window);
+    attend_unit<C>(a, unit(i), head(i), Pages<C>(a, unit(then), head(then)).k(first), worker);
+  }
 }
 
 template <class C>
