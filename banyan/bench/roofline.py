@@ -5,8 +5,9 @@ arithmetic units; the slower of the two is its bound. (Williams, Waterman, Patte
 CACM 2009.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from banyan.bench.probe import Machine
 from banyan.config.card import ModelCard
@@ -14,7 +15,7 @@ from banyan.formats.mapped import TensorInfo
 
 FP32, INT8 = "fp32", "int8"
 
-_WIDE = 18
+_WIDE = 28
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,19 @@ class OpCost:
     arithmetic: str = FP32
 
 
+class OpTime(Protocol):
+    """What an engine tells about one stage of a step, as OpCost has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def bytes(self) -> float: ...
+    @property
+    def operations(self) -> float: ...
+
+
 @dataclass(frozen=True)
 class OpRow:
     """An op beside its bound. `fraction` 1 = as fast as the machine can be."""
@@ -52,6 +66,27 @@ def bound(cost: OpCost, machine: Machine) -> tuple[float, str]:
     peak = machine.int8_ops_s if cost.arithmetic == INT8 else machine.fp32_ops_s
     compute_s = cost.operations / peak if peak else 0.0
     return max((memory_s, "memory"), (compute_s, cost.arithmetic))
+
+
+def merged(times: Iterable[OpTime], arithmetic: str = FP32) -> list[OpCost]:
+    """Stages of one name, such as the same op of every layer, as one op: "linear × 30".
+
+    Args:
+        arithmetic: whose peak bounds stages that multiply matrices; all others are FP32.
+    """
+    stages: dict[str, list[OpTime]] = {}
+    for time in times:
+        stages.setdefault(time.name, []).append(time)
+    return [
+        OpCost(
+            name if len(same) == 1 else f"{name} × {len(same)}",
+            sum(stage.seconds for stage in same),
+            sum(stage.bytes for stage in same),
+            sum(stage.operations for stage in same),
+            arithmetic if "linear" in name else FP32,
+        )
+        for name, same in stages.items()
+    ]
 
 
 def op_rows(costs: Sequence[OpCost], step_s: float, machine: Machine) -> list[OpRow]:

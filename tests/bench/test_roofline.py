@@ -3,7 +3,7 @@
 import pytest
 
 from banyan.bench.probe import Machine
-from banyan.bench.roofline import FP32, INT8, OpCost, bound, op_rows, table, whole_step
+from banyan.bench.roofline import FP32, INT8, OpCost, bound, merged, op_rows, table, whole_step
 from banyan.config.card import ModelCard
 from banyan.formats.mapped import TensorInfo
 
@@ -81,3 +81,14 @@ def test_a_machine_says_what_was_not_measured() -> None:
     assert "int8 not measured" in str(Machine(2, 10e9, 100e9))
     assert "int8 400 GOP/s" in str(MACHINE)
     assert Machine(2, 10e9, 100e9).keys()["int8_gop_s"] is None
+
+
+def test_the_same_op_of_every_layer_is_one_row() -> None:
+    stages = [
+        OpCost("linear", 0.002, 10.0, 100.0),
+        OpCost("norm", 0.001, 1.0, 2.0),
+        OpCost("linear", 0.003, 20.0, 200.0),
+    ]
+    linear, norm = merged(stages, INT8)
+    assert linear == OpCost("linear × 2", pytest.approx(0.005), 30.0, 300.0, INT8)
+    assert norm == OpCost("norm", 0.001, 1.0, 2.0, FP32)
