@@ -1,4 +1,4 @@
-# make serve | test | test-parsers | bench | bench-cpu | lint | format | types | clean
+# make serve | test | test-schemas | test-parsers | bench | bench-cpu | lint | format | types | clean
 # Needs a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -10,7 +10,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS =
 TESTS = tests
 
-.PHONY: serve test test-parsers bench bench-cpu lint format types clean
+.PHONY: serve test test-schemas test-parsers bench bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -31,6 +31,10 @@ bench: $(VENV)/.demo
 # Beside other engines; installs them into .peers (several GB, and most of an hour the first time).
 bench-cpu: $(VENV)/.demo $(VENV)/.test
 	@exec $(BIN)/python -m benchmarks.compare_peers --out .peers/peers.json --docs docs/performance.md $(ARGS)
+
+# Every grammar backend on 500 schemas instead of a few; takes an hour, most of it one compiler's.
+test-schemas: $(VENV)/.test
+	@SCHEMA_CASES=500 $(BIN)/python -m pytest -s tests/grammar/test_schemas.py $(ARGS)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
@@ -77,6 +81,7 @@ $(VENV)/.demo: $(VENV)/.installed
 $(VENV)/.test: $(VENV)/.installed
 	@echo "Installing the test tools"
 	@$(PIP) install -e '.[test]'
+	@$(PIP) install --no-deps xgrammar apache-tvm-ffi
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

@@ -13,15 +13,21 @@ import torch
 import zmq
 
 from banyan.base.clock import Clock, WallClock
+from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
+from banyan.engine.desk import GrammarDesk
 from banyan.engine.journal import Journal
 from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.orders import RANK, Orders
 from banyan.engine.processes import Child, spawn
 from banyan.engine.spec import CoreSpec
+from banyan.frontend.tokenizer import load_tokenizer
+from banyan.grammar.base import BACKENDS
+from banyan.grammar.compiler import GrammarCompiler, GrammarLimits
+from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
 from banyan.memory.groups import WINDOW
 from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
 from banyan.messages.events import Ready
@@ -163,10 +169,13 @@ def run_engine(
         if config.observe.journal:
             journal = Journal(config.observe.journal, spec, config.observe.journal_bytes)
             cleanup.callback(journal.close)
-        core = spec.build(recorder=journal)
-        loop = EngineLoop(
-            core, launcher, link, wake, clock, check_ledger=config.schedule.check_ledger
-        )
+        grammars = _grammars(config, card, wake.ring)
+        desk = None
+        if grammars is not None:
+            cleanup.callback(grammars.close)
+            desk = GrammarDesk(grammars)
+        core = spec.build(grammars, recorder=journal)
+        loop = EngineLoop(core, launcher, link, wake, clock, config.schedule.check_ledger, desk)
         ranks.watch(loop.fail)
         started(loop)
         loop.run(_ready(memory, phases, opened.kernels))
@@ -232,6 +241,29 @@ class OtherRanks:
     def _send(self, frame: bytes) -> None:
         for socket in self._sockets:
             socket.send(frame)
+
+
+def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> GrammarCompiler | None:
+    """What compiles constraints; reads the tokenizer only when the first constraint comes."""
+    grammar = config.grammar
+    if grammar.backend in ("", "none"):
+        return None
+    if grammar.backend not in BACKENDS:
+        known = ", ".join([*BACKENDS, "none"])
+        raise ConfigError(
+            f"--grammar-backend {grammar.backend!r} is unknown", hint=f"choose one of: {known}"
+        )
+
+    def read() -> tuple[Vocabulary, Encode]:
+        tokenizer = load_tokenizer(config.model.tokenizer_path)
+        pieces, ends, special = tokenizer.pieces, tokenizer.eos_ids, tokenizer.special_ids
+        vocabulary = vocabulary_of(
+            pieces.__getitem__, tokenizer.vocab_size, card.vocab_size, ends, special
+        )
+        return vocabulary, lambda text: tokenizer.encode(text, False)
+
+    limits = GrammarLimits(time_s=grammar.timeout_s)
+    return GrammarCompiler(grammar.backend, read, grammar.compact, limits, wake)
 
 
 def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPlan:

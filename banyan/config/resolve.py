@@ -6,6 +6,7 @@ After this a Config does not change.
 import os
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from types import MappingProxyType
 
 from banyan.base.errors import ConfigError
@@ -18,6 +19,11 @@ from banyan.config.sources import fetch
 from banyan.formats.shards import check_weight_files
 
 log = logger(__name__)
+
+_GRAMMAR_PACKAGES = MappingProxyType(
+    {"xgrammar": "xgrammar", "llguidance": "llguidance", "outlines": "outlines_core"}
+)
+"""Backend -> what must be installed, the preferred first."""
 
 _DEMO_SAMPLING = MappingProxyType({"temperature": 0.2, "top_p": 0.9})
 
@@ -140,6 +146,23 @@ def sample_the_demo_as_its_makers_do(
     return replace(config, server=replace(server, preferred_sampling=dict(_DEMO_SAMPLING)))
 
 
+def choose_the_grammar_backend(config: Config, card: ModelCard, environment: Environment) -> Config:
+    """Looks for packages and imports none: that takes a second, at the first request."""
+    grammar = config.grammar
+    package = _GRAMMAR_PACKAGES.get(grammar.backend)
+    if package and find_spec(package) is None:
+        raise ConfigError(
+            f"--grammar-backend {grammar.backend} needs the package {package}",
+            hint=f"run: pip install {package}",
+        )
+    if grammar.backend:
+        return config
+    found = [name for name, package in _GRAMMAR_PACKAGES.items() if find_spec(package)]
+    chosen, why = (found[0], "it is installed") if found else ("none", "no library is installed")
+    _log("grammar-backend", chosen, why)
+    return replace(config, grammar=replace(grammar, backend=chosen))
+
+
 RULES = (
     name_the_model,
     find_the_tokenizer,
@@ -149,6 +172,7 @@ RULES = (
     check_the_chunk,
     check_the_ranks,
     sample_the_demo_as_its_makers_do,
+    choose_the_grammar_backend,
 )
 
 

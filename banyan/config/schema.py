@@ -84,6 +84,14 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True)
+class GrammarConfig:
+    backend: str = ""
+    """Name in the table of grammar backends, or "none"; "" = the best that is installed."""
+    compact: bool = False
+    timeout_s: float = 20.0
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 30000
@@ -132,5 +140,6 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    grammar: GrammarConfig = field(default_factory=GrammarConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

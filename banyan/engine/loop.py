@@ -13,6 +13,7 @@ from banyan.base.errors import DeviceError
 from banyan.base.log import logger
 from banyan.engine.control import answer
 from banyan.engine.core import EngineCore
+from banyan.engine.desk import GrammarDesk
 from banyan.engine.forecast import StepForecast
 from banyan.engine.launcher import Handle, Launcher
 from banyan.messages.events import Event, Fatal, Ready
@@ -61,6 +62,7 @@ class EngineLoop:
         link: to the front.
         wake: the loop's wake-up.
         check_ledger: check every invariant after every step (tests).
+        desk: where requests wait for their constraint; None without a grammar backend.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class EngineLoop:
         wake: Wake,
         clock: Clock,
         check_ledger: bool = False,
+        desk: GrammarDesk | None = None,
     ) -> None:
         self._core = core
         self._launcher = launcher
@@ -78,6 +81,7 @@ class EngineLoop:
         self._wake = wake
         self._clock = clock
         self._check_ledger = check_ledger
+        self._desk = desk
         self._flying: deque[Handle] = deque()
         self._forecast = StepForecast()
         self._started_s = 0.0
@@ -122,6 +126,8 @@ class EngineLoop:
         events: list[Event] = []
         for message in self._link.receive():
             self._receive(message, events, now)
+        if self._desk is not None:
+            self._desk.release(lambda generate: self._core.receive(generate, now))
         self._collect(events)
         self._launch()
         events += self._core.take_events()
@@ -131,6 +137,8 @@ class EngineLoop:
             self._link.send(events)
 
     def _receive(self, message: Message, events: list[Event], now: float) -> None:
+        if self._desk is not None and self._desk.keeps(message, events):
+            return
         if isinstance(message, Control):
             events.append(answer(self._core, message, now))
             return

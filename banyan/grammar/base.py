@@ -1,4 +1,5 @@
-"""What the scheduler needs of a constraint on the output: masks in, tokens out.
+"""What the scheduler needs of a constraint on the output (masks in, tokens out), and what a backend
+must provide for it.
 
 Bit i of a mask (little-endian within the byte string) = token i is allowed next.
 """
@@ -6,12 +7,23 @@ Bit i of a mask (little-endian within the byte string) = token i is allowed next
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+
+from banyan.base.table import Table
+from banyan.grammar.vocabulary import Encode, Vocabulary
+from banyan.messages.constraint import Constraint
+
 
 class Grammar(Protocol):
     """One request's constraint at its current position."""
 
+    @property
+    def is_ended(self) -> bool:
+        """The output is complete: an end token has been accepted."""
+        ...
+
     def mask(self) -> bytes:
-        """Which tokens may come next."""
+        """Which tokens may come next; no bit is set at a dead end."""
         ...
 
     def accept(self, token: int) -> bool:
@@ -25,6 +37,65 @@ class Grammar(Protocol):
 
 GrammarFactory = Callable[[str], Grammar]
 """From `Generate.grammar` to a fresh constraint; RequestError when it cannot be had."""
+
+
+class Matcher(Protocol):
+    """A library's view of one output. It sees tokens as text and never an end token."""
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Write which tokens may come next: int32 [words], bit i of the whole = token i."""
+        ...
+
+    def accept(self, token: int) -> bool:
+        """Move past `token`; False (and nothing moved) when it is not allowed."""
+        ...
+
+    def rollback(self, count: int) -> None:
+        """Undo the last `count` accepted tokens."""
+        ...
+
+    def is_complete(self) -> bool:
+        """Whether the output may end here."""
+        ...
+
+
+class Program(Protocol):
+    """A compiled constraint, shared by the requests that have it."""
+
+    size_bytes: int
+
+    def start(self) -> Matcher:
+        """A matcher at the beginning. Takes microseconds."""
+        ...
+
+
+class Backend(Protocol):
+    """A library. `compile` runs in a process of its own, `load` in the engine's.
+
+    Both may raise anything with a message for the caller; it ends the requests that asked.
+    """
+
+    def compile(self, constraint: Constraint) -> bytes:
+        """Everything that is slow or dangerous; the result goes to `load`."""
+        ...
+
+    def load(self, compiled: bytes) -> Program:
+        """Milliseconds; runs beside the engine's loop."""
+        ...
+
+
+BackendFactory = Callable[[Vocabulary, Encode, bool], Backend]
+"""From the vocabulary, the way to write text in it, and "no white space between JSON tokens"."""
+
+BACKENDS: Table[BackendFactory] = Table(
+    "grammar backend",
+    {
+        "xgrammar": "banyan.grammar.xgrammar:XGrammar",
+        "llguidance": "banyan.grammar.llguidance:LLGuidance",
+        "outlines": "banyan.grammar.outlines:Outlines",
+    },
+    plugins="banyan.grammars",
+)
 
 
 def masks_for(grammar: Grammar, drafts: list[int]) -> bytes:

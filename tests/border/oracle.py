@@ -60,6 +60,10 @@ class HashGrammar:
     def __init__(self) -> None:
         self._states = [0]
 
+    @property
+    def is_ended(self) -> bool:
+        return False
+
     def mask(self) -> bytes:
         return mask_at(self._states[-1])
 

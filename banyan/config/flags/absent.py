@@ -236,13 +236,12 @@ SCHEDULING = (
         ),
     ),
     Feature(
-        "answers follow no grammar",
-        "check the answer in the client",
-        asks=(
-            Absent("grammar-backend", neutral=("none",)),
-            *texts("constrained-json-whitespace-pattern"),
-            *switches("constrained-json-disable-any-whitespace"),
-        ),
+        "white space in constrained JSON has no pattern of its own",
+        "use --constrained-json-disable-any-whitespace",
+        asks=texts("constrained-json-whitespace-pattern"),
+    ),
+    Feature(
+        "compiled grammars are kept in memory only",
         tunes=switches("disable-outlines-disk-cache"),
     ),
     Feature(

@@ -449,8 +449,8 @@ LATER_FEATURES = (
         ),
     ),
     Feature(
-        "answers follow no grammar",
-        "check the answer in the client",
+        "runs of white space in constrained JSON have a bound of their own",
+        "use --constrained-json-disable-any-whitespace",
         asks=(*ints("constrained-json-max-whitespace-cnt"),),
     ),
 )

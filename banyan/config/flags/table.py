@@ -7,7 +7,7 @@ from functools import cache
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.flags import cache as cache_flags
-from banyan.config.flags import device, model, observe, schedule, server
+from banyan.config.flags import device, grammar, model, observe, schedule, server
 from banyan.config.flags.absent import FEATURES, REPLACED
 from banyan.config.flags.absent_later import LATER_FEATURES
 from banyan.config.flags.flag import SWITCH, WORDS, Absent, Flag, Replaced
@@ -17,6 +17,7 @@ GROUPS = (
     ("Server", server.FLAGS),
     ("Scheduler", schedule.FLAGS),
     ("KV cache", cache_flags.FLAGS),
+    ("Grammar", grammar.FLAGS),
     ("Machine", device.FLAGS),
     ("Logs", observe.FLAGS),
 )

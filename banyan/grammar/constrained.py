@@ -1,0 +1,114 @@
+"""Constrained: a library's matcher made into a Grammar. Adds what no library needs to know: end
+tokens, special tokens, and the free beginning before a constraint.
+"""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from banyan.grammar.base import Matcher
+from banyan.grammar.vocabulary import Vocabulary
+from banyan.messages.constraint import JSON_SCHEMA, Constraint
+
+_CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
+
+
+class TokenMasks:
+    """The masks of a vocabulary that no constraint changes: int32 [words] each."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokens = vocabulary.tokens
+        self.end_ids = frozenset(vocabulary.end_ids)
+        self.end = vocabulary.bits(vocabulary.end_ids)
+        self.free = vocabulary.bits(range(vocabulary.size)) & ~self.end
+        """Before the constraint begins everything goes but an end: the answer is still to come."""
+        special = {id: tokens[id].decode("utf-8", "replace") for id in vocabulary.special_ids}
+        self._special = {text: vocabulary.bits([id]) for id, text in special.items() if text}
+        empty = [id for id, token in enumerate(tokens) if not token]
+        self._plain = self.free & ~vocabulary.bits([*special, *empty])
+        control = [id for id, token in enumerate(tokens) if _CONTROL.search(token)]
+        self._json = self._plain & ~vocabulary.bits(control)
+
+    def text(self, constraint: Constraint) -> np.ndarray:
+        """What may be part of a constrained text: special tokens only where it names them.
+
+        JSON has control characters between its parts only, and there line breaks do; libraries
+        that turn a schema into a regex let some into strings.
+        """
+        mask = self._json if constraint.kind == JSON_SCHEMA else self._plain
+        for text, bit in self._special.items():
+            if text in constraint.text:
+                mask = mask | bit
+        return mask
+
+
+class Constrained:
+    """Satisfies grammar.base.Grammar.
+
+    Args:
+        text: tokens that may be part of the text, `TokenMasks.text` of its constraint.
+        after: token ids that end the free beginning; () when there is none.
+    """
+
+    def __init__(
+        self, matcher: Matcher, masks: TokenMasks, text: np.ndarray, after: Sequence[int] = ()
+    ) -> None:
+        self._matcher = matcher
+        self._masks = masks
+        self._text = text
+        self._after = tuple(after)
+        self._free: list[int] = []
+        """Tokens of the beginning."""
+        self._num_matched = 0
+        """Tokens that the matcher has accepted."""
+        self._num_ends = 0
+
+    @property
+    def is_ended(self) -> bool:
+        return self._num_ends > 0
+
+    def mask(self) -> bytes:
+        if self._is_free:
+            return self._masks.free.tobytes()
+        if self._num_ends:
+            return self._masks.end.tobytes()
+        mask = np.zeros_like(self._text)
+        self._matcher.fill(mask)
+        mask &= self._text
+        if self._matcher.is_complete():
+            mask |= self._masks.end
+        return mask.tobytes()
+
+    def accept(self, token: int) -> bool:
+        if self._is_free:
+            if token in self._masks.end_ids:
+                return False
+            self._free.append(token)
+        elif token in self._masks.end_ids:
+            if not self._num_ends and not self._matcher.is_complete():
+                return False
+            self._num_ends += 1
+        elif self._num_ends or not self._matcher.accept(token):
+            return False
+        else:
+            self._num_matched += 1
+        return True
+
+    def rollback(self, count: int) -> None:
+        ends = min(count, self._num_ends)
+        self._num_ends -= ends
+        matched = min(count - ends, self._num_matched)
+        if matched:
+            self._num_matched -= matched
+            self._matcher.rollback(matched)
+        free = count - ends - matched
+        assert free <= len(self._free), f"{count} tokens cannot be undone"
+        if free:
+            del self._free[-free:]
+
+    @property
+    def _is_free(self) -> bool:
+        if not self._after or self._num_matched or self._num_ends:
+            return False
+        return tuple(self._free[-len(self._after) :]) != self._after

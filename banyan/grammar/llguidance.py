@@ -1,0 +1,119 @@
+"""The llguidance library. It compiles in milliseconds and works lazily under limits of its own, so
+its compiled form is the grammar in the library's notation.
+"""
+
+import llguidance
+import numpy as np
+
+from banyan.base.errors import RequestError
+from banyan.base.log import logger, printable
+from banyan.grammar.base import Matcher
+from banyan.grammar.json_schema import WHITESPACE_LIMIT, Schema, check_schema
+from banyan.grammar.lark import lark_of
+from banyan.grammar.vocabulary import Encode, Vocabulary
+from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, Constraint
+
+log = logger(__name__)
+
+_LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+"""A lexer state takes 1 to 2 kB; the other limits are the library's own."""
+
+
+def _repeated_keys(schema: Schema) -> str:
+    """Additional members may repeat a name, and then count twice."""
+    least, more = schema.get("minProperties"), schema.get("additionalProperties")
+    may_repeat = isinstance(least, int) and least > 1 and more is not False
+    return "'minProperties' above 1" if may_repeat else ""
+
+
+class LLGuidance:
+    """Satisfies grammar.base.Backend."""
+
+    def __init__(self, vocabulary: Vocabulary, encode: Encode, compact: bool) -> None:
+        self._tokens = llguidance.LLTokenizer(
+            _Tokens(vocabulary, encode), eos_token=list(vocabulary.end_ids)
+        )
+        self._json_options = (
+            {"whitespace_flexible": False}
+            if compact
+            else {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{WHITESPACE_LIMIT}}}"}
+        )
+
+    def compile(self, constraint: Constraint) -> bytes:
+        grammar = self._grammar(constraint)
+        matcher = self._matcher(grammar)
+        matcher.compute_bitmask()
+        _refuse_error(matcher)
+        return grammar.encode()
+
+    def load(self, compiled: bytes) -> "_Program":
+        matcher = self._matcher(compiled.decode())
+        _refuse_error(matcher)
+        return _Program(matcher, len(compiled))
+
+    def _grammar(self, constraint: Constraint) -> str:
+        text = constraint.text
+        if constraint.kind == JSON_SCHEMA:
+            check_schema(text, "llguidance", (_repeated_keys,))
+            return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=self._json_options)
+        if constraint.kind == REGEX:
+            return llguidance.LLMatcher.grammar_from_regex(text)
+        if constraint.kind == EBNF:
+            return llguidance.grammar_from("ebnf", text)
+        return llguidance.LLMatcher.grammar_from_lark(lark_of(text))
+
+    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        limits = llguidance.LLParserLimits(**_LIMITS)
+        return llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+
+
+class _Tokens:
+    """The vocabulary in the form that LLTokenizer takes."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary, encode: Encode) -> None:
+        self.tokens = vocabulary.tokens
+        self.eos_token_id = vocabulary.end_ids[0]
+        self.special_token_ids: list[int] = []
+        self._encode = encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Forced text is kept to the model's own tokens, which it has seen in training."""
+        return self._encode(text if isinstance(text, str) else text.decode())
+
+
+def _refuse_error(matcher: llguidance.LLMatcher) -> None:
+    if matcher.is_error():
+        raise RequestError(matcher.get_error().partition("\n<state>")[0])
+
+
+class _Program:
+    def __init__(self, matcher: llguidance.LLMatcher, num_bytes: int) -> None:
+        self._matcher = matcher
+        self.size_bytes = 50 * num_bytes
+        """The library does not tell; measured on the schemas of its own benchmark."""
+
+    def start(self) -> Matcher:
+        return _Matcher(self._matcher.deep_copy())
+
+
+class _Matcher:
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def fill(self, mask: np.ndarray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            log.warning("grammar stopped: %s", printable(self._matcher.get_error()))
+            mask[:] = 0
+
+    def accept(self, token: int) -> bool:
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+    def is_complete(self) -> bool:
+        return self._matcher.is_accepting()

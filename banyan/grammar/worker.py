@@ -1,0 +1,136 @@
+"""The compiler process: takes constraints one at a time, answers with their compiled form. It may
+be killed at any moment, and the kernel bounds its memory, so nothing that a request brings can
+slow or break the engine.
+
+Frames both ways: uint64 little-endian length, msgpack. First comes a Setup, then Jobs.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from banyan.base.log import printable
+from banyan.grammar.base import BACKENDS, Backend
+from banyan.grammar.vocabulary import Vocabulary, longest_first
+from banyan.messages.constraint import Constraint
+
+_PR_SET_PDEATHSIG = 1
+_LENGTH = struct.Struct("<Q")
+_WARNING = "Warning: "
+
+T = TypeVar("T")
+
+
+class Setup(msgspec.Struct, frozen=True):
+    backend: str
+    vocabulary: Vocabulary
+    compact: bool
+    memory_bytes: int
+    """What compiling may take on top of the library and the vocabulary."""
+
+
+class Job(msgspec.Struct, frozen=True):
+    grammar: str
+    """`Generate.grammar`."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """`error` says why there is no compiled form; "" when there is."""
+
+    compiled: bytes = b""
+    error: str = ""
+
+
+def encode_frame(message: Setup | Job | Outcome) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_frame(read: Callable[[int], bytes], kind: type[T]) -> T | None:
+    """The next message; None at the end of the stream."""
+    head = read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    body = read(length)
+    return msgspec.msgpack.decode(body, type=kind) if len(body) == length else None
+
+
+def compile_one(backend: Backend, grammar: str, warnings: "Warnings") -> Outcome:
+    """Compile; whatever the library throws or warns of is the outcome's error."""
+    try:
+        with warnings:
+            compiled = backend.compile(Constraint.decode(grammar))
+    except MemoryError:
+        return Outcome(error="it needs too much memory")
+    except Exception as error:  # the libraries have no common error, and Rust panics are none
+        return Outcome(error=_reason(str(error) or type(error).__name__))
+    if warnings.text:
+        return Outcome(error=_reason(warnings.text))
+    return Outcome(compiled=compiled)
+
+
+class Warnings:
+    """Catches what a native library writes to standard error about a constraint it takes."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._file = os.memfd_create("warnings")
+        self._kept = os.dup(2)
+
+    def __enter__(self) -> None:
+        self.text = ""
+        os.ftruncate(self._file, 0)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        os.dup2(self._file, 2)
+
+    def __exit__(self, *failure: object) -> None:
+        os.dup2(self._kept, 2)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        written = os.read(self._file, 1 << 16).decode("utf-8", "replace")
+        at = written.find(_WARNING)
+        self.text = written[at + len(_WARNING) :].partition("\n")[0] if at >= 0 else ""
+
+
+def _reason(text: str) -> str:
+    """One line for people: without the place in the library's source that some put before it."""
+    line = " ".join(text.split())
+    _, found, rest = line.partition(".cc:")
+    return printable(rest.partition(": ")[2] if found else line, 400)
+
+
+def main() -> None:
+    """Serve jobs from standard input until it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints must not get between the frames
+    read = sys.stdin.buffer.read
+    setup = read_frame(read, Setup)
+    if setup is None:
+        return
+    vocabulary = setup.vocabulary
+    backend = BACKENDS.load(setup.backend)(vocabulary, longest_first(vocabulary), setup.compact)
+    warnings = Warnings()
+    _bound_memory(setup.memory_bytes)
+    while (job := read_frame(read, Job)) is not None:
+        answers.write(encode_frame(compile_one(backend, job.grammar, warnings)))
+        answers.flush()
+
+
+def _bound_memory(room_bytes: int) -> None:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[0])
+    limit = pages * resource.getpagesize() + room_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    main()

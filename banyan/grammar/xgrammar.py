@@ -1,0 +1,115 @@
+"""The xgrammar library. Its compiled form travels as JSON; matching needs no torch."""
+
+import re
+
+import numpy as np
+import xgrammar
+
+from banyan.grammar.base import Matcher
+from banyan.grammar.json_schema import (
+    Schema,
+    any_of,
+    beside_others,
+    check_schema,
+    undeclared_required,
+    without_type,
+)
+from banyan.grammar.vocabulary import Encode, Vocabulary
+from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, Constraint
+
+_QUOTED = re.compile(r'"|\\\\|\\[xu]')
+_QUOTED_FORMATS = ("json-pointer", "relative-json-pointer", "uri-template")
+
+
+def _unescaped(schema: Schema) -> str:
+    """A pattern is matched against the JSON text, so it may not ask for what JSON escapes."""
+    if schema.get("format") in _QUOTED_FORMATS:
+        return f"the format {schema['format']!r}"
+    pattern = schema.get("pattern")
+    return "'pattern'" if isinstance(pattern, str) and _QUOTED.search(pattern) else ""
+
+
+def _half_done(schema: Schema) -> str:
+    """Keywords that are honoured in some company only; the library itself warns of others."""
+    if "multipleOf" in schema and schema.get("type") != "integer":
+        return "'multipleOf' of a number"
+    if "patternProperties" in schema and "properties" in schema:
+        return "'patternProperties' together with 'properties'"
+    return "an empty 'anyOf'" if schema.get("anyOf") == [] else ""
+
+
+_RULES = (
+    any_of(
+        (
+            *("not", "if", "dependencies", "dependentRequired", "dependentSchemas"),
+            *("contains", "uniqueItems", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
+        )
+    ),
+    beside_others,
+    without_type,
+    undeclared_required,
+    _unescaped,
+    _half_done,
+)
+"""Found by generating from small schemas at random and validating the outcome."""
+
+
+class XGrammar:
+    """Satisfies grammar.base.Backend."""
+
+    def __init__(self, vocabulary: Vocabulary, encode: Encode, compact: bool) -> None:
+        self._info = xgrammar.TokenizerInfo(
+            vocabulary.tokens,
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.size,
+            stop_token_ids=list(vocabulary.end_ids),
+        )
+        self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        self._compact = compact
+
+    def compile(self, constraint: Constraint) -> bytes:
+        text = constraint.text
+        if constraint.kind == JSON_SCHEMA:
+            check_schema(text, "xgrammar", _RULES)
+            compiled = self._compiler.compile_json_schema(
+                text,
+                any_whitespace=not self._compact,
+                separators=(",", ":") if self._compact else None,
+            )
+        elif constraint.kind == REGEX:
+            compiled = self._compiler.compile_regex(text)
+        elif constraint.kind == EBNF:
+            compiled = self._compiler.compile_grammar(text)
+        else:
+            compiled = self._compiler.compile_structural_tag(text)
+        return compiled.serialize_json().encode()
+
+    def load(self, compiled: bytes) -> "_Program":
+        grammar = xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._info)
+        return _Program(grammar)
+
+
+class _Program:
+    def __init__(self, grammar: xgrammar.CompiledGrammar) -> None:
+        self._grammar = grammar
+        self.size_bytes = grammar.memory_size_bytes
+
+    def start(self) -> Matcher:
+        return _Matcher(xgrammar.GrammarMatcher(self._grammar))
+
+
+class _Matcher:
+    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+        self._matcher = matcher
+
+    def fill(self, mask: np.ndarray) -> None:
+        self._matcher.fill_next_token_bitmask(mask[None])
+
+    def accept(self, token: int) -> bool:
+        return self._matcher.accept_token(token)
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+
+    def is_complete(self) -> bool:
+        return self._matcher.is_completed()

@@ -1,0 +1,259 @@
+"""Every backend behind the same protocol: what it allows, what it refuses, and the laws of undo."""
+
+import importlib.util
+import json
+from random import Random
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from banyan.frontend.constraint import Tag, tool_calls_constraint
+from banyan.grammar.base import Backend, masks_for
+from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Constraint
+from tests.grammar.play import END, TOOL, allowed, open_backend, play, started, text_of, write
+
+PACKAGES = {"xgrammar": "xgrammar", "llguidance": "llguidance", "outlines": "outlines_core"}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "tags": {"type": "array", "items": {"enum": [1]}}},
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+
+
+def backend_or_skip(name: str, compact: bool = False) -> Backend:
+    if importlib.util.find_spec(PACKAGES[name]) is None:
+        pytest.skip(f"{PACKAGES[name]} is not installed")
+    return open_backend(name, compact)
+
+
+@pytest.fixture(scope="module", params=PACKAGES)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return backend_or_skip(request.param)
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def full_backend(request: pytest.FixtureRequest) -> Backend:
+    """One that has grammars and structural tags."""
+    return backend_or_skip(request.param)
+
+
+def test_an_output_ends_where_it_matches_and_nowhere_else(backend: Backend):
+    grammar = started(backend, REGEX, "ab?")
+    assert END not in allowed(grammar) and not grammar.accept(END)
+    assert write(grammar, "a")
+    assert END in allowed(grammar) and not grammar.is_ended
+    assert grammar.accept(END) and grammar.is_ended
+    assert allowed(grammar) == [END]
+    assert not grammar.accept(ord("b"))
+
+
+def test_a_token_that_is_not_allowed_moves_nothing(backend: Backend):
+    grammar = started(backend, REGEX, "yes|no")
+    before = grammar.mask()
+    assert not grammar.accept(ord("q"))
+    assert grammar.mask() == before
+    assert write(grammar, "no")
+
+
+def test_every_token_of_a_mask_is_accepted(backend: Backend):
+    for spot in ("", "{", '{"name"'):
+        grammar = started(backend, JSON_SCHEMA, json.dumps(PERSON))
+        assert write(grammar, spot)
+        may = set(allowed(grammar))
+        assert may
+        for token in may:
+            assert grammar.accept(token), (spot, text_of([token]))
+            grammar.rollback(1)
+
+
+def test_random_outputs_of_a_schema_are_valid(backend: Backend):
+    random, ended = Random(5), 0
+    for _ in range(20):
+        played = play(started(backend, JSON_SCHEMA, json.dumps(PERSON)), random)
+        assert not played.is_stuck
+        if played.is_ended:
+            ended += 1
+            jsonschema.validate(json.loads(played.text), PERSON)
+    assert ended > 5
+
+
+def test_any_object_is_an_object(full_backend: Backend):
+    assert write(started(full_backend, JSON_SCHEMA, '{"type":"object"}'), '{"a":[1,{"b":null}]}')
+    assert not write(started(full_backend, JSON_SCHEMA, '{"type":"object"}'), "[")
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_compact_json_has_no_white_space(name: str):
+    random = Random(7)
+    schema = {**PERSON, "properties": {**PERSON["properties"], "name": {"const": "x"}}}
+    backend = backend_or_skip(name, compact=True)
+    played = [play(started(backend, JSON_SCHEMA, json.dumps(schema)), random) for _ in range(8)]
+    assert any(p.is_ended for p in played)
+    assert not any(c.isspace() for p in played for c in p.text)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), undone=st.lists(st.integers(0, 6), max_size=6))
+@pytest.mark.parametrize("name", PACKAGES)
+def test_undoing_gives_back_every_mask_before(name: str, seed: int, undone: list[int]):
+    random = Random(seed)
+    grammar = started(_cached(name), JSON_SCHEMA, json.dumps(PERSON))
+    masks = [grammar.mask()]
+    for count in (*undone, 0):
+        for _ in range(random.randrange(1, 8)):
+            choices = allowed(grammar)
+            assert grammar.accept(random.choice(choices))
+            masks.append(grammar.mask())
+        count = min(count, len(masks) - 1)
+        grammar.rollback(count)
+        del masks[len(masks) - count :]
+        assert grammar.mask() == masks[-1]
+        assert (
+            grammar.is_ended == (allowed(grammar) == [END] and not grammar.accept(ord("x")))
+            or not grammar.is_ended
+        )
+
+
+def test_drafts_get_a_mask_each_and_leave_no_trace(backend: Backend):
+    grammar = started(backend, REGEX, "(a|z)(b|z)(c|z)(d|z)")
+    before = grammar.mask()
+    size = len(before)
+    bits = masks_for(grammar, [ord("a"), ord("b"), ord("x"), ord("d")])
+    assert len(bits) == 5 * size and grammar.mask() == before
+    follow = started(backend, REGEX, "(a|z)(b|z)(c|z)(d|z)")
+    for i, letter in enumerate("ab"):
+        assert bits[i * size : (i + 1) * size] == follow.mask()
+        assert write(follow, letter)
+    assert bits[2 * size : 3 * size] == follow.mask()
+
+
+def test_a_constraint_that_begins_after_the_thinking_leaves_it_free(backend: Backend):
+    grammar = started(backend, REGEX, "ok", after=(10, 10))
+    assert TOOL in allowed(grammar) and END not in allowed(grammar)
+    for token in (ord("x"), 10, TOOL, 10):
+        assert grammar.accept(token) and not grammar.accept(END)
+    assert ord("z") in allowed(grammar)
+    assert grammar.accept(10)
+    assert ord("o") in allowed(grammar) and ord("z") not in allowed(grammar)
+    assert write(grammar, "ok") and grammar.accept(END)
+    grammar.rollback(3)
+    assert write(grammar, "ok")
+    grammar.rollback(3)
+    assert ord("z") in allowed(grammar), "the border itself is undone"
+
+
+def test_a_special_token_is_allowed_only_where_the_constraint_names_it(full_backend: Backend):
+    assert TOOL not in allowed(started(full_backend, REGEX, ".+"))
+    assert TOOL in allowed(started(full_backend, REGEX, "<tool>.+"))
+
+
+def test_a_grammar_in_gbnf_is_followed(full_backend: Backend):
+    text = 'root ::= "[" item ("," item)* "]"\nitem ::= [0-9]+ | root'
+    assert write(started(full_backend, EBNF, text), "[1,[22,[3]]]")
+    assert not write(started(full_backend, EBNF, text), "[1,]")
+
+
+def tool_calls(at_least_one: bool, parallel: bool) -> Constraint:
+    tags = [
+        Tag('<tool>{"name": "add", "arguments": ', {"const": 1}, "}</tool>"),
+        Tag('<tool>{"name": "sub", "arguments": ', {"const": 2}, "}</tool>"),
+    ]
+    encoded = tool_calls_constraint(tags, ["<tool>"], at_least_one=at_least_one, parallel=parallel)
+    return Constraint.decode(encoded)
+
+
+ADD = '<tool>{"name": "add", "arguments": 1}</tool>'
+SUB = '<tool>{"name": "sub", "arguments": 2}</tool>'
+
+
+@pytest.mark.parametrize(
+    ("at_least_one", "parallel", "output", "is_whole"),
+    [
+        (False, True, "just text", True),
+        (False, True, f"text {ADD}", True),
+        (False, True, f"text {ADD} more {SUB}", True),
+        (False, True, '<tool>{"name": "add", "arguments": 1', False),
+        (True, True, ADD, True),
+        (True, True, f"{ADD}{SUB}", True),
+        (True, False, SUB, True),
+        (False, False, f"text {SUB}", True),
+    ],
+)
+def test_tool_calls_are_constrained_from_their_trigger_on(
+    full_backend: Backend, at_least_one: bool, parallel: bool, output: str, is_whole: bool
+):
+    constraint = tool_calls(at_least_one, parallel)
+    grammar = started(full_backend, STRUCTURAL_TAG, constraint.text)
+    assert write(grammar, output)
+    assert (END in allowed(grammar)) == is_whole
+
+
+@pytest.mark.parametrize(
+    ("at_least_one", "parallel", "output"),
+    [
+        (False, True, '<tool>{"name": "m'),
+        (False, True, '<tool>{"name": "add", "arguments": 2'),
+        (True, True, "t"),
+        (True, False, f"{ADD}<"),
+        (False, False, f"{SUB}x"),
+    ],
+)
+def test_a_wrong_tool_call_is_not_allowed(
+    full_backend: Backend, at_least_one: bool, parallel: bool, output: str
+):
+    constraint = tool_calls(at_least_one, parallel)
+    grammar = started(full_backend, STRUCTURAL_TAG, constraint.text)
+    assert write(grammar, output[:-1]) and not write(grammar, output[-1])
+
+
+def test_the_marker_of_a_tool_call_may_be_one_special_token(full_backend: Backend):
+    grammar = started(full_backend, STRUCTURAL_TAG, tool_calls(True, False).text)
+    assert grammar.accept(TOOL)
+    assert write(grammar, ADD.removeprefix("<tool>"))
+
+
+def test_a_plain_sequence_of_formats_is_the_same_in_both_notations(full_backend: Backend):
+    form = {
+        "type": "sequence",
+        "elements": [
+            {"type": "const_string", "value": "a/"},
+            {"type": "optional", "content": {"type": "regex", "pattern": "b{2}"}},
+            {"type": "or", "elements": [{"type": "const_string", "value": c} for c in "xy"]},
+            {"type": "tag", "begin": "<q>", "content": {"type": "any_text"}, "end": "</q>"},
+        ],
+    }
+    text = json.dumps({"type": STRUCTURAL_TAG, "format": form})
+    for output in ("a/x<q></q>", "a/bby<q>any < text</q>"):
+        grammar = started(full_backend, STRUCTURAL_TAG, text)
+        assert write(grammar, output) and allowed(grammar) == [END]
+    assert not write(started(full_backend, STRUCTURAL_TAG, text), "a/bx")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (REGEX, "["),
+        (REGEX, r"(a)\1"),
+        (REGEX, "(?=a)b"),
+        (JSON_SCHEMA, '{"type":"invalid"}'),
+        (JSON_SCHEMA, '{"$ref":"https://example.com/schema.json"}'),
+        (JSON_SCHEMA, '{"$ref":"#/$defs/absent"}'),
+        (JSON_SCHEMA, '{"type":"string","not":{"const":"a"}}'),
+        (JSON_SCHEMA, '{"type":"array","uniqueItems":true,"items":{"type":"null"}}'),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_with_a_reason(backend: Backend, kind: str, text: str):
+    with pytest.raises(Exception, match=r"\w{3}"):
+        backend.compile(Constraint(kind, text))
+
+
+_CACHED: dict[str, Backend] = {}
+
+
+def _cached(name: str) -> Backend:
+    if name not in _CACHED:
+        _CACHED[name] = backend_or_skip(name)
+    return _CACHED[name]

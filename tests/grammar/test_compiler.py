@@ -1,0 +1,212 @@
+"""The compiler process and its cache: limits, failures, and that nothing but the culprit pays."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from banyan.base.errors import RequestError
+from banyan.base.ids import RequestId
+from banyan.engine.desk import GrammarDesk
+from banyan.grammar.compiler import GrammarCompiler, GrammarLimits
+from banyan.grammar.vocabulary import longest_first
+from banyan.messages.constraint import Constraint
+from banyan.messages.events import Event, Failed, Finished
+from banyan.messages.requests import Abort, Control, Generate
+from banyan.messages.sampling import SamplingParams
+from tests.grammar.play import END, VOCABULARY, allowed, write
+
+pytest.importorskip("llguidance")
+
+DIGITS = "regex:[0-9]+"
+
+
+class Bell:
+    """Rings when the compiler has something."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def ring(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        assert self._event.wait(60)
+        self._event.clear()
+
+
+Open = Callable[..., tuple[GrammarCompiler, Bell]]
+
+
+@pytest.fixture
+def opened() -> Iterator[Open]:
+    """Makes compilers; every process is ended afterwards."""
+    made: list[GrammarCompiler] = []
+
+    def make(
+        limits: GrammarLimits | None = None, backend: str = "llguidance"
+    ) -> tuple[GrammarCompiler, Bell]:
+        bell = Bell()
+        compiler = GrammarCompiler(
+            backend,
+            lambda: (VOCABULARY, longest_first(VOCABULARY)),
+            limits=limits,
+            wake=bell.ring,
+        )
+        made.append(compiler)
+        return compiler, bell
+
+    yield make
+    for compiler in made:
+        compiler.close()
+
+
+def regex(pattern: str) -> str:
+    return Constraint("regex", pattern).encode()
+
+
+def prepared(compiler: GrammarCompiler, bell: Bell, grammar: str) -> None:
+    compiler.prepare(grammar)
+    bell.wait()
+    assert compiler.collect()
+
+
+def reason(compiler: GrammarCompiler, grammar: str) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        compiler(grammar)
+    return caught.value
+
+
+def test_a_constraint_is_compiled_in_the_background_and_shared(opened: Open):
+    compiler, bell = opened()
+    assert not compiler.has(DIGITS)
+    prepared(compiler, bell, DIGITS)
+    first, second = compiler(DIGITS), compiler(DIGITS)
+    assert write(first, "42") and first.accept(END)
+    assert END not in allowed(second), "each has a position of its own"
+
+
+def test_where_a_constraint_begins_does_not_change_how_it_is_compiled(opened: Open):
+    compiler, bell = opened()
+    prepared(compiler, bell, DIGITS)
+    assert compiler.has("regex@7:[0-9]+")
+    assert ord("x") in allowed(compiler("regex@7:[0-9]+"))
+
+
+def test_what_cannot_be_compiled_is_a_400_with_the_reason(opened: Open):
+    compiler, bell = opened()
+    prepared(compiler, bell, regex("["))
+    error = reason(compiler, regex("["))
+    assert error.status == 400 and "unclosed" in error.text and "llguidance" in error.text
+    assert "\n" not in error.text and len(error.text) < 500
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        ('json_schema:{"type":"string","not":{}}', "not"),
+        ('json_schema:{"$ref":"http://x/y"}', "only references within"),
+        ('json_schema:{"$ref":"#"}', "NoExtension"),
+        ("ebnf:root ::= root", "Compiled|NoExtension|no output"),
+        ("ebnf:root = 3", "Expected"),
+        ('structural_tag:{"format":{"type":"token","token":3}}', "no counterpart"),
+        ('structural_tag:{"format":{"type":"tag"}}', "text"),
+        (regex(r"(a)\1"), "backreferences"),
+        (regex("(?=a)b"), "look-ahead"),
+        (regex("foo["), "unclosed"),
+    ],
+)
+def test_hostile_constraints_are_refused_and_the_compiler_lives(
+    opened: Open, grammar: str, text: str
+):
+    import re
+
+    compiler, _ = opened()
+    assert re.search(text, reason(compiler, grammar).text)
+    assert write(compiler(DIGITS), "7")
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "a{1,100000000}", "a|" * 8000, "(.*a){30}b"])
+def test_large_patterns_neither_hang_nor_break_the_compiler(opened: Open, pattern: str):
+    compiler, _ = opened()
+    try:
+        assert allowed(compiler(regex(pattern)))
+    except RequestError as error:
+        assert error.status == 400
+    assert write(compiler(DIGITS), "7")
+
+
+def test_what_takes_too_long_is_refused_alone(opened: Open):
+    pytest.importorskip("outlines_core")
+    compiler, _ = opened(GrammarLimits(time_s=1.0), "outlines")
+    error = reason(compiler, regex("(a|b)*a(a|b){18}"))
+    assert error.status == 400 and error.code == "grammar_limit" and "1 s" in error.text
+    assert write(compiler(DIGITS), "7"), "a new process compiles the next one"
+
+
+def test_what_takes_too_much_memory_is_refused_alone(opened: Open):
+    pytest.importorskip("outlines_core")
+    compiler, _ = opened(GrammarLimits(memory_bytes=16 << 20), "outlines")
+    error = reason(compiler, regex("(a|b)*a(a|b){18}"))
+    assert error.status == 400 and "memory" in error.text
+    assert write(compiler(DIGITS), "7")
+
+
+def test_the_cache_stays_under_its_bound(opened: Open):
+    compiler, _ = opened(GrammarLimits(cache_bytes=64 << 10))
+    for i in range(40):
+        compiler(regex(f"x{i}"))
+        assert compiler._cache.size_bytes <= 64 << 10
+    assert compiler.has(regex("x39")) and not compiler.has(regex("x0"))
+
+
+def test_a_model_without_an_end_token_cannot_be_constrained(opened: Open):
+    import msgspec
+
+    endless = msgspec.structs.replace(VOCABULARY, end_ids=())
+    compiler = GrammarCompiler("llguidance", lambda: (endless, longest_first(endless)))
+    assert "end-of-sequence" in reason(compiler, DIGITS).text
+
+
+# -- the desk ---------------------------------------------------------------------------------
+
+
+def generate(name: str, grammar: str = DIGITS) -> Generate:
+    sampling = SamplingParams(max_new_tokens=4)
+    return Generate(request=RequestId(name), tokens=b"\1\0\0\0", sampling=sampling, grammar=grammar)
+
+
+def test_only_requests_whose_constraint_is_not_at_hand_wait(opened: Open):
+    compiler, bell = opened()
+    desk, events, got = GrammarDesk(compiler), list[Event](), list[Generate]()
+    assert not desk.keeps(generate("free", ""), events)
+    assert desk.keeps(generate("a"), events) and desk.keeps(generate("b"), events)
+    bell.wait()
+    desk.release(got.append)
+    assert [g.request for g in got] == ["a", "b"] and not len(desk) and not events
+    assert not desk.keeps(generate("c"), events), "it is at hand"
+
+
+def test_a_waiting_request_can_be_aborted(opened: Open):
+    compiler, bell = opened()
+    desk, events, got = GrammarDesk(compiler), list[Event](), list[Generate]()
+    assert desk.keeps(generate("a"), events) and desk.keeps(generate("b"), events)
+    assert desk.keeps(Abort(RequestId("a")), events)
+    assert not desk.keeps(Abort(RequestId("unknown")), events)
+    assert not desk.keeps(Control(1, "abort_all"), events), "the core hears of it too"
+    assert [(e.request, e.reason) for e in events if isinstance(e, Finished)] == [
+        ("a", "abort"),
+        ("b", "abort"),
+    ]
+    bell.wait()
+    desk.release(got.append)
+    assert not got
+
+
+def test_a_name_that_waits_already_and_a_full_desk_are_refused(opened: Open):
+    compiler, _ = opened(GrammarLimits(max_waiting=1))
+    desk, events = GrammarDesk(compiler), list[Event]()
+    assert desk.keeps(generate("a"), events)
+    assert desk.keeps(generate("a"), events)
+    assert desk.keeps(generate("b", regex("x")), events)
+    assert [e.status for e in events if isinstance(e, Failed)] == [400, 503]
