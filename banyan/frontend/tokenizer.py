@@ -62,7 +62,7 @@ class Tokenizer:
 
     def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
         self._backend = backend
-        self._model = backend.model
+        self._bare = _without_added_tokens(backend)
         backend.no_truncation()
         backend.no_padding()
         self.facts = facts
@@ -197,10 +197,7 @@ class Tokenizer:
         return part is not None and '"prepend_scheme":"first"' in part.__getstate__().decode()
 
     def _parsed(self, text: str) -> list[int]:
-        try:
-            return self._backend.encode(text, add_special_tokens=False).ids
-        except BaseException as error:
-            raise _encode_error(error) from None
+        return _ids(self._backend, text)
 
     def _plain(self, text: str, at_start: bool) -> list[int]:
         """Ids of `text` with no added tokens in it; not `at_start` = it continues a longer text."""
@@ -210,14 +207,7 @@ class Tokenizer:
             # A line break before it takes the start-of-text space; both are dropped again.
             lead, ids = self._plain("\n", True), self._plain("\n" + text, True)
             return ids[len(lead) :] if ids[: len(lead)] == lead else self._plain(text, True)
-        try:
-            if (normalizer := self._backend.normalizer) is not None:
-                text = normalizer.normalize_str(text)
-            splitter = self._backend.pre_tokenizer
-            words = [text] if splitter is None else [w for w, _ in splitter.pre_tokenize_str(text)]
-            return [token.id for word in words for token in self._model.tokenize(word)]
-        except BaseException as error:
-            raise _encode_error(error) from None
+        return _ids(self._bare, text)
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -261,6 +251,24 @@ def build_backend(path: str, build: Callable[[], tokenizers.Tokenizer]) -> token
 def _is_library_error(error: BaseException) -> bool:
     """Whether the library failed: its panics are BaseExceptions of a class it does not export."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _without_added_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """The same vocabulary, shared, where every text is plain text."""
+    bare = tokenizers.Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        bare.normalizer = backend.normalizer
+    if backend.pre_tokenizer is not None:
+        bare.pre_tokenizer = backend.pre_tokenizer
+    return bare
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    """Ids of one text, as a batch: only a batch lets other threads run Python meanwhile."""
+    try:
+        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    except BaseException as error:
+        raise _encode_error(error) from None
 
 
 def _encode_error(error: BaseException) -> BaseException:
