@@ -109,6 +109,8 @@ class Generator(Protocol):
 
 def join(chunks: Sequence[TextChunk]) -> TextChunk:
     """The consecutive chunks of one request as one."""
+    if len(chunks) == 1:
+        return chunks[0]
     return TextChunk(
         text="".join(c.text for c in chunks),
         tokens=[t for c in chunks for t in c.tokens],
