@@ -1,38 +1,123 @@
-"""Dense projections through oneDNN, on weights that are packed once at load.
+"""Compiled projections on packed weights: fp32 in and out, weights as the checkpoint has them.
 
-oneDNN's packed products sum in one order however many rows there are, which plain matrix products
-do not: a decode row, a chunk and a whole prompt agree bit for bit (measured; see the tests).
+`rounded` multiplies quantised weights with activations that are rounded to 8 bits per block of 32
+inputs; `plain` takes weights of every type and leaves the activations as they are. In both a row's
+result is the same bits however many rows there are.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from banyan.ops.bind import Kernel, OpSpec
-from banyan.ops.stored import StoredWeight
+from banyan.ops.cpu.library import Library
+from banyan.ops.cpu.weights import SOURCES, Arena, PackedWeight, pack
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 
-class OneDnnLinear:
-    """A dense weight [out, in] in oneDNN's own layout."""
+class RoundedLinear:
+    """Products of 8-bit activations with quantised weights, exact in integers per block."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight)
+    def __init__(self, library: Library, weight: PackedWeight) -> None:
+        self.weight = weight
+        self._library = library
+        self._row_bytes = library.function("bn_quantize_bytes")(weight.inputs)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        weight, tokens = self.weight, x.shape[0]
+        _check(x, weight)
+        quantized = self._library.empty((tokens, self._row_bytes), torch.uint8)
+        out = self._library.empty((tokens, weight.outputs))
+        self._library.call(
+            "bn_quantize", tokens, x.data_ptr(), x.stride(0), weight.inputs, quantized.data_ptr()
+        )
+        self._library.call(
+            "bn_linear",
+            tokens,
+            *_arguments(weight, bias),
+            quantized.data_ptr(),
+            out.data_ptr(),
+            weight.outputs,
+        )
+        return out
 
 
-def _supports(spec: OpSpec) -> str | None:
-    if spec.device.type != "cpu":
-        return f"tensors are on {spec.device.type}"
-    if not torch.backends.mkldnn.is_available():
-        return "this torch is built without oneDNN"
+class PlainLinear:
+    """Products of fp32 activations with weights brought to fp32, added in the inputs' order."""
+
+    def __init__(self, library: Library, weight: PackedWeight) -> None:
+        self.weight = weight
+        self._library = library
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight, tokens = self.weight, x.shape[0]
+        _check(x, weight)
+        out = self._library.empty((tokens, weight.outputs))
+        self._library.call(
+            "bn_linear_exact",
+            tokens,
+            *_arguments(weight, bias),
+            *(x.data_ptr(), x.stride(0)),
+            out.data_ptr(),
+            weight.outputs,
+        )
+        return out
+
+
+def pack_linear(
+    library: Library, weight: StoredWeight, quantization: str = "", arena: Arena | None = None
+) -> RoundedLinear | PlainLinear:
+    """A projection whose float weights are rounded to a type of `weights.QUANTIZATIONS` at load
+    ("" = kept as they are)."""
+    packed = pack(library, arena or Arena(), weight, quantization)
+    is_float = STORAGE_TYPES[weight.type].is_float and not quantization
+    return (PlainLinear if is_float else RoundedLinear)(library, packed)
+
+
+def _check(x: Tensor, weight: PackedWeight) -> None:
+    assert x.dtype == torch.float32 and x.shape[1] == weight.inputs and x.stride(1) == 1, (
+        f"expected rows of {weight.inputs} fp32, got {list(x.shape)} {x.dtype} {x.stride()}"
+    )
+
+
+def _arguments(weight: PackedWeight, bias: Tensor | None) -> tuple[int, ...]:
+    assert bias is None or (bias.dtype == torch.float32 and bias.is_contiguous())
+    return (
+        *(weight.format, weight.outputs, weight.inputs),
+        *(weight.tiles.data_ptr(), weight.factors.data_ptr()),
+        0 if bias is None else bias.data_ptr(),
+    )
+
+
+def supports(spec: OpSpec) -> str | None:
+    """Why packed weights cannot be used; None when they can."""
+    if isinstance(spec.toolkit, str):
+        return spec.toolkit
     if spec.dtype != torch.float32:
-        return f"packs fp32, activations are {spec.dtype}"
-    return None
+        return f"computes in fp32, activations are {spec.dtype}"
+    return None if spec.weight_type in SOURCES else f"does not read {spec.weight_type}"
 
 
-def _pack(weight: StoredWeight, dtype: torch.dtype, device: torch.device) -> OneDnnLinear:
-    return OneDnnLinear(weight.dense.to(device, dtype))
+def _supports_rounded(spec: OpSpec) -> str | None:
+    if STORAGE_TYPES[spec.weight_type].is_float:
+        return "for quantised weights"
+    return supports(spec)
 
 
-onednn = Kernel(run=_pack, supports=_supports)
+def _packer(
+    kind: type[RoundedLinear] | type[PlainLinear],
+) -> Callable[[Library], Callable[..., object]]:
+    def make(library: Library) -> Callable[..., object]:
+        arena = Arena()
+
+        def packer(weight: StoredWeight, dtype: torch.dtype, device: torch.device) -> object:
+            return kind(library, pack(library, arena, weight))
+
+        return packer
+
+    return make
+
+
+rounded = Kernel(supports=_supports_rounded, make=_packer(RoundedLinear), rounds_activations=True)
+plain = Kernel(supports=supports, make=_packer(PlainLinear))

@@ -129,7 +129,7 @@ struct Check {
       std::memcpy(to + at, &v, 2);
     };
     if (format >= NUM_QUANTISED) {
-      for (int64_t i = 0; i < N * K && format == F16; i++) number(2 * i);
+      for (int64_t i = 0; i < bytes && format == F16; i += 2) number(i);
       for (int64_t i = 0; i < bytes && format != F16; i += format == F32 ? 4 : 2)
         to[i + (format == F32 ? 3 : 1)] = 0x3e;
       return;

@@ -1,5 +1,5 @@
-// What all instruction sets share: quantising a row, products with fp32 activations, and the walk of
-// one group of outputs over its rows. The including file has defined before, in this namespace:
+// What all instruction sets share: products with fp32 activations, and the walk of one group of
+// outputs over its rows. The including file has defined before, in this namespace:
 //
 //   ROWS, UNPACKED_ROWS  rows of the largest `multiply` on tiles and on a panel, next_rows(R) the one
 //                        below; up to DIRECT_ROWS rows go without a panel
@@ -15,69 +15,24 @@ namespace {
 constexpr int64_t EXACT_CHUNK = 256;  // inputs whose weights are brought to fp32 at a time
 constexpr int VECTORS = GROUP / LANES;
 
-void quantize_row(const float* x, int64_t k, uint8_t* out) {
-  typedef int8_t bytes __attribute__((vector_size(LANES)));
-  int64_t blocks = blocks_of(k);
-  float* scales = (float*)(out + blocks * 32);
-  float* scaled = (float*)(out + blocks * 36);
-  int16_t* sums = (int16_t*)(out + blocks * 40);
-  constexpr int COUNT = BLOCK / LANES;
-  for (int64_t b = 0; b < blocks; b++) {
-    vf v[COUNT];
-    int64_t left = k - b * BLOCK;
-    for (int i = 0; i < COUNT; i++) {
-      int64_t here = left - i * LANES;
-      const float* from = x + b * BLOCK + i * LANES;
-      v[i] = here >= LANES ? load(from) : load_some(from, here > 0 ? (int)here : 0);
-    }
-    // The order of magnitudes is the order of their bits, with NaN the largest: it gets through.
-    vi most = (vi)v[0] & 0x7fffffff;
-    for (int i = 1; i < COUNT; i++) {
-      vi bits = (vi)v[i] & 0x7fffffff;
-      most = (bits > most) ? bits : most;
-    }
-    int32_t top = 0;
-    for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
-    float amax;
-    std::memcpy(&amax, &top, 4);
-    // Below 2^-100 a block counts as zero: 127 / amax must stay finite.
-    bool is_zero = top < (27 << 23);
-    float scale = is_zero ? 0.0f : amax / 127.0f, inverse = is_zero ? 0.0f : 127.0f / amax;
-    vi half[2] = {};
-    for (int i = 0; i < COUNT; i++) {
-      vi q = round_to_int(v[i] * splat(inverse));
-      bytes narrow = __builtin_convertvector(q, bytes);
-      std::memcpy(out + b * BLOCK + i * LANES, &narrow, LANES);
-      half[i >= COUNT / 2] += q;
-    }
-    int32_t total[2] = {};
-    for (int h = 0; h < 2; h++)
-      for (int i = 0; i < LANES; i++) total[h] += half[h][i];
-    scales[b] = scale;
-    scaled[b] = scale * (float)(total[0] + total[1]);
-    sums[2 * b] = (int16_t)total[0];
-    sums[2 * b + 1] = (int16_t)total[1];
-  }
-}
-
 // out = acc * factor + bias.
 inline void finish(const LinearArgs& args, int64_t group, int64_t row, const float* acc) {
   int64_t first = group * GROUP, left = args.n - first;
+  const float* factors = args.factors + first;
   float* out = args.out + row * args.out_stride + first;
-  for (int i = 0; i < VECTORS; i++) {
-    int64_t here = left - i * LANES;
-    if (here <= 0) return;
-    int count = here < LANES ? (int)here : LANES;
-    vf bias = args.bias ? load_some(args.bias + first + i * LANES, count) : vf{};
-    vf y = fma(load(acc + i * LANES), load(args.factors + first + i * LANES), bias);
-    if (count == LANES)
-      store(out + i * LANES, y);
-    else
-      store_some(out + i * LANES, y, count);
+  float tail[GROUP];
+  float* to = left < GROUP ? tail : out;
+  for (int i = 0; i < GROUP; i += LANES) {
+    vf bias{};
+    if (args.bias && left >= GROUP) bias = load(args.bias + first + i);
+    else if (args.bias && left > i)
+      bias = load_some(args.bias + first + i, left - i < LANES ? (int)(left - i) : LANES);
+    store(to + i, fma(load(acc + i), load(factors + i), bias));
   }
+  if (left < GROUP) std::memcpy(out, tail, sizeof(float) * left);
 }
 
-// `source(first)` gives the weights from an input or block on; multiply as many rows at a time as go.
+// As many rows at a time as go.
 template <class Source, int R>
 inline void walk_rows(const Source& source, int64_t count, const Rows& rows, int64_t row,
                       int64_t end, float* acc) {

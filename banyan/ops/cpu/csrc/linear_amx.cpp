@@ -3,6 +3,7 @@
 #include "linear.h"
 #include "vec.h"
 #include "linear_panel.inl"
+#include "linear_quantize.inl"
 #include "linear_vnni.inl"
 
 namespace banyan {

@@ -7,6 +7,7 @@
 #include "linear.h"
 #include "vec.h"
 #include "linear_panel.inl"
+#include "linear_quantize.inl"
 
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -97,6 +98,9 @@ void unpack(const Tile<F>& tiles, int64_t blocks, Panel& panel) {
   }
 }
 
+// Makes a compiler add here and now: reordered sums need more registers than there are.
+inline void keep(__m256i& v) { asm("" : "+x"(v)); }
+
 inline __m256i broadcast(const void* p) { return _mm256_set1_epi32(word(p)); }
 
 // sums[r][half] = products over vectors [first, first + COUNT), exact. x: the rows at this block.
@@ -125,6 +129,7 @@ inline __attribute__((always_inline)) void dot(const Source& w, int first, const
                                 ? _mm256_maddubs_epi16(size[h], _mm256_sign_epi8(four, v[h]))
                                 : _mm256_maddubs_epi16(v[h], four);
           pairs[r][h] = j ? _mm256_add_epi16(pairs[r][h], product) : product;
+          keep(pairs[r][h]);
         }
       }
     }

@@ -271,6 +271,7 @@ struct RowsArgs {
   const int64_t* ids;
   const uint8_t* raw;
   int64_t row_bytes, ids_count, k, first;
+  float scale;
   float* out;
   int64_t out_stride;
 };
@@ -300,10 +301,13 @@ void rows_run(const void* a, const Sizes&, int64_t begin, int64_t end, Worker&) 
   for (int64_t i = begin; i < end; i++) {
     int64_t id = args.ids[i] - args.first;
     float* out = args.out + i * args.out_stride;
-    if (id < 0 || id >= args.ids_count)
+    if (id < 0 || id >= args.ids_count) {
       std::memset(out, 0, sizeof(float) * args.k);
-    else
-      read_row(args.source, args.raw + id * args.row_bytes, args.k, out);
+      continue;
+    }
+    read_row(args.source, args.raw + id * args.row_bytes, args.k, out);
+    if (args.scale != 1.0f)
+      for (int64_t k = 0; k < args.k; k++) out[k] *= args.scale;
   }
 }
 void rows_cost(const void* a, const Sizes& sizes, double* bytes, double* operations) {
@@ -335,10 +339,10 @@ BN_EXPORT void bn_pack_linear(Program* program, int32_t size, int32_t source, in
 }
 
 // Rows of a table [count, k] as stored, which holds the ids first, first + 1, ...; an id outside of
-// it gives zeros. ids: [size]; out: [size, k], rows out_stride apart.
+// it gives zeros. ids: [size]; scale: factor on every row; out: [size, k], rows out_stride apart.
 BN_EXPORT void bn_embedding_rows(Program* program, int32_t size, const int64_t* ids, int32_t source,
                                  const uint8_t* raw, int64_t row_bytes, int64_t count, int64_t k,
-                                 int64_t first, float* out, int64_t out_stride) {
-  RowsArgs args{source, size, ids, raw, row_bytes, count, k, first, out, out_stride};
+                                 int64_t first, float scale, float* out, int64_t out_stride) {
+  RowsArgs args{source, size, ids, raw, row_bytes, count, k, first, scale, out, out_stride};
   append(program, EMBEDDING, &args, sizeof args, size);
 }

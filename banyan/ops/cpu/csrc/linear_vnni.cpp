@@ -2,6 +2,7 @@
 #include "linear.h"
 #include "vec.h"
 #include "linear_panel.inl"
+#include "linear_quantize.inl"
 #include "linear_vnni.inl"
 
 namespace banyan {

@@ -1,0 +1,99 @@
+"""Weights in the tiles of the compiled kernels: packed once at load, on all threads, straight from
+the bytes of the checkpoint, which are not needed afterwards.
+
+The layout is described in csrc/linear.h. Knows no activations and no layers.
+"""
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banyan.base.errors import ModelError
+from banyan.ops.cpu.library import Library
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+
+SOURCES = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"),
+)
+"""Storage types that can be packed; the order of csrc/linear_pack.cpp."""
+QUANTIZATIONS = {"q4_0": 0, "q4_1": 1, "q8_0": 7, "int8": 7}
+"""What float weights may be rounded to at load -> format of csrc/linear.h."""
+_GROUP = 16  # outputs of a tile
+_HUGE_PAGE = 2 << 20
+_CHUNK = 32 << 20
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [outputs, inputs] in tiles.
+
+    Attributes:
+        format: of csrc/linear.h.
+        tiles: uint8.
+        factors: [outputs, up to a multiple of 16] fp32.
+    """
+
+    format: int
+    outputs: int
+    inputs: int
+    tiles: Tensor
+    factors: Tensor
+
+
+class Arena:
+    """Memory for weights that is read front to back: cut from large pieces, so that the system can
+    back it with huge pages. Never given back piece by piece."""
+
+    def __init__(self) -> None:
+        self._free = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """[size] uint8, zeros, 64-byte aligned."""
+        if size > self._free.size:
+            self._free = _huge(-(-max(size, _CHUNK) // _HUGE_PAGE) * _HUGE_PAGE)
+        mine, self._free = self._free[:size], self._free[-(-size // 64) * 64 :]
+        return torch.from_numpy(mine)
+
+
+def _huge(size: int) -> np.ndarray:
+    memory = mmap.mmap(-1, size + _HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
+    return np.frombuffer(memory, np.uint8)[first : first + size]
+
+
+def pack(
+    library: Library, arena: Arena, weight: StoredWeight, quantization: str = ""
+) -> PackedWeight:
+    """Bring a weight into tiles.
+
+    Args:
+        weight: [outputs, inputs] of a type of SOURCES.
+        quantization: a name of QUANTIZATIONS that float weights are rounded to, "" = as they are.
+
+    Raises:
+        ModelError: the weight is no matrix.
+    """
+    if len(weight.shape) != 2:
+        raise ModelError(f"a weight of shape {list(weight.shape)} is no matrix [out, in]")
+    outputs, inputs = weight.shape
+    source = SOURCES.index(weight.type)
+    format = library.function("bn_linear_format")(source)
+    if quantization and STORAGE_TYPES[weight.type].is_float:
+        format = QUANTIZATIONS[quantization]
+    tiles = arena.take(library.function("bn_linear_bytes")(format, outputs, inputs))
+    factors = torch.ones(-(-outputs // _GROUP) * _GROUP)
+    raw = weight.raw if weight.raw.stride(1) == 1 else weight.raw.contiguous()
+    library.call(
+        "bn_pack_linear",
+        1,
+        *(source, format, raw.data_ptr(), raw.stride(0), outputs, inputs),
+        *(tiles.data_ptr(), factors.data_ptr()),
+    )
+    return PackedWeight(format, outputs, inputs, tiles, factors)

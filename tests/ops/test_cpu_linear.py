@@ -1,0 +1,279 @@
+"""Compiled projections against plain double precision, in every instruction set of this machine."""
+
+import functools
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from banyan.ops.cpu.build import BuildError, cached_library
+from banyan.ops.cpu.embedding import StoredEmbedding
+from banyan.ops.cpu.library import Library
+from banyan.ops.cpu.linear import PlainLinear, RoundedLinear, pack_linear
+from banyan.ops.cpu.weights import QUANTIZATIONS, SOURCES, Arena, pack
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+
+FLOATS = tuple(name for name in SOURCES if STORAGE_TYPES[name].is_float)
+BLOCKS = tuple(name for name in SOURCES if name not in FLOATS)
+SUPER_BLOCKS = tuple(name for name in BLOCKS if STORAGE_TYPES[name].values == 256)
+HALF_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,)} | {
+    "Q8_0": (0,),
+    "IQ4_NL": (0,),
+}
+"""Bytes of a block where its fp16 scales are; (0, 2) for the others."""
+
+
+@pytest.fixture(scope="module")
+def path():
+    try:
+        return cached_library()
+    except BuildError as error:
+        pytest.skip(f"the compiled kernels cannot be built here: {error}")
+
+
+@pytest.fixture(params=[("base", 1), ("avx2", 1), ("amx", 2)], ids=str)
+def library(request, path):
+    isa, threads = request.param
+    library = Library(path, threads, isa)  # at most what the machine has
+    yield library
+    library.close()
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@functools.cache
+def stored(name: str, outputs: int, inputs: int, low: float = -9.0, high: float = -5.0):
+    """A weight of random blocks whose scales lie between 2^low and 2^high, either sign."""
+    storage = STORAGE_TYPES[name]
+    rng = np.random.default_rng(outputs * 1000 + inputs)
+    if storage.is_float:
+        values = torch.from_numpy(rng.standard_normal((outputs, inputs)).astype(np.float32))
+        dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
+        return StoredWeight.from_tensor(values.to(dtype))
+    units = outputs * inputs // storage.values
+    raw = rng.integers(0, 256, (units, storage.size_bytes), dtype=np.uint8)
+    for at in HALF_AT.get(name, (0, 2)):
+        scales = 2.0 ** rng.uniform(low, high, units) * rng.choice([-1, 1], units)
+        raw[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return StoredWeight.from_bytes(name, (outputs, inputs), torch.from_numpy(raw.reshape(-1)))
+
+
+def rounded_rows(x):
+    """What the kernels make of activations: 8 bits and a scale per block of 32. [double]"""
+    tokens, inputs = x.shape
+    wide = torch.zeros(tokens, -(-inputs // 32) * 32)
+    wide[:, :inputs] = x
+    blocks = wide.view(tokens, -1, 32)
+    most = blocks.abs().amax(-1, keepdim=True)
+    inverse = torch.where(most > 0, 127 / most, torch.zeros(()))
+    values = torch.round(blocks * inverse).double() * (most / 127).double()
+    return values.view(tokens, -1)[:, :inputs]
+
+
+def packed_values(library, weight):
+    """The weights as the kernels see them. [outputs, inputs] fp32"""
+    linear = PlainLinear(library, pack(library, Arena(), weight))
+    return linear(torch.eye(weight.shape[1])).T
+
+
+def assert_close(got, want, limit):
+    """`limit`: largest error in units of the results' root mean square."""
+    size = want.pow(2).mean().sqrt()
+    assert (got.double() - want).abs().max() <= limit * size
+
+
+def inputs_of(name):
+    return (256, 768) if name in SUPER_BLOCKS else (32, 96, 608)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("outputs", [7, 40, 129])
+def test_quantised_weights_multiply_as_in_double_precision(library, name, outputs):
+    for inputs in inputs_of(name):
+        weight = stored(name, outputs, inputs)
+        x = random(13, inputs, seed=inputs) * torch.logspace(-3, 3, 13).unsqueeze(1)
+        linear = RoundedLinear(library, pack(library, Arena(), weight))
+        want = rounded_rows(x) @ packed_values(library, weight).double().T
+
+        for row in range(13):
+            assert_close(linear(x[row : row + 1])[0], want[row], 1e-5)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_packed_weights_hold_the_values_of_the_file(library, name):
+    weight = stored(name, 40, 512)
+
+    values = packed_values(library, weight)
+
+    if name not in SUPER_BLOCKS:
+        assert torch.equal(values, weight.dense.float())
+    else:  # products of two scales are rounded to fp16
+        largest = weight.dense.abs().amax(1, keepdim=True)
+        assert ((values - weight.dense).abs() <= largest * 2**-11).all()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_row_is_the_same_bits_alone_and_in_any_batch(library, name):
+    inputs = 768
+    weight, bias = stored(name, 40, inputs), random(40, seed=3)
+    x = random(197, inputs, seed=2)
+    linear = RoundedLinear(library, pack(library, Arena(), weight))
+
+    together = linear(x, bias)
+
+    for tokens in (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 67, 96, 97):
+        assert torch.equal(linear(x[:tokens], bias), together[:tokens])
+    for row in (0, 50, 196):
+        assert torch.equal(linear(x[row : row + 1], bias)[0], together[row])
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_plain_activations_give_what_plain_floats_give(library, name):
+    inputs = 768 if name in SUPER_BLOCKS else 608
+    weight, bias = stored(name, 40, inputs), random(40, seed=4)
+    x = random(29, inputs, seed=5)
+    linear = PlainLinear(library, pack(library, Arena(), weight))
+
+    together = linear(x, bias)
+
+    want = x.double() @ weight.dense.double().T + bias.double()
+    assert_close(together, want, 5e-3 if name in SUPER_BLOCKS else 5e-6)
+    for tokens in (1, 2, 5, 6, 7, 12, 13):
+        assert torch.equal(linear(x[:tokens], bias), together[:tokens])
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (7, 33), (40, 700), (129, 5)])
+def test_float_weights_of_odd_shapes_multiply_exactly(library, name, outputs, inputs):
+    weight, x = stored(name, outputs, inputs), random(8, inputs, seed=6)
+    linear = PlainLinear(library, pack(library, Arena(), weight))
+
+    assert_close(linear(x), x.double() @ weight.dense.double().T, 5e-6)
+
+
+@pytest.mark.parametrize("name", SUPER_BLOCKS)
+@pytest.mark.parametrize(("low", "high"), [(-24.0, -20.0), (8.0, 15.0), (-24.0, 15.0)])
+def test_scales_that_fp16_cannot_hold_keep_their_size(library, name, low, high):
+    weight = stored(name, 24, 512, low, high)
+    x = random(4, 512, seed=7)
+    linear = RoundedLinear(library, pack(library, Arena(), weight))
+
+    assert_close(linear(x), rounded_rows(x) @ weight.dense.double().T, 5e-3)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_largest_sums_do_not_overflow(library, name):
+    inputs = 256
+    raw = stored(name, 16, inputs).raw.clone().view(-1, STORAGE_TYPES[name].size_bytes)
+    raw[:] = 255
+    for at in HALF_AT.get(name, (0, 2)):
+        raw[:, at : at + 2] = torch.tensor([0, 0x3C], dtype=torch.uint8)  # 1.0
+    weight = StoredWeight.from_bytes(name, (16, inputs), raw.view(-1))
+    signs = torch.sign(random(6, inputs, seed=8))
+    x = torch.cat([torch.ones(1, inputs), -torch.ones(1, inputs), signs])
+    linear = RoundedLinear(library, pack(library, Arena(), weight))
+
+    want = rounded_rows(x) @ weight.dense.double().T
+
+    assert (linear(x).double() - want).abs().max() <= 1e-5 * weight.dense.abs().max() * inputs
+
+
+def test_infinite_and_missing_numbers_show_in_their_own_row_only(library):
+    weight = stored("Q4_1", 24, 96)
+    x = random(9, 96, seed=9)
+    x[2, 40], x[5, 3] = float("nan"), float("inf")
+    linear = RoundedLinear(library, pack(library, Arena(), weight))
+
+    finite = linear(x).isfinite().all(1)
+
+    assert finite.tolist() == [row not in (2, 5) for row in range(9)]
+
+
+def test_activations_of_zero_and_of_tiny_size_give_zero(library):
+    weight = stored("Q8_0", 24, 96)
+    x = torch.zeros(3, 96)
+    x[1, :], x[2, 50] = 1e-38, -1e-44
+    linear = RoundedLinear(library, pack(library, Arena(), weight))
+
+    assert torch.equal(linear(x), torch.zeros(3, 24))
+
+
+def test_rows_that_lie_apart_are_read(library):
+    wide = random(5, 200, seed=10)
+    x = wide[:, 40:136]
+    for name in ("Q4_0", "F16"):
+        linear = pack_linear(library, stored(name, 24, 96))
+        assert torch.equal(linear(x), linear(x.contiguous()))
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("name", FLOATS)
+def test_float_weights_are_rounded_as_asked(library, quantization, name):
+    weight, x = stored(name, 40, 200), random(5, 200, seed=11)
+    linear = pack_linear(library, weight, quantization)
+
+    want = x.double() @ weight.dense.double().T
+    error = (linear(x).double() - want).pow(2).mean().sqrt() / want.pow(2).mean().sqrt()
+    assert error < (0.02 if QUANTIZATIONS[quantization] == 7 else 0.12)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "name"), [("q8_0", "Q8_0"), ("q4_0", "Q4_0"), ("q4_1", "Q4_1")]
+)
+def test_rounding_at_load_is_as_good_as_rounding_in_the_file(library, quantization, name):
+    values = random(32, 1024, seed=12)
+    raw = gguf.quantize(values.numpy(), gguf.GGMLQuantizationType[name])
+    in_file = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[name]))
+    packed = pack(library, Arena(), StoredWeight.from_tensor(values), quantization)
+
+    at_load = PlainLinear(library, packed)(torch.eye(1024)).T
+
+    assert (at_load - values).pow(2).mean() <= (in_file - values).pow(2).mean() * 1.01
+
+
+def test_threads_and_cuts_leave_the_bits_alone(path):
+    weight, x = stored("Q4_1", 129, 608), random(67, 608, seed=14)
+    results = []
+    for threads in (1, 2, 3):
+        library = Library(path, threads)
+        results.append(pack_linear(library, weight)(x))
+        library.close()
+    cut = weight.cut(1, 0, 608).cut(0, 16, 64)
+    library = Library(path, 1)
+    part = pack_linear(library, cut)(x)
+    library.close()
+
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert torch.equal(part, results[0][:, 16:64])
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_embedding_rows_equal_the_unpacked_table(library, name):
+    weight = stored(name, 50, 512)
+    tokens = torch.tensor([3, 49, 0, 10, 9, 40, 3])
+
+    whole = StoredEmbedding(library, weight, 0, 50, 1.0)(tokens)
+    mine = StoredEmbedding(library, weight, 10, 40, 3.0)(tokens)
+
+    want = weight.dense.float()[tokens]
+    assert torch.equal(whole, want)
+    inside = ((tokens >= 10) & (tokens < 40)).unsqueeze(1)
+    assert torch.equal(mine, torch.where(inside, want * 3, torch.zeros(())))
+
+
+def test_a_recorded_projection_runs_for_other_numbers_of_rows(library):
+    linear = pack_linear(library, stored("Q4_0", 40, 96))
+    x, bias = random(32, 96, seed=15), random(40, seed=16)
+    want = linear(x, bias)
+
+    recording = library.record(lambda: linear(x, bias), 32, 8)
+    recording.run(20, 1, 8)
+
+    assert torch.equal(recording.result[:20], want[:20])
+
+
+def test_every_instruction_set_checks_itself(library):
+    assert library.settle() == []
