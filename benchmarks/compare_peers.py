@@ -78,7 +78,8 @@ def _contest(name: str, model: Model, place: Place, options: argparse.Namespace)
                 if options.share < 1:
                     workload = shortened(workload, options.share)
                 for peer, server in turn if number % 2 == 0 else reversed(turn):
-                    _one_run(contest, peer, server, workload, model, number, options)
+                    if not _is_too_slow(contest, peer, key, options.max_run_s):
+                        _one_run(contest, peer, server, workload, model, number, options)
         if model.is_trained and options.fidelity_steps:
             _compare_fidelity(contest, servers, model, place, options)
         contest.memory_mib = {peer: server.memory_mib() for peer, server in servers.items()}
@@ -109,6 +110,12 @@ def _start_all(
         server.pause()
         servers[peer] = server
     return servers
+
+
+def _is_too_slow(contest: Contest, peer: str, workload: str, limit_s: float) -> bool:
+    """Whether an earlier round took so long that it is not repeated."""
+    mine = [r for r in contest.runs if (r["peer"], r["workload"]) == (peer, workload)]
+    return any(isinstance(r.get("duration"), float) and r["duration"] > limit_s for r in mine)
 
 
 def _one_run(
@@ -192,6 +199,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["smollm2"])
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--max-run-s", type=float, default=180, help="what took longer is not repeated"
+    )
     parser.add_argument("--dir", default=str(ROOT / ".peers"), help="where the peers live")
     parser.add_argument("--out", default="peers.json")
     parser.add_argument("--docs", default="", help="page whose table is replaced")
