@@ -19,7 +19,7 @@ test: $(VENV)/.test $(VENV)/.demo
 	@first=; test -f tests/test_architecture.py && first=tests/test_architecture.py; \
 	exec $(BIN)/python -m pytest $$first $(TESTS) $(ARGS)
 
-# Every parser on 10,000 answers instead of 200; takes some minutes.
+# Every parser on 10,000 answers instead of 120; takes some minutes.
 test-parsers: $(VENV)/.test
 	@PARSER_CASES=10000 $(BIN)/python -m pytest tests/frontend/test_tools.py tests/frontend/test_reasoning.py $(ARGS)
 

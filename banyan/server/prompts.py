@@ -15,6 +15,8 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _RESERVED = RESERVED | {"tokenize", "chat_template"}
 MAX_MESSAGES = 16384
+MAX_DEPTH = 128
+"""Nesting of what templates get to see."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class Conversation:
     continue_final_message: bool = False
     add_generation_prompt: bool = True
     tools: list[Json] | None = None
+    tools_bytes: int = 0
+    """Size of `tools` as JSON."""
 
 
 async def chat_ids(service: Service, chat: Conversation) -> list[int]:
@@ -41,6 +45,12 @@ async def chat_ids(service: Service, chat: Conversation) -> list[int]:
         raise RequestError(
             f"chat_template_kwargs may not set {', '.join(taken)}", param="chat_template_kwargs"
         )
+    for param, value in (
+        ("messages", chat.messages),
+        ("tools", chat.tools),
+        ("chat_template_kwargs", chat.options),
+    ):
+        check_depth(value, param)
     messages = checked_messages(chat.messages)
     if chat.continue_final_message and messages[-1]["role"] != "assistant":
         raise RequestError(
@@ -58,7 +68,8 @@ async def chat_ids(service: Service, chat: Conversation) -> list[int]:
             **chat.options,
         )
 
-    return await off_loop(sum(_size(m["content"]) for m in messages), render)
+    size = sum(_size(m["content"]) for m in messages) + chat.tools_bytes
+    return await off_loop(size, render)
 
 
 async def text_ids(service: Service, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -93,6 +104,22 @@ def checked_messages(messages: list[Json]) -> list[Json]:
             f"at most {MAX_MESSAGES} messages are accepted, got {len(messages)}", param="messages"
         )
     return [_message(m, i) for i, m in enumerate(messages)]
+
+
+def check_depth(value: object, param: str) -> None:
+    """RequestError 400 when `value` is nested more than MAX_DEPTH levels deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, dict):
+                below += item.values()
+            elif isinstance(item, list):
+                below += item
+        level = [item for item in below if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise RequestError(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)
 
 
 def _message(message: Json, index: int) -> Json:

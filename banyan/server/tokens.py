@@ -3,6 +3,7 @@
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.frontend.tools.definitions import read_tools
 from banyan.server.exchange import Exchange
 from banyan.server.openai.fields import typed
 from banyan.server.openai.schema import Message
@@ -18,6 +19,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, object] | None = None
+    tools: list[object] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +40,7 @@ async def tokenize(exchange: Exchange, state: ServerState) -> None:
             request.chat_template_kwargs or {},
             request.continue_final_message,
             True if with_prompt is None else with_prompt,
+            list(read_tools(request.tools or []).definitions.values()) or None,
         )
         found = [await chat_ids(service, chat)]
     else:

@@ -14,7 +14,7 @@ from banyan.frontend.tools import TOOL_PARSERS
 from banyan.frontend.tools.parts import CallStart, Part, Said, Thought, joined
 from tests.frontend.tool_outputs import TOOLS, WRITERS, Call, damaged, split, text
 
-CASES = int(os.environ.get("PARSER_CASES", "200"))
+CASES = int(os.environ.get("PARSER_CASES", "120"))
 TAGS = {"kimi": ("◁think▷", "◁/think▷")}
 ALWAYS = ("deepseek-r1", "qwen3-thinking", "step3")
 NAMES = REASONING_PARSERS.names()

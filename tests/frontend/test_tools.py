@@ -19,7 +19,7 @@ from banyan.frontend.tools.json_list import FORMAT as JSON_LIST
 from banyan.frontend.tools.parts import CallArguments, CallStart, Part, Said, joined
 from tests.frontend.tool_outputs import TOOLS, WRITERS, call, damaged, lead, split
 
-CASES = int(os.environ.get("PARSER_CASES", "200"))
+CASES = int(os.environ.get("PARSER_CASES", "120"))
 
 
 def parse(name: str, pieces: list[str], is_cut: bool = False, tools: Tools = TOOLS) -> list[Part]:

@@ -3,6 +3,8 @@
 import json
 
 import httpx
+import openai
+import pydantic
 import pytest
 
 from banyan.frontend.generation import Finish
@@ -327,3 +329,35 @@ def test_a_parser_that_is_not_there_is_named(
 ) -> None:
     answer = http.post(path, json=body)
     assert answer.status_code == 400 and answer.json()["param"] == param
+
+
+def test_the_official_client_puts_a_stream_of_calls_together(model: Site) -> None:
+    says(model, THOUGHT + "Let me see.\n" + CALL + CALL, pieces=60)
+    with (
+        openai.OpenAI(base_url=f"{model.url}/v1", api_key="none", max_retries=0) as client,
+        client.chat.completions.stream(model="tiny", messages=USER, tools=TOOLS) as stream,
+    ):
+        done = [e for e in stream if e.type == "tool_calls.function.arguments.done"]
+        choice = stream.get_final_completion().choices[0]
+    assert [(e.index, e.name, e.arguments) for e in done] == [
+        (0, "get_weather", '{"city": "東京"}'),
+        (1, "get_weather", '{"city": "東京"}'),
+    ]
+    assert choice.message.content == "Let me see." and choice.finish_reason == "tool_calls"
+    assert choice.message.tool_calls[1].function.arguments == '{"city": "東京"}'
+
+
+def test_the_official_client_parses_strict_tools_and_forms(model: Site) -> None:
+    class Weather(pydantic.BaseModel):
+        city: str
+
+    tools = [openai.pydantic_function_tool(Weather, name="get_weather")]
+    with openai.OpenAI(base_url=f"{model.url}/v1", api_key="none", max_retries=0) as client:
+        says(model, CALL)
+        called = client.chat.completions.parse(model="tiny", messages=USER, tools=tools)
+        says(model, '{"city": "Rome"}')
+        formed = client.chat.completions.parse(model="tiny", messages=USER, response_format=Weather)
+    assert called.choices[0].message.tool_calls[0].function.parsed_arguments == Weather(city="東京")
+    assert formed.choices[0].message.parsed == Weather(city="Rome")
+    kinds = [Constraint.decode(r.grammar).kind for r in model.generator.asked[-2:]]
+    assert kinds == ["structural_tag", "json_schema"]

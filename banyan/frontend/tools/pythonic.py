@@ -16,6 +16,9 @@ from banyan.frontend.incremental import Arriving, Malformed, Marks, Reading
 from banyan.frontend.json_copy import MAX_DEPTH
 from banyan.frontend.tools.base import Outcome, ToolFormat, attempt
 
+MAX_CHARS = 1 << 16
+"""Of one list, which is parsed in one go."""
+
 _START, _END = "<|python_start|>", "<|python_end|>"
 _MARKS = Marks("[", _START, _END)
 _NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
@@ -58,9 +61,13 @@ def _calls(source: Arriving, out: Outcome, is_marked: bool) -> Reading[None]:
 def _rest_of_list(source: Arriving, parts: list[str]) -> Reading[None]:
     """Collect up to the bracket that closes the list, over strings and brackets within."""
     awaited = ["]"]
+    num_chars = 0
     while awaited:
         in_string = awaited[-1] in "'\""
-        yield from source.run(_STRING if in_string else _OTHER, parts.append)
+        word: list[str] = []
+        yield from source.run(_STRING if in_string else _OTHER, word.append)
+        parts += word
+        num_chars += 1 + sum(map(len, word))
         char = yield from source.need()
         if char == "\\":
             yield from source.need(2)
@@ -75,7 +82,7 @@ def _rest_of_list(source: Arriving, parts: list[str]) -> Reading[None]:
             awaited.append(_CLOSING[char])
         elif not in_string:
             raise Malformed
-        if len(awaited) > MAX_DEPTH:
+        if len(awaited) > MAX_DEPTH or num_chars > MAX_CHARS:
             raise Malformed
 
 

@@ -10,6 +10,7 @@ from banyan.frontend.constraint import start_after
 from banyan.frontend.generation import ScoreOptions, TextRequest
 from banyan.frontend.reasoning.base import ReasoningFormat
 from banyan.frontend.sampling import ParsedSampling, fit_prompt, parse_sampling
+from banyan.frontend.threads import off_loop
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.requests import NO_SCORES
 from banyan.server.errors import Json
@@ -56,7 +57,7 @@ async def plan_chat(
         draw_seed=service.draw_seed,
     )
     form = _form(service, request, use, ids)
-    parsed = _guided(service, parsed, form, use, ids)
+    parsed = await _guided(service, parsed, form, use, ids)
 
     def scores(prompt: list[int]) -> ScoreOptions:
         return ScoreOptions(NO_SCORES if top is None else len(prompt), top or 0)
@@ -70,7 +71,9 @@ async def _prompt(service: Service, request: ChatRequest, use: ToolUse, options:
         return checked_ids(request.input_ids, service, "input_ids")
     tools = list(use.offered.definitions.values()) or None
     continues = bool(request.continue_final_message)
-    chat = Conversation(request.messages, options, continues, tools=tools)
+    chat = Conversation(
+        request.messages, options, continues, tools=tools, tools_bytes=use.num_bytes
+    )
     return await chat_ids(service, chat)
 
 
@@ -159,7 +162,7 @@ def _tail(words: Tokenizer, ids: list[int]) -> str:
     return words.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
 
 
-def _guided(
+async def _guided(
     service: Service, parsed: ParsedSampling, form: AnswerForm, use: ToolUse, ids: list[int]
 ) -> ParsedSampling:
     """The sampling with the tools' grammar, thinking left free, and the parsers' marks shown."""
@@ -174,7 +177,9 @@ def _guided(
     shown = frozenset(words.added[m] for m in form.markers if m in words.added)
     text = replace(parsed.text, shown=shown)
     end, answer = _thinking_marks(service, form, words, ids)
-    grammar = start_after(parsed.grammar, answer) or use.grammar(end)
+    grammar = start_after(parsed.grammar, answer)
+    if not grammar:
+        grammar = await off_loop(use.num_bytes, lambda: use.grammar(end))
     return replace(parsed, text=text, grammar=grammar)
 
 

@@ -5,6 +5,8 @@ answer, and what a grammar makes it write. Knows no engine.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import orjson
+
 from banyan.base.errors import RequestError
 from banyan.frontend.constraint import Tag, json_constraint, tool_calls_constraint
 from banyan.frontend.parser_choice import Parsers
@@ -12,6 +14,7 @@ from banyan.frontend.tools.base import ToolFormat
 from banyan.frontend.tools.definitions import Definition, Tools, read_tools
 from banyan.frontend.tools.json_list import FORMAT as JSON_LIST
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.prompts import check_depth
 
 _ANY = 1 << 30
 
@@ -30,6 +33,8 @@ class ToolUse:
     format: ToolFormat | None = None
     is_forced: bool = False
     max_calls: int = _ANY
+    num_bytes: int = 0
+    """Size of the tools as JSON."""
 
     @property
     def is_strict(self) -> bool:
@@ -88,6 +93,7 @@ def tool_use(
     Raises:
         RequestError: the tools or the choice are malformed, or do not go together.
     """
+    check_depth(request.tools, "tools")
     tools = read_tools(request.tools or [])
     choice = request.tool_choice if request.tool_choice is not None else "auto"
     forced = _forced(choice, tools)
@@ -102,7 +108,12 @@ def tool_use(
         warn("tools: calls stay text, because there is no tool-call parser for this model")
     single = request.parallel_tool_calls is False or isinstance(choice, dict)
     return ToolUse(
-        tools, forced or tuple(tools.definitions), format, bool(forced), 1 if single else _ANY
+        offered=tools,
+        callable_=forced or tuple(tools.definitions),
+        format=format,
+        is_forced=bool(forced),
+        max_calls=1 if single else _ANY,
+        num_bytes=len(orjson.dumps(request.tools)),
     )
 
 
