@@ -35,7 +35,8 @@ from banyan.messages.link import PrivateFolder
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
 from banyan.models.decoder import DecoderLM
-from banyan.models.weights.loader import load_model
+from banyan.models.weights.custom import load_transforms
+from banyan.models.weights.loader import check_extra_config, load_model
 from banyan.ops.api import Ops
 from banyan.ops.bind import ToolkitOptions, bind, kernel_table
 from banyan.parallel.mesh import Mesh, open_mesh
@@ -44,7 +45,7 @@ from banyan.platform.base import Platform
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.worker import serve_rank
-from banyan.scheduler.budget import UNLIMITED, Limits
+from banyan.scheduler.budget import UNLIMITED, Limits, Priorities
 
 _CACHE_DTYPES = {
     "auto": None,
@@ -108,11 +109,28 @@ def open_model(
         options=ToolkitOptions(threads, config.device.compiler, config.device.isa),
     )
     phases.done("kernels")
-    model = load_model(card, mesh, device, dtype, ops, config.model.load_format)
+    model = _load(config, card, mesh, device, dtype, ops)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: never walk them again
     phases.done("weights")
     return OpenModel(platform, device, mesh, model, ops, kernel_table(ops.choices))
+
+
+def _load(
+    config: Config, card: ModelCard, mesh: Mesh, device: torch.device, dtype: torch.dtype, ops: Ops
+) -> DecoderLM:
+    for line in check_extra_config(config.model.loader_settings):
+        log.warning("--model-loader-extra-config: %s", line)
+    return load_model(
+        card,
+        mesh,
+        device,
+        dtype,
+        ops,
+        config.model.load_format,
+        is_mapped=not config.model.disable_mmap,
+        transforms=load_transforms(config.model.loader_functions, card.path),
+    )
 
 
 def build_runner(opened: OpenModel, card: ModelCard, sizes: RunnerSizes) -> ModelRunner:
@@ -131,6 +149,12 @@ def core_spec(config: Config, memory: MemoryPlan) -> CoreSpec:
             max_queued=schedule.max_queued,
             token_gap=schedule.token_gap,
             conservativeness=schedule.conservativeness,
+            priorities=Priorities(
+                are_honoured=schedule.priorities,
+                low_first=schedule.low_priority_first,
+                preemption_gap=schedule.preemption_gap,
+                refuse_when_off=schedule.refuse_priorities,
+            ),
         ),
         depth=schedule.depth,
         order=schedule.policy,

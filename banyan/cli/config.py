@@ -40,7 +40,7 @@ def config(argv: Sequence[str]) -> int:
     given = read(argv, environment)
     start_logging("config", "warning")
     path = fetch(given.config.model, environment)
-    card = read_card(path, given.config.model.load_format)
+    card = read_card(path, given.config.model.load_format, given.config.model.overrides)
     resolved, rules = resolve_with_origins(given.config, card, environment)
     origins = {**given.origins, **{field: f"rule {rule}" for field, rule in rules.items()}}
     for line in _lines(Given(resolved, origins)):

@@ -35,8 +35,9 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
         ConfigError, ModelError: named after the flag or the key of the checkpoint that is wrong.
     """
     path = fetch(config.model, environment)
-    card = read_card(path, config.model.load_format)
-    if card.format == "safetensors" and config.model.load_format != "dummy":
+    card = read_card(path, config.model.load_format, config.model.overrides)
+    reads_mapped = config.model.load_format != "dummy" and not config.model.disable_mmap
+    if card.format == "safetensors" and reads_mapped:
         check_weight_files(card.path)
     located = replace(config, model=replace(config.model, path=card.path))
     return resolve(located, card, environment), card
@@ -87,6 +88,17 @@ def check_the_template(config: Config, card: ModelCard, environment: Environment
         raise ConfigError(
             f"--chat-template {given!r} is neither a file nor a template",
             hint="name a Jinja file",
+        )
+    return config
+
+
+def check_the_journal(config: Config, card: ModelCard, environment: Environment) -> Config:
+    path = config.observe.journal
+    folder = os.path.dirname(os.path.abspath(path))
+    if path and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        raise ConfigError(
+            f"--journal {path!r}: {folder!r} is not a folder that can be written",
+            hint="name a file in another folder",
         )
     return config
 
@@ -167,6 +179,7 @@ RULES = (
     name_the_model,
     find_the_tokenizer,
     check_the_template,
+    check_the_journal,
     bound_the_context,
     match_the_format,
     check_the_chunk,

@@ -19,6 +19,13 @@ class ModelConfig:
     revision: str = ""
     download_dir: str = ""
     load_format: str = "auto"
+    overrides: dict[str, object] = field(default_factory=dict)
+    """Facts in the place of the checkpoint's, under its own keys."""
+    loader_settings: dict[str, object] = field(default_factory=dict)
+    loader_functions: tuple[str, ...] = ()
+    """"module:function" each; they change what the checkpoint holds before the model takes it."""
+    disable_mmap: bool = False
+    """Read files of weights into memory instead of mapping them."""
     context_length: int = 0
     """Longest prompt + output in tokens; 0 = the model's own."""
     cpu_activations: str = "auto"
@@ -53,6 +60,13 @@ class ScheduleConfig:
     """Requests running at once; 0 = from the KV capacity."""
     max_queued: int = 0
     """Waiting requests before 503; 0 = unbounded."""
+    priorities: bool = False
+    """Requests of higher priority go first."""
+    low_priority_first: bool = False
+    preemption_gap: int = 10
+    """A waiting request this far above a running one takes its place; 0 = never."""
+    refuse_priorities: bool = False
+    """Refuse requests that bring a priority while priorities are off."""
     depth: int = 2
     """Plans in flight: 1 = synchronous, 2 = overlap, 1 + stages with pipeline parallelism."""
     token_gap: int = 0

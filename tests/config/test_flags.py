@@ -9,7 +9,7 @@ from banyan.base.errors import ConfigError
 from banyan.config.cli import default_of, help_text, parse
 from banyan.config.env import Environment
 from banyan.config.flags.absent import REPLACED
-from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, Absent, Flag
+from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, WORDS, Absent, Flag
 from banyan.config.flags.table import GROUPS, find, known_flags
 from banyan.config.schema import Config
 
@@ -25,7 +25,7 @@ def another_value(flag: Flag) -> object:
         return next(choice for choice in flag.choices if choice != default)
     if flag.kind == INT:
         return next(n for n in (1, 2, 2048, 1 << 21) if n != default and flag.low <= n <= flag.high)
-    return {FLOAT: 0.5, JSON: {"a": "b"}}.get(flag.kind, "text")
+    return {FLOAT: 0.5, JSON: {"a": "b"}, WORDS: ("a", "b")}.get(flag.kind, "text")
 
 
 @pytest.mark.parametrize("flag", ALL, ids=lambda flag: flag.name)
@@ -52,8 +52,8 @@ def test_both_values_of_a_flag_reach_its_field(flag: Flag) -> None:
         given, expected = [f"--{flag.name}"], flag.sets
     else:
         expected = another_value(flag)
-        text = '{"a": "b"}' if flag.kind == JSON else str(expected)
-        given = [f"--{flag.name}", text]
+        texts = {JSON: ['{"a": "b"}'], WORDS: ["a", "b"]}.get(flag.kind, [str(expected)])
+        given = [f"--{flag.name}", *texts]
     assert value_of(parse(given, Environment())) == expected
     assert value_of(parse([], Environment())) == default_of(flag) != expected
 

@@ -101,6 +101,12 @@ def test_preparing_finds_the_model_reads_its_card_and_resolves(tmp_path: Path) -
     assert card.num_layers == 2 and config.model.load_format == "safetensors"
 
 
+def test_overrides_reach_the_card_of_the_model(tmp_path: Path) -> None:
+    path = folder(tmp_path, LLAMA)
+    _, card = prepare(Config(model=ModelConfig(path, overrides={"rope_theta": 777.0})), NOTHING)
+    assert card.rope.theta == 777.0
+
+
 def test_only_the_demo_left_to_itself_samples_as_its_makers_advise() -> None:
     advised = resolve(Config(), CARD, NOTHING).server.preferred_sampling
     assert advised == {"temperature": 0.2, "top_p": 0.9}

@@ -8,7 +8,6 @@ never depend on such a flag. What is asked for and absent is refused.
 from banyan.config.flags.flag import (
     FLOAT,
     INT,
-    JSON,
     SWITCH,
     WORDS,
     Absent,
@@ -47,27 +46,18 @@ MODEL = (
         ),
     ),
     Feature(
-        "the loaders take no settings of their own",
-        asks=(Absent("model-loader-extra-config", kind=JSON, neutral=({},)),),
-    ),
-    Feature(
-        "the facts of a checkpoint are taken as they are",
-        "change its config.json",
-        asks=(
-            Absent("json-model-override-args", kind=JSON, neutral=({},)),
-            *texts("decrypted-config-file", "decrypted-draft-config-file"),
-        ),
+        "facts of a checkpoint are read from its own folder",
+        "put the decrypted config.json there, or use --json-model-override-args",
+        asks=texts("decrypted-config-file", "decrypted-draft-config-file"),
     ),
     Feature(
         "there is one implementation of each model",
         asks=(Absent("model-impl", neutral=("auto", "sglang")),),
     ),
     Feature(
-        "weights are read from mapped safetensors and GGUF files only",
+        "weights are read from safetensors and GGUF files only",
         "name a folder or file of those forms",
         asks=(
-            *words("custom-weight-loader"),
-            *switches("weight-loader-disable-mmap"),
             *switches("remote-instance-weight-loader-start-seed-via-transfer-engine"),
             *switches("checkpoint-engine-wait-weights-before-ready"),
             *texts("remote-instance-weight-loader-seed-instance-ip"),
@@ -178,9 +168,8 @@ NUMBERS = (
         asks=(Absent("crash-on-nan", neutral=("False", "false")),),
     ),
     Feature(
-        "answers are not promised to be equal on every machine",
-        "--cpu-activations fp32 and a seed in each request make them equal on one machine",
-        asks=switches("enable-deterministic-inference"),
+        "a token depends on its own sequence only, whatever runs beside it",
+        tunes=switches("enable-deterministic-inference"),
     ),
     Feature(
         "the numerics of a trainer are not copied",

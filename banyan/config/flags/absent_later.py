@@ -293,7 +293,7 @@ LATER_FEATURES = (
         ),
     ),
     Feature(
-        "weights are read from mapped safetensors and GGUF files only",
+        "weights are read from safetensors and GGUF files only",
         "name a folder or file of those forms",
         asks=(
             Absent("model-config-parser", neutral=("auto",)),

@@ -18,6 +18,7 @@ FLAGS = (
         "number type of cached keys and values; auto = fp16 beside kernels that round activations",
         choices=("auto", "fp32", "fp16", "bf16"),
         translate=(("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")),
+        proof="tests/system/test_flag_effects.py::test_half_precision_halves_the_cache",
     ),
     Flag(
         "max-total-tokens",

@@ -29,6 +29,7 @@ FLAGS = (
         aliases=("dp-size", "dp"),
         low=1,
         high=1024,
+        proof="tests/system/test_flag_effects.py::test_each_replica_is_a_process_of_its_own",
     ),
     Flag(
         "load-balance-method",
@@ -40,6 +41,7 @@ FLAGS = (
             ("shortest_queue", "total_requests"),
             ("minimum_tokens", "total_tokens"),
         ),
+        proof="tests/frontend/test_fleet.py::test_requests_go_where_the_route_says_and_all_end",
     ),
     Flag(
         "threads",
@@ -57,6 +59,7 @@ FLAGS = (
         "device.compiler",
         "C++ compiler for the CPU kernels, tried before g++, clang++ and the ziglang package",
         documented=False,
+        proof="tests/ops/test_cpu_build.py::test_a_named_compiler_goes_first",
     ),
     Flag(
         "cpu-isa",
@@ -64,6 +67,7 @@ FLAGS = (
         "highest instruction set for the CPU kernels; default: the best of this machine",
         choices=("base", "avx2", "avx512", "vnni", "amx"),
         documented=False,
+        proof="tests/ops/test_cpu_linear.py::test_every_instruction_set_checks_itself",
     ),
     Flag(
         "kernels",

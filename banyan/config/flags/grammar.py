@@ -8,7 +8,8 @@ FLAGS = (
         "grammar.backend",
         "library that constrains answers: xgrammar, llguidance, outlines, a plug-in's name, or "
         "none; default: xgrammar when installed, else llguidance",
-        proof="tests/system/test_structured.py",
+        proof="tests/system/test_flag_effects.py"
+        "::test_without_a_grammar_backend_constraints_are_refused",
     ),
     Flag(
         "constrained-json-disable-any-whitespace",

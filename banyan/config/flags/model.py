@@ -1,6 +1,6 @@
 """Flags of the model: what is served, where it comes from and in which form."""
 
-from banyan.config.flags.flag import INT, SWITCH, Flag
+from banyan.config.flags.flag import INT, JSON, SWITCH, WORDS, Flag
 
 FLAGS = (
     Flag(
@@ -39,8 +39,37 @@ FLAGS = (
         "load-format",
         "model.load_format",
         "form of the weights; dummy = random weights of the right shape",
-        choices=("auto", "safetensors", "gguf", "dummy"),
+        choices=("auto", "layered", "safetensors", "gguf", "dummy"),
         proof="tests/system/test_flag_effects.py::test_random_weights_need_no_weights_file",
+    ),
+    Flag(
+        "json-model-override-args",
+        "model.overrides",
+        'facts in the place of the checkpoint\'s, e.g. {"rope_theta": 1000000.0}',
+        kind=JSON,
+        proof="tests/config/test_resolve.py::test_overrides_reach_the_card_of_the_model",
+    ),
+    Flag(
+        "model-loader-extra-config",
+        "model.loader_settings",
+        "settings of other loaders; those that would change nothing here are reported",
+        kind=JSON,
+        proof="tests/models/test_loader.py"
+        "::test_settings_of_the_loader_that_nothing_reads_are_named",
+    ),
+    Flag(
+        "custom-weight-loader",
+        "model.loader_functions",
+        "module:function of your own, each changing the tensors before the model takes them",
+        kind=WORDS,
+        proof="tests/system/test_flag_effects.py::test_functions_and_ways_to_read_reach_the_loader",
+    ),
+    Flag(
+        "weight-loader-disable-mmap",
+        "model.disable_mmap",
+        "read the files of weights into memory instead of mapping them",
+        kind=SWITCH,
+        proof="tests/system/test_flag_effects.py::test_functions_and_ways_to_read_reach_the_loader",
     ),
     Flag(
         "context-length",

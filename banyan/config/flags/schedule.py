@@ -30,10 +30,50 @@ FLAGS = (
     Flag(
         "schedule-policy",
         "schedule.policy",
-        "who goes first: fcfs = first come, lpm = longest cached prefix, lof = longest output",
-        choices=("fcfs", "lpm", "lof"),
+        "who goes first: fcfs = first come, lpm = longest cached prefix, dfs-weight = busiest "
+        "branch of cached prefixes, lof = longest output, random",
+        choices=("fcfs", "lpm", "dfs-weight", "lof", "random"),
         proof="tests/scheduler/test_scheduler.py"
         "::test_longest_prefix_first_serves_cached_prompts_first",
+    ),
+    Flag(
+        "enable-priority-scheduling",
+        "schedule.priorities",
+        "requests of higher priority go first, and may take the place of running ones",
+        kind=SWITCH,
+        proof="tests/sim/test_policies.py::test_priorities_bound_the_wait_of_the_few_that_have_one",
+    ),
+    Flag(
+        "schedule-low-priority-values-first",
+        "schedule.low_priority_first",
+        "with priorities: lower numbers go first",
+        kind=SWITCH,
+        proof="tests/scheduler/test_priorities.py::test_lower_numbers_go_first_when_told_so",
+    ),
+    Flag(
+        "priority-scheduling-preemption-threshold",
+        "schedule.preemption_gap",
+        "with priorities: how far above a running request a waiting one must be to take its place",
+        kind=INT,
+        low=1,
+        proof="tests/scheduler/test_priorities.py"
+        "::test_a_request_far_above_takes_the_place_of_the_lowest_that_runs",
+    ),
+    Flag(
+        "disable-priority-preemption",
+        "schedule.preemption_gap",
+        "with priorities: nobody takes the place of a running request",
+        kind=SWITCH,
+        sets=0,
+        proof="tests/scheduler/test_priorities.py::test_a_gap_of_zero_never_preempts",
+    ),
+    Flag(
+        "abort-on-priority-when-disabled",
+        "schedule.refuse_priorities",
+        "refuse requests that bring a priority while priorities are off",
+        kind=SWITCH,
+        proof="tests/scheduler/test_priorities.py"
+        "::test_a_priority_is_refused_where_it_would_be_ignored",
     ),
     Flag(
         "schedule-conservativeness",

@@ -56,16 +56,20 @@ FLAGS = (
         "completion-template",
         "server.completion_template",
         "how /v1/completions puts prompt and suffix together: a name, or a JSON file",
+        proof="tests/system/test_flag_effects.py::test_a_completion_template_fills_gaps",
     ),
     Flag(
         "tool-call-parser",
         "server.tool_parser",
         "format of the model's tool calls; auto = as its chat template writes them, none = text",
+        proof="tests/server/test_chat_tools.py::test_every_cell_of_the_table",
     ),
     Flag(
         "reasoning-parser",
         "server.reasoning_parser",
         "format of the model's thinking; auto = as its chat template marks it, none = text",
+        proof="tests/system/test_flag_effects.py"
+        "::test_a_reasoning_parser_takes_thoughts_out_of_the_answer",
     ),
     Flag(
         "stream-interval",

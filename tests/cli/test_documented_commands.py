@@ -1,0 +1,186 @@
+"""Every command line of SGLang's documents, under our module names: a start, or a clear refusal."""
+
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.cli.main import VERBS, main
+from banyan.config.cli import parse
+from banyan.config.env import Environment, read_environment
+
+CONFIG = """model-path: M
+host: 0.0.0.0
+port: 30000
+tensor-parallel-size: 2
+enable-metrics: {metrics}
+log-requests: true
+"""
+NODE = (
+    "--model-path M --trust-remote-code --attention-backend ascend --mem-fraction-static 0.8 "
+    "--quantization w8a8_int8 --tp-size 16 --dp-size 1 --nnodes 1 --node-rank 0 "
+    "--disaggregation-transfer-backend ascend --dist-init-addr 192.0.2.7:6688 --host 192.0.2.7 "
+)
+STORE = {
+    "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+    "ASCEND_MF_STORE_URL": "tcp://192.0.2.7:6670",
+}
+GUIDE = (
+    "--model-path M --chunked-prefill-size -1 --max-prefill-tokens 68000 "
+    "--max-running-requests 1 --disable-radix-cache --disable-cuda-graph "
+    "--moe-a2a-backend deepep --moe-dense-tp-size 1 --mem-fraction-static 0.73 "
+    "--quantization modelslim --speculative-algorithm NEXTN --speculative-num-steps 1 "
+    "--speculative-num-draft-tokens 2 --speculative-eagle-topk 1 --tokenizer-worker-num 4 "
+    "--load-balance-method round_robin "
+)
+
+STARTS = (
+    "--model-path M --tp 2",
+    "--model-path M --tp 2 --enable-p2p-check",
+    "--model-path M --mem-fraction-static 0.7",
+    "--model-path M --chunked-prefill-size 4096",
+    "--model-path M --enable-torch-compile",
+    "--model-path M --enable-deterministic-inference",
+)
+
+REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
+    ("--model-path M --torchao-config int4wo-128", {}, ("--torchao-config",)),
+    ("--model-path M --quantization fp8", {}, ("--quantization",)),
+    ("--model-path M --kv-cache-dtype fp8_e5m2", {}, ("--kv-cache-dtype", "fp8_e5m2")),
+    *(
+        (
+            "--model-path M --tp 4 --dist-init-addr sgl-dev-0:50000 --nnodes 2 "
+            f"--node-rank {rank} --disable-cuda-graph",
+            {},
+            ("--nnodes 2", "one machine"),
+        )
+        for rank in (0, 1)
+    ),
+    (
+        "--model-path M --attention-backend ascend --host 0.0.0.0 --port 30000",
+        {},
+        ("--attention-backend ascend",),
+    ),
+    (
+        NODE + "--disaggregation-mode prefill --disaggregation-bootstrap-port 6657 --port 8000",
+        STORE,
+        ("--attention-backend ascend", "--quantization w8a8_int8", "--disaggregation-mode prefill"),
+    ),
+    (
+        NODE + "--disaggregation-mode decode --port 8001 --enable-deepep-moe "
+        "--deepep-mode low_latency --ep-size 16",
+        STORE
+        | {
+            "HCCL_BUFFSIZE": "200",
+            "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "24",
+            "SGLANG_NPU_USE_MLAPO": "1",
+        },
+        ("--disaggregation-mode decode", "--enable-deepep-moe deepep", "--ep-size 16"),
+    ),
+    (
+        GUIDE + "--enable-nsa-prefill-context-parallel --nsa-prefill-cp-mode in-seq-split "
+        "--attn-cp-size 32 --deepep-mode normal",
+        {"SGLANG_USE_AG_AFTER_QLORA": "1", "TASK_QUEUE_ENABLE": "2"},
+        ("--speculative-algorithm", "--moe-a2a-backend deepep", "--attn-cp-size 32"),
+    ),
+    (
+        GUIDE + "--dp-size 8 --ep 32 --enable-dp-attention --enable-dp-lm-head "
+        "--cuda-graph-max-bs 4 --deepep-mode low_latency --mem-fraction-static 0.79",
+        {"SGLANG_ENABLE_SPEC_V2": "1", "SGLANG_SCHEDULER_SKIP_ALL_GATHER": "1"},
+        ("--speculative-algorithm", "--ep 32", "--enable-dp-attention"),
+    ),
+)
+
+MODULES = {
+    "launch_server": ("serve", ()),
+    "bench_serving": ("bench", ("serving",)),
+    "bench_one_batch": ("bench", ("batch",)),
+    "bench_offline_throughput": ("bench", ("throughput",)),
+    "check_env": ("doctor", ()),
+}
+
+
+@pytest.mark.parametrize("line", STARTS)
+def test_a_documented_line_is_a_start(line: str) -> None:
+    config = parse(line.split(), Environment())
+    assert config.model.source == "M"
+    given = [word for word in line.split() if word.startswith("--enable-")]
+    assert all(any(flag in note for note in config.observe.notes) for flag in given)
+
+
+@pytest.mark.parametrize(("line", "variables", "named"), REFUSED, ids=lambda value: str(value)[:60])
+def test_a_documented_line_is_refused_with_everything_that_is_missing(
+    line: str, variables: dict[str, str], named: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(line.split(), read_environment(variables))
+    text = str(caught.value)
+    assert all(flag in text for flag in named) and "\n" not in text
+    assert not any(name in text for name in variables), "no variable is what is missing"
+
+
+def test_the_documented_flag_file_is_a_start_once_it_asks_for_no_metrics(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(CONFIG.format(metrics="false"))
+    config = parse(["--config", str(file)], Environment())
+    assert (config.model.source, config.server.host, config.server.port) == ("M", "0.0.0.0", 30000)
+    assert (config.parallel.tp, config.observe.log_requests) == (2, True)
+    file.write_text(CONFIG.format(metrics="true"))
+    with pytest.raises(ConfigError, match="enable-metrics .* is not available.*server_info"):
+        parse(["--config", str(file)], Environment())
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[str, ...]]]]:
+    """The verbs that are run, with their words; none does its work."""
+    calls: list[tuple[str, tuple[str, ...]]] = []
+
+    def load(verb: str) -> object:
+        return lambda words: calls.append((verb, tuple(words))) or 0
+
+    monkeypatch.setattr(VERBS, "load", load)
+    yield calls
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_of_the_documents_is_a_verb(
+    module: str, called: list[tuple[str, tuple[str, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verb, first = MODULES[module]
+    assert verb in VERBS
+    monkeypatch.setattr(sys, "argv", [module, "--model-path", "M"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module(f"banyan.{module}", run_name="__main__")
+    assert called == [(verb, (*first, "--model-path", "M"))]
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "culprit"),
+    [
+        ("launch_router", "--model-path M --dp 2 --tp 2", "there is no router"),
+        (
+            "launch_lb",
+            "--prefill http://h:8000 --decode http://h:8001 --host 127.0.0.1 --port 5000",
+            "no prefill and decode servers",
+        ),
+    ],
+)
+def test_a_module_that_is_absent_is_refused(
+    module: str,
+    line: str,
+    culprit: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, *line.split()])
+    with pytest.raises(SystemExit, match=str(ConfigError.exit_code)):
+        runpy.run_module(f"banyan.{module}", run_name="__main__")
+    assert culprit in capsys.readouterr().err
+
+
+def test_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    assert "--model-path" in capsys.readouterr().out
