@@ -7,16 +7,12 @@
 #include "attention.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstdio>
 #include <cstring>
-#include <vector>
 
-using namespace banyan;
+namespace banyan {
 
-namespace {
-
-const AttentionKernels& table_of(int32_t level, int head_dim) {
+// The kernels of an instruction set for heads of this size.
+const AttentionKernels& attention_table(int32_t level, int head_dim) {
 #if defined(__x86_64__)
   if (level >= AVX512 && head_dim % attention_avx512.lanes == 0) return attention_avx512;
   if (level >= AVX2) return attention_avx2;
@@ -24,6 +20,12 @@ const AttentionKernels& table_of(int32_t level, int head_dim) {
   (void)level, (void)head_dim;
   return attention_base;
 }
+
+}  // namespace banyan
+
+using namespace banyan;
+
+namespace {
 
 // --- plan ----------------------------------------------------------------------------------------
 
@@ -221,7 +223,7 @@ BN_EXPORT void bn_paged_attention(Program* program, int32_t, int32_t cache, cons
   AttentionArgs args{q,        k_pages,      v_pages,   out,      (const Plan*)plan, page_tables,
                      q_stride, table_stride, page_size, kv_heads, group,             head_dim,
                      window,   scale,        soft_cap};
-  append(program, table_of(isa(), head_dim).attend[cache], &args, sizeof args, NOT_ROW_WISE);
+  append(program, attention_table(isa(), head_dim).attend[cache], &args, sizeof args, NOT_ROW_WISE);
 }
 
 BN_EXPORT void bn_write_kv(Program* program, int32_t size, int32_t cache, const float* k,
@@ -230,5 +232,5 @@ BN_EXPORT void bn_write_kv(Program* program, int32_t size, int32_t cache, const 
                            int32_t kv_heads, int32_t head_dim) {
   WriteArgs args{k,        v,        k_pages,   v_pages,  locations,
                  k_stride, v_stride, page_size, kv_heads, head_dim};
-  append(program, table_of(isa(), head_dim).write[cache], &args, sizeof args, size);
+  append(program, attention_table(isa(), head_dim).write[cache], &args, sizeof args, size);
 }

@@ -93,5 +93,6 @@ struct AttentionKernels {
 };
 
 extern const AttentionKernels attention_base, attention_avx2, attention_avx512;
+const AttentionKernels& attention_table(int32_t level, int head_dim);
 
 }  // namespace banyan

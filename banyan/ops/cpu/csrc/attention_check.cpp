@@ -1,0 +1,99 @@
+// The load-time check of attention: a small step in an instruction set and in plain code.
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+
+namespace banyan {
+struct Pool;
+}
+using namespace banyan;
+
+extern "C" {
+Pool* bn_pool_new(int32_t threads, const int32_t* cpus);
+void bn_pool_free(Pool* pool);
+Program* bn_program_new();
+void bn_program_free(Program* program);
+void bn_program_run(Pool* pool, Program* program, const int64_t* sizes, double* seconds);
+int64_t bn_attention_plan_bytes(int64_t max_tokens, int64_t kv_heads, int64_t group,
+                                int64_t head_dim);
+void bn_attention_plan(Program* program, int32_t size, void* memory, const int32_t* page_tables,
+                       int64_t table_stride, const int32_t* row_starts,
+                       const int32_t* context_lengths, int32_t page_size, int32_t kv_heads,
+                       int32_t group, int32_t head_dim, int32_t window, int32_t max_tokens,
+                       int32_t shares_prefixes);
+}
+
+namespace {
+
+// Nine tokens after three others, in one tile; and one token after SPAN others, which is split.
+constexpr int GROUP_HEADS = 2, DIM = 32, PAGE = 16, TABLE_PAGES = SPAN / PAGE + 1;
+constexpr int STARTS[] = {0, 9, 10}, CONTEXTS[] = {3, SPAN};
+constexpr int TOKENS_NOW = STARTS[2], TOKENS_EVER = 12 + SPAN + 1;
+
+std::vector<float> wave(size_t size, float step) {
+  std::vector<float> x(size);
+  for (size_t i = 0; i < size; i++) x[i] = std::sin(step * (float)i);
+  return x;
+}
+
+struct Step {
+  std::vector<float> q = wave(TOKENS_NOW * GROUP_HEADS * DIM, 0.37f);
+  std::vector<float> k = wave(TOKENS_EVER * DIM, 1.3f), v = wave(TOKENS_EVER * DIM, 0.71f);
+  std::vector<float> out = std::vector<float>(q.size());
+  std::vector<int32_t> tables = std::vector<int32_t>(2 * TABLE_PAGES);
+  std::vector<int64_t> locations;
+  std::vector<float> k_pages = std::vector<float>((1 + 2 * TABLE_PAGES) * PAGE * DIM), v_pages = k_pages;
+
+  Step() {
+    for (int i = 0; i < 2 * TABLE_PAGES; i++) tables[i] = i + 1;
+    for (int row = 0; row < 2; row++)
+      for (int at = 0; at < (row ? SPAN + 1 : 12); at++)
+        locations.push_back((int64_t)tables[row * TABLE_PAGES + at / PAGE] * PAGE + at % PAGE);
+  }
+};
+
+std::vector<float> outcome(const AttentionKernels& kernels, int cache) {
+  Step s;
+  int32_t starts[] = {STARTS[0], STARTS[1], STARTS[2]}, contexts[] = {CONTEXTS[0], CONTEXTS[1]};
+  // Not cleared: a plan needs little of its room here.
+  std::unique_ptr<uint64_t[]> memory(
+      new uint64_t[bn_attention_plan_bytes(TOKENS_NOW, 1, GROUP_HEADS, DIM) / sizeof(uint64_t)]);
+  Program *fill = bn_program_new(), *attend = bn_program_new();
+  WriteArgs write{s.k.data(), s.v.data(), s.k_pages.data(), s.v_pages.data(), s.locations.data(),
+                  DIM,        DIM,        PAGE,             1,                DIM};
+  append(fill, kernels.write[cache], &write, sizeof write, TOKENS);
+  bn_attention_plan(attend, TOKENS, memory.get(), s.tables.data(), TABLE_PAGES, starts, contexts,
+                    PAGE, 1, GROUP_HEADS, DIM, 0, TOKENS_NOW, 1);
+  AttentionArgs args{s.q.data(),   s.k_pages.data(),  s.v_pages.data(), s.out.data(),
+                     (const Plan*)memory.get(), s.tables.data(), GROUP_HEADS * DIM, TABLE_PAGES,
+                     PAGE, 1, GROUP_HEADS, DIM, 0, 0.25f, 3.0f};
+  append(attend, kernels.attend[cache], &args, sizeof args, NOT_ROW_WISE);
+  Pool* pool = bn_pool_new(1, nullptr);
+  int64_t past[] = {TOKENS_EVER, 2, 2}, now[] = {TOKENS_NOW, 2, 2};
+  bn_program_run(pool, fill, past, nullptr);
+  bn_program_run(pool, attend, now, nullptr);
+  bn_pool_free(pool);
+  bn_program_free(fill);
+  bn_program_free(attend);
+  return s.out;
+}
+
+}  // namespace
+
+// Whether an instruction set computes what the plain code does; 1 and the reason when not.
+BN_EXPORT int bn_check_attention(int32_t isa, char* why, int32_t room) {
+  for (int cache = 0; cache < NUM_CACHE_TYPES; cache++) {
+    std::vector<float> expected = outcome(attention_table(BASE, DIM), cache);
+    std::vector<float> found = outcome(attention_table(isa, DIM), cache);
+    for (size_t i = 0; i < found.size(); i++)
+      if (!(std::fabs(found[i] - expected[i]) <= 1e-5f)) {
+        std::snprintf(why, room, "attention over cache type %d gives %g for %g", cache, found[i],
+                      expected[i]);
+        return 1;
+      }
+  }
+  return 0;
+}
