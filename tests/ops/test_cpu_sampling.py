@@ -79,7 +79,7 @@ def assert_equal_to_definition(ops: Sampling, logits: torch.Tensor, rows: Sample
         assert (int(tokens[i]), float(best[i])) == sample_row(row, rows, i)
 
 
-@pytest.mark.parametrize("vocab", [1, 2, 7, 9, 255, 257, 1000, 50_001])
+@pytest.mark.parametrize("vocab", [1, 2, 9, 255, 257, 4099])
 @pytest.mark.parametrize("given", FILTERS, ids=str)
 def test_tokens_are_those_of_the_definition(ops, vocab, given):
     for spread in (0.3, 3.0, 12.0):
@@ -187,7 +187,7 @@ def test_neighbouring_positions_and_seeds_draw_independently(path):
         assert ((together - together.mean()) ** 2 / together.mean()).sum() < 120  # 63 degrees
 
 
-@pytest.mark.parametrize("vocab", [1, 6, 255, 5000, 50_001])
+@pytest.mark.parametrize("vocab", [1, 6, 255, 4099])
 @pytest.mark.parametrize("top", [0, 1, 5, 300])
 def test_log_probabilities_are_those_of_the_definition(ops, vocab, top):
     generator = np.random.default_rng(2)
