@@ -1,0 +1,166 @@
+"""Constrained answers of the demo model through the server: valid, ended, and no harm to others."""
+
+import json
+import threading
+from collections.abc import Iterator
+
+import jsonschema
+import pytest
+
+from tests.system.serving import Server, serving
+
+CITY = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "population": {"type": "integer", "minimum": 0, "maximum": 99_999_999},
+    },
+    "required": ["city", "population"],
+    "additionalProperties": False,
+}
+AS_CITY = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+
+
+@pytest.fixture(scope="module")
+def constrained(demo_model: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo model with the backend that every installation has."""
+    log = tmp_path_factory.mktemp("structured") / "server.log"
+    flags = ("--model-path", "demo", "--grammar-backend", "llguidance", "--check-ledger")
+    with serving(log, *flags) as running:
+        yield running
+
+
+def chat(server: Server, **fields: object) -> list[dict]:
+    """The choices of one request that must succeed."""
+    messages = [{"role": "user", "content": "Describe Paris as JSON."}]
+    body = {"messages": messages, "max_tokens": 100, "seed": 3, **fields}
+    answer = server.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"]
+
+
+def refusal(server: Server, **fields: object) -> str:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **fields}
+    answer = server.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["message"]
+
+
+def test_every_choice_follows_the_schema_and_ends(constrained: Server):
+    for choice in chat(constrained, response_format=AS_CITY, n=3, temperature=1.5):
+        assert choice["finish_reason"] == "stop"
+        jsonschema.validate(json.loads(choice["message"]["content"]), CITY)
+
+
+def test_a_stream_is_the_same_text(constrained: Server):
+    (whole,) = chat(constrained, response_format=AS_CITY)
+    body = {
+        "messages": [{"role": "user", "content": "Describe Paris as JSON."}],
+        "max_tokens": 100,
+        "seed": 3,
+        "response_format": AS_CITY,
+        "stream": True,
+    }
+    with constrained.http.stream("POST", "/v1/chat/completions", json=body) as answer:
+        lines = [x.removeprefix("data: ") for x in answer.iter_lines() if x.startswith("data: {")]
+    deltas = [json.loads(x)["choices"][0]["delta"] for x in lines]
+    assert "".join(d.get("content") or "" for d in deltas) == whole["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({"regex": "(yes|no)"}, {"yes", "no"}),
+        ({"ebnf": 'root ::= "on" | "off"'}, {"on", "off"}),
+        ({"guided_choice": ["a.b", "c|d"]}, {"a.b", "c|d"}),
+        ({"regex": "(yes|no)", "ignore_eos": True}, {"yes", "no"}),
+    ],
+)
+def test_every_notation_is_followed(
+    constrained: Server, fields: dict[str, object], allowed: set[str]
+):
+    (choice,) = chat(constrained, **fields)
+    assert choice["message"]["content"] in allowed and choice["finish_reason"] == "stop"
+
+
+def test_a_required_tag_comes_first(constrained: Server):
+    content = {"type": "json_schema", "json_schema": CITY}
+    form = {
+        "type": "triggered_tags",
+        "triggers": ["<city>"],
+        "tags": [{"type": "tag", "begin": "<city>", "content": content, "end": "</city>"}],
+        "at_least_one": True,
+        "stop_after_first": True,
+    }
+    tag = {"type": "structural_tag", "format": form}
+    (choice,) = chat(constrained, response_format=tag)
+    text = choice["message"]["content"]
+    assert text.startswith("<city>") and text.endswith("</city>")
+    jsonschema.validate(json.loads(text[len("<city>") : -len("</city>")]), CITY)
+
+
+def test_the_native_route_takes_the_same_constraints(constrained: Server):
+    answer = constrained.generate(
+        text="The year is", sampling_params={"regex": "[0-9]{4}", "max_new_tokens": 16}
+    )
+    assert len(answer["text"]) == 4 and answer["text"].isdigit()
+
+
+def test_forced_retraction_does_not_disturb_a_constraint(demo_model: object, tmp_path_factory):
+    log = tmp_path_factory.mktemp("tight") / "server.log"
+    flags = ("--grammar-backend", "llguidance", "--max-total-tokens", "256", "--check-ledger")
+    with serving(log, "--model-path", "demo", *flags) as server:
+        schema = {"type": "array", "items": CITY, "minItems": 2, "maxItems": 3}
+        form = {"type": "json_schema", "json_schema": {"name": "cities", "schema": schema}}
+        choices = chat(server, response_format=form, n=4, temperature=1.2, max_tokens=110)
+        for choice in choices:
+            if choice["finish_reason"] == "stop":
+                jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+        stats = server.stats()
+        assert stats["leaked"] == 0 and stats["held_pages"] == 0
+
+
+def test_what_cannot_be_compiled_is_a_400_with_the_reason(constrained: Server):
+    assert "unclosed" in refusal(constrained, regex="[")
+    assert "not" in refusal(constrained, guided_json={"not": {"type": "null"}})
+    assert "only references within" in refusal(constrained, guided_json={"$ref": "http://x/y"})
+    deep: dict[str, object] = {}
+    for _ in range(500):
+        deep = {"items": deep}
+    assert "levels deep" in refusal(constrained, guided_json=deep)
+
+
+def test_a_hostile_constraint_does_not_change_what_others_get(constrained: Server):
+    canary = {"text": "One two three", "sampling_params": {"max_new_tokens": 24, "temperature": 0}}
+    alone = constrained.generate(**canary)["text"]
+    statuses: list[int] = []
+
+    def attack() -> None:
+        enum = {"enum": [f"{i:06d}" for i in range(20_000)]}
+        for fields in ({"regex": "(.*a){80}b(x{1,900}){1,900}"}, {"guided_json": enum}):
+            body = {"prompt": "x", "max_tokens": 2, **fields}
+            statuses.append(constrained.http.post("/v1/completions", json=body).status_code)
+
+    attacker = threading.Thread(target=attack)
+    attacker.start()
+    beside = constrained.generate(**canary)["text"]
+    attacker.join(60)
+    assert beside == alone
+    assert len(statuses) == 2 and set(statuses) <= {200, 400}
+    assert constrained.stats()["leaked"] == 0
+
+
+def test_without_a_backend_a_constraint_is_refused(server):
+    with server("--grammar-backend", "none") as running:
+        answer = running.http.post(
+            "/generate", json={"input_ids": [5, 6], "sampling_params": {"regex": "a"}}
+        )
+        assert answer.status_code == 400 and "grammar backend" in answer.text
+
+
+def test_an_unknown_backend_is_refused_at_start(server):
+    with (
+        pytest.raises(AssertionError, match=r"ended with code 2"),
+        server("--grammar-backend", "banana"),
+    ):
+        pass
