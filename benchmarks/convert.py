@@ -75,6 +75,7 @@ def to_gguf(folder: str, tokenizer_gguf: str, out: str, kind: str) -> None:
     config = json.loads((Path(folder) / "config.json").read_text())
     writer = gguf.GGUFWriter(out, "qwen3")
     writer.add_name(Path(folder).name)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
