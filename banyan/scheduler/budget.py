@@ -20,6 +20,30 @@ UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
+class Priorities:
+    """What the priority of a request means.
+
+    Attributes:
+        are_honoured: higher ones go first; False = all requests are equal.
+        low_first: lower ones go first instead.
+        preemption_gap: a waiting request takes the place of running ones that are at least this
+            much below it; 0 = never.
+        refuse_when_off: refuse requests that bring one while they are not honoured.
+    """
+
+    are_honoured: bool = False
+    low_first: bool = False
+    preemption_gap: int = 10
+    refuse_when_off: bool = False
+
+    def of(self, given: int) -> int:
+        """The priority that counts; higher goes first."""
+        if not self.are_honoured:
+            return 0
+        return -given if self.low_first else given
+
+
+@dataclass(frozen=True)
 class Limits:
     """What the scheduler may not exceed.
 
@@ -31,6 +55,7 @@ class Limits:
         token_gap: steps between sampling a token and a row that needs it (stages − 1).
         drafts: tokens the runner drafts after each sampled one; 0 = no speculation.
         conservativeness: scales the new-token ratio.
+        priorities: who goes before whom.
     """
 
     max_running: int
@@ -40,6 +65,7 @@ class Limits:
     token_gap: int = 0
     drafts: int = 0
     conservativeness: float = 1.0
+    priorities: Priorities = Priorities()
 
 
 class NewTokenRatio:

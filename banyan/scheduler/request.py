@@ -41,7 +41,9 @@ class Request:
         | planned, known − 1 written for sure   | pending: sampled, in flight |    decode
     """
 
-    def __init__(self, generate: Generate, grammar: Grammar | None, now: float, order: int) -> None:
+    def __init__(
+        self, generate: Generate, grammar: Grammar | None, priority: int, now: float, order: int
+    ) -> None:
         assert generate.tokens
         self.generate = generate
         self.id = generate.request
@@ -51,7 +53,8 @@ class Request:
         self.prompt_len = len(generate.tokens) // TOKEN_BYTES
         self.limit = self.prompt_len + generate.sampling.max_new_tokens
         """Known tokens at which the request ends."""
-        self.rank = (-generate.priority, order)
+        self.priority = priority
+        self.rank = (-priority, order)
         """Who goes first: higher priority, then earlier arrival."""
         self.state = WAITING
         self.slot = PADDING_SLOT

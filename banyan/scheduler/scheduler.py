@@ -9,12 +9,13 @@ from array import array
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId, StepId
 from banyan.grammar.base import Grammar, GrammarFactory, masks_for
-from banyan.memory.cache import TOKEN_BYTES, KVCache
+from banyan.memory.cache import TOKEN_BYTES, KVCache, Match
 from banyan.messages.events import Tokens
 from banyan.messages.plan import CopyResult, Join, Mask, RowScores, StepResult
 from banyan.messages.requests import Generate
 from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims
 from banyan.scheduler.budget import Limits, NewTokenRatio
+from banyan.scheduler.door import check_request
 from banyan.scheduler.draft import PlanDraft
 from banyan.scheduler.order import QueueOrder
 from banyan.scheduler.request import RUNNING, Flight, Request
@@ -57,13 +58,14 @@ class Scheduler:
     def submit(self, generate: Generate, now: float) -> None:
         """Queue a request, or answer at once why not."""
         try:
-            self._check_fits(generate)
+            check_request(generate, self.roster, self.cache, self.limits)
             grammar = self._compile(generate.grammar)
         except RequestError as error:
             self.roster.refuse(generate.request, error.status, str(error), error.code)
             return
         self._arrivals += 1
-        self.roster.add(Request(generate, grammar, now, self._arrivals))
+        priority = self.limits.priorities.of(generate.priority)
+        self.roster.add(Request(generate, grammar, priority, now, self._arrivals))
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """End a request at any state; unknown ids have ended already."""
@@ -99,6 +101,7 @@ class Scheduler:
         if suspect is not None:
             self._run_alone(suspect, draft)
         else:
+            self._preempt()
             self._plan_running(draft)
             self._admit(draft)
         if draft.has_work:
@@ -140,6 +143,24 @@ class Scheduler:
         self.roster.check()
 
     # -- planning -----------------------------------------------------------------------------
+
+    def _preempt(self) -> None:
+        """Retract the lowest running request when one far above it waits for room in vain.
+
+        One at a time, and none while pages of a retracted one are still coming back.
+        """
+        gap = self.limits.priorities.preemption_gap
+        if not gap or not self.roster.waiting or not self.roster.running:
+            return
+        first, lowest = self.roster.waiting[0], self.roster.running[-1]
+        if first.priority - lowest.priority < gap or any(r.flights for r in self.roster.waiting):
+            return
+        reserved = reserve(self.roster.running, self.cache, self._ratio)
+        match = prefix_of(first, self.cache)
+        if not self.roster.free_slots or not may_enter(
+            first, match, self.cache, self.limits, self._ratio, reserved
+        ):
+            self.roster.retract(lowest)
 
     def _plan_running(self, draft: PlanDraft) -> None:
         for request in list(self.roster.running):
@@ -233,8 +254,8 @@ class Scheduler:
         while not self._enter(suspect, draft, nothing) and self.roster.running:
             self.roster.retract(self.roster.running[-1])
 
-    def _probe(self, request: Request) -> int:
-        return prefix_of(request, self.cache).tokens
+    def _probe(self, request: Request) -> Match:
+        return prefix_of(request, self.cache)
 
     # -- results ------------------------------------------------------------------------------
 
@@ -334,31 +355,6 @@ class Scheduler:
             self.roster.void(request)  # retracted: which pages it read is no longer known
 
     # -- the door -----------------------------------------------------------------------------
-
-    def _check_fits(self, generate: Generate) -> None:
-        known = len(generate.tokens) // TOKEN_BYTES
-        total = known + generate.sampling.max_new_tokens
-        limits = self.limits
-        if self.roster.find(generate.request) is not None:
-            raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
-        if generate.adapter:
-            raise RequestError(
-                f"adapter {generate.adapter!r} is not loaded", param="model", status=404
-            )
-        if not known:
-            raise RequestError("The prompt is empty", hint="Send at least one token.")
-        if total > limits.max_request_tokens:
-            raise RequestError(
-                f"{known} prompt tokens and {generate.sampling.max_new_tokens} new tokens are more "
-                f"than the {limits.max_request_tokens} that one request may have",
-                code="context_length_exceeded",
-            )
-        if not self.cache.fits_alone(total, limits.chunk_tokens):
-            raise RequestError(
-                f"{total} tokens do not fit in the cache", code="context_length_exceeded"
-            )
-        if limits.max_queued and len(self.roster.waiting) >= limits.max_queued:
-            raise RequestError("The request queue is full.", status=503, code="queue_full")
 
     def _compile(self, text: str) -> Grammar | None:
         if not text:

@@ -67,7 +67,13 @@ class Replica:
         request = RequestId(f"r{number}")
         self._visits[request] = Visit(now, len(arrival.prompt) // TOKEN_BYTES)
         sampling = SamplingParams(max_new_tokens=arrival.output_len, seed=number, temperature=0.0)
-        self._core.receive(Generate(request=request, tokens=arrival.prompt, sampling=sampling), now)
+        generate = Generate(
+            request=request,
+            tokens=arrival.prompt,
+            sampling=sampling,
+            priority=arrival.priority,
+        )
+        self._core.receive(generate, now)
         self._turn()
 
     def _submit_next(self) -> None:

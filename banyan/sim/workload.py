@@ -21,6 +21,7 @@ class Arrival:
     at_s: float
     prompt: bytes
     output_len: int
+    priority: int = 0
 
 
 class _MooncakeLine(msgspec.Struct):

@@ -8,7 +8,7 @@ from banyan.engine.lockstep import Lockstep
 from banyan.engine.spec import CoreSpec
 from banyan.grammar.base import Grammar
 from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
-from banyan.scheduler.budget import UNLIMITED, Limits
+from banyan.scheduler.budget import UNLIMITED, Limits, Priorities
 from tests.border.fake_runner import Device, Faults
 from tests.border.oracle import HashGrammar
 
@@ -38,13 +38,18 @@ def random_world(random: Random) -> World:
         token_gap=random.choice((0, 1)) if depth == 3 else 0,
         drafts=drafts,
         conservativeness=random.choice((0.3, 1.0)),
+        priorities=Priorities(
+            are_honoured=random.random() < 0.8,
+            low_first=random.random() < 0.2,
+            preemption_gap=random.choice((0, 1, 3)),
+        ),
     )
     groups = tuple(_groups(random, kind))
     core = CoreSpec(
         groups=groups,
         limits=limits,
         depth=depth,
-        order=random.choice(("fcfs", "lpm", "lof")),
+        order=random.choice(("fcfs", "lpm", "dfs-weight", "lof", "random")),
         eviction=random.choice(("lru", "lfu", "fifo", "priority")),
         share=random.random() < 0.9,
     )

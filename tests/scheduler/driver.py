@@ -9,7 +9,7 @@ from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, RowFailure, StepPlan, StepResult
 from banyan.messages.requests import Generate
 from banyan.messages.sampling import SamplingParams
-from banyan.scheduler.budget import Limits
+from banyan.scheduler.budget import Limits, Priorities
 
 VOCAB = 97
 
@@ -43,7 +43,13 @@ class Driver:
         recorder=None,
         **limits,
     ) -> None:
-        limits = {"chunk_tokens": 64, "max_request_tokens": 400, **limits}
+        honoured = Priorities(are_honoured=True, preemption_gap=0)
+        limits = {
+            "chunk_tokens": 64,
+            "max_request_tokens": 400,
+            "priorities": honoured,
+            **limits,
+        }
         self.spec = CoreSpec(
             groups=(CacheGroup(FULL, page_tokens, pages),),
             limits=Limits(max_running=max_running, **limits),
@@ -89,6 +95,11 @@ class Driver:
         events, _ = self.core.complete(result, 0.0)
         self._hear(events)
         self.core.check()
+
+    def step(self) -> None:
+        """Launch one plan and complete it."""
+        assert self.launch() is not None
+        self.complete()
 
     def run(self) -> "Driver":
         """Until nothing is left to do."""

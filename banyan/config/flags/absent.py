@@ -187,15 +187,6 @@ NUMBERS = (
 
 SCHEDULING = (
     Feature(
-        "requests have no priorities",
-        "use --schedule-policy",
-        asks=switches("enable-priority-scheduling", "abort-on-priority-when-disabled"),
-        tunes=(
-            *switches("schedule-low-priority-values-first"),
-            *ints("priority-scheduling-preemption-threshold"),
-        ),
-    ),
-    Feature(
         "every step mixes prompt chunks and decoding",
         "use --chunked-prefill-size and --max-running-requests",
         asks=(

@@ -363,13 +363,12 @@ LATER_FEATURES = (
         ),
     ),
     Feature(
-        "requests have no priorities",
-        "use --schedule-policy",
+        "the youngest request of the lowest priority is retracted first; priority 0 is the default",
+        "leave it out; requests bring their own priority",
         asks=(
             Absent("retraction-policy", neutral=("length",)),
             *ints("default-priority-value"),
         ),
-        tunes=(*switches("disable-priority-preemption"),),
     ),
     Feature(
         "every step mixes prompt chunks and decoding",

@@ -1,0 +1,100 @@
+"""Priorities: who goes first, who makes room, and what happens where they are switched off."""
+
+import pytest
+
+from banyan.messages.events import Failed, Finished
+from banyan.scheduler.budget import Priorities
+from tests.scheduler.driver import Driver, continuation
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def driver(gap=10, **more) -> Driver:
+    priorities = Priorities(are_honoured=True, preemption_gap=gap)
+    return Driver(**{"max_running": 1, "priorities": priorities, **more})
+
+
+def order_of_ends(running: Driver) -> list[str]:
+    running.run()
+    return list(running.ends)
+
+
+def test_a_request_far_above_takes_the_place_of_the_lowest_that_runs():
+    running = driver()
+    running.submit("low", PROMPT, new=20, priority=0)
+    running.step()
+    running.submit("near", PROMPT, priority=9)
+    running.submit("far", PROMPT, priority=10)
+    assert order_of_ends(running) == ["far", "near", "low"]
+    assert running.ends["low"].retractions == 1
+    assert running.outputs["low"] == continuation(PROMPT, 20)
+
+
+def test_a_gap_of_zero_never_preempts():
+    running = driver(gap=0)
+    running.submit("low", PROMPT, new=20, priority=0)
+    running.step()
+    running.submit("high", PROMPT, priority=1000)
+    assert order_of_ends(running) == ["low", "high"]
+    assert running.ends["low"].retractions == 0
+
+
+def test_nobody_is_retracted_while_there_is_room():
+    running = driver(max_running=2)
+    running.submit("low", PROMPT, new=20, priority=0)
+    running.step()
+    running.submit("high", PROMPT, priority=1000)
+    assert order_of_ends(running) == ["high", "low"]
+    assert running.ends["low"].retractions == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_only_as_many_are_retracted_as_the_newcomer_needs(depth):
+    running = driver(max_running=4, pages=17, depth=depth)
+    for i in range(4):
+        running.submit(f"low{i}", [i, *PROMPT], new=8, priority=0)
+    running.step()
+    running.submit("high", PROMPT * 2, new=4, priority=50)
+    assert order_of_ends(running)[0] == "high"
+    assert 1 <= sum(running.ends[f"low{i}"].retractions for i in range(4)) <= 3
+    assert all(running.outputs[f"low{i}"] == continuation([i, *PROMPT], 8) for i in range(4))
+
+
+def test_lower_numbers_go_first_when_told_so():
+    running = driver(priorities=Priorities(are_honoured=True, low_first=True))
+    running.submit("busy", PROMPT, priority=5)
+    running.step()
+    for name, priority in (("five", 5), ("one", 1), ("minus", -2)):
+        running.submit(name, PROMPT, priority=priority)
+    assert order_of_ends(running) == ["busy", "minus", "one", "five"]
+
+
+def test_where_they_are_off_all_requests_are_equal():
+    running = driver(priorities=Priorities())
+    for number in range(4):
+        running.submit(str(number), PROMPT, priority=number)
+    assert order_of_ends(running) == ["0", "1", "2", "3"]
+
+
+def test_a_priority_is_refused_where_it_would_be_ignored():
+    running = driver(priorities=Priorities(refuse_when_off=True))
+    running.submit("plain", PROMPT)
+    running.submit("proud", PROMPT, priority=3)
+    running.run()
+    assert isinstance(running.ends["plain"], Finished)
+    refused = running.ends["proud"]
+    assert isinstance(refused, Failed) and refused.status == 400
+    assert "priority 3" in refused.text
+
+
+def test_a_full_queue_makes_room_for_a_higher_request():
+    running = driver(max_queued=2)
+    running.submit("busy", PROMPT, new=20, priority=20)
+    running.step()
+    for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", 1)):
+        running.submit(name, PROMPT, priority=priority)
+    running.run()
+    assert isinstance(running.ends["a"], Finished) and isinstance(running.ends["c"], Finished)
+    evicted, refused = running.ends["b"], running.ends["d"]
+    assert (evicted.status, refused.status) == (503, 503)
+    assert "higher priority" in evicted.text and "queue is full" in refused.text
