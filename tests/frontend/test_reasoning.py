@@ -6,8 +6,13 @@ import zlib
 
 import pytest
 
+from banyan.base.errors import ConfigError
 from banyan.frontend.answer import AnswerForm, AnswerParser
-from banyan.frontend.parser_choice import reasoning_parser_for, tool_parser_for
+from banyan.frontend.parser_choice import (
+    choose_parsers,
+    reasoning_parser_for,
+    tool_parser_for,
+)
 from banyan.frontend.reasoning import REASONING_PARSERS
 from banyan.frontend.reasoning.base import Kind, ReasoningParser
 from banyan.frontend.tools import TOOL_PARSERS
@@ -155,3 +160,15 @@ def test_thinking_that_is_not_streamed_comes_in_one_piece() -> None:
 def test_parsers_are_chosen_from_the_template(template: str, tools: str, reasoning: str) -> None:
     assert tool_parser_for(template) == tools
     assert reasoning_parser_for(template) == reasoning
+
+
+def test_flags_name_parsers_or_none() -> None:
+    template = "<tool_call> {{ enable_thinking }} <think></think>"
+    chosen = choose_parsers("", "auto", template)
+    assert (chosen.tool_name, chosen.reasoning_name) == ("qwen25", "qwen3")
+    assert chosen.tools is not None and chosen.reasoning is not None and chosen.thinks_unasked
+    named = choose_parsers("hermes", "none", template)
+    assert (named.tool_name, named.reasoning) == ("hermes", None)
+    for flags in (("no-such", ""), ("", "no-such")):
+        with pytest.raises(ConfigError, match="no-such"):
+            choose_parsers(*flags, template)

@@ -87,7 +87,9 @@ HOSTILE = {
             },
         ]
     },
-    "a message of half a megabyte": {"messages": [{"role": "user", "content": "a " * (1 << 18)}]},
+    "a message of a quarter of a megabyte": {
+        "messages": [{"role": "user", "content": "a " * (1 << 17)}]
+    },
     "many marks": {"messages": [{"role": "user", "content": "<|end|>" * 3000}]},
     "every noncharacter": {
         "messages": [
@@ -117,10 +119,10 @@ WRITTEN = (
     '<tool_call>{"name": "__import__(\'os\')", "arguments": {"a": "'
     + "x" * 20_000
     + '"}}</tool_call>',
-    '<tool_call>{"name": "search", "arguments": ' + "[" * 20_000,
-    '<tool_call>{"name": "search", "arguments": ' + '{"a":' * 20_000,
+    '<tool_call>{"name": "search", "arguments": ' + "[" * 3_000,
+    '<tool_call>{"name": "search", "arguments": ' + '{"a":' * 3_000,
     '<tool_call>{"name": "search", "arguments": {"n": ' + "9" * 50_000 + "}}</tool_call>",
-    "<tool_call>" * 2_000,
+    "<tool_call>" * 500,
     '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
     "<think>" * 1_000 + "</think>" * 1_000,
     "\ufffd\x00\x1b[31m",
@@ -156,7 +158,7 @@ def test_long_prompts_are_rendered_and_tokenised_off_the_event_loop(
         return [1]
 
     monkeypatch.setattr(Chat, "encode", encode)
-    long = "a " * (1 << 19)
+    long = "a " * (1 << 16)
     fields = {
         "messages": [{"role": "user", "content": long}],
         "tools": [tool("f", description=long)],
