@@ -39,16 +39,22 @@ class _Layer:
     """By schema field."""
     origins: dict[str, str] = field(default_factory=dict)
     seen: dict[str, tuple[str, object]] = field(default_factory=dict)
-    """Flag -> (spelling, value), to find contradictions."""
+    """Schema field, or absent flag -> (spelling, value), to find contradictions."""
 
     def put(self, flag: Flag, value: object, spelled: str) -> None:
+        origin = self.origin.format(spelled)
         if flag.kind == SWITCH and not isinstance(flag.sets, bool):
-            value = flag.sets if value else default_of(flag)
+            if not value:  # leaves the field to its default, and to the flags that share it
+                self.values.setdefault(flag.field, default_of(flag))
+                self.origins.setdefault(flag.field, origin)
+                return
+            value = flag.sets
+        self.compare(flag.field, value, spelled)
         self.values[flag.field] = value
-        self.origins[flag.field] = self.origin.format(spelled)
+        self.origins[flag.field] = origin
 
     def compare(self, name: str, value: object, spelled: str) -> None:
-        """Refuse two spellings of one flag that disagree; of one spelling, the last one wins."""
+        """Refuse two spellings that disagree; of one spelling, the last one wins."""
         first, before = self.seen.get(name, (spelled, value))
         if first != spelled and before != value:
             raise ConfigError(f"{first} and {spelled} disagree", hint="give only one of them")
@@ -239,10 +245,10 @@ def _meet(
         value = known.check(value, spelled)
     elif name in known.old:
         reading.note(f"{spelled} is an old name of --{known.name}")
-    layer.compare(known.name, value, spelled)
     if isinstance(known, Flag):
         layer.put(known, value, spelled)
     elif isinstance(known, Absent):
+        layer.compare(known.name, value, spelled)
         _meet_absent(known, value, spelled, reading)
 
 

@@ -58,6 +58,15 @@ def test_two_spellings_that_disagree_are_refused_by_name() -> None:
     assert parse(["--tp-size", "2", "--tp", "2"], NOTHING).parallel.tp == 2
 
 
+def test_a_switch_and_a_number_of_one_field_may_not_disagree() -> None:
+    switch, number = "--disable-priority-preemption", "--priority-scheduling-preemption-threshold"
+    with pytest.raises(ConfigError, match=f"{switch} and {number} disagree"):
+        parse([switch, number, "5"], NOTHING)
+    assert parse([f"{switch}=false", number, "5"], NOTHING).schedule.preemption_gap == 5
+    assert parse([number, "5", f"{switch}=false"], NOTHING).schedule.preemption_gap == 5
+    assert parse([switch], NOTHING).schedule.preemption_gap == 0
+
+
 def test_a_beginning_that_one_documented_flag_has_is_read_as_it_and_reported() -> None:
     config = parse(["--context-len", "128"], NOTHING)
     assert config.model.context_length == 128

@@ -59,7 +59,8 @@ def test_both_values_of_a_flag_reach_its_field(flag: Flag) -> None:
 
 
 def test_no_field_is_owned_by_two_flags() -> None:
-    owned = [flag.field for flag in ALL]
+    """A switch may stand for one value of a number that another flag owns."""
+    owned = [flag.field for flag in ALL if isinstance(flag.sets, bool)]
     assert len(owned) == len(set(owned))
 
 
@@ -109,7 +110,7 @@ def test_every_owned_field_is_read_where_work_is_done() -> None:
         ("page-size", "0"),
         ("mem-fraction-static", "nan"),
         ("mem-fraction-static", "1.5"),
-        ("schedule-policy", "random"),
+        ("schedule-policy", "priority"),
         ("preferred-sampling-params", "[1]"),
         ("preferred-sampling-params", "{"),
         ("drain-timeout", "inf"),

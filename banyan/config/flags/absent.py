@@ -51,10 +51,6 @@ MODEL = (
         asks=texts("decrypted-config-file", "decrypted-draft-config-file"),
     ),
     Feature(
-        "there is one implementation of each model",
-        asks=(Absent("model-impl", neutral=("auto", "sglang")),),
-    ),
-    Feature(
         "weights are read from safetensors and GGUF files only",
         "name a folder or file of those forms",
         asks=(

@@ -43,6 +43,14 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_random_weights_need_no_weights_file",
     ),
     Flag(
+        "model-impl",
+        "model.implementation",
+        "transformers = any causal model of that library, with this server's attention and cache",
+        choices=("auto", "native", "transformers"),
+        translate=(("sglang", "native"),),
+        proof="tests/models/test_foreign.py::test_the_engine_serves_a_model_of_the_library",
+    ),
+    Flag(
         "json-model-override-args",
         "model.overrides",
         'facts in the place of the checkpoint\'s, e.g. {"rope_theta": 1000000.0}',

@@ -65,6 +65,7 @@ FLAGS = (
         "with priorities: nobody takes the place of a running request",
         kind=SWITCH,
         sets=0,
+        documented=False,
         proof="tests/scheduler/test_priorities.py::test_a_gap_of_zero_never_preempts",
     ),
     Flag(
