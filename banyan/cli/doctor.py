@@ -16,6 +16,13 @@ from banyan.config.sources import fetch
 _COMPILERS = ("c++", "g++", "clang++")
 _PACKAGES = ("torch", "numpy", "tokenizers", "uvicorn", "msgspec", "pyzmq")
 _OPTIONAL = ("huggingface_hub", "modelscope")
+_SETTINGS = {
+    "swappiness": "/proc/sys/vm/swappiness",
+    "numa_balancing": "/proc/sys/kernel/numa_balancing",
+    "sched_migration_cost_ns": "/proc/sys/kernel/sched_migration_cost_ns",
+    "scaling_governor": "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
+}
+"""Settings of the system that speed depends on: name -> where Linux keeps it."""
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -60,11 +67,23 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "cores", f"{cpu.traits.cores} usable of {os.cpu_count()}"
     yield "features", " ".join(sorted(cpu.traits.features)) or "none of those the kernels ask for"
     yield "memory", f"{memory.free_bytes / 2**30:.1f} GiB free of {memory.total_bytes / 2**30:.1f}"
+    yield "settings", _settings()
     compilers = [name for name in _COMPILERS if shutil.which(name)]
     if importlib.util.find_spec("ziglang"):
         compilers.append("ziglang")
     yield "compilers", ", ".join(compilers) or "none (kernels fall back to torch)"
     yield "demo model", _demo_model()
+
+
+def _settings() -> str:
+    found = []
+    for name, path in _SETTINGS.items():
+        try:
+            with open(path, encoding="ascii") as file:
+                found.append(f"{name}={file.read().strip()}")
+        except OSError:
+            found.append(f"{name}=unknown")
+    return " ".join(found)
 
 
 def _version_of(package: str) -> str:

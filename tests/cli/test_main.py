@@ -138,5 +138,6 @@ def test_the_version_is_told() -> None:
 def test_the_doctor_reports_the_machine() -> None:
     done = banyan("doctor")
     assert done.returncode == 0, done.stderr
-    for word in ("python", "torch", "cores", "memory", "compilers", "demo model", "verdict"):
+    facts = ("python", "torch", "cores", "memory", "compilers", "demo model", "verdict")
+    for word in (*facts, "settings     swappiness="):
         assert any(line.startswith(word) for line in done.stdout.splitlines()), word

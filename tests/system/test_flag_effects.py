@@ -22,7 +22,7 @@ CHANGED = (
     *("--preferred-sampling-params", '{"max_new_tokens": 3}', "--allow-auto-truncate"),
     *("--context-length", "256", "--skip-server-warmup", "--log-level", "warning"),
     *("--reasoning-parser", "deepseek-r1", "--completion-template", "qwen_coder", "--dp-size", "2"),
-    *("--grammar-backend", "none"),
+    *("--grammar-backend", "none", "--disable-cuda-graph", "--trust-remote-code"),
 )
 PROMPT = list(range(5, 45))
 EIGHT = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -165,6 +165,15 @@ def test_without_a_grammar_backend_constraints_are_refused(pair: Pair) -> None:
     plain, changed = (s.http.post("/generate", json=body) for s in (pair.plain, pair.changed))
     assert plain.status_code == 200 and plain.json()["text"].isdigit()
     assert changed.status_code == 400 and "grammar" in changed.text
+
+
+def test_what_has_no_effect_is_listed_among_the_facts(pair: Pair) -> None:
+    plain, changed = (
+        s.http.get("/get_server_info").json()["notes"] for s in (pair.plain, pair.changed)
+    )
+    assert plain == []
+    assert [note.split()[0] for note in changed] == ["--disable-cuda-graph", "--trust-remote-code"]
+    assert all(note in pair.changed.log.read_text() for note in changed)
 
 
 def test_each_replica_is_a_process_of_its_own(pair: Pair) -> None:
