@@ -92,6 +92,12 @@ void score_groups(const float* q, int dim, const typename C::type* const* k, int
   for (; n < groups; n++) score<C, R, 1>(q, dim, k + n, stride, logits + n * GROUP);
 }
 
+// Queries that are taken together when `count` are there: even shares of at most TOGETHER.
+inline int share_of(int count) {
+  int shares = (count + TOGETHER - 1) / TOGETHER;
+  return (count + shares - 1) / shares;
+}
+
 // Logits of `count` queries against groups of keys.
 template <class C>
 void score_all(const float* q, int count, int dim, const typename C::type* const* k, int64_t stride,
@@ -99,8 +105,9 @@ void score_all(const float* q, int count, int dim, const typename C::type* const
   using Score = void (*)(const float*, int, const typename C::type* const*, int64_t, int, float*);
   constexpr Score SCORE[] = {score_groups<C, 1>, score_groups<C, 2>, score_groups<C, 3>,
                              score_groups<C, 4>, score_groups<C, 5>, score_groups<C, 6>};
-  for (int r = 0; r < count; r += TOGETHER) {
-    int now = count - r < TOGETHER ? count - r : TOGETHER;
+  int most = share_of(count);
+  for (int r = 0; r < count; r += most) {
+    int now = count - r < most ? count - r : most;
     SCORE[now - 1](q + (int64_t)r * dim, dim, k, stride, groups, logits + (int64_t)r * SPAN);
   }
 }
@@ -227,8 +234,9 @@ void weigh_all(const float* p, int count, const Range* seen, Range block,
   using Weigh = void (*)(const float*, const typename C::type* const*, int, int, int, float*);
   constexpr Weigh WEIGH[] = {weigh_head<C, 1>, weigh_head<C, 2>, weigh_head<C, 3>,
                              weigh_head<C, 4>, weigh_head<C, 5>, weigh_head<C, 6>};
-  for (int first = 0; first < count; first += TOGETHER) {
-    int now = count - first < TOGETHER ? count - first : TOGETHER;
+  int most = share_of(count);
+  for (int first = 0; first < count; first += most) {
+    int now = count - first < most ? count - first : most;
     Range common = block;
     for (int r = first; r < first + now; r++) common = meet(common, seen[r]);
     auto alone = [&](int r, Range keys) {
