@@ -35,6 +35,7 @@ from banyan.messages.link import PrivateFolder
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
 from banyan.models.decoder import DecoderLM
+from banyan.models.foreign import ForeignLM, load_foreign
 from banyan.models.weights.custom import load_transforms
 from banyan.models.weights.loader import check_extra_config, load_model
 from banyan.ops.api import Ops
@@ -79,7 +80,7 @@ class OpenModel:
     platform: Platform
     device: torch.device
     mesh: Mesh
-    model: DecoderLM
+    model: DecoderLM | ForeignLM
     ops: Ops
     kernels: str
 
@@ -118,7 +119,9 @@ def open_model(
 
 def _load(
     config: Config, card: ModelCard, mesh: Mesh, device: torch.device, dtype: torch.dtype, ops: Ops
-) -> DecoderLM:
+) -> DecoderLM | ForeignLM:
+    if config.model.implementation == "transformers":
+        return load_foreign(card, mesh, device, dtype, ops, config.model.load_format)
     for line in check_extra_config(config.model.loader_settings):
         log.warning("--model-loader-extra-config: %s", line)
     return load_model(
@@ -128,6 +131,7 @@ def _load(
         dtype,
         ops,
         config.model.load_format,
+        served_length=config.model.context_length,
         is_mapped=not config.model.disable_mmap,
         transforms=load_transforms(config.model.loader_functions, card.path),
     )

@@ -116,7 +116,7 @@ def _own_code(path: str, name: str) -> ModelError:
 def unknown_architecture(name: str, path: str, known: list[str]) -> ModelError:
     return ModelError(
         f"{printable(path)!r} has the unknown architecture {printable(name, 80)}",
-        hint=f"known: {', '.join(known)}",
+        hint=f"known: {', '.join(known)}; others may run with --model-impl transformers",
     )
 
 

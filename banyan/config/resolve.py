@@ -35,7 +35,12 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
         ConfigError, ModelError: named after the flag or the key of the checkpoint that is wrong.
     """
     path = fetch(config.model, environment)
-    card = read_card(path, config.model.load_format, config.model.overrides)
+    card = read_card(
+        path,
+        config.model.load_format,
+        config.model.overrides,
+        is_foreign=config.model.implementation == "transformers",
+    )
     reads_mapped = config.model.load_format != "dummy" and not config.model.disable_mmap
     if card.format == "safetensors" and reads_mapped:
         check_weight_files(card.path)

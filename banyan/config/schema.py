@@ -19,6 +19,8 @@ class ModelConfig:
     revision: str = ""
     download_dir: str = ""
     load_format: str = "auto"
+    implementation: str = "auto"
+    """"transformers" lets that library run the model, with our attention; else it is ours."""
     overrides: dict[str, object] = field(default_factory=dict)
     """Facts in the place of the checkpoint's, under its own keys."""
     loader_settings: dict[str, object] = field(default_factory=dict)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 
+from banyan import Engine
 from banyan.base.errors import ConfigError, ModelError
 from banyan.config.checkpoint import read_card
 from banyan.models.foreign import load_foreign
@@ -95,3 +96,36 @@ def test_what_the_library_cannot_do_here_is_refused(ops, tmp_path):
         load(tmp_path, ops, load_format="dummy")
     with pytest.raises(ConfigError, match="needs a folder"):
         read_card(str(tmp_path / "model.gguf"), is_foreign=True)
+
+
+@pytest.mark.parametrize("variant", ["mixture of experts", "gemma2"])
+def test_the_engine_serves_a_model_of_the_library(variant, tmp_path, monkeypatch):
+    if variant in OTHERS:
+        monkeypatch.setitem(VARIANTS, variant, OTHERS[variant])
+    reference = tiny(variant, tmp_path)
+    engine = Engine(
+        model_path=str(tmp_path),
+        model_impl="transformers",
+        skip_tokenizer_init=True,
+        engine_mode="inprocess",
+    )
+    greedy = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+
+    answers = engine.generate(input_ids=[PROMPT, PROMPT[:20]], sampling_params=greedy)
+    engine.shutdown()
+
+    for prompt, answer in zip((PROMPT, PROMPT[:20]), answers, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
+        )
+        assert answer["output_ids"] == expected[0, len(prompt) :].tolist()
+
+
+def test_an_architecture_without_a_spec_is_refused_unless_the_library_is_asked(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(VARIANTS, "olmo", OTHERS["olmo"])
+    tiny("olmo", tmp_path)
+
+    with pytest.raises(ModelError, match="OlmoForCausalLM.*--model-impl transformers"):
+        read_card(str(tmp_path))
