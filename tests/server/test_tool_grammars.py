@@ -1,0 +1,105 @@
+"""Forced tool calls of every format, drawn at random under their grammar, are read back as calls
+whose arguments fit the tool's schema."""
+
+import json
+from random import Random
+
+import pytest
+
+from banyan.base.errors import BanyanError
+from banyan.frontend.parser_choice import Parsers
+from banyan.frontend.tools import TOOL_PARSERS
+from banyan.frontend.tools.base import ToolParser
+from banyan.frontend.tools.parts import CallArguments, CallStart, Said
+from banyan.grammar.base import Backend
+from banyan.messages.constraint import Constraint
+from banyan.server.openai.schema import ChatRequest
+from banyan.server.openai.tool_choice import ToolUse, tool_use
+from tests.grammar.play import begin, compiled, open_backend, play
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}, "size": {"enum": ["s", "m"]}},
+    "required": ["on", "size"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "strict": True, "parameters": PARAMETERS}}
+    for name in ("search", "switch")
+]
+NAMED = {"type": "function", "function": {"name": "switch"}}
+FORMATS = [n for n in TOOL_PARSERS if n not in ("glm", "glm47", "qwen")]
+DRAWS = 3
+
+
+@pytest.fixture(scope="module", params=["xgrammar", "llguidance"])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    try:
+        return open_backend(request.param)
+    except BanyanError as error:
+        pytest.skip(str(error))
+
+
+def use_of(name: str, **fields: object) -> ToolUse:
+    request = ChatRequest(messages=[], tools=TOOLS, **fields)
+    return tool_use(request, Parsers(name, TOOL_PARSERS.load(name)), True, lambda _: None)
+
+
+def read(use: ToolUse, text: str) -> tuple[list[tuple[str, object]], str]:
+    parser = ToolParser(use.format, use.offered, use.max_calls)
+    parts = [*parser.feed(text), *parser.finish()]
+    found = [
+        (
+            start.name,
+            json.loads(
+                "".join(
+                    p.text for p in parts if isinstance(p, CallArguments) and p.index == start.index
+                )
+            ),
+        )
+        for start in parts
+        if isinstance(start, CallStart)
+    ]
+    return found, "".join(p.text for p in parts if isinstance(p, Said))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+def test_forced_calls_are_calls_that_fit_their_schema(
+    backend: Backend, name: str, choice: object
+) -> None:
+    use = use_of(name, tool_choice=choice, parallel_tool_calls=choice == NAMED)
+    constraint = Constraint.decode(use.grammar([]))
+    program = compiled(backend, constraint.kind, constraint.text)
+    num_ended = 0
+    for seed in range(DRAWS):
+        played = play(begin(program, constraint), Random(seed), most=400)
+        assert not played.is_stuck
+        if not played.is_ended:
+            continue  # white space without end, which the grammar allows
+        num_ended += 1
+        found, said = read(use, played.text)
+        assert len(found) == 1 and not said.strip(), played.text
+        ((called, arguments),) = found
+        assert called in (("switch",) if choice == NAMED else ("search", "switch"))
+        assert isinstance(arguments["on"], bool) and arguments["size"] in ("s", "m")
+    assert num_ended
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if TOOL_PARSERS.load(n).tag])
+def test_a_tag_is_what_the_parser_reads(name: str) -> None:
+    format = TOOL_PARSERS.load(name)
+    before, behind = format.tag("search")
+    assert before.startswith(format.trigger)
+    use = use_of(name)
+    call = before + '{"on": true}' + behind
+    assert read(use, "Well. " + call + call) == ([("search", {"on": True})] * 2, "Well.")
+
+
+def test_free_answers_need_no_grammar() -> None:
+    plain = [{"type": "function", "function": {"name": "f"}}]
+    request = ChatRequest(messages=[], tools=plain)
+    parsers = Parsers("hermes", TOOL_PARSERS.load("hermes"))
+    assert tool_use(request, parsers, True, lambda _: None).grammar([]) == ""
+    assert use_of("hermes").grammar([]).startswith("structural_tag:")
+    assert use_of("hermes", tool_choice="none").grammar([]) == ""
