@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from functools import cache
 from random import Random
 
 import jsonschema
@@ -250,10 +251,6 @@ def test_what_cannot_be_compiled_is_refused_with_a_reason(backend: Backend, kind
         backend.compile(Constraint(kind, text))
 
 
-_CACHED: dict[str, Backend] = {}
-
-
+@cache
 def _cached(name: str) -> Backend:
-    if name not in _CACHED:
-        _CACHED[name] = backend_or_skip(name)
-    return _CACHED[name]
+    return backend_or_skip(name)

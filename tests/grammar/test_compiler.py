@@ -1,8 +1,10 @@
 """The compiler process and its cache: limits, failures, and that nothing but the culprit pays."""
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
 from banyan.base.errors import RequestError
@@ -61,6 +63,14 @@ def opened() -> Iterator[Open]:
         compiler.close()
 
 
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    """One for the tests that have no limits of their own."""
+    made = GrammarCompiler("llguidance", lambda: (VOCABULARY, longest_first(VOCABULARY)))
+    yield made
+    made.close()
+
+
 def regex(pattern: str) -> str:
     return Constraint("regex", pattern).encode()
 
@@ -117,18 +127,16 @@ def test_what_cannot_be_compiled_is_a_400_with_the_reason(opened: Open):
     ],
 )
 def test_hostile_constraints_are_refused_and_the_compiler_lives(
-    opened: Open, grammar: str, text: str
+    compiler: GrammarCompiler, grammar: str, text: str
 ):
-    import re
-
-    compiler, _ = opened()
     assert re.search(text, reason(compiler, grammar).text)
     assert write(compiler(DIGITS), "7")
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "a{1,100000000}", "a|" * 8000, "(.*a){30}b"])
-def test_large_patterns_neither_hang_nor_break_the_compiler(opened: Open, pattern: str):
-    compiler, _ = opened()
+def test_large_patterns_neither_hang_nor_break_the_compiler(
+    compiler: GrammarCompiler, pattern: str
+):
     try:
         assert allowed(compiler(regex(pattern)))
     except RequestError as error:
@@ -161,8 +169,6 @@ def test_the_cache_stays_under_its_bound(opened: Open):
 
 
 def test_a_model_without_an_end_token_cannot_be_constrained(opened: Open):
-    import msgspec
-
     endless = msgspec.structs.replace(VOCABULARY, end_ids=())
     compiler = GrammarCompiler("llguidance", lambda: (endless, longest_first(endless)))
     assert "end-of-sequence" in reason(compiler, DIGITS).text
