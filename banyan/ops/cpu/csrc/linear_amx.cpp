@@ -20,7 +20,7 @@ struct alignas(64) Shape {
   uint8_t rows[16] = {16, 16, 16, 16, INPUTS / 4, INPUTS / 4};
 };
 template <int INPUTS>
-constexpr Shape<INPUTS> SHAPE;
+constexpr Shape<INPUTS> SHAPE{};
 
 // acc += products of 16 rows with a panel. The integers are those of vpdpbusd, what follows too.
 template <FormatId F>
