@@ -7,7 +7,7 @@ FLAGS = (
         "host",
         "server.host",
         "address to listen on",
-        proof="tests/cli/test_main.py::test_an_address_of_another_machine_is_named",
+        proof="tests/cli/test_mistakes.py::test_a_mistake_in_the_flags_is_told",
     ),
     Flag(
         "port",
@@ -16,7 +16,7 @@ FLAGS = (
         kind=INT,
         low=0,
         high=65535,
-        proof="tests/cli/test_main.py::test_a_port_that_is_taken_is_named",
+        proof="tests/cli/test_mistakes.py::test_a_port_that_is_taken_is_told",
     ),
     Flag(
         "api-key",
