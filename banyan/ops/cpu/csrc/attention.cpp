@@ -74,7 +74,8 @@ struct Planner {
     for (int t = 0; t < count; t++) spans += num_spans(context + t);
     if (num_slots + spans > MAX_SPLITS) return false;
     for (int span = first; span <= last; span++)
-      plan.pieces[num_pieces++] = {row, span, first_token, count, context, (int32_t)num_slots, -1, 0};
+      plan.pieces[num_pieces++] = {row,     span,               first_token, count,
+                                   context, (int32_t)num_slots, -1,          0};
     num_slots += spans;
     std::memset(plan.arrived + (int64_t)first_token * args.kv_heads, 0,
                 sizeof(int32_t) * count * args.kv_heads);
@@ -125,8 +126,8 @@ struct Planner {
       unit.num_queries = (int32_t)num_queries - unit.first_query;
       if (!unit.num_queries) continue;
       plan.units[num_units++] = unit;
-      int32_t newest = head.context + head.count, from = std::max(head.span * SPAN, seen_from(head.context));
-      plan.keys += std::min(newest, (head.span + 1) * SPAN) - from;
+      int32_t begin = std::max(head.span * SPAN, seen_from(head.context));
+      plan.keys += std::min(head.context + head.count, (head.span + 1) * SPAN) - begin;
     }
   }
 
@@ -190,11 +191,12 @@ BN_EXPORT int64_t bn_attention_plan_bytes(int64_t max_tokens, int64_t kv_heads, 
 }
 
 // Plan each run of this program for its attention layers of one geometry, in the given memory.
-BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory, const int32_t* page_tables,
-                                 int64_t table_stride, const int32_t* row_starts,
-                                 const int32_t* context_lengths, int32_t page_size, int32_t kv_heads,
-                                 int32_t group, int32_t head_dim, int32_t window,
-                                 int32_t max_tokens, int32_t shares_prefixes) {
+BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory,
+                                 const int32_t* page_tables, int64_t table_stride,
+                                 const int32_t* row_starts, const int32_t* context_lengths,
+                                 int32_t page_size, int32_t kv_heads, int32_t group,
+                                 int32_t head_dim, int32_t window, int32_t max_tokens,
+                                 int32_t shares_prefixes) {
   size_t offsets[PLAN_PARTS];
   sizes_of_plan(max_tokens, kv_heads, group, head_dim, offsets);
   uint8_t* at = (uint8_t*)memory;

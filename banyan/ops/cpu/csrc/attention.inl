@@ -43,8 +43,8 @@ constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of sums per query, for man
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-// sums[r][n] += factor(r) · vector(n). Of factors and vectors the fewer are kept in registers: with
-// the sums that is all a machine of 16 has.
+// sums[r][n] += factor(r) · vector(n). Of factors and vectors the fewer are kept in registers: more
+// than these and the sums do not fit into 16.
 template <int R, int N, class V, class F>
 inline __attribute__((always_inline)) void multiply(V vector, F factor, vf (&sums)[R][N]) {
   if constexpr (R < N) {
@@ -438,8 +438,8 @@ void attend_unit(const AttentionArgs& a, const Unit& unit, int kv_head,
   for (int span = unit.first_span; span < unit.end_span; span++) {
     for (int r = 0; r < count; r++) {
       int32_t position = queries[r / group].position;
-      tile.seen[r] = meet({first_seen(position, a.window) - span * SPAN, position + 1 - span * SPAN},
-                          {0, SPAN});
+      int32_t from = first_seen(position, a.window) - span * SPAN;
+      tile.seen[r] = meet({from, position + 1 - span * SPAN}, {0, SPAN});
     }
     bool is_last = span + 1 == unit.end_span;
     attend_span<C>(a, pages, span, count, tile, is_last ? next : pages.k((span + 1) * SPAN));

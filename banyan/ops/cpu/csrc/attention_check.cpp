@@ -45,7 +45,8 @@ struct Step {
   std::vector<float> out = std::vector<float>(q.size());
   std::vector<int32_t> tables = std::vector<int32_t>(2 * TABLE_PAGES);
   std::vector<int64_t> locations;
-  std::vector<float> k_pages = std::vector<float>((1 + 2 * TABLE_PAGES) * PAGE * DIM), v_pages = k_pages;
+  std::vector<float> k_pages = std::vector<float>((1 + 2 * TABLE_PAGES) * PAGE * DIM);
+  std::vector<float> v_pages = k_pages;
 
   Step() {
     for (int i = 0; i < 2 * TABLE_PAGES; i++) tables[i] = i + 1;
