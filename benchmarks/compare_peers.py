@@ -57,7 +57,7 @@ def main() -> int:
     for name in options.model:
         _say(f"model {name}")
         contests.append(_contest(name, MODELS[name], place, options))
-        report = tables.as_json(contests)
+        report = tables.as_json(contests, options.rounds, options.share)
         Path(options.out).write_text(json.dumps(report, indent=1) + "\n")
         text = tables.as_markdown(report)
         if options.docs:

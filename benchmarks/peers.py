@@ -197,7 +197,7 @@ def _vllm(place: Place, model: Model, port: int) -> Command:
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
         "PATH": f"{programs}:{os.environ['PATH']}",
     }
-    return Command(words, port, variables, str(place.folder), start_timeout_s=600)
+    return Command(words, port, variables, str(place.folder), start_timeout_s=1200)
 
 
 def _setup_openvino(place: Place) -> None:

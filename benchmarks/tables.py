@@ -21,8 +21,12 @@ _NAMES = {
 }
 
 
-def as_json(contests: Sequence[object]) -> dict:
-    """Everything that was measured, with the medians beside it."""
+def as_json(contests: Sequence[object], rounds: int, share: float) -> dict:
+    """Everything that was measured, with the medians beside it.
+
+    Args:
+        share: of each workload that was run; below 1 the figures are no results.
+    """
     models = [asdict(contest) for contest in contests]  # type: ignore[call-overload]
     for model in models:
         model["lines"] = [
@@ -31,7 +35,7 @@ def as_json(contests: Sequence[object]) -> dict:
             for figure in workload.figures
             if (line := _line(model["runs"], workload.name, figure))
         ]
-    return {"machine": _machine(), "models": models}
+    return {"machine": _machine(), "rounds": rounds, "share": share, "models": models}
 
 
 def _line(runs: Sequence[dict], workload: str, figure: Figure) -> dict:
@@ -74,7 +78,12 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def as_markdown(report: Mapping) -> str:
     machine = report["machine"]
-    parts = [f"Machine: {machine['cpu']}, {machine['cores']} cores. {machine['date']}"]
+    parts = [
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['date']}. Medians [least–most] of "
+        f"{report['rounds']} rounds."
+    ]
+    if report["share"] < 1:
+        parts.append(f"**Shortened to {report['share']:g} of each workload: not a result.**")
     parts += [_model_table(model) for model in report["models"]]
     return "\n\n".join(parts)
 

@@ -104,7 +104,9 @@ class ServingOptions(DataOptions):
     return_logprob: bool = option(False, "ask for log-probabilities")
     top_logprobs_num: int = option(0, "and for those of this many best tokens")
     logprob_start_len: int = option(-1, "from this prompt position on; -1 = of the answer only")
-    cache_report: bool = option(False, "show cached tokens (the server must report them)")
+    cache_report: bool = option(
+        False, "no effect: cached tokens are always shown where the server tells"
+    )
     temperature: float = option(0.0, "0 = the likeliest token")
     top_p: float = option(1.0, "sample from this much of the probability")
     tokenize_prompt: bool = option(False, "send token ids wherever the API takes them")

@@ -44,7 +44,7 @@ def line(report: dict, workload: str, figure: str) -> dict:
 
 
 def test_ratios_are_taken_round_by_round_against_the_best_peer() -> None:
-    found = line(tables.as_json([contest()]), "c8", "output")
+    found = line(tables.as_json([contest()], 3, 1.0), "c8", "output")
     assert found["best_peer"] == "llamacpp"
     assert found["engines"]["banyan"] == {"median": 400.0, "least": 300.0, "most": 500.0}
     assert found["ratio"] == {"median": 4.0, "least": 3.0, "most": 4.0}
@@ -52,7 +52,7 @@ def test_ratios_are_taken_round_by_round_against_the_best_peer() -> None:
 
 
 def test_where_less_is_better_a_ratio_above_one_is_still_ours() -> None:
-    found = line(tables.as_json([contest()]), "c8", "TTFT p50")
+    found = line(tables.as_json([contest()], 3, 1.0), "c8", "TTFT p50")
     assert found["best_peer"] == "openvino"
     assert found["ratio"]["median"] == 2.0
 
@@ -60,7 +60,7 @@ def test_where_less_is_better_a_ratio_above_one_is_still_ours() -> None:
 def test_the_page_shows_figures_skipped_peers_and_what_a_busy_core_costs(tmp_path: Path) -> None:
     page = tmp_path / "performance.md"
     page.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
-    tables.put_between_marks(page, tables.as_markdown(tables.as_json([contest()])))
+    tables.put_between_marks(page, tables.as_markdown(tables.as_json([contest()], 3, 1.0)))
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| 400 [300–500] | 100 [100–125] | 50.0 [50.0–62.5] |" in text
@@ -103,3 +103,8 @@ def test_a_shortened_workload_keeps_its_shape() -> None:
     assert (small.num_prompts, small.max_concurrency, small.random_input_len) == (32, 32, 128)
     assert small.random_output_len == 2
     assert shortened(WORKLOADS["prefill"], 0.01).options.random_output_len == 1
+
+
+def test_a_shortened_run_says_that_it_is_no_result() -> None:
+    assert "not a result" in tables.as_markdown(tables.as_json([contest()], 3, 0.1))
+    assert "not a result" not in tables.as_markdown(tables.as_json([contest()], 3, 1.0))
