@@ -7,6 +7,7 @@ import openai
 import pydantic
 import pytest
 
+from banyan.config.schema import ServerConfig
 from banyan.frontend.generation import Finish
 from banyan.messages.constraint import Constraint
 from tests.server.fakes import Site
@@ -219,6 +220,13 @@ def test_what_cannot_be_honoured_is_reported(site: Site, http: httpx.Client) -> 
     for word in ("does not show tools", "no tool-call parser", "reasoning_effort", "thinking",
                  "chat_template_kwargs.nothing"):  # fmt: skip
         assert word in reported
+
+
+def test_a_strict_server_refuses_what_cannot_be_honoured() -> None:
+    with Site(ServerConfig(strict_requests=True)).serving() as strict:
+        for field, value in (("tools", TOOLS), ("reasoning_effort", "high")):
+            answer = strict.http.post(PATH, json={"messages": USER, field: value})
+            assert answer.status_code == 400 and answer.json()["param"] == field
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,12 @@ async def chat_completions(exchange: Exchange, state: ServerState) -> None:
     request = read_fields(raw, ChatRequest, exchange, server.strict_requests)
     model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
     origin = origin_of(exchange, request, "chat")
+
+    def report(field: str, why: str) -> None:
+        exchange.warn_or_refuse(field, why, server.strict_requests)
+
     try:
-        plan = await plan_chat(service, raw, request, origin, exchange.warn)
+        plan = await plan_chat(service, raw, request, origin, report)
     except RequestError as error:
         raise in_openai_words(error) from None
     answer = ChatAnswer(service, origin.rid, plan, model, server.cache_report)

@@ -25,7 +25,8 @@ _TAIL_TOKENS = 16
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SWITCHES = ("enable_thinking", "thinking")
 
-Warn = Callable[[str], None]
+Warn = Callable[[str, str], None]
+"""Reports (field, why it is not honoured)."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,14 @@ def _options(request: ChatRequest, template: ChatTemplate | None, warn: Warn) ->
     variables = template.variables if template else frozenset()
     options = dict(request.chat_template_kwargs or {})
     for name in sorted(options.keys() - variables):
-        warn(f"chat_template_kwargs.{name[:40]}: the chat template does not read it")
+        warn(f"chat_template_kwargs.{name[:40]}", "the chat template does not read it")
     for field, wanted in (
         ("reasoning_effort", _effort_options(request.reasoning_effort)),
         ("thinking", _thinking_options(request.thinking)),
     ):
         read = {name: value for name, value in wanted.items() if name in variables}
         if wanted and not read:
-            warn(f"{field}: the chat template has no such switch")
+            warn(field, "the chat template has no such switch")
         options = {**read, **options}
     return options
 

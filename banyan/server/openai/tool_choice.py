@@ -83,12 +83,13 @@ class ToolUse:
 
 
 def tool_use(
-    request: ChatRequest, parsers: Parsers, takes_tools: bool, warn: Callable[[str], None]
+    request: ChatRequest, parsers: Parsers, takes_tools: bool, warn: Callable[[str, str], None]
 ) -> ToolUse:
     """What a request wants of its tools.
 
     Args:
         takes_tools: the chat template shows tools to the model.
+        warn: reports (field, why it is not honoured).
 
     Raises:
         RequestError: the tools or the choice are malformed, or do not go together.
@@ -100,12 +101,12 @@ def tool_use(
     if not tools or choice == "none":
         return ToolUse()
     if not takes_tools:
-        warn("tools: this model's chat template does not show tools to the model")
+        warn("tools", "this model's chat template does not show tools to the model")
     format = parsers.tools
     if forced and (format is None or format.tag is None):
         format = JSON_LIST
     if format is None:
-        warn("tools: calls stay text, because there is no tool-call parser for this model")
+        warn("tools", "calls stay text, because there is no tool-call parser for this model")
     single = request.parallel_tool_calls is False or isinstance(choice, dict)
     return ToolUse(
         offered=tools,
