@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from banyan.base.errors import ConfigError
@@ -57,6 +58,8 @@ def serving(argv: Sequence[str]) -> int:
         "Load on a running server. Poisson arrivals at --request-rate, or --max-concurrency "
         "requests at once; figures as a table and as JSON lines.",
     )
+    key = options.api_key or read_environment().flags.get("api-key", "")
+    options = replace(options, api_key=key)
     if options.plot:
         plot.check_plotting()
     tokenizer = find_tokenizer(options.tokenizer or _local(options.model))

@@ -55,6 +55,15 @@ def test_a_run_prints_the_table_and_appends_a_line(
     assert rows[0]["completed"] == 5
 
 
+def test_the_key_of_the_environment_is_sent(
+    server: Scripted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BANYAN_API_KEY", "secret")
+    words = ["bench", "serving", "--base-url", server.url, *SMALL.split()]
+    assert main([*words, "--output-file", str(tmp_path / "out.jsonl")]) == 0
+    assert {h.get("authorization") for h in server.headers} == {"Bearer secret"}
+
+
 def test_a_run_in_which_nothing_completed_ends_with_code_1_and_the_errors(
     server: Scripted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
