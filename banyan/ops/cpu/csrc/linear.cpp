@@ -182,7 +182,8 @@ BN_EXPORT void bn_quantize(Program* program, int32_t size, const float* x, int64
 BN_EXPORT void bn_linear(Program* program, int32_t size, int32_t format, int64_t n, int64_t k,
                          const uint8_t* tiles, const float* factors, const float* bias,
                          const uint8_t* x, float* out, int64_t out_stride) {
-  LinearArgs args{format, size, n, k, tiles, factors, bias, x, activation_bytes(k), out, out_stride};
+  LinearArgs args{format, size, n, k, tiles, factors, bias, x, activation_bytes(k),
+                  out, out_stride};
   append(program, LINEAR, &args, sizeof args, NOT_ROW_WISE);
 }
 

@@ -43,7 +43,8 @@ struct Tile {
     q = _mm256_and_si256(g % 2 ? _mm256_srli_epi16(q, 4) : q, low_bits);
     if (f.bits == 5) {
       __m256i h = load_bytes(high);
-      h = g <= 4 ? _mm256_slli_epi16(h, 4 - (g <= 4 ? g : 4)) : _mm256_srli_epi16(h, g > 4 ? g - 4 : 0);
+      h = g <= 4 ? _mm256_slli_epi16(h, g <= 4 ? 4 - g : 0)
+                 : _mm256_srli_epi16(h, g > 4 ? g - 4 : 0);
       q = _mm256_or_si256(q, _mm256_and_si256(h, _mm256_set1_epi8(16)));
     }
     if (f.bits == 6) {

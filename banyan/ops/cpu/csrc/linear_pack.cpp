@@ -171,7 +171,8 @@ void quantize(int32_t format, const float* x, Values& v) {
 }
 
 // Values i of a row of `k`, in the form of `format`.
-void values_of(int32_t source, int32_t format, const uint8_t* row, int64_t k, int64_t i, Values& v) {
+void values_of(int32_t source, int32_t format, const uint8_t* row, int64_t k, int64_t i,
+               Values& v) {
   if (source > S_BF16) return read(source, row, i, v);
   float x[BLOCK];
   for (int64_t l = 0; l < BLOCK; l++)

@@ -30,7 +30,8 @@ struct Tile {
     q = _mm512_and_si512(g % 2 ? _mm512_srli_epi16(q, 4) : q, _mm512_set1_epi8(15));
     if (f.bits == 5) {
       __m512i h = _mm512_loadu_si512(tile + HIGH);
-      h = g <= 4 ? _mm512_slli_epi16(h, g <= 4 ? 4 - g : 0) : _mm512_srli_epi16(h, g > 4 ? g - 4 : 0);
+      h = g <= 4 ? _mm512_slli_epi16(h, g <= 4 ? 4 - g : 0)
+                 : _mm512_srli_epi16(h, g > 4 ? g - 4 : 0);
       q = _mm512_or_si512(q, _mm512_and_si512(h, _mm512_set1_epi8(16)));
     }
     if (f.bits == 6) {
