@@ -35,7 +35,8 @@ struct Worker {
 // The code of one op in one instruction set. Results never depend on how units are shared out.
 struct Kernel {
   const char* name;
-  // Independent pieces of work for these sizes; they may run in any order, on any thread.
+  // Independent pieces of work for these sizes; they may run in any order, on any thread. Asked once
+  // per run, on the calling thread, in the order of the ops and before any of them runs.
   int64_t (*units)(const void* args, const Sizes& sizes);
   // Units that are worth one claim at least.
   int64_t (*grain)(const void* args, const Sizes& sizes);

@@ -143,7 +143,7 @@ inline uint16_t to_fp16(float f) {  // round to nearest even, overflow to infini
     return (uint16_t)(sign | (rest - 0x3f000000));
   }
   rest += 0xfff + (rest >> 13 & 1);
-  return (uint16_t)(sign | (rest >> 13) - ((127 - 15) << 10));
+  return (uint16_t)(sign | ((rest >> 13) - ((127 - 15) << 10)));
 #endif
 }
 
