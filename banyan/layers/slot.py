@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from banyan.base.errors import ConfigError
-from banyan.ops.stored import StoredWeight
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 from banyan.parallel.mesh import Mesh
 
 
@@ -46,6 +46,13 @@ class ShardRule:
         if self.dim is None or mesh.size == 1:
             return weight
         return weight.cut(self.dim, *self.span(weight.shape[self.dim], mesh))
+
+    def keeps_blocks(self, weight: StoredWeight, mesh: Mesh) -> bool:
+        """Whether `cut` leaves a quantised weight in its blocks."""
+        if self.dim is None or mesh.size == 1 or self.dim < len(weight.shape) - 1:
+            return True
+        values = STORAGE_TYPES[weight.type].values
+        return not any(edge % values for edge in self.span(weight.shape[self.dim], mesh))
 
 
 @dataclass(frozen=True)

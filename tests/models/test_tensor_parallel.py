@@ -8,8 +8,10 @@ import torch
 
 from banyan.base.errors import ConfigError
 from banyan.config.checkpoint import read_card
+from banyan.layers.slot import ShardRule
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 from banyan.parallel.mesh import Mesh, open_mesh
 from tests.models.conftest import PagedModel
 from tests.models.families import tiny
@@ -81,3 +83,16 @@ def test_heads_that_cannot_be_shared_are_refused(tiny_llama, ops):
 
     with pytest.raises(ConfigError, match="3 units of 16 cannot be shared by 2 ranks"):
         load_model(card, Mesh(0, 2, Silent()), CPU, torch.float32, ops)
+
+
+@pytest.mark.parametrize(("type_name", "stays"), [("Q8_0", True), ("Q6_K", False), ("F32", True)])
+def test_a_cut_through_blocks_is_known(type_name, stays):
+    storage = STORAGE_TYPES[type_name]
+    row_bytes = 256 // storage.values * storage.size_bytes
+    raw = torch.zeros(4 * row_bytes, dtype=torch.uint8)
+    weight = StoredWeight.from_bytes(type_name, (4, 256), raw)
+    mesh = Mesh(1, 2, object())
+
+    assert ShardRule(1).keeps_blocks(weight, mesh) == stays
+    assert (ShardRule(1).cut(weight, mesh).type == type_name) == stays
+    assert ShardRule(0).keeps_blocks(weight, mesh)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from banyan.base.errors import ConfigError, ModelError
-from banyan.base.log import printable
+from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
 from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.slot import Layer, WeightSlot
@@ -27,6 +27,8 @@ LOAD_FORMATS = ("auto", "layered", "safetensors", "gguf", "dummy")
 """What may be asked for; "layered" is "auto": tensors always come one after another."""
 
 _UNUSED_SETTINGS = ("enable_multithread_load", "num_threads")
+log = logger(__name__)
+
 _SHOWN = 5
 _DUMMY_STD = 0.02
 
@@ -73,7 +75,7 @@ def load_model(
         tensors = read_tensors(card, is_mapped)
         for transform in transforms:
             tensors = transform(tensors)
-        Filling(model, spec.names[card.format]).run(tensors)
+        Filling(model, spec.names[card.format], mesh).run(tensors)
     return model.eval()
 
 
@@ -95,9 +97,11 @@ def check_extra_config(settings: Mapping[str, object]) -> list[str]:
 class Filling:
     """One pass over a checkpoint into a model."""
 
-    def __init__(self, model: DecoderLM, names: NameMap) -> None:
+    def __init__(self, model: DecoderLM, names: NameMap, mesh: Mesh) -> None:
         self.model = model
         self.names = names
+        self.mesh = mesh
+        self.unpacked: list[str] = []
         self.layers = {
             name: module for name, module in model.named_modules() if isinstance(module, Layer)
         }
@@ -161,6 +165,8 @@ class Filling:
     def _hand_over(self, module: str, slot: str, part: str, tensor: StoredWeight) -> None:
         """Give a slot to its layer as soon as all its parts are here."""
         key, layer = (module, slot), self.layers[module]
+        if not self.open[key].rules[part].keeps_blocks(tensor, self.mesh):
+            self.unpacked.append(f"{module}.{slot}")
         if self.names.norm_offset and isinstance(layer, RMSNorm):
             tensor = StoredWeight.from_tensor(tensor.dense.float() + self.names.norm_offset)
         parts = self.waiting.setdefault(key, {})
@@ -171,6 +177,14 @@ class Filling:
             del self.open[key], self.waiting[key]
 
     def _settle(self) -> None:
+        if self.unpacked:
+            log.warning(
+                "%d quantised weights are unpacked to fp32, because %d ranks share them within a "
+                "block: %s",
+                len(self.unpacked),
+                self.mesh.size,
+                _first(self.unpacked),
+            )
         if self.unknown:
             raise ModelError(
                 f"{len(self.unknown)} tensors of the checkpoint have no place in "
