@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.ops.cpu.build import OPTIONS, OPTIONS_BY_SUFFIX, SOURCES, compilers
+from banyan.ops.cpu.build import OPTIONS, OPTIONS_BY_ISA, SOURCES, compilers
 from banyan.ops.cpu.library import ISAS
 
 EMULATED = Path(__file__).parent / "csrc" / "emulated.cpp"
@@ -36,7 +36,7 @@ def test_kernels_for_wider_machines_agree_with_the_plain_ones(compiler, tmp_path
     for number, (source, defines) in enumerate(files):
         output = tmp_path / f"{number}.o"
         is_narrow = source.parent == SOURCES and not source.stem.endswith("avx2")
-        options = () if is_narrow else OPTIONS_BY_SUFFIX["avx2"]
+        options = () if is_narrow else OPTIONS_BY_ISA["avx2"]
         words = (*compiler, *OPTIONS, *options, "-O1", "-w", "-fpermissive", *defines)
         subprocess.run((*words, f"-I{SOURCES}", "-c", source, "-o", output), check=True)
         objects.append(output)

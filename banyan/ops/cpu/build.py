@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from banyan.base.log import logger
 
@@ -30,15 +31,24 @@ OPTIONS = (
     # A product and a sum are fused only where the source says so: results are the same everywhere.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
+ISAS = ("base", "avx2", "avx512", "vnni", "amx")
+"""Instruction sets in rising order; the numbers of csrc/runtime.h."""
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-OPTIONS_BY_SUFFIX = {
+OPTIONS_BY_ISA = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "vnni": (*_AVX512, "-mavx512vnni"),
     "amx": (*_AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
 """Last word of a file's name -> options of its instruction set; such files are for x86-64 only."""
+_NEEDS = {
+    "avx2": {"avx2", "fma", "f16c", "bmi2"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "vnni": {"avx512_vnni"},
+    "amx": {"amx_tile", "amx_int8", "amx_bf16"},
+}
+"""What /proc/cpuinfo must list, beside what the sets below need."""
 _TIMEOUT_S = 600
 
 _log = logger(__name__)
@@ -74,39 +84,65 @@ def compilers(named: str = "") -> Iterator[Compiler]:
         yield Compiler((sys.executable, "-m", "ziglang", "c++"))
 
 
-def cached_library(named_compiler: str = "", folder: Path | None = None) -> Path:
+def machine_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The highest instruction set of this machine that there is code for."""
+    try:
+        lines = cpuinfo.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return "base"
+    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    best = "base"
+    for isa, needs in _NEEDS.items():
+        if not needs <= flags:
+            break
+        best = isa
+    return best
+
+
+def cached_library(named_compiler: str = "", folder: Path | None = None, highest: str = "") -> Path:
     """The path of the built library; builds it when the cache does not hold it.
 
     Args:
         folder: the cache; default: ~/.cache/banyan/kernels.
+        highest: highest of ISAS to compile; default: the machine's, which is all it can run.
 
     Raises:
         BuildError: no compiler is there, or none of them can build it.
     """
     folder = folder or Path.home() / ".cache" / "banyan" / "kernels"
-    home = folder / _fingerprint()
+    highest = highest or machine_isa()
+    home = folder / _fingerprint(highest)
     target = home / LIBRARY
     if target.is_file():
         return target
     try:
         home.mkdir(parents=True, exist_ok=True)
         with open(home / "lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _wait_for(lock)
             if not target.is_file():
-                _build(target, list(compilers(named_compiler)))
+                _build(target, list(compilers(named_compiler)), highest)
     except OSError as error:
         raise BuildError(f"the folder for compiled kernels cannot be used: {error}") from error
     return target
 
 
-def _fingerprint() -> str:
-    digest = hashlib.sha256(repr((OPTIONS, OPTIONS_BY_SUFFIX, platform.machine())).encode())
+def _wait_for(lock: IO[str]) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _log.info("waiting for another process that compiles the CPU kernels")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def _fingerprint(highest: str) -> str:
+    choices = (OPTIONS, OPTIONS_BY_ISA, platform.machine(), highest)
+    digest = hashlib.sha256(repr(choices).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _build(target: Path, found: list[Compiler]) -> None:
+def _build(target: Path, found: list[Compiler], highest: str) -> None:
     if not found:
         raise BuildError("no C++ compiler: install g++ or clang++, or the ziglang package")
     reasons = []
@@ -114,7 +150,7 @@ def _build(target: Path, found: list[Compiler]) -> None:
         began = time.monotonic()
         _log.info("compiling the CPU kernels with %s, once", compiler.name)
         with tempfile.TemporaryDirectory(dir=target.parent) as work:
-            reason = _compile(compiler, Path(work), target)
+            reason = _compile(compiler, Path(work), target, highest)
         if not reason:
             _log.info("compiled the CPU kernels in %.1f s", time.monotonic() - began)
             return
@@ -122,16 +158,18 @@ def _build(target: Path, found: list[Compiler]) -> None:
     raise BuildError("; ".join(reasons))
 
 
-def _compile(compiler: Compiler, work: Path, target: Path) -> str:
+def _compile(compiler: Compiler, work: Path, target: Path, highest: str) -> str:
     """Build with one compiler; "" or why that failed."""
+    level = ISAS.index(highest)
+    command = (*compiler.words, *OPTIONS, f"-DBN_HIGHEST={level}")
     jobs = []
     for source in sorted(SOURCES.glob("*.cpp")):
-        options = OPTIONS_BY_SUFFIX.get(source.stem.rpartition("_")[2], ())
-        if options and platform.machine() not in ("x86_64", "AMD64"):
+        isa = source.stem.rpartition("_")[2]
+        if isa in ISAS and ISAS.index(isa) > level:
             continue
         output = work / f"{source.stem}.o"
-        words = (*compiler.words, *OPTIONS, *options, "-c", str(source), "-o", str(output))
-        jobs.append((words, output))
+        options = OPTIONS_BY_ISA.get(isa, ())
+        jobs.append(((*command, *options, "-c", str(source), "-o", str(output)), output))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
         for reason in threads.map(_run, (words for words, _ in jobs)):
             if reason:

@@ -22,10 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from banyan.ops.api import NotRecordable
-from banyan.ops.cpu.build import SOURCES
+from banyan.ops.cpu.build import ISAS, SOURCES
 
-ISAS = ("base", "avx2", "avx512", "vnni", "amx")
-"""Instruction sets in rising order; the numbers of csrc/runtime.h."""
 TOKENS, ROWS, OUTPUTS = range(3)
 """Sizes that change from step to step; the numbers of csrc/runtime.h."""
 _ALIGNMENT = 64

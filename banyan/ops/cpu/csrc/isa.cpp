@@ -45,6 +45,12 @@ Isa detect() {
 Isa detect() { return BASE; }
 #endif
 
+// The highest that the machine has and the library contains.
+Isa highest() {
+  Isa found = detect();
+  return found < BN_HIGHEST ? found : (Isa)BN_HIGHEST;
+}
+
 std::atomic<int32_t> chosen{-1};
 
 }  // namespace
@@ -52,18 +58,18 @@ std::atomic<int32_t> chosen{-1};
 Isa isa() {
   int32_t now = chosen.load(std::memory_order_relaxed);
   if (now >= 0) return (Isa)now;
-  now = detect();
+  now = highest();
   chosen.store(now, std::memory_order_relaxed);
   return (Isa)now;
 }
 
 }  // namespace banyan
 
-// The highest instruction set the machine has.
-BN_EXPORT int32_t bn_machine_isa() { return banyan::detect(); }
+// The highest instruction set that can be used here.
+BN_EXPORT int32_t bn_machine_isa() { return banyan::highest(); }
 BN_EXPORT int32_t bn_isa() { return banyan::isa(); }
-// Run with a lower one from now on; what is above the machine's is cut down to it.
+// Run with a lower one from now on; what is above the highest is cut down to it.
 BN_EXPORT void bn_set_isa(int32_t isa) {
-  int32_t most = banyan::detect();
+  int32_t most = banyan::highest();
   banyan::chosen.store(isa < most ? isa : most, std::memory_order_relaxed);
 }

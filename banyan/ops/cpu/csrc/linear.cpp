@@ -10,9 +10,13 @@ namespace banyan {
 namespace {
 
 const LinearKernels& kernels(int32_t level) {
-#if defined(__x86_64__)
+#if BN_HIGHEST >= 4
   if (level >= AMX) return linear_amx;
+#endif
+#if BN_HIGHEST >= 3
   if (level >= VNNI) return linear_vnni;
+#endif
+#if BN_HIGHEST >= 1
   if (level >= AVX2) return linear_avx2;
 #endif
   (void)level;

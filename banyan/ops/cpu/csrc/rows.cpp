@@ -13,8 +13,10 @@ using namespace banyan;
 namespace {
 
 const RowKernels& table_of(int32_t level) {
-#if defined(__x86_64__)
+#if BN_HIGHEST >= 2
   if (level >= AVX512) return rows_avx512;
+#endif
+#if BN_HIGHEST >= 1
   if (level >= AVX2) return rows_avx2;
 #endif
   (void)level;

@@ -13,6 +13,15 @@ namespace banyan {
 // above the one the process runs with.
 enum Isa : int32_t { BASE = 0, AVX2 = 1, AVX512 = 2, VNNI = 3, AMX = 4, NUM_ISAS = 5 };
 
+// The number of the highest one that is compiled in.
+#ifndef BN_HIGHEST
+#if defined(__x86_64__)
+#define BN_HIGHEST 4
+#else
+#define BN_HIGHEST 0
+#endif
+#endif
+
 // The numbers that change from step to step. An op names the one its leading dimension has.
 enum Size : int32_t { TOKENS = 0, ROWS = 1, OUTPUTS = 2, NUM_SIZES = 3 };
 struct Sizes {

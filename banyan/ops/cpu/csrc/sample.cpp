@@ -9,8 +9,10 @@ namespace banyan {
 namespace {
 
 const SampleKernels& kernels(Isa level) {
-#if defined(__x86_64__)
+#if BN_HIGHEST >= 2
   if (level >= AVX512) return sample_avx512;
+#endif
+#if BN_HIGHEST >= 1
   if (level >= AVX2) return sample_avx2;
 #endif
   (void)level;
