@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from banyan.config.checkpoint import read_card
+from banyan.frontend.gguf_tokenizer import load_gguf_tokenizer
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.parallel.mesh import Mesh
@@ -65,3 +66,29 @@ def test_greedy_tokens_equal_those_of_transformers(name):
         torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None
     )
     assert tokens == generated[0, len(prompt) :].tolist()
+
+
+TEXTS = (
+    "The capital of France is",
+    "Hello   world\n\n\n  indented\ttab",
+    "def f(x):\n    return x**2  # héllo 世界 🙂🙂",
+    " " * 13 + "x" + "\n" * 5 + "\t" * 4,
+    "1234567 3.14 I'll we'VE don't",
+    "naïve café ﬁ Ⅷ \u200b\u0301x مرحبا بالعالم",
+    "<bos>hi<eos><start_of_turn>user\nhi<end_of_turn>\n<|im_start|>user\nhi<|im_end|>\n",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROMPTS)
+def test_token_ids_equal_those_of_transformers(name):
+    from transformers import AutoTokenizer
+
+    path = model_file(name)
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=name)
+
+    ours = load_gguf_tokenizer(str(path))
+
+    for text in TEXTS:
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text, add_special_tokens=False) == expected
