@@ -34,6 +34,7 @@ from banyan.messages.events import Ready
 from banyan.messages.link import PrivateFolder
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
+from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.foreign import ForeignLM, load_foreign
 from banyan.models.weights.custom import load_transforms
@@ -44,6 +45,7 @@ from banyan.parallel.mesh import Mesh, open_mesh
 from banyan.platform import PLATFORMS
 from banyan.platform.base import Platform
 from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.meter import OpMeter
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.worker import serve_rank
 from banyan.scheduler.budget import UNLIMITED, Limits, Priorities
@@ -80,7 +82,7 @@ class OpenModel:
     platform: Platform
     device: torch.device
     mesh: Mesh
-    model: DecoderLM | ForeignLM
+    model: DecoderLM | EncoderLM | ForeignLM
     ops: Ops
     kernels: str
 
@@ -119,7 +121,7 @@ def open_model(
 
 def _load(
     config: Config, card: ModelCard, mesh: Mesh, device: torch.device, dtype: torch.dtype, ops: Ops
-) -> DecoderLM | ForeignLM:
+) -> DecoderLM | EncoderLM | ForeignLM:
     if config.model.implementation == "transformers":
         return load_foreign(card, mesh, device, dtype, ops, config.model.load_format)
     for line in check_extra_config(config.model.loader_settings):
@@ -141,7 +143,7 @@ def build_runner(opened: OpenModel, card: ModelCard, sizes: RunnerSizes) -> Mode
     return ModelRunner(opened.model, card, opened.device, opened.mesh, opened.ops, sizes)
 
 
-def core_spec(config: Config, memory: MemoryPlan) -> CoreSpec:
+def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
     """What the decisions of this replica depend on."""
     schedule = config.schedule
     return CoreSpec(
@@ -159,11 +161,12 @@ def core_spec(config: Config, memory: MemoryPlan) -> CoreSpec:
                 preemption_gap=schedule.preemption_gap,
                 refuse_when_off=schedule.refuse_priorities,
             ),
+            whole_prompts=card.needs_whole_prompts,
         ),
         depth=schedule.depth,
         order=schedule.policy,
         eviction=config.cache.eviction,
-        share=not config.cache.disable_radix,
+        share=not (config.cache.disable_radix or card.needs_whole_prompts),
     )
 
 
@@ -192,7 +195,7 @@ def run_engine(
         launcher: Launcher = Threaded(runner, wake.ring)
         if config.parallel.tp > 1:
             launcher = Fanout(launcher, ranks.send_plan)
-        spec = core_spec(config, memory)
+        spec = core_spec(config, card, memory)
         journal = None
         if config.observe.journal:
             journal = Journal(config.observe.journal, spec, config.observe.journal_bytes)
@@ -207,6 +210,14 @@ def run_engine(
         ranks.watch(loop.fail)
         started(loop)
         loop.run(_ready(memory, phases, opened.kernels))
+
+
+def open_meter(config: Config, card: ModelCard) -> OpMeter:
+    """A model with a cache of its own, to time the ops of its steps. One rank only."""
+    opened = open_model(config, card, 0, "", Phases(WallClock()))
+    memory = _plan_memory(config, card, opened)
+    sizes = _runner_sizes(card, memory, config.schedule.chunk_tokens)
+    return OpMeter(build_runner(opened, card, sizes), sizes)
 
 
 def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_address: str) -> None:

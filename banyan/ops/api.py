@@ -6,6 +6,7 @@ Every result of a token depends on its own sequence only, whatever else is in th
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -40,6 +41,23 @@ class PackedEmbedding(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class OpTime:
+    """One stage of a recorded run.
+
+    Attributes:
+        name: the ops in it.
+        seconds: wall time.
+        bytes: memory that it must read and write.
+        operations: multiplications and additions.
+    """
+
+    name: str
+    seconds: float
+    bytes: float
+    operations: float
+
+
 class Recording(Protocol):
     """Work that runs again without Python, for any sizes up to the recorded ones."""
 
@@ -49,6 +67,10 @@ class Recording(Protocol):
         ...
 
     def run(self, tokens: int, rows: int, outputs: int) -> None: ...
+
+    def times(self, tokens: int, rows: int, outputs: int) -> list[OpTime]:
+        """Run once and say what each stage took."""
+        ...
 
 
 class NotRecordable(Exception):

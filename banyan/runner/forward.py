@@ -12,7 +12,7 @@ from torch import Tensor
 
 from banyan.layers.step import StepInputs
 from banyan.models.decoder import DecoderLM
-from banyan.ops.api import Ops, Recorder
+from banyan.ops.api import Ops, OpTime, Recorder
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.inputs import Batch, build_inputs
 from banyan.runner.kvstore import GroupLayout
@@ -32,6 +32,10 @@ class Forward(Protocol):
         tokens: [n], indices along the step's tokens.
         returns: [n, vocab] fp32, good until the next call.
         """
+        ...
+
+    def hidden(self, tokens: np.ndarray) -> Tensor:
+        """Hidden states of some of the step's tokens, given as for `logits`; [n, hidden]."""
         ...
 
 
@@ -58,7 +62,10 @@ class EagerForward:
         self._hidden = self._model.forward(inputs)  # [tokens, hidden]
 
     def logits(self, tokens: np.ndarray) -> Tensor:
-        return self._model.logits(self._hidden[torch.from_numpy(tokens).to(self._device)])
+        return self._model.logits(self.hidden(tokens))
+
+    def hidden(self, tokens: np.ndarray) -> Tensor:
+        return self._hidden[torch.from_numpy(tokens).to(self._device)]
 
 
 class RecordedForward:
@@ -87,6 +94,8 @@ class RecordedForward:
     ) -> None:
         self._eager = eager
         self._is_eager = False
+        self._last = (0, 0)
+        """Tokens and rows of the last step."""
         self._groups = eager.groups
         self._max_rows = max_rows
         self._max_tokens = max(max_tokens, max_rows + 1)  # a recording tells sizes apart
@@ -139,6 +148,7 @@ class RecordedForward:
             pages = known[slot_of, positions // size].astype(np.int64)
             self._locations[index][:num_tokens] = pages * size + positions % size
         self._forward.run(num_tokens, num_rows, 0)
+        self._last = (num_tokens, num_rows)
 
     def logits(self, tokens: np.ndarray) -> Tensor:
         if self._is_eager:
@@ -149,6 +159,19 @@ class RecordedForward:
         return torch.cat(
             [self._some_logits(tokens[at : at + self._max_rows]).clone() for at in parts]
         )
+
+    def hidden(self, tokens: np.ndarray) -> Tensor:
+        if self._is_eager:
+            return self._eager.hidden(tokens)
+        return self._forward.result[torch.from_numpy(tokens)]
+
+    def op_times(self) -> list[OpTime]:
+        """What the stages of the last step took, run once more."""
+        tokens, rows = self._last
+        return [
+            *self._forward.times(tokens, rows, 0),
+            *self._logits.times(0, 0, rows),
+        ]
 
     def _some_logits(self, tokens: np.ndarray) -> Tensor:
         count = len(tokens)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.messages.plan import (
@@ -25,13 +26,16 @@ from banyan.messages.plan import (
     StepPlan,
     StepResult,
 )
+from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
-from banyan.ops.api import NotRecordable, Ops
+from banyan.ops.api import NotRecordable, Ops, OpTime
 from banyan.parallel.mesh import Mesh
 from banyan.runner.attention import BACKENDS
+from banyan.runner.attention.base import AttentionBackend
 from banyan.runner.forward import EagerForward, Forward, RecordedForward
 from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.pooling import Pooler
 from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
 from banyan.runner.sampling.sampler import Choice, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
@@ -83,6 +87,7 @@ class PendingStep:
             failed=result.failed,
             error=result.error,
             seconds=seconds,
+            vectors=result.vectors,
         )
 
     def copies(self) -> CopyResult | None:
@@ -102,7 +107,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: DecoderLM,
+        model: DecoderLM | EncoderLM,
         card: ModelCard,
         device: torch.device,
         mesh: Mesh,
@@ -116,8 +121,11 @@ class ModelRunner:
         )
         kv_heads = max(1, card.num_kv_heads // mesh.size)
         self.store = KVStore(sizes.groups, kv_heads, card.head_dim, ops.cache_dtype, device)
-        self._forward = open_forward(model, self._table, self.store, ops, sizes)
+        backend = "encoder" if card.is_encoder else "reference"
+        attention = BACKENDS.load(backend)(ops, self.store)
+        self._forward = open_forward(model, self._table, self.store, ops, sizes, attention)
         self._ops = ops
+        self._pooler = None if card.pooling is None else Pooler(card.pooling, model)
         self._sampler = Sampler(self._table, card.vocab_size, ops)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
 
@@ -133,6 +141,12 @@ class ModelRunner:
             return PendingStep(plan, lambda: result, time.perf_counter() - began)
         return PendingStep(plan, finish, time.perf_counter() - began)
 
+    def op_times(self) -> list[OpTime]:
+        """What the stages of the last step took; ConfigError where steps are not recorded."""
+        if not isinstance(self._forward, RecordedForward):
+            raise ConfigError("the steps of this model are not recorded: no op can be timed alone")
+        return self._forward.op_times()
+
     def _execute(self, plan: StepPlan, mask_of: MaskOf | None) -> Callable[[], StepResult]:
         table = self._table
         table.leave(plan.leaves)
@@ -140,12 +154,14 @@ class ModelRunner:
         table.grant(plan.grants)
         self.store.copy(plan.copies, "before")
         batch, failed = self._admit(plan.rows)
-        sampled, scores = None, None
+        sampled, scores, vectors = None, None, None
         if batch.rows:
             self._forward.run(batch)
             sampled, scores = self._read_out(plan, batch, mask_of)
+            if self._pooler is not None:
+                vectors = self._pooler.read(self._forward, batch)
         self.store.copy(plan.copies, "after")
-        return lambda: _result(plan, batch, failed, sampled, scores)
+        return lambda: _result(plan, batch, failed, sampled, scores, vectors)
 
     def _admit(self, rows: list[Row]) -> tuple[Batch, dict[int, str]]:
         """The rows that can run, and why the others cannot. The same on every rank."""
@@ -153,8 +169,8 @@ class ModelRunner:
         failed: dict[int, str] = {}
         for index, row in enumerate(rows):
             try:
-                if row.want & (POOL | HIDDEN):
-                    raise RowError("pooled vectors and hidden states are not served")
+                if row.want & HIDDEN or (row.want & POOL and self._pooler is None):
+                    raise RowError("this model is not served for pooled vectors or hidden states")
                 self._table.prepare(row, bool(row.want & SAMPLE))
             except RowError as error:
                 failed[index] = str(error)
@@ -228,13 +244,17 @@ class ModelRunner:
 
 
 def open_forward(
-    model: DecoderLM, table: SlotTable, store: KVStore, ops: Ops, sizes: RunnerSizes
+    model: DecoderLM | EncoderLM,
+    table: SlotTable,
+    store: KVStore,
+    ops: Ops,
+    sizes: RunnerSizes,
+    attention: AttentionBackend,
 ) -> Forward:
     """The quickest way through the model that its ops allow."""
-    attention = BACKENDS.load("reference")(ops, store)
     eager = EagerForward(model, table, store.groups, attention, table.tokens.device)
     recorder = ops.recorder
-    if recorder is None or not sizes.max_tokens:
+    if recorder is None or not sizes.max_tokens or isinstance(model, EncoderLM):
         return eager
     try:
         return RecordedForward(
@@ -257,6 +277,7 @@ def _result(
     failed: dict[int, str],
     sampled: Sampled | None,
     scores: Scores | None,
+    vectors: Tensor | None,
 ) -> StepResult:
     """Bring a step's outcome to the host."""
     tokens = [b""] * len(plan.rows)
@@ -270,11 +291,18 @@ def _result(
             failed[int(indices[i])] = text
     for index in failed:
         tokens[index] = b""
+    pooled: list[bytes] = []
+    if vectors is not None:
+        pooled = [b""] * len(plan.rows)
+        values = vectors.cpu().numpy()  # sync: the step's end
+        for index, value in zip(batch.indices[batch.pools], values, strict=True):
+            pooled[index] = value.tobytes()
     return StepResult(
         step=plan.step,
         tokens=tokens,
         scores=scores.rows(without=set(failed)) if scores else [],
         failed=[RowFailure(row=i, text=failed[i]) for i in sorted(failed)],
+        vectors=pooled,
     )
 
 

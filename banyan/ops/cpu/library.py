@@ -12,7 +12,6 @@ import ctypes
 import re
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from banyan.ops.api import NotRecordable
+from banyan.ops.api import NotRecordable, OpTime
 from banyan.ops.cpu.build import ISAS, SOURCES
 
 TOKENS, ROWS, OUTPUTS = range(3)
@@ -221,7 +220,7 @@ class Recording:
         """Do the recorded work for the first `tokens` tokens of `rows` requests."""
         self._library._run(self.program, tokens, rows, outputs)
 
-    def times(self, tokens: int, rows: int, outputs: int) -> "list[OpTime]":
+    def times(self, tokens: int, rows: int, outputs: int) -> list[OpTime]:
         """Run once and say what each stage took and cost; for reports."""
         get = self._functions
         sizes = (ctypes.c_int64 * 3)(tokens, rows, outputs)
@@ -242,16 +241,6 @@ class Recording:
                 so_far.operations + done.value,
             )
         return list(stages.values())
-
-
-@dataclass(frozen=True)
-class OpTime:
-    """One stage of a run: the ops in it, its wall time, its memory traffic and its arithmetic."""
-
-    name: str
-    seconds: float
-    bytes: float
-    operations: float
 
 
 class _OnlyViews(TorchDispatchMode):

@@ -1,0 +1,60 @@
+#include "probe.h"
+
+using namespace banyan;
+
+namespace {
+
+struct Args {
+  int32_t kind;  // 0 fp32, 1 8 bits, 2 reading
+  int64_t amount;
+  const float* data;
+  double* done;  // [threads] operations or bytes
+};
+
+const ProbeKernels& kernels(int32_t level) {
+#if BN_HIGHEST >= 3
+  if (level >= VNNI) return probe_vnni;
+#endif
+#if BN_HIGHEST >= 2
+  if (level >= AVX512) return probe_avx512;
+#endif
+#if BN_HIGHEST >= 1
+  if (level >= AVX2) return probe_avx2;
+#endif
+  (void)level;
+  return probe_base;
+}
+
+int64_t units(const void*, const Sizes& sizes) { return sizes.n[TOKENS]; }
+int64_t grain(const void*, const Sizes&) { return 1; }
+void cost(const void*, const Sizes&, double* bytes, double* operations) {
+  *bytes = *operations = 0;
+}
+
+void run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker&) {
+  const Args& a = *(const Args*)args;
+  const ProbeKernels& k = kernels(isa());
+  for (int64_t i = begin; i < end; i++) {
+    if (a.kind == 2) {
+      int64_t count = a.amount / sizes.n[TOKENS];
+      volatile float sum = k.read_all(a.data + i * count, count);
+      (void)sum;
+      a.done[i] = 4.0 * (double)count;
+    } else {
+      a.done[i] = (a.kind ? k.small_products : k.products)(a.amount);
+    }
+  }
+}
+
+const Kernel PROBE = {"probe", units, grain, run, cost};
+
+}  // namespace
+
+// As many pieces as rows of the op. kind: 0 fp32 products, 1 8-bit products (amount: rounds), 2
+// reading `amount` floats of `data`. done: [pieces] operations or bytes.
+BN_EXPORT void bn_probe(Program* program, int32_t size, int32_t kind, int64_t amount,
+                        const float* data, double* done) {
+  (void)size;
+  Args args{kind, amount, data, done};
+  append(program, PROBE, &args, sizeof args, NOT_ROW_WISE);
+}

@@ -1,0 +1,5 @@
+#include "probe.inl"
+
+namespace banyan {
+const ProbeKernels probe_base = {products, small_products, read_all};
+}

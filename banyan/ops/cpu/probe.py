@@ -1,0 +1,38 @@
+"""What this machine can do at most, measured with the compiled library on all its threads."""
+
+import time
+
+import numpy as np
+
+from banyan.ops.cpu.library import Library
+
+_READ_FLOATS = 64 << 20
+"""256 MiB: well beyond any cache, so that reading it means reading memory."""
+_ROUNDS = 1_000_000
+_PIECES_PER_THREAD = 4
+_RUNS = 5
+
+
+def measure_peaks(library: Library) -> tuple[float, float, float]:
+    """Best of five runs, half a second in all.
+
+    returns: bytes read per second, fp32 operations per second, int8 operations per second (0 where
+    the instruction set has none).
+    """
+    data = np.ones(_READ_FLOATS, np.float32)
+    return (
+        _best(library, 2, _READ_FLOATS, data),
+        _best(library, 0, _ROUNDS, data),
+        _best(library, 1, _ROUNDS, data),
+    )
+
+
+def _best(library: Library, kind: int, amount: int, data: np.ndarray) -> float:
+    pieces = library.threads * _PIECES_PER_THREAD
+    done = np.zeros(pieces, np.float64)
+    best = 0.0
+    for _ in range(_RUNS):
+        began = time.perf_counter()
+        library.call("bn_probe", pieces, kind, amount, data.ctypes.data, done.ctypes.data)
+        best = max(best, float(done.sum()) / (time.perf_counter() - began))
+    return best
