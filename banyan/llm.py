@@ -8,6 +8,7 @@ import asyncio
 import atexit
 import json
 import threading
+import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +32,7 @@ from banyan.frontend.native_answer import NativeService
 from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
 from banyan.frontend.text_generator import open_generator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
+from banyan.frontend.vectors import Origin, VectorService, prompts_of
 from banyan.messages.events import Ready
 from banyan.messages.link import FrontLink, PrivateFolder, ZmqFrontLink, local_pair
 from banyan.scheduler.routing import ROUTES
@@ -134,13 +136,35 @@ class Engine:
             return self._async_iterate(opened.stream(body))
         return await self._loop.await_from_elsewhere(opened.answer(body))
 
-    def encode(self, prompt: str | list[str], **fields: object) -> Answer:
-        """Embeddings; not available in this build."""
-        raise RequestError(
-            "encode is not available in this build: it serves generation models only",
-            status=501,
-            code="not_available",
-        )
+    def encode(
+        self,
+        prompt: str | list[object],
+        dimensions: int | None = None,
+        rid: str | None = None,
+    ) -> Answer | list[Answer]:
+        """The vector of a prompt, or of each of several.
+
+        Args:
+            prompt: a text, token ids, or a list of either; lists of two texts each are pairs.
+            dimensions: keep this many values, scaled to length one again.
+
+        Returns:
+            dict (a list of them for a list) with embedding and meta_info.
+
+        Raises:
+            RequestError: the model is not served for embeddings, or a prompt is refused.
+        """
+        return self._loop.run(self._live().encode(prompt, dimensions, rid))
+
+    async def async_encode(
+        self,
+        prompt: str | list[object],
+        dimensions: int | None = None,
+        rid: str | None = None,
+    ) -> Answer | list[Answer]:
+        """`encode` for callers with an event loop."""
+        work = self._live().encode(prompt, dimensions, rid)
+        return await self._loop.await_from_elsewhere(work)
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; False while requests are running."""
@@ -216,11 +240,21 @@ class _Opened:
     ready: Ready
     tokenizer: Tokenizer | None
     native: NativeService
+    vectors: VectorService
     handles: list[EngineHandle]
     closing: AsyncExitStack
 
     async def answer(self, body: Mapping[str, object]) -> Answer | list[Answer]:
         return await self.native.answer(await self.native.read(body))
+
+    async def encode(
+        self, prompt: object, dimensions: int | None, rid: str | None
+    ) -> Answer | list[Answer]:
+        prompts, is_list = prompts_of(prompt, "prompt", with_pairs=True)
+        origin = Origin(uuid.uuid4().hex if rid is None else rid)
+        requests = await self.vectors.read(prompts, origin)
+        answers = await self.vectors.answer(requests, dimensions)
+        return answers if is_list else answers[0]
 
     async def stream(self, body: Mapping[str, object]) -> AsyncGenerator[Answer, None]:
         async with aclosing(self.native.stream(await self.native.read(body))) as answers:
@@ -253,8 +287,9 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             tokenizer = await asyncio.to_thread(load_tokenizer, path)
         ready = await client.ready()
         limits = replace(limits_of(config, card, ready, tokenizer), max_sequences=MAX_SEQUENCES)
+        generator = open_generator(client, tokenizer, limits, config.observe.log_requests)
         native = NativeService(
-            open_generator(client, tokenizer, limits, config.observe.log_requests),
+            generator,
             tokenizer,
             limits,
             defaults=sampling_defaults(config.server),
@@ -262,7 +297,8 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             weight_version=config.model.weight_version,
             incremental=config.server.incremental_output,
         )
-        return _Opened(client, ready, tokenizer, native, handles, stack.pop_all())
+        vectors = VectorService(generator, tokenizer, limits, config.model.weight_version)
+        return _Opened(client, ready, tokenizer, native, vectors, handles, stack.pop_all())
 
 
 def _start(

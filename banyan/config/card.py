@@ -36,6 +36,24 @@ class RopeFacts:
     """… and when requests may be longer."""
 
 
+LAST = "last"
+MEAN = "mean"
+CLS = "cls"
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """How the hidden states of a prompt become one vector.
+
+    Attributes:
+        kind: the "last" token's | the "mean" of all | the first token's ("cls").
+        normalize: scale the vector to length one.
+    """
+
+    kind: str = LAST
+    normalize: bool = True
+
+
 @dataclass(frozen=True)
 class ModelCard:
     """What every room may know about the model.
@@ -90,13 +108,32 @@ class ModelCard:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None
+    pooling: Pooling | None = None
+    """How a prompt becomes a vector; None when the model is served for text."""
+    labels: tuple[str, ...] = ()
+    """Classes that the model's head scores; the vector holds their scores then."""
+    is_encoder: bool = False
+    """Every token sees the whole prompt; nothing is generated."""
+    num_segments: int = 0
+    """Kinds of text that an encoder tells apart."""
+    separator_id: int = -1
+    """Token behind which the second segment begins; -1 = there is one segment."""
+    first_position: int = 0
+    """Position embedding of a prompt's first token."""
+
+    @property
+    def needs_whole_prompts(self) -> bool:
+        """A prompt must go through the model in one row, and nothing of it may be cached."""
+        return self.is_encoder or (self.pooling is not None and self.pooling.kind != LAST)
 
     def kind_of(self, layer: int) -> str:
         return self.layer_kinds[layer] if self.layer_kinds else FULL
 
     def layers_by_kind(self) -> dict[str, list[int]]:
         """Kind -> its layers; kinds in the order of their first layers, which numbers the cache
-        groups."""
+        groups. An encoder has one group in which nothing is kept."""
+        if self.is_encoder:
+            return {FULL: []}
         found: dict[str, list[int]] = {}
         for layer in range(self.num_layers):
             found.setdefault(self.kind_of(layer), []).append(layer)

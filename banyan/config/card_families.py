@@ -128,6 +128,26 @@ def _cohere(facts: Facts, card: ModelCard) -> ModelCard:
     )
 
 
+def _encoder(facts: Facts, card: ModelCard, has_offset: bool) -> ModelCard:
+    """RoBERTa counts positions from behind the padding id."""
+    if facts.text("position_embedding_type", default="absolute") != "absolute":
+        raise facts.error(
+            "position_embedding_type", facts.any("position_embedding_type"), "absolute"
+        )
+    first = (1 if card.pad_id is None else card.pad_id) + 1 if has_offset else 0
+    if first >= card.context_length:
+        raise facts.error("max_position_embeddings", card.context_length, f"above {first}")
+    return replace(
+        card,
+        is_encoder=True,
+        tie_embeddings=False,
+        rope=RopeFacts(kind="none"),
+        num_segments=facts.integer("type_vocab_size", 1, 16, default=2),
+        first_position=first,
+        context_length=card.context_length - first,
+    )
+
+
 @dataclass(frozen=True)
 class Family:
     """
@@ -166,6 +186,16 @@ _GEMMA = Family(
     more=_gemma2,
 )
 
+_BERT = Family(
+    eps_key="layer_norm_eps",
+    eps=1e-12,
+    activation="gelu",
+    biases=lambda facts: Biases(True, True, True),
+    kinds=lambda facts, num_layers: ((), 0),
+    more=partial(_encoder, has_offset=False),
+)
+_ROBERTA = replace(_BERT, more=partial(_encoder, has_offset=True))
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
@@ -193,5 +223,11 @@ FAMILIES: dict[str, Family] = {
         kinds=partial(_every, period=4),
         more=_cohere,
     ),
+    "BertModel": _BERT,
+    "BertForSequenceClassification": _BERT,
+    "RobertaModel": _ROBERTA,
+    "RobertaForSequenceClassification": _ROBERTA,
+    "XLMRobertaModel": _ROBERTA,
+    "XLMRobertaForSequenceClassification": _ROBERTA,
 }
 """Hugging Face class name -> its family."""

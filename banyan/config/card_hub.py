@@ -4,18 +4,18 @@ Source: the configuration classes' documented keys; `rope_parameters` is the lat
 `rope_scaling` plus `rope_theta`.
 """
 
-import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
 from banyan.config.card import ModelCard, RopeFacts
 from banyan.config.card_families import FAMILIES, MAX_LENGTH, MAX_WIDTH, Family, plain_kinds
-from banyan.config.facts import Facts
+from banyan.config.encoders import is_classifier, labels_of, read_pooling
+from banyan.config.facts import Facts, read_json
 
-MAX_CONFIG_BYTES = 4 << 20
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
 MAX_VOCAB = 1 << 22
@@ -39,13 +39,17 @@ def read_hub_folder(
         ConfigError: an override that nothing reads.
     """
     overrides, asked = overrides or {}, set[str]()
-    raw = _read_json(os.path.join(path, "config.json"), is_needed=True)
+    raw = read_json(os.path.join(path, "config.json"), is_needed=True)
     facts = Facts({**raw, **overrides}, os.path.join(path, "config.json"), asked=asked)
     if is_foreign:
         return _foreign_card(facts, path)
     architecture = _architecture(facts, path)
     family = FAMILIES[architecture]
     card = family.more(facts, _card(facts, path, architecture, family))
+    if is_classifier(architecture):
+        card = replace(card, labels=labels_of(facts), tie_embeddings=False)
+    if card.is_encoder or card.labels:
+        card = replace(card, pooling=read_pooling(card))
     refuse_unread(overrides, asked)
     return card
 
@@ -271,7 +275,7 @@ def _factors(own: Facts, key: str, kind: str) -> tuple[float, ...]:
 def _eos_ids(facts: Facts, path: str, vocab_size: int) -> tuple[int, ...]:
     """Every id that ends a text: config.json's and generation_config.json's."""
     file = os.path.join(path, "generation_config.json")
-    generation = Facts(_read_json(file, is_needed=False), file)
+    generation = Facts(read_json(file, is_needed=False), file)
     ids = facts.token_ids("eos_token_id", vocab_size)
     return tuple(dict.fromkeys(ids + generation.token_ids("eos_token_id", vocab_size)))
 
@@ -281,27 +285,3 @@ def _pad_id(facts: Facts, vocab_size: int) -> int | None:
     if not facts.has("pad_token_id") or facts.integer("pad_token_id", -1, MAX_VOCAB) == -1:
         return None
     return next(iter(facts.token_ids("pad_token_id", vocab_size)), None)
-
-
-def _read_json(path: str, *, is_needed: bool) -> dict[str, object]:
-    name = printable(path)
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_CONFIG_BYTES + 1)
-    except FileNotFoundError:
-        if not is_needed:
-            return {}
-        raise ModelError(
-            f"{name!r} is missing", hint="name a folder that holds config.json and *.safetensors"
-        ) from None
-    except OSError as error:
-        raise ModelError(f"cannot read {name!r}: {error.strerror}") from None
-    if len(raw) > MAX_CONFIG_BYTES:
-        raise ModelError(f"{name!r} is larger than {MAX_CONFIG_BYTES:,} bytes")
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise ModelError(f"{name!r} is not JSON", hint="download it again") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{name!r} must hold a JSON object", hint="download it again")
-    return content

@@ -3,11 +3,14 @@
 A checkpoint is input from strangers: every value is checked here, and the message names its key.
 """
 
+import json
 import math
 from collections.abc import Mapping
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
+
+MAX_CONFIG_BYTES = 4 << 20
 
 
 class Facts:
@@ -110,3 +113,28 @@ class Facts:
         self._asked.add(self._prefix + key)
         value = self._values.get(self._prefix + key)
         return default if value is None else value
+
+
+def read_json(path: str, *, is_needed: bool) -> dict[str, object]:
+    """The object in a JSON file; {} when it is missing and not needed."""
+    name = printable(path)
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_CONFIG_BYTES + 1)
+    except FileNotFoundError:
+        if not is_needed:
+            return {}
+        raise ModelError(
+            f"{name!r} is missing", hint="name a folder that holds config.json and *.safetensors"
+        ) from None
+    except OSError as error:
+        raise ModelError(f"cannot read {name!r}: {error.strerror}") from None
+    if len(raw) > MAX_CONFIG_BYTES:
+        raise ModelError(f"{name!r} is larger than {MAX_CONFIG_BYTES:,} bytes")
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError):
+        raise ModelError(f"{name!r} is not JSON", hint="download it again") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{name!r} must hold a JSON object", hint="download it again")
+    return content

@@ -13,6 +13,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
+from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
 from banyan.config.schema import Config
 from banyan.config.sources import fetch
@@ -25,6 +26,7 @@ _GRAMMAR_PACKAGES = MappingProxyType(
 )
 """Backend -> what must be installed, the preferred first."""
 
+_FLOATS = ("float32", "bfloat16", "float16", "f32", "f16", "bf16")
 _DEMO_SAMPLING = MappingProxyType({"temperature": 0.2, "top_p": 0.9})
 
 
@@ -41,6 +43,13 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
         config.model.overrides,
         is_foreign=config.model.implementation == "transformers",
     )
+    if config.model.is_embedding and card.pooling is None:
+        if config.model.implementation == "transformers":
+            raise ConfigError(
+                "--is-embedding and --model-impl transformers do not go together",
+                hint="leave --model-impl at auto",
+            )
+        card = replace(card, pooling=read_pooling(card))
     reads_mapped = config.model.load_format != "dummy" and not config.model.disable_mmap
     if card.format == "safetensors" and reads_mapped:
         check_weight_files(card.path)
@@ -127,6 +136,24 @@ def match_the_format(config: Config, card: ModelCard, environment: Environment) 
     return config
 
 
+def check_the_quantization(config: Config, card: ModelCard, environment: Environment) -> Config:
+    wanted = config.model.quantization
+    if wanted == "gguf":
+        if card.format != "gguf":
+            raise ConfigError(
+                f"--quantization gguf: {config.model.source!r} holds {card.format}",
+                hint="leave the flag out, or name a .gguf file",
+            )
+        return replace(config, model=replace(config.model, quantization=""))
+    if wanted and card.dtype not in _FLOATS:
+        raise ConfigError(
+            f"--quantization {wanted}: the weights of {config.model.source!r} are {card.dtype} "
+            "already, only float weights are rounded",
+            hint="leave the flag out, or name a checkpoint of float weights",
+        )
+    return config
+
+
 def check_the_chunk(config: Config, card: ModelCard, environment: Environment) -> Config:
     chunk = config.schedule.chunk_tokens
     if chunk == 0:
@@ -187,6 +214,7 @@ RULES = (
     check_the_journal,
     bound_the_context,
     match_the_format,
+    check_the_quantization,
     check_the_chunk,
     check_the_ranks,
     sample_the_demo_as_its_makers_do,

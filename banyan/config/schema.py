@@ -21,6 +21,8 @@ class ModelConfig:
     load_format: str = "auto"
     implementation: str = "auto"
     """"transformers" lets that library run the model, with our attention; else it is ours."""
+    is_embedding: bool = False
+    """Prompts become vectors; no text is generated."""
     overrides: dict[str, object] = field(default_factory=dict)
     """Facts in the place of the checkpoint's, under its own keys."""
     loader_settings: dict[str, object] = field(default_factory=dict)
@@ -30,6 +32,8 @@ class ModelConfig:
     """Read files of weights into memory instead of mapping them."""
     context_length: int = 0
     """Longest prompt + output in tokens; 0 = the model's own."""
+    quantization: str = ""
+    """What float weights of projections are rounded to at load; "" = kept as they are."""
     cpu_activations: str = "auto"
     """"fp32" keeps the exact path; "auto" takes the fastest kernels that exist."""
     weight_version: str = "default"
@@ -125,6 +129,8 @@ class ServerConfig:
     skip_tokenizer: bool = False
     drain_timeout_s: float = 30.0
     max_body_bytes: int = 32 << 20
+    storage_path: str = ""
+    """Folder of uploaded files and batches; "" = one of the user's own for each port."""
     root_path: str = ""
     cache_report: bool = False
     allow_auto_truncate: bool = False

@@ -50,6 +50,8 @@ class TextRequest:
     grammar: str = ""
     """What the output must look like, as frontend.constraint makes it; "" for anything."""
     namespace: bytes = b""
+    pool: bool = False
+    """The prompt's vector is wanted, and no text."""
     priority: int = 0
     route: str = ""
     """What asked for it, for the log: "chat", "completion", "generate", "probe"."""
@@ -99,6 +101,8 @@ class TextChunk:
     prompt_scores: list[TokenScore] = field(default_factory=list)
     output_scores: list[TokenScore] = field(default_factory=list)
     finish: Finish | None = None
+    vector: bytes = b""
+    """float32 little-endian: the prompt's vector, in the last chunk of a request for it."""
 
 
 class Generator(Protocol):
@@ -118,6 +122,7 @@ def join(chunks: Sequence[TextChunk]) -> TextChunk:
         prompt_scores=[s for c in chunks for s in c.prompt_scores],
         output_scores=[s for c in chunks for s in c.output_scores],
         finish=chunks[-1].finish,
+        vector=b"".join(c.vector for c in chunks),
     )
 
 

@@ -78,6 +78,7 @@ class Limits:
         max_sequences: sequences per request (prompts x n).
         auto_truncate: shorten prompts and outputs that are too long instead of refusing them.
         has_tokenizer: False = token ids only, no text.
+        is_embedding: prompts become vectors; no text is generated.
     """
 
     context_length: int
@@ -88,6 +89,7 @@ class Limits:
     max_sequences: int = 4096
     auto_truncate: bool = False
     has_tokenizer: bool = True
+    is_embedding: bool = False
 
     @property
     def total(self) -> int:

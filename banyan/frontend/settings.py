@@ -26,6 +26,7 @@ def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenize
         max_request_tokens=ready.max_request_tokens,
         auto_truncate=config.server.allow_auto_truncate,
         has_tokenizer=tokenizer is not None,
+        is_embedding=card.pooling is not None,
     )
 
 

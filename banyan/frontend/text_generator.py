@@ -52,7 +52,8 @@ class TextGenerator:
             RequestError: the request is refused (before the first chunk).
         """
         self._check(request)
-        words = None if self._tokenizer is None else Words(request, self._tokenizer)
+        is_text = self._tokenizer is not None and not request.pool
+        words = Words(request, self._tokenizer) if is_text else None
         reader = OutputReader(request, words)
         stream = self._client.submit(_message(request))
         has_stopped = False
@@ -86,6 +87,18 @@ class TextGenerator:
                 "stop needs a tokenizer and this server runs without one",
                 param="stop",
                 hint="Use stop_token_ids.",
+            )
+        if request.pool and not self._limits.is_embedding:
+            raise RequestError(
+                "This model is served for text, not for embeddings or scores of classes",
+                code="not_an_embedding_model",
+                hint="Start the server with --is-embedding.",
+            )
+        if self._limits.is_embedding and not request.pool:
+            raise RequestError(
+                "This model is served for embeddings, not for text",
+                code="not_a_generation_model",
+                hint="Use /v1/embeddings or /encode.",
             )
         self._check_scores(request)
 
@@ -159,6 +172,7 @@ class OutputReader:
         """Positions below are scored already or not wanted."""
         self._prompt_scores: list[TokenScore] = []
         self._output_scores: list[TokenScore] = []
+        self._vector = b""
         self._cached_tokens = 0
         self._retractions = 0
         self._finish: Finish | None = None
@@ -170,6 +184,7 @@ class OutputReader:
         match event:
             case Tokens():
                 self._cached_tokens = event.cached_tokens
+                self._vector = event.vector or self._vector
                 self._take_tokens(event)
             case Finished():
                 self._cached_tokens = event.cached_tokens
@@ -185,7 +200,13 @@ class OutputReader:
         if not (new or text or self._prompt_scores or self._output_scores or self._finish):
             return None
         chunk = TextChunk(
-            text, new, self._usage(), self._prompt_scores, self._output_scores, self._finish
+            text,
+            new,
+            self._usage(),
+            self._prompt_scores,
+            self._output_scores,
+            self._finish,
+            self._vector if self._finish else b"",
         )
         self._given = len(self._tokens)
         self._text, self._prompt_scores, self._output_scores = [], [], []
@@ -291,4 +312,5 @@ def _message(request: TextRequest) -> Generate:
         score_top=scores.top if scores.start != NO_SCORES else 0,
         score_ids=scores.ids if scores.start != NO_SCORES else (),
         grammar=request.grammar,
+        pool=request.pool,
     )

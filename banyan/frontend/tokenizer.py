@@ -124,6 +124,16 @@ class Tokenizer:
         ids = self._parsed(text) if parse_special else self._plain(text, at_start=True)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts as the model's own template joins them, special tokens included.
+
+        Raises:
+            RequestError: as `encode`.
+        """
+        if not first or not second:
+            raise RequestError("Both texts of a pair need at least one character.", param="text")
+        return _ids(self._backend, (first, second), add_special_tokens=True)
+
     def encode_guarded(self, text: str, guards: Sequence[int]) -> list[int]:
         """Token ids of a rendered chat in which some characters are known to come from its content.
 
@@ -263,10 +273,12 @@ def _without_added_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer
     return bare
 
 
-def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Ids of one text, as a batch: only a batch lets other threads run Python meanwhile."""
+def _ids(
+    backend: tokenizers.Tokenizer, text: str | tuple[str, str], add_special_tokens: bool = False
+) -> list[int]:
+    """Ids of one text or pair, as a batch: only that lets other threads run Python meanwhile."""
     try:
-        return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     except BaseException as error:
         raise _encode_error(error) from None
 

@@ -51,7 +51,7 @@ class GatedMLP(nn.Module):
 class PlainMLP(nn.Module):
     """
     Args:
-        activation: Hugging Face name of the function ("gelu_pytorch_tanh").
+        activation: Hugging Face name of the function ("gelu_pytorch_tanh", "gelu").
 
     Raises:
         ModelError: an activation that is not known.
@@ -69,7 +69,7 @@ class PlainMLP(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        known = {"gelu_pytorch_tanh": ops.gelu_tanh}
+        known = {"gelu_pytorch_tanh": ops.gelu_tanh, "gelu": torch.nn.functional.gelu}
         if activation not in known:
             raise ModelError(f"activation {activation!r} is not one of: {', '.join(known)}")
         self.activation = known[activation]

@@ -19,6 +19,8 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     """Log-probabilities by absolute position (prompt positions included)."""
     cached_tokens: int = 0
     """Prompt tokens that were found in the cache."""
+    vector: bytes = b""
+    """float32: the pooled vector of the prompt, when one was asked for."""
 
 
 class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):

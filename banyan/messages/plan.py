@@ -141,6 +141,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     failed: list[RowFailure] = []
     error: str = ""
     seconds: float = 0.0
+    vectors: list[bytes] = []
+    """float32 per row, empty without POOL; [] when no row of the step has it."""
 
 
 class CopyResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="copies"):

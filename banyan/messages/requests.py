@@ -30,6 +30,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Token ids whose log-probability is reported at each scored position."""
     grammar: str = ""
     """What the output must look like (messages/constraint.py); "" for anything."""
+    pool: bool = False
+    """The pooled vector of the prompt is wanted; max_new_tokens is 0 then."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

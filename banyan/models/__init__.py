@@ -18,6 +18,12 @@ ARCHITECTURES: Table[ArchSpec] = Table(
         "Glm4ForCausalLM": "banyan.models.glm:GLM4",
         "Starcoder2ForCausalLM": "banyan.models.starcoder:STARCODER2",
         "Cohere2ForCausalLM": "banyan.models.cohere:COHERE2",
+        "BertModel": "banyan.models.bert:BERT",
+        "BertForSequenceClassification": "banyan.models.bert:BERT",
+        "RobertaModel": "banyan.models.bert:ROBERTA",
+        "RobertaForSequenceClassification": "banyan.models.bert:ROBERTA",
+        "XLMRobertaModel": "banyan.models.bert:ROBERTA",
+        "XLMRobertaForSequenceClassification": "banyan.models.bert:ROBERTA",
     },
     plugins="banyan.architectures",
 )

@@ -124,6 +124,10 @@ class DecoderLM(nn.Module):
             x, residual = layer(x, residual, angles.get(layer.rope), step)
         return self.norm.add(x, residual)[0]
 
+    def classify(self, pooled: Tensor) -> Tensor:
+        """pooled: [n, hidden_size]; returned as it is: there is no head of classes."""
+        return pooled
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size]; returns [n, vocab_size] fp32, the same on every rank."""
         return self.head(hidden)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from banyan.layers.step import StepInputs
-from banyan.messages.plan import SAMPLE, SCORE, Row
+from banyan.messages.plan import POOL, SAMPLE, SCORE, Row
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.slots import SlotTable
@@ -32,6 +32,7 @@ class Batch:
     offsets: np.ndarray
     samples: np.ndarray
     scores: np.ndarray
+    pools: np.ndarray
 
     @classmethod
     def of(cls, rows: list[tuple[int, Row]]) -> "Batch":
@@ -48,6 +49,7 @@ class Batch:
             offsets=np.concatenate([[0], np.cumsum(counts)]),
             samples=(wants & SAMPLE) != 0,
             scores=(wants & SCORE) != 0,
+            pools=(wants & POOL) != 0,
         )
 
     @property

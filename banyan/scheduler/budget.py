@@ -50,6 +50,7 @@ class Limits:
     Attributes:
         max_running: requests that hold slots at once.
         chunk_tokens: known tokens per step over all rows; UNLIMITED = whole prompts.
+        whole_prompts: a prompt is never cut; one that is longer than a step goes alone.
         max_queued: waiting requests before new ones are refused; 0 = unbounded.
         max_request_tokens: longest prompt + output.
         token_gap: steps between sampling a token and a row that needs it (stages − 1).
@@ -66,6 +67,7 @@ class Limits:
     drafts: int = 0
     conservativeness: float = 1.0
     priorities: Priorities = Priorities()
+    whole_prompts: bool = False
 
 
 class NewTokenRatio:

@@ -6,7 +6,7 @@ from enum import Enum
 
 from banyan.grammar.base import masks_for
 from banyan.memory.cache import KVCache, Lease
-from banyan.messages.plan import SAMPLE, SCORE, Mask, Row
+from banyan.messages.plan import POOL, SAMPLE, SCORE, Mask, Row
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.draft import PlanDraft
 from banyan.scheduler.request import Flight, Request
@@ -76,6 +76,9 @@ class RowPlanner:
             drafts = 0 if border else self._drafts(request, pending)
             return 1 + drafts, drafts
         count = max(0, min(known - start, draft.budget))
+        if self._limits.whole_prompts and count < known - start:
+            is_first = draft.budget == self._limits.chunk_tokens
+            return (known - start, 0) if is_first else (0, 0)
         return min(count, border - start) if border else count, 0
 
     def _drafts(self, request: Request, pending: int) -> int:
@@ -103,6 +106,8 @@ class RowPlanner:
         reach = start + count if flight.samples else min(start + count, request.known - 1)
         if request.wants_scores and reach >= request.score_from:
             want |= SCORE
+        if request.generate.pool and start + count == request.prompt_len:
+            want |= POOL
         return Row(
             slot=request.slot,
             start=start,

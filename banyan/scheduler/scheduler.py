@@ -129,8 +129,9 @@ class Scheduler:
         for flight in flights:
             if not flight.is_void:
                 drafts = result.drafts[flight.row] if result.drafts else b""
+                vector = result.vectors[flight.row] if result.vectors else b""
                 row_scores = scores.get(flight.row, [])
-                self._accept(flight, result.tokens[flight.row], drafts, row_scores)
+                self._accept(flight, result.tokens[flight.row], drafts, row_scores, vector)
         if not len(self.roster):
             self._ratio.reset()
 
@@ -260,7 +261,12 @@ class Scheduler:
     # -- results ------------------------------------------------------------------------------
 
     def _accept(
-        self, flight: Flight, sampled: bytes, drafts: bytes, scores: list[RowScores]
+        self,
+        flight: Flight,
+        sampled: bytes,
+        drafts: bytes,
+        scores: list[RowScores],
+        vector: bytes,
     ) -> None:
         """Append what a row yielded, pass it on, and see whether the request ends."""
         request = flight.request
@@ -279,10 +285,11 @@ class Scheduler:
         self.counters.output_tokens += len(tokens)
         for score in scores:
             request.scored_to = max(request.scored_to, score.first + len(score.logprobs) // 4)
-        if tokens or scores:
+        if tokens or scores or vector:
             passed_on = [_passed_on(score, request.known) for score in scores]
+            cached = request.cached_tokens
             self.roster.events.append(
-                Tokens(request.id, first, tokens.tobytes(), passed_on, request.cached_tokens)
+                Tokens(request.id, first, tokens.tobytes(), passed_on, cached, vector)
             )
         if request.lease is not None and tokens:
             self.cache.publish(request.lease, request.tokens, request.known - 1, 0, request.id)

@@ -82,7 +82,7 @@ async def model_info(exchange: Exchange, state: ServerState) -> None:
             "model_path": model.source,
             "served_model_name": state.served_name,
             "tokenizer_path": model.tokenizer_path or model.source,
-            "is_generation": True,
+            "is_generation": not service.limits.is_embedding,
             "preferred_sampling_params": dict(state.config.server.preferred_sampling) or None,
             "weight_version": model.weight_version,
             "load_format": model.load_format,

@@ -47,11 +47,13 @@ async def health_generate(exchange: Exchange, state: ServerState) -> None:
 
 
 async def generate_one(service: Service) -> None:
-    """One greedy token after token 0; RequestError when it fails."""
+    """One greedy token after token 0, or its vector; RequestError when it fails."""
+    is_embedding = service.limits.is_embedding
     request = TextRequest(
         RequestId(f"probe-{fresh_id()}"),
         [0],
-        SamplingParams(max_new_tokens=1, temperature=0.0),
+        SamplingParams(max_new_tokens=0 if is_embedding else 1, temperature=0.0),
+        pool=is_embedding,
         route="probe",
     )
     await collect(service.generator, [request])

@@ -1,10 +1,13 @@
 """The table of routes, and the application made of it."""
 
-from banyan.server import admin, auth, health, native, parsing, tokens
+from banyan.server import admin, auth, health, native, parsing, scores, tokens, vectors
 from banyan.server.app import App, Route
 from banyan.server.exchange import SEND_TIMEOUT_S, Exchange
+from banyan.server.openai.batches import batch, batches
 from banyan.server.openai.chat import chat_completions
 from banyan.server.openai.completions import completions
+from banyan.server.openai.files import file, files
+from banyan.server.openai.embeddings import create_embeddings
 from banyan.server.openai.models import list_models, show_model
 from banyan.server.state import ServerState
 from banyan.server.unavailable import unavailable_routes
@@ -12,6 +15,7 @@ from banyan.server.unavailable import unavailable_routes
 _GET = ("GET",)
 _POST = ("POST",)
 _BOTH = ("GET", "POST")
+_PUT = ("POST", "PUT")
 
 
 async def _root(exchange: Exchange, state: ServerState) -> None:
@@ -33,7 +37,17 @@ def all_routes() -> list[Route]:
         Route("/v1/completions", _POST, completions, json_only=True),
         Route("/v1/models", _GET, list_models),
         Route("/v1/models/", _GET, show_model),
+        Route("/v1/files", _BOTH, files),
+        Route("/v1/files/", ("GET", "DELETE"), file),
+        Route("/v1/batches", _BOTH, batches),
+        Route("/v1/batches/", _BOTH, batch),
         Route("/generate", ("POST", "PUT"), native.generate),
+        Route("/encode", _PUT, vectors.encode),
+        Route("/classify", _PUT, vectors.encode),
+        Route("/v1/embeddings", _POST, create_embeddings, json_only=True),
+        Route("/v1/classify", _POST, vectors.classify, json_only=True),
+        Route("/v1/score", _POST, scores.score, json_only=True),
+        Route("/v1/rerank", _PUT, scores.rerank, json_only=True),
         Route("/tokenize", _POST, tokens.tokenize, json_only=True),
         Route("/v1/tokenize", _POST, tokens.tokenize, json_only=True),
         Route("/detokenize", _POST, tokens.detokenize, json_only=True),

@@ -14,7 +14,6 @@ _POST = ("POST",)
 _GET = ("GET",)
 _PUT = ("POST", "PUT")
 
-_EMBED = "This model is served for generation; there is no --is-embedding in this build."
 _WEIGHTS = "Weights cannot be changed while the server runs; start it again with the new ones."
 _ADAPTERS = "LoRA adapters are not available in this build."
 _TIERS = "There is no host or disk cache tier in this build."
@@ -78,12 +77,6 @@ _ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
 _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/v1/loads": (_GET, "Ask /get_load for the load of this server."),
     "/generate_from_file": (_POST, "Prompts as embeddings are not available in this build."),
-    "/encode": (_PUT, _EMBED),
-    "/classify": (_PUT, _EMBED),
-    "/v1/embeddings": (_POST, _EMBED),
-    "/v1/classify": (_POST, _EMBED),
-    "/v1/score": (_POST, _EMBED),
-    "/v1/rerank": (_PUT, _EMBED),
     "/get_hicache_l3_cache_layout": (_GET, _TIERS),
     "/open_session": (_BOTH, _SESSIONS),
     "/close_session": (_BOTH, _SESSIONS),

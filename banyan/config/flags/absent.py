@@ -70,10 +70,6 @@ MODEL = (
         asks=switches("delete-ckpt-after-loading"),
     ),
     Feature(
-        "models give text, not embeddings",
-        asks=switches("is-embedding"),
-    ),
-    Feature(
         "code that comes with requests or flags is never run in the model",
         asks=(
             *switches("enable-custom-logit-processor"),
@@ -132,10 +128,9 @@ MODEL = (
 
 NUMBERS = (
     Feature(
-        "weights are computed in the form they are stored in",
-        "name a checkpoint that is quantized as you wish, for instance a GGUF file",
+        "weights are computed as they are stored, or as --quantization rounds them",
+        "choose one of --quantization, or name a checkpoint that is quantized as you wish",
         asks=(
-            Absent("quantization", neutral=("gguf",)),
             *texts("modelopt-quant", "modelopt-checkpoint-restore-path", "rl-quant-profile"),
             *texts("torchao-config"),
             *switches("quantize-and-serve"),

@@ -51,6 +51,13 @@ FLAGS = (
         proof="tests/models/test_foreign.py::test_the_engine_serves_a_model_of_the_library",
     ),
     Flag(
+        "is-embedding",
+        "model.is_embedding",
+        "serve a causal model for embeddings; encoders and classifiers always are",
+        kind=SWITCH,
+        proof="tests/system/test_embeddings.py::test_a_causal_model_gives_its_last_state",
+    ),
+    Flag(
         "json-model-override-args",
         "model.overrides",
         'facts in the place of the checkpoint\'s, e.g. {"rope_theta": 1000000.0}',
@@ -92,6 +99,13 @@ FLAGS = (
         "model.weight_version",
         "label of the weights, shown to clients",
         proof="tests/system/test_flag_effects.py::test_the_version_of_the_weights_is_shown",
+    ),
+    Flag(
+        "quantization",
+        "model.quantization",
+        "round float weights to this at load, the head to 8 bits; gguf = as the GGUF file has them",
+        choices=("int8", "q8_0", "q4_0", "q4_1", "gguf"),
+        proof="tests/system/test_flag_effects.py::test_float_weights_are_rounded_at_load",
     ),
     Flag(
         "cpu-activations",

@@ -14,6 +14,7 @@ from banyan.config.card import ModelCard
 from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.slot import Layer, WeightSlot
 from banyan.models import ARCHITECTURES
+from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.spec import NameMap
 from banyan.models.weights.custom import Transform
@@ -44,7 +45,7 @@ def load_model(
     served_length: int = 0,
     is_mapped: bool = True,
     transforms: Sequence[Transform] = (),
-) -> DecoderLM:
+) -> DecoderLM | EncoderLM:
     """Build this rank's share of a model and fill it.
 
     Args:
@@ -68,7 +69,11 @@ def load_model(
             hint="leave it at auto",
         )
     spec = ARCHITECTURES.load(card.architecture)
-    model = DecoderLM(card, spec, mesh, kernels, dtype, device, served_length)
+    model: DecoderLM | EncoderLM
+    if card.is_encoder:
+        model = EncoderLM(card, mesh, kernels, dtype, device)
+    else:
+        model = DecoderLM(card, spec, mesh, kernels, dtype, device, served_length)
     if load_format == "dummy":
         _fill_dummy(model, dtype, device, seed)
     else:
@@ -97,7 +102,7 @@ def check_extra_config(settings: Mapping[str, object]) -> list[str]:
 class Filling:
     """One pass over a checkpoint into a model."""
 
-    def __init__(self, model: DecoderLM, names: NameMap, mesh: Mesh) -> None:
+    def __init__(self, model: DecoderLM | EncoderLM, names: NameMap, mesh: Mesh) -> None:
         self.model = model
         self.names = names
         self.mesh = mesh
@@ -138,6 +143,7 @@ class Filling:
 
     def _divide(self, divisors: StoredWeight) -> None:
         """Slow the plain frequencies; a card that knows the rule behind the factors has done so."""
+        assert isinstance(self.model, DecoderLM)
         for rope, rotary in self.model.rotaries.items():
             if rope.kind == "default":
                 rotary.divide(divisors.dense)
@@ -210,7 +216,9 @@ def _first(names: list[str]) -> str:
     return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
-def _fill_dummy(model: DecoderLM, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+def _fill_dummy(
+    model: DecoderLM | EncoderLM, dtype: torch.dtype, device: torch.device, seed: int
+) -> None:
     """Random weights of a checkpoint's shapes: norms around one, the rest small, ties kept."""
     generator = torch.Generator().manual_seed(seed)
 

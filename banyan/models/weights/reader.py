@@ -45,6 +45,8 @@ def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str,
                         f"tensor {tensor.name!r} is in both {seen[tensor.name]} and {path.name}"
                     )
                 seen[tensor.name] = path.name
+                if tensor.name.endswith(".position_ids"):
+                    continue  # 0, 1, 2 … in integers, which some encoders keep among their weights
                 raw = _as_tensor(file.bytes_of(tensor.name))
                 yield tensor.name, _stored(tensor.name, tensor.type, tensor.shape, raw)
 

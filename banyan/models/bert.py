@@ -1,0 +1,152 @@
+"""EncoderLM: BERT (arXiv 1810.04805) and RoBERTa / XLM-R, which differ in names and positions.
+
+A prompt is read whole, every token sees every other; the hidden states are pooled by the runner.
+With classes, the first token's state goes through one dense layer with tanh and a last projection.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from banyan.config.card import ModelCard
+from banyan.layers.attention import Attention, AttentionShape
+from banyan.layers.embedding import Embedding
+from banyan.layers.linear import ColumnLinear
+from banyan.layers.mlp import PlainMLP
+from banyan.layers.norm import LayerNorm
+from banyan.layers.slot import ShardRule
+from banyan.layers.step import StepInputs
+from banyan.models.spec import ArchSpec, NameMap
+from banyan.ops.api import Ops
+from banyan.parallel.mesh import Mesh
+
+_BODY = {
+    "embeddings.word_embeddings": "embedding",
+    "embeddings.position_embeddings": "positions",
+    "embeddings.token_type_embeddings": "segments",
+    "embeddings.LayerNorm": "norm",
+    "encoder.layer.{}.attention.self.query": "layers.{}.attention.qkv:q",
+    "encoder.layer.{}.attention.self.key": "layers.{}.attention.qkv:k",
+    "encoder.layer.{}.attention.self.value": "layers.{}.attention.qkv:v",
+    "encoder.layer.{}.attention.output.dense": "layers.{}.attention.out",
+    "encoder.layer.{}.attention.output.LayerNorm": "layers.{}.attention_norm",
+    "encoder.layer.{}.intermediate.dense": "layers.{}.mlp.up",
+    "encoder.layer.{}.output.dense": "layers.{}.mlp.down",
+    "encoder.layer.{}.output.LayerNorm": "layers.{}.mlp_norm",
+    "pooler.dense": "head.dense",
+}
+_NEEDLESS = ("pooler.dense.weight", "pooler.dense.bias")
+
+
+def _spec(prefix: str, head: dict[str, str]) -> ArchSpec:
+    """Names of a family, alone or below `prefix`, as models with a head write them."""
+    modules = {start + name: place for start in ("", prefix) for name, place in _BODY.items()}
+    ignored = tuple(start + name for start in ("", prefix) for name in _NEEDLESS)
+    return ArchSpec({"safetensors": NameMap(modules | head, ignored)}, norm="layer+bias")
+
+
+BERT = _spec("bert.", {"classifier": "head.out"})
+ROBERTA = _spec("roberta.", {"classifier.dense": "head.dense", "classifier.out_proj": "head.out"})
+
+
+class EncoderLayer(nn.Module):
+    """Norms stand behind attention and feed-forward, on the sum with what went in."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        layer: int,
+        mesh: Mesh,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        size, eps = card.hidden_size, card.norm_eps
+        shape = AttentionShape(
+            layer=layer,
+            group=0,
+            dim=size,
+            heads=card.num_heads,
+            kv_heads=card.num_heads,
+            head_dim=card.head_dim,
+            scale=card.head_dim**-0.5,
+            has_bias=True,
+            has_output_bias=True,
+        )
+        self.attention = Attention(shape, mesh, ops, dtype, device)
+        self.attention_norm = LayerNorm(size, eps, True, ops, dtype, device)
+        inner, activation = card.intermediate_size, card.hidden_act
+        self.mlp = PlainMLP(size, inner, activation, True, mesh, ops, dtype, device)
+        self.mlp_norm = LayerNorm(size, eps, True, ops, dtype, device)
+
+    def forward(self, x: Tensor, step: StepInputs) -> Tensor:
+        x, _ = self.attention_norm.add(self.attention(x, None, step), x)
+        return self.mlp_norm.add(self.mlp(x), x)[0]
+
+
+class ClassHead(nn.Module):
+    """out(tanh(dense(x))): scores of the card's classes, every rank all of it."""
+
+    def __init__(
+        self, card: ModelCard, mesh: Mesh, ops: Ops, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+
+        def whole(width: int) -> ColumnLinear:
+            rule = {"": ShardRule()}
+            size = card.hidden_size
+            return ColumnLinear(size, {"": width}, rule, True, mesh, ops, dtype, device)
+
+        self.dense = whole(card.hidden_size)
+        self.out = whole(len(card.labels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.dense(x)))
+
+
+class EncoderLM(nn.Module):
+    """One rank's share of an encoder. Empty until `models.weights.loader` has filled it."""
+
+    def __init__(
+        self, card: ModelCard, mesh: Mesh, ops: Ops, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.card = card
+        self.dtype = dtype
+        size = card.hidden_size
+        num_positions = card.context_length + card.first_position
+        self.embedding = Embedding(card.vocab_size, size, mesh, ops)
+        self.positions = Embedding(num_positions, size, mesh, ops)
+        self.segments = Embedding(card.num_segments, size, mesh, ops)
+        self.norm = LayerNorm(size, card.norm_eps, True, ops, dtype, device)
+        self.layers = nn.ModuleList(
+            EncoderLayer(card, layer, mesh, ops, dtype, device) for layer in range(card.num_layers)
+        )
+        self.head = ClassHead(card, mesh, ops, dtype, device) if card.labels else None
+
+    def forward(self, step: StepInputs) -> Tensor:
+        """returns: hidden states of the last block, [tokens, hidden_size]."""
+        x = self.embedding(step.tokens) + self.positions(step.positions + self.card.first_position)
+        x = self.norm(x + self.segments(self._segments_of(step)))
+        for layer in self.layers:
+            x = layer(x, step)
+        return x
+
+    def classify(self, pooled: Tensor) -> Tensor:
+        """pooled: [n, hidden_size]; returns scores [n, classes], or the states where none are."""
+        return pooled if self.head is None else self.head(pooled)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        raise NotImplementedError("an encoder has no next token")
+
+    def _segments_of(self, step: StepInputs) -> Tensor:
+        """Segment of each token, [tokens]: 1 behind the first separator of its row, else 0.
+
+        A prompt starts at position 0, so counts restart there.
+        """
+        if self.card.separator_id < 0:
+            return torch.zeros_like(step.tokens)
+        before = (step.tokens == self.card.separator_id).long().cumsum(0)
+        before = torch.cat([before.new_zeros(1), before[:-1]])
+        first = torch.arange(len(before), device=before.device) - step.positions
+        return (before > before[first]).long()

@@ -1,0 +1,39 @@
+"""Attention of encoders: each row is a whole prompt, every token sees all of it, without pages."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from banyan.layers.step import AttentionSpec, StepAttention
+from banyan.ops.api import Ops
+from banyan.runner.attention.base import StepGeometry
+from banyan.runner.kvstore import KVStore
+
+
+class EncoderAttention:
+    def __init__(self, ops: Ops, store: KVStore) -> None:
+        """The arguments are those of every backend; nothing is kept between steps."""
+
+    def bind(self, geometry: StepGeometry) -> StepAttention:
+        return _Bound(geometry.row_starts.tolist())  # sync: row borders, once a step, host device
+
+
+@dataclass(frozen=True)
+class _Bound:
+    row_starts: list[int]
+
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        borders = zip(self.row_starts, self.row_starts[1:], strict=False)
+        rows = [
+            scaled_dot_product_attention(
+                q[start:end].transpose(0, 1),  # [heads, tokens of the row, head_dim]
+                k[start:end].transpose(0, 1),
+                v[start:end].transpose(0, 1),
+                scale=spec.scale,
+                enable_gqa=spec.heads != spec.kv_heads,
+            ).transpose(0, 1)
+            for start, end in borders
+        ]
+        return torch.cat(rows)  # [tokens, heads, head_dim]

@@ -1,0 +1,41 @@
+"""Pooler: from the hidden states of a step to one vector for each row that wants it."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banyan.config.card import CLS, MEAN, Pooling
+from banyan.models.bert import EncoderLM
+from banyan.models.decoder import DecoderLM
+from banyan.runner.forward import Forward
+from banyan.runner.inputs import Batch
+
+
+class Pooler:
+    """
+    Args:
+        pooling: which tokens count.
+        model: its head, if it has one, turns the pooled states into scores of classes.
+    """
+
+    def __init__(self, pooling: Pooling, model: DecoderLM | EncoderLM) -> None:
+        self._pooling = pooling
+        self._model = model
+
+    def read(self, forward: Forward, batch: Batch) -> Tensor | None:
+        """Vectors of the rows with POOL, [n, width] fp32; None when there are none."""
+        rows = np.flatnonzero(batch.pools)
+        if not len(rows):
+            return None
+        vectors = self._model.classify(self._pool(forward, batch, rows)).float()
+        if self._pooling.normalize:
+            vectors = torch.nn.functional.normalize(vectors, dim=-1)
+        return vectors
+
+    def _pool(self, forward: Forward, batch: Batch, rows: np.ndarray) -> Tensor:
+        """returns: [n, hidden]."""
+        firsts, ends = batch.offsets[rows], batch.offsets[rows + 1]
+        if self._pooling.kind == MEAN:
+            spans = zip(firsts, ends, strict=True)
+            return torch.stack([forward.hidden(np.arange(a, b)).mean(0) for a, b in spans])
+        return forward.hidden(firsts if self._pooling.kind == CLS else ends - 1)

@@ -1,0 +1,213 @@
+"""/v1/score and /v1/rerank: how well items fit a query.
+
+A causal model is asked for the probability of label tokens right after query and item; a classifier
+for the scores of its classes on the pair.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from banyan.base.errors import RequestError
+from banyan.base.ids import RequestId
+from banyan.frontend.generation import ScoreOptions, TextChunk, TextRequest, collect
+from banyan.frontend.native import MAX_SCORE_IDS
+from banyan.frontend.vectors import Prompt, prompts_of, sigmoid, softmax, usage_of
+from banyan.messages.sampling import SamplingParams
+from banyan.server.errors import Json
+from banyan.server.exchange import Exchange
+from banyan.server.openai.fields import check_model, typed
+from banyan.server.prompts import text_ids
+from banyan.server.state import ServerState, Service
+from banyan.server.vectors import (
+    COMMON,
+    VectorRequest,
+    labels_of,
+    origin_of,
+    read_vectors,
+    refuse_fields,
+)
+
+
+class ScoreRequest(VectorRequest, frozen=True, kw_only=True):
+    query: object = None
+    items: object = None
+    label_token_ids: list[int] | None = None
+    apply_softmax: bool = False
+    temperature: float = 1.0
+    item_first: bool = False
+    return_token_logprobs: bool = False
+
+
+class RerankRequest(VectorRequest, frozen=True, kw_only=True):
+    query: str
+    documents: list[str]
+    instruct: str | None = None
+    top_n: int | None = None
+    return_documents: bool = True
+
+
+_SCORE_FIELDS = frozenset((*COMMON, *ScoreRequest.__struct_fields__))
+_RERANK_FIELDS = frozenset((*COMMON, *RerankRequest.__struct_fields__))
+
+
+async def score(exchange: Exchange, state: ServerState) -> None:
+    service = state.admit()
+    raw = await exchange.json_object()
+    strict = state.config.server.strict_requests
+    if raw.get("score_extraction_token"):
+        raise RequestError(
+            "score_extraction_token is not available in this build",
+            param="score_extraction_token",
+            code="not_available",
+        )
+    refuse_fields(raw, _SCORE_FIELDS, exchange, strict)
+    request = typed(raw, ScoreRequest)
+    model = check_model(request.model, state.served_name, exchange.warn, strict)
+    queries, _ = prompts_of(request.query, "query")
+    items, _ = prompts_of(request.items, "items")
+    if len(queries) != 1:
+        raise RequestError("query must be one text or one list of token ids.", param="query")
+    if service.card.labels:
+        body = await _classes(exchange, state, service, request, queries[0], items)
+    else:
+        body = await _label_tokens(exchange, state, service, request, queries[0], items)
+    await exchange.json({**body, "model": model, "object": "scoring"})
+
+
+async def rerank(exchange: Exchange, state: ServerState) -> None:
+    """Documents by the score that a cross-encoder gives them with the query, best first."""
+    service = state.admit()
+    raw = await exchange.json_object()
+    refuse_fields(raw, _RERANK_FIELDS, exchange, state.config.server.strict_requests)
+    request = typed(raw, RerankRequest)
+    if not request.query or not request.documents or not all(request.documents):
+        raise RequestError("query and documents cannot be empty.", param="documents")
+    if request.top_n is not None and request.top_n < 1:
+        raise RequestError(f"top_n must be at least 1, got {request.top_n}.", param="top_n")
+    if request.instruct:
+        raise RequestError("instruct is not available in this build", param="instruct")
+    if len(labels := labels_of(service)) != 1:
+        raise RequestError(
+            f"A reranker scores one class, this model has {len(labels)}",
+            code="not_a_reranker",
+            hint="Use /v1/classify or /v1/score.",
+        )
+    pairs = [(request.query, document) for document in request.documents]
+    found = await read_vectors(exchange, state, service, pairs, request, "rerank")
+    entries: list[Json] = [
+        {
+            "score": sigmoid(vector.values[0]),
+            "document": request.documents[index] if request.return_documents else None,
+            "index": index,
+            "meta_info": {"id": exchange.id, "prompt_tokens": vector.usage.prompt_tokens},
+        }
+        for index, vector in enumerate(found)
+    ]
+    entries.sort(key=lambda entry: (-entry["score"], entry["index"]))
+    await exchange.json(entries[: request.top_n])
+
+
+async def _classes(
+    exchange: Exchange,
+    state: ServerState,
+    service: Service,
+    request: ScoreRequest,
+    query: Prompt,
+    items: Sequence[Prompt],
+) -> Json:
+    """Scores of the model's classes on each pair of query and item."""
+    if request.label_token_ids or request.return_token_logprobs:
+        raise RequestError("A classifier scores classes, not label tokens", param="label_token_ids")
+    texts = [item for item in items if isinstance(item, str)]
+    if not isinstance(query, str) or len(texts) != len(items):
+        raise RequestError("A classifier needs query and items as texts.", param="items")
+    pairs = [(item, query) if request.item_first else (query, item) for item in texts]
+    found = await read_vectors(exchange, state, service, pairs, request, "score")
+    rows = [v.values.tolist() for v in found]
+    scores = [softmax(row) for row in rows] if request.apply_softmax else rows
+    return {"scores": scores, "usage": usage_of(found)}
+
+
+async def _label_tokens(
+    exchange: Exchange,
+    state: ServerState,
+    service: Service,
+    request: ScoreRequest,
+    query: Prompt,
+    items: Sequence[Prompt],
+) -> Json:
+    """Probabilities of the label tokens as the next token after query and item."""
+    labels = _labels(request, service)
+    if not (math.isfinite(request.temperature) and request.temperature > 0):
+        raise RequestError("temperature must be finite and above 0.", param="temperature")
+    first = await _plain_ids(service, query, is_first=not request.item_first)
+    prompts = []
+    for item in items:
+        second = await _plain_ids(service, item, is_first=request.item_first)
+        prompts.append(second + first if request.item_first else first + second)
+        _check_length(prompts[-1], service)
+    origin = origin_of(exchange, request, "score")
+    base = TextRequest(
+        id=RequestId(origin.rid),
+        prompt=[],
+        sampling=SamplingParams(max_new_tokens=1, temperature=request.temperature),
+        priority=origin.priority,
+        namespace=origin.namespace,
+        route=origin.route,
+    )
+    requests = [
+        replace(
+            base,
+            id=RequestId(f"{origin.rid}_{i}"),
+            prompt=p,
+            scores=ScoreOptions(len(p), 0, labels),
+        )
+        for i, p in enumerate(prompts)
+    ]
+    with state.open.holding(requests):
+        chunks = await collect(service.generator, requests)
+    logprobs = [_picked(chunk) for chunk in chunks]
+    turn = softmax if request.apply_softmax else lambda row: [math.exp(x) for x in row]
+    total = sum(chunk.usage.prompt_tokens for chunk in chunks)
+    return {
+        "scores": [turn(row) for row in logprobs],
+        "token_logprobs": logprobs if request.return_token_logprobs else None,
+        "usage": {"prompt_tokens": total, "completion_tokens": 0, "total_tokens": total},
+    }
+
+
+def _labels(request: ScoreRequest, service: Service) -> tuple[int, ...]:
+    labels, vocab_size = request.label_token_ids, service.limits.vocab_size
+    if not labels or len(labels) > MAX_SCORE_IDS:
+        raise RequestError(
+            f"label_token_ids must be 1 to {MAX_SCORE_IDS} token ids.", param="label_token_ids"
+        )
+    wrong = next((t for t in labels if not 0 <= t < vocab_size), None)
+    if wrong is not None:
+        raise RequestError(
+            f"label_token_ids must be in [0, {vocab_size}), got {str(wrong)[:40]}.",
+            param="label_token_ids",
+        )
+    return tuple(labels)
+
+
+async def _plain_ids(service: Service, prompt: Prompt, is_first: bool) -> list[int]:
+    """Ids of one part; only the first has the model's own start."""
+    if isinstance(prompt, str):
+        return await text_ids(service, prompt, add_special_tokens=is_first)
+    assert isinstance(prompt, list)
+    return prompt
+
+
+def _check_length(prompt: list[int], service: Service) -> None:
+    if len(prompt) >= service.limits.total:
+        raise RequestError(
+            f"The input ({len(prompt)} tokens) is longer than the model's context length "
+            f"({service.limits.total} tokens).",
+            code="context_length_exceeded",
+        )
+
+
+def _picked(chunk: TextChunk) -> list[float]:
+    return [logprob for logprob, _ in chunk.output_scores[0].picked]
