@@ -109,7 +109,9 @@ def open_model(
         config.device.kernels,
         exact=config.model.cpu_activations == "fp32",
         cache_dtype=_CACHE_DTYPES[config.cache.dtype],
-        options=ToolkitOptions(threads, config.device.compiler, config.device.isa),
+        options=ToolkitOptions(
+            threads, config.device.compiler, config.device.isa, config.model.quantization
+        ),
     )
     phases.done("kernels")
     model = _load(config, card, mesh, device, dtype, ops)

@@ -6,7 +6,6 @@ The shares are equal; ids past the vocabulary on the last rank exist as zeros an
 import torch
 from torch import Tensor
 
-from banyan.layers.quant import pack
 from banyan.layers.slot import Layer, WeightSlot, single
 from banyan.ops.api import Ops, PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
@@ -81,7 +80,7 @@ class Logits(Layer):
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
         whole = self.mesh.size == 1
         mine = parts[0] if whole else parts[0].cut(0, self.share.first, self.share.last)
-        self.weight = pack([mine], self.ops)
+        self.weight = self.ops.pack_linear(mine, is_head=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
         assert self.weight is not None

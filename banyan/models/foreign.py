@@ -184,10 +184,12 @@ def _check_layer(card: ModelCard, layer: int, spec: AttentionSpec | None) -> Non
 
 def _pack_projections(model: nn.Module, ops: Ops) -> None:
     """Put packed weights in the place of plain projections; other modules stay the library's."""
+    head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                packed = ops.pack_linear(StoredWeight.from_tensor(child.weight.detach()))
+                stored = StoredWeight.from_tensor(child.weight.detach())
+                packed = ops.pack_linear(stored, is_head=child is head)
                 bias = None if child.bias is None else child.bias.detach()
                 setattr(parent, name, _Packed(packed, bias))
 

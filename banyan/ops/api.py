@@ -216,10 +216,12 @@ class Ops(Protocol):
         """
         ...
 
-    def pack_linear(self, weight: StoredWeight) -> PackedLinear:
+    def pack_linear(self, weight: StoredWeight, is_head: bool = False) -> PackedLinear:
         """Bring a weight [out, in] into the form of the kernel chosen for its storage type.
 
-        Called at load, once per weight.
+        Called at load, once per weight. A kernel may round float weights when that was asked for.
+
+        is_head: its outputs are logits, which bear less rounding than what lies before them.
         """
         ...
 

@@ -110,11 +110,13 @@ class ToolkitOptions:
         threads: threads of one rank.
         compiler: C++ compiler to try first, "" for none in particular.
         isa: highest instruction set to use, "" = the machine's best.
+        quantization: what float weights of projections are rounded to at load, "" = kept.
     """
 
     threads: int
     compiler: str = ""
     isa: str = ""
+    quantization: str = ""
 
 
 KernelTable = Mapping[str, list[str]]
@@ -178,7 +180,8 @@ def bind(
         options: for the device's compiled kernels; None = do without them.
 
     Raises:
-        ConfigError: a forced op or kernel that does not exist, or that declines.
+        ConfigError: a forced op or kernel that does not exist, or that declines; options that this
+            device cannot honour.
     """
     forced = forced or {}
     for op in forced:
@@ -188,6 +191,8 @@ def bind(
     spec = OpSpec("", device, dtype, features, head_dim, exact=exact)
     if options is not None and platform in TOOLKITS.names():
         spec = replace(spec, toolkit=TOOLKITS.load(platform)(options))
+    elif options is not None and options.quantization:
+        raise ConfigError(f"--quantization {options.quantization} does not exist on {platform}")
     may_halve = not exact and hasattr(spec.toolkit, "record")
     spec = replace(spec, cache_dtype=cache_dtype or (torch.float16 if may_halve else dtype))
     if any(op in forced for op in ON_PAGES):  # whoever forces one has the other in its layout
@@ -256,5 +261,6 @@ def _pack(
     device: torch.device,
     weight: StoredWeight,
     *more: object,
+    **named: object,
 ) -> object:
-    return packers[weight.type](weight, dtype, device, *more)
+    return packers[weight.type](weight, dtype, device, *more, **named)

@@ -123,7 +123,9 @@ class DenseLinear:
         return functional.linear(x, self.weight, bias)
 
 
-def pack_linear(weight: StoredWeight, dtype: torch.dtype, device: torch.device) -> PackedLinear:
+def pack_linear(
+    weight: StoredWeight, dtype: torch.dtype, device: torch.device, is_head: bool = False
+) -> PackedLinear:
     return DenseLinear(weight.dense.to(device, dtype))
 
 

@@ -99,7 +99,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name() -> None:
     [
         ["--enable-lora"],
         ["--pp-size", "2"],
-        ["--quantization", "fp8"],
+        ["--torchao-config", "int4wo-128"],
         ["--disaggregation-mode", "prefill"],
         ["--lora-paths", "a", "b"],
         ["--enable-return-hidden-states"],

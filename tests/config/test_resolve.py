@@ -80,6 +80,25 @@ def test_a_chunk_of_nothing_is_refused() -> None:
         resolve(Config(schedule=ScheduleConfig(chunk_tokens=0)), CARD, NOTHING)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "facts", "becomes"),
+    [
+        ("q4_0", {"dtype": "bfloat16"}, "q4_0"),
+        ("gguf", {"format": "gguf", "dtype": "q4_1"}, ""),
+        ("gguf", {"format": "safetensors"}, "holds safetensors"),
+        ("int8", {"format": "gguf", "dtype": "q4_1"}, "are q4_1 already"),
+    ],
+)
+def test_only_float_weights_are_rounded(wanted: str, facts: dict[str, str], becomes: str) -> None:
+    config = Config(model=ModelConfig(source="m", quantization=wanted))
+    card = replace(CARD, **facts)
+    if " " not in becomes:
+        assert resolve(config, card, Environment()).model.quantization == becomes
+        return
+    with pytest.raises(ConfigError, match=becomes):
+        resolve(config, card, Environment())
+
+
 def test_a_tokenizer_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match="--tokenizer-path 'gone'"):
         resolve(Config(model=ModelConfig(tokenizer_path="gone")), CARD, NOTHING)

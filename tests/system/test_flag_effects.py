@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -267,6 +268,27 @@ def test_half_precision_halves_the_cache(tiny_model: Path) -> None:
             return it.get_server_info()["facts"]["memory"]["cache_bytes"]
 
     assert 2 * cache_bytes("fp16") == cache_bytes("fp32")
+
+
+def prompt_scores(model: Path, **flags: object) -> np.ndarray:
+    with engine(model, **flags) as it:
+        asked = {"temperature": 0, "max_new_tokens": 1}
+        answer = it.generate(
+            input_ids=PROMPT, sampling_params=asked, return_logprob=True, logprob_start_len=0
+        )
+    return np.array([score for score, *_ in answer["meta_info"]["input_token_logprobs"][1:]])
+
+
+def test_float_weights_are_rounded_at_load(tiny_model: Path) -> None:
+    """Coarser rounding moves the scores further; exact activations read the same weights."""
+    plain = prompt_scores(tiny_model, cpu_activations="fp32")
+    eight, four = (
+        np.abs(prompt_scores(tiny_model, cpu_activations="fp32", quantization=name) - plain)
+        for name in ("q8_0", "q4_0")
+    )
+    rounded = np.abs(prompt_scores(tiny_model, quantization="int8") - plain)
+    assert 0 < eight.mean() < four.mean() / 4
+    assert eight.mean() < rounded.mean() < four.mean()
 
 
 def test_a_device_or_kernel_that_is_not_here_is_refused(tiny_model: Path) -> None:

@@ -103,7 +103,7 @@ FLAGS = (
     Flag(
         "quantization",
         "model.quantization",
-        "round float weights to this at load, the head to 8 bits; gguf = as the GGUF file has them",
+        "what float weights are rounded to at load, the head to 8 bits; default: kept as stored",
         choices=("int8", "q8_0", "q4_0", "q4_1", "gguf"),
         proof="tests/system/test_flag_effects.py::test_float_weights_are_rounded_at_load",
     ),

@@ -1,5 +1,6 @@
 """Kernels of the CPU, best first; what is not listed runs the plain torch reference."""
 
+from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.ops.bind import ToolkitOptions
 
@@ -25,13 +26,24 @@ def open_toolkit(options: ToolkitOptions) -> object:
     """The compiled library, built when this is the first time; or why there is none."""
     from banyan.ops.cpu.build import BuildError, cached_library
     from banyan.ops.cpu.library import Library
+    from banyan.ops.cpu.weights import QUANTIZATIONS
 
+    wanted = options.quantization
+    if wanted and wanted not in QUANTIZATIONS:
+        raise ConfigError(
+            f"--quantization {wanted} does not exist on cpu",
+            hint=f"choose: {', '.join(QUANTIZATIONS)}",
+        )
     try:
         path = cached_library(options.compiler)
     except BuildError as error:
+        if wanted:
+            raise ConfigError(
+                f"--quantization {wanted} needs the compiled CPU kernels: {error}"
+            ) from None
         _log.warning("no compiled CPU kernels, plain torch serves: %s", error)
         return f"not compiled: {error}"
-    library = Library(path, options.threads, options.isa)
+    library = Library(path, options.threads, options.isa, quantization=wanted)
     for line in library.settle():
         _log.warning("%s", line)
     _log.info("compiled CPU kernels: %s, %d threads", library.isa, library.threads)

@@ -69,11 +69,19 @@ class Library:
         threads: threads that share the work, the calling one included.
         isa: highest instruction set to use, "" = the machine's best.
         cpus: processors to pin the threads to, none = wherever the system likes.
+        quantization: what packed float weights are rounded to, a name of
+            `weights.QUANTIZATIONS`; "" = they are kept.
     """
 
     def __init__(
-        self, path: Path, threads: int, isa: str = "", cpus: Sequence[int] | None = None
+        self,
+        path: Path,
+        threads: int,
+        isa: str = "",
+        cpus: Sequence[int] | None = None,
+        quantization: str = "",
     ) -> None:
+        self.quantization = quantization
         self._library = ctypes.CDLL(str(path))
         self._functions: dict[str, Callable[..., int]] = {}
         for name, (result, arguments) in signatures().items():

@@ -100,9 +100,11 @@ def supports(spec: OpSpec) -> str | None:
 
 
 def _supports_rounded(spec: OpSpec) -> str | None:
-    if STORAGE_TYPES[spec.weight_type].is_float:
-        return "for quantised weights"
-    return supports(spec)
+    reason = supports(spec)
+    if reason is None and STORAGE_TYPES[spec.weight_type].is_float:
+        assert isinstance(spec.toolkit, Library)
+        return None if spec.toolkit.quantization else "for quantised weights"
+    return reason
 
 
 def _packer(
@@ -111,8 +113,10 @@ def _packer(
     def make(library: Library) -> Callable[..., object]:
         arena = Arena()
 
-        def packer(weight: StoredWeight, dtype: torch.dtype, device: torch.device) -> object:
-            return kind(library, pack(library, arena, weight))
+        def packer(
+            weight: StoredWeight, dtype: torch.dtype, device: torch.device, is_head: bool = False
+        ) -> object:
+            return kind(library, pack(library, arena, weight, library.quantization, is_head))
 
         return packer
 

@@ -31,7 +31,9 @@ def _supports(spec: OpSpec) -> str | None:
     return None
 
 
-def _pack(weight: StoredWeight, dtype: torch.dtype, device: torch.device) -> OneDnnLinear:
+def _pack(
+    weight: StoredWeight, dtype: torch.dtype, device: torch.device, is_head: bool = False
+) -> OneDnnLinear:
     return OneDnnLinear(weight.dense.to(device, dtype))
 
 

@@ -21,7 +21,8 @@ SOURCES = (
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"),
 )
 """Storage types that can be packed; the order of csrc/linear_pack.cpp."""
-QUANTIZATIONS = {"q4_0": 0, "q4_1": 1, "q8_0": 7, "int8": 7}
+_EIGHT_BITS = 7
+QUANTIZATIONS = {"q4_0": 0, "q4_1": 1, "q8_0": _EIGHT_BITS, "int8": _EIGHT_BITS}
 """What float weights may be rounded to at load -> format of csrc/linear.h."""
 _GROUP = 16  # outputs of a tile
 _HUGE_PAGE = 2 << 20
@@ -69,13 +70,18 @@ def _huge(size: int) -> np.ndarray:
 
 
 def pack(
-    library: Library, arena: Arena, weight: StoredWeight, quantization: str = ""
+    library: Library,
+    arena: Arena,
+    weight: StoredWeight,
+    quantization: str = "",
+    is_head: bool = False,
 ) -> PackedWeight:
     """Bring a weight into tiles.
 
     Args:
         weight: [outputs, inputs] of a type of SOURCES.
         quantization: a name of QUANTIZATIONS that float weights are rounded to, "" = as they are.
+        is_head: keep 8 bits at least: the logits decide between near neighbours.
 
     Raises:
         ModelError: the weight is no matrix.
@@ -86,7 +92,7 @@ def pack(
     source = SOURCES.index(weight.type)
     format = library.function("bn_linear_format")(source)
     if quantization and STORAGE_TYPES[weight.type].is_float:
-        format = QUANTIZATIONS[quantization]
+        format = _EIGHT_BITS if is_head else QUANTIZATIONS[quantization]
     tiles = arena.take(library.function("bn_linear_bytes")(format, outputs, inputs))
     factors = torch.ones(-(-outputs // _GROUP) * _GROUP)
     raw = weight.raw if weight.raw.stride(1) == 1 else weight.raw.contiguous()
