@@ -6,9 +6,9 @@ from banyan.server.exchange import SEND_TIMEOUT_S, Exchange
 from banyan.server.openai.batches import batch, batches
 from banyan.server.openai.chat import chat_completions
 from banyan.server.openai.completions import completions
-from banyan.server.openai.files import file, files
 from banyan.server.openai.embeddings import create_embeddings
 from banyan.server.openai.models import list_models, show_model
+from banyan.server.openai.files import file, files
 from banyan.server.state import ServerState
 from banyan.server.unavailable import unavailable_routes
 

@@ -32,6 +32,7 @@ from banyan.scheduler.routing import ROUTES
 from banyan.server.app import App
 from banyan.server.auth import is_loopback
 from banyan.server.connection import Connection
+from banyan.server.openai.batches import resume_batches
 from banyan.server.routes import create_app
 from banyan.server.startup import open_service, report
 from banyan.server.state import ServerState
@@ -217,6 +218,7 @@ class Server:
             return await self._serve(fleet, engines)
         finally:
             watch.cancel()
+            self.state.storage.close()
             self.app.end_all("The server is shutting down.")
             self._web.should_exit = True
             self._web.force_exit = self._now.is_set()
@@ -260,6 +262,7 @@ class Server:
         self._folder.close()  # both ends have met: nothing remains, not even after SIGKILL
         host = self._config.server.host
         shown = f"[{host}]" if ":" in host else host
+        resume_batches(self.state)
         report(self.state, service, f"http://{shown}:{self._listener.getsockname()[1]}")
 
     async def _drain(self) -> None:

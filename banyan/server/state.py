@@ -24,6 +24,7 @@ from banyan.frontend.templates import FillIn
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.events import Ready
 from banyan.server.errors import unavailable
+from banyan.server.store.storage import Storage, storage_path
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,10 @@ class ServerState:
     dead: str = ""
     open: OpenRequests = field(default_factory=OpenRequests)
     version: str = field(default_factory=_version)
+    storage: Storage = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.storage = Storage(storage_path(self.config.server))
 
     def trouble(self) -> str:
         """Why no request can be admitted; "" when one can."""

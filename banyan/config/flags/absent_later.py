@@ -392,10 +392,7 @@ LATER_FEATURES = (
     Feature(
         "answers are not stored between requests",
         "send the whole conversation",
-        asks=(
-            *switches("enable-response-store", "enable-streaming-session"),
-            *texts("file-storage-path"),
-        ),
+        asks=switches("enable-response-store", "enable-streaming-session"),
         tunes=(*switches("strip-thinking-cache"),),
     ),
     Feature(

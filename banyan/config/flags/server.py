@@ -160,6 +160,13 @@ FLAGS = (
         proof="tests/server/test_door.py::test_a_body_above_the_limit_is_413_however_it_comes",
     ),
     Flag(
+        "file-storage-path",
+        "server.storage_path",
+        "folder of uploaded files and batches; without it ~/.local/state/banyan/PORT",
+        documented=False,
+        proof="tests/server/test_files.py::test_files_lie_in_the_folder_that_the_flag_names",
+    ),
+    Flag(
         "drain-timeout",
         "server.drain_timeout_s",
         "seconds that open requests get after SIGTERM",

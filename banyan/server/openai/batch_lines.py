@@ -1,0 +1,224 @@
+"""The lines of a batch: read and checked before any runs, then asked one by one like any request.
+
+A line goes through the handler of its route, so that it means what the same request over HTTP
+means. It takes only seats that others leave free. Knows no files and no batch objects.
+"""
+
+import asyncio
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from banyan.base.errors import RequestError
+from banyan.base.log import logger
+from banyan.server.app import Handler
+from banyan.server.errors import Json, internal
+from banyan.server.exchange import Exchange
+from banyan.server.limits import strict_json
+from banyan.server.openai.chat import chat_completions
+from banyan.server.openai.completions import completions
+from banyan.server.openai.embeddings import create_embeddings
+from banyan.server.state import ServerState
+from banyan.server.store.answers import AnswerLog, answer_line
+from banyan.server.store.batches import Fault
+
+log = logger(__name__)
+
+MAX_LINES = 50_000
+MAX_FAULTS = 20
+"""Faults of an input that are told."""
+
+RETRY_S = 0.5
+"""Pause after a line was turned away because the server was busy."""
+
+SEAT_WAIT_S = 1.0
+NUM_RETRIES = 600
+
+_KEYS = ("custom_id", "method", "url", "body")
+
+
+def endpoints() -> dict[str, Handler]:
+    """Routes that a batch may ask."""
+    return {
+        "/v1/chat/completions": chat_completions,
+        "/v1/completions": completions,
+        "/v1/embeddings": create_embeddings,
+    }
+
+
+class ServerEnding(Exception):
+    """The server takes no more requests; the rest of the batch is for its next start."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request of a batch. `body` is JSON text."""
+
+    custom_id: str
+    url: str
+    body: bytes
+
+
+def read_lines(content: bytes, endpoint: str = "") -> tuple[list[Line], list[Fault]]:
+    """The requests of an input file, and what is wrong with it; with faults none may run.
+
+    Args:
+        endpoint: the only route that lines may name; "" = any of `endpoints`.
+    """
+    lines: list[Line] = []
+    faults: list[Fault] = []
+    seen: Counter[str] = Counter()
+    for number, text in enumerate(content.split(b"\n"), 1):
+        if not text.strip():
+            continue
+        if len(lines) == MAX_LINES:
+            faults.append(Fault("too_many_lines", f"more than {MAX_LINES} lines", number))
+            break
+        try:
+            line = _line(text, endpoint)
+        except RequestError as error:
+            faults.append(Fault(error.code, error.text, number, error.param))
+        else:
+            lines.append(line)
+            seen[line.custom_id] += 1
+            if seen[line.custom_id] == 2:
+                told = f"custom_id {line.custom_id[:80]!r} appears more than once"
+                faults.append(Fault("duplicate_custom_id", told, number, "custom_id"))
+        if len(faults) >= MAX_FAULTS:
+            break
+    if not lines and not faults:
+        faults.append(Fault("empty_file", "the input file has no lines"))
+    return lines, faults
+
+
+def _line(text: bytes, endpoint: str) -> Line:
+    line = strict_json(text)
+    if not isinstance(line, dict):
+        raise RequestError("the line is no JSON object", code="invalid_json_line")
+    custom_id, url, body = line.get("custom_id"), line.get("url"), line.get("body")
+    if unknown := [key for key in line if key not in _KEYS]:
+        raise RequestError(f"unknown field {unknown[0][:40]!r}", param=unknown[0][:40])
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= 512:
+        raise RequestError("custom_id must be a text of 1 to 512 characters", param="custom_id")
+    if line.get("method") != "POST":
+        raise RequestError("method must be POST", param="method")
+    known = [endpoint] if endpoint else list(endpoints())
+    if url not in known:
+        raise RequestError(f"url must be {' or '.join(known)}", param="url")
+    if not isinstance(body, dict):
+        raise RequestError("body must be an object", param="body")
+    if body.get("stream"):
+        raise RequestError("a line of a batch cannot be streamed; leave out stream", param="body")
+    return Line(custom_id, url, json.dumps(body).encode())
+
+
+async def run_lines(
+    state: ServerState, lines: Sequence[Line], answers: AnswerLog, told: Callable[[], None]
+) -> None:
+    """Ask every line that `answers` does not hold, and log the answers in groups.
+
+    Args:
+        told: called after every group that has reached the disk.
+
+    Raises:
+        ServerEnding: the server is shutting down, or its engine has died.
+        CapacityError: the answers cannot be written.
+    """
+    seats = state.admit().ready.max_running
+    waiting = iter([line for line in lines if line.custom_id not in answers.answered])
+    width = max(1, seats // 2)
+    done: asyncio.Queue[tuple[str, bool, bytes] | BaseException | None] = asyncio.Queue(width)
+    workers = [asyncio.create_task(_work(state, waiting, done, seats)) for _ in range(width)]
+    num_working = width
+    try:
+        while num_working:
+            group = [await done.get()]
+            while not done.empty():
+                group.append(done.get_nowait())
+            ready = [a for a in group if isinstance(a, tuple)]
+            if ready:
+                await asyncio.to_thread(answers.append, ready)
+                told()
+            for ended in (a for a in group if not isinstance(a, tuple)):
+                if ended is not None:
+                    raise ended
+                num_working -= 1
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+async def _work(
+    state: ServerState,
+    waiting: Iterator[Line],
+    done: "asyncio.Queue[tuple[str, bool, bytes] | BaseException | None]",
+    seats: int,
+) -> None:
+    """Ask lines until none is left; says None at the end, or what went wrong."""
+    try:
+        for line in waiting:
+            while len(state.open) >= seats:
+                await state.open.wait_change(SEAT_WAIT_S)
+            await done.put(await _answered(state, line))
+    except Exception as error:
+        await done.put(error)
+    else:
+        await done.put(None)
+
+
+async def _answered(state: ServerState, line: Line) -> tuple[str, bool, bytes]:
+    """The answer to a line; being turned away for want of room is none, until that lasts."""
+    for attempt in range(NUM_RETRIES):
+        reply = await _ask(state, line)
+        if reply.status not in (429, 503) or attempt == NUM_RETRIES - 1:
+            break
+        if state.dead or state.draining:
+            raise ServerEnding
+        await asyncio.sleep(RETRY_S)
+    response: Json = {
+        "status_code": reply.status,
+        "request_id": reply.id,
+        "body": orjson.loads(reply.body),
+    }
+    if reply.warnings:
+        response["warnings"] = reply.warnings
+    id = "batch_req_" + os.urandom(16).hex()
+    return line.custom_id, reply.status == 200, answer_line(id, line.custom_id, response)
+
+
+@dataclass
+class _Reply:
+    """What a handler answered."""
+
+    id: str
+    warnings: list[str]
+    status: int = 0
+    body: bytes = b""
+
+    async def send(self, message: dict[str, object]) -> None:
+        """ASGI's `send`."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.body += message["body"]
+
+
+async def _ask(state: ServerState, line: Line) -> _Reply:
+    """One line through the handler of its route."""
+    reply = _Reply("", [])
+    exchange = Exchange({"method": "POST", "path": line.url, "headers": []}, reply.send)
+    reply.id, reply.warnings = exchange.id, exchange.warnings
+    exchange.body = line.body
+    try:
+        await endpoints()[line.url](exchange, state)
+    except RequestError as error:
+        await exchange.fail(error)
+    except Exception:
+        log.exception("line of a batch failed id=%s path=%s", exchange.id, line.url)
+        await exchange.fail(internal(exchange.id))
+    return reply

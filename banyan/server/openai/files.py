@@ -1,0 +1,130 @@
+"""/v1/files: the inputs of batches come here, and their outputs are fetched here."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from banyan.base.errors import RequestError
+from banyan.server.errors import Json
+from banyan.server.exchange import Exchange
+from banyan.server.multipart import Part, read_form
+from banyan.server.state import ServerState
+from banyan.server.store.files import StoredFile
+
+T = TypeVar("T")
+
+PURPOSE = "batch"
+MAX_PAGE = 10_000
+_OWN_FIELDS = ("file", "purpose")
+
+
+async def files(exchange: Exchange, state: ServerState) -> None:
+    """List the files, or take a new one."""
+    if exchange.method == "POST":
+        await _upload(exchange, state)
+    else:
+        await _list(exchange, state)
+
+
+async def file(exchange: Exchange, state: ServerState) -> None:
+    """One file: show it, delete it, or give its content."""
+    store = state.storage.open_if_used().files
+    id, _, verb = exchange.tail.partition("/")
+    stored = store.find(id)
+    if verb == "content" and exchange.method != "DELETE":
+        await exchange.whole(await store.content(id), 200, "application/octet-stream")
+    elif verb:
+        raise RequestError(f"no route below a file: {verb[:40]!r}", status=404, code="not_found")
+    elif exchange.method == "DELETE":
+        _check_unused(state, id)
+        await store.remove(id)
+        await exchange.json({"id": id, "object": "file", "deleted": True})
+    else:
+        await exchange.json(_shown(stored))
+
+
+def page(
+    items: Sequence[T], query: dict[str, str], id_of: Callable[[T], str], limit: int
+) -> tuple[list[T], bool]:
+    """The part of a list (oldest first) that `limit`, `after` and `order` ask for; more follow?"""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise RequestError(f"order must be asc or desc, got {order[:20]!r}", param="order")
+    text = query.get("limit", str(limit))
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_PAGE:
+        raise RequestError(f"limit must be in [1, {MAX_PAGE}], got {text[:20]!r}", param="limit")
+    ordered = list(items) if order == "asc" else list(reversed(items))
+    if after := query.get("after"):
+        ids = [id_of(item) for item in ordered]
+        if after not in ids:
+            raise RequestError(f"after names nothing here: {after[:80]!r}", param="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    return ordered[: int(text)], len(ordered) > int(text)
+
+
+def listed(bodies: list[Json], has_more: bool) -> Json:
+    """A page of a list as the API shows it."""
+    return {
+        "object": "list",
+        "data": bodies,
+        "first_id": bodies[0]["id"] if bodies else None,
+        "last_id": bodies[-1]["id"] if bodies else None,
+        "has_more": has_more,
+    }
+
+
+async def _upload(exchange: Exchange, state: ServerState) -> None:
+    parts = read_form(exchange.body, exchange.header(b"content-type"))
+    for name in {p.name.partition("[")[0]: None for p in parts}:
+        if name not in _OWN_FIELDS:
+            exchange.warn_or_refuse(name, "not used", state.config.server.strict_requests)
+    purpose = _only(parts, "purpose").text
+    if purpose != PURPOSE:
+        raise RequestError(
+            f"purpose must be {PURPOSE!r}, got {purpose[:40]!r}; files serve batches only here",
+            param="purpose",
+        )
+    given = _only(parts, "file")
+    if not given.content:
+        raise RequestError("the file is empty", param="file")
+    store = state.storage.open().files
+    stored = await store.add(given.filename or "upload.jsonl", purpose, given.content)
+    await exchange.json(_shown(stored))
+
+
+async def _list(exchange: Exchange, state: ServerState) -> None:
+    found = state.storage.open_if_used().files.all()
+    if purpose := exchange.query.get("purpose"):
+        found = [f for f in found if f.purpose == purpose]
+    shown, has_more = page(found, exchange.query, lambda f: f.id, MAX_PAGE)
+    await exchange.json(listed([_shown(f) for f in shown], has_more))
+
+
+def _only(parts: list[Part], name: str) -> Part:
+    found = [p for p in parts if p.name == name]
+    if len(found) != 1:
+        raise RequestError(f"the form must have one field {name!r}, got {len(found)}", param=name)
+    return found[0]
+
+
+def _check_unused(state: ServerState, id: str) -> None:
+    """RequestError 409 while a batch still reads the file."""
+    for batch in state.storage.batches.batches.values():
+        if batch.input_file_id == id and not batch.is_over:
+            raise RequestError(
+                f"the batch {batch.id} still reads this file",
+                status=409,
+                code="file_in_use",
+                hint="Wait for its end, or cancel it",
+            )
+
+
+def _shown(stored: StoredFile) -> Json:
+    return {
+        "id": stored.id,
+        "object": "file",
+        "bytes": stored.num_bytes,
+        "created_at": stored.created_at,
+        "filename": stored.filename,
+        "purpose": stored.purpose,
+        "status": "processed",
+    }

@@ -1,0 +1,98 @@
+"""AnswerLog: the answers of one batch, appended to its output and error files and synced in
+groups. What was synced is never lost nor written again; what was not is asked again.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+
+from banyan.base.errors import CapacityError
+
+
+class AnswerLog:
+    """Appends answers to two files, which may be one.
+
+    Args:
+        output: file of the answers that succeeded.
+        errors: file of the others.
+    """
+
+    def __init__(self, output: Path, errors: Path) -> None:
+        self._paths = (output, errors)
+        self._open: dict[Path, int] = {}
+        self.answered: dict[str, bool] = {}
+        """custom_id of every answer in the files -> whether it succeeded."""
+
+    def recover(self) -> None:
+        """Read what an earlier process has left; a line it did not finish is cut off."""
+        for path in dict.fromkeys(self._paths):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            self._open[path] = fd
+            whole = 0
+            with path.open("rb") as lines:
+                for line in lines:
+                    answer = _answer_in(line)
+                    if answer is None:
+                        break
+                    self.answered[answer[0]] = answer[1]
+                    whole += len(line)
+            os.ftruncate(fd, whole)
+            os.fsync(fd)
+
+    def append(self, answers: Sequence[tuple[str, bool, bytes]]) -> None:
+        """Write (custom_id, whether it succeeded, line) of a group; on the disk at return.
+
+        Raises:
+            CapacityError: the disk is full or broken; nothing more may be appended.
+        """
+        try:
+            for path, succeeded in zip(self._paths, (True, False), strict=True):
+                lines = b"".join(line for _, kind, line in answers if kind is succeeded)
+                if lines:
+                    _write(self._open[path], lines)
+        except OSError as error:
+            raise CapacityError(
+                f"the answers of {len(answers)} lines cannot be written: {error.strerror}",
+                hint="free room on the disk; a new start goes on where this one ended",
+            ) from None
+        self.answered.update((id, kind) for id, kind, _ in answers)
+
+    @property
+    def num_succeeded(self) -> int:
+        return sum(self.answered.values())
+
+    @property
+    def num_failed(self) -> int:
+        return len(self.answered) - self.num_succeeded
+
+    def close(self) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open.clear()
+
+
+def answer_line(id: str, custom_id: str, response: dict[str, object]) -> bytes:
+    """One line of an output or error file."""
+    answer = {"id": id, "custom_id": custom_id, "response": response, "error": None}
+    return orjson.dumps(answer) + b"\n"
+
+
+def _answer_in(line: bytes) -> tuple[str, bool] | None:
+    """custom_id and success of a whole line; None when its writing was cut short."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        answer = orjson.loads(line)
+        return answer["custom_id"], answer["response"]["status_code"] == 200
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+def _write(fd: int, content: bytes) -> None:
+    """Append everything, and wait until it is on the disk."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+    os.fsync(fd)

@@ -1,0 +1,114 @@
+"""BatchStore: what is known about every batch, in a file each. Knows no lines and no HTTP."""
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+
+import msgspec
+
+from banyan.base.errors import RequestError
+from banyan.server.store.folder import Folder
+
+MAX_BATCHES = 1000
+
+FINAL = ("completed", "failed", "cancelled")
+"""Statuses in which nothing happens to a batch any more."""
+
+_PREFIX = "batch_"
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """Why a batch cannot run: what is wrong in which line of its input (from 1, 0 = none)."""
+
+    code: str
+    message: str
+    line: int = 0
+    param: str = ""
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """One batch. The two ids are decided when it is made; they name files when it is over.
+
+    Attributes:
+        times: status -> when it was entered, in seconds of the epoch.
+        succeeded, failed: answered lines; while it runs, counted in memory only.
+    """
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    output_file_id: str
+    error_file_id: str
+    completion_window: str
+    created_at: int
+    metadata: dict[str, str] | None = None
+    status: str = "validating"
+    times: dict[str, int] = {}
+    faults: list[Fault] = []
+    total: int = 0
+    succeeded: int = 0
+    failed: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in FINAL
+
+
+@dataclass
+class BatchStore:
+    """The batches of one folder, by id, oldest first."""
+
+    folder: Folder
+    batches: dict[str, Batch] = field(default_factory=dict)
+    work: asyncio.Task[None] | None = None
+    """What works through them; None = nothing has been asked for yet."""
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a batch is cancelled."""
+    _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def load(self) -> None:
+        """Read what lies in the folder."""
+        found = [
+            msgspec.json.decode(path.read_bytes(), type=Batch)
+            for path in self.folder.path.glob(f"{_PREFIX}*.json")
+        ]
+        self.batches = {b.id: b for b in sorted(found, key=lambda b: (b.created_at, b.id))}
+
+    def find(self, id: str) -> Batch:
+        """RequestError 404 when there is none."""
+        if id not in self.batches:
+            raise RequestError(
+                f"No batch found with id {id[:80]!r}",
+                param="batch_id",
+                status=404,
+                code="not_found",
+            )
+        return self.batches[id]
+
+    def next(self) -> Batch | None:
+        """The oldest batch that is not over."""
+        return next((b for b in self.batches.values() if not b.is_over), None)
+
+    async def save(self, batch: Batch) -> None:
+        """Put `batch` in the place of what was known; on the disk when this returns."""
+        self.batches[batch.id] = batch
+        async with self._saving:
+            content = msgspec.json.encode(self.batches[batch.id])
+            await asyncio.to_thread(self.folder.write, batch.id + ".json", content)
+
+    async def make_room(self) -> None:
+        """Forget the oldest batch that is over when there are too many; RequestError 429."""
+        if len(self.batches) < MAX_BATCHES:
+            return
+        oldest = next((b for b in self.batches.values() if b.is_over), None)
+        if oldest is None:
+            raise RequestError(
+                f"{len(self.batches)} batches are waiting; at most {MAX_BATCHES} are kept",
+                status=429,
+                code="too_many_batches",
+            )
+        del self.batches[oldest.id]
+        self.folder.remove(oldest.id + ".json")
+
+    def fresh_id(self) -> str:
+        return _PREFIX + os.urandom(16).hex()

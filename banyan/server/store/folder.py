@@ -1,0 +1,99 @@
+"""Folder: the private place on disk where one server keeps its files and batches.
+
+Made at the first use and locked, so that two servers never work on the same batch. Small files
+are replaced whole, so that a crash leaves the old one or the new one. Knows no HTTP.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+
+from banyan.base.errors import RequestError
+
+_LOCK = "lock"
+_DRAFT = ".draft"
+
+
+class Folder:
+    """A folder that belongs to one process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = -1
+
+    def has_content(self) -> bool:
+        """Whether a server has ever kept anything here."""
+        return (self.path / _LOCK).exists()
+
+    def claim(self) -> None:
+        """Make the folder and take its lock, for as long as this process lives.
+
+        Raises:
+            RequestError: 503; it cannot be made, or another server has it.
+        """
+        if self._lock >= 0:
+            return
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _unusable(f"files cannot be kept in {self.path}: {error.strerror}") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(lock)
+            raise _unusable(f"another server keeps its files in {self.path}") from None
+        self._lock = lock
+
+    def release(self) -> None:
+        """Let another process have the folder."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def write(self, name: str, content: bytes) -> None:
+        """Put a whole file there, on the disk when this returns.
+
+        Raises:
+            RequestError: 507; the disk is full or broken.
+        """
+        draft = self.path / (name + _DRAFT)
+        try:
+            with open(draft, "wb", opener=_private) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(draft, self.path / name)
+            self.sync()
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise RequestError(
+                f"{len(content)} bytes cannot be written to {self.path}: {error.strerror}",
+                status=507,
+                code="storage_full",
+                hint="Delete files, or give --file-storage-path a folder with room",
+            ) from None
+
+    def sync(self) -> None:
+        """Bring the names of new and removed files to the disk."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _unusable(text: str) -> RequestError:
+    return RequestError(
+        text,
+        status=503,
+        code="storage_unavailable",
+        hint="Start with --file-storage-path FOLDER, one for each server",
+    )

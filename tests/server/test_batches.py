@@ -1,0 +1,257 @@
+"""/v1/batches through the official client: answers, faults, cancelling, restarts."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from openai.types import Batch
+
+from banyan.base.ids import RequestId
+from banyan.config.schema import ServerConfig
+from banyan.frontend.generation import TextRequest
+from banyan.messages.sampling import SamplingParams
+from banyan.server.openai.batch_lines import read_lines
+from banyan.server.openai.batches import resume_batches
+from banyan.server.store.answers import AnswerLog, answer_line
+from tests.server.fakes import Site, refusal, steps
+from tests.system.serving import wait_until
+
+ENDPOINT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with Site(ServerConfig(storage_path=str(tmp_path))).serving() as served:
+        yield served
+        served.call(served.state.storage.close)
+
+
+@pytest.fixture
+def client(site: Site) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def line(id: str, url: str = ENDPOINT, **body: object) -> dict[str, object]:
+    if url == ENDPOINT:
+        body = {"messages": [{"role": "user", "content": id}], **body}
+    return {"custom_id": id, "method": "POST", "url": url, "body": {"model": "tiny", **body}}
+
+
+def as_jsonl(lines: list[object]) -> bytes:
+    return b"".join(json.dumps(item).encode() + b"\n" for item in lines)
+
+
+def begin(client: openai.OpenAI, lines: list[object], endpoint: str = ENDPOINT) -> Batch:
+    given = client.files.create(file=("in.jsonl", as_jsonl(lines)), purpose="batch")
+    return client.batches.create(
+        input_file_id=given.id, endpoint=endpoint, completion_window="24h", metadata={"a": "b"}
+    )
+
+
+def ended(client: openai.OpenAI, batch: Batch) -> Batch:
+    found = [batch]
+
+    def is_over() -> bool:
+        found[0] = client.batches.retrieve(batch.id)
+        Batch.model_validate(found[0].model_dump(), strict=True)
+        return found[0].status in ("completed", "failed", "cancelled")
+
+    wait_until(is_over, 20, "the batch to end")
+    return found[0]
+
+
+def answers(client: openai.OpenAI, file_id: str | None) -> dict[str, dict]:
+    """Answers of a file by custom_id, each of which must be there once."""
+    if file_id is None:
+        return {}
+    found = [json.loads(text) for text in client.files.content(file_id).text.splitlines()]
+    by_id = {item["custom_id"]: item for item in found}
+    assert len(by_id) == len(found)
+    return by_id
+
+
+def test_every_line_is_answered_once(client: openai.OpenAI) -> None:
+    batch = ended(client, begin(client, [line(f"l{i}") for i in range(25)]))
+    assert batch.status == "completed" and batch.metadata == {"a": "b"}
+    assert (batch.request_counts.total, batch.request_counts.completed) == (25, 25)
+    assert batch.error_file_id is None and batch.completion_window == "24h"
+    found = answers(client, batch.output_file_id)
+    assert sorted(found) == sorted(f"l{i}" for i in range(25))
+    one = found["l3"]
+    assert one["error"] is None and one["id"].startswith("batch_req_")
+    assert one["response"]["status_code"] == 200
+    assert one["response"]["body"]["choices"][0]["message"]["content"] == "Hello"
+    kept = client.files.retrieve(batch.output_file_id)
+    assert kept.purpose == "batch_output"
+
+
+def test_a_line_that_fails_fails_alone(client: openai.OpenAI) -> None:
+    lines = [line("good"), line("bad", temperature=-1), line("worse", messages=[])]
+    batch = ended(client, begin(client, lines))
+    assert batch.status == "completed"
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 2)
+    assert list(answers(client, batch.output_file_id)) == ["good"]
+    failed = answers(client, batch.error_file_id)
+    assert sorted(failed) == ["bad", "worse"]
+    assert failed["bad"]["response"]["status_code"] == 400
+    assert failed["bad"]["response"]["body"]["param"] == "temperature"
+
+
+def test_completions_are_an_endpoint_too(client: openai.OpenAI) -> None:
+    lines = [line("a", "/v1/completions", prompt="Hi")]
+    batch = ended(client, begin(client, lines, "/v1/completions"))
+    body = answers(client, batch.output_file_id)["a"]["response"]["body"]
+    assert body["choices"][0]["text"] == "Hello"
+
+
+def test_what_a_line_asks_for_in_vain_is_reported_in_its_answer(client: openai.OpenAI) -> None:
+    batch = ended(client, begin(client, [line("a", no_such_field=1)]))
+    response = answers(client, batch.output_file_id)["a"]["response"]
+    assert response["warnings"] == ["no_such_field: unknown field, ignored"]
+
+
+def test_a_faulty_input_fails_whole_and_names_its_lines(client: openai.OpenAI) -> None:
+    lines = [line("a"), line("a"), line("b", "/v1/completions"), line("c", stream=True), []]
+    batch = ended(client, begin(client, lines))
+    assert batch.status == "failed" and batch.output_file_id is None
+    told = [(fault.line, fault.code) for fault in batch.errors.data]
+    assert told[0] == (2, "duplicate_custom_id")
+    assert [number for number, _ in told] == [2, 3, 4, 5]
+
+
+def test_an_impossible_batch_is_refused(client: openai.OpenAI) -> None:
+    given = client.files.create(file=("in", as_jsonl([line("a")])), purpose="batch")
+    base = {"input_file_id": given.id, "endpoint": ENDPOINT, "completion_window": "24h"}
+    for wrong in ({"endpoint": "/v1/moderations"}, {"completion_window": "1h"}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+            client.batches.create(**base | wrong)
+    with pytest.raises(openai.NotFoundError):
+        client.batches.create(**base | {"input_file_id": "file-0"})
+    with pytest.raises(openai.NotFoundError):
+        client.batches.retrieve("batch_0")
+
+
+def test_a_cancelled_batch_keeps_what_was_answered(site: Site, client: openai.OpenAI) -> None:
+    site.generator.hold_after = 1
+    batch = begin(client, [line(f"l{i}") for i in range(9)])
+    assert site.generator.started.acquire(timeout=10)
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = ended(client, batch)
+    assert batch.status == "cancelled" and batch.request_counts.completed == 0
+    assert not site.generator.open, "what ran for the batch was aborted"
+    with pytest.raises(openai.ConflictError):
+        client.batches.cancel(batch.id)
+
+
+def test_a_batch_takes_no_more_than_half_of_the_seats(site: Site, client: openai.OpenAI) -> None:
+    site.generator.hold_after = 0
+    begin(client, [line(f"l{i}") for i in range(50)])
+    for _ in range(4):
+        assert site.generator.started.acquire(timeout=10)
+    assert len(site.generator.open) == site.service.ready.max_running // 2
+
+
+def test_a_batch_waits_while_others_have_all_seats(site: Site, client: openai.OpenAI) -> None:
+    others = [
+        TextRequest(RequestId(f"other{i}"), [1], SamplingParams(1))
+        for i in range(site.service.ready.max_running)
+    ]
+    held = site.state.open.holding(others)
+    site.call(held.__enter__)
+    batch = begin(client, [line("a")])
+    wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress", 20, "its start")
+    assert client.models.list().data and not site.generator.asked
+    site.call(held.__exit__, None, None, None)
+    assert ended(client, batch).request_counts.completed == 1
+
+
+def test_a_line_that_finds_no_room_is_asked_again(
+    site: Site, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banyan.server.openai.batch_lines.RETRY_S", 0.0)
+    site.generator.script = lambda _: steps(
+        "", finish=refusal(503) if len(site.generator.asked) < 4 else None
+    )
+    batch = ended(client, begin(client, [line("a")]))
+    assert batch.request_counts.completed == 1 and len(site.generator.asked) == 4
+
+
+def test_batches_are_listed_newest_first(client: openai.OpenAI) -> None:
+    made = [ended(client, begin(client, [line("a")])).id for _ in range(3)]
+    assert [b.id for b in client.batches.list(limit=2)] == made[::-1]
+
+
+def test_a_file_that_a_batch_reads_cannot_be_deleted(site: Site, client: openai.OpenAI) -> None:
+    site.generator.hold_after = 0
+    batch = begin(client, [line("a")])
+    with pytest.raises(openai.ConflictError):
+        client.files.delete(batch.input_file_id)
+
+
+def test_an_unfinished_batch_goes_on_at_the_next_start(tmp_path: Path) -> None:
+    config = ServerConfig(storage_path=str(tmp_path))
+    with Site(config).serving() as first:
+        client = openai.OpenAI(base_url=f"{first.url}/v1", api_key="none", max_retries=0)
+        first.generator.script = lambda r: steps("one")
+        first.generator.hold_after = None
+        held = [False]
+
+        def script(request: object) -> list:
+            if len(first.generator.asked) > 5 and not held[0]:
+                held[0] = True
+                first.generator.hold_after = 0
+            return steps("one")
+
+        first.generator.script = script
+        batch = begin(client, [line(f"l{i}") for i in range(12)])
+        wait_until(
+            lambda: held[0] and client.batches.retrieve(batch.id).request_counts.completed > 0,
+            20,
+            "some lines to be answered",
+        )
+        first.call(first.state.storage.close)
+        first.call(first.state.storage.release)
+    with Site(config).serving() as second:
+        second.generator.script = lambda _: steps("two")
+        second.call(resume_batches, second.state)
+        client = openai.OpenAI(base_url=f"{second.url}/v1", api_key="none", max_retries=0)
+        batch = ended(client, batch)
+        found = answers(client, batch.output_file_id)
+    assert sorted(found) == sorted(f"l{i}" for i in range(12))
+    said = [a["response"]["body"]["choices"][0]["message"]["content"] for a in found.values()]
+    assert "one" in said and "two" in said
+    assert len(second.generator.asked) == said.count("two")
+
+
+def test_a_line_that_was_cut_short_is_taken_back(tmp_path: Path) -> None:
+    output, errors = tmp_path / "out", tmp_path / "err"
+    whole = answer_line("r1", "a", {"status_code": 200})
+    for torn in (whole[:-1], whole[:20], b"\x00" * 50 + b"\n", b"\n"):
+        errors.unlink(missing_ok=True)
+        output.write_bytes(whole + torn)
+        log = AnswerLog(output, errors)
+        log.recover()
+        assert log.answered == {"a": True}
+        log.append([("b", False, answer_line("r2", "b", {"status_code": 400}))])
+        log.close()
+        assert output.read_bytes() == whole
+    log = AnswerLog(output, errors)
+    log.recover()
+    assert log.answered["b"] is False and log.num_succeeded == 1
+    log.close()
+
+
+def test_an_empty_input_is_a_fault() -> None:
+    assert read_lines(b"\n\n")[1][0].code == "empty_file"
+
+
+def test_a_list_of_nothing_touches_no_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "none"
+    with Site(ServerConfig(storage_path=str(folder))).serving() as site:
+        assert httpx.get(f"{site.url}/v1/batches").json()["data"] == []
+        assert httpx.get(f"{site.url}/v1/files").json()["data"] == []
+    assert not folder.exists()
