@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable
 from banyan.server import auth
-from banyan.server.errors import UNAUTHORIZED, error_body, internal, unavailable
+from banyan.server.dialect import OPENAI, Dialect
+from banyan.server.errors import internal, unavailable
 from banyan.server.exchange import SEND_TIMEOUT_S, Exchange, Scope, Send
 from banyan.server.limits import ClientGone, Receive, read_body
 from banyan.server.state import ServerState
@@ -31,6 +32,7 @@ class Route:
     guard: str = auth.KEY
     json_only: bool = False
     """The body must be declared as application/json (OpenAI routes)."""
+    dialect: Dialect = OPENAI
 
 
 class App:
@@ -95,19 +97,21 @@ class App:
 
     async def _admit(self, exchange: Exchange) -> Route | None:
         """The route, or None when a refusal was sent. A key is needed before a path is known."""
-        self._guard.check_origin(exchange.header(b"host"), exchange.header(b"origin"))
         route = self._find(exchange)
+        if route is not None:
+            exchange.dialect = route.dialect
+        self._guard.check_origin(exchange.header(b"host"), exchange.header(b"origin"))
         if exchange.method == "OPTIONS":
             allowed = ", ".join((*route.methods, "OPTIONS")) if route else "OPTIONS"
             await exchange.whole(b"", 204, "text/plain", {"allow": allowed})
             return None
         verdict = self._guard.judge(
             route.guard if route else auth.KEY,
-            exchange.headers.get(b"authorization", b""),
+            _credentials(exchange),
             exchange.peer,
         )
         if verdict.status == auth.UNAUTHORIZED:
-            await exchange.json(UNAUTHORIZED, 401, {"www-authenticate": "Bearer"})
+            await exchange.json(exchange.dialect.unauthorized, 401, {"www-authenticate": "Bearer"})
             return None
         if verdict.status != 200:
             raise RequestError(verdict.text, status=verdict.status, code="forbidden")
@@ -141,7 +145,9 @@ class App:
                 status=405,
                 code="method_not_allowed",
             )
-            await exchange.json(error_body(error), 405, {"allow": ", ".join(route.methods)})
+            await exchange.json(
+                exchange.dialect.error_body(error), 405, {"allow": ", ".join(route.methods)}
+            )
             return False
         kind = exchange.header(b"content-type").partition(";")[0].strip().lower()
         if route.json_only and method == "POST" and kind != "application/json":
@@ -166,6 +172,13 @@ class App:
                 await _quietly(exchange.fail(exchange.ending))
         finally:
             watch.cancel()
+
+
+def _credentials(exchange: Exchange) -> bytes:
+    """The Authorization header; the header x-api-key holds the same key without a scheme."""
+    given = exchange.headers.get(b"authorization", b"")
+    key = exchange.headers.get(b"x-api-key", b"")
+    return b"Bearer " + key if key and not given else given
 
 
 async def _watch(exchange: Exchange, receive: Receive) -> None:

@@ -1,7 +1,7 @@
 """One HTTP request and its one answer, written straight to the ASGI `send`.
 
-An answer is a whole body or a stream of server-sent events; whichever it is, `fail` ends it in
-order. Knows no routes and no models.
+An answer is a whole body or a stream of events; whichever it is, `fail` ends it in order. Knows no
+routes and no models.
 """
 
 import asyncio
@@ -12,7 +12,8 @@ import orjson
 
 from banyan.base.errors import RequestError
 from banyan.base.log import printable
-from banyan.server.errors import Json, error_body, error_event
+from banyan.server.dialect import OPENAI
+from banyan.server.errors import Json
 from banyan.server.limits import ClientGone, parse_json
 from banyan.server.state import fresh_id
 
@@ -26,8 +27,6 @@ RETRY_AFTER_S = 5
 WARNINGS_CHARS = 1000
 ABORT = "banyan.abort"
 """Key of the scope: a function without arguments that cuts the connection."""
-
-_DONE = b"data: [DONE]\n\n"
 
 
 class Exchange:
@@ -44,6 +43,7 @@ class Exchange:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.peer: str = (scope.get("client") or ("", 0))[0]
         self.id = fresh_id()
+        self.dialect = OPENAI
         self.body = b""
         self.tail = ""
         """Rest of the path below a route that ends in "/"."""
@@ -123,29 +123,29 @@ class Exchange:
         await self._put(b"" if self.method == "HEAD" else body, more=False)
 
     async def begin_events(self) -> None:
-        """Start a stream of server-sent events; the status is 200 from here on."""
-        await self._start(200, self._head("text/event-stream") + [(b"cache-control", b"no-cache")])
+        """Start a stream; the status is 200 from here on."""
+        await self._start(200, self._head(self.dialect.media) + [(b"cache-control", b"no-cache")])
         self.streaming = True
 
-    async def event(self, body: object) -> None:
+    async def event(self, body: Json) -> None:
         """Send one event; waits while the client's buffer is full, at most until ClientGone."""
-        await self._put(b"data: %b\n\n" % orjson.dumps(body))
+        await self._put(self.dialect.frame(body))
 
     async def end_events(self) -> None:
         self.ended = True
-        await self._put(_DONE, more=False)
+        await self._put(self.dialect.end, more=False)
 
     async def fail(self, error: RequestError) -> None:
         """End with an error: a status and a body, or the last event of a stream that has begun."""
         if self.ended:
             return
         if self.streaming:
-            await self.event(error_event(error))
+            await self.event(self.dialect.error_event(error))
             await self.end_events()
         elif not self.started:
-            busy = error.status in (429, 503)
+            busy = error.status in (429, 503, 529)
             retry = {"retry-after": str(RETRY_AFTER_S)} if busy else None
-            await self.json(error_body(error), error.status, retry)
+            await self.json(self.dialect.error_body(error), error.status, retry)
 
     def _head(self, kind: str) -> list[tuple[bytes, bytes]]:
         lines = [

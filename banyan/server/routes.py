@@ -1,14 +1,15 @@
 """The table of routes, and the application made of it."""
 
 from banyan.server import admin, auth, health, native, parsing, scores, tokens, vectors
+from banyan.server.anthropic.messages import anthropic_routes
 from banyan.server.app import App, Route
 from banyan.server.exchange import SEND_TIMEOUT_S, Exchange
 from banyan.server.openai.batches import batch, batches
 from banyan.server.openai.chat import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.openai.embeddings import create_embeddings
-from banyan.server.openai.models import list_models, show_model
 from banyan.server.openai.files import file, files
+from banyan.server.openai.models import list_models, show_model
 from banyan.server.state import ServerState
 from banyan.server.unavailable import unavailable_routes
 
@@ -63,6 +64,7 @@ def all_routes() -> list[Route]:
         Route("/weight_version", _GET, admin.weight_version),
         Route("/flush_cache", _BOTH, admin.flush_cache, adm),
         Route("/abort_request", _POST, admin.abort_request, adm),
+        *anthropic_routes(),
         *unavailable_routes(),
     ]
 

@@ -26,7 +26,6 @@ _SESSIONS = "Sessions are not available in this build; the prefix cache keeps sh
 _PEERS = "Prefill-decode disaggregation is not available in this build."
 _AUDIO = "Audio models are not available in this build."
 _RESPONSES = "The Responses API is not available in this build; use /v1/chat/completions."
-_ANTHROPIC = "The Anthropic API is not available in this build; use /v1/chat/completions."
 _OLLAMA = "The Ollama API is not available in this build; use /v1/chat/completions."
 _CLOUD = "This cloud adapter is not available in this build; use /v1/chat/completions."
 _SETTINGS = "Settings are frozen at start-up; start the server again with other flags."
@@ -84,8 +83,6 @@ _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/v1/realtime": (_GET, _AUDIO),
     "/v1/responses": (_POST, _RESPONSES),
     "/v1/responses/": (_BOTH, _RESPONSES),
-    "/v1/messages": (_POST, _ANTHROPIC),
-    "/v1/messages/count_tokens": (_POST, _ANTHROPIC),
     "/api/chat": (_POST, _OLLAMA),
     "/api/generate": (_POST, _OLLAMA),
     "/api/show": (_POST, _OLLAMA),

@@ -1,6 +1,5 @@
 """From a chat request to what runs and how its answers are read."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from banyan.base.errors import RequestError
@@ -14,7 +13,7 @@ from banyan.frontend.threads import off_loop
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.requests import NO_SCORES
 from banyan.server.errors import Json
-from banyan.server.openai.fields import Origin, native_sampling, sequences
+from banyan.server.openai.fields import Origin, Report, native_sampling, sequences
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.openai.tool_choice import ToolUse, tool_use
 from banyan.server.prompts import Conversation, chat_ids, checked_ids
@@ -24,9 +23,6 @@ MAX_TOP_LOGPROBS = 20
 _TAIL_TOKENS = 16
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _SWITCHES = ("enable_thinking", "thinking")
-
-Warn = Callable[[str, str], None]
-"""Reports (field, why it is not honoured)."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +38,31 @@ class ChatPlan:
 
 
 async def plan_chat(
-    service: Service, raw: Json, request: ChatRequest, origin: Origin, warn: Warn
+    service: Service,
+    raw: Json,
+    request: ChatRequest,
+    origin: Origin,
+    warn: Report,
+    may_shorten: bool = False,
 ) -> ChatPlan:
-    """Raises RequestError: a field is malformed, or two do not go together."""
+    """What `request` runs.
+
+    Args:
+        raw: `request` as it was sent, with the fields of sampling.
+        may_shorten: an answer that is asked to be longer than the context leaves room for may end
+            there; otherwise it is refused.
+
+    Raises:
+        RequestError: a field is malformed, or two do not go together.
+    """
     top = _top_logprobs(request)
-    template = service.chat.template if service.chat else None
-    use = tool_use(request, service.parsers, bool(template and template.takes_tools), warn)
-    options = _options(request, template, warn)
-    ids = fit_prompt(await _prompt(service, request, use, options), service.limits)
+    ids, use = await chat_prompt(service, request, warn)
+    ids = fit_prompt(ids, service.limits)
+    longest = _max_tokens(request)
+    if may_shorten and longest is not None:
+        longest = min(longest, max(1, service.limits.total - len(ids)))
     parsed = parse_sampling(
-        native_sampling(raw, _max_tokens(request)),
+        native_sampling(raw, longest),
         prompt_len=len(ids),
         limits=service.limits,
         defaults=service.chat_defaults,
@@ -65,6 +76,15 @@ async def plan_chat(
 
     end = service.tokenizer.token_to_id(form.reasoning.end) if form.reasoning else None
     return ChatPlan(sequences(origin, [(ids, parsed)], scores), form, top, end)
+
+
+async def chat_prompt(
+    service: Service, request: ChatRequest, warn: Report
+) -> tuple[list[int], ToolUse]:
+    """The prompt's token ids, and the tools that it shows."""
+    template = service.chat.template if service.chat else None
+    use = tool_use(request, service.parsers, bool(template and template.takes_tools), warn)
+    return await _prompt(service, request, use, _options(request, template, warn)), use
 
 
 async def _prompt(service: Service, request: ChatRequest, use: ToolUse, options: Json) -> list[int]:
@@ -97,7 +117,7 @@ def _top_logprobs(request: ChatRequest) -> int | None:
     return (top or 0) if request.logprobs else None
 
 
-def _options(request: ChatRequest, template: ChatTemplate | None, warn: Warn) -> Json:
+def _options(request: ChatRequest, template: ChatTemplate | None, warn: Report) -> Json:
     """Variables of the template; what it does not read is reported."""
     variables = template.variables if template else frozenset()
     options = dict(request.chat_template_kwargs or {})

@@ -5,7 +5,7 @@ answer's warnings header, and `strict` makes those 400 too. Knows no engine.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -23,6 +23,11 @@ from banyan.server.openai.schema import HARMLESS, REFUSED, SAMPLING, CommonReque
 
 R = TypeVar("R", bound=CommonRequest)
 T = TypeVar("T")
+
+Report = Callable[[str, str], None]
+"""Reports (field, why it is not honoured)."""
+Refused = Mapping[str, tuple[Sequence[object], str]]
+"""Field -> (values that ask for nothing, why every other value is a 400)."""
 
 _MODEL_NAME = re.compile(r"[\w./+@ -]{1,256}")
 _AT_FIELD = re.compile(r"at `\$\.(\w+)")
@@ -43,19 +48,28 @@ def typed(raw: Mapping[str, object], kind: type[T]) -> T:
 def read_fields(raw: Json, kind: type[R], exchange: Exchange, strict: bool) -> R:
     """The typed request; every field of `raw` is honoured, refused or reported."""
     known = {*kind.__struct_fields__, *SAMPLING, *constraint.FIELDS}
-    for name, value in raw.items():
-        if name in known:
-            continue
-        if name in REFUSED:
-            _refuse_unless_neutral(name, value)
-        elif value is not None:
-            why = "not used" if name in HARMLESS else "unknown field, ignored"
-            exchange.warn_or_refuse(name, why, strict)
+
+    def report(field: str, why: str) -> None:
+        exchange.warn_or_refuse(field, why, strict)
+
+    account_for(raw, known, REFUSED, HARMLESS, report)
     return typed(raw, kind)
 
 
-def _refuse_unless_neutral(name: str, value: object) -> None:
-    neutral, why = REFUSED[name]
+def account_for(
+    raw: Json, known: Collection[str], refused: Refused, harmless: Collection[str], report: Report
+) -> None:
+    """Refuse or report every field of `raw` that is not `known`."""
+    for name, value in raw.items():
+        if name in known:
+            continue
+        if name in refused:
+            _refuse_unless_neutral(name, value, *refused[name])
+        elif value is not None:
+            report(name, "not used" if name in harmless else "unknown field, ignored")
+
+
+def _refuse_unless_neutral(name: str, value: object, neutral: Sequence[object], why: str) -> None:
     if not any(type(value) is type(n) and value == n for n in neutral):
         raise RequestError(why, param=name, code="not_available")
 
@@ -72,6 +86,11 @@ def native_sampling(raw: Json, max_new_tokens: int | None) -> Json:
 def in_openai_words(error: RequestError) -> RequestError:
     """The same refusal, with the field called what the client called it."""
     words = {native: name for name, native in SAMPLING.items()} | {"max_new_tokens": "max_tokens"}
+    return in_words(error, words)
+
+
+def in_words(error: RequestError, words: Mapping[str, str]) -> RequestError:
+    """The same refusal with other names of fields: `words` maps ours to the client's."""
     name = words.get(error.param, error.param)
     if name == error.param:
         return error

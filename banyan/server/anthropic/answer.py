@@ -1,0 +1,211 @@
+"""Shapes of messages, whole or as events: blocks of text, thinking and tool use, one after another.
+
+A whole message is what its events add up to.
+"""
+
+import base64
+import hashlib
+from collections.abc import Mapping
+
+import orjson
+
+from banyan.base.errors import RequestError
+from banyan.frontend.generation import Finish, TextChunk, Usage
+from banyan.frontend.tools.parts import CallArguments, CallStart, Part, Said, Thought, joined
+from banyan.server.errors import Json
+from banyan.server.openai.chat_answer import Choice
+from banyan.server.openai.chat_plan import ChatPlan
+
+PING: Json = {"type": "ping"}
+
+_REASONS: Mapping[str | None, str] = {
+    "stop": "end_turn",
+    "tool_calls": "tool_use",
+    "length": "max_tokens",
+}
+_TEXT, _THINKING, _TOOL = "text", "thinking", "tool_use"
+
+
+class Blocks:
+    """Content blocks as they are written, each closed before the next begins.
+
+    Args:
+        choice: names the calls.
+        hides_thinking: blocks of thinking are empty.
+    """
+
+    def __init__(self, choice: Choice, hides_thinking: bool) -> None:
+        self._choice = choice
+        self._hides_thinking = hides_thinking
+        self._open = ""
+        self._index = -1
+        self._space = ""
+        """Blank text that has come before a block of text: kept back until words follow."""
+        self._digest = hashlib.sha256()
+
+    def take(self, part: Part) -> list[Json]:
+        """Events that a part of the answer becomes."""
+        match part:
+            case Said(text):
+                return self._said(text)
+            case Thought(text):
+                begun = self._begin(_THINKING, {"thinking": "", "signature": ""})
+                self._digest.update(text.encode())
+                if self._hides_thinking:
+                    return begun
+                return [*begun, self._delta({"type": "thinking_delta", "thinking": text})]
+            case CallStart(_, name, id):
+                tool = {"id": self._choice.call_id(id), "name": name, "input": {}}
+                return [*self.end(), *self._begin(_TOOL, tool)]
+            case CallArguments(_, text):
+                return [self._delta({"type": "input_json_delta", "partial_json": text})]
+
+    def end(self) -> list[Json]:
+        """Close the block that is open, if one is."""
+        if not self._open:
+            return []
+        events: list[Json] = []
+        if self._open == _THINKING:
+            signature = base64.b64encode(self._digest.digest()).decode()
+            events.append(self._delta({"type": "signature_delta", "signature": signature}))
+        self._open, self._space = "", ""
+        self._digest = hashlib.sha256()
+        return [*events, {"type": "content_block_stop", "index": self._index}]
+
+    def _said(self, text: str) -> list[Json]:
+        if self._open != _TEXT and not text.strip():
+            self._space += text
+            return []
+        text, self._space = self._space + text, ""
+        begun = self._begin(_TEXT, {"text": "", "citations": None})
+        return [*begun, self._delta({"type": "text_delta", "text": text})]
+
+    def _begin(self, kind: str, empty: Json) -> list[Json]:
+        """Open a block of this kind, unless one is open."""
+        if self._open == kind:
+            return []
+        ended = self.end()
+        self._open, self._space = kind, ""
+        self._index += 1
+        block = {"type": kind, **empty}
+        start = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return [*ended, start]
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+
+class MessageAnswer:
+    """The bodies of one request's answer.
+
+    Args:
+        max_tokens: as the client asked; the plan may hold less, where the context is shorter.
+        with_cache: report cached prompt tokens (--enable-cache-report).
+    """
+
+    def __init__(
+        self,
+        plan: ChatPlan,
+        id: str,
+        model: str,
+        max_tokens: int,
+        hides_thinking: bool,
+        with_cache: bool,
+    ) -> None:
+        self._choice = Choice(plan)
+        self._blocks = Blocks(self._choice, hides_thinking)
+        self._id = id
+        self._model = model
+        self._is_shortened = plan.asked[0].sampling.max_new_tokens < max_tokens
+        self._with_cache = with_cache
+
+    def whole(self, chunks: list[TextChunk]) -> Json:
+        """The message that these chunks, all there are, add up to."""
+        parts = joined([part for chunk in chunks for part in self._choice.read(chunk)])
+        events = [event for part in parts for event in self._blocks.take(part)]
+        last = self._end(chunks[-1])
+        return {
+            **self._head(chunks[-1].usage),
+            "content": _content([*events, *self._blocks.end()]),
+            **last["delta"],
+            "usage": self._usage(chunks[-1].usage),
+        }
+
+    def first(self, chunk: TextChunk) -> list[Json]:
+        """The events before any content."""
+        return [{"type": "message_start", "message": self._head(chunk.usage)}, PING]
+
+    def events(self, chunk: TextChunk) -> list[Json]:
+        """The events that a chunk becomes, the end of the message included."""
+        found = [e for part in self._choice.read(chunk) for e in self._blocks.take(part)]
+        if chunk.finish is None:
+            return found
+        return [*found, *self._blocks.end(), self._end(chunk), {"type": "message_stop"}]
+
+    def _end(self, chunk: TextChunk) -> Json:
+        reason, sequence = self._stop(chunk.finish)
+        return {
+            "type": "message_delta",
+            "delta": {"stop_reason": reason, "stop_sequence": sequence},
+            "usage": self._usage(chunk.usage),
+        }
+
+    def _stop(self, finish: Finish | None) -> tuple[str, str | None]:
+        """stop_reason and stop_sequence."""
+        matched = finish.matched if finish else None
+        if isinstance(matched, str):
+            return "stop_sequence", matched
+        reason = self._choice.reason(finish)
+        if reason not in _REASONS:
+            raise RequestError("the request was aborted", status=500, code="aborted")
+        if reason == "length" and self._is_shortened:
+            return "model_context_window_exceeded", None
+        return _REASONS[reason], None
+
+    def _head(self, usage: Usage) -> Json:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(usage),
+        }
+
+    def _usage(self, usage: Usage) -> Json:
+        """Counts so far; input_tokens are those that did not come from the cache, if reported."""
+        cached = usage.cached_tokens if self._with_cache else None
+        thinking = self._choice.reasoning_tokens
+        return {
+            "input_tokens": usage.prompt_tokens - (cached or 0),
+            "cache_creation_input_tokens": None if cached is None else 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage.output_tokens,
+            "output_tokens_details": {"thinking_tokens": thinking} if thinking else None,
+        }
+
+
+def _content(events: list[Json]) -> list[Json]:
+    """The blocks that events of content add up to."""
+    blocks: list[Json] = []
+    for event in events:
+        if event["type"] == "content_block_start":
+            blocks.append(dict(event["content_block"]))
+        elif event["type"] == "content_block_delta":
+            for name, value in event["delta"].items():
+                if name == "partial_json":
+                    blocks[-1]["input"] = _arguments(value)
+                elif name != "type":
+                    blocks[-1][name] = value
+    return blocks
+
+
+def _arguments(text: str) -> Json:
+    """The arguments of a call; none of a call that was cut off."""
+    try:
+        found = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,98 @@
+"""/v1/messages and /v1/messages/count_tokens: the Messages API over the path of chat."""
+
+from contextlib import aclosing
+from typing import TypeVar
+
+from banyan.base.errors import RequestError
+from banyan.frontend.generation import run
+from banyan.server.anthropic.answer import MessageAnswer
+from banyan.server.anthropic.dialect import ANTHROPIC
+from banyan.server.anthropic.schema import HARMLESS, REFUSED, CountRequest, MessagesRequest
+from banyan.server.anthropic.translate import WORDS, chat_body
+from banyan.server.app import Route
+from banyan.server.exchange import Exchange
+from banyan.server.openai.chat_plan import chat_prompt, plan_chat
+from banyan.server.openai.fields import (
+    Report,
+    account_for,
+    check_model,
+    in_words,
+    origin_of,
+    typed,
+)
+from banyan.server.openai.schema import ChatRequest
+from banyan.server.state import ServerState
+
+R = TypeVar("R", bound=CountRequest)
+
+
+async def messages(exchange: Exchange, state: ServerState) -> None:
+    service = state.admit()
+    server = state.config.server
+    report = _reporter(exchange, server.strict_requests)
+    request = await _read(exchange, MessagesRequest, report)
+    model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
+    try:
+        body = chat_body(request, report)
+        chat = typed(body, ChatRequest)
+        origin = origin_of(exchange, chat, "messages")
+        plan = await plan_chat(service, body, chat, origin, report, may_shorten=True)
+    except RequestError as error:
+        raise in_words(error, WORDS) from None
+    answer = MessageAnswer(
+        plan,
+        f"msg_{exchange.id}",
+        model,
+        request.max_tokens,
+        request.thinking is not None and request.thinking.display == "omitted",
+        server.cache_report,
+    )
+    with state.open.holding(plan.asked):
+        async with aclosing(run(service.generator, plan.asked)) as chunks:
+            if not request.stream:
+                await exchange.json(answer.whole([chunk async for _, chunk in chunks]))
+                return
+            async for _, chunk in chunks:
+                if not exchange.streaming:
+                    await exchange.begin_events()
+                    for event in answer.first(chunk):
+                        await exchange.event(event)
+                for event in answer.events(chunk):
+                    await exchange.event(event)
+        await exchange.end_events()
+
+
+async def count_tokens(exchange: Exchange, state: ServerState) -> None:
+    """The length of a prompt, counted and not run."""
+    service = state.admit()
+    strict = state.config.server.strict_requests
+    report = _reporter(exchange, strict)
+    request = await _read(exchange, CountRequest, report)
+    check_model(request.model, state.served_name, exchange.warn, strict)
+    chat = typed(chat_body(request, report), ChatRequest)
+    ids, _ = await chat_prompt(service, chat, report)
+    await exchange.json({"input_tokens": len(ids)})
+
+
+def _reporter(exchange: Exchange, strict: bool) -> Report:
+    def report(field: str, why: str) -> None:
+        exchange.warn_or_refuse(WORDS.get(field, field), why, strict)
+
+    return report
+
+
+async def _read(exchange: Exchange, kind: type[R], report: Report) -> R:
+    """The typed request; every field of the body is honoured, refused or reported."""
+    raw = await exchange.json_object()
+    account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
+    return typed(raw, kind)
+
+
+def anthropic_routes() -> list[Route]:
+    return [
+        Route(path, ("POST",), handler, json_only=True, dialect=ANTHROPIC)
+        for path, handler in (
+            ("/v1/messages", messages),
+            ("/v1/messages/count_tokens", count_tokens),
+        )
+    ]
