@@ -141,7 +141,7 @@ def test_a_wrong_request_is_refused_and_the_next_one_served(engine):
         engine.generate("x", {"top_p": 2})
     with pytest.raises(RequestError, match="Exactly one of text and input_ids"):
         engine.generate()
-    with pytest.raises(RequestError, match="not available"):
+    with pytest.raises(RequestError, match="--is-embedding"):
         engine.encode("x")
     assert engine.generate("x", GREEDY)["output_ids"]
 

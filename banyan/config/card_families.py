@@ -128,6 +128,11 @@ def _cohere(facts: Facts, card: ModelCard) -> ModelCard:
     )
 
 
+def _classifier(facts: Facts, card: ModelCard) -> ModelCard:
+    """The head scores classes, so it is not a copy of the embedding."""
+    return replace(card, tie_embeddings=False)
+
+
 def _encoder(facts: Facts, card: ModelCard, has_offset: bool) -> ModelCard:
     """RoBERTa counts positions from behind the padding id."""
     if facts.text("position_embedding_type", default="absolute") != "absolute":
@@ -196,11 +201,18 @@ _BERT = Family(
 )
 _ROBERTA = replace(_BERT, more=partial(_encoder, has_offset=True))
 
+_QWEN2 = Family(biases=lambda facts: Biases(qkv=True), kinds=_qwen_kinds)
+_QWEN3 = Family(head_dim=128, kinds=_qwen_kinds)
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(),
-    "Qwen2ForCausalLM": Family(biases=lambda facts: Biases(qkv=True), kinds=_qwen_kinds),
-    "Qwen3ForCausalLM": Family(head_dim=128, kinds=_qwen_kinds),
+    "Qwen2ForCausalLM": _QWEN2,
+    "Qwen3ForCausalLM": _QWEN3,
+    "LlamaForSequenceClassification": Family(more=_classifier),
+    "MistralForSequenceClassification": Family(more=_classifier),
+    "Qwen2ForSequenceClassification": replace(_QWEN2, more=_classifier),
+    "Qwen3ForSequenceClassification": replace(_QWEN3, more=_classifier),
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": replace(
         _GEMMA, rope_theta=1e6, window_theta=1e4, kinds=partial(_every, period=6), more=_gemma

@@ -13,7 +13,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
 from banyan.config.card import ModelCard, RopeFacts
 from banyan.config.card_families import FAMILIES, MAX_LENGTH, MAX_WIDTH, Family, plain_kinds
-from banyan.config.encoders import is_classifier, labels_of, read_pooling
+from banyan.config.encoders import is_classifier, labels_of, read_pooling, separator_of
 from banyan.config.facts import Facts, read_json
 
 MAX_LAYERS = 1024
@@ -47,7 +47,9 @@ def read_hub_folder(
     family = FAMILIES[architecture]
     card = family.more(facts, _card(facts, path, architecture, family))
     if is_classifier(architecture):
-        card = replace(card, labels=labels_of(facts), tie_embeddings=False)
+        card = replace(card, labels=labels_of(facts))
+        if card.num_segments > 1:
+            card = replace(card, separator_id=separator_of(path))
     if card.is_encoder or card.labels:
         card = replace(card, pooling=read_pooling(card))
     refuse_unread(overrides, asked)

@@ -14,6 +14,7 @@ from banyan.config.card import CLS, LAST, MEAN, ModelCard, Pooling
 from banyan.config.facts import Facts, read_json
 
 MAX_LABELS = 1 << 16
+MAX_IDS = 1 << 22
 _MODES = {
     "pooling_mode_cls_token": CLS,
     "pooling_mode_mean_tokens": MEAN,
@@ -37,6 +38,16 @@ def labels_of(facts: Facts) -> tuple[str, ...]:
     if not 1 <= count <= MAX_LABELS:
         raise facts.error("id2label", count, f"1 to {MAX_LABELS:,} classes")
     return tuple(named.text(str(i)) for i in range(count))
+
+
+def separator_of(path: str) -> int:
+    """Id of BERT's [SEP], behind which the second text of a pair begins; -1 when there is none."""
+    file = os.path.join(path, "tokenizer.json")
+    facts = Facts(read_json(file, is_needed=False), file)
+    for entry in facts.listed("added_tokens"):
+        if isinstance(entry, dict) and entry.get("content") == "[SEP]":
+            return Facts(entry, file).integer("id", 0, MAX_IDS)
+    return -1
 
 
 def read_pooling(card: ModelCard) -> Pooling:

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from banyan.config.card import WINDOW, ModelCard
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.embedding import Embedding, Logits
+from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP, PlainMLP
 from banyan.layers.norm import Join, LayerNorm, RMSNorm, Sum
 from banyan.layers.rotary import Angles, Rotary
+from banyan.layers.slot import ShardRule
 from banyan.layers.step import StepInputs
 from banyan.models.spec import ArchSpec
 from banyan.ops.api import Ops
@@ -114,7 +116,14 @@ class DecoderLM(nn.Module):
             if rope.kind != "none"
         }
         self.norm = _norm(card, spec, _stream_eps(card), ops, dtype, device)
-        self.head = Logits(vocab, size, mesh, ops, card.logit_scale, card.logit_cap)
+        self.head: Logits | ColumnLinear
+        if card.labels:
+            rules = {"": ShardRule()}
+            self.head = ColumnLinear(
+                size, {"": len(card.labels)}, rules, False, mesh, ops, dtype, device
+            )
+        else:
+            self.head = Logits(vocab, size, mesh, ops, card.logit_scale, card.logit_cap)
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, [tokens, hidden_size]."""
@@ -125,8 +134,8 @@ class DecoderLM(nn.Module):
         return self.norm.add(x, residual)[0]
 
     def classify(self, pooled: Tensor) -> Tensor:
-        """pooled: [n, hidden_size]; returned as it is: there is no head of classes."""
-        return pooled
+        """pooled: [n, hidden_size]; returns scores [n, classes], or the states where none are."""
+        return self.head(pooled) if self.card.labels else pooled
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size]; returns [n, vocab_size] fp32, the same on every rank."""

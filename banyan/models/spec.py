@@ -16,6 +16,7 @@ HUB_NAMES = {
     "model.layers.{}.mlp.down_proj": "layers.{}.mlp.down",
     "model.norm": "norm",
     "lm_head": "head",
+    "score": "head",
 }
 """Names that most families share in Hugging Face's form."""
 

@@ -1,7 +1,9 @@
 """Embeddings end to end: the official client and the native route, against plain transformers."""
 
 import base64
+import contextlib
 import importlib.metadata
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -180,3 +182,70 @@ def test_label_tokens_score_as_their_log_probabilities_do(shared_server):
     shared = shared_server.http.post("/v1/score", json=body | {"apply_softmax": True}).json()
     assert np.allclose(np.sum(shared["scores"], axis=1), 1.0)
     assert answer["usage"]["prompt_tokens"] > 0
+
+
+@pytest.fixture
+def cross_encoder(mini_lm: Path, tmp_path: Path):
+    """serve(labels) -> (a server on a random cross-encoder, what transformers scores pairs)."""
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    @contextlib.contextmanager
+    def serve(labels: int):
+        torch.manual_seed(5)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+        config = BertConfig(
+            **sizes, num_attention_heads=4, num_labels=labels, initializer_range=0.4
+        )
+        model = BertForSequenceClassification(config).eval()
+        tokenizer, folder = AutoTokenizer.from_pretrained(mini_lm), tmp_path / "model"
+        model.save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            shutil.copy(mini_lm / name, folder)
+
+        def scores(pairs: list[tuple[str, str]]) -> np.ndarray:
+            with torch.no_grad():
+                found = [model(**tokenizer(*pair, return_tensors="pt")).logits[0] for pair in pairs]
+            return torch.stack(found).numpy()
+
+        flags = ("--model-path", str(folder), "--threads", "1", "--cpu-activations", "fp32")
+        with serving(tmp_path / "server.log", *flags) as server:
+            yield server, scores
+
+    return serve
+
+
+QUERY = "What grows new roots?"
+DOCUMENTS = ["A banyan grows new roots.", "A server keeps pages.", "hello", "Roots of numbers."]
+
+
+def test_a_cross_encoder_ranks_documents_best_first(cross_encoder):
+    with cross_encoder(1) as (server, scores):
+        logits = scores([(QUERY, document) for document in DOCUMENTS])[:, 0]
+        body = {"query": QUERY, "documents": DOCUMENTS}
+        ranked = server.http.post("/v1/rerank", json=body).json()
+        best = server.http.post("/v1/rerank", json=body | {"top_n": 1, "return_documents": False})
+        reverse = {"query": QUERY, "items": DOCUMENTS[:2], "item_first": True}
+        turned = server.http.post("/v1/score", json=reverse).json()["scores"]
+        pair = server.http.post("/classify", json={"text": [[QUERY, DOCUMENTS[0]]]}).json()
+        turned_logits = scores([(document, QUERY) for document in DOCUMENTS[:2]])
+    assert [entry["index"] for entry in ranked] == np.argsort(-logits).tolist()
+    expected = {i: 1 / (1 + np.exp(-logit)) for i, logit in enumerate(logits)}
+    for entry in ranked:
+        assert entry["document"] == DOCUMENTS[entry["index"]]
+        assert np.isclose(entry["score"], expected[entry["index"]], **CLOSE)
+    assert [(e["index"], e["document"]) for e in best.json()] == [(ranked[0]["index"], None)]
+    assert np.allclose(turned, turned_logits, **CLOSE)
+    assert np.allclose(pair[0]["embedding"], logits[:1], **CLOSE)
+
+
+def test_a_classifier_names_the_likeliest_class(cross_encoder):
+    with cross_encoder(3) as (server, _):
+        answer = server.http.post("/v1/classify", json={"input": DOCUMENTS}).json()
+        raw = server.http.post("/classify", json={"text": DOCUMENTS}).json()
+        refused = server.http.post("/v1/rerank", json={"query": "a", "documents": ["b"]})
+    assert refused.status_code == 400 and "this model has 3" in refused.json()["message"]
+    for entry, scores in zip(answer["data"], raw, strict=True):
+        weights = np.exp(scores["embedding"])
+        assert np.allclose(entry["probs"], weights / weights.sum(), **CLOSE)
+        assert entry["label"] == f"LABEL_{int(np.argmax(weights))}"
+        assert entry["num_classes"] == 3
