@@ -13,6 +13,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "serve": "banyan.cli.serve:serve",
         "chat": "banyan.cli.chat:chat",
         "replay": "banyan.cli.replay:replay",
+        "batch": "banyan.cli.batch:batch",
         "bench": "banyan.cli.bench:main",
         "config": "banyan.cli.config:config",
         "doctor": "banyan.cli.doctor:doctor",
@@ -24,6 +25,7 @@ HELP = """banyan VERB [flags]
 
   serve [MODEL]   serve a model over HTTP (default: the demo model)
   chat [MODEL]    talk to a model in the terminal
+  batch IN OUT    answer a file of requests (JSONL) without a server
   bench WHAT      measure a server or this machine's engine: serving, batch, throughput
   replay FILE     check a journal against this build
   config [MODEL]  show the resolved configuration, and where each value came from

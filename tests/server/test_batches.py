@@ -52,7 +52,7 @@ def begin(client: openai.OpenAI, lines: list[object], endpoint: str = ENDPOINT) 
     )
 
 
-def ended(client: openai.OpenAI, batch: Batch) -> Batch:
+def ended(client: openai.OpenAI, batch: Batch, limit_s: float = 20) -> Batch:
     found = [batch]
 
     def is_over() -> bool:
@@ -60,7 +60,7 @@ def ended(client: openai.OpenAI, batch: Batch) -> Batch:
         Batch.model_validate(found[0].model_dump(), strict=True)
         return found[0].status in ("completed", "failed", "cancelled")
 
-    wait_until(is_over, 20, "the batch to end")
+    wait_until(is_over, limit_s, "the batch to end")
     return found[0]
 
 
@@ -157,7 +157,7 @@ def test_a_batch_takes_no_more_than_half_of_the_seats(site: Site, client: openai
 
 def test_a_batch_waits_while_others_have_all_seats(site: Site, client: openai.OpenAI) -> None:
     others = [
-        TextRequest(RequestId(f"other{i}"), [1], SamplingParams(1))
+        TextRequest(RequestId(f"other{i}"), [1], SamplingParams(max_new_tokens=1))
         for i in range(site.service.ready.max_running)
     ]
     held = site.state.open.holding(others)

@@ -117,12 +117,17 @@ def _line(text: bytes, endpoint: str) -> Line:
 
 
 async def run_lines(
-    state: ServerState, lines: Sequence[Line], answers: AnswerLog, told: Callable[[], None]
+    state: ServerState,
+    lines: Sequence[Line],
+    answers: AnswerLog,
+    told: Callable[[], None],
+    share: float = 0.5,
 ) -> None:
     """Ask every line that `answers` does not hold, and log the answers in groups.
 
     Args:
         told: called after every group that has reached the disk.
+        share: of the seats, the most that these lines take.
 
     Raises:
         ServerEnding: the server is shutting down, or its engine has died.
@@ -130,7 +135,7 @@ async def run_lines(
     """
     seats = state.admit().ready.max_running
     waiting = iter([line for line in lines if line.custom_id not in answers.answered])
-    width = max(1, seats // 2)
+    width = max(1, int(seats * share))
     done: asyncio.Queue[tuple[str, bool, bytes] | BaseException | None] = asyncio.Queue(width)
     workers = [asyncio.create_task(_work(state, waiting, done, seats)) for _ in range(width)]
     num_working = width

@@ -2,6 +2,7 @@
 groups. What was synced is never lost nor written again; what was not is asked again.
 """
 
+import fcntl
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +27,18 @@ class AnswerLog:
         """custom_id of every answer in the files -> whether it succeeded."""
 
     def recover(self) -> None:
-        """Read what an earlier process has left; a line it did not finish is cut off."""
+        """Read what an earlier process has left; a line it did not finish is cut off.
+
+        Raises:
+            CapacityError: another process is writing there.
+        """
         for path in dict.fromkeys(self._paths):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             self._open[path] = fd
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise CapacityError(f"another process writes to {path.name}") from None
             whole = 0
             with path.open("rb") as lines:
                 for line in lines:

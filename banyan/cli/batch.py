@@ -1,0 +1,142 @@
+"""`banyan batch IN.jsonl OUT.jsonl`: the lines of a batch file through an engine of this command.
+
+The lines and answers are those of /v1/batches; a run that was cut short goes on where it was.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from banyan.base.errors import ConfigError, DeviceError
+from banyan.base.log import logger, start_logging
+from banyan.compose import start_engine_process
+from banyan.config.cli import parse
+from banyan.config.env import read_environment
+from banyan.config.resolve import prepare
+from banyan.config.schema import Config
+from banyan.frontend.client import EngineClient
+from banyan.frontend.fleet import Fleet
+from banyan.messages.link import PrivateFolder, ZmqFrontLink
+from banyan.scheduler.routing import ROUTES
+from banyan.server.openai.batch_lines import Line, ServerEnding, read_lines, run_lines
+from banyan.server.startup import open_service
+from banyan.server.state import ServerState
+from banyan.server.store.answers import AnswerLog
+
+log = logger(__name__)
+
+USAGE = """banyan batch IN.jsonl OUT.jsonl [MODEL] [flags]
+
+Answers every line of IN.jsonl, {"custom_id", "method": "POST", "url", "body"}, with one line of
+OUT.jsonl, in the order in which answers come. Lines that OUT.jsonl answers already are left out:
+the same command goes on after a crash. Exit code 1 says that some lines were refused.
+Every other flag is the server's; see banyan serve --help."""
+
+_BAR_CHARS = 30
+_SOME_REFUSED = 1
+
+
+def batch(argv: Sequence[str]) -> int:
+    """Answer a file of requests; returns the exit code."""
+    if "-h" in argv or "--help" in argv:
+        print(USAGE)
+        return 0
+    if len(argv) < 2 or argv[0].startswith("-") or argv[1].startswith("-"):
+        raise ConfigError("banyan batch needs two files", hint="banyan batch IN.jsonl OUT.jsonl")
+    lines = _lines(Path(argv[0]))
+    environment = read_environment()
+    config = parse(argv[2:], environment)
+    quiet = not any(word.startswith("--log-level") for word in argv)
+    start_logging("batch", "warning" if quiet else config.observe.log_level)
+    for note in config.observe.notes:
+        log.warning("%s", note)
+    answers = AnswerLog(Path(argv[1]), Path(argv[1]))
+    try:
+        answers.recover()
+    except OSError as error:
+        raise ConfigError(f"{argv[1]} cannot be written: {error.strerror}") from None
+    try:
+        if any(line.custom_id not in answers.answered for line in lines):
+            asyncio.run(_run(config, partial(prepare, config, environment), lines, answers))
+    finally:
+        answers.close()
+    print(f"{answers.num_succeeded} answered, {answers.num_failed} refused: {argv[1]}")
+    return _SOME_REFUSED if answers.num_failed else 0
+
+
+def _lines(path: Path) -> list[Line]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    lines, faults = read_lines(content)
+    if faults:
+        told = "; ".join(f"line {f.line}: {f.message}" for f in faults)
+        raise ConfigError(f"{path} cannot be run: {told}")
+    return lines
+
+
+async def _run(
+    config: Config, prepared: partial, lines: Sequence[Line], answers: AnswerLog
+) -> None:
+    progress = Progress(len(lines))
+    async with _engine(config, prepared) as state:
+        progress.show(len(answers.answered))
+        try:
+            await run_lines(
+                state, lines, answers, lambda: progress.show(len(answers.answered)), share=1.0
+            )
+        except ServerEnding:
+            raise DeviceError(f"the engine has died: {state.dead}") from None
+        finally:
+            progress.end()
+
+
+@asynccontextmanager
+async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerState]:
+    """One engine per replica and a service over them, as the server has it."""
+    config, card = await asyncio.to_thread(prepared)
+    state = ServerState(config)
+    loop = asyncio.get_running_loop()
+    async with AsyncExitStack() as stack:
+        folder = PrivateFolder()
+        stack.callback(folder.close)
+        addresses = [folder.address(f"front{i}") for i in range(config.parallel.dp)]
+        engines = [EngineClient(ZmqFrontLink(address)) for address in addresses]
+        fleet = Fleet(engines, ROUTES.load(config.parallel.load_balance))
+        await fleet.start()
+        stack.push_async_callback(fleet.close)
+        for address, engine in zip(addresses, engines, strict=True):
+            on_death = partial(loop.call_soon_threadsafe, engine.engine_lost)
+            handle = start_engine_process(config, card, address, on_death)
+            stack.push_async_callback(asyncio.to_thread, handle.stop)
+        watch = asyncio.create_task(_watch(state, fleet))
+        stack.callback(watch.cancel)
+        state.service = await open_service(state, card, fleet)
+        yield state
+
+
+async def _watch(state: ServerState, fleet: Fleet) -> None:
+    state.dead = await fleet.lost()
+
+
+class Progress:
+    """A bar on a terminal; nothing where standard error is a file or a pipe."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._is_shown = sys.stderr.isatty()
+
+    def show(self, num_done: int) -> None:
+        if not self._is_shown:
+            return
+        full = _BAR_CHARS * num_done // self._total
+        bar = "█" * full + "░" * (_BAR_CHARS - full)
+        print(f"\r{bar} {num_done}/{self._total}", end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        if self._is_shown:
+            print(file=sys.stderr)
