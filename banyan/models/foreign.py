@@ -116,7 +116,7 @@ class ForeignLM(nn.Module):
         for module in self.body.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.desk = self.desk
-        _pack_projections(self, ops)
+        _pack_projections(self, model.get_output_embeddings(), ops)
         self._try()
 
     def forward(self, step: StepInputs) -> Tensor:
@@ -182,9 +182,8 @@ def _check_layer(card: ModelCard, layer: int, spec: AttentionSpec | None) -> Non
         )
 
 
-def _pack_projections(model: nn.Module, ops: Ops) -> None:
+def _pack_projections(model: nn.Module, head: nn.Module | None, ops: Ops) -> None:
     """Put packed weights in the place of plain projections; other modules stay the library's."""
-    head = model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
