@@ -4,6 +4,7 @@ from banyan.server import admin, auth, health, native, parsing, scores, tokens, 
 from banyan.server.anthropic.messages import anthropic_routes
 from banyan.server.app import App, Route
 from banyan.server.exchange import SEND_TIMEOUT_S, Exchange
+from banyan.server.ollama.routes import ollama_routes
 from banyan.server.openai.batches import batch, batches
 from banyan.server.openai.chat import chat_completions
 from banyan.server.openai.completions import completions
@@ -65,6 +66,7 @@ def all_routes() -> list[Route]:
         Route("/flush_cache", _BOTH, admin.flush_cache, adm),
         Route("/abort_request", _POST, admin.abort_request, adm),
         *anthropic_routes(),
+        *ollama_routes(),
         *unavailable_routes(),
     ]
 

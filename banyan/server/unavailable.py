@@ -26,7 +26,6 @@ _SESSIONS = "Sessions are not available in this build; the prefix cache keeps sh
 _PEERS = "Prefill-decode disaggregation is not available in this build."
 _AUDIO = "Audio models are not available in this build."
 _RESPONSES = "The Responses API is not available in this build; use /v1/chat/completions."
-_OLLAMA = "The Ollama API is not available in this build; use /v1/chat/completions."
 _CLOUD = "This cloud adapter is not available in this build; use /v1/chat/completions."
 _SETTINGS = "Settings are frozen at start-up; start the server again with other flags."
 _GC = "Garbage collection needs no freezing here; nothing was done."
@@ -83,10 +82,6 @@ _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/v1/realtime": (_GET, _AUDIO),
     "/v1/responses": (_POST, _RESPONSES),
     "/v1/responses/": (_BOTH, _RESPONSES),
-    "/api/chat": (_POST, _OLLAMA),
-    "/api/generate": (_POST, _OLLAMA),
-    "/api/show": (_POST, _OLLAMA),
-    "/api/tags": (_GET, _OLLAMA),
     "/vertex_generate": (_POST, _CLOUD),
     "/v1/decisions": (_POST, "Typed questions are not available in this build."),
     "/v1/systemone": (_POST, "Typed questions are not available in this build."),

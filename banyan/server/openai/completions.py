@@ -132,13 +132,13 @@ def _is_ids(prompt: object) -> bool:
 
 async def _ids(service: Service, prompt: str | list[int], suffix: str | None) -> list[int]:
     if suffix:
-        prompt = _filled_in(service, prompt, suffix)
+        prompt = filled_in(service, prompt, suffix)
     if isinstance(prompt, str):
         return await text_ids(service, prompt)
     return checked_ids(prompt, service, "prompt")
 
 
-def _filled_in(service: Service, prompt: str | list[int], suffix: str) -> str:
+def filled_in(service: Service, prompt: str | list[int], suffix: str) -> str:
     """The prompt of a model that fills the gap between `prompt` and `suffix`."""
     if service.fill_in is None:
         raise RequestError(

@@ -1,0 +1,45 @@
+"""What the Ollama routes share of reading requests."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from banyan.server.exchange import Exchange
+from banyan.server.ollama.schema import HARMLESS, REFUSED
+from banyan.server.openai.fields import Report, account_for, check_model, typed
+from banyan.server.state import ServerState
+
+R = TypeVar("R")
+
+_NO_WORDS: Mapping[str, str] = {}
+
+
+def reporter(
+    exchange: Exchange, state: ServerState, words: Mapping[str, str] = _NO_WORDS
+) -> Report:
+    """Reports a field without effect, or refuses the request under --strict-requests.
+
+    Args:
+        words: our name of a field -> the client's.
+    """
+
+    def report(field: str, why: str) -> None:
+        strict = state.config.server.strict_requests
+        exchange.warn_or_refuse(words.get(field, field), why, strict)
+
+    return report
+
+
+async def read(exchange: Exchange, kind: type[R], report: Report) -> R:
+    """The typed request; every field of the body is honoured, refused or reported."""
+    raw = await exchange.json_object()
+    account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
+    return typed(raw, kind)
+
+
+def model_of(name: str, exchange: Exchange, state: ServerState) -> str:
+    """The model name to answer with. A tag (":latest", ":8b") chooses nothing here."""
+    served = state.served_name
+    if name != served:
+        strict = state.config.server.strict_requests
+        check_model(name.partition(":")[0], served, exchange.warn, strict)
+    return name or served

@@ -1,0 +1,130 @@
+"""What Ollama's clients ask about models: /api/tags, /api/show, /api/ps and /api/version.
+
+There is one model, and it stays loaded as long as the server runs.
+"""
+
+import hashlib
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from banyan.base.errors import RequestError
+from banyan.server.errors import Json
+from banyan.server.exchange import Exchange
+from banyan.server.ollama.fields import model_of, read, reporter
+from banyan.server.ollama.schema import ShowRequest
+from banyan.server.state import ServerState, Service
+
+API_VERSION = "0.12.11"
+"""The release of Ollama whose routes these are. Clients compare it with what they need."""
+
+_NEVER = timedelta(days=36500)
+
+
+async def tags(exchange: Exchange, state: ServerState) -> None:
+    model = _model(state, state.admit())
+    await exchange.json({"models": [{**model, "modified_at": _loaded_at(state).isoformat()}]})
+
+
+async def running(exchange: Exchange, state: ServerState) -> None:
+    service = state.admit()
+    model = _model(state, service)
+    expires = (_loaded_at(state) + _NEVER).isoformat()
+    context = service.limits.context_length
+    size = model["size"]
+    on_device = 0 if state.config.device.name == "cpu" else size
+    more = {"expires_at": expires, "size_vram": on_device, "context_length": context}
+    await exchange.json({"models": [{**model, **more}]})
+
+
+async def show(exchange: Exchange, state: ServerState) -> None:
+    service = state.admit()
+    request = await read(exchange, ShowRequest, reporter(exchange, state))
+    name = model_of(request.model or request.name, exchange, state)
+    await exchange.json(
+        {
+            "modelfile": f"FROM {state.served_name}\n",
+            "parameters": "\n".join(f"{k} {v}" for k, v in sorted(service.chat_defaults.items())),
+            "template": service.chat.template.source if service.chat else "{{ .Prompt }}",
+            "details": _details(service),
+            "model_info": _facts(service, name),
+            "capabilities": _capabilities(service),
+            "modified_at": _loaded_at(state).isoformat(),
+        }
+    )
+
+
+async def version(exchange: Exchange, state: ServerState) -> None:
+    await exchange.json({"version": API_VERSION})
+
+
+async def no_library(exchange: Exchange, state: ServerState) -> None:
+    raise RequestError(
+        "this server has one model, given at its start; it pulls, makes and deletes none",
+        status=501,
+        code="not_available",
+    )
+
+
+def _loaded_at(state: ServerState) -> datetime:
+    return datetime.fromtimestamp(state.created, UTC)
+
+
+def _model(state: ServerState, service: Service) -> Json:
+    name = state.served_name
+    path = service.card.path
+    identity = f"{path}\0{state.config.model.weight_version}"
+    return {
+        "name": name,
+        "model": name,
+        "size": _size_bytes(Path(path)),
+        "digest": hashlib.sha256(identity.encode()).hexdigest(),
+        "details": _details(service),
+    }
+
+
+def _size_bytes(path: Path) -> int:
+    """Size of the weights on disk; 0 when they are not there any more."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _details(service: Service) -> Json:
+    card = service.card
+    return {
+        "parent_model": "",
+        "format": card.format,
+        "family": card.model_type,
+        "families": [card.model_type],
+        "parameter_size": "",
+        "quantization_level": card.dtype,
+    }
+
+
+def _facts(service: Service, name: str) -> Json:
+    card = service.card
+    kind = card.model_type
+    return {
+        "general.architecture": kind,
+        "general.basename": name,
+        f"{kind}.context_length": service.limits.context_length,
+        f"{kind}.embedding_length": card.hidden_size,
+        f"{kind}.feed_forward_length": card.intermediate_size,
+        f"{kind}.block_count": card.num_layers,
+        f"{kind}.attention.head_count": card.num_heads,
+        f"{kind}.attention.head_count_kv": card.num_kv_heads,
+        f"{kind}.vocab_size": card.vocab_size,
+    }
+
+
+def _capabilities(service: Service) -> list[str]:
+    if service.limits.is_embedding:
+        return ["embedding"]
+    template = service.chat.template if service.chat else None
+    has_tools = service.parsers.tools is not None and template is not None and template.takes_tools
+    found = {
+        "completion": True,
+        "tools": has_tools,
+        "thinking": service.parsers.reasoning is not None,
+        "insert": service.fill_in is not None,
+    }
+    return [name for name, has in found.items() if has]

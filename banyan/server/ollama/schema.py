@@ -1,0 +1,118 @@
+"""The request fields and options of the Ollama routes: honoured, refused and without effect."""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    role: str
+    content: str | None = None
+    thinking: str | None = None
+    images: list[object] | None = None
+    tool_calls: list[dict[str, object]] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class TextRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What /api/chat and /api/generate share."""
+
+    model: str
+    stream: bool | None = True
+    format: str | dict[str, object] | None = None
+    options: dict[str, object] | None = None
+    think: bool | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class ChatRequest(TextRequest, frozen=True, kw_only=True):
+    messages: list[Message] | None = None
+    tools: list[object] | None = None
+
+
+class GenerateRequest(TextRequest, frozen=True, kw_only=True):
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+class EmbedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """/api/embed has `input`, the older /api/embeddings has `prompt`."""
+
+    model: str
+    input: object = None
+    prompt: str | None = None
+    dimensions: int | None = None
+    options: dict[str, object] | None = None
+
+
+class ShowRequest(msgspec.Struct, frozen=True, kw_only=True):
+    model: str = ""
+    name: str = ""
+    """The older name of `model`."""
+
+
+_NONE = (None, "", [], {})
+
+REFUSED: Mapping[str, tuple[Sequence[object], str]] = {
+    "template": (_NONE, "a request may not bring its own template; use raw: true"),
+    "context": (_NONE, "context is not available; send the messages to /api/chat"),
+    "images": (_NONE, "this server takes text only"),
+    "width": (_NONE, "this server makes no images"),
+    "height": (_NONE, "this server makes no images"),
+    "steps": (_NONE, "this server makes no images"),
+}
+
+HARMLESS = frozenset(("keep_alive", "truncate", "shift", "verbose", "insecure"))
+"""Fields without effect: the model stays loaded, and prompts that are too long are refused."""
+
+SAMPLING: Mapping[str, str] = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+"""Option -> field of a chat request."""
+
+_LOADING = "set when the server starts"
+_SAMPLER = "this sampler is not available"
+
+IDLE: Mapping[str, tuple[Sequence[object], str]] = {
+    "num_ctx": ((), "the context's length is set when the server starts"),
+    "num_keep": ((), "prompts are never shortened"),
+    "repeat_last_n": ((-1,), "the penalty covers the whole text"),
+    "typical_p": ((1,), _SAMPLER),
+    "tfs_z": ((1,), _SAMPLER),
+    "mirostat": ((0,), _SAMPLER),
+    "mirostat_tau": ((), _SAMPLER),
+    "mirostat_eta": ((), _SAMPLER),
+    "penalize_newline": ((True,), "line breaks are penalised like other tokens"),
+    **dict.fromkeys(
+        (
+            "num_batch",
+            "num_gpu",
+            "main_gpu",
+            "num_thread",
+            "numa",
+            "low_vram",
+            "f16_kv",
+            "logits_all",
+            "vocab_only",
+            "use_mmap",
+            "use_mlock",
+            "embedding_only",
+            "draft_num_predict",
+        ),
+        ((), _LOADING),
+    ),
+}
+"""Option -> (values that ask for what happens anyway, why others have no effect)."""

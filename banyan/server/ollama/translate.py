@@ -1,0 +1,164 @@
+"""From a request of Ollama's API to the chat request that means the same."""
+
+from collections.abc import Mapping, Sequence
+
+import orjson
+
+from banyan.base.errors import RequestError
+from banyan.server.errors import Json
+from banyan.server.ollama.schema import (
+    IDLE,
+    SAMPLING,
+    ChatRequest,
+    GenerateRequest,
+    Message,
+    TextRequest,
+)
+from banyan.server.openai.fields import Report
+
+WORDS: Mapping[str, str] = {
+    "max_new_tokens": "num_predict",
+    "max_tokens": "num_predict",
+    "repetition_penalty": "repeat_penalty",
+    "sampling_seed": "seed",
+    "response_format": "format",
+    "reasoning_effort": "think",
+    "thinking": "think",
+}
+"""Field of a chat request -> what the client called it."""
+
+Pending = list[tuple[str, str]]
+"""(id, name) of calls whose results have not come yet."""
+
+
+def chat_body(request: ChatRequest, report: Report) -> Json:
+    """The body of a chat request; RequestError when a field is malformed."""
+    given = request.messages or []
+    pending: Pending = []
+    messages = [_message(message, i, pending) for i, message in enumerate(given)]
+    last = given[-1] if given else None
+    return {
+        **_common(request, report),
+        "messages": messages,
+        "tools": request.tools or None,
+        "continue_final_message": bool(
+            last and last.role == "assistant" and last.content and not last.tool_calls
+        ),
+    }
+
+
+def prompt_body(request: GenerateRequest, report: Report) -> Json:
+    """The body of a chat request that shows the model `prompt` as a user's message."""
+    messages: list[Json] = []
+    if request.system:
+        messages.append({"role": "system", "content": request.system})
+    messages.append({"role": "user", "content": request.prompt or ""})
+    return {**_common(request, report), "messages": messages}
+
+
+def raw_body(request: GenerateRequest, ids: list[int], report: Report) -> Json:
+    """The body of a chat request whose prompt are these token ids; the answer stays as it is."""
+    common = _common(request, report)
+    return {**common, "messages": [], "input_ids": ids, "separate_reasoning": False}
+
+
+def _common(request: TextRequest, report: Report) -> Json:
+    effort = request.think if isinstance(request.think, str) else None
+    return {
+        "model": request.model,
+        "stream": request.stream is not False,
+        "thinking": None if effort is not None else request.think,
+        "reasoning_effort": effort,
+        "response_format": _form(request.format),
+        "logprobs": bool(request.logprobs),
+        "top_logprobs": request.top_logprobs,
+        **_options(request.options or {}, report),
+    }
+
+
+def _options(options: Mapping[str, object], report: Report) -> Json:
+    """Fields of sampling; what has no effect here is reported."""
+    found: Json = {}
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in SAMPLING:
+            found[SAMPLING[name]] = _off(name, value)
+        elif name not in IDLE:
+            report(f"options.{name}", "unknown option, ignored")
+        elif value not in IDLE[name][0]:
+            report(f"options.{name}", IDLE[name][1])
+    return found
+
+
+def _off(name: str, value: object) -> object:
+    """`value`, or what means "off" here where Ollama's API spells that otherwise."""
+    is_number = type(value) is int
+    if name == "num_predict" and is_number and value <= 0:
+        return None  # as much as fits
+    if name == "seed" and is_number and value < 0:
+        return None  # drawn
+    if name == "top_k" and is_number and value <= 0:
+        return -1
+    return value
+
+
+def _form(form: str | dict[str, object] | None) -> Json | None:
+    if form is None or form == "":
+        return None
+    if form == "json":
+        return {"type": "json_object"}
+    if isinstance(form, str):
+        raise RequestError(
+            f'format must be "json" or a JSON schema, got {form[:40]!r}', param="format"
+        )
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form}}
+
+
+def _message(message: Message, index: int, pending: Pending) -> Json:
+    if message.images:
+        raise RequestError(
+            f"messages[{index}].images: this server takes text only",
+            param="messages",
+            code="unsupported_content",
+        )
+    found: Json = {"role": message.role, "content": message.content or ""}
+    if message.thinking:
+        found["reasoning_content"] = message.thinking
+    if message.tool_calls:
+        found["tool_calls"] = [_call(call, index, pending) for call in message.tool_calls]
+    if message.role == "tool":
+        id, name = _answered(message, pending)
+        found |= {"tool_call_id": id} if id else {}
+        found |= {"name": name} if name else {}
+    return found
+
+
+def _call(call: Json, index: int, pending: Pending) -> Json:
+    function = call.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise RequestError(
+            f'messages[{index}].tool_calls must be {{"function": {{"name", "arguments": {{…}}}}}}',
+            param="messages",
+        )
+    given = call.get("id")
+    id = given if isinstance(given, str) and given else f"call_{index}_{len(pending)}"
+    pending.append((id, name))
+    text = orjson.dumps(arguments).decode()
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def _answered(message: Message, pending: Pending) -> tuple[str, str]:
+    """Id and name of the call that a result is of: by its id, else by name, else in order."""
+    wanted, name = message.tool_call_id, message.tool_name
+    fits: Sequence[tuple[str, str]] = [
+        call
+        for call in pending
+        if (call[0] == wanted if wanted else call[1] == name if name else True)
+    ]
+    if not fits:
+        return wanted or "", name or ""
+    pending.remove(fits[0])
+    return fits[0][0], name or fits[0][1]
