@@ -32,6 +32,11 @@ def start_logging(role: str, level: str = "info") -> None:
     root.propagate = False
 
 
+def set_level(level: str) -> None:
+    """Show lines of `level` ("debug" … "error") and above from here on, in this process."""
+    logging.getLogger("banyan").setLevel(level.upper())
+
+
 def printable(text: str, limit: int = 200) -> str:
     """`text` made safe for a log line: control characters escaped, cut at `limit` characters."""
     safe = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: limit + 1])

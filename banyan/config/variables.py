@@ -122,7 +122,7 @@ REFUSED = {
         "tool calls are not parsed", "parse them in the client"
     ),
     "AIP_PREDICT_ROUTE": Refusal(
-        "there is no Vertex AI route", "let a proxy map it to /generate", ("",)
+        "the Vertex AI route is /vertex_generate", "name that one", ("", "/vertex_generate")
     ),
     **{
         f"SGLANG_OLLAMA_{name}_ROUTE": Refusal(

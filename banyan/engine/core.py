@@ -12,10 +12,10 @@ from banyan.base.ids import NO_STEP, StepId
 from banyan.engine.lockstep import Lockstep
 from banyan.messages.events import Event, Stats
 from banyan.messages.plan import CopyResult, Mask, StepPlan, StepResult
-from banyan.messages.requests import Abort, Generate, StopAt
+from banyan.messages.requests import Abort, Generate, RetractAll, StopAt
 from banyan.scheduler.scheduler import Scheduler
 
-CoreInput = Generate | Abort | StopAt | CopyResult
+CoreInput = Generate | Abort | StopAt | CopyResult | RetractAll
 
 
 class Recorder(Protocol):
@@ -47,6 +47,7 @@ class EngineCore:
         assert depth >= 1
         self.scheduler = scheduler
         self.depth = depth
+        self.is_paused = False
         self._lockstep = lockstep
         self._recorder = recorder
         self._in_flight: deque[tuple[StepId, float, bool]] = deque()
@@ -66,10 +67,15 @@ class EngineCore:
                 self.scheduler.stop_at(message.request, message.length, now)
             case CopyResult():
                 self.scheduler.end_copies(message)
+            case RetractAll():
+                self.scheduler.roster.retract_all()
 
     def launch(self, now: float) -> StepPlan | None:
-        """The next plan, or None when there is nothing to do or the depth is reached."""
-        if self.in_flight >= self.depth:
+        """The next plan, or None when there is nothing to do, the depth is reached or it is paused.
+
+        A pause leaves no trace in the journal: nothing is decided while it lasts.
+        """
+        if self.is_paused or self.in_flight >= self.depth:
             return None
         step = StepId(self._last_step + 1)
         draft = self.scheduler.schedule(step, now)
@@ -95,7 +101,7 @@ class EngineCore:
         return self.take_events(), self.take_masks()
 
     def flush(self, now: float) -> bool:
-        """Empty the cache; False (and nothing done) while requests are alive."""
+        """Empty the cache; False (and nothing done) while requests hold pages."""
         if self._recorder is not None:
             self._recorder.flushed(now)
         return self.scheduler.flush()

@@ -20,14 +20,15 @@ class RequestLog:
     """Implements Generator on another, whose every end it logs."""
 
     def __init__(self, generator: Generator, clock: Clock | None = None) -> None:
-        self._generator = generator
+        self.inner = generator
+        """What answers when nothing is to be logged."""
         self._clock = clock or WallClock()
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         began_s = self._clock.now()
         usage, reason = Usage(len(request.prompt), 0), "closed"
         try:
-            async with aclosing(self._generator.generate(request)) as chunks:
+            async with aclosing(self.inner.generate(request)) as chunks:
                 async for chunk in chunks:
                     usage = chunk.usage
                     if chunk.finish is not None:

@@ -47,6 +47,10 @@ class StopAt(msgspec.Struct, frozen=True, tag="stop_at"):
     length: int
 
 
+class RetractAll(msgspec.Struct, frozen=True, tag="retract_all"):
+    """Take the pages of every running request back; each waits and recomputes later."""
+
+
 class Control(msgspec.Struct, frozen=True, omit_defaults=True, tag="control"):
     """An administrative verb (engine/control.py), answered by one `Reply` with the same call."""
 

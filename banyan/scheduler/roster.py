@@ -65,6 +65,11 @@ class Roster:
         self._give_slot(self._let_go(request, WAITING))
         insort(self.waiting, request, key=lambda r: r.rank)
 
+    def retract_all(self) -> None:
+        """Every running request gives its pages back, the lowest first."""
+        for request in reversed(self.running[:]):
+            self.retract(request)
+
     def recompute(self, request: Request) -> None:
         """RUNNING or retracted -> WAITING; what is in flight rests on wrong pages and is void."""
         self.void(request)

@@ -85,8 +85,8 @@ class Scheduler:
         self.cache.end_copies(result.ids, result.failed)
 
     def flush(self) -> bool:
-        """Empty the cache; False (and nothing done) while requests are alive."""
-        if len(self.roster):
+        """Empty the cache; False (and nothing done) while requests hold pages of it."""
+        if self.roster.running or any(request.flights for request in self.roster.waiting):
             return False
         self.cache.flush()
         return True

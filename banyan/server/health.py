@@ -19,7 +19,7 @@ async def livez(exchange: Exchange, state: ServerState) -> None:
 
 
 async def readyz(exchange: Exchange, state: ServerState) -> None:
-    trouble = state.trouble()
+    trouble = state.trouble() or ("generation is paused" if state.paused else "")
     body: Json = {"status": "not ready" if trouble else "ready"}
     if trouble:
         body |= {"reason": trouble, "phases": state.phases}

@@ -1,7 +1,10 @@
-"""/generate: the native form over HTTP. What it means is in frontend.native."""
+"""/generate: the native form over HTTP, and Vertex AI's form of it. What it means is in
+frontend.native.
+"""
 
 from contextlib import aclosing
 
+from banyan.base.errors import RequestError
 from banyan.frontend.native_answer import NativeService
 from banyan.server.exchange import Exchange
 from banyan.server.state import ServerState, Service
@@ -35,3 +38,28 @@ async def generate(exchange: Exchange, state: ServerState) -> None:
                     await exchange.begin_events()
                 await exchange.event(answer)
         await exchange.end_events()
+
+
+async def vertex(exchange: Exchange, state: ServerState) -> None:
+    """Vertex AI: `instances` are the prompts, `parameters` the fields that they have in common."""
+    native = native_service(state.admit(), state)
+    body = await exchange.json_object()
+    instances, parameters = body.get("instances"), body.get("parameters") or {}
+    names = ("text", "input_ids")
+    name = next((n for n in names if isinstance(instances, list) and _all_have(instances, n)), "")
+    if not isinstance(instances, list) or not name or not isinstance(parameters, dict):
+        raise RequestError(
+            "instances must be a list of objects with text, or all with input_ids, and parameters "
+            "an object",
+            param="instances",
+        )
+    prompts = [instance[name] for instance in instances]
+    request = await native.read({**parameters, name: prompts, "stream": False}, exchange.tenant)
+    with state.open.holding([s.request for s in request.sequences]):
+        answer = await native.answer(request)
+    await exchange.json({"predictions": answer})
+
+
+def _all_have(instances: list[object], name: str) -> bool:
+    """Whether each instance is a prompt of this kind and nothing else."""
+    return bool(instances) and all(isinstance(i, dict) and set(i) == {name} for i in instances)

@@ -1,6 +1,17 @@
 """The table of routes, and the application made of it."""
 
-from banyan.server import admin, auth, health, native, parsing, scores, tokens, vectors
+from banyan.server import (
+    admin,
+    auth,
+    health,
+    loads,
+    native,
+    operate,
+    parsing,
+    scores,
+    tokens,
+    vectors,
+)
 from banyan.server.anthropic.messages import anthropic_routes
 from banyan.server.app import App, Route
 from banyan.server.exchange import SEND_TIMEOUT_S, Exchange
@@ -64,9 +75,15 @@ def all_routes() -> list[Route]:
         Route("/get_weight_version", _GET, admin.weight_version),
         Route("/weight_version", _GET, admin.weight_version),
         Route("/flush_cache", _BOTH, admin.flush_cache, adm),
+        Route("/pause_generation", _POST, operate.pause_generation, adm),
+        Route("/continue_generation", _POST, operate.continue_generation, adm),
+        Route("/configure_logging", _BOTH, operate.configure_logging, adm),
+        Route("/v1/loads", _GET, loads.show_loads),
+        Route("/version", _GET, operate.version),
         Route("/abort_request", _POST, admin.abort_request, adm),
         *anthropic_routes(),
         *ollama_routes(),
+        Route("/vertex_generate", _POST, native.vertex),
         *unavailable_routes(),
     ]
 

@@ -121,6 +121,8 @@ class ServerState:
     phases: dict[str, float] = field(default_factory=dict)
     """Start-up phases in seconds, in order."""
     draining: bool = False
+    paused: bool = False
+    """Requests are accepted and wait until /continue_generation."""
     dead: str = ""
     open: OpenRequests = field(default_factory=OpenRequests)
     version: str = field(default_factory=_version)

@@ -21,12 +21,10 @@ _CORPUS = "N-gram speculation is not available in this build."
 _PROFILE = "There is no profiler behind HTTP; set --journal and read it with `banyan replay`."
 _EXPERTS = "Expert parallelism is not available in this build."
 _MEMORY = "Memory cannot be released while the server runs; there is no --enable-memory-saver."
-_PAUSE = "Generation cannot be paused; POST /abort_request with abort_all ends what runs."
 _SESSIONS = "Sessions are not available in this build; the prefix cache keeps shared prompts."
 _PEERS = "Prefill-decode disaggregation is not available in this build."
 _AUDIO = "Audio models are not available in this build."
 _RESPONSES = "The Responses API is not available in this build; use /v1/chat/completions."
-_CLOUD = "This cloud adapter is not available in this build; use /v1/chat/completions."
 _SETTINGS = "Settings are frozen at start-up; start the server again with other flags."
 _GC = "Garbage collection needs no freezing here; nothing was done."
 
@@ -67,13 +65,9 @@ _ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/load_lora_adapter": (_POST, _ADAPTERS),
     "/load_lora_adapter_from_tensors": (_POST, _ADAPTERS),
     "/unload_lora_adapter": (_POST, _ADAPTERS),
-    "/configure_logging": (_BOTH, _SETTINGS),
-    "/pause_generation": (_POST, _PAUSE),
-    "/continue_generation": (_POST, _PAUSE),
 }
 
 _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
-    "/v1/loads": (_GET, "Ask /get_load for the load of this server."),
     "/generate_from_file": (_POST, "Prompts as embeddings are not available in this build."),
     "/get_hicache_l3_cache_layout": (_GET, _TIERS),
     "/open_session": (_BOTH, _SESSIONS),
@@ -82,7 +76,6 @@ _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/v1/realtime": (_GET, _AUDIO),
     "/v1/responses": (_POST, _RESPONSES),
     "/v1/responses/": (_BOTH, _RESPONSES),
-    "/vertex_generate": (_POST, _CLOUD),
     "/v1/decisions": (_POST, "Typed questions are not available in this build."),
     "/v1/systemone": (_POST, "Typed questions are not available in this build."),
     "/metrics": (_GET, "Metrics are not available in this build; /get_load shows the load."),

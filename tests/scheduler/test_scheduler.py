@@ -2,7 +2,7 @@ from array import array
 
 import pytest
 
-from banyan.messages.requests import Abort, Generate, StopAt
+from banyan.messages.requests import Abort, Generate, RetractAll, StopAt
 from banyan.messages.sampling import SamplingParams
 from tests.scheduler.driver import Driver, continuation, next_token
 
@@ -203,11 +203,16 @@ def test_longest_prefix_first_serves_cached_prompts_first():
     assert list(driver.outputs) == ["warm", "hot", "cold"]
 
 
-def test_flushing_is_refused_while_requests_are_alive():
+def test_flushing_is_refused_while_requests_hold_pages():
     driver = Driver()
     driver.submit("a", PROMPT)
+    driver.launch()
+    assert not driver.core.scheduler.flush()
+    driver.receive(RetractAll())
     assert not driver.core.scheduler.flush()
     driver.run()
+    assert driver.outputs["a"] == continuation(PROMPT, 4)
+    assert driver.ends["a"].retractions == 1
     assert driver.core.scheduler.cache.ledger(0).cached > 0
     assert driver.core.scheduler.flush()
     assert driver.core.scheduler.cache.ledger(0).cached == 0

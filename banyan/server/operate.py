@@ -1,0 +1,80 @@
+"""What operators change while the server runs: pauses and what is logged."""
+
+from dataclasses import replace
+
+import msgspec
+
+from banyan.base.errors import RequestError
+from banyan.base.log import logger, set_level
+from banyan.frontend.request_log import RequestLog
+from banyan.server.exchange import Exchange
+from banyan.server.openai.fields import typed
+from banyan.server.state import ServerState
+
+log = logger(__name__)
+
+_MODES = ("abort", "retract", "in_place")
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+class PauseRequest(msgspec.Struct, frozen=True):
+    mode: str = "abort"
+
+
+class LoggingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    log_requests: bool | None = None
+    log_level: str | None = None
+
+
+async def pause_generation(exchange: Exchange, state: ServerState) -> None:
+    """Plan no more steps; requests that come meanwhile wait.
+
+    `abort` ends what runs, `retract` lets it recompute later, `in_place` keeps its pages.
+    """
+    service = state.admit()
+    mode = typed(await exchange.optional_object(), PauseRequest).mode
+    if mode not in _MODES:
+        raise RequestError(f"mode must be one of {', '.join(_MODES)}, got {mode[:40]!r}.")
+    state.paused = True
+    reply = await service.client.control("pause", retract=mode == "retract")
+    if mode == "abort":
+        reply = await service.client.control("abort_all")
+    log.info("generation paused mode=%s", mode)
+    await exchange.json({"message": reply.text, "status": "ok"})
+
+
+async def continue_generation(exchange: Exchange, state: ServerState) -> None:
+    service = state.admit()
+    reply = await service.client.control("resume")
+    state.paused = False
+    log.info("generation continues")
+    await exchange.json({"message": reply.text, "status": "ok"})
+
+
+async def configure_logging(exchange: Exchange, state: ServerState) -> None:
+    """Log the end of requests or not; the level of this process's lines."""
+    service = state.admit()
+    raw = await exchange.optional_object()
+    for name, value in raw.items():
+        if name not in LoggingRequest.__struct_fields__ and value is not None:
+            raise RequestError(
+                f"{name[:80]} is not available in this build",
+                param=name[:80],
+                code="not_available",
+                hint="log_requests and log_level can be set; requests are never dumped.",
+            )
+    asked = typed(raw, LoggingRequest)
+    if asked.log_level is not None:
+        if asked.log_level.lower() not in _LEVELS:
+            raise RequestError(f"log_level must be one of {', '.join(_LEVELS)}.", param="log_level")
+        set_level(asked.log_level)
+    if asked.log_requests is not None:
+        generator = service.generator
+        bare = generator.inner if isinstance(generator, RequestLog) else generator
+        wanted = RequestLog(bare) if asked.log_requests else bare
+        state.service = replace(service, generator=wanted)
+    await exchange.whole(b"", 200, "text/plain")
+
+
+async def version(exchange: Exchange, state: ServerState) -> None:
+    await exchange.json({"version": state.version})
