@@ -72,6 +72,13 @@ $(VENV)/.torch: | $(BIN)/python
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	@echo "Installing banyan"
 	@$(PIP) install -e .
+	@for c in g++ clang++ c++; do \
+	  if command -v $$c >/dev/null 2>&1; then found=$$c; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	  echo "No C++ compiler is here: installing one as a package (ziglang, 100 MB)"; \
+	  $(PIP) install -e '.[compiler]'; \
+	fi
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.installed

@@ -42,6 +42,13 @@ OPTIONS_BY_ISA = {
     "amx": (*_AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
 """Last word of a file's name -> options of its instruction set; such files are for x86-64 only."""
+_ZIG = (
+    # Its own defaults are this machine's instruction set and checks for undefined behaviour.
+    *("-mcpu=baseline", "-fno-sanitize=all", "-g0"),
+    # It would compile a C++ runtime first; csrc/standalone.cpp is what we need of one.
+    *("-fno-exceptions", "-fno-rtti", "-DBN_STANDALONE"),
+)
+_ZIG_LINK = ("-nostdlib", "-lc", "-lm")
 _NEEDS = {
     "avx2": {"avx2", "fma", "f16c", "bmi2"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
@@ -67,6 +74,21 @@ class Compiler:
     @property
     def name(self) -> str:
         return "ziglang" if "ziglang" in self.words else self.words[0]
+
+    def compile(self, work: Path) -> tuple[str, ...]:
+        """How a command that compiles begins; what it keeps goes into the folder `work`."""
+        return (*self._command(work), *OPTIONS, *(_ZIG if self.name == "ziglang" else ()))
+
+    def link(self, work: Path) -> tuple[str, ...]:
+        """The same of a command that makes a shared library."""
+        options = _ZIG_LINK if self.name == "ziglang" else ("-pthread",)
+        return (*self._command(work), "-shared", *options)
+
+    def _command(self, work: Path) -> tuple[str, ...]:
+        if self.name != "ziglang":
+            return self.words
+        caches = (f"ZIG_{which}_CACHE_DIR={work}/zig" for which in ("GLOBAL", "LOCAL"))
+        return ("env", *caches, *self.words)
 
 
 def compilers(named: str = "") -> Iterator[Compiler]:
@@ -135,7 +157,7 @@ def _wait_for(lock: IO[str]) -> None:
 
 
 def _fingerprint(highest: str) -> str:
-    choices = (OPTIONS, OPTIONS_BY_ISA, platform.machine(), highest)
+    choices = (OPTIONS, OPTIONS_BY_ISA, _ZIG, _ZIG_LINK, platform.machine(), highest)
     digest = hashlib.sha256(repr(choices).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -161,7 +183,7 @@ def _build(target: Path, found: list[Compiler], highest: str) -> None:
 def _compile(compiler: Compiler, work: Path, target: Path, highest: str) -> str:
     """Build with one compiler; "" or why that failed."""
     level = ISAS.index(highest)
-    command = (*compiler.words, *OPTIONS, f"-DBN_HIGHEST={level}")
+    command = (*compiler.compile(work), f"-DBN_HIGHEST={level}")
     jobs = []
     for source in sorted(SOURCES.glob("*.cpp")):
         isa = source.stem.rpartition("_")[2]
@@ -176,7 +198,7 @@ def _compile(compiler: Compiler, work: Path, target: Path, highest: str) -> str:
                 return reason
     library = work / LIBRARY
     objects = [str(output) for _, output in jobs]
-    reason = _run((*compiler.words, "-shared", "-pthread", *objects, "-o", str(library)))
+    reason = _run((*compiler.link(work), *objects, "-o", str(library)))
     if not reason:
         os.replace(library, target)  # whole or not at all
     return reason
