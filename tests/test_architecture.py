@@ -35,6 +35,12 @@ ARROWS = {
     "runner": "base config messages models layers parallel ops platform transfer memory.groups",
 }
 """Room -> what it may import of the house, itself aside."""
+DOORS = ("server/anthropic/", "server/ollama/")
+"""Routes in the words of another API. They only translate: what runs is a chat request's plan."""
+DOOR_IMPORTS = (
+    *("base.errors", "server", "frontend.tools.parts", "frontend.vectors"),
+    *(f"frontend.generation.{name}" for name in ("run", "TextChunk", "Finish", "Usage")),
+)
 COMPOSITION_ROOTS = (
     *("cli", "replica.py", "compose.py", "llm.py", "__main__.py", "check_env.py"),
     *("launch_server.py", "launch_router.py", "launch_lb.py"),
@@ -125,6 +131,15 @@ def breaks_an_arrow(path: Path, tree: ast.Module) -> Iterator[Finding]:
             yield line, f"room {here!r} has no arrows yet"
         elif not any(is_under(target, a) for a in (here, *ARROWS[here].split())):
             yield line, f"{here} may not import {target}"
+
+
+def does_more_than_translate(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    if not inside(path).startswith(DOORS):
+        return
+    for line, name in imports(tree):
+        target = name.removeprefix("banyan.")
+        if is_under(name, "banyan") and not any(is_under(target, a) for a in DOOR_IMPORTS):
+            yield line, f"a route that only translates needs no {target}"
 
 
 def imports_torch(path: Path, tree: ast.Module) -> Iterator[Finding]:
@@ -275,6 +290,10 @@ def cannot_fail(path: Path, tree: ast.Module) -> Iterator[Finding]:
 
 def test_imports_follow_the_arrows() -> None:
     obey(breaks_an_arrow)
+
+
+def test_other_apis_are_translated_to_chat_and_run_nothing_of_their_own() -> None:
+    obey(does_more_than_translate)
 
 
 def test_control_rooms_and_the_front_door_have_no_torch() -> None:
