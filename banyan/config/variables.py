@@ -126,7 +126,7 @@ REFUSED = {
     ),
     **{
         f"SGLANG_OLLAMA_{name}_ROUTE": Refusal(
-            "there are no Ollama routes", "use /v1/chat/completions", ("",)
+            "Ollama's routes keep their paths", "let a proxy map others to them", ("",)
         )
         for name in ("ROOT", "CHAT", "GENERATE", "TAGS", "SHOW")
     },
