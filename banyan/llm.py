@@ -29,6 +29,7 @@ from banyan.config.schema import Config
 from banyan.frontend.client import EngineClient, Engines
 from banyan.frontend.fleet import Fleet
 from banyan.frontend.native_answer import NativeService
+from banyan.frontend.sessions import Sessions
 from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
 from banyan.frontend.text_generator import open_generator
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
@@ -166,6 +167,23 @@ class Engine:
         work = self._live().encode(prompt, dimensions, rid)
         return await self._loop.await_from_elsewhere(work)
 
+    def open_session(
+        self,
+        capacity_of_str_len: int,
+        session_id: str | None = None,
+        timeout: float | None = None,
+    ) -> str:
+        """Open a session for turns that go on from earlier ones (`session_params` of `generate`).
+
+        Args:
+            capacity_of_str_len: most tokens of one history.
+            timeout: seconds without a turn after which it is closed; None = never.
+        """
+        return self._live().sessions.open(capacity_of_str_len, session_id, timeout)
+
+    def close_session(self, session_id: str) -> None:
+        self._live().sessions.close(session_id)
+
     def flush_cache(self) -> bool:
         """Empty the prefix cache; False while requests are running."""
         return self._loop.run(self._live().client.control("flush_cache")).ok
@@ -241,11 +259,19 @@ class _Opened:
     tokenizer: Tokenizer | None
     native: NativeService
     vectors: VectorService
+    sessions: Sessions
     handles: list[EngineHandle]
     closing: AsyncExitStack
 
     async def answer(self, body: Mapping[str, object]) -> Answer | list[Answer]:
-        return await self.native.answer(await self.native.read(body))
+        turn = self.sessions.begin(body, self.tokenizer)
+        if turn is None:
+            return await self.native.answer(await self.native.read(body))
+        answer = await self.native.answer(await self.native.read(turn.body))
+        if isinstance(answer, list):
+            raise RequestError("A turn of a session has one answer.", param="n")
+        turn.keep(answer["output_ids"])
+        return answer
 
     async def encode(
         self, prompt: object, dimensions: int | None, rid: str | None
@@ -298,7 +324,9 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             incremental=config.server.incremental_output,
         )
         vectors = VectorService(generator, tokenizer, limits, config.model.weight_version)
-        return _Opened(client, ready, tokenizer, native, vectors, handles, stack.pop_all())
+        return _Opened(
+            client, ready, tokenizer, native, vectors, Sessions(), handles, stack.pop_all()
+        )
 
 
 def _start(

@@ -49,7 +49,7 @@ class NativeService:
         self._defaults = defaults
         self._draw_seed = draw_seed
         self._weight_version = weight_version
-        self._is_incremental = incremental
+        self.is_incremental = incremental
         self._clock = clock or WallClock()
 
     async def read(self, body: Mapping[str, object], tenant: bytes = b"") -> NativeRequest:
@@ -78,7 +78,7 @@ class NativeService:
         so_far: dict[int, TextChunk] = {}
         async with aclosing(run(self._generator, asked)) as chunks:
             async for i, chunk in chunks:
-                if not self._is_incremental:
+                if not self.is_incremental:
                     so_far[i] = chunk = join([so_far[i], chunk]) if i in so_far else chunk
                 answer = self._render(request.sequences[i], chunk, started_s)
                 yield {**answer, "index": i} if request.is_list else answer

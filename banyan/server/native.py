@@ -4,10 +4,24 @@ frontend.native.
 
 from contextlib import aclosing
 
+import msgspec
+
 from banyan.base.errors import RequestError
 from banyan.frontend.native_answer import NativeService
 from banyan.server.exchange import Exchange
+from banyan.server.openai.fields import typed
 from banyan.server.state import ServerState, Service
+
+
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
+    capacity_of_str_len: int
+    session_id: str | None = None
+    streaming: bool | None = None
+    timeout: float | None = None
+
+
+class CloseSession(msgspec.Struct, frozen=True, kw_only=True):
+    session_id: str
 
 
 def native_service(service: Service, state: ServerState) -> NativeService:
@@ -23,21 +37,62 @@ def native_service(service: Service, state: ServerState) -> NativeService:
 
 
 async def generate(exchange: Exchange, state: ServerState) -> None:
-    native = native_service(state.admit(), state)
+    service = state.admit()
+    native = native_service(service, state)
     body = await exchange.json_object()
-    request = await native.read(body, exchange.tenant)
+    turn = state.sessions.begin(body, service.tokenizer, exchange.tenant)
+    request = await native.read(body if turn is None else turn.body, exchange.tenant)
+    if turn is not None and len(request.sequences) > 1:
+        raise RequestError("A turn of a session has one answer.", param="n")
     for name in dict.fromkeys(n for s in request.sequences for n in s.not_honoured):
         exchange.warn_or_refuse(name, "not used", state.config.server.strict_requests)
+    output: list[int] = []
     with state.open.holding([s.request for s in request.sequences]):
         if not request.stream:
-            await exchange.json(await native.answer(request))
-            return
-        async with aclosing(native.stream(request)) as answers:
-            async for answer in answers:
-                if not exchange.streaming:
-                    await exchange.begin_events()
-                await exchange.event(answer)
-        await exchange.end_events()
+            answer = await native.answer(request)
+            output = output_of(answer)
+            await exchange.json(answer)
+        else:
+            async with aclosing(native.stream(request)) as answers:
+                async for answer in answers:
+                    if not exchange.streaming:
+                        await exchange.begin_events()
+                    new = output_of(answer)
+                    output = output + new if native.is_incremental else new
+                    await exchange.event(answer)
+            await exchange.end_events()
+    if turn is not None:
+        turn.keep(output)
+
+
+def output_of(answer: object) -> list[int]:
+    """Tokens of an answer to one sequence; [] of a list of answers."""
+    ids = answer.get("output_ids") if isinstance(answer, dict) else None
+    return ids if isinstance(ids, list) else []
+
+
+async def open_session(exchange: Exchange, state: ServerState) -> None:
+    """Answers with the session's id as a JSON string."""
+    state.admit()
+    asked = typed(await exchange.optional_object(), OpenSession)
+    if asked.streaming:
+        raise RequestError(
+            "streaming sessions are not available in this build",
+            param="streaming",
+            code="not_available",
+            hint="Name the turn to go on from in session_params.rid.",
+        )
+    found = state.sessions.open(
+        asked.capacity_of_str_len, asked.session_id, asked.timeout, exchange.tenant
+    )
+    await exchange.json(found)
+
+
+async def close_session(exchange: Exchange, state: ServerState) -> None:
+    """Closing what is not open is no error: it may have timed out."""
+    asked = typed(await exchange.optional_object(), CloseSession)
+    state.sessions.close(asked.session_id, exchange.tenant)
+    await exchange.whole(b"", 200, "text/plain")
 
 
 async def vertex(exchange: Exchange, state: ServerState) -> None:

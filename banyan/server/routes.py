@@ -22,6 +22,7 @@ from banyan.server.openai.completions import completions
 from banyan.server.openai.embeddings import create_embeddings
 from banyan.server.openai.files import file, files
 from banyan.server.openai.models import list_models, show_model
+from banyan.server.openai.responses import responses_routes
 from banyan.server.state import ServerState
 from banyan.server.unavailable import unavailable_routes
 
@@ -50,11 +51,14 @@ def all_routes() -> list[Route]:
         Route("/v1/completions", _POST, completions, json_only=True),
         Route("/v1/models", _GET, list_models),
         Route("/v1/models/", _GET, show_model),
+        *responses_routes(),
         Route("/v1/files", _BOTH, files),
         Route("/v1/files/", ("GET", "DELETE"), file),
         Route("/v1/batches", _BOTH, batches),
         Route("/v1/batches/", _BOTH, batch),
         Route("/generate", ("POST", "PUT"), native.generate),
+        Route("/open_session", _BOTH, native.open_session),
+        Route("/close_session", _BOTH, native.close_session),
         Route("/encode", _PUT, vectors.encode),
         Route("/classify", _PUT, vectors.encode),
         Route("/v1/embeddings", _POST, create_embeddings, json_only=True),

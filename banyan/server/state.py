@@ -20,10 +20,12 @@ from banyan.frontend.client import Engines
 from banyan.frontend.generation import Generator, TextRequest
 from banyan.frontend.parser_choice import Parsers
 from banyan.frontend.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
+from banyan.frontend.sessions import Sessions
 from banyan.frontend.templates import FillIn
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.events import Ready
 from banyan.server.errors import unavailable
+from banyan.server.store.responses import ResponseStore
 from banyan.server.store.storage import Storage, storage_path
 
 
@@ -125,8 +127,10 @@ class ServerState:
     """Requests are accepted and wait until /continue_generation."""
     dead: str = ""
     open: OpenRequests = field(default_factory=OpenRequests)
+    sessions: Sessions = field(default_factory=Sessions)
     version: str = field(default_factory=_version)
     storage: Storage = field(init=False)
+    responses: ResponseStore = field(default_factory=ResponseStore)
 
     def __post_init__(self) -> None:
         self.storage = Storage(storage_path(self.config.server))

@@ -21,10 +21,8 @@ _CORPUS = "N-gram speculation is not available in this build."
 _PROFILE = "There is no profiler behind HTTP; set --journal and read it with `banyan replay`."
 _EXPERTS = "Expert parallelism is not available in this build."
 _MEMORY = "Memory cannot be released while the server runs; there is no --enable-memory-saver."
-_SESSIONS = "Sessions are not available in this build; the prefix cache keeps shared prompts."
 _PEERS = "Prefill-decode disaggregation is not available in this build."
 _AUDIO = "Audio models are not available in this build."
-_RESPONSES = "The Responses API is not available in this build; use /v1/chat/completions."
 _SETTINGS = "Settings are frozen at start-up; start the server again with other flags."
 _GC = "Garbage collection needs no freezing here; nothing was done."
 
@@ -70,12 +68,8 @@ _ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
 _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/generate_from_file": (_POST, "Prompts as embeddings are not available in this build."),
     "/get_hicache_l3_cache_layout": (_GET, _TIERS),
-    "/open_session": (_BOTH, _SESSIONS),
-    "/close_session": (_BOTH, _SESSIONS),
     "/v1/audio/transcriptions": (_POST, _AUDIO),
     "/v1/realtime": (_GET, _AUDIO),
-    "/v1/responses": (_POST, _RESPONSES),
-    "/v1/responses/": (_BOTH, _RESPONSES),
     "/v1/decisions": (_POST, "Typed questions are not available in this build."),
     "/v1/systemone": (_POST, "Typed questions are not available in this build."),
     "/metrics": (_GET, "Metrics are not available in this build; /get_load shows the load."),

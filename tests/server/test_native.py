@@ -64,3 +64,26 @@ def test_a_live_request_id_cannot_be_taken(site: Site, http: httpx.Client) -> No
         next(lines)
         answer = post(http, rid="one")
     assert answer.json()["error"]["message"] == "Duplicate request ID detected: one"
+
+
+def test_a_session_sends_its_history_to_the_engine(site: Site, http: httpx.Client) -> None:
+    name = http.post("/open_session", json={"capacity_of_str_len": 1000}).json()
+    params = {"id": name}
+    first = post(http, session_params=params).json()
+    earlier = site.generator.asked[-1].prompt + first["output_ids"]
+    later = {"id": name, "rid": first["meta_info"]["id"]}
+    chunks = stream(http, text="cd", session_params=later)
+    assert site.generator.asked[-1].prompt == earlier + site.tokenizer.encode("cd")
+    last = {"id": name, "rid": chunks[-1]["meta_info"]["id"]}
+    post(http, text="e", session_params=last)
+    assert len(site.generator.asked[-1].prompt) == len(earlier) + 2 + 5 + 1
+    assert http.post("/close_session", json={"session_id": name}).status_code == 200
+    assert post(http, session_params=params).status_code == 400
+
+
+def test_an_open_session_cannot_be_opened_again(http: httpx.Client) -> None:
+    body = {"capacity_of_str_len": 10, "session_id": "mine"}
+    assert http.post("/open_session", json=body).json() == "mine"
+    assert http.post("/open_session", json=body).status_code == 400
+    assert http.get("/close_session", params={"session_id": "mine"}).status_code == 200
+    assert http.post("/open_session", json=body | {"streaming": True}).status_code == 400

@@ -1,0 +1,173 @@
+"""Sessions: turns of /generate that go on from earlier ones without sending them again.
+
+A session keeps the tokens of its finished turns, each under its request id, so that a turn may go
+on from any of them. Their keys and values are in the prefix cache as long as there is room. Knows
+no HTTP and no engine.
+"""
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from banyan.base.clock import Clock, WallClock
+from banyan.base.errors import RequestError
+from banyan.frontend.native import checked_rid
+from banyan.frontend.tokenizer import Tokenizer
+
+MAX_SESSIONS = 4096
+MAX_TURNS = 1024
+_KEYS = ("id", "rid", "offset", "replace", "drop_previous_output")
+
+Body = dict[str, object]
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """A finished turn: everything it was given, and what it said."""
+
+    prompt: list[int]
+    output: list[int]
+
+
+@dataclass
+class _Session:
+    capacity: int
+    """Most tokens of one history; a token has at least one character."""
+    timeout_s: float | None
+    used_s: float
+    turns: dict[str, _Turn] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A turn that is being answered. `body` is the request with its whole history."""
+
+    body: Body
+    _session: _Session
+    _rid: str
+
+    def keep(self, output: list[int]) -> None:
+        """The turn has ended in order with this output."""
+        prompt = self.body["input_ids"]
+        assert isinstance(prompt, list)
+        self._session.turns[self._rid] = _Turn(prompt, output)
+
+
+class Sessions:
+    """The open sessions of one front. A tenant sees only its own."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or WallClock()
+        self._open: dict[tuple[bytes, str], _Session] = {}
+
+    def open(
+        self,
+        capacity: int,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
+        tenant: bytes = b"",
+    ) -> str:
+        """Open a session; returns its id.
+
+        Raises:
+            RequestError: the id is open, a value is not legal, or too many sessions are open.
+        """
+        self._drop_old()
+        if capacity < 1:
+            raise RequestError(
+                f"capacity_of_str_len must be at least 1, got {capacity}.",
+                param="capacity_of_str_len",
+            )
+        if timeout_s is not None and not 0 < timeout_s < 1e9:
+            raise RequestError("timeout must be seconds above 0.", param="timeout")
+        name = uuid.uuid4().hex if session_id is None else checked_rid(session_id)
+        if (tenant, name) in self._open:
+            raise RequestError(f"Session {name} is open already.", param="session_id")
+        if len(self._open) >= MAX_SESSIONS:
+            raise RequestError(
+                f"{MAX_SESSIONS} sessions are open; close some.", status=503, code="too_many"
+            )
+        self._open[tenant, name] = _Session(capacity, timeout_s, self._clock.now())
+        return name
+
+    def close(self, session_id: str, tenant: bytes = b"") -> bool:
+        """Forget a session; False when there is none of this name."""
+        return self._open.pop((tenant, session_id), None) is not None
+
+    def begin(
+        self, body: Mapping[str, object], tokenizer: Tokenizer | None, tenant: bytes = b""
+    ) -> Begun | None:
+        """The turn that a body asks for; None when it names no session.
+
+        Raises:
+            RequestError: no such session or turn, or the history is too long.
+        """
+        params = body.get("session_params")
+        if not params:
+            return None
+        self._drop_old()
+        if not isinstance(params, dict) or set(params) - set(_KEYS):
+            raise RequestError(
+                f"session_params must be an object with {', '.join(_KEYS)}.", param="session_params"
+            )
+        session = self._open.get((tenant, str(params.get("id"))))
+        if session is None:
+            raise RequestError(
+                f"Session {str(params.get('id'))[:80]!r} is not open.", param="session_params"
+            )
+        session.used_s = self._clock.now()
+        history = _history(session, params)
+        prompt = history + _new_ids(body, tokenizer, is_first=not history)
+        if len(prompt) > session.capacity:
+            raise RequestError(
+                f"The session's history has {len(prompt)} tokens, it was opened for "
+                f"{session.capacity}.",
+                param="session_params",
+            )
+        rid = uuid.uuid4().hex if body.get("rid") is None else checked_rid(body["rid"])
+        if rid in session.turns or len(session.turns) >= MAX_TURNS:
+            raise RequestError(
+                f"The session has a turn {rid}, or {MAX_TURNS} of them.", param="rid"
+            )
+        rest = {k: v for k, v in body.items() if k not in ("session_params", "text", "rid")}
+        return Begun({**rest, "input_ids": prompt, "rid": rid}, session, rid)
+
+    def _drop_old(self) -> None:
+        now = self._clock.now()
+        for key, session in list(self._open.items()):
+            if session.timeout_s is not None and now - session.used_s > session.timeout_s:
+                del self._open[key]
+
+
+def _history(session: _Session, params: Mapping[str, object]) -> list[int]:
+    """The tokens that a turn goes on from. `replace` forgets the turns behind that point."""
+    rid, offset = params.get("rid"), params.get("offset")
+    if offset is not None and (type(offset) is not int or offset < -1):
+        raise RequestError("offset must be -1 or more tokens.", param="session_params")
+    if rid in (None, ""):
+        if params.get("replace"):
+            session.turns.clear()
+        return []
+    turn = session.turns.get(str(rid))
+    if turn is None:
+        raise RequestError(
+            f"The session has no finished turn {str(rid)[:80]!r}.", param="session_params"
+        )
+    if params.get("replace"):
+        names = list(session.turns)
+        for later in names[names.index(str(rid)) + 1 :]:
+            del session.turns[later]
+    found = turn.prompt + ([] if params.get("drop_previous_output") else turn.output)
+    return found[:offset] if offset is not None and offset > 0 else found
+
+
+def _new_ids(body: Mapping[str, object], tokenizer: Tokenizer | None, is_first: bool) -> list[int]:
+    """Tokens that a turn adds; only the first has the model's own start."""
+    text, ids = body.get("text"), body.get("input_ids")
+    if (text is None) == (ids is None):
+        raise RequestError("Exactly one of text and input_ids must be given.", param="text")
+    if isinstance(text, str) and tokenizer is not None:
+        return tokenizer.encode(text, add_special_tokens=is_first)
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise RequestError("A turn of a session has one prompt.", param="session_params")
+    return ids
