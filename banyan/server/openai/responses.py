@@ -1,0 +1,320 @@
+"""/v1/responses: the Responses API over the path of chat, with a bounded store in memory.
+
+A response runs while its client listens; in the background it runs on its own, and its client
+polls, or follows its stream.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import orjson
+
+from banyan.base.errors import RequestError
+from banyan.base.log import logger
+from banyan.frontend.generation import run
+from banyan.server.app import Route
+from banyan.server.dialect import OPENAI
+from banyan.server.errors import Json, internal
+from banyan.server.exchange import Exchange
+from banyan.server.openai.chat_plan import ChatPlan, chat_prompt, plan_chat
+from banyan.server.openai.fields import (
+    Report,
+    account_for,
+    check_model,
+    in_words,
+    origin_of,
+    typed,
+)
+from banyan.server.openai.files import listed, page
+from banyan.server.openai.responses_answer import ResponseAnswer
+from banyan.server.openai.responses_items import given_items
+from banyan.server.openai.responses_request import (
+    HARMLESS,
+    REFUSED,
+    WORDS,
+    PromptRequest,
+    ResponsesRequest,
+    chat_body,
+)
+from banyan.server.openai.schema import ChatRequest
+from banyan.server.state import ServerState, Service
+from banyan.server.store.responses import StoredResponse
+
+R = TypeVar("R", bound=PromptRequest)
+
+log = logger(__name__)
+
+_PAGE = 20
+_ON = ("true", "1")
+
+
+def _frame(body: Json) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (str(body["type"]).encode(), orjson.dumps(body))
+
+
+def _error_event(error: RequestError) -> Json:
+    """The last event of a stream that breaks where no response.failed could be sent."""
+    return {
+        "type": "error",
+        "code": error.code,
+        "message": str(error),
+        "param": error.param or None,
+        "sequence_number": 0,
+    }
+
+
+RESPONSES = replace(OPENAI, frame=_frame, error_event=_error_event)
+"""Events carry their type's name; errors before a stream are those of the other OpenAI routes."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """One response that is being made. `over` is called before its last event is seen."""
+
+    service: Service
+    plan: ChatPlan
+    answer: ResponseAnswer
+    over: Callable[[], None]
+
+    async def events(self) -> AsyncGenerator[Json, None]:
+        """The events of the response; RequestError when it fails."""
+        has_begun = False
+        async with aclosing(run(self.service.generator, self.plan.asked)) as chunks:
+            async for _, chunk in chunks:
+                found = [] if has_begun else self.answer.begin()
+                has_begun = True
+                found += self.answer.events(chunk)
+                if chunk.finish is not None:
+                    self.over()
+                for event in found:
+                    yield event
+
+    def fail(self, error: RequestError) -> list[Json]:
+        """The events that end a response which cannot be completed."""
+        events = self.answer.fail(error)
+        self.over()
+        return events
+
+
+async def create(exchange: Exchange, state: ServerState) -> None:
+    service = state.admit()
+    server = state.config.server
+    report = _reporter(exchange, server.strict_requests)
+    request = await _read(exchange, ResponsesRequest, report)
+    model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
+    before = _before(request, state)
+    given = given_items(request.input)
+    try:
+        body = chat_body(request, [*before, *given], report)
+        chat = typed(body, ChatRequest)
+        plan = await plan_chat(service, body, chat, origin_of(exchange, chat, "responses"), report)
+    except RequestError as error:
+        raise in_words(error, WORDS) from None
+    id = f"resp_{exchange.id}"
+    answer = ResponseAnswer(service, plan, request, id, model, server.cache_report)
+    stored = StoredResponse(answer.body, id, given, before)
+
+    def over() -> None:
+        final = answer.body()
+        stored.show = lambda: final
+        if request.store is not False:
+            state.responses.keep(stored)
+
+    running = Running(service, plan, answer, over)
+    if request.background:
+        await _in_background(exchange, state, running, stored, bool(request.stream))
+        return
+    with state.open.holding(plan.asked):
+        if request.stream:
+            await _stream(exchange, running)
+        else:
+            async with aclosing(running.events()) as events:
+                async for _ in events:
+                    pass
+            await exchange.json(stored.show())
+
+
+async def one(exchange: Exchange, state: ServerState) -> None:
+    """One stored response: show it, follow it, delete it, cancel it, or list its input."""
+    id, _, verb = exchange.tail.partition("/")
+    if exchange.method == "POST" and verb == "cancel":
+        await exchange.json(await _cancel(state.responses.find(id)))
+    elif exchange.method == "POST" or verb not in ("", "input_items"):
+        raise RequestError(
+            f"no route below a response: {verb[:40]!r}", status=404, code="not_found"
+        )
+    elif exchange.method == "DELETE":
+        await _end(state.responses.find(id))
+        state.responses.remove(id)
+        await exchange.json({"id": id, "object": "response", "deleted": True})
+    elif verb:
+        given = state.responses.find(id).given
+        shown, has_more = page(given, exchange.query, lambda item: str(item["id"]), _PAGE)
+        await exchange.json(listed(shown, has_more))
+    elif exchange.query.get("stream") in _ON:
+        await _follow(exchange, state.responses.find(id), exchange.query.get("starting_after"))
+    else:
+        await exchange.json(state.responses.find(id).show())
+
+
+async def input_tokens(exchange: Exchange, state: ServerState) -> None:
+    """The length of a prompt, counted and not run."""
+    service = state.admit()
+    strict = state.config.server.strict_requests
+    report = _reporter(exchange, strict)
+    request = await _read(exchange, PromptRequest, report)
+    check_model(request.model, state.served_name, exchange.warn, strict)
+    items = [*_before(request, state), *given_items(request.input)]
+    chat = typed(chat_body(request, items, report), ChatRequest)
+    ids, _ = await chat_prompt(service, chat, report)
+    await exchange.json({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+
+def responses_routes() -> list[Route]:
+    return [
+        Route("/v1/responses", ("POST",), create, json_only=True, dialect=RESPONSES),
+        Route(
+            "/v1/responses/input_tokens", ("POST",), input_tokens, json_only=True, dialect=RESPONSES
+        ),
+        Route("/v1/responses/", ("GET", "POST", "DELETE"), one, dialect=RESPONSES),
+    ]
+
+
+def _reporter(exchange: Exchange, strict: bool) -> Report:
+    def report(field: str, why: str) -> None:
+        exchange.warn_or_refuse(WORDS.get(field, field), why, strict)
+
+    return report
+
+
+async def _read(exchange: Exchange, kind: type[R], report: Report) -> R:
+    """The typed request; every field of the body is honoured, refused or reported."""
+    raw = await exchange.json_object()
+    account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
+    return typed(raw, kind)
+
+
+def _before(request: PromptRequest, state: ServerState) -> list[Json]:
+    """The items of the conversation that the request continues."""
+    if not request.previous_response_id:
+        return []
+    found = state.responses.find(request.previous_response_id, "previous_response_id")
+    if not found.is_over:
+        raise RequestError(
+            f"the response {found.id} is still {found.status}",
+            param="previous_response_id",
+            status=409,
+            code="response_not_over",
+        )
+    return found.conversation
+
+
+async def _stream(exchange: Exchange, running: Running) -> None:
+    """Send the events of a response, whose last says how it ended."""
+    try:
+        async with aclosing(running.events()) as events:
+            async for event in events:
+                if not exchange.streaming:
+                    await exchange.begin_events()
+                await exchange.event(event)
+    except RequestError as error:
+        if not exchange.streaming:
+            raise
+        await _send_all(exchange, running.fail(error))
+    except asyncio.CancelledError:
+        if isinstance(exchange.ending, RequestError) and exchange.streaming:
+            await _send_all(exchange, running.fail(exchange.ending))
+            await exchange.end_events()
+        raise
+    await exchange.end_events()
+
+
+async def _send_all(exchange: Exchange, events: list[Json]) -> None:
+    for event in events:
+        await exchange.event(event)
+
+
+async def _in_background(
+    exchange: Exchange,
+    state: ServerState,
+    running: Running,
+    stored: StoredResponse,
+    is_streamed: bool,
+) -> None:
+    """Start a response that runs on its own, and answer with its beginning."""
+    stored.events = [] if is_streamed else None
+    state.responses.keep(stored)
+    stored.work = asyncio.create_task(_work(exchange.id, state, running, stored))
+    if is_streamed:
+        await _follow(exchange, stored, None)
+    else:
+        await exchange.json(stored.show())
+
+
+async def _work(id: str, state: ServerState, running: Running, stored: StoredResponse) -> None:
+    """Run a response to its end, whatever that is."""
+
+    def take(event: Json) -> None:
+        if stored.events is not None:
+            stored.events.append(event)
+        stored.news.set()
+
+    try:
+        with state.open.holding(running.plan.asked):
+            async with aclosing(running.events()) as events:
+                async for event in events:
+                    take(event)
+    except asyncio.CancelledError:
+        running.answer.cancel()
+        running.over()
+    except RequestError as error:
+        for event in running.fail(error):
+            take(event)
+    except Exception:
+        log.exception("response failed id=%s", stored.id)
+        for event in running.fail(internal(id)):
+            take(event)
+    stored.news.set()
+
+
+async def _follow(exchange: Exchange, stored: StoredResponse, after: str | None) -> None:
+    """Send the events of a background response, past ones first, until it is over."""
+    if stored.events is None:
+        raise RequestError(
+            "only a background response that was created with stream: true can be streamed again",
+            param="stream",
+        )
+    if after is not None and not (after.isascii() and after.isdigit() and len(after) < 10):
+        raise RequestError("starting_after must be a sequence number", param="starting_after")
+    next_ = 0 if after is None else int(after) + 1
+    await exchange.begin_events()
+    while True:
+        stored.news.clear()
+        while next_ < len(stored.events):
+            await exchange.event(stored.events[next_])
+            next_ += 1
+        if stored.is_over and next_ >= len(stored.events):
+            break
+        await stored.news.wait()
+    await exchange.end_events()
+
+
+async def _cancel(stored: StoredResponse) -> Json:
+    if stored.work is None:
+        raise RequestError(
+            "only a response in the background can be cancelled; "
+            "closing the connection ends the others",
+            param="response_id",
+        )
+    await _end(stored)
+    return stored.show()
+
+
+async def _end(stored: StoredResponse) -> None:
+    """End what still runs in the background."""
+    if stored.work is not None and not stored.is_over:
+        stored.work.cancel()
+        await asyncio.gather(stored.work, return_exceptions=True)

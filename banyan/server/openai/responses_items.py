@@ -1,0 +1,172 @@
+"""Items of the Responses API: what a client gave, with ids; and the conversation that they are."""
+
+from collections.abc import Sequence
+
+from banyan.base.errors import RequestError
+from banyan.server.errors import Json
+from banyan.server.openai.fields import Report
+from banyan.server.state import fresh_id
+
+_ROLES = ("user", "assistant", "system", "developer")
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+MAX_ITEMS = 16384
+
+
+def given_items(given: str | list[Json]) -> list[Json]:
+    """The `input` of a request as items, each whole: with type, id and status.
+
+    Raises:
+        RequestError: an item is malformed, or of a kind that this server cannot show a model.
+    """
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    if not 0 < len(given) <= MAX_ITEMS:
+        raise RequestError(f"input must have 1 to {MAX_ITEMS} items", param="input")
+    return [_whole(item, f"input[{i}]") for i, item in enumerate(given)]
+
+
+def _whole(item: Json, where: str) -> Json:
+    kind = item.get("type", "message" if "role" in item else None)
+    if kind == "item_reference":
+        raise _refusal(f"{where}: send the item itself, or use previous_response_id")
+    if kind not in _PREFIXES:
+        raise _refusal(
+            f"{where}.type must be one of {', '.join(_PREFIXES)}, got {str(kind)[:40]!r}"
+        )
+    id = item.get("id")
+    whole = {**item, "type": kind, "id": id if isinstance(id, str) and id else new_id(kind)}
+    match kind:
+        case "message":
+            whole["content"] = _content(item, where)
+            whole["status"] = item.get("status") or "completed"
+        case "function_call":
+            for name in ("call_id", "name", "arguments"):
+                _text(item, name, where)
+            whole["status"] = item.get("status") or "completed"
+        case "function_call_output":
+            _text(item, "call_id", where)
+            _output(item, where)
+            whole["status"] = item.get("status") or "completed"
+        case "reasoning":
+            whole["summary"] = item.get("summary") or []
+            thought(whole, where)
+    return whole
+
+
+def _content(item: Json, where: str) -> list[Json]:
+    """Content of a message as parts, which are of text."""
+    role, content = item.get("role"), item.get("content")
+    if role not in _ROLES:
+        raise _refusal(f"{where}.role must be one of {', '.join(_ROLES)}")
+    kind = "output_text" if role == "assistant" else "input_text"
+    if isinstance(content, str):
+        content = [{"type": kind, "text": content}]
+    if not isinstance(content, list):
+        raise _refusal(f"{where}.content must be a text or a list of parts")
+    return [_part(part, kind, where) for part in content]
+
+
+def _part(part: object, kind: str, where: str) -> Json:
+    found = part.get("type") if isinstance(part, dict) else None
+    if found == "refusal" and isinstance(part.get("refusal"), str):
+        return part
+    if found not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+        raise RequestError(
+            f"{where} has a part of type {str(found)[:40]!r}; this server takes text only",
+            param="input",
+            code="unsupported_content",
+        )
+    extra = {"annotations": part.get("annotations") or []} if kind == "output_text" else {}
+    return {"type": kind, "text": part["text"], **extra}
+
+
+def _output(item: Json, where: str) -> str:
+    """Text of what a tool gave back."""
+    output = item.get("output")
+    if isinstance(output, str):
+        return output
+    if not isinstance(output, list):
+        raise _refusal(f"{where}.output must be a text or a list of parts")
+    return "\n".join(str(_part(part, "input_text", where)["text"]) for part in output)
+
+
+def thought(item: Json, where: str) -> str:
+    """Text of a reasoning item: its content, or else its summary; "" when it is encrypted."""
+    for name in ("content", "summary"):
+        parts = item.get(name) or []
+        texts = (
+            [p.get("text") for p in parts if isinstance(p, dict)] if isinstance(parts, list) else []
+        )
+        if not isinstance(parts, list) or not all(isinstance(t, str) for t in texts):
+            raise _refusal(f"{where}.{name} must be a list of parts of text")
+        if texts:
+            return "\n".join(str(t) for t in texts)
+    return ""
+
+
+def chat_messages(instructions: str, items: Sequence[Json], report: Report) -> list[Json]:
+    """Whole items as the messages of a chat. What the model wrote in one turn is one message."""
+    found: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
+    names: dict[str, str] = {}
+    for item in items:
+        match item["type"]:
+            case "message":
+                _say(found, item)
+            case "reasoning":
+                if text := thought(item, "input"):
+                    _turn(found)["reasoning_content"] = text
+                elif item.get("encrypted_content"):
+                    report("input", "reasoning that is encrypted cannot be shown to the model")
+            case "function_call":
+                names[str(item["call_id"])] = str(item["name"])
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["call_id"], "type": "function", "function": function}
+                _turn(found).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                id = str(item["call_id"])
+                message = {"role": "tool", "tool_call_id": id, "content": _output(item, "input")}
+                found.append(message | ({"name": names[id]} if id in names else {}))
+    return found
+
+
+def _say(found: list[Json], item: Json) -> None:
+    """Add a message; system messages at the beginning become one, as most templates want it."""
+    parts = item["content"]
+    assert isinstance(parts, list)
+    text = "\n".join(str(p.get("text", p.get("refusal"))) for p in parts)
+    role = "system" if item["role"] == "developer" else item["role"]
+    if role == "assistant":
+        turn = _turn(found)
+        turn["content"] = f"{turn['content']}\n{text}" if turn["content"] else text
+    elif role == "system" and len(found) == 1 and found[0]["role"] == "system":
+        found[0]["content"] = f"{found[0]['content']}\n\n{text}"
+    else:
+        found.append({"role": role, "content": text})
+
+
+def _turn(found: list[Json]) -> Json:
+    """The model's message that is being put together."""
+    if not found or found[-1]["role"] != "assistant":
+        found.append({"role": "assistant", "content": ""})
+    return found[-1]
+
+
+def new_id(kind: str) -> str:
+    """A fresh id for an item of this kind."""
+    return f"{_PREFIXES[kind]}_{fresh_id()}"
+
+
+def _text(item: Json, name: str, where: str) -> str:
+    found = item.get(name)
+    if not isinstance(found, str):
+        raise _refusal(f"{where}.{name} must be a text")
+    return found
+
+
+def _refusal(text: str) -> RequestError:
+    return RequestError(text, param="input")

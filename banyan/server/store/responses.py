@@ -1,0 +1,111 @@
+"""ResponseStore: responses that can be asked for again, bounded in number and size, in memory.
+
+The oldest that is over is forgotten first; nothing outlives the server. Knows no HTTP.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import orjson
+
+from banyan.base.errors import RequestError
+from banyan.server.errors import Json
+
+MAX_RESPONSES = 1000
+MAX_BYTES = 256 << 20
+
+
+@dataclass
+class StoredResponse:
+    """One response and what it answered.
+
+    Attributes:
+        show: gives the response as the API shows it at this moment.
+        given: its own input items.
+        before: items of the conversation that it continued.
+        events: its stream so far, for a background response that is streamed.
+        work: what runs it in the background.
+    """
+
+    show: Callable[[], Json]
+    id: str
+    given: list[Json]
+    before: list[Json]
+    events: list[Json] | None = None
+    work: asyncio.Task[None] | None = None
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    num_bytes: int = 0
+
+    @property
+    def status(self) -> str:
+        return str(self.show()["status"])
+
+    @property
+    def is_over(self) -> bool:
+        return self.status not in ("queued", "in_progress")
+
+    @property
+    def conversation(self) -> list[Json]:
+        """All items up to the end of this response. Later responses share them."""
+        output = self.show()["output"]
+        assert isinstance(output, list)
+        return [*self.before, *self.given, *output]
+
+
+class ResponseStore:
+    """Responses by id, oldest first."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, StoredResponse] = {}
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, id: str, param: str = "response_id") -> StoredResponse:
+        """RequestError 404 when there is none."""
+        if id not in self._kept:
+            raise RequestError(
+                f"Response with id {id[:80]!r} not found.",
+                param=param,
+                status=404,
+                code="not_found",
+                hint=f"The latest {MAX_RESPONSES} are kept, in memory",
+            )
+        return self._kept[id]
+
+    def keep(self, stored: StoredResponse) -> None:
+        """Keep a response, or count one anew that has grown; the oldest make room.
+
+        Raises:
+            RequestError: 429; all that are kept are still running.
+        """
+        self._forget(stored.id)
+        while len(self._kept) >= MAX_RESPONSES:
+            self._drop_oldest()
+        stored.num_bytes = len(orjson.dumps((stored.show(), stored.given, stored.events)))
+        self._kept[stored.id] = stored
+        self._num_bytes += stored.num_bytes
+        while self._num_bytes > MAX_BYTES and len(self._kept) > 1:
+            self._drop_oldest()
+
+    def remove(self, id: str) -> StoredResponse:
+        """Forget a response; RequestError 404 when there is none."""
+        found = self.find(id)
+        self._forget(id)
+        return found
+
+    def _drop_oldest(self) -> None:
+        oldest = next((r.id for r in self._kept.values() if r.is_over), None)
+        if oldest is None:
+            raise RequestError(
+                f"{len(self._kept)} responses are running in the background",
+                status=429,
+                code="too_many_responses",
+            )
+        self._forget(oldest)
+
+    def _forget(self, id: str) -> None:
+        gone = self._kept.pop(id, None)
+        self._num_bytes -= gone.num_bytes if gone else 0
