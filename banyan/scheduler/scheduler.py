@@ -299,7 +299,7 @@ class Scheduler:
             self.roster.finish(request, "stop", self._now, matched)
         elif request.grammar is not None and request.grammar.is_ended:
             self.roster.finish(request, "stop", self._now)
-        elif request.known >= request.limit and (tokens or request.is_all_computed):
+        elif request.known >= request.limit and (tokens or vector or request.is_all_computed):
             self.roster.finish(request, "length", self._now)
         else:
             self._release_mask(request)

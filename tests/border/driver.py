@@ -14,11 +14,11 @@ from random import Random
 from banyan.engine.core import Recorder
 from banyan.engine.spec import CoreSpec
 from banyan.messages.events import Event, Failed, Finished, Tokens
-from banyan.messages.requests import Abort, Generate, StopAt
+from banyan.messages.requests import Abort, Generate, RetractAll, StopAt
 from banyan.messages.sampling import SamplingParams
 from tests.border.build import RandomPeers, World, build_core, random_world
 from tests.border.fake_runner import BorderError, FakeRunner, require
-from tests.border.oracle import STOP_IDS, VOCAB, Answer
+from tests.border.oracle import STOP_IDS, VOCAB, Answer, vector
 
 Action = tuple[str, int]
 WEIGHTS = {
@@ -29,6 +29,7 @@ WEIGHTS = {
     "abort": 3,
     "stop": 2,
     "flush": 2,
+    "retract_all": 1,
     "unknown": 1,
 }
 MAX_ALIVE = 24
@@ -45,6 +46,7 @@ class Client:
 
     answer: Answer
     got: list[int] = field(default_factory=list)
+    vectors: int = 0
     scored: int = 0
     """Positions whose scores came."""
     end: Finished | Failed | None = None
@@ -130,6 +132,7 @@ class Play:
             priority=random.choice((0, 0, 0, 1, 5)),
             score_from=score_from,
             grammar="hash:" if random.random() < 0.25 else "",
+            pool=new == 0,
         )
 
     def _launch(self, random: Random) -> None:
@@ -171,9 +174,15 @@ class Play:
             self.core.receive(StopAt(name, client.kept), self.now)
 
     def _flush(self, random: Random) -> None:
+        roster = self.core.scheduler.roster
+        is_held = bool(roster.running) or any(r.flights for r in roster.waiting)
         done = self.core.flush(self.now)
-        require(done == self.core.scheduler.is_idle, "flush with requests alive")
+        require(done != is_held, "flush while requests hold pages")
         self.seen["flushes"] += done
+
+    def _retract_all(self, random: Random) -> None:
+        self.core.receive(RetractAll(), self.now)
+        require(not self.core.scheduler.roster.running, "a request runs on")
 
     def _unknown(self, random: Random) -> None:
         self.core.receive(Abort("nobody"), self.now)
@@ -222,6 +231,11 @@ class Play:
             require(token == right, f"{where}: token {token}, {right} is right")
             client.got.append(token)
         generate = client.answer.generate
+        if event.vector:
+            require(generate.pool, f"{name}: a vector nobody asked for")
+            right = vector(client.answer.hashes[client.answer.prompt_len])
+            require(event.vector == right, f"{name}: the vector of another sequence")
+            client.vectors += 1
         for score in event.scores:
             require(generate.score_from >= 0, f"{name}: scores nobody asked for")
             first = max(1, generate.score_from) + client.scored
@@ -245,6 +259,9 @@ class Play:
         require(told == (reason, length, matched), f"{name}: {told}, not {reason, length, matched}")
         require(len(client.got) == length, f"{name}: {len(client.got)} tokens came of {length}")
         self.seen[f"finished by {reason}"] += 1
+        if answer.generate.pool:
+            require(client.vectors == 1, f"{name}: {client.vectors} vectors came")
+            self.seen["pooled requests"] += 1
         if answer.generate.score_from >= 0:
             want = answer.prompt_len + length - max(1, answer.generate.score_from)
             require(client.scored == max(0, want), f"{name}: {client.scored} scores of {want}")

@@ -16,6 +16,7 @@ from random import Random
 from banyan.base.ids import PADDING_PAGE
 from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
 from banyan.messages.plan import (
+    POOL,
     SAMPLE,
     SCORE,
     CopyResult,
@@ -476,6 +477,7 @@ class Execution:
         tokens: list[bytes] = []
         drafts: list[bytes] = []
         scores: list[RowScores] = []
+        vectors: list[bytes] = []
         failed: list[RowFailure] = []
         for index, (row, slot) in enumerate(pairs):
             start, before = self.starts[index], len(slot.tokens)
@@ -488,6 +490,9 @@ class Execution:
             sampled = self._sample(index, row, slot)
             self._keep_state(row, slot, start, before, len(sampled))
             tokens.append(b"" if is_bad else array("i", sampled).tobytes())
+            is_pooled = row.want & POOL and not is_bad
+            state = slot.hashes[row.start + row.count] if is_pooled else 0
+            vectors.append(oracle.vector(state) if is_pooled else b"")
             slot.drafts = self._propose(row, slot)
             drafts.append(array("i", slot.drafts).tobytes())
             if is_bad:
@@ -506,6 +511,7 @@ class Execution:
             scores=scores,
             failed=failed,
             seconds=0.001,
+            vectors=vectors if any(vectors) else [],
         )
 
     def _blame(self, index: int, slot: Slot) -> None:

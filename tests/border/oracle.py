@@ -54,6 +54,11 @@ def logprob(before: int, token: int) -> float:
     return -(bits(mix(before, token)) % 4096) / 256.0
 
 
+def vector(state: int) -> bytes:
+    """The pooled vector of a sequence with hash `state`."""
+    return array("f", [bits(mix(state, 7)) % 4096]).tobytes()
+
+
 class HashGrammar:
     """A constraint whose mask depends on the whole output. Satisfies grammar.base.Grammar."""
 

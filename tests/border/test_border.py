@@ -37,6 +37,7 @@ MUST_HAPPEN = (
     "restored states",
     "retractions",
     "scored requests",
+    "pooled requests",
     "shared page reads",
     "stops by the front",
     "tainted rows",
