@@ -38,7 +38,7 @@ ARROWS = {
 DOORS = ("server/anthropic/", "server/ollama/")
 """Routes in the words of another API. They only translate: what runs is a chat request's plan."""
 DOOR_IMPORTS = (
-    *("base.errors", "server", "frontend.tools.parts", "frontend.vectors"),
+    *("base.errors", "server", "frontend.chat", "frontend.tools.parts", "frontend.vectors"),
     *(f"frontend.generation.{name}" for name in ("run", "TextChunk", "Finish", "Usage")),
 )
 COMPOSITION_ROOTS = (

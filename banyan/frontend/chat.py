@@ -196,6 +196,8 @@ class ChatTemplate:
         self.takes_argument_objects = given not in as_text and "ARGUMENT" in as_object
         system = {"role": "system", "content": "S"}
         shown = (self._tried(m, [_PROBE_TOOL]) for m in ([user], [system, user]))
+        late = {"role": "system", "content": "LATE"}
+        self.takes_late_system = "LATE" in self._tried([system, user, late])
         self.takes_tools = any("PROBE_TOOL" in text for text in shown)
 
     def _tried(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:

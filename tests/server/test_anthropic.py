@@ -249,6 +249,47 @@ def test_the_name_and_the_thinking_reach_templates_that_read_them(site: Site) ->
     assert prompt_of(site, messages=turns) == "|||Hi;T|||;|search|c1|;"
 
 
+def test_hidden_thinking_comes_back_in_its_signature(site: Site) -> None:
+    site.state.service = service_with(
+        site,
+        "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}",
+        reasoning="qwen3",
+    )
+    says(site, "<think>Why?</think>So.")
+    message = ask(site, True, thinking={"type": "adaptive", "display": "omitted"})
+    (thought, said) = message["content"]
+    assert thought["thinking"] == "" and said["text"] == "So."
+    turns = [*USER, {"role": "assistant", "content": message["content"]}, *USER]
+    assert "[Why?|So.]" in prompt_of(site, messages=turns)
+    thought["signature"] += "?"
+    refused = httpx.post(site.url + PATH, json=body(messages=turns))
+    assert refused.status_code == 400 and "signature" in refused.text
+    thought["signature"] = "of another server"
+    assert "[|So.]" in prompt_of(site, messages=turns)
+
+
+LATE = [*USER, {"role": "system", "content": [{"type": "text", "text": "Late."}]}]
+
+
+def test_a_late_system_message_stays_one_where_the_template_shows_it(model: Site) -> None:
+    assert prompt_of(model, messages=LATE).startswith("<|user|>Hi<|end|><|system|>Late.<|end|>")
+
+
+def test_a_late_system_message_is_said_by_the_user_where_it_does_not(site: Site) -> None:
+    site.state.service = service_with(
+        site,
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('System message must be first.') }}{% endif %}"
+        "<|{{ m.role }}|>{{ m.content }}{% endfor %}",
+    )
+    said = {"role": "assistant", "content": "A"}
+    turns = [*LATE, said, {"role": "system", "content": "Later."}]
+    answer = httpx.post(site.url + PATH, json=body(messages=turns, system="S"))
+    assert "messages[3].content" in answer.headers["x-banyan-warnings"]
+    shown = site.tokenizer.decode(site.generator.asked[-1].prompt, skip_special_tokens=False)
+    assert shown == "<|system|>S<|user|>Hi\nLate.<|assistant|>A<|user|>Later."
+
+
 def test_the_last_message_of_the_assistant_is_continued(model: Site) -> None:
     turns = [*USER, {"role": "assistant", "content": "The answer is ("}]
     assert prompt_of(model, messages=turns).endswith("<|assistant|>The answer is (")

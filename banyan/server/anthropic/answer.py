@@ -3,8 +3,6 @@
 A whole message is what its events add up to.
 """
 
-import base64
-import hashlib
 from collections.abc import Mapping
 
 import orjson
@@ -12,6 +10,7 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.frontend.generation import Finish, TextChunk, Usage
 from banyan.frontend.tools.parts import CallArguments, CallStart, Part, Said, Thought, joined
+from banyan.server.anthropic.signature import signature
 from banyan.server.errors import Json
 from banyan.server.openai.chat_answer import Choice
 from banyan.server.openai.chat_plan import ChatPlan
@@ -31,7 +30,7 @@ class Blocks:
 
     Args:
         choice: names the calls.
-        hides_thinking: blocks of thinking are empty.
+        hides_thinking: blocks of thinking are empty but for their signature.
     """
 
     def __init__(self, choice: Choice, hides_thinking: bool) -> None:
@@ -41,7 +40,7 @@ class Blocks:
         self._index = -1
         self._space = ""
         """Blank text that has come before a block of text: kept back until words follow."""
-        self._digest = hashlib.sha256()
+        self._hidden: list[str] = []
 
     def take(self, part: Part) -> list[Json]:
         """Events that a part of the answer becomes."""
@@ -50,8 +49,8 @@ class Blocks:
                 return self._said(text)
             case Thought(text):
                 begun = self._begin(_THINKING, {"thinking": "", "signature": ""})
-                self._digest.update(text.encode())
                 if self._hides_thinking:
+                    self._hidden.append(text)
                     return begun
                 return [*begun, self._delta({"type": "thinking_delta", "thinking": text})]
             case CallStart(_, name, id):
@@ -66,10 +65,9 @@ class Blocks:
             return []
         events: list[Json] = []
         if self._open == _THINKING:
-            signature = base64.b64encode(self._digest.digest()).decode()
-            events.append(self._delta({"type": "signature_delta", "signature": signature}))
-        self._open, self._space = "", ""
-        self._digest = hashlib.sha256()
+            signed = signature("".join(self._hidden))
+            events.append(self._delta({"type": "signature_delta", "signature": signed}))
+        self._open, self._space, self._hidden = "", "", []
         return [*events, {"type": "content_block_stop", "index": self._index}]
 
     def _said(self, text: str) -> list[Json]:

@@ -10,6 +10,7 @@ import orjson
 
 from banyan.base.errors import RequestError
 from banyan.server.anthropic.schema import Block, Turn
+from banyan.server.anthropic.signature import hidden_in
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Report
 
@@ -18,11 +19,16 @@ _ROLES = ("user", "assistant", "system")
 
 
 def chat_messages(
-    system: str | list[Block] | None, turns: Sequence[Turn], report: Report
+    system: str | list[Block] | None,
+    turns: Sequence[Turn],
+    takes_late_system: bool,
+    report: Report,
 ) -> list[Json]:
     """The conversation in the form that chat templates read.
 
     Args:
+        takes_late_system: the template shows system messages behind others; otherwise they become
+            text of the user's, which is reported.
         report: takes (field, why it is not honoured).
 
     Raises:
@@ -36,7 +42,10 @@ def chat_messages(
         if turn.role not in _ROLES:
             raise _refusal(f"messages[{index}].role must be one of {', '.join(_ROLES)}")
         where = f"messages[{index}].content"
-        if isinstance(turn.content, str):
+        if turn.role == "system" and found and not takes_late_system:
+            report(where, "the chat template shows a system message first only; the user says it")
+            _add_to_user(found, turn, where)
+        elif isinstance(turn.content, str):
             found.append({"role": turn.role, "content": turn.content})
         elif turn.role == "assistant":
             found.append(_assistant(turn.content, where, names, report))
@@ -72,7 +81,8 @@ def _assistant(blocks: list[Block], where: str, names: dict[str, str], report: R
         place = f"{where}[{i}]"
         match block.get("type"):
             case "thinking":
-                thought.append(_member(block, "thinking", place))
+                shown = _member(block, "thinking", place)
+                thought.append(shown or hidden_in(block.get("signature")))
             case "redacted_thinking":
                 report(place, "thinking that is encrypted cannot be shown to the model")
             case "tool_use":
@@ -86,7 +96,7 @@ def _assistant(blocks: list[Block], where: str, names: dict[str, str], report: R
             case _:
                 said.append(_text(block, place))
     message: Json = {"role": "assistant", "content": "\n".join(said)}
-    if thought:
+    if any(thought):
         message["reasoning_content"] = "\n".join(thought)
     if calls:
         message["tool_calls"] = calls
@@ -112,6 +122,17 @@ def _given(turn: Turn, where: str, names: dict[str, str]) -> list[Json]:
             texts.append(_text(block, place))
     end_text()
     return found
+
+
+def _add_to_user(found: list[Json], turn: Turn, where: str) -> None:
+    """Put the text of a system message behind what the user said last, or make it a message."""
+    blocks = [] if isinstance(turn.content, str) else turn.content
+    texts = [_text(block, f"{where}[{i}]") for i, block in enumerate(blocks)]
+    text = turn.content if isinstance(turn.content, str) else "\n".join(texts)
+    if found[-1]["role"] == "user":
+        found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{text}"}
+    else:
+        found.append({"role": "user", "content": text})
 
 
 def _result(block: Block, place: str, names: dict[str, str]) -> Json:

@@ -33,7 +33,7 @@ async def messages(exchange: Exchange, state: ServerState) -> None:
     request = await _read(exchange, MessagesRequest, report)
     model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
     try:
-        body = chat_body(request, report)
+        body = chat_body(request, service.chat and service.chat.template, report)
         chat = typed(body, ChatRequest)
         origin = origin_of(exchange, chat, "messages")
         plan = await plan_chat(service, body, chat, origin, report, may_shorten=True)
@@ -69,7 +69,8 @@ async def count_tokens(exchange: Exchange, state: ServerState) -> None:
     report = _reporter(exchange, strict)
     request = await _read(exchange, CountRequest, report)
     check_model(request.model, state.served_name, exchange.warn, strict)
-    chat = typed(chat_body(request, report), ChatRequest)
+    body = chat_body(request, service.chat and service.chat.template, report)
+    chat = typed(body, ChatRequest)
     ids, _ = await chat_prompt(service, chat, report)
     await exchange.json({"input_tokens": len(ids)})
 

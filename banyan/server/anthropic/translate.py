@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from banyan.base.errors import RequestError
+from banyan.frontend.chat import ChatTemplate
 from banyan.server.anthropic.conversation import chat_messages, continues
 from banyan.server.anthropic.schema import CountRequest, MessagesRequest, Tool, ToolChoice
 from banyan.server.errors import Json
@@ -20,10 +21,11 @@ _CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"
 _MIN_BUDGET = 1024
 
 
-def chat_body(request: CountRequest, report: Report) -> Json:
+def chat_body(request: CountRequest, template: ChatTemplate | None, report: Report) -> Json:
     """The body of a chat request.
 
     Args:
+        template: of the model that answers.
         report: takes (field, why it is not honoured).
 
     Raises:
@@ -31,7 +33,12 @@ def chat_body(request: CountRequest, report: Report) -> Json:
     """
     body: Json = {
         "model": request.model,
-        "messages": chat_messages(request.system, request.messages, report),
+        "messages": chat_messages(
+            request.system,
+            request.messages,
+            template is None or template.takes_late_system,
+            report,
+        ),
         "continue_final_message": continues(request.messages),
         "tools": [_tool(tool, i) for i, tool in enumerate(request.tools or [])] or None,
         **_choice(request.tool_choice),

@@ -30,10 +30,7 @@ async def running(exchange: Exchange, state: ServerState) -> None:
     model = _model(state, service)
     expires = (_loaded_at(state) + _NEVER).isoformat()
     context = service.limits.context_length
-    size = model["size"]
-    on_device = 0 if state.config.device.name == "cpu" else size
-    more = {"expires_at": expires, "size_vram": on_device, "context_length": context}
-    await exchange.json({"models": [{**model, **more}]})
+    await exchange.json({"models": [{**model, "expires_at": expires, "context_length": context}]})
 
 
 async def show(exchange: Exchange, state: ServerState) -> None:
