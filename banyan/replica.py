@@ -6,7 +6,7 @@ Rank 0 runs engine and runner in one process; the other ranks only take plans an
 import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 
 import msgspec
 import torch
@@ -16,6 +16,7 @@ from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
+from banyan.config.checkpoint import read_card
 from banyan.config.schema import Config
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.journal import Journal
@@ -40,7 +41,7 @@ from banyan.models.foreign import ForeignLM, load_foreign
 from banyan.models.weights.custom import load_transforms
 from banyan.models.weights.loader import check_extra_config, load_model
 from banyan.ops.api import Ops
-from banyan.ops.bind import ToolkitOptions, bind, kernel_table
+from banyan.ops.bind import PROBES, ToolkitOptions, bind, kernel_table
 from banyan.parallel.mesh import Mesh, open_mesh
 from banyan.platform import PLATFORMS
 from banyan.platform.base import Platform
@@ -85,6 +86,7 @@ class OpenModel:
     model: DecoderLM | EncoderLM | ForeignLM
     ops: Ops
     kernels: str
+    threads: int
 
 
 def open_model(
@@ -118,7 +120,7 @@ def open_model(
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: never walk them again
     phases.done("weights")
-    return OpenModel(platform, device, mesh, model, ops, kernel_table(ops.choices))
+    return OpenModel(platform, device, mesh, model, ops, kernel_table(ops.choices), threads)
 
 
 def _load(
@@ -191,6 +193,9 @@ def run_engine(
         sizes = _runner_sizes(card, memory, config.schedule.chunk_tokens)
         ranks.send_sizes(sizes)
         runner = build_runner(opened, card, sizes)
+        kernels = opened.kernels
+        reload = Reload(config, card, opened, runner) if config.parallel.tp == 1 else None
+        del opened  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
         wake = Wake()
         cleanup.callback(wake.close)
@@ -208,10 +213,11 @@ def run_engine(
             cleanup.callback(grammars.close)
             desk = GrammarDesk(grammars)
         core = spec.build(grammars, recorder=journal)
-        loop = EngineLoop(core, launcher, link, wake, clock, config.schedule.check_ledger, desk)
+        check_ledger = config.schedule.check_ledger
+        loop = EngineLoop(core, launcher, link, wake, clock, check_ledger, desk, reload)
         ranks.watch(loop.fail)
         started(loop)
-        loop.run(_ready(memory, phases, opened.kernels))
+        loop.run(_ready(memory, phases, kernels))
 
 
 def open_meter(config: Config, card: ModelCard) -> OpMeter:
@@ -219,7 +225,51 @@ def open_meter(config: Config, card: ModelCard) -> OpMeter:
     opened = open_model(config, card, 0, "", Phases(WallClock()))
     memory = _plan_memory(config, card, opened)
     sizes = _runner_sizes(card, memory, config.schedule.chunk_tokens)
-    return OpMeter(build_runner(opened, card, sizes), sizes)
+    recorder = opened.ops.recorder
+    device = opened.platform.traits.name
+
+    def probe() -> tuple[float, float, float]:
+        return PROBES.load(device)(recorder)
+
+    return OpMeter(build_runner(opened, card, sizes), sizes, opened.threads, probe)
+
+
+class Reload:
+    """Takes the weights of another folder or file in the place of the present ones.
+
+    Both are in memory for a moment: a checkpoint that cannot be read changes nothing.
+    """
+
+    def __init__(
+        self, config: Config, card: ModelCard, opened: OpenModel, runner: ModelRunner
+    ) -> None:
+        self._config = config
+        self._card = card
+        self._mesh, self._device, self._ops = opened.mesh, opened.device, opened.ops
+        self._runner = runner
+
+    def __call__(self, path: str) -> None:
+        """
+        Raises:
+            ModelError, ConfigError: no such checkpoint, or one of another architecture or size.
+        """
+        model, mine = self._config.model, self._card
+        found = read_card(
+            path, overrides=model.overrides, is_foreign=model.implementation == "transformers"
+        )
+        same = replace(
+            found, path=mine.path, format=mine.format, dtype=mine.dtype, pooling=mine.pooling
+        )
+        if same != mine:
+            names = [f.name for f in fields(mine) if getattr(same, f.name) != getattr(mine, f.name)]
+            raise ConfigError(
+                f"{path!r} is another model than the one that is served: {', '.join(names)} differ",
+                hint="only weights of the same architecture and sizes can be taken",
+            )
+        config = replace(self._config, model=replace(model, load_format="auto", path=found.path))
+        card = replace(found, pooling=mine.pooling)
+        loaded = _load(config, card, self._mesh, self._device, torch.float32, self._ops)
+        self._runner.take_model(loaded)
 
 
 def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_address: str) -> None:

@@ -61,8 +61,30 @@ class Handle:
             self._changed.notify_all()
 
 
+class Job:
+    """Work that is done between two plans. Filled by the launcher's thread, read by the loop."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.is_done = False
+        self.error = ""
+        """Why it failed; "" when it did not."""
+        self._work = work
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # what failed is told to whoever asked; the engine goes on
+            log.exception("a job between two steps failed")
+            self.error = str(error) or type(error).__name__
+        self.is_done = True
+
+
 class Launcher(Protocol):
     def launch(self, plan: StepPlan) -> Handle: ...
+    def run(self, work: Callable[[], None]) -> Job:
+        """Do `work` when the plans launched before have run, and before those launched later."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -71,13 +93,13 @@ class Threaded:
 
     Args:
         runner: executes plans.
-        wake: called from the thread whenever a handle is done.
+        wake: called from the thread whenever a handle or a job is done.
     """
 
     def __init__(self, runner: Runner, wake: Callable[[], None]) -> None:
         self._runner = runner
         self._wake = wake
-        self._queue: SimpleQueue[Handle | None] = SimpleQueue()
+        self._queue: SimpleQueue[Handle | Job | None] = SimpleQueue()
         self._open: list[Handle] = []
         self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
         self._thread.start()
@@ -89,6 +111,11 @@ class Threaded:
         self._queue.put(handle)
         return handle
 
+    def run(self, work: Callable[[], None]) -> Job:
+        job = Job(work)
+        self._queue.put(job)
+        return job
+
     def close(self) -> None:
         for handle in self._open:
             handle.close()
@@ -96,8 +123,11 @@ class Threaded:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        while (handle := self._queue.get()) is not None:
-            handle.result = self._execute(handle)
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, Job):
+                item.run()
+            else:
+                item.result = self._execute(item)
             self._wake()
 
     def _execute(self, handle: Handle) -> StepResult:
@@ -126,6 +156,10 @@ class Fanout:
     def launch(self, plan: StepPlan) -> Handle:
         self._broadcast(plan)
         return self._local.launch(plan)
+
+    def run(self, work: Callable[[], None]) -> Job:
+        """On this rank alone."""
+        return self._local.run(work)
 
     def close(self) -> None:
         self._local.close()

@@ -5,6 +5,7 @@ thread. It blocks on two file descriptors only: the link to the front, and the r
 import os
 import select
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -15,8 +16,8 @@ from banyan.engine.control import answer
 from banyan.engine.core import EngineCore
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.forecast import StepForecast
-from banyan.engine.launcher import Handle, Launcher
-from banyan.messages.events import Event, Fatal, Ready
+from banyan.engine.launcher import Handle, Job, Launcher
+from banyan.messages.events import Event, Fatal, Ready, Reply
 from banyan.messages.plan import Mask, StepPlan
 from banyan.messages.requests import Control, Message
 
@@ -63,6 +64,7 @@ class EngineLoop:
         wake: the loop's wake-up.
         check_ledger: check every invariant after every step (tests).
         desk: where requests wait for their constraint; None without a grammar backend.
+        reload: takes the weights of another path; None where that cannot be done.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class EngineLoop:
         clock: Clock,
         check_ledger: bool = False,
         desk: GrammarDesk | None = None,
+        reload: Callable[[str], None] | None = None,
     ) -> None:
         self._core = core
         self._launcher = launcher
@@ -82,6 +85,9 @@ class EngineLoop:
         self._clock = clock
         self._check_ledger = check_ledger
         self._desk = desk
+        self._reload = reload
+        self._reloading: tuple[int, Job] | None = None
+        """The call that asked for other weights, and the work on it."""
         self._flying: deque[Handle] = deque()
         self._forecast = StepForecast()
         self._started_s = 0.0
@@ -129,6 +135,7 @@ class EngineLoop:
         if self._desk is not None:
             self._desk.release(lambda generate: self._core.receive(generate, now))
         self._collect(events)
+        self._end_reload(events)
         self._launch()
         events += self._core.take_events()
         self._deliver(self._core.take_masks())
@@ -139,10 +146,44 @@ class EngineLoop:
     def _receive(self, message: Message, events: list[Event], now: float) -> None:
         if self._desk is not None and self._desk.keeps(message, events):
             return
+        if isinstance(message, Control) and message.verb == "update_weights":
+            refusal = self._begin_reload(message, now)
+            if refusal:
+                events.append(Reply(message.call, False, refusal))
+            return
         if isinstance(message, Control):
             events.append(answer(self._core, message, now))
             return
         self._core.receive(message, now)
+
+    def _begin_reload(self, control: Control, now: float) -> str:
+        """Take other weights once the steps in flight have ended; returns why not, "" if so."""
+        if self._reload is None:
+            return "Weights cannot be changed while several ranks share them; start again."
+        if self._reloading is not None:
+            return "Other weights are being loaded already."
+        stats = self._core.stats(now)
+        alive = stats.running + stats.waiting + len(self._desk or ())
+        if alive and not self._core.is_paused:
+            return (
+                f"{stats.running} running and {stats.waiting} waiting requests. Pause generation, "
+                "or send abort_all_requests."
+            )
+        if control.args.get("flush_cache") and not self._core.flush(now):
+            return (
+                f"{stats.running} requests hold pages of the old weights. Pause by retract, or "
+                "send flush_cache false to let them keep those."
+            )
+        path, reload = str(control.args.get("path")), self._reload
+        self._reloading = control.call, self._launcher.run(lambda: reload(path))
+        return ""
+
+    def _end_reload(self, events: list[Event]) -> None:
+        if self._reloading is None or not self._reloading[1].is_done:
+            return
+        call, job = self._reloading
+        self._reloading = None
+        events.append(Reply(call, not job.error, job.error or "The weights have been taken."))
 
     def _collect(self, events: list[Event]) -> None:
         """Take in every step that is done, oldest first."""

@@ -121,13 +121,20 @@ class ModelRunner:
         )
         kv_heads = max(1, card.num_kv_heads // mesh.size)
         self.store = KVStore(sizes.groups, kv_heads, card.head_dim, ops.cache_dtype, device)
-        backend = "encoder" if card.is_encoder else "reference"
-        attention = BACKENDS.load(backend)(ops, self.store)
-        self._forward = open_forward(model, self._table, self.store, ops, sizes, attention)
+        self._card = card
+        self._sizes = sizes
         self._ops = ops
-        self._pooler = None if card.pooling is None else Pooler(card.pooling, model)
         self._sampler = Sampler(self._table, card.vocab_size, ops)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
+        self.take_model(model)
+
+    def take_model(self, model: DecoderLM | EncoderLM) -> None:
+        """Run `model`, of the same card, from the next step on."""
+        card, ops = self._card, self._ops
+        backend = "encoder" if card.is_encoder else "reference"
+        attention = BACKENDS.load(backend)(ops, self.store)
+        self._forward = open_forward(model, self._table, self.store, ops, self._sizes, attention)
+        self._pooler = None if card.pooling is None else Pooler(card.pooling, model)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, mask_of: MaskOf | None = None) -> PendingStep:
@@ -140,6 +147,11 @@ class ModelRunner:
             result = _failed(plan, error)
             return PendingStep(plan, lambda: result, time.perf_counter() - began)
         return PendingStep(plan, finish, time.perf_counter() - began)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether steps are replayed, so that their ops can be timed."""
+        return isinstance(self._forward, RecordedForward)
 
     def op_times(self) -> list[OpTime]:
         """What the stages of the last step took; ConfigError where steps are not recorded."""

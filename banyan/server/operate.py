@@ -5,20 +5,42 @@ from dataclasses import replace
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.base.log import logger, set_level
+from banyan.base.log import logger, printable, set_level
 from banyan.frontend.request_log import RequestLog
 from banyan.server.exchange import Exchange
 from banyan.server.openai.fields import typed
 from banyan.server.state import ServerState
+from banyan.server.vectors import refuse_fields
 
 log = logger(__name__)
 
 _MODES = ("abort", "retract", "in_place")
+LOAD_S = 1800.0
+"""Longest wait for other weights."""
+
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 class PauseRequest(msgspec.Struct, frozen=True):
     mode: str = "abort"
+
+
+class WeightsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The last three ask for what always is so here, or for nothing that exists here."""
+
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+    flush_cache: bool = True
+    keep_pause: bool = False
+    torch_empty_cache: bool = False
+    recapture_cuda_graph: bool = False
+
+
+class VersionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    new_version: str
+    abort_all_requests: bool = True
 
 
 class LoggingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +71,47 @@ async def continue_generation(exchange: Exchange, state: ServerState) -> None:
     state.paused = False
     log.info("generation continues")
     await exchange.json({"message": reply.text, "status": "ok"})
+
+
+async def update_weights_from_disk(exchange: Exchange, state: ServerState) -> None:
+    """Take the weights of another checkpoint of the same model; 400 when that failed."""
+    service = state.admit()
+    raw = await exchange.json_object()
+    refuse_fields(raw, WeightsRequest.__struct_fields__, exchange, strict=True)
+    asked = typed(raw, WeightsRequest)
+    if asked.load_format not in (None, "auto"):
+        raise RequestError("load_format must be auto.", param="load_format")
+    if asked.abort_all_requests:
+        await service.client.control("abort_all")
+    path, flush = asked.model_path, asked.flush_cache
+    reply = await service.client.control("update_weights", LOAD_S, path=path, flush_cache=flush)
+    if reply.ok:
+        _set_version(state, asked.weight_version)
+        log.info("weights taken path=%s", printable(path))
+    stats = service.client.stats
+    body = {
+        "success": reply.ok,
+        "message": reply.text,
+        "num_paused_requests": stats.running + stats.waiting if state.paused else 0,
+    }
+    await exchange.json(body, 200 if reply.ok else 400)
+
+
+async def update_weight_version(exchange: Exchange, state: ServerState) -> None:
+    """Change the label of the weights that clients see."""
+    service = state.admit()
+    asked = typed(await exchange.json_object(), VersionRequest)
+    if asked.abort_all_requests:
+        await service.client.control("abort_all")
+    _set_version(state, asked.new_version)
+    text = "The version of the weights has been changed."
+    await exchange.json({"success": True, "message": text, "new_version": asked.new_version})
+
+
+def _set_version(state: ServerState, version: str | None) -> None:
+    if version is not None:
+        model = replace(state.config.model, weight_version=version)
+        state.config = replace(state.config, model=model)
 
 
 async def configure_logging(exchange: Exchange, state: ServerState) -> None:

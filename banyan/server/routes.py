@@ -81,6 +81,8 @@ def all_routes() -> list[Route]:
         Route("/flush_cache", _BOTH, admin.flush_cache, adm),
         Route("/pause_generation", _POST, operate.pause_generation, adm),
         Route("/continue_generation", _POST, operate.continue_generation, adm),
+        Route("/update_weights_from_disk", _POST, operate.update_weights_from_disk, adm),
+        Route("/update_weight_version", _POST, operate.update_weight_version, adm),
         Route("/configure_logging", _BOTH, operate.configure_logging, adm),
         Route("/v1/loads", _GET, loads.show_loads),
         Route("/version", _GET, operate.version),

@@ -1,0 +1,113 @@
+"""Other weights for a running server: taken whole, between steps, or not at all."""
+
+import contextlib
+import shutil
+
+import pytest
+
+from tests.system.checkpoint import write_tiny_model
+from tests.system.serving import serving, wait_until
+from tests.system.test_pause import Asking, go_on, pause, wait_running
+
+PROMPT = "The banyan grows new roots and shares them"
+PARAMS = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two checkpoints of one model, and one of another size."""
+    root = tmp_path_factory.mktemp("weights")
+    found = [write_tiny_model(root / name, seed) for seed, name in enumerate(("old", "new"))]
+    other = shutil.copytree(found[0], root / "other")
+    config = (
+        (other / "config.json")
+        .read_text()
+        .replace('"num_hidden_layers": 2', '"num_hidden_layers": 1')
+    )
+    (other / "config.json").write_text(config)
+    return [*found, other]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    @contextlib.contextmanager
+    def serve(folder):
+        log = tmp_path_factory.mktemp("log") / "server.log"
+        flags = ("--threads", "1", "--max-total-tokens", "16384")
+        with serving(log, "--model-path", str(folder), *flags) as server:
+            yield server
+
+    return serve
+
+
+@pytest.fixture(scope="module")
+def server(start, folders):
+    with start(folders[0]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(start, folders):
+    """What the new weights say from the start."""
+    with start(folders[1]) as fresh:
+        return fresh.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"]
+
+
+def update(server, folder, **fields):
+    return server.http.post("/update_weights_from_disk", json={"model_path": str(folder), **fields})
+
+
+def test_the_answers_are_those_of_the_new_weights_and_nothing_old_is_cached(
+    server, folders, expected
+):
+    before = server.generate(text=PROMPT, sampling_params=PARAMS)
+    assert before["output_ids"] != expected
+    answer = update(server, folders[1], weight_version="7")
+    assert answer.status_code == 200 and answer.json()["success"], answer.text
+    after = server.generate(text=PROMPT, sampling_params=PARAMS)
+    assert after["output_ids"] == expected
+    assert after["meta_info"]["cached_tokens"] == 0
+    assert after["meta_info"]["weight_version"] == "7"
+    assert server.http.get("/weight_version").json()["weight_version"] == "7"
+    assert update(server, folders[0]).status_code == 200
+    again = server.generate(text=PROMPT, sampling_params=PARAMS)
+    assert again["output_ids"] == before["output_ids"]
+
+
+def test_weights_that_do_not_fit_change_nothing(server, folders):
+    before = server.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"]
+    for folder, text in ((folders[2], "num_layers differ"), ("/nowhere", "no model at")):
+        answer = update(server, folder)
+        assert answer.status_code == 400 and not answer.json()["success"]
+        assert text in answer.json()["message"]
+    assert server.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"] == before
+
+
+def test_requests_that_run_are_not_given_other_weights_unasked(server, folders):
+    running = Asking(server, "The banyan waits")
+    wait_running(server, 1)
+    refused = update(server, folders[0])
+    assert refused.status_code == 400 and "1 running" in refused.json()["message"]
+    assert update(server, folders[0], abort_all_requests=True).status_code == 200
+    assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_a_paused_request_goes_on_with_the_new_weights(server, folders):
+    running = Asking(server, "The banyan goes on")
+    wait_running(server, 1)
+    pause(server, "in_place")
+    held = update(server, folders[1])
+    assert held.status_code == 400 and "hold pages" in held.json()["message"]
+    pause(server, "retract")
+    wait_until(lambda: server.stats()["waiting"] == 1, 30, "the request to be retracted")
+    answer = update(server, folders[1]).json()
+    assert answer["success"] and answer["num_paused_requests"] == 1
+    go_on(server)
+    assert len(running.result()["output_ids"]) == 1800
+    assert update(server, folders[0]).status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{"manifest": {"a": 1}}, {"load_format": "pt"}])
+def test_what_an_update_cannot_honour_is_refused(server, folders, fields):
+    answer = update(server, folders[0], **fields)
+    assert answer.status_code == 400 and next(iter(fields)) in answer.json()["message"]
