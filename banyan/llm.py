@@ -47,6 +47,9 @@ Answer = dict[str, object]
 MAX_SEQUENCES = 1 << 20
 """Sequences per call: whole data sets are passed at once here."""
 
+LOAD_S = 1800.0
+"""Longest wait for other weights."""
+
 _SECRETS = ("api_key", "admin_api_key")
 
 OnDeath = Callable[[str], None]
@@ -183,6 +186,19 @@ class Engine:
 
     def close_session(self, session_id: str) -> None:
         self._live().sessions.close(session_id)
+
+    def update_weights_from_disk(
+        self, model_path: str, flush_cache: bool = True
+    ) -> tuple[bool, str]:
+        """Take the weights of another checkpoint of the same model; (whether, and what was said).
+
+        Refused while requests are running; a checkpoint that does not fit changes nothing.
+        """
+        work = self._live().client.control(
+            "update_weights", LOAD_S, path=model_path, flush_cache=flush_cache
+        )
+        reply = self._loop.run(work)
+        return reply.ok, reply.text
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; False while requests are running."""

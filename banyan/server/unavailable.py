@@ -14,7 +14,7 @@ _POST = ("POST",)
 _GET = ("GET",)
 _PUT = ("POST", "PUT")
 
-_WEIGHTS = "Weights cannot be changed while the server runs; start it again with the new ones."
+_WEIGHTS = "Weights are taken from disk only; POST /update_weights_from_disk names where."
 _ADAPTERS = "LoRA adapters are not available in this build."
 _TIERS = "There is no host or disk cache tier in this build."
 _CORPUS = "N-gram speculation is not available in this build."
