@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -10,7 +11,7 @@ import pytest
 from openai.types import Batch
 
 from banyan.base.ids import RequestId
-from banyan.config.schema import ServerConfig
+from banyan.config.schema import ScheduleConfig, ServerConfig
 from banyan.frontend.generation import TextRequest
 from banyan.messages.sampling import SamplingParams
 from banyan.server.openai.batch_lines import read_lines
@@ -153,6 +154,25 @@ def test_a_batch_takes_no_more_than_half_of_the_seats(site: Site, client: openai
     for _ in range(4):
         assert site.generator.started.acquire(timeout=10)
     assert len(site.generator.open) == site.service.ready.max_running // 2
+
+
+@pytest.mark.parametrize(("low_first", "priority"), [(False, -100), (True, 100)])
+def test_where_priorities_count_a_batch_has_the_lowest(
+    site: Site, client: openai.OpenAI, low_first: bool, priority: int
+) -> None:
+    schedule = ScheduleConfig(priorities=True, low_priority_first=low_first)
+    site.state.config = replace(site.state.config, schedule=schedule)
+    ended(client, begin(client, [line("a"), line("b", priority=7)]))
+    assert sorted(r.priority for r in site.generator.asked) == sorted([priority, 7])
+
+
+def test_embeddings_are_an_endpoint_too(client: openai.OpenAI) -> None:
+    lines = [line("a", "/v1/embeddings", input="Hi")]
+    batch = ended(client, begin(client, lines, "/v1/embeddings"))
+    over_http = httpx.post(f"{client.base_url}embeddings", json=lines[0]["body"])
+    found = answers(client, batch.output_file_id) | answers(client, batch.error_file_id)
+    assert found["a"]["response"]["status_code"] == over_http.status_code
+    assert found["a"]["response"]["body"] == over_http.json()
 
 
 def test_a_batch_waits_while_others_have_all_seats(site: Site, client: openai.OpenAI) -> None:

@@ -129,6 +129,13 @@ def test_files_outlive_the_server_and_torn_uploads_do_not(folder: Path) -> None:
     assert sorted(p.name for p in folder.iterdir()) == ["file-cc", "file-cc.json", "lock"]
 
 
+def test_a_folder_with_foreign_content_is_named(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "batch_0.json").write_text("{")
+    with pytest.raises(RequestError, match="batch_0.json cannot be read"):
+        Storage(folder).open()
+
+
 def test_two_servers_do_not_share_a_folder(folder: Path) -> None:
     first = Storage(folder).open()
     with pytest.raises(RequestError, match="another server"):

@@ -35,6 +35,9 @@ MAX_FAULTS = 20
 RETRY_S = 0.5
 """Pause after a line was turned away because the server was busy."""
 
+LOW_PRIORITY = 100
+"""How far below requests without a priority the lines of a batch stand."""
+
 SEAT_WAIT_S = 1.0
 NUM_RETRIES = 600
 
@@ -56,11 +59,11 @@ class ServerEnding(Exception):
 
 @dataclass(frozen=True)
 class Line:
-    """One request of a batch. `body` is JSON text."""
+    """One request of a batch."""
 
     custom_id: str
     url: str
-    body: bytes
+    body: Json
 
 
 def read_lines(content: bytes, endpoint: str = "") -> tuple[list[Line], list[Fault]]:
@@ -113,7 +116,7 @@ def _line(text: bytes, endpoint: str) -> Line:
         raise RequestError("body must be an object", param="body")
     if body.get("stream"):
         raise RequestError("a line of a batch cannot be streamed; leave out stream", param="body")
-    return Line(custom_id, url, json.dumps(body).encode())
+    return Line(custom_id, url, body)
 
 
 async def run_lines(
@@ -213,12 +216,20 @@ class _Reply:
             self.body += message["body"]
 
 
+def _with_priority(state: ServerState, body: Json) -> Json:
+    """The body with a priority below every other, where priorities count and it has none."""
+    schedule = state.config.schedule
+    if not schedule.priorities:
+        return body
+    return {"priority": -LOW_PRIORITY if not schedule.low_priority_first else LOW_PRIORITY, **body}
+
+
 async def _ask(state: ServerState, line: Line) -> _Reply:
     """One line through the handler of its route."""
     reply = _Reply("", [])
     exchange = Exchange({"method": "POST", "path": line.url, "headers": []}, reply.send)
     reply.id, reply.warnings = exchange.id, exchange.warnings
-    exchange.body = line.body
+    exchange.body = json.dumps(_with_priority(state, line.body)).encode()
     try:
         await endpoints()[line.url](exchange, state)
     except RequestError as error:

@@ -203,8 +203,10 @@ async def _until_cancelled(store: BatchStore, id: str, work: "asyncio.Task[None]
         while not work.done() and store.find(id).status != "cancelling":
             store.cancelled.clear()
             notice = asyncio.create_task(store.cancelled.wait())
-            await asyncio.wait((work, notice), return_when=asyncio.FIRST_COMPLETED)
-            notice.cancel()
+            try:
+                await asyncio.wait((work, notice), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                notice.cancel()
         if work.done():
             work.result()
     finally:

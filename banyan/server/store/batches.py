@@ -68,10 +68,7 @@ class BatchStore:
 
     def load(self) -> None:
         """Read what lies in the folder."""
-        found = [
-            msgspec.json.decode(path.read_bytes(), type=Batch)
-            for path in self.folder.path.glob(f"{_PREFIX}*.json")
-        ]
+        found = self.folder.read_all(f"{_PREFIX}*.json", Batch)
         self.batches = {b.id: b for b in sorted(found, key=lambda b: (b.created_at, b.id))}
 
     def find(self, id: str) -> Batch:

@@ -42,10 +42,7 @@ class FileStore:
 
     def load(self) -> None:
         """Read what lies in the folder."""
-        found = [
-            msgspec.json.decode(path.read_bytes(), type=StoredFile)
-            for path in self._folder.path.glob(f"{_PREFIX}*{_FACTS}")
-        ]
+        found = self._folder.read_all(f"{_PREFIX}*{_FACTS}", StoredFile)
         self._files = {f.id: f for f in sorted(found, key=lambda f: (f.created_at, f.id))}
 
     def sweep(self, growing: Sequence[str]) -> None:

@@ -7,8 +7,13 @@ are replaced whole, so that a crash leaves the old one or the new one. Knows no 
 import fcntl
 import os
 from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from banyan.base.errors import RequestError
+
+T = TypeVar("T")
 
 _LOCK = "lock"
 _DRAFT = ".draft"
@@ -73,6 +78,20 @@ class Folder:
                 code="storage_full",
                 hint="Delete files, or give --file-storage-path a folder with room",
             ) from None
+
+    def read_all(self, pattern: str, kind: type[T]) -> list[T]:
+        """Every JSON file whose name fits, as a Struct.
+
+        Raises:
+            RequestError: 503; a file is not what this server writes.
+        """
+        found = []
+        for path in sorted(self.path.glob(pattern)):
+            try:
+                found.append(msgspec.json.decode(path.read_bytes(), type=kind))
+            except (msgspec.DecodeError, OSError) as error:
+                raise _unusable(f"{path} cannot be read: {error}") from None
+        return found
 
     def sync(self) -> None:
         """Bring the names of new and removed files to the disk."""
