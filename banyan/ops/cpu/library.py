@@ -158,8 +158,8 @@ class Library:
             builder(self._recording.program, self._recording.size_of(leading), *arguments)
             return
         builder(self._scratch, TOKENS, *arguments)
-        self._run(self._scratch, leading, rows, leading)
-        self._functions["bn_program_clear"](self._scratch)
+        sizes = (ctypes.c_int64 * 3)(leading, rows, leading)
+        self._functions["bn_program_run_once"](self._pool, self._scratch, sizes)
 
     def _run(self, program: Pointer, tokens: int, rows: int, outputs: int) -> None:
         sizes = (ctypes.c_int64 * 3)(tokens, rows, outputs)
@@ -206,7 +206,9 @@ class Recording:
         self._sizes = {tokens: TOKENS, outputs: OUTPUTS}
         self._free: dict[int, list[np.ndarray]] = {}
         self.program = functions["bn_program_new"]()
-        weakref.finalize(self, functions["bn_program_free"], self.program)
+        weakref.finalize(
+            self, _free_program, functions, library._close, library.pool, self.program
+        )
 
     def size_of(self, leading: int) -> int:
         if leading not in self._sizes:
@@ -289,5 +291,14 @@ def _aligned(size: int) -> np.ndarray:
 
 
 def _free(functions: dict[str, Callable[..., int]], pool: Pointer, scratch: Pointer) -> None:
-    functions["bn_program_free"](scratch)
+    functions["bn_program_free"](pool, scratch)
     functions["bn_pool_free"](pool)
+
+
+def _free_program(
+    functions: dict[str, Callable[..., int]],
+    closing: weakref.finalize,  # type: ignore[type-arg]
+    pool: Pointer,
+    program: Pointer,
+) -> None:
+    functions["bn_program_free"](pool if closing.alive else 0, program)

@@ -15,7 +15,7 @@ extern "C" {
 Pool* bn_pool_new(int32_t threads, const int32_t* cpus);
 void bn_pool_free(Pool* pool);
 Program* bn_program_new();
-void bn_program_free(Program* program);
+void bn_program_free(Pool*, Program* program);
 void bn_program_run(Pool* pool, Program* program, const int64_t* sizes, double* seconds);
 int64_t bn_attention_plan_bytes(int64_t max_tokens, int64_t kv_heads, int64_t group,
                                 int64_t head_dim);
@@ -76,9 +76,9 @@ std::vector<float> outcome(const AttentionKernels& kernels, int cache) {
   int64_t past[] = {TOKENS_EVER, 2, 2}, now[] = {TOKENS_NOW, 2, 2};
   bn_program_run(pool, fill, past, nullptr);
   bn_program_run(pool, attend, now, nullptr);
+  bn_program_free(pool, fill);
+  bn_program_free(pool, attend);
   bn_pool_free(pool);
-  bn_program_free(fill);
-  bn_program_free(attend);
   return s.out;
 }
 

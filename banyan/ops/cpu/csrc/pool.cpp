@@ -5,6 +5,10 @@
 // taken off its core holds up one piece and not its share. Nobody enters a stage before the one
 // before it is complete. Waiting threads spin for some microseconds and then sleep: an idle pool
 // takes no processor time.
+//
+// When others want the processor too, a thread that has been taken off its core in the middle of a
+// piece makes all others wait for as long as the system likes. A pool that sees this happen run after
+// run goes on with one thread less, and tries the full number again from time to time.
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -26,6 +30,9 @@ constexpr int MAX_THREADS = 256;
 constexpr size_t MAX_ARGS = 192;
 constexpr int64_t SPIN_NS = 40000;  // below it sleeping costs more than it saves
 constexpr int PIECES = 4;           // pieces a thread's share is cut into at least, if grain allows
+constexpr int CROWDED_RUNS = 4;     // runs in a row after which a thread is left out
+constexpr int64_t LATE_NS = 500000;
+constexpr int FIRST_REST = 64, LONGEST_REST = 1024;  // runs until the full number is tried again
 
 namespace {
 
@@ -52,16 +59,19 @@ struct alignas(64) Signal {
     value.store(v, std::memory_order_seq_cst);
     if (sleepers.load(std::memory_order_seq_cst)) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
   }
-  // Wait until the value is at least v, counted around the end of 32 bits.
-  void await(uint32_t v) {
+  // Wait until the value is at least v, counted around the end of 32 bits. Returns how long that
+  // took if it was worth sleeping, else 0.
+  int64_t await(uint32_t v) {
+    bool slept = false;
     for (int64_t round = 0, began = 0;; round++) {
       uint32_t seen = value.load(std::memory_order_acquire);
-      if ((int32_t)(seen - v) >= 0) return;
+      if ((int32_t)(seen - v) >= 0) return slept ? now_ns() - began : 0;
       relax();
       if (round % 64 != 63) continue;
       int64_t now = now_ns();
       if (!began) began = now;
       if (now - began < SPIN_NS) continue;
+      slept = true;
       sleepers.fetch_add(1, std::memory_order_seq_cst);
       seen = value.load(std::memory_order_seq_cst);
       if ((int32_t)(seen - v) < 0) futex(FUTEX_WAIT_PRIVATE, seen);
@@ -81,7 +91,6 @@ struct Op {
 struct Stage {
   int32_t first, count;  // ops
   int32_t row_size;      // NOT_ROW_WISE: a single op with units of its own
-  int64_t units, grain;  // of the run at hand
 };
 
 // One thread's share of a stage.
@@ -90,8 +99,10 @@ struct alignas(64) Share {
   int64_t end;
 };
 
-struct alignas(64) Left {
-  std::atomic<int64_t> units;
+// A stage in a run.
+struct alignas(64) Progress {
+  std::atomic<int64_t> left;  // units
+  int64_t units, grain;
 };
 
 }  // namespace
@@ -99,28 +110,45 @@ struct alignas(64) Left {
 struct Program {
   std::vector<Op> ops;
   std::vector<Stage> stages;
-  Share* shares = nullptr;  // [stages][threads]
-  Left* left = nullptr;     // [stages]
-  size_t room = 0;          // entries of shares
+};
 
-  ~Program() { release(); }
-  void release() {
+namespace {
+
+// What the threads share while a program runs.
+struct Run {
+  // Open << 15 | threads inside: who comes late must not enter a run that has ended.
+  std::atomic<uint32_t> door{0};
+  Program* program = nullptr;
+  Sizes sizes;
+  int threads = 1;
+  uint32_t base = 0;  // value of `complete` before the first stage
+  int64_t began = 0;
+  double* seconds = nullptr;
+  Progress* stages = nullptr;
+  Share* shares = nullptr;  // [stages][threads]
+  size_t num_stages = 0, num_shares = 0;
+
+  ~Run() {
+    std::free(stages);
     std::free(shares);
-    std::free(left);
-    shares = nullptr;
-    left = nullptr;
-    room = 0;
   }
-  void reserve(int threads) {
-    size_t need = stages.size() * threads;
-    if (need <= room) return;
-    release();
-    room = need < 64 ? 64 : need;
-    shares = (Share*)std::aligned_alloc(64, room * sizeof(Share));
-    left = (Left*)std::aligned_alloc(64, room * sizeof(Left));
-    if (!shares || !left) std::abort();
+  bool deal_out();
+  void await_empty() {
+    for (int spins = 0; door.load(std::memory_order_acquire) & 0x7fff; spins++)
+      spins % 1024 == 1023 ? (void)sched_yield() : relax();
   }
 };
+
+template <class T>
+void grow(T*& memory, size_t& room, size_t need) {
+  if (need <= room) return;
+  std::free(memory);
+  room = need < 64 ? 64 : need;
+  memory = (T*)std::aligned_alloc(64, room * sizeof(T));
+  if (!memory) std::abort();
+}
+
+}  // namespace
 
 uint8_t* Worker::scratch(size_t bytes) {
   if (bytes > bytes_) {
@@ -138,31 +166,32 @@ struct Pool {
   pthread_t handles[MAX_THREADS];
   int cpus[MAX_THREADS];
 
-  Signal started;   // counts runs that are open to the other threads
+  Signal started;   // the number of the newest shared run
   Signal complete;  // counts complete stages over all runs
-  // Run number << 16 | open << 15 | threads inside: who comes late must not enter a closed run.
-  std::atomic<uint64_t> door{0};
+  // Runs take turns with these, so that a thread that is late to leave one holds up none.
+  Run runs[2];
+  std::atomic<int> active{1};  // threads that take part
   std::atomic<bool> quit{false};
-
-  Program* program = nullptr;
-  Sizes sizes;
-  uint32_t base = 0;  // value of `complete` before the run's first stage
-  double* seconds = nullptr;
+  int crowded = 0, rest = 0, next_rest = FIRST_REST;
 
   Pool(int count, const int32_t* where);
   ~Pool();
-  void run(Program* p, const Sizes& s, double* times);
-  void walk(Worker& worker);
+  void run(Program* program, const Sizes& sizes, double* seconds);
+  int64_t walk(Run& run, Worker& worker);
   void serve(int index);
-  bool prepare(Program& p);
+  void adapt(int64_t late, int64_t took);
+  void await_empty() {
+    for (Run& run : runs) run.await_empty();
+  }
 };
 
 namespace {
 
-void do_units(Program& p, const Stage& stage, const Sizes& sizes, int64_t begin, int64_t end,
-              Worker& worker) {
-  for (int32_t i = stage.first; i < stage.first + stage.count; i++)
-    p.ops[i].kernel->run(p.ops[i].args, sizes, begin, end, worker);
+void do_units(const Run& run, const Stage& stage, int64_t begin, int64_t end, Worker& worker) {
+  for (int32_t i = stage.first; i < stage.first + stage.count; i++) {
+    const Op& op = run.program->ops[i];
+    op.kernel->run(op.args, run.sizes, begin, end, worker);
+  }
 }
 
 struct Birth {
@@ -198,6 +227,7 @@ Pool::Pool(int count, const int32_t* where) {
     threads = i + 1;
   }
   for (int i = 0; i < threads; i++) workers[i].count = threads;
+  active = threads;
 }
 
 Pool::~Pool() {
@@ -213,41 +243,46 @@ void Pool::serve(int index) {
     started.await(seen + 1);
     seen = started.value.load(std::memory_order_acquire);
     if (quit) return;
-    uint64_t at = door.load(std::memory_order_acquire);
-    while (at >> 15 & 1)  // open: step in
-      if (door.compare_exchange_weak(at, at + 1, std::memory_order_acq_rel)) {
-        walk(workers[index]);
-        door.fetch_sub(1, std::memory_order_acq_rel);
+    if (index >= active.load(std::memory_order_relaxed)) continue;
+    Run& run = runs[seen & 1];
+    uint32_t at = run.door.load(std::memory_order_acquire);
+    while (at >> 15)  // open: step in
+      if (run.door.compare_exchange_weak(at, at + 1, std::memory_order_acq_rel)) {
+        walk(run, workers[index]);
+        run.door.fetch_sub(1, std::memory_order_acq_rel);
         break;
       }
   }
 }
 
-// Deal out the units of every stage. Returns whether there is work for more than one thread.
-bool Pool::prepare(Program& p) {
+// Give every thread its share of every stage. Returns whether there is work for more than one.
+bool Run::deal_out() {
+  const Program& p = *program;
+  grow(stages, num_stages, p.stages.size());
+  grow(shares, num_shares, p.stages.size() * threads);
   bool much = false;
-  p.reserve(threads);
   for (size_t s = 0; s < p.stages.size(); s++) {
-    Stage& stage = p.stages[s];
-    const Op& op = p.ops[stage.first];
-    stage.units = stage.row_size >= 0 ? sizes.n[stage.row_size] : op.kernel->units(op.args, sizes);
-    int64_t grain = op.kernel->grain(op.args, sizes);
+    const Stage& stage = p.stages[s];
+    const Op& first = p.ops[stage.first];
+    int64_t units = stage.row_size >= 0 ? sizes.n[stage.row_size]
+                                        : first.kernel->units(first.args, sizes);
+    int64_t grain = first.kernel->grain(first.args, sizes);
     for (int32_t i = stage.first + 1; i < stage.first + stage.count; i++) {
       int64_t other = p.ops[i].kernel->grain(p.ops[i].args, sizes);
       if (other < grain) grain = other;
     }
-    int64_t piece = stage.units / ((int64_t)threads * PIECES);
-    stage.grain = grain < 1 ? 1 : grain;
-    if (stage.grain < piece) stage.grain = piece;
-    much |= stage.units > stage.grain;
-    p.left[s].units.store(stage.units, std::memory_order_relaxed);
-    int64_t from = 0;
-    for (int t = 0; t < threads; t++) {
-      // Whole grains, so that a small stage wakes nobody for half a piece.
-      int64_t grains = (stage.units + stage.grain - 1) / stage.grain;
-      int64_t to = grains * (t + 1) / threads * stage.grain;
-      if (to > stage.units) to = stage.units;
-      Share& share = p.shares[s * threads + t];
+    int64_t piece = units / ((int64_t)threads * PIECES);
+    if (grain < 1) grain = 1;
+    if (grain < piece) grain = piece;
+    much |= units > grain;
+    stages[s].left.store(units, std::memory_order_relaxed);
+    stages[s].units = units;
+    stages[s].grain = grain;
+    int64_t from = 0, grains = (units + grain - 1) / grain;
+    for (int t = 0; t < threads; t++) {  // whole grains, so that nobody wakes for half a piece
+      int64_t to = grains * (t + 1) / threads * grain;
+      if (to > units) to = units;
+      Share& share = shares[s * threads + t];
       share.next.store(from, std::memory_order_relaxed);
       share.end = to;
       from = to;
@@ -256,57 +291,76 @@ bool Pool::prepare(Program& p) {
   return much;
 }
 
-void Pool::walk(Worker& worker) {
-  Program& p = *program;
-  int64_t began = seconds && worker.index == 0 ? now_ns() : 0;
+// Returns how long this thread slept for others to finish.
+int64_t Pool::walk(Run& run, Worker& worker) {
+  Program& p = *run.program;
+  int64_t late = 0, began = worker.index == 0 && run.seconds ? run.began : 0;
   for (size_t s = 0; s < p.stages.size(); s++) {
-    const Stage& stage = p.stages[s];
-    if (!stage.units) continue;
-    int64_t done = 0;
-    for (int turn = 0; turn < threads; turn++) {
-      Share& share = p.shares[s * threads + (worker.index + turn) % threads];
+    Progress& progress = run.stages[s];
+    if (!progress.units) continue;
+    int64_t done = 0, grain = progress.grain;
+    for (int turn = 0; turn < run.threads; turn++) {
+      Share& share = run.shares[s * run.threads + (worker.index + turn) % run.threads];
       while (share.next.load(std::memory_order_relaxed) < share.end) {
-        int64_t begin = share.next.fetch_add(stage.grain, std::memory_order_relaxed);
+        int64_t begin = share.next.fetch_add(grain, std::memory_order_relaxed);
         if (begin >= share.end) break;
-        int64_t end = begin + stage.grain < share.end ? begin + stage.grain : share.end;
-        do_units(p, stage, sizes, begin, end, worker);
+        int64_t end = begin + grain < share.end ? begin + grain : share.end;
+        do_units(run, p.stages[s], begin, end, worker);
         done += end - begin;
       }
     }
-    uint32_t number = base + (uint32_t)s + 1;
-    if (done && p.left[s].units.fetch_sub(done, std::memory_order_acq_rel) == done)
+    uint32_t number = run.base + (uint32_t)s + 1;
+    if (done && progress.left.fetch_sub(done, std::memory_order_acq_rel) == done)
       complete.set(number);
     else
-      complete.await(number);
+      late += complete.await(number);
     if (began) {
       int64_t now = now_ns();
-      seconds[s] += (double)(now - began) * 1e-9;
+      run.seconds[s] += (double)(now - began) * 1e-9;
       began = now;
     }
   }
+  return late;
 }
 
-void Pool::run(Program* p, const Sizes& s, double* times) {
-  program = p;
-  sizes = s;
-  seconds = times;
-  bool together = prepare(*p) && threads > 1;
-  if (!together && !times) {
-    for (const Stage& stage : p->stages)
-      if (stage.units) do_units(*p, stage, sizes, 0, stage.units, workers[0]);
+void Pool::run(Program* program, const Sizes& sizes, double* seconds) {
+  uint32_t number = started.value.load(std::memory_order_relaxed) + 1;
+  Run& run = runs[number & 1];
+  run.await_empty();
+  run.program = program;
+  run.sizes = sizes;
+  run.seconds = seconds;
+  run.threads = active.load(std::memory_order_relaxed);
+  bool together = run.deal_out() && run.threads > 1;
+  run.base = complete.value.load(std::memory_order_relaxed);
+  run.began = now_ns();
+  if (together) {
+    run.door.store(1 << 15, std::memory_order_release);
+    started.set(number);
+  }
+  int64_t late = walk(run, workers[0]);
+  // Stages without units do not count `complete` up: bring it to a known value.
+  complete.set(run.base + (uint32_t)program->stages.size());
+  if (together) run.door.fetch_and(0x7fff, std::memory_order_acq_rel);
+  if (threads > 1 && !seconds) adapt(late, now_ns() - run.began);
+}
+
+void Pool::adapt(int64_t late, int64_t took) {
+  int now = active.load(std::memory_order_relaxed);
+  if (rest && --rest == 0) {
+    active.store(threads, std::memory_order_relaxed);
+    crowded = CROWDED_RUNS - 2;  // a short trial
     return;
   }
-  base = complete.value.load(std::memory_order_relaxed);
-  uint64_t number = (door.load(std::memory_order_relaxed) >> 16) + 1;
-  door.store(number << 16 | 1 << 15, std::memory_order_release);
-  if (together) started.set(started.value.load(std::memory_order_relaxed) + 1);
-  walk(workers[0]);
-  door.fetch_and(~(uint64_t)(1 << 15), std::memory_order_acq_rel);
-  // Threads inside have nothing left to do but to see that the last stage is complete.
-  for (int spins = 0; door.load(std::memory_order_acquire) & 0x7fff; spins++)
-    spins % 1024 == 1023 ? (void)sched_yield() : relax();
-  // Stages without units do not count `complete` up: bring it to a known value.
-  complete.set(base + (uint32_t)p->stages.size());
+  if (now == 1 || late < LATE_NS || late < took / 4) {
+    if (!rest && crowded && --crowded == 0) next_rest = FIRST_REST;
+    return;
+  }
+  if (++crowded < CROWDED_RUNS) return;
+  crowded = 0;
+  active.store(now - 1, std::memory_order_relaxed);
+  rest = next_rest;
+  if (next_rest < LONGEST_REST) next_rest *= 2;
 }
 
 void append(Program* program, const Kernel& kernel, const void* args, size_t args_bytes,
@@ -321,7 +375,7 @@ void append(Program* program, const Kernel& kernel, const void* args, size_t arg
   if (row_size >= 0 && !stages.empty() && stages.back().row_size == row_size)
     stages.back().count++;
   else
-    stages.push_back(Stage{index, 1, row_size, 0, 1});
+    stages.push_back(Stage{index, 1, row_size});
 }
 
 }  // namespace banyan
@@ -338,10 +392,10 @@ BN_EXPORT void bn_pool_free(Pool* pool) { delete pool; }
 BN_EXPORT int32_t bn_pool_threads(const Pool* pool) { return pool->threads; }
 
 BN_EXPORT Program* bn_program_new() { return new Program; }
-BN_EXPORT void bn_program_free(Program* program) { delete program; }
-BN_EXPORT void bn_program_clear(Program* program) {
-  program->ops.clear();
-  program->stages.clear();
+// pool: what it ran on, null when that has been freed.
+BN_EXPORT void bn_program_free(Pool* pool, Program* program) {
+  if (pool) pool->await_empty();
+  delete program;
 }
 BN_EXPORT int32_t bn_program_ops(const Program* program) { return (int32_t)program->ops.size(); }
 BN_EXPORT int32_t bn_program_stages(const Program* program) {
@@ -365,4 +419,11 @@ BN_EXPORT void bn_program_run(Pool* pool, Program* program, const int64_t* sizes
   Sizes s;
   std::memcpy(s.n, sizes, sizeof s.n);
   pool->run(program, s, seconds);
+}
+// Run all ops once and forget them.
+BN_EXPORT void bn_program_run_once(Pool* pool, Program* program, const int64_t* sizes) {
+  bn_program_run(pool, program, sizes, nullptr);
+  pool->await_empty();
+  program->ops.clear();
+  program->stages.clear();
 }
