@@ -3,6 +3,7 @@
 Large texts are rendered and tokenised in a thread, so that other streams go on meanwhile.
 """
 
+import json
 from dataclasses import dataclass, field
 
 from banyan.base.errors import RequestError
@@ -120,6 +121,12 @@ def check_depth(value: object, param: str) -> None:
         if not level:
             return
     raise RequestError(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)
+
+
+def json_text(value: object, param: str) -> str:
+    """`value` as JSON text, integers of any size included; RequestError when it is too deep."""
+    check_depth(value, param)
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _message(message: Json, index: int) -> Json:

@@ -6,13 +6,12 @@ Texts of one message are joined by line breaks; results of tools become messages
 from collections.abc import Sequence
 from typing import cast
 
-import orjson
-
 from banyan.base.errors import RequestError
 from banyan.server.anthropic.schema import Block, Turn
 from banyan.server.anthropic.signature import hidden_in
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Report
+from banyan.server.prompts import json_text
 
 _BILLING = "x-anthropic-billing-header:"
 _ROLES = ("user", "assistant", "system")
@@ -91,7 +90,7 @@ def _assistant(blocks: list[Block], where: str, names: dict[str, str], report: R
                 if not isinstance(given, dict):
                     raise _refusal(f"{place}.input must be an object")
                 names[id] = name
-                function = {"name": name, "arguments": orjson.dumps(given).decode()}
+                function = {"name": name, "arguments": json_text(given, "messages")}
                 calls.append({"id": id, "type": "function", "function": function})
             case _:
                 said.append(_text(block, place))

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-import orjson
-
 from banyan.base.errors import RequestError
 from banyan.server.errors import Json
 from banyan.server.ollama.schema import (
@@ -15,6 +13,7 @@ from banyan.server.ollama.schema import (
     TextRequest,
 )
 from banyan.server.openai.fields import Report
+from banyan.server.prompts import json_text
 
 WORDS: Mapping[str, str] = {
     "max_new_tokens": "num_predict",
@@ -146,7 +145,7 @@ def _call(call: Json, index: int, pending: Pending) -> Json:
     given = call.get("id")
     id = given if isinstance(given, str) and given else f"call_{index}_{len(pending)}"
     pending.append((id, name))
-    text = orjson.dumps(arguments).decode()
+    text = json_text(arguments, "messages")
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 

@@ -5,8 +5,6 @@ answer, and what a grammar makes it write. Knows no engine.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import orjson
-
 from banyan.base.errors import RequestError
 from banyan.frontend.constraint import Tag, json_constraint, tool_calls_constraint
 from banyan.frontend.parser_choice import Parsers
@@ -14,7 +12,7 @@ from banyan.frontend.tools.base import ToolFormat
 from banyan.frontend.tools.definitions import Definition, Tools, read_tools
 from banyan.frontend.tools.json_list import FORMAT as JSON_LIST
 from banyan.server.openai.schema import ChatRequest
-from banyan.server.prompts import check_depth
+from banyan.server.prompts import json_text
 
 _ANY = 1 << 30
 
@@ -94,7 +92,7 @@ def tool_use(
     Raises:
         RequestError: the tools or the choice are malformed, or do not go together.
     """
-    check_depth(request.tools, "tools")
+    num_bytes = len(json_text(request.tools, "tools"))
     tools = read_tools(request.tools or [])
     choice = request.tool_choice if request.tool_choice is not None else "auto"
     forced = _forced(choice, tools)
@@ -114,7 +112,7 @@ def tool_use(
         format=format,
         is_forced=bool(forced),
         max_calls=1 if single else _ANY,
-        num_bytes=len(orjson.dumps(request.tools)),
+        num_bytes=num_bytes,
     )
 
 
