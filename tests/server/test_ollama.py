@@ -2,6 +2,8 @@
 client's types."""
 
 import json
+from array import array
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from ollama import ChatResponse, GenerateResponse, ListResponse, ProcessResponse
 from pydantic import BaseModel
 
 from banyan.config.schema import ServerConfig
-from banyan.frontend.generation import Finish
+from banyan.frontend.generation import Finish, TextChunk, TextRequest, Usage
 from banyan.frontend.templates import FillIn
 from banyan.messages.constraint import Constraint
 from tests.server.fakes import Site, refusal, steps
@@ -330,6 +332,27 @@ def test_a_model_for_text_makes_no_vectors(client: ollama.Client) -> None:
         with pytest.raises(ollama.ResponseError, match="--is-embedding") as refused:
             ask_for()
         assert refused.value.status_code == 501
+
+
+class Embedder:
+    """A model whose vectors are (number of tokens, 1) for every prompt."""
+
+    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        vector = array("f", [len(request.prompt), 1.0]).tobytes()
+        usage = Usage(len(request.prompt), 0)
+        yield TextChunk("", [], usage, finish=Finish("length"), vector=vector)
+
+
+def test_vectors_come_in_the_order_of_the_texts(site: Site, client: ollama.Client) -> None:
+    limits = replace(site.service.limits, is_embedding=True)
+    site.state.service = replace(site.service, generator=Embedder(), limits=limits)
+    several = client.embed("tiny", ["abc", "x"])
+    assert several.embeddings == [[3.0, 1.0], [1.0, 1.0]]
+    assert several.prompt_eval_count == 4
+    assert client.embed("tiny", "abc").embeddings == [[3.0, 1.0]]
+    assert client.embed("tiny", "abc", dimensions=1).embeddings == [[1.0]]
+    assert client.embeddings("tiny", "abc").embedding == [3.0, 1.0]
+    assert client.show("tiny").capabilities == ["embedding"]
 
 
 def test_models_are_not_pulled_or_changed(client: ollama.Client) -> None:
