@@ -181,6 +181,22 @@ def test_instructions_lead_and_are_not_carried_over(site: Site, client: openai.O
     assert "<|user|>More" in two
 
 
+def test_a_late_system_message_is_said_by_whom_the_template_lets(
+    site: Site, http: httpx.Client
+) -> None:
+    given = [{"role": "user", "content": "Hi"}, {"role": "developer", "content": "Shh."}]
+    first_only = "{% if m.role == 'system' and not loop.first %}{{ 1 / 0 }}{% endif %}"
+    for template, prompt in (
+        (TEMPLATE, "<|user|>Hi<|end|><|system|>Shh.<|end|>"),
+        (TEMPLATE.replace("{% for m in messages %}", "{% for m in messages %}" + first_only),
+         "<|user|>Hi\nShh.<|end|>"),
+    ):  # fmt: skip
+        site.state.service = service_with(site, template)
+        warnings = http.post(PATH, json={"input": given}).headers.get("x-banyan-warnings", "")
+        assert site.tokenizer.decode(site.generator.asked[-1].prompt, False).startswith(prompt)
+        assert ("input: the chat template" in warnings) == (template is not TEMPLATE)
+
+
 def test_a_length_makes_it_incomplete(site: Site, http: httpx.Client, client: object) -> None:
     says(site, "Hello", Finish("length"))
     body = ask(http, max_output_tokens=5)
@@ -264,6 +280,11 @@ def test_hosted_tools_are_refused_with_one_sentence(http: httpx.Client, kind: st
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": 1}]}, "input"),
         ({"input": [{"type": "reasoning", "summary": 7}]}, "input"),
+        ({"input": [{"type": ["message"]}]}, "input"),
+        ({"input": [{"type": "reasoning", "content": ["x"]}]}, "input"),
+        ({"input": [{"role": ["user"], "content": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [7]}]}, "input"),
+        ({"input": [{"role": "user", "content": "x", "id": 10**30}]}, None),
         ({"input": 7}, "input"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
@@ -277,7 +298,7 @@ def test_hosted_tools_are_refused_with_one_sentence(http: httpx.Client, kind: st
     ],
 )
 def test_what_cannot_be_is_a_400_that_names_the_field(
-    http: httpx.Client, fields: dict, param: str
+    http: httpx.Client, fields: dict, param: str | None
 ) -> None:
     answer = http.post(PATH, json={"input": "Hi", **fields})
     assert answer.status_code == 400, answer.text

@@ -14,6 +14,7 @@ import orjson
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
+from banyan.frontend.chat import ChatTemplate
 from banyan.frontend.generation import run
 from banyan.server.app import Route
 from banyan.server.dialect import OPENAI
@@ -108,7 +109,7 @@ async def create(exchange: Exchange, state: ServerState) -> None:
     before = _before(request, state)
     given = given_items(request.input)
     try:
-        body = chat_body(request, [*before, *given], report)
+        body = chat_body(request, [*before, *given], _template(service), report)
         chat = typed(body, ChatRequest)
         plan = await plan_chat(service, body, chat, origin_of(exchange, chat, "responses"), report)
     except RequestError as error:
@@ -168,7 +169,7 @@ async def input_tokens(exchange: Exchange, state: ServerState) -> None:
     request = await _read(exchange, PromptRequest, report)
     check_model(request.model, state.served_name, exchange.warn, strict)
     items = [*_before(request, state), *given_items(request.input)]
-    chat = typed(chat_body(request, items, report), ChatRequest)
+    chat = typed(chat_body(request, items, _template(service), report), ChatRequest)
     ids, _ = await chat_prompt(service, chat, report)
     await exchange.json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
@@ -193,8 +194,16 @@ def _reporter(exchange: Exchange, strict: bool) -> Report:
 async def _read(exchange: Exchange, kind: type[R], report: Report) -> R:
     """The typed request; every field of the body is honoured, refused or reported."""
     raw = await exchange.json_object()
+    try:
+        orjson.dumps(raw)
+    except TypeError as error:
+        raise RequestError(f"the response could not show the request: {error}") from None
     account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
     return typed(raw, kind)
+
+
+def _template(service: Service) -> ChatTemplate | None:
+    return service.chat.template if service.chat else None
 
 
 def _before(request: PromptRequest, state: ServerState) -> list[Json]:

@@ -34,7 +34,7 @@ def _whole(item: Json, where: str) -> Json:
     kind = item.get("type", "message" if "role" in item else None)
     if kind == "item_reference":
         raise _refusal(f"{where}: send the item itself, or use previous_response_id")
-    if kind not in _PREFIXES:
+    if not isinstance(kind, str) or kind not in _PREFIXES:
         raise _refusal(
             f"{where}.type must be one of {', '.join(_PREFIXES)}, got {str(kind)[:40]!r}"
         )
@@ -99,27 +99,35 @@ def thought(item: Json, where: str) -> str:
     """Text of a reasoning item: its content, or else its summary; "" when it is encrypted."""
     for name in ("content", "summary"):
         parts = item.get(name) or []
-        texts = (
-            [p.get("text") for p in parts if isinstance(p, dict)] if isinstance(parts, list) else []
-        )
-        if not isinstance(parts, list) or not all(isinstance(t, str) for t in texts):
-            raise _refusal(f"{where}.{name} must be a list of parts of text")
+        texts = [p.get("text") if isinstance(p, dict) else None for p in _list(parts, name, where)]
+        if not all(isinstance(text, str) for text in texts):
+            raise _refusal(f"{where}.{name} must be parts of text")
         if texts:
             return "\n".join(str(t) for t in texts)
     return ""
 
 
-def chat_messages(instructions: str, items: Sequence[Json], report: Report) -> list[Json]:
-    """Whole items as the messages of a chat. What the model wrote in one turn is one message."""
+def chat_messages(
+    instructions: str, items: Sequence[Json], takes_late_system: bool, report: Report
+) -> list[Json]:
+    """Whole items as the messages of a chat. What the model wrote in one turn is one message.
+
+    Args:
+        takes_late_system: the template shows system messages behind others; otherwise they become
+            text of the user's, which is reported.
+        report: takes (field, why it is not honoured).
+    """
     found: list[Json] = [{"role": "system", "content": instructions}] if instructions else []
     names: dict[str, str] = {}
     for item in items:
         match item["type"]:
             case "message":
-                _say(found, item)
+                if _say(found, item, takes_late_system):
+                    why = "the chat template shows a system message first only; the user says it"
+                    report("input", why)
             case "reasoning":
                 if text := thought(item, "input"):
-                    _turn(found)["reasoning_content"] = text
+                    _join(_turn(found), "reasoning_content", text, "\n")
                 elif item.get("encrypted_content"):
                     report("input", "reasoning that is encrypted cannot be shown to the model")
             case "function_call":
@@ -134,19 +142,32 @@ def chat_messages(instructions: str, items: Sequence[Json], report: Report) -> l
     return found
 
 
-def _say(found: list[Json], item: Json) -> None:
-    """Add a message; system messages at the beginning become one, as most templates want it."""
+def _say(found: list[Json], item: Json, takes_late_system: bool) -> bool:
+    """Add a message; system messages at the beginning become one, as most templates want it.
+
+    Returns whether the user had to say what the system should.
+    """
     parts = item["content"]
     assert isinstance(parts, list)
     text = "\n".join(str(p.get("text", p.get("refusal"))) for p in parts)
     role = "system" if item["role"] == "developer" else item["role"]
+    is_moved = role == "system" and bool(found) and not takes_late_system
     if role == "assistant":
-        turn = _turn(found)
-        turn["content"] = f"{turn['content']}\n{text}" if turn["content"] else text
+        _join(_turn(found), "content", text, "\n")
     elif role == "system" and len(found) == 1 and found[0]["role"] == "system":
-        found[0]["content"] = f"{found[0]['content']}\n\n{text}"
+        _join(found[0], "content", text, "\n\n")
+        return False
+    elif is_moved and found[-1]["role"] == "user":
+        _join(found[-1], "content", text, "\n")
     else:
-        found.append({"role": role, "content": text})
+        found.append({"role": "user" if is_moved else role, "content": text})
+    return is_moved
+
+
+def _join(message: Json, name: str, text: str, between: str) -> None:
+    """Put `text` behind what the field of a message says."""
+    said = message.get(name)
+    message[name] = f"{said}{between}{text}" if said else text
 
 
 def _turn(found: list[Json]) -> Json:
@@ -166,6 +187,12 @@ def _text(item: Json, name: str, where: str) -> str:
     if not isinstance(found, str):
         raise _refusal(f"{where}.{name} must be a text")
     return found
+
+
+def _list(value: object, name: str, where: str) -> list[object]:
+    if not isinstance(value, list):
+        raise _refusal(f"{where}.{name} must be a list")
+    return value
 
 
 def _refusal(text: str) -> RequestError:

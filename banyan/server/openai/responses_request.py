@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.frontend.chat import ChatTemplate
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Refused, Report
 from banyan.server.openai.responses_items import chat_messages
@@ -99,15 +100,26 @@ WORDS: Mapping[str, str] = {
 _HOSTED = "{0} runs on the API's own servers; this server runs no tools: offer a function instead"
 
 
-def chat_body(request: PromptRequest, items: Sequence[Json], report: Report) -> Json:
+def chat_body(
+    request: PromptRequest, items: Sequence[Json], template: ChatTemplate | None, report: Report
+) -> Json:
     """The body of the chat request that continues `items`.
+
+    Args:
+        template: of the model that answers.
+        report: takes (field, why it is not honoured).
 
     Raises:
         RequestError: a field is malformed, or asks for what this server does not have.
     """
     body: Json = {
         "model": request.model,
-        "messages": chat_messages(request.instructions or "", items, report),
+        "messages": chat_messages(
+            request.instructions or "",
+            items,
+            template is None or template.takes_late_system,
+            report,
+        ),
         "tools": [_tool(tool, i) for i, tool in enumerate(request.tools or [])] or None,
         "tool_choice": _choice(request.tool_choice),
         "parallel_tool_calls": request.parallel_tool_calls,
