@@ -6,7 +6,7 @@ import json
 import anthropic
 import httpx
 import pytest
-from anthropic.types import Message, RawMessageStreamEvent
+from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
@@ -361,6 +361,13 @@ def test_counted_tokens_are_those_of_the_prompt(
     assert counted.input_tokens == len(model.generator.asked[-1].prompt)
 
 
+def test_the_model_is_listed_and_found_by_name(client: anthropic.Anthropic) -> None:
+    (listed,) = client.models.list()
+    ModelInfo.model_validate(listed.model_dump(), strict=True)
+    assert listed.id == "tiny" and listed.max_input_tokens == 4096
+    assert client.models.retrieve("tiny").id == "tiny"
+
+
 REFUSALS = {
     "no max_tokens": ({"max_tokens": None}, "max_tokens"),
     "an image": (
@@ -398,6 +405,14 @@ def test_bad_requests_are_refused_in_the_api_s_words(
     ErrorResponse.model_validate(refused.value.body, strict=True)
     assert refused.value.body["error"]["type"] == "invalid_request_error"
     assert words in refused.value.body["error"]["message"]
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_know(
+    client: anthropic.Anthropic,
+) -> None:
+    turns = [{"role": "user", "content": "x" * 5000}]
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: .*50\d\d tokens"):
+        client.messages.create(**{**body(), "messages": turns})
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,9 @@ _TYPES: Mapping[int, str] = {
     529: "overloaded_error",
 }
 
+_TOO_LONG = "prompt is too long"
+"""Agents look for these words to shorten their history and go on."""
+
 
 def type_of(status: int) -> str:
     """Name of an error: other refusals are invalid requests, other failures are ours."""
@@ -33,7 +36,10 @@ def type_of(status: int) -> str:
 
 
 def error_body(error: RequestError) -> Json:
-    return _error(error.status, str(error))
+    text = str(error)
+    if error.code == "context_length_exceeded":
+        text = f"{_TOO_LONG}: {text}"
+    return _error(error.status, text)
 
 
 def _error(status: int, text: str) -> Json:

@@ -1,4 +1,6 @@
-"""/v1/models: what is served here."""
+"""/v1/models: what is served here, for clients of OpenAI and of Anthropic at once."""
+
+from datetime import UTC, datetime
 
 from banyan.server.exchange import Exchange
 from banyan.server.openai.fields import no_such_model
@@ -6,7 +8,9 @@ from banyan.server.state import ServerState
 
 
 async def list_models(exchange: Exchange, state: ServerState) -> None:
-    await exchange.json({"object": "list", "data": [_card(state)]})
+    name = state.served_name
+    page = {"has_more": False, "first_id": name, "last_id": name}
+    await exchange.json({"object": "list", "data": [_card(state)], **page})
 
 
 async def show_model(exchange: Exchange, state: ServerState) -> None:
@@ -19,6 +23,7 @@ async def show_model(exchange: Exchange, state: ServerState) -> None:
 def _card(state: ServerState) -> dict[str, object]:
     name = state.served_name
     service = state.service
+    length = service.limits.context_length if service else None
     return {
         "id": name,
         "object": "model",
@@ -26,5 +31,10 @@ def _card(state: ServerState) -> dict[str, object]:
         "owned_by": "banyan",
         "root": name,
         "parent": None,
-        "max_model_len": service.limits.context_length if service else None,
+        "max_model_len": length,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(state.created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": length,
     }
