@@ -18,6 +18,8 @@ from banyan.server.openai.schema import ChatRequest as OpenAIChatRequest
 from banyan.server.prompts import text_ids
 from banyan.server.state import ServerState, Service
 
+_NOTHING: Json = {"role": "assistant", "content": ""}
+
 
 async def chat(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
@@ -45,9 +47,6 @@ async def generate(exchange: Exchange, state: ServerState) -> None:
         await _answer(exchange, state, service, request, body, report)
     except RequestError as error:
         raise in_words(error, WORDS) from None
-
-
-_NOTHING: Json = {"role": "assistant", "content": ""}
 
 
 async def _prompt_body(service: Service, request: GenerateRequest, report: Report) -> Json:
