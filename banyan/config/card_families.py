@@ -128,8 +128,8 @@ def _cohere(facts: Facts, card: ModelCard) -> ModelCard:
     )
 
 
-def _classifier(facts: Facts, card: ModelCard) -> ModelCard:
-    """The head scores classes, so it is not a copy of the embedding."""
+def _without_logits(facts: Facts, card: ModelCard) -> ModelCard:
+    """The head, if there is one, scores classes: it is no copy of the embedding."""
     return replace(card, tie_embeddings=False)
 
 
@@ -209,10 +209,14 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(),
     "Qwen2ForCausalLM": _QWEN2,
     "Qwen3ForCausalLM": _QWEN3,
-    "LlamaForSequenceClassification": Family(more=_classifier),
-    "MistralForSequenceClassification": Family(more=_classifier),
-    "Qwen2ForSequenceClassification": replace(_QWEN2, more=_classifier),
-    "Qwen3ForSequenceClassification": replace(_QWEN3, more=_classifier),
+    "LlamaModel": Family(more=_without_logits),
+    "MistralModel": Family(more=_without_logits),
+    "Qwen2Model": replace(_QWEN2, more=_without_logits),
+    "Qwen3Model": replace(_QWEN3, more=_without_logits),
+    "LlamaForSequenceClassification": Family(more=_without_logits),
+    "MistralForSequenceClassification": Family(more=_without_logits),
+    "Qwen2ForSequenceClassification": replace(_QWEN2, more=_without_logits),
+    "Qwen3ForSequenceClassification": replace(_QWEN3, more=_without_logits),
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": replace(
         _GEMMA, rope_theta=1e6, window_theta=1e4, kinds=partial(_every, period=6), more=_gemma

@@ -13,7 +13,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
 from banyan.config.card import ModelCard, RopeFacts
 from banyan.config.card_families import FAMILIES, MAX_LENGTH, MAX_WIDTH, Family, plain_kinds
-from banyan.config.encoders import is_classifier, labels_of, read_pooling, separator_of
+from banyan.config.encoders import is_bare, is_classifier, labels_of, read_pooling, separator_of
 from banyan.config.facts import Facts, read_json
 
 MAX_LAYERS = 1024
@@ -50,7 +50,7 @@ def read_hub_folder(
         card = replace(card, labels=labels_of(facts))
         if card.num_segments > 1:
             card = replace(card, separator_id=separator_of(path))
-    if card.is_encoder or card.labels:
+    if card.is_encoder or card.labels or is_bare(architecture):
         card = replace(card, pooling=read_pooling(card))
     refuse_unread(overrides, asked)
     return card

@@ -27,6 +27,11 @@ def is_classifier(architecture: str) -> bool:
     return architecture.endswith("ForSequenceClassification")
 
 
+def is_bare(architecture: str) -> bool:
+    """Whether the class is a body without a head, which gives hidden states only."""
+    return architecture.endswith("Model")
+
+
 def labels_of(facts: Facts) -> tuple[str, ...]:
     """Names of the classes, in the order of the head's outputs."""
     named = facts.part("id2label")

@@ -49,7 +49,7 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
                 "--is-embedding and --model-impl transformers do not go together",
                 hint="leave --model-impl at auto",
             )
-        card = replace(card, pooling=read_pooling(card))
+        card = replace(card, pooling=read_pooling(card), tie_embeddings=False)
     reads_mapped = config.model.load_format != "dummy" and not config.model.disable_mmap
     if card.format == "safetensors" and reads_mapped:
         check_weight_files(card.path)

@@ -116,13 +116,13 @@ class DecoderLM(nn.Module):
             if rope.kind != "none"
         }
         self.norm = _norm(card, spec, _stream_eps(card), ops, dtype, device)
-        self.head: Logits | ColumnLinear
+        self.head: Logits | ColumnLinear | None = None
         if card.labels:
             rules = {"": ShardRule()}
             self.head = ColumnLinear(
                 size, {"": len(card.labels)}, rules, False, mesh, ops, dtype, device
             )
-        else:
+        elif card.pooling is None:
             self.head = Logits(vocab, size, mesh, ops, card.logit_scale, card.logit_cap)
 
     def forward(self, step: StepInputs) -> Tensor:
@@ -135,10 +135,11 @@ class DecoderLM(nn.Module):
 
     def classify(self, pooled: Tensor) -> Tensor:
         """pooled: [n, hidden_size]; returns scores [n, classes], or the states where none are."""
-        return self.head(pooled) if self.card.labels else pooled
+        return pooled if self.head is None else self.head(pooled)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size]; returns [n, vocab_size] fp32, the same on every rank."""
+        assert self.head is not None, "a model for vectors has no logits"
         return self.head(hidden)
 
 

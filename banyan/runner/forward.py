@@ -120,9 +120,11 @@ class RecordedForward:
         )
         self._forward = recorder.record(lambda: model.forward(inputs), self._max_tokens, max_rows)
         hidden, chosen = self._forward.result, torch.from_numpy(self._chosen)
-        self._logits = recorder.record(
-            lambda: model.logits(ops.select_rows(hidden, chosen)), self._max_tokens, max_rows
-        )
+        self._logits = None
+        if model.card.pooling is None:
+            self._logits = recorder.record(
+                lambda: model.logits(ops.select_rows(hidden, chosen)), self._max_tokens, max_rows
+            )
 
     def run(self, batch: Batch) -> None:
         num_rows, num_tokens = len(batch.rows), int(batch.offsets[-1])
@@ -174,6 +176,7 @@ class RecordedForward:
         ]
 
     def _some_logits(self, tokens: np.ndarray) -> Tensor:
+        assert self._logits is not None, "a model for vectors has no logits"
         count = len(tokens)
         self._chosen[:count] = tokens
         self._logits.run(0, 0, count)

@@ -164,3 +164,17 @@ def write_modules(folder: Path, pooling: dict[str, object], module: str = "") ->
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+def test_a_body_without_a_head_gives_its_last_state(tmp_path, family):
+    import transformers
+
+    torch.manual_seed(3)
+    extra = {"head_dim": 8} if family == "Qwen3" else {}
+    config = getattr(transformers, f"{family}Config")(**SIZES, num_key_value_heads=2, **extra)
+    model = getattr(transformers, f"{family}Model")(config).eval()
+    with torch.no_grad():
+        states = [model(torch.tensor([p])).last_hidden_state[0, -1] for p in PROMPTS]
+    expected = torch.nn.functional.normalize(torch.stack(states), dim=-1).numpy()
+    assert np.allclose(vectors(saved(model, tmp_path)), expected, atol=1e-5)

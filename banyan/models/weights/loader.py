@@ -123,15 +123,27 @@ class Filling:
             if name == self.names.rope_divisors:
                 self._divide(tensor)
                 continue
-            place = place_of(name, self.names)
-            if place is not None and place.module == "head" and self.model.card.tie_embeddings:
-                continue  # a copy of the embedding, which fills the head below
+            place = self._place_of(name)
+            if place is not None and place.module == "head" and self._is_needless_head():
+                continue
             if place is None or not self._is_open(place):
                 if not is_ignored(name, self.names):
                     self.unknown.append(name)
                 continue
             self._take(name, place, tensor)
         self._settle()
+
+    def _place_of(self, name: str) -> Place | None:
+        """Models for vectors may be stored without what stands around their body."""
+        place = place_of(name, self.names)
+        if place is None and self.model.card.pooling is not None:
+            place = place_of(f"model.{name}", self.names)
+        return place
+
+    def _is_needless_head(self) -> bool:
+        """A copy of the embedding, which fills the head, or the head of a model for vectors."""
+        card = self.model.card
+        return card.tie_embeddings or (card.pooling is not None and not card.labels)
 
     def _is_open(self, place: Place) -> bool:
         """Whether the model has this slot with these parts, and none of them is here yet."""
