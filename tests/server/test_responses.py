@@ -289,6 +289,7 @@ def test_hosted_tools_are_refused_with_one_sentence(http: httpx.Client, kind: st
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format"),
         ({"reasoning": {"effort": "hard"}}, "reasoning.effort"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"conversation": "conv_1"}, "conversation"),

@@ -207,6 +207,10 @@ def _form(text: TextForm | None) -> Json | None:
     if form is None:
         return None
     if form.get("type") == "json_schema":
+        if not isinstance(form.get("name"), str) or not isinstance(form.get("schema"), dict):
+            raise RequestError(
+                "text.format of type json_schema needs a name and a schema", param="text.format"
+            )
         return {"type": "json_schema", "json_schema": {k: form[k] for k in form if k != "type"}}
     if form.get("type") not in ("text", "json_object"):
         raise RequestError(
