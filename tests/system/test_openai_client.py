@@ -8,7 +8,7 @@ import pytest
 from tests.system.serving import Server
 
 pytestmark = pytest.mark.slow
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The processes of a server: what they load, how they notice each other's end, how they leave."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -253,14 +254,16 @@ def test_no_process_outlives_a_server_that_is_killed_while_it_starts(tiny_model,
 
 @pytest.mark.slow
 def test_one_of_two_replicas_dies_and_the_other_serves_on(server):
-    with server("--dp-size", "2") as running:
+    slow = json.dumps({"paged_attention": "reference"})  # the streams shall outlive the kill
+    with server("--dp-size", "2", "--kernels", slow) as running:
         engines = [child.pid for child in psutil.Process(running.pid).children()]
         assert len(engines) == 2
         streams = load(running, count=4)
         subprocess.run(["kill", "-9", str(engines[0])], check=True)
         ends = [stream.end(CALL_S) for stream in streams]
-        assert sum(ends_in_one_error(events) for events in ends) == 2
-        assert sum(bool(finished(events)) for events in ends) == 2
+        survivors = [events for events in ends if not ends_in_one_error(events)]
+        assert len(survivors) == 2
+        assert all(finished(events) == ["length"] for events in survivors)
         assert status_of(running, "/health") == 200
         answers = [running.generate(input_ids=[5, 6, 7]) for _ in range(3)]
         assert all(answer["meta_info"]["finish_reason"] for answer in answers)
