@@ -218,7 +218,8 @@ def softmax(scores: Sequence[float]) -> list[float]:
 
 
 def sigmoid(score: float) -> float:
-    return 1 / (1 + math.exp(-score)) if score >= 0 else 1 - 1 / (1 + math.exp(score))
+    weight = math.exp(-abs(score))
+    return 1 / (1 + weight) if score >= 0 else weight / (1 + weight)
 
 
 def usage_of(vectors: Sequence[Vector]) -> Mapping[str, int]:

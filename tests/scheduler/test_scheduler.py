@@ -33,6 +33,16 @@ def test_a_prompt_is_taken_in_chunks_of_the_budget():
     assert [(r.start, r.count) for p in driver.plans for r in p.rows] == [(0, 4), (4, 4), (8, 2)]
 
 
+def test_whole_prompts_are_never_cut_and_long_ones_go_alone():
+    driver = Driver(chunk_tokens=8, whole_prompts=True)
+    lengths = {"a": 6, "b": 20, "c": 2, "d": 5, "e": 3}
+    for name, length in lengths.items():
+        driver.submit(name, [ord(name) - 60] * length, new=1)
+    driver.run()
+    steps = [[(r.start, r.count) for r in plan.rows] for plan in driver.plans]
+    assert steps == [[(0, 6)], [(0, 20)], [(0, 2), (0, 5)], [(0, 3)]]
+
+
 def test_simultaneous_requests_compute_a_shared_prefix_once():
     prefix = [i % 50 for i in range(1000)]
     driver = Driver(
