@@ -4,6 +4,7 @@ A whole message is what its events add up to.
 """
 
 from collections.abc import Mapping
+from typing import cast
 
 import orjson
 
@@ -125,7 +126,7 @@ class MessageAnswer:
         return {
             **self._head(chunks[-1].usage),
             "content": _content([*events, *self._blocks.end()]),
-            **last["delta"],
+            **cast(Json, last["delta"]),
             "usage": self._usage(chunks[-1].usage),
         }
 
@@ -190,11 +191,11 @@ def _content(events: list[Json]) -> list[Json]:
     blocks: list[Json] = []
     for event in events:
         if event["type"] == "content_block_start":
-            blocks.append(dict(event["content_block"]))
+            blocks.append(dict(cast(Json, event["content_block"])))
         elif event["type"] == "content_block_delta":
-            for name, value in event["delta"].items():
+            for name, value in cast(Json, event["delta"]).items():
                 if name == "partial_json":
-                    blocks[-1]["input"] = _arguments(value)
+                    blocks[-1]["input"] = _arguments(cast(str, value))
                 elif name != "type":
                     blocks[-1][name] = value
     return blocks

@@ -2,6 +2,7 @@
 
 import time
 from datetime import UTC, datetime
+from typing import cast
 
 import orjson
 
@@ -66,7 +67,7 @@ class OllamaAnswer:
         return [*found, {**self._body([], False), **self._end(chunk)}] if is_last else found
 
     def _says(self, body: Json) -> bool:
-        inner = body["message"] if self._is_chat else body
+        inner = cast(Json, body["message"]) if self._is_chat else body
         return any(inner.get(key) for key in ("content", "response", "thinking", "tool_calls"))
 
     def _body(self, parts: list[Part], is_last: bool) -> Json:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import TypeVar
 
+import msgspec
+
 from banyan.server.exchange import Exchange
 from banyan.server.ollama.schema import HARMLESS, REFUSED
 from banyan.server.openai.fields import Report, account_for, check_model, typed
 from banyan.server.state import ServerState
 
-R = TypeVar("R")
+R = TypeVar("R", bound=msgspec.Struct)
 
 _NO_WORDS: Mapping[str, str] = {}
 
