@@ -16,6 +16,7 @@ serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
 
 test: $(VENV)/.test $(VENV)/.demo
+	@$(BIN)/python -m banyan.ops.cpu.build
 	@first=; test -f tests/test_architecture.py && first=tests/test_architecture.py; \
 	exec $(BIN)/python -m pytest $$first $(TESTS) $(ARGS)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from banyan.base.log import logger
+from banyan.base.log import logger, start_logging
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libbanyan_cpu.so"
@@ -213,3 +213,11 @@ def _run(words: tuple[str, ...]) -> str:
         return ""
     errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
     return f"exit {done.returncode}: {errors[0].strip()}"
+
+
+if __name__ == "__main__":
+    start_logging("build", "info")
+    try:
+        _log.info("the CPU kernels are in %s", cached_library())
+    except BuildError as error:
+        _log.warning("plain torch will serve: %s", error)
