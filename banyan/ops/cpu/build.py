@@ -58,7 +58,7 @@ _NEEDS = {
 """What /proc/cpuinfo must list, beside what the sets below need."""
 _TIMEOUT_S = 600
 
-_log = logger(__name__)
+_log = logger("banyan.ops.cpu.build")
 
 
 class BuildError(Exception):
