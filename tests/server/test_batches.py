@@ -65,6 +65,12 @@ def ended(client: openai.OpenAI, batch: Batch, limit_s: float = 20) -> Batch:
     return found[0]
 
 
+def stop_work(site: Site) -> None:
+    """End the work on batches as a server that shuts down does."""
+    site.call(site.state.storage.close)
+    wait_until(site.state.storage.batches.work.done, 10, "the batch to stop")
+
+
 def answers(client: openai.OpenAI, file_id: str | None) -> dict[str, dict]:
     """Answers of a file by custom_id, each of which must be there once."""
     if file_id is None:
@@ -245,6 +251,35 @@ def test_an_unfinished_batch_goes_on_at_the_next_start(tmp_path: Path) -> None:
     said = [a["response"]["body"]["choices"][0]["message"]["content"] for a in found.values()]
     assert "one" in said and "two" in said
     assert len(second.generator.asked) == said.count("two")
+
+
+def test_another_model_leaves_an_unfinished_batch_alone(
+    site: Site, client: openai.OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
+    site.generator.hold_after = 0
+    batch = begin(client, [line("a")])
+    assert batch.model == "tiny" and site.generator.started.acquire(timeout=10)
+    stop_work(site)
+    tiny = site.state.config
+    site.state.config = replace(tiny, model=replace(tiny.model, served_name="other"))
+    site.generator.hold_after = None
+    site.call(resume_batches, site.state)
+    assert f"batch waits for its model id={batch.id} model=tiny" in caplog.text
+    assert client.batches.retrieve(batch.id).status == "in_progress"
+    site.state.config = tiny
+    site.call(resume_batches, site.state)
+    assert ended(client, batch).request_counts.completed == 1
+
+
+def test_a_batch_of_another_model_can_be_cancelled(site: Site, client: openai.OpenAI) -> None:
+    site.generator.hold_after = 0
+    batch = begin(client, [line("a")])
+    assert site.generator.started.acquire(timeout=10)
+    stop_work(site)
+    model = replace(site.state.config.model, served_name="other")
+    site.state.config = replace(site.state.config, model=model)
+    client.batches.cancel(batch.id)
+    assert ended(client, batch).status == "cancelled"
 
 
 def test_a_line_that_was_cut_short_is_taken_back(tmp_path: Path) -> None:

@@ -70,7 +70,10 @@ def resume_batches(state: ServerState) -> None:
     except RequestError as error:
         log.warning("batches cannot go on: %s", error)
         return
-    if store.next() is not None:
+    for other in store.batches.values():
+        if not other.is_over and not other.is_for(state.served_name):
+            log.warning("batch waits for its model id=%s model=%s", other.id, other.model)
+    if store.next(state.served_name) is not None:
         _start(state, store)
 
 
@@ -93,6 +96,7 @@ async def _create(exchange: Exchange, state: ServerState) -> None:
         completion_window=asked.completion_window,
         created_at=int(time.time()),
         metadata=asked.metadata,
+        model=state.served_name,
     )
     await storage.batches.save(made)
     _start(state, storage.batches)
@@ -146,7 +150,7 @@ def _start(state: ServerState, store: BatchStore) -> None:
 async def _work(state: ServerState, store: BatchStore) -> None:
     """Run every batch that is not over, oldest first."""
     try:
-        while (found := store.next()) is not None:
+        while (found := store.next(state.served_name)) is not None:
             log.info("batch started id=%s status=%s", found.id, found.status)
             await _run(state, found.id)
             log.info("batch ended id=%s status=%s", found.id, store.find(found.id).status)
@@ -264,6 +268,7 @@ def _shown(batch: Batch, storage: Storage) -> Json:
             "failed": batch.failed,
         },
         "metadata": batch.metadata,
+        "model": batch.model,
     }
 
 

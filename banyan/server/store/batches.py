@@ -30,6 +30,7 @@ class Batch(msgspec.Struct, frozen=True):
     """One batch. The two ids are decided when it is made; they name files when it is over.
 
     Attributes:
+        model: that was served when it was made; no other goes on with it.
         times: status -> when it was entered, in seconds of the epoch.
         succeeded, failed: answered lines; while it runs, counted in memory only.
     """
@@ -48,10 +49,15 @@ class Batch(msgspec.Struct, frozen=True):
     total: int = 0
     succeeded: int = 0
     failed: int = 0
+    model: str = ""
 
     @property
     def is_over(self) -> bool:
         return self.status in FINAL
+
+    def is_for(self, model: str) -> bool:
+        """Whether a server of `model` can bring it further; cancelling takes no model."""
+        return not self.is_over and (self.model == model or self.status == "cancelling")
 
 
 @dataclass
@@ -82,9 +88,9 @@ class BatchStore:
             )
         return self.batches[id]
 
-    def next(self) -> Batch | None:
-        """The oldest batch that is not over."""
-        return next((b for b in self.batches.values() if not b.is_over), None)
+    def next(self, model: str) -> Batch | None:
+        """The oldest batch that a server of `model` can bring further."""
+        return next((b for b in self.batches.values() if b.is_for(model)), None)
 
     async def save(self, batch: Batch) -> None:
         """Put `batch` in the place of what was known; on the disk when this returns."""
