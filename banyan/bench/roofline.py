@@ -68,11 +68,10 @@ def bound(cost: OpCost, machine: Machine) -> tuple[float, str]:
     return max((memory_s, "memory"), (compute_s, cost.arithmetic))
 
 
-def merged(times: Iterable[OpTime], arithmetic: str = FP32) -> list[OpCost]:
+def merged(times: Iterable[OpTime]) -> list[OpCost]:
     """Stages of one name, such as the same op of every layer, as one op: "linear × 30".
 
-    Args:
-        arithmetic: whose peak bounds stages that multiply matrices; all others are FP32.
+    The op "linear" multiplies 8-bit activations; all others compute in fp32.
     """
     stages: dict[str, list[OpTime]] = {}
     for time in times:
@@ -83,7 +82,7 @@ def merged(times: Iterable[OpTime], arithmetic: str = FP32) -> list[OpCost]:
             sum(stage.seconds for stage in same),
             sum(stage.bytes for stage in same),
             sum(stage.operations for stage in same),
-            arithmetic if "linear" in name else FP32,
+            INT8 if "linear" in name.split(" + ") else FP32,
         )
         for name, same in stages.items()
     ]
@@ -112,7 +111,7 @@ def table(title: str, rows: Sequence[OpRow], step_s: float) -> str:
         f"{'of bound':>8}  limit",
     ]
     for row in rows:
-        seconds = row.cost.seconds
+        seconds = max(row.cost.seconds, 1e-9)  # the clock does not see shorter ones
         lines.append(
             f"{row.cost.name:<{_WIDE}} {seconds * 1e6:>10.1f} {row.share:>7.1%} "
             f"{row.cost.bytes / seconds / 1e9:>7.1f} {row.cost.operations / seconds / 1e9:>8.1f} "
@@ -131,6 +130,7 @@ def whole_step(
     tokens: int,
     context: int,
     cache_bytes: int,
+    arithmetic: str = FP32,
 ) -> OpCost:
     """A step as one op: every weight once, every row's cache once.
 
@@ -140,6 +140,7 @@ def whole_step(
         rows, tokens: sequences in the step, and tokens over all of them.
         context: positions that each row attends to.
         cache_bytes: bytes of one number in the KV cache.
+        arithmetic: whose peak bounds the operations.
     """
     names = {t.name for t in tensors}
     is_untied = bool(names & {"output.weight", "lm_head.weight"})
@@ -155,7 +156,7 @@ def whole_step(
         bytes=sum(t.size_bytes for t in read) + rows * context * kv_numbers * cache_bytes,
         # Logits are made of each row's last token only.
         operations=2 * ((numbers - head) * tokens + head * rows) + attention,
-        arithmetic=FP32 if card.dtype in ("float32", "bfloat16", "float16") else INT8,
+        arithmetic=arithmetic,
     )
 
 

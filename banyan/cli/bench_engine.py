@@ -4,36 +4,31 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import TypeVar, cast
 
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import start_logging
 from banyan.bench import batch as one_batch
-from banyan.bench import report, roofline
+from banyan.bench import report
 from banyan.bench.datasets import load_prompts
 from banyan.bench.options import BatchOptions, ThroughputOptions, split_options
-from banyan.bench.probe import Machine, probe
 from banyan.bench.serving import lexicon_of
 from banyan.bench.throughput import run_throughput
 from banyan.cli.bench import find_tokenizer
+from banyan.cli.bench_roofline import Rooflines, measure
 from banyan.compose import start_engine_thread
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.resolve import prepare
 from banyan.config.schema import Config
-from banyan.formats.gguf import GGUFFile
-from banyan.formats.mapped import TensorInfo
-from banyan.formats.safetensors import SafetensorsFile
 from banyan.messages.events import Ready
 from banyan.messages.link import FrontLink, local_pair
 
 T = TypeVar("T")
 
 _WARM_OUTPUT_LEN = 32
-_FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -57,8 +52,12 @@ def batch(argv: Sequence[str]) -> int:
     )
     if min(options.batch_size + options.input_len + options.output_len) < 1:
         raise ConfigError("--batch-size, --input-len and --output-len must be at least 1")
-    machine = probe() if options.roofline else None
-    asyncio.run(_batches(options, rest, machine))
+    environment = read_environment()
+    config = parse(rest, environment)
+    start_logging("bench", config.observe.log_level if "--log-level" in rest else "warning")
+    config, card = prepare(config, environment)
+    rooflines = measure(config, card, options) if options.roofline else None
+    asyncio.run(_batches(options, config, card, rooflines))
     return 0
 
 
@@ -96,28 +95,28 @@ def throughput(argv: Sequence[str]) -> int:
     return 0
 
 
-async def _batches(options: BatchOptions, rest: Sequence[str], machine: Machine | None) -> None:
-    environment = read_environment()
-    config = parse(rest, environment)
-    start_logging("bench", config.observe.log_level if "--log-level" in rest else "warning")
-    config, card = prepare(config, environment)
+async def _batches(
+    options: BatchOptions, config: Config, card: ModelCard, rooflines: Rooflines | None
+) -> None:
     async with _engine(config, card) as live:
         random = Random(options.seed)
         first = (options.batch_size[0], options.input_len[0])
         await _one(live, random, *first, min(options.output_len[0], _WARM_OUTPUT_LEN), "warm")
-        if machine is not None:
-            print(f"Machine: {machine}")
+        if rooflines is not None:
+            print(f"Machine: {rooflines.machine}")
         for batch_size in options.batch_size:
             for input_len in options.input_len:
                 for output_len in options.output_len:
-                    await _report(options, live, random, machine, batch_size, input_len, output_len)
+                    await _report(
+                        options, live, random, rooflines, batch_size, input_len, output_len
+                    )
 
 
 async def _report(
     options: BatchOptions,
     live: _Live,
     random: Random,
-    machine: Machine | None,
+    rooflines: Rooflines | None,
     batch_size: int,
     input_len: int,
     output_len: int,
@@ -129,38 +128,11 @@ async def _report(
     print(f"Batch size {batch_size}, input {input_len}, output {output_len}")
     for line in one_batch.lines(keys, times, options.log_decode_step):
         print(line)
-    if machine is not None:
-        keys |= {f"machine_{k}": v for k, v in machine.keys().items()}
-        keys |= _show_roofline(live.card, machine, batch_size, input_len, output_len, keys)
+    if rooflines is not None:
+        keys |= {f"machine_{k}": v for k, v in rooflines.machine.keys().items()}
+        keys |= rooflines.show(batch_size, input_len, output_len, keys)
     if options.result_filename:
         report.append_line(options.result_filename, keys)
-
-
-def _show_roofline(
-    card: ModelCard,
-    machine: Machine,
-    batch_size: int,
-    input_len: int,
-    output_len: int,
-    keys: dict[str, object],
-) -> dict[str, object]:
-    """Both phases against their bounds; the fractions as keys."""
-    tensors = _tensors(card)
-    prefill_s, decode_s = keys["prefill_latency"], keys.get("median_decode_latency")
-    assert isinstance(prefill_s, float)
-    tokens = batch_size * input_len
-    phases = [("prefill", prefill_s, tokens, input_len // 2)]
-    if isinstance(decode_s, float):
-        phases.append(("decode", decode_s, batch_size, input_len + output_len // 2))
-    found: dict[str, object] = {}
-    for phase, seconds, tokens, context in phases:
-        cost = roofline.whole_step(
-            card, tensors, seconds, batch_size, tokens, context, cache_bytes=_FP32_BYTES
-        )
-        rows = roofline.op_rows([cost], seconds, machine)
-        print(roofline.table(f"Roofline of {phase}", rows, seconds))
-        found[f"{phase}_fraction_of_bound"] = rows[0].fraction
-    return found
 
 
 async def _one(
@@ -211,18 +183,6 @@ async def _until(work: Coroutine[object, object, T], death: "asyncio.Future[str]
         return task.result()
     task.cancel()
     raise BanyanError(death.result())
-
-
-def _tensors(card: ModelCard) -> list[TensorInfo]:
-    """Of every file of the checkpoint."""
-    path = Path(card.path)
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    found: list[TensorInfo] = []
-    for file in files:
-        kind = GGUFFile if file.suffix == ".gguf" else SafetensorsFile
-        with kind.open(str(file)) as opened:
-            found += opened.tensors.values()
-    return found
 
 
 def _as_arguments(words: Sequence[str]) -> dict[str, object]:

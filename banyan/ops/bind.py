@@ -132,6 +132,12 @@ TOOLKITS: Table[Callable[[ToolkitOptions], object]] = Table(
 )
 """Opens what the kernels of a device share; gives the reason as a text when it cannot."""
 
+PROBES: Table[Callable[[Any], tuple[float, float, float]]] = Table(
+    "device probe", {"cpu": "banyan.ops.cpu.probe:measure_peaks"}
+)
+"""Measures what a device's toolkit can do at most, per second: bytes read, fp32 operations, int8
+operations (0 where the instruction set has none)."""
+
 
 class BoundOps:
     """The ops of one rank, bound and frozen; satisfies `ops.api.Ops`."""

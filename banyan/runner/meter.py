@@ -5,6 +5,7 @@ timed at once.
 """
 
 from array import array
+from collections.abc import Callable
 
 from banyan.base.errors import ConfigError
 from banyan.base.ids import PageId, SlotId
@@ -17,10 +18,34 @@ _RUNS = 7
 
 
 class OpMeter:
-    def __init__(self, runner: ModelRunner, sizes: RunnerSizes) -> None:
+    """
+    Args:
+        threads: that share the work of an op.
+        probe: measures `peaks`.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sizes: RunnerSizes,
+        threads: int,
+        probe: Callable[[], tuple[float, float, float]],
+    ) -> None:
+        self.threads = threads
         self._runner = runner
         self._sizes = sizes
+        self._probe = probe
         self._step = 0
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the ops of this model's steps can be timed."""
+        return self._runner.is_recorded
+
+    def peaks(self) -> tuple[float, float, float]:
+        """What these kernels can do at most on this machine, per second: bytes read, fp32
+        operations, int8 operations (0 where the instruction set has none)."""
+        return self._probe()
 
     def measure(self, rows: int, start: int, count: int) -> list[OpTime]:
         """The stages of a step in which each of `rows` rows runs positions start … start+count−1.
@@ -39,6 +64,12 @@ class OpMeter:
         return min(runs, key=lambda stages: sum(stage.seconds for stage in stages))
 
     def _plan(self, rows: int, start: int, count: int) -> StepPlan:
+        if rows * count > self._sizes.max_tokens:
+            raise ConfigError(
+                f"{rows} rows of {count} tokens are more than the {self._sizes.max_tokens} of the "
+                "largest step that is recorded",
+                hint="raise --chunked-prefill-size",
+            )
         if rows > self._sizes.max_slots or start + count > self._sizes.max_length:
             raise ConfigError(
                 f"{rows} rows of {start + count} tokens; the engine takes {self._sizes.max_slots} "

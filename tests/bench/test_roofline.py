@@ -64,7 +64,9 @@ def test_a_step_reads_every_weight_once_and_every_rows_cache() -> None:
         TensorInfo("token_embd.weight", (100, 8), "Q8_0", 0, 850),
         TensorInfo("blk.0.ffn_up.weight", (16, 8), "Q4_0", 0, 72),
     ]
-    cost = whole_step(CARD, tensors, 0.1, rows=3, tokens=3, context=10, cache_bytes=4)
+    cost = whole_step(
+        CARD, tensors, 0.1, rows=3, tokens=3, context=10, cache_bytes=4, arithmetic=INT8
+    )
     assert cost.bytes == 850 + 72 + 3 * 10 * (2 * 2 * 1 * 4) * 4
     assert cost.operations == 2 * (128 * 3 + 800 * 3) + 4 * 2 * 2 * 4 * 10 * 3
     assert cost.arithmetic == INT8
@@ -89,6 +91,6 @@ def test_the_same_op_of_every_layer_is_one_row() -> None:
         OpCost("norm", 0.001, 1.0, 2.0),
         OpCost("linear", 0.003, 20.0, 200.0),
     ]
-    linear, norm = merged(stages, INT8)
+    linear, norm = merged(stages)
     assert linear == OpCost("linear × 2", pytest.approx(0.005), 30.0, 300.0, INT8)
     assert norm == OpCost("norm", 0.001, 1.0, 2.0, FP32)

@@ -1,0 +1,155 @@
+"""`banyan bench batch --roofline`: each op of a prefill step and of a decode step beside its bound.
+
+The ops are timed on a model of their own, before the engine that is measured as a whole starts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from banyan.bench import roofline
+from banyan.bench.options import BatchOptions
+from banyan.bench.probe import Machine, probe
+from banyan.bench.roofline import FP32, INT8, OpCost
+from banyan.config.card import ModelCard
+from banyan.config.schema import Config
+from banyan.formats.gguf import GGUFFile
+from banyan.formats.mapped import TensorInfo
+from banyan.formats.safetensors import SafetensorsFile
+
+if TYPE_CHECKING:
+    from banyan.runner.meter import OpMeter
+
+_CACHE_BYTES = 4
+_FLOATS = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A step in which each of `rows` rows runs positions start … start + count − 1."""
+
+    name: str
+    rows: int
+    start: int
+    count: int
+
+    @property
+    def title(self) -> str:
+        what = f"{self.rows} x {self.count} tokens"
+        return f"Roofline of a {self.name} step, {what} behind {self.start}"
+
+
+@dataclass(frozen=True)
+class Rooflines:
+    """What bounds the steps of one model on this machine.
+
+    Attributes:
+        costs: of every op in a phase; empty where the steps of this model are not recorded.
+        arithmetic: of the products in steps that are not recorded.
+    """
+
+    machine: Machine
+    card: ModelCard
+    chunk_tokens: int
+    costs: Mapping[Phase, list[OpCost]]
+    arithmetic: str
+    meter: "OpMeter"
+    """Kept while the engine runs: its threads sleep."""
+
+    def show(
+        self, batch_size: int, input_len: int, output_len: int, keys: Mapping[str, object]
+    ) -> dict[str, object]:
+        """Print both phases of a combination against their bounds; the fractions as keys.
+
+        Args:
+            keys: what the whole engine took (`batch.results`).
+        """
+        found: dict[str, object] = {}
+        for phase in _phases(batch_size, input_len, output_len, self.chunk_tokens):
+            took = keys.get("median_decode_latency" if phase.name == "decode" else "")
+            if self.costs:
+                costs = self.costs[phase]
+                alone_s = sum(cost.seconds for cost in costs)
+                step_s = max(took, alone_s) if isinstance(took, float) else alone_s
+            else:
+                step_s = took if isinstance(took, float) else keys["prefill_latency"]
+                assert isinstance(step_s, float)
+                costs = [self._whole(phase, step_s, batch_size, input_len)]
+            rows = roofline.op_rows(costs, step_s, self.machine)
+            print(roofline.table(phase.title, rows, step_s))
+            bound_s = sum(row.bound_s for row in rows)
+            found[f"{phase.name}_fraction_of_bound"] = bound_s / step_s
+        return found
+
+    def _whole(self, phase: Phase, seconds: float, batch_size: int, input_len: int) -> OpCost:
+        is_prefill = phase.name == "prefill"
+        return roofline.whole_step(
+            self.card,
+            _tensors(self.card),
+            seconds,
+            batch_size,
+            batch_size * input_len if is_prefill else batch_size,
+            input_len // 2 if is_prefill else phase.start,
+            _CACHE_BYTES,
+            self.arithmetic,
+        )
+
+
+def measure(config: Config, card: ModelCard, options: BatchOptions) -> Rooflines:
+    """Load the model, time the ops of every phase that `options` asks for, and probe the machine
+    with the same kernels."""
+    from banyan.replica import open_meter
+
+    chunk = config.schedule.chunk_tokens
+    combinations = product(options.batch_size, options.input_len, options.output_len)
+    phases = {phase for sizes in combinations for phase in _phases(*sizes, chunk)}
+    meter = open_meter(_just_enough(config, phases), card)
+    is_rounded = config.model.quantization or card.dtype not in _FLOATS
+    is_exact = config.model.cpu_activations == "fp32"
+    arithmetic = INT8 if is_rounded and not is_exact else FP32
+    if not meter.is_recorded:
+        print("The steps of this model are not recorded: no op can be timed alone")
+        return Rooflines(probe(), card, chunk, {}, arithmetic, meter)
+    costs = {
+        phase: roofline.merged(meter.measure(phase.rows, phase.start, phase.count))
+        for phase in sorted(phases, key=lambda phase: phase.title)
+    }
+    machine = Machine(meter.threads, *meter.peaks())
+    return Rooflines(machine, card, chunk, costs, arithmetic, meter)
+
+
+def _phases(batch_size: int, input_len: int, output_len: int, chunk: int) -> list[Phase]:
+    """The largest prefill step of a batch, and its decode step half way through the answer."""
+    count = min(input_len, chunk) if chunk > 0 else input_len
+    rows = min(batch_size, max(1, chunk // count)) if chunk > 0 else batch_size
+    phases = [Phase("prefill", rows, 0, count)]
+    if output_len > 1:
+        phases.append(Phase("decode", batch_size, input_len + output_len // 2 - 1, 1))
+    return phases
+
+
+def _just_enough(config: Config, phases: set[Phase]) -> Config:
+    """A cache that holds the largest of the steps, not a share of all memory."""
+    page = config.cache.page_size
+    most_rows = max(phase.rows for phase in phases)
+    longest = max(phase.start + phase.count for phase in phases)
+    total = most_rows * (-(-longest // page) + 1) * page
+    return replace(
+        config,
+        cache=replace(config.cache, max_total_tokens=total + page, memory_fraction=0.0),
+        schedule=replace(config.schedule, max_running=most_rows),
+    )
+
+
+def _tensors(card: ModelCard) -> list[TensorInfo]:
+    """Of every file of the checkpoint."""
+    path = Path(card.path)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    found: list[TensorInfo] = []
+    for file in files:
+        kind = GGUFFile if file.suffix == ".gguf" else SafetensorsFile
+        with kind.open(str(file)) as opened:
+            found += opened.tensors.values()
+    return found
