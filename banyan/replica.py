@@ -111,6 +111,7 @@ def open_model(
         config.device.kernels,
         exact=config.model.cpu_activations == "fp32",
         cache_dtype=_CACHE_DTYPES[config.cache.dtype],
+        page_size=config.cache.page_size,
         options=ToolkitOptions(
             threads, config.device.compiler, config.device.isa, config.model.quantization
         ),

@@ -39,6 +39,7 @@ class OpSpec:
         weight_type: storage type of the weight, for PACKED_OPS only.
         exact: activations must not be rounded below `dtype`.
         cache_dtype: dtype of the K/V pages.
+        page_size: tokens of a page.
         toolkit: what this device's kernels share (a compiled library), or in words why there is
             none.
     """
@@ -51,6 +52,7 @@ class OpSpec:
     weight_type: str = ""
     exact: bool = False
     cache_dtype: torch.dtype = torch.float32
+    page_size: int = 16
     toolkit: object = "compiled kernels were not asked for"
 
     @property
@@ -174,6 +176,7 @@ def bind(
     exact: bool = False,
     cache_dtype: torch.dtype | None = None,
     options: ToolkitOptions | None = None,
+    page_size: int = 16,
 ) -> Ops:
     """Choose the kernels of one rank.
 
@@ -184,6 +187,7 @@ def bind(
         cache_dtype: dtype of the K/V pages; None = half precision beside compiled kernels that
             may round activations, else `dtype`.
         options: for the device's compiled kernels; None = do without them.
+        page_size: tokens of a K/V page.
 
     Raises:
         ConfigError: a forced op or kernel that does not exist, or that declines; options that this
@@ -194,7 +198,7 @@ def bind(
         if op not in OP_NAMES:
             raise ConfigError(f"no op is called {op!r}", hint=f"choose: {', '.join(OP_NAMES)}")
     table = KERNEL_TABLES.load(platform)
-    spec = OpSpec("", device, dtype, features, head_dim, exact=exact)
+    spec = OpSpec("", device, dtype, features, head_dim, exact=exact, page_size=page_size)
     if options is not None and platform in TOOLKITS.names():
         spec = replace(spec, toolkit=TOOLKITS.load(platform)(options))
     elif options is not None and options.quantization:

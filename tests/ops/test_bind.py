@@ -6,7 +6,7 @@ import torch
 from banyan.base.errors import ConfigError
 from banyan.ops import reference
 from banyan.ops.api import OP_NAMES, PACKED_OPS
-from banyan.ops.bind import Kernel, OpSpec, bind, kernel_table
+from banyan.ops.bind import TOOLKITS, Kernel, OpSpec, ToolkitOptions, bind, kernel_table
 from banyan.ops.cpu import attention
 
 
@@ -69,3 +69,15 @@ def test_a_kernel_that_rounds_activations_serves_only_where_that_is_welcome(monk
 
     assert (ops.paged_attention is rounding.run) == (not exact)
     assert ("exact ones were asked for" in kernel_table(ops.choices)) == exact
+
+
+@pytest.mark.parametrize(("size", "is_compiled"), [(16, True), (1, False), (24, False)])
+def test_pages_of_a_size_that_compiled_attention_cannot_read_go_to_another(size, is_compiled):
+    options = ToolkitOptions(1)
+    if isinstance(TOOLKITS.load("cpu")(options), str):
+        pytest.skip("the compiled kernels cannot be built here")
+    device = torch.device("cpu")
+    ops = bind("cpu", device, torch.float32, frozenset(), 16, options=options, page_size=size)
+    chosen = {choice.label: choice.kernel for choice in ops.choices}
+    assert (chosen["paged_attention"] == "paged_attention:paged_attention") == is_compiled
+    assert (f"pages of {size} tokens" in kernel_table(ops.choices)) != is_compiled

@@ -143,6 +143,8 @@ def _supports(spec: OpSpec) -> str | None:
         return f"computes in fp32, activations are {spec.dtype}"
     if spec.cache_dtype not in _CACHE_TYPES:
         return f"cannot read pages of {spec.cache_dtype}"
+    if spec.page_size not in _PAGE_SIZES:
+        return f"pages of {spec.page_size} tokens, not one of {', '.join(map(str, _PAGE_SIZES))}"
     return None if spec.head_dim % 8 == 0 else f"heads of {spec.head_dim}, not a multiple of 8"
 
 
