@@ -53,6 +53,7 @@ class MappedFile:
     def __init__(self, path: str, kind: str, is_mapped: bool = True) -> None:
         self.path = path
         self.kind = kind
+        self._is_mapped = is_mapped
         self.tensors: dict[str, TensorInfo] = {}
         try:
             status = os.stat(path)
@@ -84,7 +85,10 @@ class MappedFile:
         try:
             self._map.close()
         except BufferError:
-            # A view keeps the map alive by itself; dropping our reference is all that is left.
+            # A view keeps the map alive by itself; what was read need not stay in our memory, and
+            # dropping our reference is all that is left.
+            if self._is_mapped and hasattr(mmap, "MADV_DONTNEED"):
+                self._map.madvise(mmap.MADV_DONTNEED)
             self._map = mmap.mmap(-1, 1)
 
     def bytes_of(self, name: str) -> memoryview:
