@@ -67,6 +67,8 @@ class _Reading:
 
     notes: list[str] = field(default_factory=list)
     refusals: dict[str, Absent] = field(default_factory=dict)
+    illegal: list[ConfigError] = field(default_factory=list)
+    """Values that flags do not take, kept for the end like the refusals."""
     config_file: str = ""
 
     def note(self, text: str) -> None:
@@ -92,7 +94,10 @@ def read(argv: Sequence[str], environment: Environment) -> Given:
     variables = _read_variables(environment, reading)
     file = _read_file(reading.config_file, reading) if reading.config_file else _Layer("")
     if reading.refusals or environment.refusals:
-        raise _refusal(reading.refusals, environment.refusals)
+        also = [error.text for error in reading.illegal]
+        raise _refusal(reading.refusals, [*environment.refusals, *also])
+    if reading.illegal:
+        raise reading.illegal[0]
     config = build({**file.values, **variables.values, **command_line.values})
     config = replace(config, observe=replace(config.observe, notes=tuple(reading.notes)))
     return Given(config, {**file.origins, **variables.origins, **command_line.origins})
@@ -162,7 +167,12 @@ def _read_arguments(argv: Sequence[str], reading: _Reading) -> _Layer:
         known = find(name, abbreviate=True)
         if name not in spellings():
             reading.note(f"{spelled} is read as --{known.name}")
-        _meet(known, known.from_words(words, spelled), name, spelled, layer, reading)
+        try:
+            value = known.from_words(words, spelled)
+        except ConfigError as error:
+            reading.illegal.append(error)
+            continue
+        _meet(known, value, name, spelled, layer, reading)
     if positional:
         model = find("model-path", abbreviate=False)
         _meet(model, model.check(positional, "MODEL"), "", f"MODEL {positional}", layer, reading)

@@ -67,7 +67,7 @@ REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     (
         NODE + "--disaggregation-mode prefill --disaggregation-bootstrap-port 6657 --port 8000",
         STORE,
-        ("--attention-backend ascend", "--quantization w8a8_int8", "--disaggregation-mode prefill"),
+        ("--attention-backend ascend", "--quantization", "--disaggregation-mode prefill"),
     ),
     (
         NODE + "--disaggregation-mode decode --port 8001 --enable-deepep-moe "

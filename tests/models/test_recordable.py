@@ -35,7 +35,7 @@ class Watched:
         return run
 
     def watch_packed(self, pack):
-        return lambda *arguments: self.watch(pack(*arguments))
+        return lambda *arguments, **more: self.watch(pack(*arguments, **more))
 
 
 class Between(TorchDispatchMode):
