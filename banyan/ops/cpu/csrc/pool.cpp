@@ -352,7 +352,7 @@ void Pool::adapt(int64_t late, int64_t took) {
     crowded = CROWDED_RUNS - 2;  // a short trial
     return;
   }
-  if (now == 1 || late < LATE_NS || late < took / 4) {
+  if (now == 1 || late < LATE_NS || late < took / 3) {
     if (!rest && crowded && --crowded == 0) next_rest = FIRST_REST;
     return;
   }
