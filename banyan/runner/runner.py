@@ -192,11 +192,13 @@ class ModelRunner:
 
     def _read_out(
         self, plan: StepPlan, batch: Batch, mask_of: MaskOf | None
-    ) -> tuple[Sampled | None, Scores]:
+    ) -> tuple[Sampled | None, Scores | None]:
         """Sample and score; logits are made only for the positions that need them."""
-        sheet = ScoreSheet.of(batch, self._table)
-        scores = Scores(sheet, batch, self._table, self._device, self._ops)
-        self._score_known(batch, sheet, scores)
+        sheet, scores = None, None
+        if batch.scores.any():
+            sheet = ScoreSheet.of(batch, self._table)
+            scores = Scores(sheet, batch, self._table, self._device, self._ops)
+            self._score_known(batch, sheet, scores)
         sampling = np.flatnonzero(batch.samples)
         if not len(sampling):
             return None, scores
@@ -204,6 +206,8 @@ class ModelRunner:
         sampled = self._sample(plan, batch, sampling, logits, mask_of)
         where = np.stack([batch.slots[sampling], batch.ends[sampling]])
         self._table.append(where[0], torch.from_numpy(where).to(self._device), sampled.tokens)
+        if sheet is None or scores is None:
+            return sampled, None
         entries = np.flatnonzero(sheet.is_sampled)
         if len(entries):
             rows = np.searchsorted(sampling, sheet.row[entries])
