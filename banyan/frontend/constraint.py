@@ -109,7 +109,7 @@ def tool_calls_constraint(
     }
     text = _dump({"type": STRUCTURAL_TAG, "format": form})
     _check_size(text, "tools", MAX_TEXT_BYTES)
-    _check_depth(form, "tools")
+    check_depth(form, "tools")
     return Constraint(STRUCTURAL_TAG, text, tuple(thinking_end)).encode()
 
 
@@ -192,7 +192,7 @@ def _json_schema(value: object, name: str) -> str:
         raise RequestError(
             f"{name} must be an object or a boolean, got {type(schema).__name__}", param=name
         )
-    _check_depth(schema, name)
+    check_depth(schema, name)
     return _dump(schema)
 
 
@@ -200,7 +200,7 @@ def _structural_tag(value: object, name: str) -> str:
     tag = _parsed(value, name)
     if not isinstance(tag, dict):
         raise RequestError(f"{name} must be an object, got {type(tag).__name__}", param=name)
-    _check_depth(tag, name)
+    check_depth(tag, name)
     form = tag.get("format")
     if form is None:
         form = _from_structures(tag, name)
@@ -276,7 +276,8 @@ def _check_size(text: str, name: str, limit: int) -> None:
         raise RequestError(f"{name} has {size:,} bytes, at most {limit:,} are read", param=name)
 
 
-def _check_depth(value: object, name: str) -> None:
+def check_depth(value: object, name: str) -> None:
+    """RequestError 400 when the field `name` is nested more than MAX_DEPTH levels deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
         below: list[object] = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from banyan.base.errors import RequestError
 from banyan.frontend.chat import RESERVED
+from banyan.frontend.constraint import check_depth
 from banyan.frontend.threads import off_loop
 from banyan.server.errors import Json
 from banyan.server.state import Service
@@ -16,8 +17,6 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _RESERVED = RESERVED | {"tokenize", "chat_template"}
 MAX_MESSAGES = 16384
-MAX_DEPTH = 128
-"""Nesting of what templates get to see."""
 
 
 @dataclass(frozen=True)
@@ -105,22 +104,6 @@ def checked_messages(messages: list[Json]) -> list[Json]:
             f"at most {MAX_MESSAGES} messages are accepted, got {len(messages)}", param="messages"
         )
     return [_message(m, i) for i, m in enumerate(messages)]
-
-
-def check_depth(value: object, param: str) -> None:
-    """RequestError 400 when `value` is nested more than MAX_DEPTH levels deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        below: list[object] = []
-        for item in level:
-            if isinstance(item, dict):
-                below += item.values()
-            elif isinstance(item, list):
-                below += item
-        level = [item for item in below if isinstance(item, dict | list)]
-        if not level:
-            return
-    raise RequestError(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)
 
 
 def json_text(value: object, param: str) -> str:

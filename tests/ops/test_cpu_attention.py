@@ -8,28 +8,15 @@ import torch
 from torch import Tensor
 
 from banyan.ops import reference
-from banyan.ops.cpu.build import BuildError, cached_library
-from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.paged_attention import PagedAttention
 
 SCALE = 0.3
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-5, torch.bfloat16: 2e-5}
 
 
-@pytest.fixture(scope="module")
-def path():
-    try:
-        return cached_library()
-    except BuildError as error:
-        pytest.skip(f"the compiled kernels cannot be built here: {error}")
-
-
-@pytest.fixture(params=[("base", 1), ("avx2", 1), ("amx", 2)], ids=str)
-def attention(request, path):
-    isa, threads = request.param
-    library = Library(path, threads, isa)  # at most what the machine has
-    yield PagedAttention(library)
-    library.close()
+@pytest.fixture
+def attention(library):
+    return PagedAttention(library)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import torch
 
 from banyan.base.errors import ConfigError
 from banyan.ops.bind import TOOLKITS, ToolkitOptions, bind
-from banyan.ops.cpu.build import BuildError, cached_library
 from banyan.ops.cpu.embedding import StoredEmbedding
 from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.linear import PlainLinear, RoundedLinear, pack_linear
@@ -24,22 +23,6 @@ HALF_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0
     "IQ4_NL": (0,),
 }
 """Bytes of a block where its fp16 scales are; (0, 2) for the others."""
-
-
-@pytest.fixture(scope="module")
-def path():
-    try:
-        return cached_library()
-    except BuildError as error:
-        pytest.skip(f"the compiled kernels cannot be built here: {error}")
-
-
-@pytest.fixture(params=[("base", 1), ("avx2", 1), ("amx", 2)], ids=str)
-def library(request, path):
-    isa, threads = request.param
-    library = Library(path, threads, isa)  # at most what the machine has
-    yield library
-    library.close()
 
 
 def random(*shape, seed=0):

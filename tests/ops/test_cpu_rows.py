@@ -6,27 +6,14 @@ import pytest
 import torch
 
 from banyan.ops import reference
-from banyan.ops.cpu.build import BuildError, cached_library
-from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.rows import Rows
 
 EPS = 1e-5
 
 
-@pytest.fixture(scope="module")
-def path():
-    try:
-        return cached_library()
-    except BuildError as error:
-        pytest.skip(f"the compiled kernels cannot be built here: {error}")
-
-
-@pytest.fixture(params=[("base", 1), ("avx2", 1), ("amx", 2)], ids=str)
-def rows(request, path):
-    isa, threads = request.param
-    library = Library(path, threads, isa)  # at most what the machine has
-    yield Rows(library)
-    library.close()
+@pytest.fixture
+def rows(library):
+    return Rows(library)
 
 
 def random(*shape, seed=0, scale=1.0):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from banyan.ops import reference
-from banyan.ops.cpu.build import BuildError, cached_library
 from banyan.ops.cpu.library import ISAS, Library
 from banyan.ops.cpu.sampling import Sampling
 from banyan.ops.sampling import PARAMS, Addends, Masks, SampleRows, quantile, sample_row, support
@@ -34,20 +33,9 @@ PENALTIES = {"penalised": True, "frequency": 0.5, "presence": -0.25, "repetition
 LENGTH = 60
 
 
-@pytest.fixture(scope="module")
-def path():
-    try:
-        return cached_library()
-    except BuildError as error:
-        pytest.skip(f"the compiled kernels cannot be built here: {error}")
-
-
-@pytest.fixture(params=[("base", 1), ("avx2", 1), ("amx", 2)], ids=str)
-def ops(request, path):
-    isa, threads = request.param
-    library = Library(path, threads, isa)  # at most what the machine has
-    yield Sampling(library)
-    library.close()
+@pytest.fixture
+def ops(library):
+    return Sampling(library)
 
 
 def make_logits(rows: int, vocab: int, spread: float, seed: int = 0) -> torch.Tensor:

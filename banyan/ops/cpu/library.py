@@ -206,9 +206,7 @@ class Recording:
         self._sizes = {tokens: TOKENS, outputs: OUTPUTS}
         self._free: dict[int, list[np.ndarray]] = {}
         self.program = functions["bn_program_new"]()
-        weakref.finalize(
-            self, _free_program, functions, library._close, library.pool, self.program
-        )
+        weakref.finalize(self, _free_program, functions, library._close, library.pool, self.program)
 
     def size_of(self, leading: int) -> int:
         if leading not in self._sizes:
