@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from banyan.llm import Engine
 
+from banyan.llm import Engine
+from banyan.ops.cpu.build import compilers
 from tests.system.serving import settled
 
 NEW_TOKENS = 24
@@ -73,10 +74,14 @@ def crowded(
     return [answer_of(raw[i * (step + 1) + step]) for i in range(len(PROBES))]
 
 
-@pytest.fixture(scope="module")
-def start(tiny_model: Path) -> Callable[..., Engine]:
+@pytest.fixture(scope="module", params=("float weights", "rounded weights and activations"))
+def start(tiny_model: Path, request: pytest.FixtureRequest) -> Callable[..., Engine]:
+    path = {"quantization": "q4_0"} if request.param.startswith("rounded") else {}
+    if path and not any(compilers()):
+        pytest.skip("weights are rounded by the compiled kernels; no C++ compiler is here")
+
     def start(**flags: object) -> Engine:
-        return Engine(model_path=str(tiny_model), threads=1, log_level="error", **flags)
+        return Engine(model_path=str(tiny_model), threads=1, log_level="error", **path, **flags)
 
     return start
 
