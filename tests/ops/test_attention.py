@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.ops import reference
-from banyan.ops.cpu.attention import paged_attention
+from banyan.ops.cpu.torch_attention import paged_attention
 
 KERNELS = {"reference": reference.paged_attention, "cpu": paged_attention.run}
 

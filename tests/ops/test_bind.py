@@ -7,7 +7,7 @@ from banyan.base.errors import ConfigError
 from banyan.ops import reference
 from banyan.ops.api import OP_NAMES, PACKED_OPS
 from banyan.ops.bind import TOOLKITS, Kernel, OpSpec, ToolkitOptions, bind, kernel_table
-from banyan.ops.cpu import attention
+from banyan.ops.cpu import torch_attention
 
 
 def bound(platform="cpu", device="cpu", forced=None):
@@ -23,7 +23,7 @@ def test_every_op_is_bound_and_listed():
 
 
 def test_the_first_kernel_that_supports_the_device_is_taken():
-    assert bound().paged_attention is attention.paged_attention.run
+    assert bound().paged_attention is torch_attention.paged_attention.run
 
 
 def test_a_forced_reference_is_bound():
@@ -47,7 +47,7 @@ def test_the_reason_of_a_kernel_that_declines_is_in_the_table():
 
 def test_a_forced_kernel_that_declines_is_an_error_with_the_reason():
     with pytest.raises(ConfigError, match="tensors are on meta"):
-        bound(device="meta", forced={"paged_attention": "attention:paged_attention"})
+        bound(device="meta", forced={"paged_attention": "torch_attention:paged_attention"})
 
 
 def test_bound_ops_are_frozen():
@@ -64,7 +64,7 @@ def test_a_spec_names_the_weight_type_of_linear():
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_kernel_that_rounds_activations_serves_only_where_that_is_welcome(monkeypatch, exact):
     rounding = Kernel(lambda *_: None, lambda spec: None, rounds_activations=True)
-    monkeypatch.setattr(attention, "paged_attention", rounding)
+    monkeypatch.setattr(torch_attention, "paged_attention", rounding)
     ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16, exact=exact)
 
     assert (ops.paged_attention is rounding.run) == (not exact)

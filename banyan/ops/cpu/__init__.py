@@ -13,7 +13,7 @@ KERNELS = {
     "linear": ["linear:rounded", "linear:plain", "linear_onednn:onednn"],
     "embedding": ["embedding:stored"],
     "write_kv": ["paged_attention:write_kv"],
-    "paged_attention": ["paged_attention:paged_attention", "attention:paged_attention"],
+    "paged_attention": ["paged_attention:paged_attention", "torch_attention:paged_attention"],
     "sample": ["sampling:sample"],
     "logprobs": ["sampling:logprobs"],
     **{op: [f"rows:{op}"] for op in _ROWS},

@@ -5,18 +5,11 @@
 #include <vector>
 
 #include "attention.h"
+#include "program.h"
 
-namespace banyan {
-struct Pool;
-}
 using namespace banyan;
 
 extern "C" {
-Pool* bn_pool_new(int32_t threads, const int32_t* cpus);
-void bn_pool_free(Pool* pool);
-Program* bn_program_new();
-void bn_program_free(Pool*, Program* program);
-void bn_program_run(Pool* pool, Program* program, const int64_t* sizes, double* seconds);
 int64_t bn_attention_plan_bytes(int64_t max_tokens, int64_t kv_heads, int64_t group,
                                 int64_t head_dim);
 void bn_attention_plan(Program* program, int32_t size, void* memory, const int32_t* page_tables,

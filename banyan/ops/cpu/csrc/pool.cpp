@@ -22,7 +22,7 @@
 #include <cstring>
 #include <vector>
 
-#include "runtime.h"
+#include "program.h"
 
 namespace banyan {
 

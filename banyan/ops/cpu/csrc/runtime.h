@@ -28,6 +28,9 @@ struct Sizes {
   int64_t n[NUM_SIZES];
 };
 
+struct Pool;
+struct Program;
+
 // One thread at work.
 struct Worker {
   int32_t index;  // 0 is the thread that called
@@ -54,8 +57,6 @@ struct Kernel {
   // Work done for these sizes, for the roofline: bytes of memory traffic and arithmetic operations.
   void (*cost)(const void* args, const Sizes& sizes, double* bytes, double* operations);
 };
-
-struct Program;
 
 // Append an op. `args` is copied; it is plain data of at most 192 bytes.
 // With `row_size` >= 0 the op is *row-wise*: its units are exactly the rows 0 ... sizes.n[row_size] - 1
