@@ -474,10 +474,8 @@ class Execution:
     # -- results ------------------------------------------------------------------------------
 
     def _finish(self, pairs: list[tuple[Row, Slot]]) -> StepResult:
-        tokens: list[bytes] = []
-        drafts: list[bytes] = []
+        tokens, drafts, vectors = (list[bytes]() for _ in range(3))
         scores: list[RowScores] = []
-        vectors: list[bytes] = []
         failed: list[RowFailure] = []
         for index, (row, slot) in enumerate(pairs):
             start, before = self.starts[index], len(slot.tokens)
@@ -579,8 +577,8 @@ class Execution:
                 ]
 
     def _propose(self, row: Row, slot: Slot) -> list[int]:
-        if not self.device.drafts or not row.want & SAMPLE:
-            return slot.drafts if not row.want & SAMPLE else []
+        if not row.want & SAMPLE:
+            return slot.drafts
         state, masked_state, drafts = slot.hashes[-1], slot.masked_state, []
         for _ in range(self.device.drafts):
             mask = oracle.mask_at(masked_state) if row.masked else b""
