@@ -254,6 +254,11 @@ class Recording:
 class _OnlyViews(TorchDispatchMode):
     """Refuses torch operations that would compute: a recorded program would not repeat them."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would load its compiler (a second, 100 MiB) only to leave this class alone."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if func.overloadpacket not in _VIEWS:
             raise NotRecordable(f"{func} is not a compiled op")
