@@ -4,8 +4,8 @@ Rank 0 runs engine and runner in one process; the other ranks only take plans an
 """
 
 import gc
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 
 import msgspec
@@ -24,7 +24,7 @@ from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.orders import RANK, Orders
 from banyan.engine.processes import Child, spawn
-from banyan.engine.spec import CoreSpec
+from banyan.engine.spec import core_spec
 from banyan.frontend.tokenizer import load_tokenizer
 from banyan.grammar.base import BACKENDS
 from banyan.grammar.compiler import GrammarCompiler, GrammarLimits
@@ -49,7 +49,6 @@ from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.meter import OpMeter
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.worker import serve_rank
-from banyan.scheduler.budget import UNLIMITED, Limits, Priorities
 
 _CACHE_DTYPES = {
     "auto": None,
@@ -117,11 +116,25 @@ def open_model(
         ),
     )
     phases.done("kernels")
-    model = _load(config, card, mesh, device, dtype, ops)
+    with _lone_torch(ops):
+        model = _load(config, card, mesh, device, dtype, ops)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: never walk them again
     phases.done("weights")
     return OpenModel(platform, device, mesh, model, ops, kernel_table(ops.choices), threads)
+
+
+@contextmanager
+def _lone_torch(ops: Ops) -> Iterator[None]:
+    """Keep torch to one thread while compiled kernels pack weights: it has only small pieces to
+    reorder, and on a busy machine its threads would wait for one another at each of them."""
+    threads = torch.get_num_threads()
+    if ops.recorder is not None:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _load(
@@ -146,33 +159,6 @@ def _load(
 
 def build_runner(opened: OpenModel, card: ModelCard, sizes: RunnerSizes) -> ModelRunner:
     return ModelRunner(opened.model, card, opened.device, opened.mesh, opened.ops, sizes)
-
-
-def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
-    """What the decisions of this replica depend on."""
-    schedule = config.schedule
-    return CoreSpec(
-        groups=memory.groups,
-        limits=Limits(
-            max_running=memory.max_running,
-            chunk_tokens=schedule.chunk_tokens if schedule.chunk_tokens > 0 else UNLIMITED,
-            max_request_tokens=memory.max_request_tokens,
-            max_queued=schedule.max_queued,
-            token_gap=schedule.token_gap,
-            conservativeness=schedule.conservativeness,
-            priorities=Priorities(
-                are_honoured=schedule.priorities,
-                low_first=schedule.low_priority_first,
-                preemption_gap=schedule.preemption_gap,
-                refuse_when_off=schedule.refuse_priorities,
-            ),
-            whole_prompts=card.needs_whole_prompts,
-        ),
-        depth=schedule.depth,
-        order=schedule.policy,
-        eviction=config.cache.eviction,
-        share=not (config.cache.disable_radix or card.needs_whole_prompts),
-    )
 
 
 def run_engine(
