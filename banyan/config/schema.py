@@ -146,6 +146,8 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ObserveConfig:
+    hidden_states: bool = False
+    """Requests may ask for hidden states."""
     log_level: str = "info"
     journal: str = ""
     """File that records every message, plan and result; "" = none."""

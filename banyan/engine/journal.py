@@ -105,6 +105,8 @@ class Journal:
         self._record(Launched(now, plan_hash(plan), peers))
 
     def completed(self, result: StepResult, now: float) -> None:
+        if result.hidden:  # large, and nothing is decided by them
+            result = msgspec.structs.replace(result, hidden=[])
         self._record(Completed(now, msgspec.Raw(self._encoder.encode(result))))
 
     def flushed(self, now: float) -> None:

@@ -38,6 +38,12 @@ class ScoreOptions:
     ids: tuple[int, ...] = ()
 
 
+ALL_HIDDEN = "all"
+"""TextRequest.hidden: hidden states of every position that went through the model."""
+LAST_HIDDEN = "last"
+"""TextRequest.hidden: that of the last such position alone."""
+
+
 @dataclass(frozen=True)
 class TextRequest:
     """One sequence to generate (n > 1 is n of these)."""
@@ -52,6 +58,8 @@ class TextRequest:
     namespace: bytes = b""
     pool: bool = False
     """The prompt's vector is wanted, and no text."""
+    hidden: str = ""
+    """Which hidden states are wanted; "" for none."""
     priority: int = 0
     route: str = ""
     """What asked for it, for the log: "chat", "completion", "generate", "probe"."""
@@ -103,6 +111,8 @@ class TextChunk:
     finish: Finish | None = None
     vector: bytes = b""
     """float32 little-endian: the prompt's vector, in the last chunk of a request for it."""
+    hidden: bytes = b""
+    """float32 little-endian [positions, hidden]: all hidden states, in the last chunk."""
 
 
 class Generator(Protocol):
@@ -123,6 +133,7 @@ def join(chunks: Sequence[TextChunk]) -> TextChunk:
         output_scores=[s for c in chunks for s in c.output_scores],
         finish=chunks[-1].finish,
         vector=b"".join(c.vector for c in chunks),
+        hidden=b"".join(c.hidden for c in chunks),
     )
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.frontend.generation import ScoreOptions, TextRequest
+from banyan.frontend.generation import ALL_HIDDEN, LAST_HIDDEN, ScoreOptions, TextRequest
 from banyan.frontend.sampling import (
     NATIVE_DEFAULTS,
     DrawSeed,
@@ -51,6 +51,7 @@ _HONOURED = frozenset(
         "extra_key",
         "cache_salt",
         "return_prompt_token_ids",
+        "return_hidden_states",
     }
 )
 
@@ -66,7 +67,6 @@ _REFUSED = frozenset(
         "return_flat_raw_top_logprobs",
         "return_flat_raw_output_top_logprobs",
         "return_flat_raw_top_logprobs_b64",
-        "return_hidden_states",
         "return_routed_experts",
         "return_indexer_topk",
         "session_params",
@@ -150,6 +150,7 @@ def parse_native(
     ids = _ids(fields, [p.n for p in parsed])
     shown = _scores(fields, prompts)
     salts, keys = fields.each("cache_salt", checked_salt), fields.each("extra_key", checked_salt)
+    hidden = fields.each("return_hidden_states", hidden_wanted)
     priority = _integer(fields.get("priority"), "priority") or 0
     show_text = fields.flag("return_text_in_logprobs")
     show_prompt_ids = fields.flag("return_prompt_token_ids")
@@ -164,6 +165,7 @@ def parse_native(
                 scores=shown[i].options,
                 grammar=options.grammar,
                 namespace=namespace_of(tenant, salts[i], keys[i]),
+                hidden=hidden[i],
                 priority=priority,
                 route="generate",
                 stride=options.stream_interval,
@@ -401,6 +403,15 @@ def checked_salt(value: object, name: str) -> str | None:
     if value is not None and (not isinstance(value, str) or not _SALT.fullmatch(value)):
         raise RequestError(f"{name} must be 1 to 128 letters, digits or _ . : = + -", param=name)
     return value
+
+
+def hidden_wanted(value: object, name: str) -> str:
+    """Which hidden states `return_hidden_states` asks for; "" for none."""
+    if value in (None, False):
+        return ""
+    if value is not True and value != LAST_HIDDEN:
+        raise RequestError(f'{name} must be true, false or "last".', param=name)
+    return ALL_HIDDEN if value is True else LAST_HIDDEN
 
 
 def _boolean(value: object, name: str) -> bool | None:

@@ -8,6 +8,7 @@ from contextlib import aclosing
 
 from banyan.base.clock import Clock, WallClock
 from banyan.frontend.generation import (
+    LAST_HIDDEN,
     Finish,
     Generator,
     TextChunk,
@@ -110,6 +111,8 @@ class NativeService:
             meta["e2e_latency"] = self._clock.now() - started_s
         if sequence.show_scores:
             meta |= self._scores(sequence, chunk)
+        if sequence.request.hidden and chunk.finish is not None:
+            meta["hidden_states"] = self._hidden_states(sequence, chunk)
         if sequence.show_prompt_ids:
             meta["prompt_token_ids"] = sequence.request.prompt
         if sequence.not_honoured:
@@ -130,6 +133,15 @@ class NativeService:
                 ]
         return shown
 
+    def _hidden_states(self, sequence: NativeSequence, chunk: TextChunk) -> list[object]:
+        """The prompt's states as one list, then one state for each token that was read; of
+        "last" the one state."""
+        states = split_states(chunk.hidden, self._limits.hidden_size)
+        if sequence.request.hidden == LAST_HIDDEN:
+            return [*states]
+        num_prompt = len(sequence.request.prompt)
+        return [states[:num_prompt], *states[num_prompt:]]
+
     def _triples(
         self, sequence: NativeSequence, score: TokenScore, pairs: list[tuple[float, int]]
     ) -> list[list[object]] | None:
@@ -141,6 +153,14 @@ class NativeService:
         if not sequence.show_score_text or self._tokenizer is None:
             return [logprob, token, None]
         return [logprob, token, self._tokenizer.decode([token], skip_special_tokens=False)]
+
+
+def split_states(states: bytes, width: int) -> list[list[float]]:
+    """Hidden states as lists of numbers, [positions, width]."""
+    if not states:
+        return []
+    shape = (len(states) // (width * 4), width)
+    return memoryview(states).cast("B").cast("f", shape).tolist()
 
 
 def finish_reason(finish: Finish | None, max_new_tokens: int) -> dict[str, object] | None:

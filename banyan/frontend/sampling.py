@@ -79,6 +79,8 @@ class Limits:
         auto_truncate: shorten prompts and outputs that are too long instead of refusing them.
         has_tokenizer: False = token ids only, no text.
         is_embedding: prompts become vectors; no text is generated.
+        hidden_size: width of a hidden state and of an input embedding.
+        hidden_states: requests may ask for hidden states.
     """
 
     context_length: int
@@ -90,6 +92,8 @@ class Limits:
     auto_truncate: bool = False
     has_tokenizer: bool = True
     is_embedding: bool = False
+    hidden_size: int = 0
+    hidden_states: bool = False
 
     @property
     def total(self) -> int:

@@ -27,6 +27,8 @@ def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenize
         auto_truncate=config.server.allow_auto_truncate,
         has_tokenizer=tokenizer is not None,
         is_embedding=card.pooling is not None,
+        hidden_size=card.hidden_size,
+        hidden_states=config.server.hidden_states,
     )
 
 

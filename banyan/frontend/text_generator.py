@@ -12,6 +12,8 @@ from banyan.base.log import logger
 from banyan.frontend.client import Engines, StreamEvent
 from banyan.frontend.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
 from banyan.frontend.generation import (
+    ALL_HIDDEN,
+    LAST_HIDDEN,
     Finish,
     Generator,
     TextChunk,
@@ -25,12 +27,15 @@ from banyan.frontend.stop import StopChecker
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.events import Failed, Finished, Tokens
 from banyan.messages.plan import RowScores
-from banyan.messages.requests import NO_SCORES, Generate
+from banyan.messages.requests import NO_HIDDEN, NO_SCORES, Generate
 
 log = logger(__name__)
 
+FLOAT_BYTES = 4
 MAX_SCORES = 4_000_000
 """Log-probabilities that one request may ask for: positions x (1 + top + ids)."""
+MAX_HIDDEN = 4_000_000
+"""Values of hidden states that one request may ask for: positions x width."""
 
 
 class TextGenerator:
@@ -54,7 +59,7 @@ class TextGenerator:
         self._check(request)
         is_text = self._tokenizer is not None and not request.pool
         words = Words(request, self._tokenizer) if is_text else None
-        reader = OutputReader(request, words)
+        reader = OutputReader(request, words, self._limits.hidden_size)
         stream = self._client.submit(_message(request))
         has_stopped = False
         try:
@@ -101,6 +106,25 @@ class TextGenerator:
                 hint="Use /v1/embeddings or /encode.",
             )
         self._check_scores(request)
+        if request.hidden:
+            self._check_hidden(request)
+
+    def _check_hidden(self, request: TextRequest) -> None:
+        if not self._limits.hidden_states:
+            raise RequestError(
+                "The server is not configured to return the hidden states",
+                param="return_hidden_states",
+                code="not_available",
+                hint="Start the server with --enable-return-hidden-states.",
+            )
+        asked = (len(request.prompt) + request.sampling.max_new_tokens) * self._limits.hidden_size
+        if request.hidden == ALL_HIDDEN and asked > MAX_HIDDEN:
+            raise RequestError(
+                f"The request asks for {asked} values of hidden states; at most {MAX_HIDDEN} are "
+                "given",
+                param="return_hidden_states",
+                hint='Ask for "last", or for fewer tokens.',
+            )
 
     def _check_scores(self, request: TextRequest) -> None:
         scores, vocab_size = request.scores, self._limits.vocab_size
@@ -155,7 +179,7 @@ class Words:
 class OutputReader:
     """Collects the events of one request; `chunk` gives what is new."""
 
-    def __init__(self, request: TextRequest, words: Words | None) -> None:
+    def __init__(self, request: TextRequest, words: Words | None, hidden_size: int = 0) -> None:
         self.stopped_by: str | None = None
         """Stop text that ended the request; later tokens are not taken in."""
         self.num_tokens = 0
@@ -173,6 +197,7 @@ class OutputReader:
         self._prompt_scores: list[TokenScore] = []
         self._output_scores: list[TokenScore] = []
         self._vector = b""
+        self._hidden = HiddenStates(request, hidden_size)
         self._cached_tokens = 0
         self._retractions = 0
         self._finish: Finish | None = None
@@ -186,6 +211,8 @@ class OutputReader:
                 self._cached_tokens = event.cached_tokens
                 self._vector = event.vector or self._vector
                 self._take_tokens(event)
+                if event.hidden:
+                    self._hidden.take(event, self.num_tokens)
             case Finished():
                 self._cached_tokens = event.cached_tokens
                 self._retractions = event.retractions
@@ -207,6 +234,7 @@ class OutputReader:
             self._output_scores,
             self._finish,
             self._vector if self._finish else b"",
+            self._hidden.joined() if self._finish else b"",
         )
         self._given = len(self._tokens)
         self._text, self._prompt_scores, self._output_scores = [], [], []
@@ -300,6 +328,43 @@ class OutputReader:
         return Usage(num_prompt, self.num_tokens, self._cached_tokens, self._retractions)
 
 
+class HiddenStates:
+    """Hidden states of one request as they arrive, position by position."""
+
+    def __init__(self, request: TextRequest, width: int) -> None:
+        self._prompt_len = len(request.prompt)
+        self._is_last_only = request.hidden == LAST_HIDDEN
+        self._state_bytes = width * FLOAT_BYTES
+        self._parts: list[bytes] = []
+        self._next = first_hidden(request)
+        """Position that is due."""
+
+    def take(self, event: Tokens, num_tokens: int) -> None:
+        """Keep what belongs to the output of `num_tokens` so far, whose last token no position
+        has read; what the engine computed past a stop is dropped."""
+        end = self._prompt_len + max(num_tokens, 1) - 1
+        first, size = event.hidden_first, self._state_bytes
+        assert first <= self._next, f"state {first} came where {self._next} was due"
+        kept = event.hidden[(self._next - first) * size : (end - first) * size]
+        if not kept:
+            return
+        if self._is_last_only:
+            self._parts = [kept[-size:]]
+        else:
+            self._parts.append(kept)
+        self._next += len(kept) // size
+
+    def joined(self) -> bytes:
+        return b"".join(self._parts)
+
+
+def first_hidden(request: TextRequest) -> int:
+    """First position whose hidden state is wanted."""
+    if not request.hidden:
+        return NO_HIDDEN
+    return 0 if request.hidden == ALL_HIDDEN else len(request.prompt) - 1
+
+
 def _message(request: TextRequest) -> Generate:
     scores = request.scores
     return Generate(
@@ -313,4 +378,5 @@ def _message(request: TextRequest) -> Generate:
         score_ids=scores.ids if scores.start != NO_SCORES else (),
         grammar=request.grammar,
         pool=request.pool,
+        hidden_from=first_hidden(request),
     )

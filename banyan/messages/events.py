@@ -21,6 +21,10 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     """Prompt tokens that were found in the cache."""
     vector: bytes = b""
     """float32: the pooled vector of the prompt, when one was asked for."""
+    hidden: bytes = b""
+    """float32 [n, hidden]: hidden states after the last norm, of consecutive positions."""
+    hidden_first: int = 0
+    """Absolute position of the first of them."""
 
 
 class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):

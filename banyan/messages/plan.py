@@ -18,7 +18,7 @@ SCORE = 2
 POOL = 4
 """Row.want: report the pooled vector of the row."""
 HIDDEN = 8
-"""Row.want: report the hidden state of the row's last position."""
+"""Row.want: report the hidden states of the row's positions ≥ Row.hidden_from."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -40,6 +40,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     score_from: int = 0
     masked: bool = False
     """Sampling waits for this row's masks (drafts + 1 of them)."""
+    hidden_from: int = 0
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -143,6 +144,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     seconds: float = 0.0
     vectors: list[bytes] = []
     """float32 per row, empty without POOL; [] when no row of the step has it."""
+    hidden: list[bytes] = []
+    """float32 [n, hidden] per row, empty without HIDDEN; [] when no row of the step has it."""
 
 
 class CopyResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="copies"):

@@ -7,6 +7,8 @@ from banyan.messages.sampling import SamplingParams
 
 NO_SCORES = -1
 """`score_from` of a request that wants no log-probabilities."""
+NO_HIDDEN = -1
+"""`hidden_from` of a request that wants no hidden states."""
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
@@ -32,6 +34,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """What the output must look like (messages/constraint.py); "" for anything."""
     pool: bool = False
     """The pooled vector of the prompt is wanted; max_new_tokens is 0 then."""
+    hidden_from: int = NO_HIDDEN
+    """First position whose hidden state is wanted."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from banyan.layers.step import StepInputs
-from banyan.messages.plan import POOL, SAMPLE, SCORE, Row
+from banyan.messages.plan import HIDDEN, POOL, SAMPLE, SCORE, Row
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.slots import SlotTable
@@ -33,6 +33,7 @@ class Batch:
     samples: np.ndarray
     scores: np.ndarray
     pools: np.ndarray
+    hides: np.ndarray
 
     @classmethod
     def of(cls, rows: list[tuple[int, Row]]) -> "Batch":
@@ -50,6 +51,7 @@ class Batch:
             samples=(wants & SAMPLE) != 0,
             scores=(wants & SCORE) != 0,
             pools=(wants & POOL) != 0,
+            hides=(wants & HIDDEN) != 0,
         )
 
     @property

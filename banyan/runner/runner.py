@@ -17,7 +17,6 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.messages.plan import (
-    HIDDEN,
     POOL,
     SAMPLE,
     CopyResult,
@@ -88,6 +87,7 @@ class PendingStep:
             error=result.error,
             seconds=seconds,
             vectors=result.vectors,
+            hidden=result.hidden,
         )
 
     def copies(self) -> CopyResult | None:
@@ -166,14 +166,16 @@ class ModelRunner:
         table.grant(plan.grants)
         self.store.copy(plan.copies, "before")
         batch, failed = self._admit(plan.rows)
-        sampled, scores, vectors = None, None, None
+        sampled, scores, vectors, hidden = None, None, None, None
         if batch.rows:
             self._forward.run(batch)
             sampled, scores = self._read_out(plan, batch, mask_of)
             if self._pooler is not None:
                 vectors = self._pooler.read(self._forward, batch)
+            if batch.hides.any():
+                hidden = _hidden_states(self._forward, batch)
         self.store.copy(plan.copies, "after")
-        return lambda: _result(plan, batch, failed, sampled, scores, vectors)
+        return lambda: _result(plan, batch, failed, sampled, scores, vectors, hidden)
 
     def _admit(self, rows: list[Row]) -> tuple[Batch, dict[int, str]]:
         """The rows that can run, and why the others cannot. The same on every rank."""
@@ -181,8 +183,8 @@ class ModelRunner:
         failed: dict[int, str] = {}
         for index, row in enumerate(rows):
             try:
-                if row.want & HIDDEN or (row.want & POOL and self._pooler is None):
-                    raise RowError("this model is not served for pooled vectors or hidden states")
+                if row.want & POOL and self._pooler is None:
+                    raise RowError("this model is not served for pooled vectors")
                 self._table.prepare(row, bool(row.want & SAMPLE))
             except RowError as error:
                 failed[index] = str(error)
@@ -281,6 +283,16 @@ def open_forward(
         return eager
 
 
+def _hidden_states(forward: Forward, batch: Batch) -> dict[int, Tensor]:
+    """Hidden states of the rows with HIDDEN: index in the plan -> [positions, hidden]."""
+    found: dict[int, Tensor] = {}
+    for at in np.flatnonzero(batch.hides):
+        skipped = max(0, batch.rows[at].hidden_from - int(batch.starts[at]))
+        tokens = np.arange(batch.offsets[at] + skipped, batch.offsets[at + 1])
+        found[int(batch.indices[at])] = forward.hidden(tokens)
+    return found
+
+
 def _wait_for(mask_of: MaskOf | None, row: int) -> bytes:
     if mask_of is None:
         raise RowError("the row is masked and nothing delivers masks")
@@ -294,6 +306,7 @@ def _result(
     sampled: Sampled | None,
     scores: Scores | None,
     vectors: Tensor | None,
+    hidden: dict[int, Tensor] | None,
 ) -> StepResult:
     """Bring a step's outcome to the host."""
     tokens = [b""] * len(plan.rows)
@@ -313,12 +326,18 @@ def _result(
         values = vectors.cpu().numpy()  # sync: the step's end
         for index, value in zip(batch.indices[batch.pools], values, strict=True):
             pooled[index] = value.tobytes()
+    states: list[bytes] = []
+    if hidden is not None:
+        states = [b""] * len(plan.rows)
+        for index, tensor in hidden.items():
+            states[index] = tensor.float().cpu().numpy().tobytes()  # sync: the step's end
     return StepResult(
         step=plan.step,
         tokens=tokens,
         scores=scores.rows(without=set(failed)) if scores else [],
         failed=[RowFailure(row=i, text=failed[i]) for i in sorted(failed)],
         vectors=pooled,
+        hidden=states,
     )
 
 

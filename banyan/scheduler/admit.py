@@ -9,11 +9,14 @@ from banyan.scheduler.request import Request
 def prefix_of(request: Request, cache: KVCache) -> Match:
     """Longest cached prefix that the request may use.
 
-    At least the last known token is computed, and so is every position whose logits are scored.
+    At least the last known token is computed, and so is every position whose logits are scored or
+    whose hidden state is wanted.
     """
     limit = request.known - 1
     if request.wants_scores:
         limit = min(limit, max(0, request.scored_to - 1))
+    if request.wants_hidden:
+        limit = min(limit, request.hidden_to)
     return cache.probe(request.generate.namespace, request.tokens, limit)
 
 

@@ -25,6 +25,8 @@ class Flight:
     row: int
     samples: int
     """Most tokens the row can yield: 0 without sampling, drafts + 1 after a verify row."""
+    hidden: tuple[int, int] = (0, 0)
+    """First and last + 1 position whose hidden states the row reports."""
     awaits_mask: bool = False
     restores: bool = False
     """A state copy bound to the row may fail; then the request recomputes without it."""
@@ -70,6 +72,10 @@ class Request:
         """First position whose score has not been passed on."""
         self.score_from = generate.score_from
         """`scored_to` at the join: what rows are asked for."""
+        self.hidden_to = generate.hidden_from
+        """First position whose hidden state has not been passed on."""
+        self.hidden_from = generate.hidden_from
+        """`hidden_to` at the join."""
         self.submitted_s = now
         self.admitted_s = -1.0
         self.cached_tokens = 0
@@ -105,6 +111,10 @@ class Request:
         return self.generate.score_from >= 0
 
     @property
+    def wants_hidden(self) -> bool:
+        return self.generate.hidden_from >= 0
+
+    @property
     def last_sampled_at(self) -> StepId:
         """Step of the newest sampling row in flight."""
         return max((f.step for f in self.flights if f.samples), default=NO_STEP)
@@ -115,7 +125,7 @@ class Request:
         self.state, self.slot, self.lease = RUNNING, slot, lease
         self.planned = cached
         self.has_sampled, self.next_drafts = False, []
-        self.score_from = self.scored_to
+        self.score_from, self.hidden_from = self.scored_to, self.hidden_to
 
     def leave(self, state: str) -> SlotId:
         """RUNNING -> WAITING or FINISHED; returns the slot it held. Its lease has been released."""

@@ -6,7 +6,7 @@ from enum import Enum
 
 from banyan.grammar.base import masks_for
 from banyan.memory.cache import KVCache, Lease
-from banyan.messages.plan import POOL, SAMPLE, SCORE, Mask, Row
+from banyan.messages.plan import HIDDEN, POOL, SAMPLE, SCORE, Mask, Row
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.draft import PlanDraft
 from banyan.scheduler.request import Flight, Request
@@ -45,7 +45,8 @@ class RowPlanner:
         draft.grants += grants
         row = len(draft.rows)
         samples = self._samples(request, end - drafts, pending, drafts)
-        flight = Flight(request, draft.step, row, samples, restores=restores)
+        hidden = (max(start, request.hidden_from), end) if request.wants_hidden else (0, 0)
+        flight = Flight(request, draft.step, row, samples, hidden, restores=restores)
         if restores:
             draft.copies += self._cache.restores(lease, row, draft.step)
         if samples and request.grammar is not None:
@@ -108,6 +109,8 @@ class RowPlanner:
             want |= SCORE
         if request.generate.pool and start + count == request.prompt_len:
             want |= POOL
+        if flight.hidden[0] < flight.hidden[1]:
+            want |= HIDDEN
         return Row(
             slot=request.slot,
             start=start,
@@ -116,6 +119,7 @@ class RowPlanner:
             want=want,
             score_from=max(0, request.score_from),
             masked=bool(flight.samples) and request.grammar is not None,
+            hidden_from=flight.hidden[0],
         )
 
     def _share(self, request: Request, lease: Lease, draft: PlanDraft, end: int, row: int) -> None:

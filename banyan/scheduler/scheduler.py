@@ -131,7 +131,9 @@ class Scheduler:
                 drafts = result.drafts[flight.row] if result.drafts else b""
                 vector = result.vectors[flight.row] if result.vectors else b""
                 row_scores = scores.get(flight.row, [])
-                self._accept(flight, result.tokens[flight.row], drafts, row_scores, vector)
+                hidden = result.hidden[flight.row] if result.hidden else b""
+                tokens = result.tokens[flight.row]
+                self._accept(flight, tokens, drafts, row_scores, vector, hidden)
         if not len(self.roster):
             self._ratio.reset()
 
@@ -268,6 +270,7 @@ class Scheduler:
         scores: list[RowScores],
         vector: bytes,
     ) -> None:
+        hidden: bytes,
         """Append what a row yielded, pass it on, and see whether the request ends."""
         request = flight.request
         assert request.flights[0] is flight
@@ -285,11 +288,21 @@ class Scheduler:
         self.counters.output_tokens += len(tokens)
         for score in scores:
             request.scored_to = max(request.scored_to, score.first + len(score.logprobs) // 4)
-        if tokens or scores or vector:
+        hidden_first, request.hidden_to = flight.hidden[0], max(request.hidden_to, flight.hidden[1])
+        if tokens or scores or vector or hidden:
             passed_on = [_passed_on(score, request.known) for score in scores]
             cached = request.cached_tokens
             self.roster.events.append(
-                Tokens(request.id, first, tokens.tobytes(), passed_on, cached, vector)
+                Tokens(
+                    request.id,
+                    first,
+                    tokens.tobytes(),
+                    passed_on,
+                    cached,
+                    vector,
+                    hidden,
+                    hidden_first,
+                )
             )
         if request.lease is not None and tokens:
             self.cache.publish(request.lease, request.tokens, request.known - 1, 0, request.id)

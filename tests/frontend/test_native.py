@@ -209,7 +209,6 @@ def test_fields_without_effect_are_named_in_the_answer():
         ("image_data", "cat.png"),
         ("input_embeds", [[0.5]]),
         ("lora_path", "adapter"),
-        ("return_hidden_states", True),
         ("session_params", {"id": "s"}),
         ("custom_logit_processor", "x"),
         ("bootstrap_room", 7),

@@ -78,8 +78,8 @@ MODEL = (
         ),
     ),
     Feature(
-        "hidden states and expert choices stay inside the engine",
-        asks=switches("enable-return-hidden-states", "enable-return-routed-experts"),
+        "expert choices stay inside the engine",
+        asks=switches("enable-return-routed-experts"),
     ),
     Feature(
         "tensors are not dumped",

@@ -85,7 +85,8 @@ LATER_FEATURES = (
         tunes=(*texts("watermark-config"),),
     ),
     Feature(
-        "hidden states stay inside the engine",
+        "requests say which hidden states they want, of the last layer",
+        "use --enable-return-hidden-states",
         asks=(
             *texts("return-hidden-states-mode"),
             *switches("enable-return-aux-hidden-states", "enable-return-indexer-topk"),

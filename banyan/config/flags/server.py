@@ -157,6 +157,14 @@ FLAGS = (
         kind=INT,
         low=1024,
         documented=False,
+    Flag(
+        "enable-return-hidden-states",
+        "server.hidden_states",
+        "allow return_hidden_states in requests",
+        kind=SWITCH,
+        proof="tests/system/test_hidden_states.py"
+        "::test_without_the_flag_a_request_for_hidden_states_is_refused",
+    ),
         proof="tests/server/test_door.py::test_a_body_above_the_limit_is_413_however_it_comes",
     ),
     Flag(

@@ -13,6 +13,7 @@ from banyan.server.openai.shapes import (
     UsageCount,
     chat_logprobs,
     finish_reason,
+    hidden_states,
     matched_stop,
 )
 from banyan.server.state import Service
@@ -29,6 +30,7 @@ class Choice:
         self.parts: list[Part] = []
         self.scores: list[TokenScore] = []
         self.finish: Finish | None = None
+        self.hidden: Json = {}
 
     def read(self, chunk: TextChunk) -> list[Part]:
         """What a chunk makes certain."""
@@ -77,6 +79,7 @@ class ChatAnswer:
         choice.parts += choice.read(chunk)
         choice.scores += chunk.output_scores
         choice.finish = chunk.finish
+        choice.hidden = hidden_states(chunk)
         self.usage.take(index, chunk.usage, choice.reasoning_tokens)
 
     def whole(self) -> Json:
@@ -107,6 +110,9 @@ class ChatAnswer:
             logprobs = None
         if chunk.finish is not None:
             bodies.append(self._last(index, choice, chunk.finish))
+        if hidden := hidden_states(chunk):
+            delta = {"content": None, "reasoning_content": None, **hidden}
+            bodies.append(self._chunk(index, delta))
         return bodies
 
     def total(self) -> Json:
@@ -130,6 +136,7 @@ class ChatAnswer:
             "logprobs": self._logprobs(choice.scores),
             "finish_reason": choice.reason(choice.finish),
             "matched_stop": matched_stop(choice.finish),
+            **choice.hidden,
         }
 
     def _chunk(self, index: int, delta: Json, logprobs: Json | None = None) -> Json:

@@ -23,6 +23,7 @@ from banyan.server.openai.shapes import (
     UsageCount,
     completion_logprobs,
     finish_reason,
+    hidden_states,
     matched_stop,
 )
 from banyan.server.prompts import checked_ids, ids_text, text_ids
@@ -200,6 +201,7 @@ class CompletionAnswer:
         kept = self._kept(chunks)
         choices = [
             self._choice(i, self._plan.echo_of(at) + chunks[at].text, chunks[at])
+            | hidden_states(chunks[at])
             for i, at in enumerate(kept)
         ]
         return {**self._head(), "choices": choices, "usage": self.usage.total()}
@@ -207,6 +209,13 @@ class CompletionAnswer:
     def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> Json:
         text = (self._plan.echo_of(index) if is_first else "") + chunk.text
         return {**self._head(), "choices": [self._choice(index, text, chunk)], "usage": None}
+
+    def hidden(self, index: int, chunk: TextChunk) -> list[Json]:
+        """The chunk that follows the end of a choice whose last hidden state was asked for."""
+        if not chunk.hidden:
+            return []
+        choice = self._choice(index, "", TextChunk("", [], chunk.usage)) | hidden_states(chunk)
+        return [{**self._head(), "choices": [choice], "usage": None}]
 
     def total(self) -> Json:
         return {**self._head(), "choices": [], "usage": self.usage.total()}
@@ -263,6 +272,8 @@ async def _stream(
                 body = answer.chunk(index, chunk, is_first)
                 if options and options.continuous_usage_stats:
                     body["usage"] = answer.usage.of(index)
+                await exchange.event(body)
+            for body in answer.hidden(index, chunk):
                 await exchange.event(body)
     if options and options.include_usage:
         await exchange.event(answer.total())

@@ -14,8 +14,8 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.frontend import constraint
-from banyan.frontend.generation import ScoreOptions, TextRequest
-from banyan.frontend.native import checked_rid, checked_salt, namespace_of
+from banyan.frontend.generation import LAST_HIDDEN, ScoreOptions, TextRequest
+from banyan.frontend.native import checked_rid, checked_salt, hidden_wanted, namespace_of
 from banyan.frontend.sampling import ParsedSampling
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
@@ -108,6 +108,8 @@ class Origin:
     route: str
     namespace: bytes = b""
     priority: int = 0
+    hidden: str = ""
+    """Of the hidden states these routes give the last one alone."""
 
 
 def origin_of(exchange: Exchange, request: CommonRequest, route: str) -> Origin:
@@ -121,6 +123,7 @@ def origin_of(exchange: Exchange, request: CommonRequest, route: str) -> Origin:
             checked_salt(request.extra_key, "extra_key"),
         ),
         request.priority or 0,
+        LAST_HIDDEN if hidden_wanted(request.return_hidden_states, "return_hidden_states") else "",
     )
 
 
@@ -144,6 +147,7 @@ def sequences(
             scores=scores(ids),
             grammar=parsed.grammar,
             namespace=origin.namespace,
+            hidden=origin.hidden,
             priority=origin.priority,
             route=origin.route,
             stride=parsed.stream_interval,

@@ -27,6 +27,7 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
     extra_key: str | None = None
     priority: int | None = None
     max_tokens: int | None = None
+    return_hidden_states: bool | str | None = False
 
 
 class ChatRequest(CommonRequest, frozen=True, kw_only=True):
@@ -95,7 +96,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "mm_processor_kwargs": (_NONE, _MEDIA),
     "images_config": (_NONE, _MEDIA),
     "video_config": (_NONE, _MEDIA),
-    "return_hidden_states": (_OFF, _RESEARCH),
     "return_routed_experts": (_OFF, _RESEARCH),
     "return_sampling_mask": (_OFF, _RESEARCH),
     "return_flat_raw_output_top_logprobs": (_OFF, _RESEARCH),

@@ -56,6 +56,11 @@ def matched_stop(finish: Finish | None) -> int | str | None:
     return finish.matched if finish else None
 
 
+def hidden_states(chunk: TextChunk) -> Json:
+    """`hidden_states` of a choice as a field to add: the last position's, if it was asked for."""
+    return {"hidden_states": memoryview(chunk.hidden).cast("f").tolist()} if chunk.hidden else {}
+
+
 def chat_logprobs(tokenizer: Tokenizer, scores: list[TokenScore], top: int) -> Json:
     """The `logprobs` object of a chat choice."""
     content = []
