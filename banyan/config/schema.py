@@ -140,14 +140,14 @@ class ServerConfig:
     skip_warmup: bool = False
     random_seed: int = -1
     """Start of the seeds that requests without one get; -1 = drawn afresh."""
+    hidden_states: bool = False
+    """Requests may ask for hidden states."""
     require_key: bool = False
     """Refuse to listen on a non-loopback address without an API key."""
 
 
 @dataclass(frozen=True)
 class ObserveConfig:
-    hidden_states: bool = False
-    """Requests may ask for hidden states."""
     log_level: str = "info"
     journal: str = ""
     """File that records every message, plan and result; "" = none."""

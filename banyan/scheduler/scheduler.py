@@ -130,8 +130,8 @@ class Scheduler:
             if not flight.is_void:
                 drafts = result.drafts[flight.row] if result.drafts else b""
                 vector = result.vectors[flight.row] if result.vectors else b""
-                row_scores = scores.get(flight.row, [])
                 hidden = result.hidden[flight.row] if result.hidden else b""
+                row_scores = scores.get(flight.row, [])
                 tokens = result.tokens[flight.row]
                 self._accept(flight, tokens, drafts, row_scores, vector, hidden)
         if not len(self.roster):
@@ -269,8 +269,8 @@ class Scheduler:
         drafts: bytes,
         scores: list[RowScores],
         vector: bytes,
-    ) -> None:
         hidden: bytes,
+    ) -> None:
         """Append what a row yielded, pass it on, and see whether the request ends."""
         request = flight.request
         assert request.flights[0] is flight

@@ -151,13 +151,6 @@ FLAGS = (
         proof="tests/server/test_door.py::test_strict_servers_refuse_what_others_report",
     ),
     Flag(
-        "max-body-bytes",
-        "server.max_body_bytes",
-        "largest request body",
-        kind=INT,
-        low=1024,
-        documented=False,
-    Flag(
         "enable-return-hidden-states",
         "server.hidden_states",
         "allow return_hidden_states in requests",
@@ -165,6 +158,13 @@ FLAGS = (
         proof="tests/system/test_hidden_states.py"
         "::test_without_the_flag_a_request_for_hidden_states_is_refused",
     ),
+    Flag(
+        "max-body-bytes",
+        "server.max_body_bytes",
+        "largest request body",
+        kind=INT,
+        low=1024,
+        documented=False,
         proof="tests/server/test_door.py::test_a_body_above_the_limit_is_413_however_it_comes",
     ),
     Flag(
