@@ -1,24 +1,33 @@
 """The composition root for processes: starts an engine in a process or thread of its own.
 
 Importable without torch, so that the API process stays small; `replica.py` builds what runs inside.
-`python -m banyan.compose` is the entry of child processes, whose orders come on standard input.
+`python -m banyan.compose` is the entry of child processes, whose orders come on standard input:
+they load their libraries first, so that a child may be started before its orders are known.
 """
 
+import gc
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from banyan.base.errors import BanyanError
 from banyan.base.log import logger, start_logging
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
-from banyan.engine.loop import EngineLoop, Link
 from banyan.engine.orders import ENGINE, RANK, Orders
-from banyan.engine.processes import spawn, take_orders
+from banyan.engine.processes import Child, follow_parent, spawn, take_orders
 from banyan.messages.events import Fatal
 
+if TYPE_CHECKING:
+    from banyan.engine.loop import EngineLoop, Link
+
 log = logger(__name__)
+
+OnDeath = Callable[[str], None]
+"""Called from a thread with what happened when an engine ends unasked."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +39,45 @@ class EngineHandle:
 
 
 def start_engine_process(
-    config: Config, card: ModelCard, address: str, on_death: Callable[[str], None]
+    config: Config, card: ModelCard, address: str, on_death: OnDeath
 ) -> EngineHandle:
-    """Start the engine in a process of its own, connected to `address`.
+    """Start the engine in a process of its own, connected to `address`."""
+    return _start(_engine_child(), config, card, address, on_death)
 
-    Args:
-        on_death: called from a thread with what happened when the process ends unasked.
-    """
-    orders = Orders(ENGINE, config, card, address)
-    child = spawn("banyan.compose", orders.process_name, orders.encode())
+
+@contextmanager
+def waiting_engines(
+    count: int,
+) -> Iterator[Callable[[Config, ModelCard, str, OnDeath], EngineHandle]]:
+    """`start_engine_process` for a caller that needs time to find out what will run: `count`
+    processes load their libraries meanwhile. Those that got no orders end with the block."""
+    waiting = [_engine_child() for _ in range(count)]
+
+    def start(config: Config, card: ModelCard, address: str, on_death: OnDeath) -> EngineHandle:
+        child = waiting.pop() if waiting else _engine_child()
+        return _start(child, config, card, address, on_death)
+
+    try:
+        yield start
+    finally:
+        for child in waiting:
+            child.stop()
+
+
+def _engine_child() -> Child:
+    return spawn("banyan.compose", ENGINE)
+
+
+def _start(
+    child: Child, config: Config, card: ModelCard, address: str, on_death: OnDeath
+) -> EngineHandle:
+    child.order(Orders(ENGINE, config, card, address).encode())
     child.watch(on_death)
     return EngineHandle(stop=child.stop, pids=lambda: [child.pid])
 
 
 def start_engine_thread(
-    config: Config, card: ModelCard, link: Link, on_death: Callable[[str], None]
+    config: Config, card: ModelCard, link: "Link", on_death: OnDeath
 ) -> EngineHandle:
     """Start the engine in a thread of this process (offline use, tests)."""
     from banyan.replica import run_engine
@@ -52,7 +85,7 @@ def start_engine_thread(
     loops: list[EngineLoop] = []
     is_stopping = threading.Event()
 
-    def started(loop: EngineLoop) -> None:
+    def started(loop: "EngineLoop") -> None:
         loops.append(loop)
         if is_stopping.is_set():
             loop.stop()
@@ -78,12 +111,16 @@ def start_engine_thread(
 
 def main() -> None:
     """Entry of a child process: carry out the orders, exit with the error's own code."""
+    follow_parent()
+    gc.disable()  # imports make much to look through and nothing to throw away
+    from banyan.replica import run_rank
+
+    gc.freeze()
+    gc.enable()
     orders = Orders.decode(take_orders())
     start_logging(orders.process_name, orders.config.observe.log_level)
     try:
         if orders.role == RANK:
-            from banyan.replica import run_rank
-
             run_rank(orders.config, orders.card, orders.rank, orders.address, orders.mesh_address)
         else:
             _serve_engine(orders)
@@ -98,7 +135,7 @@ def _serve_engine(orders: Orders) -> None:
 
     link = ZmqEngineLink(orders.address)
 
-    def started(loop: EngineLoop) -> None:
+    def started(loop: "EngineLoop") -> None:
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())
 
     try:

@@ -204,6 +204,7 @@ def run_engine(
         loop = EngineLoop(core, launcher, link, wake, clock, check_ledger, desk, reload)
         ranks.watch(loop.fail)
         started(loop)
+        phases.done("scheduler")
         loop.run(_ready(memory, phases, kernels))
 
 

@@ -28,7 +28,9 @@ def serve(argv: Sequence[str]) -> int:
     start_logging("server", config.observe.log_level)
     for note in config.observe.notes:
         log.warning("%s", note)
-    from banyan.compose import start_engine_process
-    from banyan.server.serve import run_server
+    from banyan.compose import waiting_engines
 
-    return run_server(config, partial(prepare, config, environment), start_engine_process)
+    with waiting_engines(config.parallel.dp) as start_engine:
+        from banyan.server.serve import run_server
+
+        return run_server(config, partial(prepare, config, environment), start_engine)

@@ -37,6 +37,19 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
+    def order(self, orders: bytes) -> None:
+        """Hand over the orders, once.
+
+        Raises:
+            DeviceError: the child ended before it took them.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(_LENGTH.pack(len(orders)) + orders)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise DeviceError(f"the {self.role} process ended before it took its orders") from None
+
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
@@ -68,26 +81,32 @@ class Child:
                 self._process.stdin.close()
 
 
-def spawn(module: str, role: str, orders: bytes) -> Child:
-    """Run `python -m module` as a child and hand it its orders.
+def spawn(module: str, role: str, orders: bytes = b"") -> Child:
+    """Run `python -m module` as a child.
 
     Call it from a thread that lives as long as the child should: the parent-death signal follows
     the thread that made the child.
+
+    Args:
+        orders: handed over at once; without them the child waits for `Child.order`.
     """
     process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
-    assert process.stdin is not None
-    try:
-        process.stdin.write(_LENGTH.pack(len(orders)) + orders)
-        process.stdin.flush()
-    except BrokenPipeError:
-        raise DeviceError(f"the {role} process ended before it took its orders") from None
-    return Child(role, process)
+    child = Child(role, process)
+    if orders:
+        child.order(orders)
+    return child
+
+
+def follow_parent() -> None:
+    """In a child: die with the parent, and leave Ctrl-C, which reaches the whole group, to it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def take_orders() -> bytes:
-    """In a child: read the orders, and arrange to die with the parent."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """In a child: wait for the orders, and arrange to die with the parent."""
+    follow_parent()
     orders = os.fdopen(os.dup(0), "rb", buffering=0)
     (length,) = _LENGTH.unpack(_read(orders.fileno(), _LENGTH.size))
     body = _read(orders.fileno(), length)
@@ -98,7 +117,6 @@ def take_orders() -> bytes:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the parent decides
     return body
 
 

@@ -8,11 +8,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import errno
-import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Generator
 from enum import Enum
 from functools import partial
@@ -34,7 +32,7 @@ from banyan.server.auth import is_loopback
 from banyan.server.connection import Connection
 from banyan.server.openai.batches import resume_batches
 from banyan.server.routes import create_app
-from banyan.server.startup import open_service, report
+from banyan.server.startup import end_phase, open_service, report
 from banyan.server.state import ServerState
 
 T = TypeVar("T")
@@ -135,13 +133,6 @@ def check_exposure(server: ServerConfig) -> None:
         log.warning("%s", line)
 
 
-def process_age_s() -> float:
-    """Seconds since this process was started (Linux: proc(5), field 22 of stat)."""
-    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
 def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
     """Run `work` in a thread that, unlike asyncio's own, no exit waits for."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -176,7 +167,7 @@ class Server:
         start_engine: StartEngine,
     ) -> None:
         self.state = ServerState(config)
-        self.state.phases["server process"] = process_age_s()
+        end_phase(self.state.phases, "server process")
         self.app: App = create_app(self.state)
         self._config = config
         self._prepare = prepare
@@ -252,9 +243,8 @@ class Server:
 
     async def _start(self, fleet: Fleet, engines: list[EngineClient]) -> None:
         loop = asyncio.get_running_loop()
-        began_s = time.monotonic()
         self.state.config, card = await _in_daemon(self._prepare)
-        self.state.phases["model files"] = time.monotonic() - began_s
+        end_phase(self.state.phases, "model files")
         for address, engine in zip(self._addresses(), engines, strict=True):
             on_death = partial(loop.call_soon_threadsafe, engine.engine_lost)
             self._handles.append(self._start_engine(self.state.config, card, address, on_death))

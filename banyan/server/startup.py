@@ -36,13 +36,12 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
         BanyanError: the engine died, or the tokenizer or template is refused.
     """
     config = state.config
-    began_s = time.monotonic()
     loading = asyncio.create_task(asyncio.to_thread(_load_words, config))
     try:
-        ready, words = await asyncio.gather(client.ready(), loading)
+        ready, words = await asyncio.gather(_engine_ready(state, client), loading)
     finally:
         loading.cancel()
-    state.phases |= _engine_phases(ready, time.monotonic() - began_s)
+    end_phase(state.phases, "tokenizer")
     limits = limits_of(config, card, ready, words.tokenizer)
     defaults = sampling_defaults(config.server)
     recommended = _model_defaults(config, card)
@@ -61,9 +60,8 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
         draw_seed=seed_source(config.server),
     )
     if not config.server.skip_warmup:
-        warm_s = time.monotonic()
         await generate_one(service)
-        state.phases["warm-up"] = time.monotonic() - warm_s
+        end_phase(state.phases, "warm-up")
     return service
 
 
@@ -106,18 +104,32 @@ def _model_defaults(config: Config, card: ModelCard) -> dict[str, object]:
     return found
 
 
-def _engine_phases(ready: Ready, waited_s: float) -> dict[str, float]:
-    """The engine's own phases, and what the wait for it took besides."""
-    phases = json.loads(ready.facts).get("phases", {})
-    own = {f"engine: {name}": float(seconds) for name, seconds in phases.items()}
-    return {"engine process": max(0.0, waited_s - sum(own.values())), **own}
+async def _engine_ready(state: ServerState, client: Engines) -> Ready:
+    """Wait for the engine; its own phases, and what the wait took besides, are in `phases` then."""
+    ready = await client.ready()
+    own = json.loads(ready.facts).get("phases", {})
+    waited_s = process_age_s() - sum(state.phases.values())
+    state.phases["engine process"] = max(0.0, waited_s - sum(own.values()))
+    state.phases |= {f"engine: {name}": float(seconds) for name, seconds in own.items()}
+    return ready
+
+
+def end_phase(phases: dict[str, float], name: str) -> None:
+    """Close the phase that began where the last one ended; the first began with the process."""
+    phases[name] = max(0.0, process_age_s() - sum(phases.values()))
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started (Linux: proc(5), field 22 of stat)."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
+        ticks = int(file.read().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def report(state: ServerState, service: Service, address: str) -> None:
     """Print the start-up waterfall, the engine's facts, and how to call the server."""
     facts: Mapping[str, object] = json.loads(service.ready.facts)
-    total_s = sum(state.phases.values())
-    lines = [f"start-up took {total_s:.2f} s:"]
+    lines = [f"start-up took {process_age_s():.2f} s:"]
     lines += [f"  {seconds:8.2f} s  {name}" for name, seconds in state.phases.items()]
     for name, value in facts.items():
         if name != "phases":

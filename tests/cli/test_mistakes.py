@@ -1,5 +1,6 @@
 """Mistakes of a start: each ends at once, before an engine starts, with a code and the culprit."""
 
+import contextlib
 import json
 import logging
 import socket
@@ -45,7 +46,9 @@ class Engines:
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     """No engine starts, no variable of the caller counts, and logging is left as it was."""
     stand_in = Engines()
-    monkeypatch.setattr("banyan.compose.start_engine_process", stand_in.start)
+    monkeypatch.setattr(
+        "banyan.compose.waiting_engines", lambda count: contextlib.nullcontext(stand_in.start)
+    )
     root = logging.getLogger("banyan")
     handlers, level, propagate = root.handlers[:], root.level, root.propagate
     yield stand_in
