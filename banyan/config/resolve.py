@@ -163,6 +163,18 @@ def check_the_chunk(config: Config, card: ModelCard, environment: Environment) -
     return config
 
 
+def bound_the_prompts(config: Config, card: ModelCard, environment: Environment) -> Config:
+    """After the context is known: a prompt that is not cut must fit into one step."""
+    schedule, context = config.schedule, config.model.context_length
+    if schedule.chunk_tokens > schedule.prefill_tokens:
+        _log("chunked-prefill-size", schedule.prefill_tokens, "--max-prefill-tokens is less")
+        return replace(config, schedule=replace(schedule, chunk_tokens=schedule.prefill_tokens))
+    if schedule.chunk_tokens == -1 and schedule.prefill_tokens < context:
+        _log("max-prefill-tokens", context, "prompts are not cut, and may be as long")
+        return replace(config, schedule=replace(schedule, prefill_tokens=context))
+    return config
+
+
 def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -> Config:
     tp = config.parallel.tp
     for count, what in (
@@ -216,6 +228,7 @@ RULES = (
     match_the_format,
     check_the_quantization,
     check_the_chunk,
+    bound_the_prompts,
     check_the_ranks,
     sample_the_demo_as_its_makers_do,
     choose_the_grammar_backend,

@@ -62,6 +62,10 @@ class ScheduleConfig:
     conservativeness: float = 1.0
     chunk_tokens: int = 512
     """Prompt tokens per step; -1 = no chunking."""
+    prefill_tokens: int = 16384
+    """Prompt tokens per step, over all prompts of it, whether they are cut or not."""
+    prefill_requests: int = 0
+    """Requests whose prompts one step computes; 0 = unbounded."""
     max_running: int = 0
     """Requests running at once; 0 = from the KV capacity."""
     max_queued: int = 0

@@ -5,13 +5,16 @@ The same spec and the same calls give the same plans, which is what simulation a
 
 import msgspec
 
+from banyan.config.card import ModelCard
+from banyan.config.schema import Config
 from banyan.engine.core import EngineCore, Recorder
 from banyan.engine.lockstep import Lockstep
 from banyan.grammar.base import GrammarFactory
 from banyan.memory.cache import KVCache
 from banyan.memory.eviction import EVICTION
 from banyan.memory.groups import CacheGroup
-from banyan.scheduler.budget import Limits
+from banyan.memory.sizing import MemoryPlan
+from banyan.scheduler.budget import Limits, Priorities
 from banyan.scheduler.order import ORDERS
 from banyan.scheduler.scheduler import Scheduler
 
@@ -36,3 +39,32 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
         cache = KVCache(self.groups, EVICTION.load(self.eviction), self.share)
         scheduler = Scheduler(cache, self.limits, ORDERS.load(self.order), grammars)
         return EngineCore(scheduler, self.depth, lockstep, recorder)
+
+
+def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
+    """What the decisions of one replica depend on."""
+    schedule = config.schedule
+    is_chunked = schedule.chunk_tokens > 0
+    return CoreSpec(
+        groups=memory.groups,
+        limits=Limits(
+            max_running=memory.max_running,
+            chunk_tokens=schedule.chunk_tokens if is_chunked else schedule.prefill_tokens,
+            max_request_tokens=memory.max_request_tokens,
+            max_queued=schedule.max_queued,
+            token_gap=schedule.token_gap,
+            conservativeness=schedule.conservativeness,
+            priorities=Priorities(
+                are_honoured=schedule.priorities,
+                low_first=schedule.low_priority_first,
+                preemption_gap=schedule.preemption_gap,
+                refuse_when_off=schedule.refuse_priorities,
+            ),
+            whole_prompts=card.needs_whole_prompts or not is_chunked,
+            max_prompts=schedule.prefill_requests,
+        ),
+        depth=schedule.depth,
+        order=schedule.policy,
+        eviction=config.cache.eviction,
+        share=not (config.cache.disable_radix or card.needs_whole_prompts),
+    )

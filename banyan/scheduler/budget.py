@@ -16,7 +16,6 @@ RETRACT_STEPS = 20
 """Decode steps of room that a retraction should have made."""
 CLIP_TOKENS = 4096
 """Longer remaining outputs are counted as this many."""
-UNLIMITED = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,9 @@ class Limits:
 
     Attributes:
         max_running: requests that hold slots at once.
-        chunk_tokens: known tokens per step over all rows; UNLIMITED = whole prompts.
+        chunk_tokens: known tokens per step over all rows.
         whole_prompts: a prompt is never cut; one that is longer than a step goes alone.
+        max_prompts: requests whose prompts one step computes, whole or in part; 0 = unbounded.
         max_queued: waiting requests before new ones are refused; 0 = unbounded.
         max_request_tokens: longest prompt + output.
         token_gap: steps between sampling a token and a row that needs it (stages − 1).
@@ -68,6 +68,7 @@ class Limits:
     conservativeness: float = 1.0
     priorities: Priorities = Priorities()
     whole_prompts: bool = False
+    max_prompts: int = 0
 
 
 class NewTokenRatio:

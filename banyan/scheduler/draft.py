@@ -8,7 +8,9 @@ from banyan.scheduler.request import Flight
 class PlanDraft:
     """Collects what goes into one StepPlan, and the flights that will expect its results."""
 
-    def __init__(self, step: StepId, leaves: list[SlotId], chunk_tokens: int) -> None:
+    def __init__(
+        self, step: StepId, leaves: list[SlotId], chunk_tokens: int, max_prompts: int = 0
+    ) -> None:
         self.step = step
         self.leaves = leaves
         self.joins: list[Join] = []
@@ -19,6 +21,8 @@ class PlanDraft:
         self.flights: list[Flight] = []
         self.budget = chunk_tokens
         """Known tokens that the step may still take on."""
+        self._max_prompts = max_prompts
+        self._prompts = 0
         self.is_starved = False
         """A running request lacks pages, so nobody new is admitted."""
         self.starved_of: list[int] = []
@@ -29,6 +33,11 @@ class PlanDraft:
     def has_work(self) -> bool:
         """Leaves, joins and grants alone can wait for the next plan with rows."""
         return bool(self.rows or self.copies)
+
+    def spend(self, tokens: int) -> None:
+        """A row of known tokens was planned; the last prompt that the step may take ends it."""
+        self._prompts += 1
+        self.budget = 0 if self._prompts == self._max_prompts else self.budget - tokens
 
     def plan(self, peers: list[int]) -> StepPlan:
         return StepPlan(

@@ -60,7 +60,7 @@ class RowPlanner:
         if is_decode:
             draft.has_decode = True
         else:
-            draft.budget -= count
+            draft.spend(count)
         return Planned.ROW
 
     def _extent(self, request: Request, draft: PlanDraft) -> tuple[int, int]:

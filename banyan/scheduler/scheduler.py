@@ -96,7 +96,8 @@ class Scheduler:
     def schedule(self, step: StepId, now: float) -> PlanDraft:
         """What step `step` should do; a draft without work is not launched."""
         self._now = now
-        draft = PlanDraft(step, self.roster.leaves, self.limits.chunk_tokens)
+        limits = self.limits
+        draft = PlanDraft(step, self.roster.leaves, limits.chunk_tokens, limits.max_prompts)
         suspect = self._suspect()
         if suspect is not None:
             self._run_alone(suspect, draft)

@@ -8,7 +8,7 @@ from banyan.engine.lockstep import Lockstep
 from banyan.engine.spec import CoreSpec
 from banyan.grammar.base import Grammar
 from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
-from banyan.scheduler.budget import UNLIMITED, Limits, Priorities
+from banyan.scheduler.budget import Limits, Priorities
 from tests.border.fake_runner import Device, Faults
 from tests.border.oracle import HashGrammar
 
@@ -32,7 +32,8 @@ def random_world(random: Random) -> World:
     drafts = random.choice((0, 0, 1, 3))
     limits = Limits(
         max_running=random.choice((1, 3, 6)),
-        chunk_tokens=random.choice((3, 8, 16, UNLIMITED)),
+        chunk_tokens=random.choice((3, 8, 16, 1 << 30)),
+        max_prompts=random.choice((0, 0, 1, 2)),
         max_request_tokens=40,
         max_queued=random.choice((0, 0, 12)),
         token_gap=random.choice((0, 1)) if depth == 3 else 0,

@@ -3,15 +3,35 @@
 from array import array
 from collections import deque
 
-from banyan.engine.spec import CoreSpec
+from banyan.config.env import Environment
+from banyan.config.resolve import resolve
+from banyan.engine.spec import CoreSpec, core_spec
 from banyan.memory.groups import FULL, CacheGroup
+from banyan.memory.sizing import GroupBytes, plan_memory
 from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, RowFailure, StepPlan, StepResult
 from banyan.messages.requests import Generate
 from banyan.messages.sampling import SamplingParams
 from banyan.scheduler.budget import Limits, Priorities
+from tests.config.test_resolve import CARD
+from tests.flags import given
 
 VOCAB = 97
+
+
+def asked(*flags: str) -> CoreSpec:
+    """What the flags ask of one replica that has plenty of memory."""
+    config = resolve(given(*flags), CARD, Environment())
+    memory = plan_memory(
+        config.cache,
+        config.schedule,
+        context_length=config.model.context_length,
+        groups=(GroupBytes(FULL, 1 << 10),),
+        weight_bytes=0,
+        total_bytes=1 << 30,
+        free_bytes=1 << 30,
+    )
+    return core_spec(config, CARD, memory)
 
 
 def next_token(history: list[int]) -> int:
@@ -41,6 +61,7 @@ class Driver:
         policy="fcfs",
         max_running=8,
         recorder=None,
+        spec=None,
         **limits,
     ) -> None:
         honoured = Priorities(are_honoured=True, preemption_gap=0)
@@ -50,7 +71,7 @@ class Driver:
             "priorities": honoured,
             **limits,
         }
-        self.spec = CoreSpec(
+        self.spec = spec or CoreSpec(
             groups=(CacheGroup(FULL, page_tokens, pages),),
             limits=Limits(max_running=max_running, **limits),
             depth=depth,

@@ -4,14 +4,20 @@ import pytest
 
 from banyan.messages.events import Failed, Finished
 from banyan.scheduler.budget import Priorities
-from tests.scheduler.driver import Driver, continuation
+from tests.scheduler.driver import Driver, asked, continuation
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+HONOURED = "--enable-priority-scheduling"
 
 
 def driver(gap=10, **more) -> Driver:
     priorities = Priorities(are_honoured=True, preemption_gap=gap)
     return Driver(**{"max_running": 1, "priorities": priorities, **more})
+
+
+def started(*flags) -> Driver:
+    """One that runs one request at a time, with these flags."""
+    return Driver(spec=asked("--max-running-requests", "1", *flags))
 
 
 def order_of_ends(running: Driver) -> list[str]:
@@ -20,18 +26,18 @@ def order_of_ends(running: Driver) -> list[str]:
 
 
 def test_a_request_far_above_takes_the_place_of_the_lowest_that_runs():
-    running = driver()
+    running = started(HONOURED, "--priority-scheduling-preemption-threshold", "4")
     running.submit("low", PROMPT, new=20, priority=0)
     running.step()
-    running.submit("near", PROMPT, priority=9)
-    running.submit("far", PROMPT, priority=10)
+    running.submit("near", PROMPT, priority=3)
+    running.submit("far", PROMPT, priority=4)
     assert order_of_ends(running) == ["far", "near", "low"]
     assert running.ends["low"].retractions == 1
     assert running.outputs["low"] == continuation(PROMPT, 20)
 
 
 def test_a_gap_of_zero_never_preempts():
-    running = driver(gap=0)
+    running = started(HONOURED, "--disable-priority-preemption")
     running.submit("low", PROMPT, new=20, priority=0)
     running.step()
     running.submit("high", PROMPT, priority=1000)
@@ -61,7 +67,7 @@ def test_only_as_many_are_retracted_as_the_newcomer_needs(depth):
 
 
 def test_lower_numbers_go_first_when_told_so():
-    running = driver(priorities=Priorities(are_honoured=True, low_first=True))
+    running = started(HONOURED, "--schedule-low-priority-values-first")
     running.submit("busy", PROMPT, priority=5)
     running.step()
     for name, priority in (("five", 5), ("one", 1), ("minus", -2)):
@@ -69,15 +75,16 @@ def test_lower_numbers_go_first_when_told_so():
     assert order_of_ends(running) == ["busy", "minus", "one", "five"]
 
 
-def test_where_they_are_off_all_requests_are_equal():
-    running = driver(priorities=Priorities())
+@pytest.mark.parametrize(("flags", "order"), [((), "0123"), ((HONOURED,), "3210")])
+def test_requests_are_equal_unless_priorities_are_honoured(flags, order):
+    running = started(*flags)
     for number in range(4):
         running.submit(str(number), PROMPT, priority=number)
-    assert order_of_ends(running) == ["0", "1", "2", "3"]
+    assert order_of_ends(running) == list(order)
 
 
 def test_a_priority_is_refused_where_it_would_be_ignored():
-    running = driver(priorities=Priorities(refuse_when_off=True))
+    running = started("--abort-on-priority-when-disabled")
     running.submit("plain", PROMPT)
     running.submit("proud", PROMPT, priority=3)
     running.run()

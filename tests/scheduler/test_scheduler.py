@@ -4,7 +4,7 @@ import pytest
 
 from banyan.messages.requests import Abort, Generate, RetractAll, StopAt
 from banyan.messages.sampling import SamplingParams
-from tests.scheduler.driver import Driver, continuation, next_token
+from tests.scheduler.driver import Driver, asked, continuation, next_token
 
 PROMPT = list(range(10))
 
@@ -26,11 +26,35 @@ def test_output_is_the_same_at_every_depth_and_chunk(depth, chunk):
         assert reason(driver, name) == "length"
 
 
-def test_a_prompt_is_taken_in_chunks_of_the_budget():
-    driver = Driver(chunk_tokens=4)
+@pytest.mark.parametrize("flag", ["--chunked-prefill-size", "--max-prefill-tokens"])
+def test_a_prompt_is_taken_in_chunks_of_the_budget(flag):
+    driver = Driver(spec=asked(flag, "4"))
     driver.submit("a", PROMPT, new=1)
     driver.run()
     assert [(r.start, r.count) for p in driver.plans for r in p.rows] == [(0, 4), (4, 4), (8, 2)]
+
+
+def lengths_of_rows(driver):
+    return [[row.count for row in plan.rows] for plan in driver.plans]
+
+
+@pytest.mark.parametrize(
+    ("most", "steps"), [("3000", [[1400, 1400], [1400]]), ("1", [[1400], [1400], [1400]])]
+)
+def test_whole_prompts_share_a_step_up_to_the_budget_and_the_longest_fits(most, steps):
+    driver = Driver(spec=asked("--chunked-prefill-size", "-1", "--max-prefill-tokens", most))
+    for name in "abc":
+        driver.submit(name, [ord(name) - 60] * 1400, new=1)
+    driver.run()
+    assert lengths_of_rows(driver) == steps
+
+
+def test_a_step_takes_the_prompts_of_so_many_requests():
+    driver = Driver(spec=asked("--prefill-max-requests", "2", "--disable-overlap-schedule"))
+    for name in "abcde":
+        driver.submit(name, [ord(name) - 60] * 3, new=2)
+    driver.run()
+    assert lengths_of_rows(driver) == [[3, 3], [1, 1, 3, 3], [1, 1, 3], [1]]
 
 
 def test_whole_prompts_are_never_cut_and_long_ones_go_alone():
@@ -204,7 +228,8 @@ def test_higher_priority_goes_first():
 
 
 def test_longest_prefix_first_serves_cached_prompts_first():
-    driver = Driver(policy="lpm", max_running=1)
+    flags = ("--schedule-policy", "lpm", "--max-running-requests", "1", "--page-size", "4")
+    driver = Driver(spec=asked(*flags))
     driver.submit("warm", PROMPT, new=1)
     driver.run()
     driver.submit("cold", [70, 71, 72], new=1)

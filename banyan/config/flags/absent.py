@@ -179,11 +179,6 @@ NUMBERS = (
 SCHEDULING = (
     Feature(
         "every step mixes prompt chunks and decoding",
-        "use --chunked-prefill-size and --max-running-requests",
-        asks=(
-            *ints("prefill-max-requests"),
-            Absent("max-prefill-tokens", kind=INT, low=1, neutral=(16384,)),
-        ),
         tunes=switches("enable-mixed-chunk"),
     ),
     Feature(

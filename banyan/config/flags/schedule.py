@@ -28,6 +28,25 @@ FLAGS = (
         proof="tests/scheduler/test_scheduler.py::test_a_prompt_is_taken_in_chunks_of_the_budget",
     ),
     Flag(
+        "max-prefill-tokens",
+        "schedule.prefill_tokens",
+        "prompt tokens per step over all requests; counts where --chunked-prefill-size is larger "
+        "or -1, and then never less than one whole prompt",
+        kind=INT,
+        low=1,
+        proof="tests/scheduler/test_scheduler.py"
+        "::test_whole_prompts_share_a_step_up_to_the_budget_and_the_longest_fits",
+    ),
+    Flag(
+        "prefill-max-requests",
+        "schedule.prefill_requests",
+        "requests whose prompts one step computes; default: no bound",
+        kind=INT,
+        low=1,
+        proof="tests/scheduler/test_scheduler.py"
+        "::test_a_step_takes_the_prompts_of_so_many_requests",
+    ),
+    Flag(
         "schedule-policy",
         "schedule.policy",
         "who goes first: fcfs = first come, lpm = longest cached prefix, dfs-weight = busiest "
@@ -41,7 +60,8 @@ FLAGS = (
         "schedule.priorities",
         "requests of higher priority go first, and may take the place of running ones",
         kind=SWITCH,
-        proof="tests/sim/test_policies.py::test_priorities_bound_the_wait_of_the_few_that_have_one",
+        proof="tests/scheduler/test_priorities.py"
+        "::test_requests_are_equal_unless_priorities_are_honoured",
     ),
     Flag(
         "schedule-low-priority-values-first",
