@@ -1,9 +1,11 @@
-"""The compiled library, in every instruction set that this machine can run."""
+"""The compiled library, in every instruction set: those of this machine, and the wider ones in an
+emulation."""
 
 import pytest
 
-from banyan.ops.cpu.build import BuildError, cached_library
+from banyan.ops.cpu.build import BuildError, cached_library, compilers, machine_isa
 from banyan.ops.cpu.library import Library
+from tests.ops.emulation import cached_emulation
 
 
 @pytest.fixture(scope="session")
@@ -14,9 +16,28 @@ def path():
         pytest.skip(f"the compiled kernels cannot be built here: {error}")
 
 
-@pytest.fixture(params=[("base", 1), ("avx2", 1), ("amx", 2)], ids=str)
-def library(request, path):
-    isa, threads = request.param
-    library = Library(path, threads, isa)  # at most what the machine has
+@pytest.fixture(scope="session")
+def emulated_path(pytestconfig):
+    compiler = next(compilers(), None)
+    if compiler is None or machine_isa() == "base":
+        pytest.skip("wider machines are emulated with AVX2 and a C++ compiler")
+    return cached_emulation(compiler.words, pytestconfig.cache.mkdir("emulated"))
+
+
+MACHINES = [("base", 1), ("avx2", 1), ("amx", 2), ("vnni, emulated", 1)]
+"""Instruction sets, at most what the machine has unless they are emulated, and threads."""
+
+
+@pytest.fixture(params=MACHINES, ids=str)
+def library(request):
+    yield from open_library(request)
+
+
+def open_library(request):
+    """The library of a fixture's parameter, closed afterwards."""
+    machine, threads = request.param
+    isa, _, is_emulated = machine.partition(", ")
+    path = request.getfixturevalue("emulated_path" if is_emulated else "path")
+    library = Library(path, threads, isa)
     yield library
     library.close()

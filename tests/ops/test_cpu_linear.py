@@ -14,6 +14,7 @@ from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.linear import PlainLinear, RoundedLinear, pack_linear
 from banyan.ops.cpu.weights import QUANTIZATIONS, SOURCES, Arena, pack
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+from tests.ops.conftest import MACHINES, open_library
 
 FLOATS = tuple(name for name in SOURCES if STORAGE_TYPES[name].is_float)
 BLOCKS = tuple(name for name in SOURCES if name not in FLOATS)
@@ -23,6 +24,12 @@ HALF_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0
     "IQ4_NL": (0,),
 }
 """Bytes of a block where its fp16 scales are; (0, 2) for the others."""
+
+
+@pytest.fixture(params=[*MACHINES, ("amx, emulated", 1)], ids=str)
+def library(request):
+    """Projections alone have code of their own for tiles."""
+    yield from open_library(request)
 
 
 def random(*shape, seed=0):
