@@ -60,6 +60,8 @@ class TextRequest:
     """The prompt's vector is wanted, and no text."""
     hidden: str = ""
     """Which hidden states are wanted; "" for none."""
+    embeds: bytes = b""
+    """float32 [prompt, hidden] in place of the prompt, whose ids are placeholders then."""
     priority: int = 0
     route: str = ""
     """What asked for it, for the log: "chat", "completion", "generate", "probe"."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
+from banyan.frontend.embeds import PLACEHOLDER, namespace_with, parse_embeds
 from banyan.frontend.generation import ALL_HIDDEN, LAST_HIDDEN, ScoreOptions, TextRequest
 from banyan.frontend.sampling import (
     NATIVE_DEFAULTS,
@@ -26,6 +27,7 @@ from banyan.frontend.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
+FLOAT_BYTES = 4
 MAX_TOP = 256
 """Best alternatives per position."""
 
@@ -40,6 +42,7 @@ _HONOURED = frozenset(
         "rid",
         "text",
         "input_ids",
+        "input_embeds",
         "sampling_params",
         "return_logprob",
         "logprob_start_len",
@@ -57,7 +60,6 @@ _HONOURED = frozenset(
 
 _REFUSED = frozenset(
     {
-        "input_embeds",
         "image_data",
         "video_data",
         "audio_data",
@@ -132,8 +134,14 @@ def parse_native(
     """
     ignored = _sort_out(body)
     fields = _Fields(body)
-    prompts = _prompts(fields, tokenizer, limits)
-    fields.num = None if not _is_batch(fields) else len(prompts)
+    embeds, is_batch = _embedded(fields, limits)
+    if embeds:
+        width = limits.hidden_size * FLOAT_BYTES
+        prompts = [[PLACEHOLDER] * (len(e) // width) for e in embeds]
+    else:
+        prompts, is_batch = _prompts(fields, tokenizer, limits), _is_batch(fields)
+        embeds = [b""] * len(prompts)
+    fields.num = len(prompts) if is_batch else None
     sampling = fields.each("sampling_params", _dictionary)
     parsed = [
         parse_sampling(
@@ -164,7 +172,8 @@ def parse_native(
                 text=options.text,
                 scores=shown[i].options,
                 grammar=options.grammar,
-                namespace=namespace_of(tenant, salts[i], keys[i]),
+                namespace=namespace_with(namespace_of(tenant, salts[i], keys[i]), embeds[i]),
+                embeds=embeds[i],
                 hidden=hidden[i],
                 priority=priority,
                 route="generate",
@@ -248,10 +257,25 @@ def _is_batch(fields: _Fields) -> bool:
     return isinstance(text, list) or (isinstance(ids, list) and isinstance(ids[0], list))
 
 
+def _embedded(fields: _Fields, limits: Limits) -> tuple[list[bytes], bool]:
+    """Prompts that are given as embeddings, and whether they are a batch; [] without any."""
+    given = fields.get("input_embeds")
+    if given is None:
+        return [], False
+    for name in ("text", "input_ids", "return_prompt_token_ids"):
+        if fields.get(name):
+            raise RequestError(
+                f"input_embeds stand in place of token ids; leave out {name}", param=name
+            )
+    return parse_embeds(given, limits)
+
+
 def _prompts(fields: _Fields, tokenizer: Tokenizer | None, limits: Limits) -> list[list[int]]:
     text, ids = fields.get("text"), fields.get("input_ids")
     if (text is None) == (ids is None):
-        raise RequestError("Exactly one of text and input_ids must be given.", param="text")
+        raise RequestError(
+            "Exactly one of text, input_ids and input_embeds must be given.", param="text"
+        )
     name, given = ("text", text) if ids is None else ("input_ids", ids)
     if given in ("", []):
         raise RequestError(

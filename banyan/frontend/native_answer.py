@@ -19,7 +19,7 @@ from banyan.frontend.generation import (
 )
 from banyan.frontend.native import NativeRequest, NativeSequence, parse_native
 from banyan.frontend.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
-from banyan.frontend.threads import off_loop
+from banyan.frontend.threads import THREAD_BYTES, off_loop
 from banyan.frontend.tokenizer import Tokenizer
 
 
@@ -58,6 +58,8 @@ class NativeService:
         text = body.get("text")
         texts = text if isinstance(text, list) else [text]
         num_chars = sum(len(t) for t in texts if isinstance(t, str))
+        if "input_embeds" in body:
+            num_chars += THREAD_BYTES + 1  # many numbers, whatever they are
         return await off_loop(num_chars, lambda: self._parse(body, tenant))
 
     async def answer(self, request: NativeRequest) -> dict[str, object] | list[dict[str, object]]:

@@ -81,6 +81,7 @@ class Limits:
         is_embedding: prompts become vectors; no text is generated.
         hidden_size: width of a hidden state and of an input embedding.
         hidden_states: requests may ask for hidden states.
+        takes_embeds: prompts may be embeddings instead of tokens.
     """
 
     context_length: int
@@ -94,6 +95,7 @@ class Limits:
     is_embedding: bool = False
     hidden_size: int = 0
     hidden_states: bool = False
+    takes_embeds: bool = True
 
     @property
     def total(self) -> int:

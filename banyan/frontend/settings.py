@@ -29,6 +29,7 @@ def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenize
         is_embedding=card.pooling is not None,
         hidden_size=card.hidden_size,
         hidden_states=config.server.hidden_states,
+        takes_embeds=config.model.implementation != "transformers",
     )
 
 

@@ -108,6 +108,8 @@ class TextGenerator:
         self._check_scores(request)
         if request.hidden:
             self._check_hidden(request)
+        if request.embeds:
+            _check_embedded(request)
 
     def _check_hidden(self, request: TextRequest) -> None:
         if not self._limits.hidden_states:
@@ -158,7 +160,8 @@ class Words:
 
     def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
         options = request.text
-        self._detokenizer = Detokenizer(tokenizer, request.prompt[-PROMPT_TAIL_TOKENS:], options)
+        tail = [] if request.embeds else request.prompt[-PROMPT_TAIL_TOKENS:]
+        self._detokenizer = Detokenizer(tokenizer, tail, options)
         self._checker = StopChecker(options.stop, options.stop_regex, options.no_stop_trim)
         self.has_stops = bool(options.stop or options.stop_regex)
 
@@ -358,6 +361,19 @@ class HiddenStates:
         return b"".join(self._parts)
 
 
+def _check_embedded(request: TextRequest) -> None:
+    """Refuse what would read the tokens of a prompt that has none."""
+    asked = {
+        "logprob_start_len": NO_SCORES != request.scores.start < len(request.prompt),
+        "repetition_penalty": request.sampling.repetition_penalty != 1.0,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise RequestError(
+                f"{name} reads the tokens of the prompt, and input_embeds have none", param=name
+            )
+
+
 def first_hidden(request: TextRequest) -> int:
     """First position whose hidden state is wanted."""
     if not request.hidden:
@@ -379,4 +395,5 @@ def _message(request: TextRequest) -> Generate:
         grammar=request.grammar,
         pool=request.pool,
         hidden_from=first_hidden(request),
+        embeds=request.embeds,
     )

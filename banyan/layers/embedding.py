@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from banyan.layers.slot import Layer, WeightSlot, single
+from banyan.layers.step import Embedded
 from banyan.ops.api import Ops, PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.mesh import Mesh
@@ -43,9 +44,13 @@ class Embedding(Layer):
         share = self.share
         self.rows = self.ops.pack_embedding(parts[0], share.first, share.last, self.scale)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, embedded: Embedded | None = None) -> Tensor:
+        """embedded: rows to take in place of those of the table; the scale is for both."""
         assert self.rows is not None
-        return self.mesh.all_reduce(self.rows(tokens))  # [tokens, dim]
+        found = self.mesh.all_reduce(self.rows(tokens))  # [tokens, dim]
+        if embedded is None:
+            return found
+        return found.index_copy(0, embedded.where, (embedded.rows * self.scale).to(found.dtype))
 
 
 class Logits(Layer):

@@ -45,6 +45,19 @@ class StepAttention(Protocol):
 
 
 @dataclass(frozen=True)
+class Embedded:
+    """Tokens of a step that are given as embeddings.
+
+    Attributes:
+        where: [n] int64, indices along the step's tokens.
+        rows: [n, hidden] fp32, as rows of the checkpoint's embedding table.
+    """
+
+    where: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """Tensors of one step, on the device. Rows lie one after another along `tokens`.
 
@@ -52,8 +65,10 @@ class StepInputs:
         tokens: [tokens] int64 ids.
         positions: [tokens] int64, absolute position of each token in its request.
         attention: attention bound to this step.
+        embedded: tokens whose ids are placeholders.
     """
 
     tokens: Tensor
     positions: Tensor
     attention: StepAttention
+    embedded: Embedded | None = None

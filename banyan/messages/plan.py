@@ -53,6 +53,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     score_top: int = 0
     score_ids: tuple[int, ...] = ()
     adapter: int = 0
+    embeds: bytes = b""
+    """float32 [prompt_len, hidden] in place of the prompt's tokens; b"" when these count."""
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):

@@ -128,7 +128,7 @@ class DecoderLM(nn.Module):
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, [tokens, hidden_size]."""
         angles = {rope: rotary(step.positions) for rope, rotary in self.rotaries.items()}
-        x, residual = self.embedding(step.tokens), None
+        x, residual = self.embedding(step.tokens, step.embedded), None
         for layer in self.layers:
             x, residual = layer(x, residual, angles.get(layer.rope), step)
         return self.norm.add(x, residual)[0]

@@ -14,7 +14,7 @@ from banyan.layers.step import StepInputs
 from banyan.models.decoder import DecoderLM
 from banyan.ops.api import Ops, OpTime, Recorder
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
-from banyan.runner.inputs import Batch, build_inputs
+from banyan.runner.inputs import Batch, build_inputs, has_embedded
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.slots import SlotTable
 
@@ -71,7 +71,8 @@ class EagerForward:
 class RecordedForward:
     """Replays the model on the host.
 
-    Batches of more than `max_tokens` tokens or `max_rows` rows go to `eager`.
+    Batches of more than `max_tokens` tokens or `max_rows` rows go to `eager`, and so do those with
+    prompts of embeddings: what was recorded reads token ids.
 
     Args:
         max_tokens: tokens of the largest step that is recorded.
@@ -97,6 +98,7 @@ class RecordedForward:
         self._last = (0, 0)
         """Tokens and rows of the last step."""
         self._groups = eager.groups
+        self._table = table
         self._max_rows = max_rows
         self._max_tokens = max(max_tokens, max_rows + 1)  # a recording tells sizes apart
         self._tokens = np.zeros(self._max_tokens, np.int64)
@@ -129,6 +131,8 @@ class RecordedForward:
     def run(self, batch: Batch) -> None:
         num_rows, num_tokens = len(batch.rows), int(batch.offsets[-1])
         self._is_eager = num_tokens > self._max_tokens or num_rows > self._max_rows
+        if self._table.embeds:
+            self._is_eager = self._is_eager or has_embedded(batch, self._table)
         if self._is_eager:
             self._eager.run(batch)
             return

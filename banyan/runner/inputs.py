@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from banyan.layers.step import StepInputs
+from banyan.layers.step import Embedded, StepInputs
 from banyan.messages.plan import HIDDEN, POOL, SAMPLE, SCORE, Row
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.kvstore import GroupLayout
@@ -88,4 +88,30 @@ def build_inputs(
         tokens=table.tokens[slot_of_token, position].long(),
         positions=position,
         attention=attention.bind(geometry),
+        embedded=_embedded(batch, table),
+    )
+
+
+def _embedded(batch: Batch, table: SlotTable) -> Embedded | None:
+    """The tokens of a step that come as embeddings; None when there are none."""
+    where, rows = [], []
+    for at, slot in enumerate(batch.slots.tolist() if table.embeds else ()):
+        given = table.embeds.get(slot)
+        if given is None or batch.starts[at] >= len(given):
+            continue
+        mine = given[batch.starts[at] : batch.ends[at]]
+        rows.append(mine)
+        where.append(np.arange(len(mine)) + batch.offsets[at])
+    if not rows:
+        return None
+    indices = torch.from_numpy(np.concatenate(where)).to(rows[0].device)
+    return Embedded(indices, torch.cat(rows))
+
+
+def has_embedded(batch: Batch, table: SlotTable) -> bool:
+    """Whether a row of the batch begins within a prompt of embeddings."""
+    embeds = table.embeds
+    return any(
+        slot in embeds and start < len(embeds[slot])
+        for slot, start in zip(batch.slots.tolist(), batch.starts.tolist(), strict=True)
     )

@@ -58,6 +58,8 @@ class SlotTable:
         """Tokens that have a value on the device, those of launched steps included."""
         self._granted = np.zeros((len(groups), slots), np.int64)
         self.params = np.zeros(slots, PARAMS)
+        self.embeds: dict[int, Tensor] = {}
+        """Slot -> [prompt_len, hidden] fp32, of prompts that are given as embeddings."""
         self._joins: dict[int, Join] = {}
         self._refused: dict[int, str] = {}
 
@@ -75,6 +77,7 @@ class SlotTable:
         for slot in leaves:
             self._joins.pop(slot, None)
             self._refused.pop(slot, None)
+            self.embeds.pop(slot, None)
         self.known[leaves] = 0
         self._granted[:, leaves] = 0
         gone = torch.tensor(leaves, device=self._device)
@@ -101,6 +104,8 @@ class SlotTable:
         for ids in (join.score_ids, sampling.stop_ids, sampling.logit_bias):
             self._check_ids(ids)
         self._write(join.slot, 0, tokens)
+        if join.embeds:
+            self.embeds[join.slot] = self._rows_of(join)
         self._joins[join.slot] = join
         self.known[join.slot] = len(tokens)
         self.params[join.slot] = (
@@ -119,6 +124,14 @@ class SlotTable:
             or sampling.repetition_penalty != 1.0,
             bool(sampling.logit_bias),
         )
+
+    def _rows_of(self, join: Join) -> Tensor:
+        values = torch.frombuffer(bytearray(join.embeds), dtype=torch.float32)
+        if not join.prompt_len or len(values) % join.prompt_len:
+            raise RowError(
+                f"{len(values)} values are not the embeddings of {join.prompt_len} tokens"
+            )
+        return values.view(join.prompt_len, -1).to(self._device)
 
     def grant(self, grants: list[PageGrant]) -> None:
         """Enter pages into the tables, one write per group."""

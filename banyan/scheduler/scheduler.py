@@ -229,6 +229,7 @@ class Scheduler:
                 sampling=request.sampling,
                 score_top=generate.score_top,
                 score_ids=generate.score_ids,
+                embeds=generate.embeds,
             )
         )
         if request.admitted_s < 0:

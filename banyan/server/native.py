@@ -100,12 +100,12 @@ async def vertex(exchange: Exchange, state: ServerState) -> None:
     native = native_service(state.admit(), state)
     body = await exchange.json_object()
     instances, parameters = body.get("instances"), body.get("parameters") or {}
-    names = ("text", "input_ids")
+    names = ("text", "input_ids", "input_embeds")
     name = next((n for n in names if isinstance(instances, list) and _all_have(instances, n)), "")
     if not isinstance(instances, list) or not name or not isinstance(parameters, dict):
         raise RequestError(
-            "instances must be a list of objects with text, or all with input_ids, and parameters "
-            "an object",
+            "instances must be a list of objects with text, or all with input_ids, or all with "
+            "input_embeds, and parameters an object",
             param="instances",
         )
     prompts = [instance[name] for instance in instances]

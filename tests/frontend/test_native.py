@@ -207,7 +207,6 @@ def test_fields_without_effect_are_named_in_the_answer():
     ("field", "value"),
     [
         ("image_data", "cat.png"),
-        ("input_embeds", [[0.5]]),
         ("lora_path", "adapter"),
         ("session_params", {"id": "s"}),
         ("custom_logit_processor", "x"),
