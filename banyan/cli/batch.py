@@ -25,6 +25,7 @@ from banyan.server.openai.batch_lines import Line, ServerEnding, read_lines, run
 from banyan.server.startup import open_service
 from banyan.server.state import ServerState
 from banyan.server.store.answers import AnswerLog
+from banyan.server.tool_servers.start import start_tool_servers
 
 log = logger(__name__)
 
@@ -98,8 +99,9 @@ async def _run(
 @asynccontextmanager
 async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerState]:
     """One engine per replica and a service over them, as the server has it."""
+    tool_servers = await start_tool_servers(config.server.tool_servers)
     config, card = await asyncio.to_thread(prepared)
-    state = ServerState(config)
+    state = ServerState(config, tool_servers=tool_servers)
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         folder = PrivateFolder()

@@ -135,6 +135,8 @@ class ServerConfig:
     max_body_bytes: int = 32 << 20
     storage_path: str = ""
     """Folder of uploaded files and batches; "" = one of the user's own for each port."""
+    tool_servers: str = ""
+    """"demo", HOST:PORT and URLs, separated by commas, whose tools /v1/responses may call."""
     root_path: str = ""
     cache_report: bool = False
     allow_auto_truncate: bool = False

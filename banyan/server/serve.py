@@ -34,6 +34,7 @@ from banyan.server.openai.batches import resume_batches
 from banyan.server.routes import create_app
 from banyan.server.startup import end_phase, open_service, report
 from banyan.server.state import ServerState
+from banyan.server.tool_servers.start import start_tool_servers
 
 T = TypeVar("T")
 
@@ -243,6 +244,7 @@ class Server:
 
     async def _start(self, fleet: Fleet, engines: list[EngineClient]) -> None:
         loop = asyncio.get_running_loop()
+        self.state.tool_servers = await start_tool_servers(self._config.server.tool_servers)
         self.state.config, card = await _in_daemon(self._prepare)
         end_phase(self.state.phases, "model files")
         for address, engine in zip(self._addresses(), engines, strict=True):

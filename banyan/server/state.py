@@ -27,6 +27,7 @@ from banyan.messages.events import Ready
 from banyan.server.errors import unavailable
 from banyan.server.store.responses import ResponseStore
 from banyan.server.store.storage import Storage, storage_path
+from banyan.server.tool_servers.base import ToolServers
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,8 @@ class ServerState:
     version: str = field(default_factory=_version)
     storage: Storage = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    tool_servers: ToolServers = field(default_factory=ToolServers)
+    """Set once, before the model is loaded."""
 
     def __post_init__(self) -> None:
         self.storage = Storage(storage_path(self.config.server))

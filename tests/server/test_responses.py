@@ -262,7 +262,7 @@ def test_logprobs_come_when_asked_for(http: httpx.Client, client: object) -> Non
 
 
 @pytest.mark.parametrize(
-    "kind", ["web_search", "file_search", "code_interpreter", "mcp", "image_generation", "custom"]
+    "kind", ["web_search", "file_search", "code_interpreter", "image_generation", "custom"]
 )
 def test_hosted_tools_are_refused_with_one_sentence(http: httpx.Client, kind: str) -> None:
     answer = http.post(PATH, json={"input": "Hi", "tools": [{"type": kind}]})

@@ -289,11 +289,6 @@ SERVER = (
         asks=texts("warmups"),
     ),
     Feature(
-        "tools are called by the client",
-        "offer them in the request",
-        asks=texts("tool-server"),
-    ),
-    Feature(
         "there is one log, with one level",
         "use --log-level",
         asks=texts("log-level-http"),

@@ -72,6 +72,13 @@ FLAGS = (
         "::test_a_reasoning_parser_takes_thoughts_out_of_the_answer",
     ),
     Flag(
+        "tool-server",
+        "server.tool_servers",
+        "whose tools /v1/responses may call: demo, HOST:PORT or URL of MCP servers, with commas",
+        proof="tests/server/test_tool_servers.py"
+        "::test_a_tool_of_a_real_server_is_called_and_its_answer_read",
+    ),
+    Flag(
         "stream-interval",
         "server.stream_interval",
         "tokens per streamed chunk; higher saves work, lower looks smoother",

@@ -5,9 +5,8 @@ polls, or follows its stream.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import orjson
@@ -15,7 +14,6 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.frontend.chat import ChatTemplate
-from banyan.frontend.generation import run
 from banyan.server.app import Route
 from banyan.server.dialect import OPENAI
 from banyan.server.errors import Json, internal
@@ -39,6 +37,13 @@ from banyan.server.openai.responses_request import (
     PromptRequest,
     ResponsesRequest,
     chat_body,
+)
+from banyan.server.openai.responses_run import Running
+from banyan.server.openai.responses_tools import (
+    MAX_CALLS,
+    ServerCalls,
+    first_listings,
+    offered_tools,
 )
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.state import ServerState, Service
@@ -71,51 +76,33 @@ RESPONSES = replace(OPENAI, frame=_frame, error_event=_error_event)
 """Events carry their type's name; errors before a stream are those of the other OpenAI routes."""
 
 
-@dataclass(frozen=True)
-class Running:
-    """One response that is being made. `over` is called before its last event is seen."""
-
-    service: Service
-    plan: ChatPlan
-    answer: ResponseAnswer
-    over: Callable[[], None]
-
-    async def events(self) -> AsyncGenerator[Json, None]:
-        """The events of the response; RequestError when it fails."""
-        has_begun = False
-        async with aclosing(run(self.service.generator, self.plan.asked)) as chunks:
-            async for _, chunk in chunks:
-                found = [] if has_begun else self.answer.begin()
-                has_begun = True
-                found += self.answer.events(chunk)
-                if chunk.finish is not None:
-                    self.over()
-                for event in found:
-                    yield event
-
-    def fail(self, error: RequestError) -> list[Json]:
-        """The events that end a response which cannot be completed."""
-        events = self.answer.fail(error)
-        self.over()
-        return events
-
-
 async def create(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
     server = state.config.server
     report = _reporter(exchange, server.strict_requests)
     request = await _read(exchange, ResponsesRequest, report)
     model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
-    before = _before(request, state)
-    given = given_items(request.input)
-    try:
-        body = chat_body(request, [*before, *given], _template(service), report)
-        chat = typed(body, ChatRequest)
-        plan = await plan_chat(service, body, chat, origin_of(exchange, chat, "responses"), report)
-    except RequestError as error:
-        raise in_words(error, WORDS) from None
+    before, given = _before(request, state), given_items(request.input)
+    offered = offered_tools(request.tools or [], state.tool_servers, report)
+
+    async def plan_turn(
+        request: ResponsesRequest, written: list[Json], report: Report = _told_before
+    ) -> ChatPlan:
+        items = [*before, *given, *written]
+        try:
+            body = chat_body(request, items, offered, _template(service), report)
+            chat = typed(body, ChatRequest)
+            origin = origin_of(exchange, chat, "responses")
+            return await plan_chat(service, body, chat, origin, report)
+        except RequestError as error:
+            raise in_words(error, WORDS) from None
+
+    plan = await plan_turn(request, [], report)
     id = f"resp_{exchange.id}"
-    answer = ResponseAnswer(service, plan, request, id, model, server.cache_report)
+    listings = first_listings(offered, [*before, *given])
+    answer = ResponseAnswer(
+        service, plan, request, offered, listings, id, model, server.cache_report
+    )
     stored = StoredResponse(answer.body, id, given, before)
 
     def over() -> None:
@@ -124,7 +111,10 @@ async def create(exchange: Exchange, state: ServerState) -> None:
         if request.store is not False:
             state.responses.keep(stored)
 
-    running = Running(service, plan, answer, over)
+    calls = ServerCalls(offered, MAX_CALLS)
+    if request.max_tool_calls is not None:
+        calls.limit = min(MAX_CALLS, request.max_tool_calls)
+    running = Running(service, request, plan, plan_turn, calls, answer, over)
     if request.background:
         await _in_background(exchange, state, running, stored, bool(request.stream))
         return
@@ -169,7 +159,8 @@ async def input_tokens(exchange: Exchange, state: ServerState) -> None:
     request = await _read(exchange, PromptRequest, report)
     check_model(request.model, state.served_name, exchange.warn, strict)
     items = [*_before(request, state), *given_items(request.input)]
-    chat = typed(chat_body(request, items, _template(service), report), ChatRequest)
+    offered = offered_tools(request.tools or [], state.tool_servers, report)
+    chat = typed(chat_body(request, items, offered, _template(service), report), ChatRequest)
     ids, _ = await chat_prompt(service, chat, report)
     await exchange.json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
@@ -189,6 +180,10 @@ def _reporter(exchange: Exchange, strict: bool) -> Report:
         exchange.warn_or_refuse(WORDS.get(field, field), why, strict)
 
     return report
+
+
+def _told_before(field: str, why: str) -> None:
+    """What a later turn cannot honour was reported for the first."""
 
 
 async def _read(exchange: Exchange, kind: type[R], report: Report) -> R:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from banyan.base.errors import RequestError
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Report
+from banyan.server.prompts import json_text
 from banyan.server.state import fresh_id
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -13,6 +14,8 @@ _PREFIXES = {
     "function_call": "fc",
     "function_call_output": "fco",
     "reasoning": "rs",
+    "mcp_call": "mcp",
+    "mcp_list_tools": "mcpl",
 }
 MAX_ITEMS = 16384
 
@@ -55,6 +58,13 @@ def _whole(item: Json, where: str) -> Json:
         case "reasoning":
             whole["summary"] = item.get("summary") or []
             thought(whole, where)
+        case "mcp_call":
+            for name in ("server_label", "name", "arguments"):
+                _text(item, name, where)
+            call_result(item, where)
+        case "mcp_list_tools":
+            _text(item, "server_label", where)
+            whole["tools"] = _list(item.get("tools"), "tools", where)
     return whole
 
 
@@ -107,6 +117,19 @@ def thought(item: Json, where: str) -> str:
     return ""
 
 
+def call_result(item: Json, where: str) -> str:
+    """What the model is told of a call that a tool server was to answer."""
+    output, error = item.get("output"), item.get("error")
+    if output is not None:
+        return _text(item, "output", where)
+    if error is None:
+        return "Error: the call was not made"
+    if not isinstance(error, dict):
+        raise _refusal(f"{where}.error must be an object")
+    why = error.get("content", error.get("message"))
+    return f"Error: {why if isinstance(why, str) else json_text(why, where)}"
+
+
 def chat_messages(
     instructions: str, items: Sequence[Json], takes_late_system: bool, report: Report
 ) -> list[Json]:
@@ -135,6 +158,12 @@ def chat_messages(
                 function = {"name": item["name"], "arguments": item["arguments"]}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 _turn(found).setdefault("tool_calls", []).append(call)
+            case "mcp_call":
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                call = {"id": item["id"], "type": "function", "function": function}
+                _turn(found).setdefault("tool_calls", []).append(call)
+                result = {"content": call_result(item, "input"), "name": item["name"]}
+                found.append({"role": "tool", "tool_call_id": item["id"], **result})
             case "function_call_output":
                 id = str(item["call_id"])
                 message = {"role": "tool", "tool_call_id": id, "content": _output(item, "input")}

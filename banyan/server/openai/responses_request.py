@@ -9,6 +9,7 @@ from banyan.frontend.chat import ChatTemplate
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Refused, Report
 from banyan.server.openai.responses_items import chat_messages
+from banyan.server.openai.responses_tools import Offered, chat_choice
 
 _LOGPROBS = "message.output_text.logprobs"
 _MAX_METADATA = 16
@@ -63,6 +64,7 @@ class ResponsesRequest(PromptRequest, frozen=True, kw_only=True):
     priority: int | None = None
     cache_salt: str | None = None
     extra_key: str | None = None
+    max_tool_calls: int | None = None
 
 
 _SAME = (
@@ -83,7 +85,7 @@ REFUSED: Refused = {
 HARMLESS = frozenset(
     (
         *("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-        *("prompt_cache_options", "user", "stream_options", "max_tool_calls", "session_id"),
+        *("prompt_cache_options", "user", "stream_options", "session_id"),
         "data_parallel_rank",
     )
 )
@@ -97,15 +99,18 @@ WORDS: Mapping[str, str] = {
 }
 """Field of a chat request -> what the client called it."""
 
-_HOSTED = "{0} runs on the API's own servers; this server runs no tools: offer a function instead"
-
 
 def chat_body(
-    request: PromptRequest, items: Sequence[Json], template: ChatTemplate | None, report: Report
+    request: PromptRequest,
+    items: Sequence[Json],
+    offered: Offered,
+    template: ChatTemplate | None,
+    report: Report,
 ) -> Json:
     """The body of the chat request that continues `items`.
 
     Args:
+        offered: what `request.tools` stands for.
         template: of the model that answers.
         report: takes (field, why it is not honoured).
 
@@ -120,8 +125,8 @@ def chat_body(
             template is None or template.takes_late_system,
             report,
         ),
-        "tools": [_tool(tool, i) for i, tool in enumerate(request.tools or [])] or None,
-        "tool_choice": _choice(request.tool_choice),
+        "tools": offered.functions or None,
+        "tool_choice": chat_choice(request.tool_choice, offered),
         "parallel_tool_calls": request.parallel_tool_calls,
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
         "response_format": _form(request.text),
@@ -158,6 +163,8 @@ def _check(request: ResponsesRequest) -> None:
             f"metadata has at most {_MAX_METADATA} keys of 64 and values of 512 characters",
             param="metadata",
         )
+    if request.max_tool_calls is not None and request.max_tool_calls < 0:
+        raise RequestError("max_tool_calls must be at least 0", param="max_tool_calls")
     if request.background and request.store is False:
         raise RequestError(
             "a response in the background must be stored to be found again",
@@ -175,30 +182,6 @@ def _logprobs(request: ResponsesRequest, report: Report) -> Json:
     if _LOGPROBS not in (request.include or []) and not request.top_logprobs:
         return {}
     return {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
-
-
-def _tool(tool: Json, index: int) -> Json:
-    kind = tool.get("type")
-    if kind != "function":
-        raise RequestError(
-            _HOSTED.format(str(kind)[:40]), param=f"tools[{index}]", code="not_available"
-        )
-    function = {k: v for k, v in tool.items() if k != "type" and v is not None}
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: str | dict[str, object] | None) -> object:
-    if not isinstance(choice, dict):
-        return choice
-    kind = choice.get("type")
-    if kind != "function":
-        raise RequestError(
-            f"tool_choice of type {str(kind)[:40]!r} is not available; "
-            "give auto, none, required or a function",
-            param="tool_choice",
-            code="not_available",
-        )
-    return {"type": "function", "function": {"name": choice.get("name")}}
 
 
 def _form(text: TextForm | None) -> Json | None:

@@ -1,0 +1,67 @@
+"""--tool-server: from its text to the tool servers that it names, each asked for its tools."""
+
+import asyncio
+from urllib.parse import urlsplit
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.server.tool_servers.base import ToolServer, ToolServers
+from banyan.server.tool_servers.demo import DemoServer
+
+log = logger(__name__)
+
+_PATHS = ("/sse", "/mcp")
+"""Where a server that is named by host and port alone is looked for, in this order."""
+
+
+async def start_tool_servers(names: str) -> ToolServers:
+    """The servers of a comma-separated list: `demo`, HOST:PORT, or a URL.
+
+    Raises:
+        ConfigError: a name is none, a server does not answer, two have one label, or the package
+            that speaks the protocol is not installed.
+    """
+    if not names:
+        return ToolServers()
+    wanted = [name.strip() for name in names.split(",")]
+    servers = await asyncio.gather(*(_start(name) for name in wanted))
+    found: dict[str, ToolServer] = {}
+    for server in servers:
+        if server.label in found:
+            raise ConfigError(f"--tool-server names two servers that are called {server.label!r}")
+        found[server.label] = server
+        where = server.url or "in this process"
+        log.info("tools of %s (%s): %s", server.label, where, ", ".join(server.tools) or "none")
+    return ToolServers(found)
+
+
+async def _start(name: str) -> ToolServer:
+    if name == "demo":
+        return DemoServer()
+    urls = addresses(name)
+    try:
+        from banyan.server.tool_servers.mcp_server import open_server
+    except ImportError as error:
+        raise ConfigError(
+            f"--tool-server {name} needs the package mcp, which cannot be imported: {error}",
+            hint="run pip install 'banyan[tools]'",
+        ) from None
+    return await open_server(urls)
+
+
+def addresses(name: str) -> list[str]:
+    """URLs at which a server may answer; ConfigError when `name` is no address."""
+    has_scheme = "://" in name
+    try:
+        parts = urlsplit(name if has_scheme else f"http://{name}")
+        is_whole = bool(parts.hostname) and (has_scheme or parts.port is not None)
+    except ValueError:
+        is_whole = False
+    if not is_whole or parts.scheme not in ("http", "https"):
+        raise ConfigError(
+            f"--tool-server takes demo, HOST:PORT or an http(s) URL, separated by commas; "
+            f"{name!r} is none of them"
+        )
+    if has_scheme and parts.path not in ("", "/"):
+        return [name]
+    return [f"{parts.scheme}://{parts.netloc}{path}" for path in _PATHS]
