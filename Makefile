@@ -1,4 +1,4 @@
-# make serve | test | test-schemas | test-parsers | bench | bench-cpu | lint | format | types | clean
+# make serve | test | test-schemas | test-parsers | test-clients | bench | bench-cpu | lint | format | types | clean
 # Needs a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -9,8 +9,10 @@ TORCH_INDEX = https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS =
 TESTS = tests
+CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
+  .clients/instructor/.installed .clients/node/.installed
 
-.PHONY: serve test test-schemas test-parsers bench bench-cpu lint format types clean
+.PHONY: serve test test-schemas test-parsers test-clients bench bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -23,6 +25,11 @@ test: $(VENV)/.test $(VENV)/.demo
 # Every parser on 10,000 answers instead of 120; takes some minutes.
 test-parsers: $(VENV)/.test
 	@PARSER_CASES=10000 $(BIN)/python -m pytest tests/frontend/test_tools.py tests/frontend/test_reasoning.py $(ARGS)
+
+# Clients of others against a real server, each in an environment of its own (700 MB in all).
+test-clients: $(VENV)/.test $(VENV)/.demo $(CLIENTS)
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@exec $(BIN)/python -m pytest tests/clients tests/system/test_openai_client.py $(ARGS)
 
 # One batch in process, with each phase's fraction of what this machine can do.
 bench: $(VENV)/.demo
@@ -95,3 +102,21 @@ $(VENV)/.test: $(VENV)/.installed
 $(VENV)/.dev: $(VENV)/.installed
 	@$(PIP) install -e '.[dev]'
 	@touch $@
+
+# litellm imports mcp for tools and responses, but does not ask for it.
+.clients/litellm/.installed: PACKAGES = litellm mcp
+.clients/langchain-openai/.installed: PACKAGES = langchain-openai
+.clients/instructor/.installed: PACKAGES = instructor
+
+.clients/%/.installed: | $(BIN)/python
+	@echo "Installing $(PACKAGES) into $(@D)"
+	@$(BIN)/python -m venv $(@D)
+	@$(@D)/bin/python -m pip --disable-pip-version-check -q install $(PACKAGES)
+	@touch $@
+
+.clients/node/.installed:
+	@mkdir -p $(@D)
+	@if command -v npm >/dev/null 2>&1; then \
+	  echo "Installing openai and zod into $(@D)"; \
+	  npm install --prefix $(@D) --no-audit --no-fund --silent openai zod && touch $@; \
+	else echo "npm is not here: the tests of its client are skipped"; fi
