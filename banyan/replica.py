@@ -26,9 +26,10 @@ from banyan.engine.orders import RANK, Orders
 from banyan.engine.processes import Child, spawn
 from banyan.engine.spec import core_spec
 from banyan.frontend.tokenizer import load_tokenizer
-from banyan.grammar.base import BACKENDS
-from banyan.grammar.compiler import GrammarCompiler, GrammarLimits
+from banyan.grammar.base import BACKENDS, stand_ins
+from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
+from banyan.grammar.workshop import GrammarLimits
 from banyan.memory.groups import WINDOW
 from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
 from banyan.messages.events import Ready
@@ -55,6 +56,7 @@ _CACHE_DTYPES = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
+    "int8": torch.int8,
 }
 _WHOLE_PROMPTS = 8192
 """Tokens of the largest step to record where prompts are not cut into chunks."""
@@ -342,7 +344,7 @@ def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> Gram
         return vocabulary, lambda text: tokenizer.encode(text, False)
 
     limits = GrammarLimits(time_s=grammar.timeout_s)
-    return GrammarCompiler(grammar.backend, read, grammar.compact, limits, wake)
+    return GrammarCompiler(stand_ins(grammar.backend), read, grammar.compact, limits, wake)
 
 
 def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPlan:

@@ -5,6 +5,7 @@ Bit i of a mask (little-endian within the byte string) = token i is allowed next
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Protocol
 
 import numpy as np
@@ -96,6 +97,15 @@ BACKENDS: Table[BackendFactory] = Table(
     },
     plugins="banyan.grammars",
 )
+
+
+_LIGHT = "llguidance"
+"""Comes with every installation, compiles in milliseconds, and honours the most."""
+
+
+def stand_ins(name: str) -> tuple[str, ...]:
+    """The backend `name`, and what compiles the constraints that it refuses."""
+    return (name,) if name == _LIGHT or find_spec(_LIGHT) is None else (name, _LIGHT)
 
 
 def masks_for(grammar: Grammar, drafts: list[int]) -> bytes:

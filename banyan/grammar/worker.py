@@ -24,6 +24,8 @@ from banyan.messages.constraint import Constraint
 _PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<Q")
 _WARNING = "Warning: "
+_NO_MEMORY = "std::bad_alloc"
+"""How a C++ library says so."""
 
 T = TypeVar("T")
 
@@ -71,6 +73,8 @@ def compile_one(backend: Backend, grammar: str, warnings: "Warnings") -> Outcome
     except MemoryError:
         return Outcome(error="it needs too much memory")
     except Exception as error:  # the libraries have no common error, and Rust panics are none
+        if _NO_MEMORY in str(error):
+            return Outcome(error="it needs too much memory")
         return Outcome(error=_reason(str(error) or type(error).__name__))
     if warnings.text:
         return Outcome(error=_reason(warnings.text))

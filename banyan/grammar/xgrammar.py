@@ -18,6 +18,9 @@ from banyan.grammar.vocabulary import Encode, Vocabulary
 from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, Constraint
 
 _QUOTED = re.compile(r'"|\\\\|\\[xu]')
+_HALF = 0xED
+"""First byte of U+D000 … U+DFFF in UTF-8; with one of `_SURROGATE` after it no character at all."""
+_SURROGATE = range(0xA0, 0xC0)
 _QUOTED_FORMATS = ("json-pointer", "relative-json-pointer", "uri-template")
 
 
@@ -65,6 +68,7 @@ class XGrammar:
             stop_token_ids=list(vocabulary.end_ids),
         )
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        self._halves = _Halves(vocabulary)
         self._compact = compact
 
     def compile(self, constraint: Constraint) -> bytes:
@@ -86,30 +90,58 @@ class XGrammar:
 
     def load(self, compiled: bytes) -> "_Program":
         grammar = xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._info)
-        return _Program(grammar)
+        return _Program(grammar, self._halves)
+
+
+class _Halves:
+    """The library lets surrogates pass, which no decoder takes: half a character must not become
+    one. Tokens of whole texts never hold them, so only the border between two tokens matters.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokens = vocabulary.tokens
+        self.ids = frozenset(id for id, token in enumerate(tokens) if token[-1:] == bytes([_HALF]))
+        wrong = [id for id, token in enumerate(tokens) if token and token[0] in _SURROGATE]
+        self.wrong_ids = frozenset(wrong)
+        self.right = ~vocabulary.bits(wrong)
 
 
 class _Program:
-    def __init__(self, grammar: xgrammar.CompiledGrammar) -> None:
+    def __init__(self, grammar: xgrammar.CompiledGrammar, halves: _Halves) -> None:
         self._grammar = grammar
+        self._halves = halves
         self.size_bytes = grammar.memory_size_bytes
 
     def start(self) -> Matcher:
-        return _Matcher(xgrammar.GrammarMatcher(self._grammar))
+        return _Matcher(xgrammar.GrammarMatcher(self._grammar), self._halves)
 
 
 class _Matcher:
-    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+    def __init__(self, matcher: xgrammar.GrammarMatcher, halves: _Halves) -> None:
         self._matcher = matcher
+        self._halves = halves
+        self._tokens: list[int] = []
 
     def fill(self, mask: np.ndarray) -> None:
         self._matcher.fill_next_token_bitmask(mask[None])
+        if self._is_half:
+            mask &= self._halves.right
 
     def accept(self, token: int) -> bool:
-        return self._matcher.accept_token(token)
+        if self._is_half and token in self._halves.wrong_ids:
+            return False
+        if not self._matcher.accept_token(token):
+            return False
+        self._tokens.append(token)
+        return True
 
     def rollback(self, count: int) -> None:
         self._matcher.rollback(count)
+        del self._tokens[len(self._tokens) - count :]
 
     def is_complete(self) -> bool:
         return self._matcher.is_completed()
+
+    @property
+    def _is_half(self) -> bool:
+        return bool(self._tokens) and self._tokens[-1] in self._halves.ids

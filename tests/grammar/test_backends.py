@@ -51,6 +51,15 @@ def test_an_output_ends_where_it_matches_and_nowhere_else(backend: Backend):
     assert not grammar.accept(ord("b"))
 
 
+def test_half_a_character_never_becomes_a_surrogate(full_backend: Backend):
+    grammar = started(full_backend, JSON_SCHEMA, '{"type":"string","maxLength":2}')
+    assert write(grammar, '"') and grammar.accept(0xED)
+    assert not set(allowed(grammar)) & set(range(0xA0, 0xC0)) and not grammar.accept(0xA0)
+    assert all(grammar.accept(token) for token in b"\x9f\xbf\xed")
+    grammar.rollback(1)
+    assert write(grammar, '퀀"')
+
+
 def test_a_token_that_is_not_allowed_moves_nothing(backend: Backend):
     grammar = started(backend, REGEX, "yes|no")
     before = grammar.mask()

@@ -10,8 +10,9 @@ import pytest
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.engine.desk import GrammarDesk
-from banyan.grammar.compiler import GrammarCompiler, GrammarLimits
+from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import longest_first
+from banyan.grammar.workshop import GrammarLimits
 from banyan.messages.constraint import Constraint
 from banyan.messages.events import Event, Failed, Finished
 from banyan.messages.requests import Abort, Control, Generate
@@ -45,12 +46,10 @@ def opened() -> Iterator[Open]:
     """Makes compilers; every process is ended afterwards."""
     made: list[GrammarCompiler] = []
 
-    def make(
-        limits: GrammarLimits | None = None, backend: str = "llguidance"
-    ) -> tuple[GrammarCompiler, Bell]:
+    def make(limits: GrammarLimits | None = None, *backends: str) -> tuple[GrammarCompiler, Bell]:
         bell = Bell()
         compiler = GrammarCompiler(
-            backend,
+            backends or ("llguidance",),
             lambda: (VOCABULARY, longest_first(VOCABULARY)),
             limits=limits,
             wake=bell.ring,
@@ -66,7 +65,7 @@ def opened() -> Iterator[Open]:
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
     """One for the tests that have no limits of their own."""
-    made = GrammarCompiler("llguidance", lambda: (VOCABULARY, longest_first(VOCABULARY)))
+    made = GrammarCompiler(("llguidance",), lambda: (VOCABULARY, longest_first(VOCABULARY)))
     yield made
     made.close()
 
@@ -160,6 +159,22 @@ def test_what_takes_too_much_memory_is_refused_alone(opened: Open):
     assert write(compiler(DIGITS), "7")
 
 
+def test_what_one_library_refuses_another_compiles(opened: Open):
+    pytest.importorskip("xgrammar")
+    compiler, _ = opened(None, "xgrammar", "llguidance")
+    schema = '{"type":"integer","multipleOf":3,"enum":[1,3]}'
+    assert write(compiler(f"json_schema:{schema}"), "3")
+    error = reason(compiler, 'json_schema:{"type":"string","not":{"const":"a"}}')
+    assert error.status == 400 and "xgrammar would not" in error.text
+    assert "(llguidance)" in error.text, "each says why"
+
+
+def test_a_library_that_takes_too_long_is_stood_in_for(opened: Open):
+    pytest.importorskip("outlines_core")
+    compiler, _ = opened(GrammarLimits(time_s=0.5), "outlines", "llguidance")
+    assert write(compiler(regex("(a|b)*a(a|b){18}")), "ab")
+
+
 def test_the_cache_stays_under_its_bound(opened: Open):
     compiler, _ = opened(GrammarLimits(cache_bytes=64 << 10))
     for i in range(40):
@@ -170,7 +185,7 @@ def test_the_cache_stays_under_its_bound(opened: Open):
 
 def test_a_model_without_an_end_token_cannot_be_constrained(opened: Open):
     endless = msgspec.structs.replace(VOCABULARY, end_ids=())
-    compiler = GrammarCompiler("llguidance", lambda: (endless, longest_first(endless)))
+    compiler = GrammarCompiler(("llguidance",), lambda: (endless, longest_first(endless)))
     assert "end-of-sequence" in reason(compiler, DIGITS).text
 
 

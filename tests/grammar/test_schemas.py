@@ -14,8 +14,9 @@ import jsonschema
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.grammar.compiler import GrammarCompiler, GrammarLimits
+from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import longest_first
+from banyan.grammar.workshop import GrammarLimits
 from banyan.messages.constraint import JSON_SCHEMA, Constraint
 from tests.grammar.play import VOCABULARY, play
 
@@ -45,7 +46,7 @@ def check(name: str, count: int) -> None:
     if importlib.util.find_spec(PACKAGES[name]) is None:
         pytest.skip(f"{PACKAGES[name]} is not installed")
     compiler = GrammarCompiler(
-        name,
+        (name,),
         lambda: (VOCABULARY, longest_first(VOCABULARY)),
         limits=GrammarLimits(time_s=LIMITS[name]),
     )
