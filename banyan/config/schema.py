@@ -146,6 +146,8 @@ class ServerConfig:
     skip_warmup: bool = False
     random_seed: int = -1
     """Start of the seeds that requests without one get; -1 = drawn afresh."""
+    logit_processors: bool = False
+    """Requests may name installed logit processors."""
     hidden_states: bool = False
     """Requests may ask for hidden states."""
     require_key: bool = False

@@ -55,6 +55,7 @@ _HONOURED = frozenset(
         "cache_salt",
         "return_prompt_token_ids",
         "return_hidden_states",
+        "custom_logit_processor",
     }
 )
 
@@ -74,7 +75,6 @@ _REFUSED = frozenset(
         "session_params",
         "lora_path",
         "lora_id",
-        "custom_logit_processor",
         "positional_embed_overrides",
         "bootstrap_host",
         "bootstrap_room",
@@ -142,10 +142,10 @@ def parse_native(
         prompts, is_batch = _prompts(fields, tokenizer, limits), _is_batch(fields)
         embeds = [b""] * len(prompts)
     fields.num = len(prompts) if is_batch else None
-    sampling = fields.each("sampling_params", _dictionary)
+    sampling = _sampling(fields)
     parsed = [
         parse_sampling(
-            raw or {}, prompt_len=len(p), limits=limits, defaults=defaults, draw_seed=draw_seed
+            raw, prompt_len=len(p), limits=limits, defaults=defaults, draw_seed=draw_seed
         )
         for raw, p in zip(sampling, prompts, strict=True)
     ]
@@ -255,6 +255,16 @@ def _asks_nothing(value: object) -> bool:
 def _is_batch(fields: _Fields) -> bool:
     text, ids = fields.get("text"), fields.get("input_ids")
     return isinstance(text, list) or (isinstance(ids, list) and isinstance(ids[0], list))
+
+
+def _sampling(fields: _Fields) -> list[dict[str, object]]:
+    """The sampling parameters of each prompt; the processor stands beside them in a body."""
+    params = fields.each("sampling_params", _dictionary)
+    processors = fields.each("custom_logit_processor", lambda value, _: value)
+    return [
+        {**(own or {}), **({} if name is None else {"custom_logit_processor": name})}
+        for own, name in zip(params, processors, strict=True)
+    ]
 
 
 def _embedded(fields: _Fields, limits: Limits) -> tuple[list[bytes], bool]:

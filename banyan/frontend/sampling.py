@@ -27,6 +27,8 @@ DrawSeed = Callable[[], int]
 
 MAX_STOP_IDS = 1024
 MAX_BIASES = 1024
+MAX_PARAMS_BYTES = 64 << 10
+"""JSON of `custom_params`: it is read at every token."""
 MAX_BIAS = 1e6
 
 _INT64 = 2**63
@@ -35,7 +37,6 @@ SEED_BITS = 63
 # Fields that are known but not available, and the value besides null that asks for nothing.
 _UNAVAILABLE = {
     "beam_width": 1,
-    "custom_params": {},
     "watermark": {},
 }
 
@@ -60,6 +61,8 @@ _FIELDS = (
     "stream_interval",
     "logit_bias",
     "sampling_seed",
+    "custom_logit_processor",
+    "custom_params",
     *KINDS,
     *_UNAVAILABLE,
 )
@@ -82,6 +85,7 @@ class Limits:
         hidden_size: width of a hidden state and of an input embedding.
         hidden_states: requests may ask for hidden states.
         takes_embeds: prompts may be embeddings instead of tokens.
+        processors: logit processors that requests may name; None = none at all.
     """
 
     context_length: int
@@ -96,6 +100,7 @@ class Limits:
     hidden_size: int = 0
     hidden_states: bool = False
     takes_embeds: bool = True
+    processors: tuple[str, ...] | None = None
 
     @property
     def total(self) -> int:
@@ -153,8 +158,8 @@ def parse_sampling(
     text, ignored = _text_options(values, limits)
     max_new_tokens = _output_room(values, prompt_len, limits)
     seed = values.integer_or_none("sampling_seed")
-    if seed is not None and not -_INT64 <= seed < _INT64:
-        raise _violation("sampling_seed", "a signed 64-bit integer", seed)
+    if seed is not None and not 0 <= seed < _INT64:
+        raise _violation("sampling_seed", "in [0, 2^63)", seed)
     ignore_eos = values.boolean("ignore_eos", False)
     own_stop_ids = _stop_ids(values, limits.vocab_size)
     n = values.integer("n", 1)
@@ -163,6 +168,9 @@ def parse_sampling(
     stream_interval = values.integer("stream_interval", 1)
     if stream_interval < 1:
         raise _violation("stream_interval", "at least 1", stream_interval)
+    processor, processor_params = _processor(values, limits)
+    if not processor and values.is_given("custom_params"):
+        ignored.append("custom_params")
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=values.integer("min_new_tokens", 0),
@@ -177,6 +185,8 @@ def parse_sampling(
         seed=draw_seed() if seed is None else seed,
         stop_ids=tuple(dict.fromkeys([*(() if ignore_eos else limits.eos_ids), *own_stop_ids])),
         ignore_eos=ignore_eos,
+        processor=processor,
+        processor_params=processor_params,
     )
     sampling.check(limits.vocab_size)
     grammar = parse_constraint({kind: values.get(kind) for kind in KINDS})
@@ -282,6 +292,38 @@ def _text_options(values: "_Values", limits: Limits) -> tuple[TextOptions, list[
                 hint="Use stop_token_ids.",
             )
     return options, [name for name in _TEXT_FIELDS if values.is_given(name)]
+
+
+def _processor(values: "_Values", limits: Limits) -> tuple[str, bytes]:
+    """Name and JSON parameters of the logit processor; "" for none."""
+    name = values.get("custom_logit_processor")
+    params = values.get("custom_params")
+    if params is not None and not isinstance(params, Mapping):
+        raise _violation("custom_params", "an object", params)
+    if name is None or name == "":
+        return "", b""
+    if limits.processors is None:
+        raise RequestError(
+            "Logit processors are switched off",
+            param="custom_logit_processor",
+            code="not_available",
+            hint="Start the server with --enable-custom-logit-processor.",
+        )
+    if name not in limits.processors:
+        known = ", ".join(limits.processors) or "none"
+        raise RequestError(
+            "custom_logit_processor must be the name of a logit processor that is installed with "
+            f"the server ({known}), got {_short(name)}; code in a request is never run",
+            param="custom_logit_processor",
+            hint="Install a package with an entry point in the group banyan.logit_processors.",
+        )
+    try:
+        encoded = msgspec.json.encode(params or {})
+    except (TypeError, ValueError, RecursionError):
+        raise _violation("custom_params", "a JSON object", params) from None
+    if len(encoded) > MAX_PARAMS_BYTES:
+        raise _violation("custom_params", f"at most {MAX_PARAMS_BYTES} bytes of JSON", params)
+    return str(name), encoded
 
 
 def _stop_ids(values: "_Values", vocab_size: int) -> list[int]:

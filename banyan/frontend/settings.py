@@ -7,6 +7,7 @@ from banyan.config.schema import Config, ServerConfig
 from banyan.frontend.sampling import NATIVE_DEFAULTS, SEED_BITS, DrawSeed, Limits, fresh_seed
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.events import Ready
+from banyan.messages.processors import LOGIT_PROCESSORS
 
 
 def seed_source(server: ServerConfig) -> DrawSeed:
@@ -29,6 +30,7 @@ def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenize
         is_embedding=card.pooling is not None,
         hidden_size=card.hidden_size,
         hidden_states=config.server.hidden_states,
+        processors=tuple(LOGIT_PROCESSORS.names()) if config.server.logit_processors else None,
         takes_embeds=config.model.implementation != "transformers",
     )
 

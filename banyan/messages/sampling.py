@@ -31,6 +31,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the request: end-of-sequence ids unless ignored, and the caller's own."""
     ignore_eos: bool = False
+    processor: str = ""
+    """Name of an installed logit processor (messages/processors.py); "" for none."""
+    processor_params: bytes = b""
+    """JSON object for the processor."""
 
     @property
     def is_greedy(self) -> bool:

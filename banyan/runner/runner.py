@@ -36,6 +36,7 @@ from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.pooling import Pooler
 from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
+from banyan.runner.sampling.processors import Processors
 from banyan.runner.sampling.sampler import Choice, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
 
@@ -125,6 +126,7 @@ class ModelRunner:
         self._sizes = sizes
         self._ops = ops
         self._sampler = Sampler(self._table, card.vocab_size, ops)
+        self._processors = Processors(self._table)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
         self.take_model(model)
 
@@ -254,6 +256,9 @@ class ModelRunner:
                 except Exception as error:  # a grammar that breaks is its own row's alone
                     failed[i] = f"the grammar mask did not come: {error}"
             choices.append(Choice(row.slot, int(batch.ends[at]), mask))
+        if self._table.processed:
+            logits, faults = self._processors.apply(logits, choices)
+            failed |= faults
         sampled = self._sampler.sample(logits, choices)
         tokens = sampled.tokens
         if self._mesh.size > 1:

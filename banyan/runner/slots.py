@@ -60,6 +60,8 @@ class SlotTable:
         self.params = np.zeros(slots, PARAMS)
         self.embeds: dict[int, Tensor] = {}
         """Slot -> [prompt_len, hidden] fp32, of prompts that are given as embeddings."""
+        self.processed: dict[int, str] = {}
+        """Slot -> the logit processor that its request names."""
         self._joins: dict[int, Join] = {}
         self._refused: dict[int, str] = {}
 
@@ -78,6 +80,7 @@ class SlotTable:
             self._joins.pop(slot, None)
             self._refused.pop(slot, None)
             self.embeds.pop(slot, None)
+            self.processed.pop(slot, None)
         self.known[leaves] = 0
         self._granted[:, leaves] = 0
         gone = torch.tensor(leaves, device=self._device)
@@ -106,6 +109,8 @@ class SlotTable:
         self._write(join.slot, 0, tokens)
         if join.embeds:
             self.embeds[join.slot] = self._rows_of(join)
+        if sampling.processor:
+            self.processed[join.slot] = sampling.processor
         self._joins[join.slot] = join
         self.known[join.slot] = len(tokens)
         self.params[join.slot] = (

@@ -209,7 +209,6 @@ def test_fields_without_effect_are_named_in_the_answer():
         ("image_data", "cat.png"),
         ("lora_path", "adapter"),
         ("session_params", {"id": "s"}),
-        ("custom_logit_processor", "x"),
         ("bootstrap_room", 7),
     ],
 )

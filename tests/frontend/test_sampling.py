@@ -1,6 +1,7 @@
 """The door refuses what is wrong by name and number, and lets through exactly what is right."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -192,7 +193,7 @@ def test_min_new_tokens_may_not_exceed_the_maximum_also_when_that_is_null(bound)
         "presence_penalty": [-2.1, 2.1, math.inf, math.nan],
         "repetition_penalty": [0, -1, 2.1, math.inf],
         "min_new_tokens": [-1, 1.0, "1", True],
-        "sampling_seed": [2**64, 2**63, -(2**63) - 1, "5", 1.5, True],
+        "sampling_seed": [2**64, 2**63, -1, -(2**63) - 1, "5", 1.5, True],
         "stream_interval": [0, -1, 1.5, "2", True],
         "ignore_eos": [1, 0, "true", []],
         "no_stop_trim": [1, "false"],
@@ -226,12 +227,12 @@ def test_values_outside_the_rule_are_refused_by_name(name, values):
         assert name in error.text and len(error.text) < 400
 
 
-@pytest.mark.parametrize("field", ["beam_width", "custom_params", "watermark"])
+@pytest.mark.parametrize("field", ["beam_width", "watermark"])
 def test_what_this_build_cannot_do_is_refused_and_empty_values_ask_for_nothing(field):
-    value = {"beam_width": 2, "custom_params": {"a": 1}, "watermark": {"k": 1}}[field]
+    value = {"beam_width": 2, "watermark": {"k": 1}}[field]
     error = refused(**{field: value})
     assert "is not available in this build" in error.text and error.code == "not_available"
-    nothing = {"beam_width": 1, "custom_params": {}, "watermark": {}}[field]
+    nothing = {"beam_width": 1, "watermark": {}}[field]
     parse(max_new_tokens=1, **{field: nothing})
     parse(max_new_tokens=1, **{field: None})
 
@@ -247,6 +248,21 @@ def test_without_a_tokenizer_stops_are_refused_and_text_options_reported():
     assert "stop_regex needs a tokenizer" in refused(limits, stop_regex="a").text
     parsed = parse(limits, max_new_tokens=1, skip_special_tokens=False)
     assert parsed.ignored == ["skip_special_tokens"]
+
+
+def test_a_logit_processor_is_named_with_its_parameters():
+    limits = replace(LIMITS, processors=("banner",))
+    params = {"custom_params": {"a": [1]}, "max_new_tokens": 1}
+    sampling = parse(limits, custom_logit_processor="banner", **params).sampling
+    assert (sampling.processor, sampling.processor_params) == ("banner", b'{"a":[1]}')
+    assert parse(limits, **params).ignored == ["custom_params"]
+    assert "--enable-custom-logit-processor" in str(refused(custom_logit_processor="banner"))
+    for code in ('{"callable": "80049500"}', "gASV", "os:system", 7, ["banner"], {"a": 1}):
+        error = refused(limits, custom_logit_processor=code)
+        assert "(banner)" in error.text and "banyan.logit_processors" in str(error)
+    for wrong in ("x", [1], {"a": {1, 2, object}}, {"a": "x" * 70_000}):
+        error = refused(limits, custom_logit_processor="banner", custom_params=wrong)
+        assert error.param == "custom_params"
 
 
 SCALARS = st.one_of(

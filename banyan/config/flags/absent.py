@@ -72,7 +72,6 @@ MODEL = (
     Feature(
         "code that comes with requests or flags is never run in the model",
         asks=(
-            *switches("enable-custom-logit-processor"),
             *words("forward-hooks"),
             *texts("custom-sigquit-handler"),
         ),

@@ -158,6 +158,14 @@ FLAGS = (
         proof="tests/server/test_door.py::test_strict_servers_refuse_what_others_report",
     ),
     Flag(
+        "enable-custom-logit-processor",
+        "server.logit_processors",
+        "allow custom_logit_processor in requests: the name of an installed one, never code",
+        kind=SWITCH,
+        proof="tests/system/test_logit_processors.py"
+        "::test_without_the_flag_a_request_for_a_processor_is_refused",
+    ),
+    Flag(
         "enable-return-hidden-states",
         "server.hidden_states",
         "allow return_hidden_states in requests",

@@ -74,6 +74,8 @@ SAMPLING: Mapping[str, str] = {
     "skip_special_tokens": "skip_special_tokens",
     "spaces_between_special_tokens": "spaces_between_special_tokens",
     "logit_bias": "logit_bias",
+    "custom_logit_processor": "custom_logit_processor",
+    "custom_params": "custom_params",
 }
 """Field of the OpenAI routes -> field of sampling_params."""
 
@@ -83,7 +85,6 @@ _RESEARCH = "this output is not available in this build"
 _PEERS = "prefill-decode disaggregation is not available in this build"
 _ADAPTERS = "LoRA adapters are not available in this build"
 _SESSIONS = "sessions are not available in this build"
-_PROCESSORS = "custom logit processors are not available in this build"
 
 _OFF = (None, False, "", 0)
 _NONE = (None, "", [], {})
@@ -109,9 +110,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "return_meta_info": (_OFF, f"{_RESEARCH}; /generate returns meta_info"),
     "lora_path": (_NONE, _ADAPTERS),
     "session_params": (_NONE, _SESSIONS),
-    "custom_logit_processor": (_NONE, _PROCESSORS),
-    "custom_params": (_NONE, _PROCESSORS),
-    "watermark": (_NONE, _PROCESSORS),
+    "watermark": (_NONE, _RESEARCH),
     "beam_width": ((None, 1), "beam search is not available in this build"),
     "bootstrap_host": (_NONE, _PEERS),
     "bootstrap_port": (_NONE, _PEERS),

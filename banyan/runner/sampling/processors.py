@@ -1,0 +1,87 @@
+"""Logit processors of requests: installed functions that change the logits of their own rows.
+
+A processor that fails, or gives something else than logits, fails its own row alone.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from banyan.base.log import logger, printable
+from banyan.messages.plan import Join
+from banyan.messages.processors import LOGIT_PROCESSORS
+from banyan.runner.sampling.sampler import Choice
+from banyan.runner.slots import SlotTable
+
+log = logger(__name__)
+
+
+@dataclass(frozen=True)
+class LogitContext:
+    """What a processor knows of its request.
+
+    Attributes:
+        tokens: [n] int32, prompt and output so far; placeholders where the prompt is embeddings.
+        prompt_len: how many of them are the prompt.
+        params: the request's `custom_params`.
+    """
+
+    tokens: np.ndarray
+    prompt_len: int
+    params: Mapping[str, object]
+
+
+LogitProcessor = Callable[[Tensor, LogitContext], Tensor]
+"""(logits [vocab] fp32, its own to change; context) -> logits [vocab]. A pure function of these
+two: a request may be computed again from its middle."""
+
+
+class Processors:
+    """Applies the processors that the requests of some slots name."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._loaded: dict[str, LogitProcessor] = {}
+
+    def apply(self, logits: Tensor, choices: list[Choice]) -> tuple[Tensor, dict[int, str]]:
+        """Logits to sample from, and why rows failed, by index.
+
+        logits: [rows, vocab] fp32, left as they are.
+        """
+        changed, failed = logits, dict[int, str]()
+        for i, choice in enumerate(choices):
+            if choice.slot not in self._table.processed:
+                continue
+            join = self._table.join_of(choice.slot)
+            if changed is logits:
+                changed = logits.clone()
+            try:
+                changed[i] = self._processed(logits[i].clone(), join, choice)
+            except Exception as error:  # whatever installed code raises is its own row's alone
+                name = join.sampling.processor
+                log.exception("logit processor %s failed", name)
+                why = printable(f"{type(error).__name__}: {error}", 200)
+                failed[i] = f"logit processor {name!r} failed: {why}"
+        return changed, failed
+
+    def _processed(self, logits: Tensor, join: Join, choice: Choice) -> Tensor:
+        sampling = join.sampling
+        if sampling.processor not in self._loaded:
+            found = LOGIT_PROCESSORS.load(sampling.processor)
+            self._loaded[sampling.processor] = cast(LogitProcessor, found)
+        params = msgspec.json.decode(sampling.processor_params or b"{}", type=dict)
+        context = LogitContext(
+            self._table.tokens_of(choice.slot, choice.position), join.prompt_len, params
+        )
+        result = self._loaded[sampling.processor](logits, context)
+        if not isinstance(result, Tensor) or result.shape != logits.shape:
+            shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise ValueError(f"it must return logits of shape {list(logits.shape)}, not {shape}")
+        if torch.isnan(result).any():  # sync: a fault must be told by whose it is
+            raise ValueError("it returned NaN")
+        return result
