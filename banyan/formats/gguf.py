@@ -8,6 +8,7 @@ Source: the GGUF specification, github.com/ggml-org/ggml/blob/master/docs/gguf.m
 
 import math
 import struct
+from bisect import bisect_right
 from typing import NamedTuple, Self
 
 from banyan.base.log import printable
@@ -74,20 +75,25 @@ _U64 = _NUMBERS[10]
 class GGUFFile(MappedFile):
     """An open GGUF file: `metadata` by key (arrays as lists) and `tensors` by name."""
 
-    def __init__(self, path: str, is_mapped: bool = True) -> None:
+    def __init__(self, path: str, is_mapped: bool = True, has_words: bool = True) -> None:
         super().__init__(path, "GGUF", is_mapped)
         self.metadata: dict[str, object] = {}
+        self._has_words = has_words
         self._at = 0
         self._limit = min(self.size_bytes, MAX_HEADER_BYTES)
 
     @classmethod
-    def open(cls, path: str, is_mapped: bool = True) -> Self:
+    def open(cls, path: str, is_mapped: bool = True, has_words: bool = True) -> Self:
         """Map the file, or read it whole, and read its header.
+
+        Args:
+            has_words: False leaves arrays of strings empty: the vocabulary takes longer to read
+                than all else, and whoever wants the tensors does not need it.
 
         Raises:
             ModelError: missing, cut short, of another version, or not to be trusted.
         """
-        file = cls(path, is_mapped)
+        file = cls(path, is_mapped, has_words)
         try:
             num_tensors, num_keys = file._read_counts()
             file._read_metadata(num_keys)
@@ -148,27 +154,33 @@ class GGUFFile(MappedFile):
         return [bool(v) for v in values] if kind == _BOOL else list(values)
 
     def _strings(self, key: str, count: int) -> list[object]:
-        """The vocabulary reader: one tight loop, because it runs for several 100,000 strings."""
+        """The vocabulary reader: tight loops, because they run for several 100,000 strings."""
         self._need(8 * count, f"array {printable(key)!r} of {count:,} strings")
-        mapped, at, limit, unpack = self._map, self._at, self._limit, _U64.unpack_from
-        values: list[object] = []
+        mapped, start, limit, unpack = self._map, self._at, self._limit, _U64.unpack_from
+        ends: list[int] = []
+        at = start
         try:
             for _ in range(count):
-                end = at + 8 + unpack(mapped, at)[0]
-                if end > limit:
-                    break
-                values.append(mapped[at + 8 : end].decode())
-                at = end
-        except struct.error:
-            pass  # the length itself is past the end: reported below with the short count
-        except UnicodeDecodeError:
-            raise self.error(f"string {len(values):,} of {printable(key)!r} is not UTF-8") from None
-        if len(values) != count:
+                at += 8 + unpack(mapped, at)[0]
+                ends.append(at)
+        except (struct.error, OverflowError):
+            pass  # a length itself is past the end: reported below
+        if len(ends) != count or at > limit:
+            good = bisect_right(ends, limit)
             raise self.error(
-                f"string {len(values):,} of {count:,} in {printable(key)!r} runs past the end of "
+                f"string {good:,} of {count:,} in {printable(key)!r} runs past the end of "
                 f"the header (byte {limit:,})"
             )
         self._at = at
+        if not self._has_words:
+            return []
+        values: list[object] = []
+        try:
+            for end in ends:
+                values.append(mapped[start + 8 : end].decode())
+                start = end
+        except UnicodeDecodeError:
+            raise self.error(f"string {len(values):,} of {printable(key)!r} is not UTF-8") from None
         return values
 
     def _read_tensors(self, num_tensors: int) -> None:

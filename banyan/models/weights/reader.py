@@ -6,6 +6,7 @@ Knows formats and shards; knows no models. Bytes stay in the mapped file until a
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str,
         ModelError: missing or damaged files, a tensor in two files or in none.
     """
     opened: Callable[[str, bool], MappedFile] = (
-        GGUFFile.open if card.format == "gguf" else SafetensorsFile.open
+        partial(GGUFFile.open, has_words=False) if card.format == "gguf" else SafetensorsFile.open
     )
     seen: dict[str, str] = {}
     for path in _files(card):
