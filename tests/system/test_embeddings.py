@@ -11,6 +11,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from openai.types import CreateEmbeddingResponse
 
 from tests.system.serving import Server, serving
 
@@ -59,6 +60,11 @@ def expected(mini_lm: Path) -> np.ndarray:
             for text in TEXTS
         ]
     return torch.nn.functional.normalize(torch.stack(found), dim=-1).numpy()
+
+
+def test_an_answer_fits_the_official_types_strictly(encoder: Server):
+    answer = encoder.http.post("/v1/embeddings", json={"input": TEXTS, "model": "default"})
+    CreateEmbeddingResponse.model_validate_json(answer.content, strict=True)
 
 
 @pytest.mark.parametrize("form", ["float", "base64"])

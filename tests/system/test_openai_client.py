@@ -1,14 +1,26 @@
 """The official openai client against a server on the demo model."""
 
+import json
 from collections.abc import Iterator
+from typing import Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
-from tests.system.serving import Server
+from tests.system.serving import Server, settled
 
 pytestmark = pytest.mark.slow
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
+PARIS = "The capital of France is Paris."
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: str = Field(max_length=20)
+    unit: Literal["celsius", "fahrenheit"]
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +179,71 @@ def test_a_refused_request_is_a_client_error_that_names_the_field(client, model)
         client.chat.completions.create(model=model, messages=QUESTION, temperature=-1)
     with pytest.raises(openai.BadRequestError, match="(?i)messages"):
         client.chat.completions.create(model=model, messages=[])
+
+
+def test_usage_is_what_the_server_counts_without_running_it(client, model, demo_server):
+    def count(**body: object) -> int:
+        return demo_server.http.post("/v1/tokenize", json=body).json()["count"]
+
+    usage = client.chat.completions.create(model=model, messages=QUESTION, temperature=0).usage
+    assert usage.prompt_tokens == count(messages=QUESTION)
+    assert usage.completion_tokens == count(prompt=PARIS) + 1  # and the token that ends it
+
+
+def test_the_streaming_helper_gathers_the_answer(client, model):
+    with client.chat.completions.stream(model=model, messages=QUESTION, temperature=0) as stream:
+        said = [event.delta for event in stream if event.type == "content.delta"]
+    final = stream.get_final_completion()
+    assert "".join(said) == final.choices[0].message.content == PARIS
+    assert final.choices[0].finish_reason == "stop"
+
+
+def test_parse_gives_an_object_of_the_class(client, model):
+    answer = client.chat.completions.parse(
+        model=model, messages=QUESTION, temperature=0, max_tokens=80, response_format=Weather
+    )
+    assert isinstance(answer.choices[0].message.parsed, Weather)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_forced_call_is_parsed_into_the_class(client, model, is_stream):
+    tool = openai.pydantic_function_tool(Weather)
+    fields = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 80}
+    fields |= {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    if is_stream:
+        with client.chat.completions.stream(**fields) as stream:
+            kinds = {event.type for event in stream}
+        answer = stream.get_final_completion()
+        assert "tool_calls.function.arguments.delta" in kinds
+    else:
+        answer = client.chat.completions.parse(**fields)
+    (call,) = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    assert json.loads(call.function.arguments) == call.function.parsed_arguments.model_dump()
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+def test_a_client_that_leaves_gives_its_pages_back(client, model, demo_server):
+    stream = client.chat.completions.create(
+        model=model,
+        messages=QUESTION,
+        max_tokens=6000,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    with stream:
+        seen = [next(stream) for _ in range(3)]
+    assert len(seen) == 3
+    stats = settled(demo_server.stats, 1)
+    assert stats["output_tokens"] < 6000
+    assert stats["free_pages"] + stats["cached_pages"] == stats["total_pages"]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_cannot_be_is_the_clients_own_exception(client, model, is_stream):
+    asked = {"messages": QUESTION, "stream": is_stream}
+    with pytest.raises(openai.NotFoundError, match="no-such-adapter"):
+        client.chat.completions.create(model=f"{model}:no-such-adapter", **asked)
+    asked["messages"] = [{"role": "user", "content": "word " * 9000}]
+    with pytest.raises(openai.BadRequestError, match="context length"):
+        client.chat.completions.create(model=model, **asked)
