@@ -231,7 +231,8 @@ class Ops(Protocol):
         """Store k and v of this step's tokens; k_pages and v_pages change in place.
 
         k, v: [tokens, kv_heads, head_dim] T;
-        k_pages, v_pages: [num_pages, page_size, kv_heads, head_dim] of the cache dtype;
+        k_pages, v_pages: [num_pages, page_size, kv_heads, stored_width] of the cache dtype
+        (`ops/pages.py`; head_dim unless that is int8);
         flat_locations: [tokens] int64, page · page_size + offset. Several tokens may share a
         location of page 0 (padding); what remains there is one of them.
         """
@@ -256,7 +257,8 @@ class Ops(Protocol):
         numbers, so pages may hold anything there. Query head h uses kv head h // (heads/kv_heads).
 
         q: [tokens, heads, head_dim] T, row r owns row_starts[r] … row_starts[r + 1] − 1;
-        k_pages, v_pages: [num_pages, page_size, kv_heads, head_dim] of the cache dtype;
+        k_pages, v_pages: [num_pages, page_size, kv_heads, stored_width] of the cache dtype
+        (`ops/pages.py`; head_dim unless that is int8);
         page_tables: [rows, max_pages] int32; row_starts: [rows + 1] int32;
         context_lengths: [rows] int32, positions before this step's tokens;
         scale: factor on q·k; soft_cap: logits become cap·tanh(logits/cap), 0 = off.

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from banyan.ops.api import PackedEmbedding, PackedLinear
+from banyan.ops.pages import to_numbers, to_stored
 from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_tokens
 from banyan.ops.stored import StoredWeight
 
@@ -132,8 +133,8 @@ def pack_linear(
 def write_kv(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, flat_locations: Tensor
 ) -> None:
-    k_pages.flatten(0, 1)[flat_locations] = k.to(k_pages.dtype)
-    v_pages.flatten(0, 1)[flat_locations] = v.to(v_pages.dtype)
+    k_pages.flatten(0, 1)[flat_locations] = to_stored(k, k_pages.dtype)
+    v_pages.flatten(0, 1)[flat_locations] = to_stored(v, v_pages.dtype)
 
 
 def paged_attention(
@@ -173,7 +174,8 @@ def gather_row(
     first_page = first // page_size
     pages = page_table[first_page : -(-stop // page_size)].long()
     inside = slice(first - first_page * page_size, stop - first_page * page_size)
-    return k_pages[pages].flatten(0, 1)[inside], v_pages[pages].flatten(0, 1)[inside], first
+    k, v = (of[pages].flatten(0, 1)[inside] for of in (k_pages, v_pages))
+    return to_numbers(k), to_numbers(v), first
 
 
 def visible(positions: Tensor, first: int, length: int, window: int) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from banyan.config.card import ModelCard
 from banyan.messages.plan import PageCopy
+from banyan.ops.pages import stored_width
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class GroupLayout:
 
 
 class KVStore:
-    """Page tensors of one rank: [num_pages, page_size, kv_heads, head_dim] per layer.
+    """Page tensors of one rank: [num_pages, page_size, kv_heads, stored_width] per layer.
 
     Args:
         kv_heads: kv heads on this rank.
@@ -49,7 +50,8 @@ class KVStore:
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         for group in groups:
-            shape = (group.num_pages, group.page_size, kv_heads, head_dim)
+            width = stored_width(head_dim, dtype)
+            shape = (group.num_pages, group.page_size, kv_heads, width)
             for layer in group.layers:
                 self._keys[layer] = _zeros(shape, dtype, device)
                 self._values[layer] = _zeros(shape, dtype, device)
@@ -73,7 +75,7 @@ class KVStore:
     ) -> int:
         """Bytes that one page of a group of `num_layers` layers takes on one of `tp` ranks."""
         kv_heads = max(1, card.num_kv_heads // tp)
-        token_bytes = 2 * kv_heads * card.head_dim * dtype.itemsize
+        token_bytes = 2 * kv_heads * stored_width(card.head_dim, dtype) * dtype.itemsize
         return num_layers * page_size * token_bytes
 
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from banyan.ops import reference
 from banyan.ops.cpu.paged_attention import PagedAttention
+from banyan.ops.pages import stored_width, to_numbers, to_stored
 
 SCALE = 0.3
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-5, torch.bfloat16: 2e-5}
+TOLERANCE = 2e-5
 
 
 @pytest.fixture
@@ -59,9 +60,12 @@ class World:
             self.v.append(v)
 
     def pages(self) -> tuple[Tensor, Tensor]:
-        shape = (self.num_pages, self.shape.page_size, self.shape.kv_heads, self.shape.head_dim)
-        k = torch.full(shape, math.nan, dtype=self.shape.dtype)
-        return k, torch.full_like(k, math.nan)
+        dtype = self.shape.dtype
+        width = stored_width(self.shape.head_dim, dtype)
+        shape = (self.num_pages, self.shape.page_size, self.shape.kv_heads, width)
+        nothing = -1 if dtype == torch.int8 else math.nan  # a scale of such bytes is no number
+        k = torch.full(shape, nothing, dtype=dtype)
+        return k, k.clone()
 
     def locations(self, row: int, first: int, last: int) -> Tensor:
         where, size = torch.arange(first, last), self.shape.page_size
@@ -102,14 +106,11 @@ def compiled(attention: PagedAttention, world: World, chunks: list[tuple[int, in
 
 def expected(world: World, chunks: list[tuple[int, int, int]]) -> Tensor:
     """The same by the reference, on its own pages, in fp64."""
-    k_pages, v_pages = world.pages()
-    k_pages, v_pages = k_pages.double(), v_pages.double()
+    k_pages, v_pages = (to_numbers(pages).double() for pages in world.pages())
     for row, _, last in chunks:
         where = world.locations(row, 0, last)
-        k, v = world.k[row][:last], world.v[row][:last]
-        reference.write_kv(
-            k.to(world.shape.dtype), v.to(world.shape.dtype), k_pages, v_pages, where
-        )
+        k, v = (to_numbers(to_stored(x[row][:last], world.shape.dtype)) for x in (world.k, world.v))
+        reference.write_kv(k, v, k_pages, v_pages, where)
     return reference.paged_attention(
         world.chunk(world.q, chunks).double(),
         k_pages,
@@ -136,6 +137,9 @@ SHAPES = [
     Shape(kv_heads=3, page_size=64, dtype=torch.float16),
     Shape(group=5, head_dim=72, soft_cap=30.0, window=7, dtype=torch.bfloat16),
     Shape(window=1, dtype=torch.float16),
+    Shape(dtype=torch.int8),
+    Shape(group=4, head_dim=72, page_size=32, window=270, soft_cap=2.0, dtype=torch.int8),
+    Shape(kv_heads=1, group=16, head_dim=128, page_size=256, dtype=torch.int8),
 ]
 
 
@@ -150,9 +154,7 @@ def test_ragged_steps_equal_the_reference_whatever_lies_in_unused_slots(attentio
     out = compiled(attention, world, chunks)
 
     wanted = expected(world, chunks)
-    torch.testing.assert_close(
-        out, wanted, rtol=TOLERANCE[shape.dtype], atol=TOLERANCE[shape.dtype]
-    )
+    torch.testing.assert_close(out, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -172,7 +174,7 @@ def test_a_token_is_the_same_bit_for_bit_alone_in_a_batch_and_in_any_chunks(atte
             first = last
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2] + SHAPES[6:9], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:2] + SHAPES[6:9] + SHAPES[-3:], ids=str)
 def test_rows_that_share_their_first_pages_are_the_same_bit_for_bit(attention, shape):
     lengths = [900, 801, 1400, 768, 1025, 900, 833, 912, 1000]
     world = World(shape, lengths, shared=768)
@@ -183,12 +185,44 @@ def test_rows_that_share_their_first_pages_are_the_same_bit_for_bit(attention, s
     apart = compiled(attention, world, chunks)
 
     assert torch.equal(bits(together), bits(apart))
-    torch.testing.assert_close(together, expected(world, chunks), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(together, expected(world, chunks), rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_a_page_with_something_that_is_not_a_number_spoils_its_own_request_alone(attention):
-    world = World(Shape(), [40, 40])
-    world.k[0][3] = math.nan
+@pytest.mark.parametrize("tokens", [1, 2, 17, 67])
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 72, 256])
+def test_pages_of_bytes_hold_the_bits_of_the_reference(attention, head_dim, tokens):
+    kv_heads, page_size = 3, 32
+    shape = Shape(kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, dtype=torch.int8)
+    world = World(shape, [tokens])
+    k, v = world.k[0], world.v[0]
+    k *= torch.tensor(10.0) ** torch.arange(-50, 17)[:tokens, None, None]
+    v[::2, 0], v[1::2, 1] = 0.0, 2.0**-101
+    v[::3, 2, head_dim // 2], v[1::3, 2, -1] = 3e38, -1e9
+    v[-1, 0, 0], k[-1, 1, 1] = math.inf, math.nan
+    pages, wanted = world.pages(), world.pages()
+    where = world.locations(0, 0, tokens)
+
+    attention.write_kv(k, v, *pages, where)
+    reference.write_kv(k, v, *wanted, where)
+
+    blocks = head_dim * page_size
+    for of, by_token, is_k in zip(pages, wanted, (True, False), strict=True):
+        of = of.view(-1, kv_heads, blocks + 4 * page_size)
+        numbers = of[..., :blocks].unflatten(-1, (head_dim, page_size) if is_k else (-1, head_dim))
+        numbers = (numbers.mT if is_k else numbers).transpose(1, 2)
+        scales = of[..., blocks:].reshape(-1, kv_heads, page_size, 4).transpose(1, 2)
+        assert torch.equal(scales, by_token[..., head_dim:])
+        is_number = ~scales.contiguous().view(torch.float32).isnan()
+        assert torch.equal(numbers * is_number, by_token[..., :head_dim] * is_number)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_page_with_something_that_is_not_a_number_spoils_its_own_request_alone(
+    attention, dtype, bad
+):
+    world = World(Shape(dtype=dtype), [40, 40])
+    world.k[0][3] = bad
 
     out = compiled(attention, world, [(0, 0, 40), (1, 0, 40)])
 

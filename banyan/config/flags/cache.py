@@ -15,8 +15,9 @@ FLAGS = (
     Flag(
         "kv-cache-dtype",
         "cache.dtype",
-        "number type of cached keys and values; auto = fp16 beside kernels that round activations",
-        choices=("auto", "fp32", "fp16", "bf16"),
+        "number type of cached keys and values; auto = fp16 beside kernels that round activations; "
+        "int8 keeps a scale per token and head",
+        choices=("auto", "fp32", "fp16", "bf16", "int8"),
         translate=(("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")),
         proof="tests/system/test_flag_effects.py::test_half_precision_halves_the_cache",
     ),

@@ -1,7 +1,8 @@
 """Compiled attention over pages, and the writing of K and V into them.
 
 Inside a page the bytes lie in another order than the reference's: K as [kv_head, head_dim,
-page_size] and V as [kv_head, page_size, head_dim]; tensors keep the shape they have everywhere.
+page_size] and V as [kv_head, page_size, head_dim], for int8 with the scales of a kv_head's tokens
+behind its numbers; tensors keep the shape they have everywhere.
 Layers of one geometry share a plan, made once for each run of a program.
 """
 
@@ -19,7 +20,7 @@ PAGES = "by head, K transposed"
 """Name of the page layout."""
 _PAGE_SIZES = (16, 32, 64, 128, 256)
 _ALIGNMENT = 64
-_CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
 @dataclass

@@ -15,7 +15,9 @@ from banyan.ops.bind import Kernel, OpSpec
 
 
 def _supports(spec: OpSpec) -> str | None:
-    return None if spec.device.type == "cpu" else f"tensors are on {spec.device.type}"
+    if spec.device.type != "cpu":
+        return f"tensors are on {spec.device.type}"
+    return None if spec.cache_dtype.is_floating_point else f"cannot read {spec.cache_dtype}"
 
 
 def _paged_attention(

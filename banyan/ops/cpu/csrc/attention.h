@@ -2,7 +2,8 @@
 //
 // K lies as [page][kv_head][head_dim][page_size] and V as [page][kv_head][page_size][head_dim], so
 // that vectors run over the tokens of a page for q·k and over the dimensions of a head for p·v,
-// and nothing is ever summed across lanes.
+// and nothing is ever summed across lanes. Of 8-bit K and V a (page, kv_head) goes on with a scale
+// per token, fp32 [page_size]: a number is scale · byte, the largest of a head being 127 or -127.
 //
 // One arithmetic serves every shape of a step. Keys are taken in *spans* at absolute positions. In
 // a span a query has its largest logit, its sum of exponentials and its weighted values; spans are
@@ -18,7 +19,8 @@ constexpr int GROUP = 16;         // tokens that lie together in every page
 constexpr int TILE = 48;          // (token, head) pairs of a unit at most, if heads allow
 constexpr int MAX_SPLITS = 4096;  // spans of a step that may pass through memory
 
-enum CacheType : int32_t { CACHE_F32 = 0, CACHE_F16 = 1, CACHE_BF16 = 2, NUM_CACHE_TYPES = 3 };
+enum CacheType : int32_t { CACHE_F32 = 0, CACHE_F16 = 1, CACHE_BF16 = 2, CACHE_INT8 = 3,
+                           NUM_CACHE_TYPES = 4 };
 
 // A token at work in a unit. Positions count from the beginning of its request.
 struct Query {

@@ -10,28 +10,10 @@
 
 #include "attention.h"
 #include "rows_curves.h"
+#include "attention_cache.inl"
 
 namespace banyan {
 namespace {
-
-struct Float32 {
-  using type = float;
-  static vf get(const float* p) { return load(p); }
-  static void put(float* p, vf v) { store(p, v); }
-  static float narrow(float x) { return x; }
-};
-struct Float16 {
-  using type = uint16_t;
-  static vf get(const uint16_t* p) { return load_fp16(p); }
-  static void put(uint16_t* p, vf v) { store_fp16(p, v); }
-  static uint16_t narrow(float x) { return to_fp16(x); }
-};
-struct Bfloat16 {
-  using type = uint16_t;
-  static vf get(const uint16_t* p) { return load_bf16(p); }
-  static void put(uint16_t* p, vf v) { store_bf16(p, v); }
-  static uint16_t narrow(float x) { return to_bf16(x); }
-};
 
 constexpr int GROUPS = SPAN / GROUP;       // of a span
 constexpr int BLOCK = 4;                   // groups that are converted, then used from the L1 cache
@@ -145,9 +127,14 @@ void cut_off(float* logits, int i, int lo, int hi) {
   store(logits + i, choose(seen, load(logits + i), splat(-INFINITY)));
 }
 
-// Logits of the keys lo ... hi - 1 become exponentials, those beside them in a vector 0.
-Share soften(float* logits, int lo, int hi, float soft_cap) {
+// Logits of the keys lo ... hi - 1 become exponentials. Where keys and values are 8 bits, logits are
+// in units of k_scales, and each exponential is left in units of v_scales; otherwise both are null.
+Share soften(float* logits, int lo, int hi, float soft_cap, const float* k_scales,
+             const float* v_scales) {
   int begin = lo / LANES * LANES, end = (hi + LANES - 1) / LANES * LANES;
+  if (k_scales)
+    for (int i = begin; i < end; i += LANES)
+      store(logits + i, load(logits + i) * load(k_scales + i));
   if (soft_cap != 0)
     for (int i = begin; i < end; i += LANES)
       store(logits + i, splat(soft_cap) * tanh(load(logits + i) / splat(soft_cap)));
@@ -164,8 +151,8 @@ Share soften(float* logits, int lo, int hi, float soft_cap) {
   vf all{}, top = splat(largest_logit);
   for (i = begin; i < end; i += LANES) {
     vf p = exp_below(load(logits + i) - top);
-    store(logits + i, p);
     all += p;
+    store(logits + i, v_scales ? p * load(v_scales + i) : p);
   }
   return {largest_logit, sum(all)};
 }
@@ -304,19 +291,20 @@ void fold_results(const AttentionArgs& a, const Query& query, int kv_head, float
 
 // Working memory of a tile of `count` (token, head) pairs.
 struct Tile {
-  float *q, *logits, *values, *totals, *block;
+  float *q, *logits, *values, *totals, *block, *scales;
   Share *shares, *sums;
   Range* seen;
 
   Tile(Worker& worker, int count, int dim) {
-    size_t floats = (size_t)count * (3 * dim + SPAN) + (size_t)BLOCK * GROUP * dim;
+    size_t floats = (size_t)count * (3 * dim + SPAN) + (size_t)BLOCK * GROUP * dim + 2 * SPAN;
     uint8_t* memory = worker.scratch(floats * 4 + count * (2 * sizeof(Share) + sizeof(Range)));
     q = (float*)memory;
     logits = q + (size_t)count * dim;
     values = logits + (size_t)count * SPAN;
     totals = values + (size_t)count * dim;
     block = totals + (size_t)count * dim;
-    shares = (Share*)(block + (size_t)BLOCK * GROUP * dim);
+    scales = block + (size_t)BLOCK * GROUP * dim;
+    shares = (Share*)(scales + 2 * SPAN);
     sums = shares + count;
     seen = (Range*)(sums + count);
   }
@@ -357,15 +345,20 @@ struct Pages {
   Pages(const AttentionArgs& args, const Unit& unit, int head)
       : a(args), table(args.page_tables + unit.row * args.table_stride), kv_head(head) {}
 
-  int64_t page(int64_t position) const {
-    return (int64_t)table[position / a.page_size] * a.kv_heads + kv_head;
+  const T* page(const void* pages, int64_t position) const {
+    int64_t at = (int64_t)table[position / a.page_size] * a.kv_heads + kv_head;
+    return (const T*)pages + at * a.page_size * (a.head_dim + C::BESIDE);
   }
   const T* k(int64_t position) const {
-    return (const T*)a.k_pages + page(position) * a.head_dim * a.page_size + position % a.page_size;
+    return page(a.k_pages, position) + position % a.page_size;
   }
   const T* v(int64_t position) const {
-    return (const T*)a.v_pages +
-           (page(position) * a.page_size + position % a.page_size) * a.head_dim;
+    return page(a.v_pages, position) + position % a.page_size * a.head_dim;
+  }
+  // Scales of a group of tokens in k_pages or v_pages.
+  void copy_scales(const void* pages, int64_t position, float* to) const {
+    const T* scales = page(pages, position) + a.page_size * a.head_dim;
+    std::memcpy(to, scales + position % a.page_size * C::BESIDE, GROUP * sizeof(float));
   }
 };
 
@@ -401,10 +394,18 @@ void attend_span(const AttentionArgs& a, const Pages<C>& pages, int span, int co
       score_all<C>(tile.q, count, dim, k + g, a.page_size, groups, logits);
     }
   }
+  float *k_scales = nullptr, *v_scales = nullptr;
+  if constexpr (C::BESIDE) {
+    k_scales = tile.scales, v_scales = k_scales + SPAN;
+    for (int g = begin; g < end; g++) {
+      pages.copy_scales(a.k_pages, (int64_t)span * SPAN + g * GROUP, k_scales + g * GROUP);
+      pages.copy_scales(a.v_pages, (int64_t)span * SPAN + g * GROUP, v_scales + g * GROUP);
+    }
+  }
   for (int r = 0; r < count; r++)
     if (tile.seen[r].lo < tile.seen[r].hi)
-      tile.shares[r] =
-          soften(tile.logits + (size_t)r * SPAN, tile.seen[r].lo, tile.seen[r].hi, a.soft_cap);
+      tile.shares[r] = soften(tile.logits + (size_t)r * SPAN, tile.seen[r].lo, tile.seen[r].hi,
+                              a.soft_cap, k_scales, v_scales);
   std::memset(tile.values, 0, sizeof(float) * count * dim);
   for (int g = begin; g < end; g += BLOCK) {
     int groups = end - g < BLOCK ? end - g : BLOCK;
@@ -493,46 +494,10 @@ void attend(const void* args, const Sizes&, int64_t begin, int64_t end, Worker& 
 template <class C>
 void attend_cost(const void* args, const Sizes&, double* bytes, double* operations) {
   const AttentionArgs& a = *(const AttentionArgs*)args;
-  *bytes = a.plan->keys * a.kv_heads * a.head_dim * 2.0 * sizeof(typename C::type);
+  *bytes = a.plan->keys * a.kv_heads * (a.head_dim + C::BESIDE) * 2.0 * sizeof(typename C::type);
   *operations = a.plan->pairs * a.kv_heads * a.group * a.head_dim * 4.0;
 }
 
-// --- writing -------------------------------------------------------------------------------------
-
-template <class C>
-void write(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
-  using T = typename C::type;
-  const WriteArgs& a = *(const WriteArgs*)args;
-  for (int64_t token = begin; token < end; token++) {
-    int64_t page = a.locations[token] / a.page_size, offset = a.locations[token] % a.page_size;
-    for (int head = 0; head < a.kv_heads; head++) {
-      int64_t at = page * a.kv_heads + head;
-      const float* k = a.k + token * a.k_stride + (int64_t)head * a.head_dim;
-      const float* v = a.v + token * a.v_stride + (int64_t)head * a.head_dim;
-      T* k_to = (T*)a.k_pages + at * a.head_dim * a.page_size + offset;
-      T* v_to = (T*)a.v_pages + (at * a.page_size + offset) * a.head_dim;
-      for (int d = 0; d < a.head_dim; d++) k_to[(int64_t)d * a.page_size] = C::narrow(k[d]);
-      for (int d = 0; d < a.head_dim; d += LANES) C::put(v_to + d, load(v + d));
-    }
-  }
-}
-int64_t write_units(const void*, const Sizes&) { return 0; }  // row-wise: dealt out by tokens
-int64_t write_grain(const void* args, const Sizes&) {
-  const WriteArgs& a = *(const WriteArgs*)args;
-  int64_t tokens = 2048 / ((int64_t)a.kv_heads * a.head_dim);
-  return tokens ? tokens : 1;
-}
-template <class C>
-void write_cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
-  const WriteArgs& a = *(const WriteArgs*)args;
-  *bytes = 2.0 * sizes.n[TOKENS] * a.kv_heads * a.head_dim * (4 + sizeof(typename C::type));
-  *operations = 0;
-}
-
-template <class C>
-constexpr Kernel write_kernel() {
-  return {"write_kv", write_units, write_grain, write<C>, write_cost<C>};
-}
 template <class C>
 constexpr Kernel attend_kernel() {
   return {"paged_attention", attend_units, attend_grain, attend<C>, attend_cost<C>};
@@ -541,8 +506,10 @@ constexpr Kernel attend_kernel() {
 }  // namespace
 
 extern const AttentionKernels ATTENTION_TABLE = {
-    {write_kernel<Float32>(), write_kernel<Float16>(), write_kernel<Bfloat16>()},
-    {attend_kernel<Float32>(), attend_kernel<Float16>(), attend_kernel<Bfloat16>()},
+    {write_kernel<Float32>(), write_kernel<Float16>(), write_kernel<Bfloat16>(),
+     write_kernel<Int8>()},
+    {attend_kernel<Float32>(), attend_kernel<Float16>(), attend_kernel<Bfloat16>(),
+     attend_kernel<Int8>()},
     LANES,
 };
 

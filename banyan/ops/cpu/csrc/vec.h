@@ -182,6 +182,18 @@ inline void store_bf16(uint16_t* p, vf v) {
   for (int i = 0; i < LANES; i++) p[i] = to_bf16(v[i]);
 }
 
+inline vf load_int8(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+  vf v;
+  for (int i = 0; i < LANES; i++) v[i] = (float)p[i];
+  return v;
+#endif
+}
+
 inline vi round_to_int(vf x) {  // to nearest even
 #if defined(__AVX512F__)
   return (vi)_mm512_cvtps_epi32((__m512)x);

@@ -1,0 +1,45 @@
+"""What a page keeps of K and V: numbers of the cache dtype, and beside bytes their scales.
+
+int8 has a width of its own: a head of D numbers takes D bytes and the 4 of its fp32 scale, so that a
+page stays one block of memory. A number is scale · byte, the largest of a head being 127 or −127.
+"""
+
+import torch
+from torch import Tensor
+
+_SCALE_BYTES = 4
+_LEAST = 2.0**-100
+"""A head whose numbers are all smaller is kept as zeros: 127 / most must stay finite."""
+
+
+def stored_width(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements of `dtype` that K, or V, of one token and head takes in a page."""
+    return head_dim + _SCALE_BYTES if dtype == torch.int8 else head_dim
+
+
+def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """K or V as a page keeps it; a head that is not finite becomes one that is no number.
+
+    x: [..., head_dim]; returns: [..., stored_width] of `dtype`.
+    """
+    if dtype != torch.int8:
+        return x.to(dtype)
+    wide = x.float()
+    most = wide.abs().amax(-1, keepdim=True)
+    is_seen = most >= _LEAST  # not where it is no number
+    inverse = torch.full_like(most, 127).div(most)  # 127 / most would round twice
+    factor = torch.where(is_seen & most.isfinite(), inverse, 0)
+    scale = torch.where(most.isfinite(), torch.where(is_seen, most / 127, 0), torch.nan)
+    numbers = (wide * factor).nan_to_num(0).round().to(torch.int8)
+    return torch.cat([numbers, scale.view(torch.int8)], dim=-1)
+
+
+def to_numbers(stored: Tensor) -> Tensor:
+    """The numbers that a page keeps.
+
+    stored: [..., stored_width] of a cache dtype; returns: [..., head_dim], fp32 for int8.
+    """
+    if stored.dtype != torch.int8:
+        return stored
+    numbers, scale = stored[..., :-_SCALE_BYTES], stored[..., -_SCALE_BYTES:]
+    return numbers.float() * scale.contiguous().view(torch.float32)
