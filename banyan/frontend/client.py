@@ -39,6 +39,16 @@ class Health:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Replica:
+    """One engine, by its number: what it said when it was ready, and its latest heartbeat."""
+
+    rank: int
+    alive: bool
+    ready: Ready | None
+    stats: Stats
+
+
 class Engines(Protocol):
     """What the front needs of whoever generates: one engine, or several behind one face."""
 
@@ -56,6 +66,7 @@ class Engines(Protocol):
         self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
     ) -> Reply: ...
     def health(self) -> Health: ...
+    def replicas(self) -> list[Replica]: ...
 
 
 class EventStream:
@@ -277,6 +288,10 @@ class EngineClient:
             age_s = self.stats.step_age_s
             return Health(True, True, False, f"A step has been running for {age_s:.1f} s.")
         return Health(True, True, True)
+
+    def replicas(self) -> list[Replica]:
+        """Itself alone."""
+        return [Replica(0, not self._lost, self._ready, self.stats)]
 
     @property
     def num_open(self) -> int:

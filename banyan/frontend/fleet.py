@@ -6,13 +6,14 @@ ends its own requests, the others go on; the fleet is lost with the last of them
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 
 from banyan.base.errors import DeviceError, RequestError
 from banyan.base.ids import RequestId
 from banyan.base.log import logger
-from banyan.frontend.client import EngineClient, EventStream, Health
+from banyan.frontend.client import EngineClient, EventStream, Health, Replica
 from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.requests import Generate
 
@@ -101,6 +102,11 @@ class Fleet:
         """The best there is: one engine that answers keeps the service up."""
         found = [engine.health() for engine in self._engines]
         return max(found, key=lambda h: (h.progressing, h.ready, h.alive))
+
+    def replicas(self) -> list[Replica]:
+        """Every engine, the dead ones too, in order."""
+        parts = [part for engine in self._engines for part in engine.replicas()]
+        return [replace(part, rank=number) for number, part in enumerate(parts)]
 
     @property
     def num_open(self) -> int:

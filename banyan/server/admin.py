@@ -145,18 +145,5 @@ def _internal(service: Service, stats: Stats) -> Json:
     }
 
 
-async def get_load(exchange: Exchange, state: ServerState) -> None:
-    service = state.admit()
-    stats = service.client.stats
-    used = stats.held_pages + stats.in_flight_pages
-    load = {
-        "dp_rank": 0,
-        "num_reqs": stats.running + stats.waiting,
-        "num_waiting_reqs": stats.waiting,
-        "num_tokens": used * state.config.cache.page_size,
-    }
-    await exchange.json([load])
-
-
 def _name(parser: str) -> str | None:
     return None if parser == NONE else parser

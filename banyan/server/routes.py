@@ -75,7 +75,7 @@ def all_routes() -> list[Route]:
         Route("/model_info", _GET, admin.model_info),
         Route("/get_server_info", _GET, admin.server_info),
         Route("/server_info", _GET, admin.server_info),
-        Route("/get_load", _GET, admin.get_load),
+        Route("/get_load", _GET, loads.get_load),
         Route("/get_weight_version", _GET, admin.weight_version),
         Route("/weight_version", _GET, admin.weight_version),
         Route("/flush_cache", _BOTH, admin.flush_cache, adm),

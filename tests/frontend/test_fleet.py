@@ -89,5 +89,10 @@ async def test_counters_are_sums_and_a_verb_reaches_every_engine():
             engine.say(Stats(running=number, step_age_s=number / 2))
         await until(lambda: fleet.stats.running == 3)
         assert fleet.stats.step_age_s == 1.0
+        assert [(r.rank, r.alive, r.stats.running) for r in fleet.replicas()] == [
+            (0, True, 0),
+            (1, True, 1),
+            (2, True, 2),
+        ]
         assert (await fleet.control("flush_cache")).ok
         assert [[m.verb for m in e.received] for e in engines] == [["flush_cache"]] * 3

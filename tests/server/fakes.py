@@ -15,7 +15,7 @@ from banyan.base.ids import RequestId
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ModelConfig, ServerConfig
 from banyan.frontend.chat import load_chat
-from banyan.frontend.client import Health
+from banyan.frontend.client import Health, Replica
 from banyan.frontend.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
 from banyan.frontend.sampling import Limits
 from banyan.frontend.tokenizer import Tokenizer, TokenizerFacts
@@ -71,6 +71,9 @@ class Step:
 
     text: str
     finish: Finish | None = None
+
+
+READY = Ready(max_total_tokens=8192, max_request_tokens=4096, max_running=8)
 
 
 class FakeGenerator:
@@ -139,9 +142,13 @@ class FakeClient:
         self.calls: list[str] = []
         self.aborted: list[RequestId] = []
         self.reply = Reply(1, True, "Cache flushed.")
+        self.others: list[Replica] = []
 
     def health(self) -> Health:
         return self.now
+
+    def replicas(self) -> list[Replica]:
+        return [Replica(0, self.now.alive, READY, self.stats), *self.others]
 
     async def control(self, verb: str, **args: object) -> Reply:
         self.calls.append(verb)
@@ -166,7 +173,7 @@ class Site:
         )
         self.service = Service(
             card=CARD,
-            ready=Ready(max_total_tokens=8192, max_request_tokens=4096, max_running=8),
+            ready=READY,
             client=self.client,
             generator=self.generator,
             limits=Limits(CARD.context_length, CARD.vocab_size, (256,)),

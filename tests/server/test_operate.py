@@ -3,8 +3,10 @@
 import httpx
 import pytest
 
+from banyan.frontend.client import Replica
 from banyan.frontend.request_log import RequestLog
-from tests.server.fakes import Site
+from banyan.messages.events import Stats
+from tests.server.fakes import READY, Site
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,20 @@ def test_loads_can_be_prometheus_text(http: httpx.Client) -> None:
     text = http.get("/v1/loads", params={"format": "prometheus"}).text
     assert 'banyan_load_num_running_reqs{dp_rank="0"} 2' in text.splitlines()
     assert 'banyan_load_memory_token_capacity{dp_rank="0"} 8192' in text.splitlines()
+
+
+def test_each_living_replica_has_a_load_of_its_own(site: Site, http: httpx.Client) -> None:
+    busy = Stats(running=1, held_pages=1)
+    site.client.others = [Replica(1, False, READY, busy), Replica(2, True, READY, busy)]
+    loads = http.get("/v1/loads").json()["loads"]
+    told = [(load["dp_rank"], load["num_running_reqs"], load["num_used_tokens"]) for load in loads]
+    assert told == [(0, 2, 64), (2, 1, 16)]
+    (load,) = http.get("/v1/loads", params={"dp_rank": 2}).json()["loads"]
+    assert load["max_total_num_tokens"] == 8192 and load["memory"]["token_capacity"] == 8192
+    lines = http.get("/v1/loads", params={"format": "prometheus"}).text.splitlines()
+    assert lines.count("# TYPE banyan_load_num_running_reqs gauge") == 1
+    assert 'banyan_load_num_running_reqs{dp_rank="2"} 1' in lines
+    assert [load["dp_rank"] for load in http.get("/get_load").json()] == [0, 2]
 
 
 @pytest.mark.parametrize("query", [{"include": "core,gpu"}, {"format": "xml"}, {"rank": "1"}])
