@@ -14,6 +14,7 @@ import zmq
 
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import ConfigError
+from banyan.base.heap import give_back
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
@@ -122,6 +123,7 @@ def open_model(
         model = _load(config, card, mesh, device, dtype, ops)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: never walk them again
+    give_back()
     phases.done("weights")
     return OpenModel(platform, device, mesh, model, ops, kernel_table(ops.choices), threads)
 

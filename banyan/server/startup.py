@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from banyan.base.heap import give_back
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
@@ -86,6 +87,7 @@ def _load_words(config: Config) -> _Words:
         chat = load_chat(tokenizer, source)
     text = chat.template.source if chat else ""
     parsers = choose_parsers(server.tool_parser, server.reasoning_parser, text)
+    give_back()  # reading a vocabulary takes several times what it keeps
     return _Words(tokenizer, chat, parsers, fill_in_form(server.completion_template))
 
 

@@ -62,7 +62,8 @@ class Arena:
 
 
 def _huge(size: int) -> np.ndarray:
-    memory = mmap.mmap(-1, size + _HUGE_PAGE)
+    # Private: most systems have huge pages for private memory, few have them for shared.
+    memory = mmap.mmap(-1, size + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
