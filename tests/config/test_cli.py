@@ -102,7 +102,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name() -> None:
         ["--torchao-config", "int4wo-128"],
         ["--disaggregation-mode", "prefill"],
         ["--lora-paths", "a", "b"],
-        ["--enable-return-hidden-states"],
+        ["--enable-return-routed-experts"],
     ],
 )
 def test_a_flag_that_this_build_lacks_is_refused_by_name(argv: list[str]) -> None:

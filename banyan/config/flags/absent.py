@@ -210,9 +210,9 @@ SCHEDULING = (
         tunes=switches("disable-outlines-disk-cache"),
     ),
     Feature(
-        "several items are not scored in one sequence",
-        "send one request for each",
-        asks=ints("multi-item-scoring-delimiter"),
+        "the items of /v1/score read the query from the cache and nothing of each other, without a "
+        "token between them",
+        tunes=(Absent("multi-item-scoring-delimiter", kind=INT, low=0),),
     ),
     Feature(
         "tokens are not drafted",

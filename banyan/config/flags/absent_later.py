@@ -94,9 +94,8 @@ LATER_FEATURES = (
         ),
     ),
     Feature(
-        "several items are not scored in one sequence",
-        "send one request for each",
-        asks=(*switches("enable-mis"),),
+        "the items of /v1/score read the query from the cache and nothing of each other",
+        tunes=(*switches("enable-mis"),),
     ),
     Feature(
         "it is a speed hint for kernels that this build does not use",
@@ -393,8 +392,12 @@ LATER_FEATURES = (
     Feature(
         "answers are not stored between requests",
         "send the whole conversation",
-        asks=switches("enable-response-store", "enable-streaming-session"),
+        asks=switches("enable-streaming-session"),
         tunes=(*switches("strip-thinking-cache"),),
+    ),
+    Feature(
+        "the latest responses are kept in memory, all but those with store: false",
+        tunes=switches("enable-response-store"),
     ),
     Feature(
         "one process serves HTTP and tokenizes, beside the engine",

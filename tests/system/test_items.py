@@ -1,0 +1,62 @@
+"""Items of /v1/score: each is read behind the query alone, and the query is computed once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from banyan.config.cli import parse
+from banyan.config.env import Environment
+from tests.system.serving import Server, serving, settled
+
+QUERY = [5 + 3 * i % 250 for i in range(320)]
+ITEMS = [[7 + i + j * j % 200 for j in range(1 + 5 * i)] for i in range(8)]
+LABELS = [11, 12, 200]
+DELIMITER = ("--multi-item-scoring-delimiter", "1")
+
+
+@pytest.fixture(scope="module")
+def scoring(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("scoring") / "server.log"
+    model = ("--model-path", str(tiny_model), "--threads", "1", "--max-total-tokens", "8192")
+    with serving(log, *model, "--cpu-activations", "fp32", *DELIMITER) as running:
+        yield running
+
+
+def score(server: Server, items: list[list[int]], **more: object) -> list[list[float]]:
+    body = {"query": QUERY, "items": items, "label_token_ids": LABELS, **more}
+    answer = server.http.post("/v1/score", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["scores"]
+
+
+def test_a_query_is_computed_once_for_all_its_items(scoring):
+    before = scoring.stats()
+    score(scoring, ITEMS)
+    after = settled(scoring.stats, before["finished"] + len(ITEMS))
+    computed = after["computed_tokens"] - before["computed_tokens"]
+    own = sum(map(len, ITEMS))
+    assert len(QUERY) + own <= computed <= len(QUERY) + own + 16 * len(ITEMS)
+
+
+def test_items_score_alone_as_they_do_together_and_as_the_reference_says(scoring, tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    together = score(scoring, ITEMS)
+    alone = [score(scoring, [item])[0] for item in ITEMS]
+    assert together == alone
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = [reference(torch.tensor([QUERY + item])).logits[0, -1] for item in ITEMS]
+    probabilities = torch.stack(logits).softmax(-1)[:, LABELS].numpy()
+    assert np.allclose(together, probabilities, rtol=1e-4, atol=1e-7)
+    among = probabilities / probabilities.sum(1, keepdims=True)
+    assert np.allclose(score(scoring, ITEMS, apply_softmax=True), among, rtol=1e-4, atol=1e-7)
+
+
+def test_the_delimiter_of_items_is_told_to_have_nothing_left_to_do():
+    for flags in (list(DELIMITER), ["--enable-mis"]):
+        (note,) = parse(flags, Environment()).observe.notes
+        assert flags[0] in note and "the query from the cache" in note
