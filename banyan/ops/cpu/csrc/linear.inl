@@ -55,8 +55,13 @@ void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t 
     Panel& panel = *(Panel*)(scratch + sizeof(float) * GROUP * PANEL_ROWS);
     for (; rows.block < blocks; rows.block += Panel::BLOCKS) {
       int64_t here = blocks - rows.block < Panel::BLOCKS ? blocks - rows.block : Panel::BLOCKS;
-      unpack(Tile<F>{tiles + rows.block * FORMATS[F].tile_bytes()}, here, panel);
-      walk_rows<Unpacked<F>, UNPACKED_ROWS>(Unpacked<F>{&panel}, here, rows, 0, count, acc);
+      const uint8_t* from = tiles + rows.block * FORMATS[F].tile_bytes();
+      unpack(Tile<F>{from}, here, panel);
+      // The first rows fetch what comes next: few rows would wait for the memory otherwise.
+      const uint8_t* next = from + here * FORMATS[F].tile_bytes();
+      int64_t first = count < UNPACKED_ROWS ? count : UNPACKED_ROWS;
+      walk_rows<Unpacked<F>, UNPACKED_ROWS>({&panel, next}, here, rows, 0, first, acc);
+      walk_rows<Unpacked<F>, UNPACKED_ROWS>({&panel, nullptr}, here, rows, first, count, acc);
     }
   }
   for (int64_t r = 0; r < count; r++) finish(args, group, begin + r, acc + r * GROUP);

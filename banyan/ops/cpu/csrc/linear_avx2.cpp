@@ -69,10 +69,16 @@ template <FormatId F>
 struct Unpacked {
   static constexpr FormatId format = F;
   const Panel* panel;
+  const uint8_t* next;  // the tiles that the panel will hold next, to be fetched; or null
   int64_t block = 0;
 
-  Unpacked at(int64_t b) const { return {panel, b}; }
-  void prefetch() const {}
+  Unpacked at(int64_t b) const { return {panel, next, b}; }
+  void prefetch() const {
+    constexpr int BYTES = FORMATS[F].tile_bytes();
+    if (!next) return;
+    UNROLL for (int i = 0; i < BYTES; i += 64)
+        _mm_prefetch((const char*)next + block * BYTES + i, _MM_HINT_T0);
+  }
   __m256i weights(int g, int half) const { return load_bytes(panel->q[block][g] + half * 32); }
   __m256 scale(int part, int half) const {
     return _mm256_load_ps(panel->scales[block][part] + half * 8);

@@ -17,6 +17,7 @@ struct Tile {
 template <FormatId F>
 struct Unpacked {
   const Panel* panel;
+  const uint8_t* next;
 };
 
 template <FormatId F>
