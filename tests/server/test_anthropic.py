@@ -351,6 +351,42 @@ def test_what_is_not_honoured_is_reported(model: Site) -> None:
     assert "cache_control" not in warned
 
 
+def test_members_that_nothing_reads_are_reported(model: Site) -> None:
+    document = {"type": "document", "source": {"type": "text", "data": "D"}}
+    document["citations"] = {"enabled": True}
+    tool = {"name": "search", "input_schema": SCHEMA, "defer_loading": True}
+    fields = body(
+        messages=[{"role": "user", "content": [document], "mood": "x"}],
+        tools=[{**tool, "cache_control": {"type": "ephemeral"}}],
+        thinking={"type": "adaptive", "depth": 3},
+    )
+    warned = httpx.post(model.url + PATH, json=fields).headers["x-banyan-warnings"]
+    for name in ("messages[0].content.citations", "messages.mood", "tools.defer_loading"):
+        assert f"{name}: " in warned
+    assert "thinking.depth: " in warned and "cache_control" not in warned
+
+
+def test_a_tool_that_a_search_has_found_is_named_to_the_model(model: Site) -> None:
+    turns = [
+        {"role": "user", "content": "A"},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "c", "name": "find", "input": {}}],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c",
+                    "content": [{"type": "tool_reference", "tool_name": "search"}],
+                }
+            ],
+        },
+    ]
+    assert "The tool search is available." in prompt_of(model, messages=turns)
+
+
 @WAYS
 def test_counted_tokens_are_those_of_the_prompt(
     model: Site, client: anthropic.Anthropic, stream: bool

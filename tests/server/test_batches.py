@@ -9,12 +9,13 @@ import httpx
 import openai
 import pytest
 from openai.types import Batch
+from openai.types.responses import Response
 
 from banyan.base.ids import RequestId
 from banyan.config.schema import ScheduleConfig, ServerConfig
 from banyan.frontend.generation import TextRequest
 from banyan.messages.sampling import SamplingParams
-from banyan.server.openai.batch_lines import read_lines
+from banyan.server.openai.batch_lines import MAX_FAULTS, MAX_LINES, read_lines
 from banyan.server.openai.batches import resume_batches
 from banyan.server.store.answers import AnswerLog, answer_line
 from tests.server.fakes import Site, refusal, steps
@@ -113,6 +114,49 @@ def test_completions_are_an_endpoint_too(client: openai.OpenAI) -> None:
     batch = ended(client, begin(client, lines, "/v1/completions"))
     body = answers(client, batch.output_file_id)["a"]["response"]["body"]
     assert body["choices"][0]["text"] == "Hello"
+
+
+def test_responses_are_an_endpoint_too_and_are_in_the_file_alone(
+    site: Site, client: openai.OpenAI
+) -> None:
+    url = "/v1/responses"
+    lines = [line("r", url, input="Hi", store=True), line("s", url, input="Hi", background=True)]
+    faulty = ended(client, begin(client, lines, url))
+    assert [fault.line for fault in faulty.errors.data] == [2]
+    batch = ended(client, begin(client, lines[:1], url))
+    answer = answers(client, batch.output_file_id)["r"]["response"]
+    Response.model_validate_json(json.dumps(answer["body"]), strict=True)
+    assert answer["body"]["output"][0]["content"][0]["text"] == "Hello"
+    assert answer["warnings"] == ["store: the file has the response; it is not kept beside"]
+    assert answer["body"]["store"] is False and not len(site.state.responses)
+
+
+@pytest.mark.parametrize(
+    ("content", "num_faults"),
+    [
+        (b"PK\x03\x04\x14\x00\x00\x00\x08\x00" + bytes(range(256)) * 4, 1),
+        (b"custom_id,method,url\na,POST,/v1/chat/completions\n", 2),
+        (b"\xff\xfe{\x00}\x00\n", 1),
+        (b"[" * 100_000, 1),
+        (b'{"custom_id": "' + b"x" * 10_000_000 + b'"}', 1),
+        (b"{}\n" * 1_000_000, MAX_FAULTS),
+        (b"\n" * 1_000_000, 1),
+    ],
+    ids=["zip", "csv", "utf-16", "deep", "long line", "a million lines", "blank lines"],
+)
+def test_what_is_no_batch_is_told_by_its_lines(content: bytes, num_faults: int) -> None:
+    lines, faults = read_lines(content)
+    assert not lines and num_faults <= len(faults) <= MAX_FAULTS
+    assert all(len(fault.message) < 300 for fault in faults)
+
+
+def test_more_lines_than_are_taken_are_one_fault() -> None:
+    many = b"".join(
+        b'{"custom_id":"%d","method":"POST","url":"/v1/completions","body":{}}\n' % i
+        for i in range(MAX_LINES + 5)
+    )
+    _, faults = read_lines(many)
+    assert [(fault.code, fault.line) for fault in faults] == [("too_many_lines", MAX_LINES + 1)]
 
 
 def test_what_a_line_asks_for_in_vain_is_reported_in_its_answer(client: openai.OpenAI) -> None:

@@ -193,7 +193,7 @@ def test_longer_answers_than_the_context_holds_end_there(model: Site, path: str)
 def test_what_is_not_honoured_is_reported(model: Site) -> None:
     body = {
         "model": "llama3.2:3b",
-        "messages": USER,
+        "messages": [{**USER[0], "mood": "x"}],
         "stream": False,
         "keep_alive": "5m",
         "options": {"num_ctx": 2048, "mirostat": 2, "typical_p": 1.0, "colour": 1},
@@ -201,6 +201,7 @@ def test_what_is_not_honoured_is_reported(model: Site) -> None:
     warned = httpx.post(model.url + CHAT, json=body).headers["x-banyan-warnings"]
     for name in ("keep_alive", "options.num_ctx", "options.mirostat", "options.colour", "llama3.2"):
         assert name in warned
+    assert "messages.mood" in warned
     assert "typical_p" not in warned
 
 

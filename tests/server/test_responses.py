@@ -314,6 +314,27 @@ def test_what_has_no_effect_is_reported(http: httpx.Client) -> None:
         assert f"{name}: " in warnings
 
 
+def test_a_format_that_leaves_tools_no_room_is_reported(http: httpx.Client, client: object) -> None:
+    body = {"input": "Hi", "tools": [TOOL], "text": {"format": {"type": "json_object"}}}
+    assert "tools: " in http.post(PATH, json=body).headers["x-banyan-warnings"]
+    body["tool_choice"] = "none"
+    assert "x-banyan-warnings" not in http.post(PATH, json=body).headers
+
+
+def test_members_that_nothing_reads_are_reported(http: httpx.Client) -> None:
+    body = {"input": "Hi", "reasoning": {"mode": "x"}, "text": {"tone": "y"}}
+    warnings = http.post(PATH, json=body).headers["x-banyan-warnings"]
+    assert "reasoning.mode: " in warnings and "text.tone: " in warnings
+
+
+def test_a_client_may_name_its_response_once(client: openai.OpenAI, http: httpx.Client) -> None:
+    assert ask(http, request_id="resp_mine-1")["id"] == "resp_mine-1"
+    assert client.responses.retrieve("resp_mine-1").output_text == "Hello"
+    again = http.post(PATH, json={"input": "Hi", "request_id": "resp_mine-1"})
+    assert again.status_code == 400 and again.json()["error"]["param"] == "request_id"
+    assert ask(http, request_id="batch-7")["id"].startswith("resp_")
+
+
 def test_a_response_is_kept_until_it_is_deleted(client: openai.OpenAI, http: httpx.Client) -> None:
     made = client.responses.create(model="tiny", input="Hi")
     assert client.responses.retrieve(made.id) == made

@@ -50,6 +50,8 @@ def chat_messages(
             found.append(_assistant(turn.content, where, names, report))
         else:
             found += _given(turn, where, names)
+            if any(_wants_citations(block) for block in turn.content):
+                report(f"{where}.citations", "answers cite nothing")
     if continues(turns) and found[-1].get("tool_calls"):
         raise _refusal("the calls of the last message need a tool_result each before the answer")
     return found
@@ -123,6 +125,11 @@ def _given(turn: Turn, where: str, names: dict[str, str]) -> list[Json]:
     return found
 
 
+def _wants_citations(block: Block) -> bool:
+    wanted = block.get("citations")
+    return isinstance(wanted, dict) and wanted.get("enabled") is True
+
+
 def _add_to_user(found: list[Json], turn: Turn, where: str) -> None:
     """Put the text of a system message behind what the user said last, or make it a message."""
     blocks = [] if isinstance(turn.content, str) else turn.content
@@ -164,6 +171,8 @@ def _text(block: object, place: str) -> str:
         texts = [_text(part, f"{place}.content[{i}]") for i, part in enumerate(parts)]
         head = f"{_member(block, 'title', place)} ({_member(block, 'source', place)})"
         return "\n".join([head, *texts])
+    if kind == "tool_reference":
+        return f"The tool {_member(block, 'tool_name', place)} is available."
     source = block.get("source")
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
         title = block.get("title")

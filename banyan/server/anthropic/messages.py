@@ -7,7 +7,14 @@ from banyan.base.errors import RequestError
 from banyan.frontend.generation import run
 from banyan.server.anthropic.answer import MessageAnswer
 from banyan.server.anthropic.dialect import ANTHROPIC
-from banyan.server.anthropic.schema import HARMLESS, REFUSED, CountRequest, MessagesRequest
+from banyan.server.anthropic.schema import (
+    HARMLESS,
+    HARMLESS_MEMBERS,
+    MEMBERS,
+    REFUSED,
+    CountRequest,
+    MessagesRequest,
+)
 from banyan.server.anthropic.translate import WORDS, chat_body
 from banyan.server.app import Route
 from banyan.server.exchange import Exchange
@@ -15,6 +22,7 @@ from banyan.server.openai.chat_plan import chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
     account_for,
+    account_for_members,
     check_model,
     in_words,
     origin_of,
@@ -86,6 +94,7 @@ async def _read(exchange: Exchange, kind: type[R], report: Report) -> R:
     """The typed request; every field of the body is honoured, refused or reported."""
     raw = await exchange.json_object()
     account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
+    account_for_members(raw, MEMBERS, HARMLESS_MEMBERS, report)
     return typed(raw, kind)
 
 

@@ -68,11 +68,23 @@ class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     top_k: int | None = None
 
 
+MEMBERS: Mapping[str, type[msgspec.Struct]] = {
+    "messages": Turn,
+    "tools": Tool,
+    "tool_choice": ToolChoice,
+    "thinking": Thinking,
+    "output_config": OutputConfig,
+}
+"""Field -> what its objects have; other members are reported."""
+
+HARMLESS_MEMBERS = frozenset(("cache_control",))
+"""Members that ask for what happens anyway."""
+
 _NONE = (None, "", [], {})
 
 REFUSED: Mapping[str, tuple[Sequence[object], str]] = {
-    "container": (_NONE, "this server runs no tools, so there is no container"),
-    "mcp_servers": (_NONE, "this server runs no tools; let the client call MCP servers"),
+    "container": (_NONE, "this server runs no code, so there is no container"),
+    "mcp_servers": (_NONE, "tool servers are for /v1/responses; let the client call MCP servers"),
 }
 
 HARMLESS = frozenset(

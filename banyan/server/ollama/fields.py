@@ -6,8 +6,14 @@ from typing import TypeVar
 import msgspec
 
 from banyan.server.exchange import Exchange
-from banyan.server.ollama.schema import HARMLESS, REFUSED
-from banyan.server.openai.fields import Report, account_for, check_model, typed
+from banyan.server.ollama.schema import HARMLESS, REFUSED, Message
+from banyan.server.openai.fields import (
+    Report,
+    account_for,
+    account_for_members,
+    check_model,
+    typed,
+)
 from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -35,6 +41,7 @@ async def read(exchange: Exchange, kind: type[R], report: Report) -> R:
     """The typed request; every field of the body is honoured, refused or reported."""
     raw = await exchange.json_object()
     account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
+    account_for_members(raw, {"messages": Message}, (), report)
     return typed(raw, kind)
 
 

@@ -5,6 +5,7 @@ means. It takes only seats that others leave free. Knows no files and no batch o
 """
 
 import asyncio
+import io
 import json
 import os
 from collections import Counter
@@ -22,6 +23,7 @@ from banyan.server.limits import strict_json
 from banyan.server.openai.chat import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.openai.embeddings import create_embeddings
+from banyan.server.openai.responses import create as create_response
 from banyan.server.state import ServerState
 from banyan.server.store.answers import AnswerLog, answer_line
 from banyan.server.store.batches import Fault
@@ -50,6 +52,7 @@ def endpoints() -> dict[str, Handler]:
         "/v1/chat/completions": chat_completions,
         "/v1/completions": completions,
         "/v1/embeddings": create_embeddings,
+        "/v1/responses": create_response,
     }
 
 
@@ -75,7 +78,7 @@ def read_lines(content: bytes, endpoint: str = "") -> tuple[list[Line], list[Fau
     lines: list[Line] = []
     faults: list[Fault] = []
     seen: Counter[str] = Counter()
-    for number, text in enumerate(content.split(b"\n"), 1):
+    for number, text in enumerate(io.BytesIO(content), 1):
         if not text.strip():
             continue
         if len(lines) == MAX_LINES:
@@ -114,8 +117,9 @@ def _line(text: bytes, endpoint: str) -> Line:
         raise RequestError(f"url must be {' or '.join(known)}", param="url")
     if not isinstance(body, dict):
         raise RequestError("body must be an object", param="body")
-    if body.get("stream"):
-        raise RequestError("a line of a batch cannot be streamed; leave out stream", param="body")
+    for name in ("stream", "background"):
+        if body.get(name):
+            raise RequestError(f"a line of a batch has one answer; leave out {name}", param="body")
     return Line(custom_id, url, body)
 
 
@@ -216,6 +220,16 @@ class _Reply:
             self.body += message["body"]
 
 
+def _body(state: ServerState, line: Line, exchange: Exchange) -> Json:
+    """What a line asks, at the priority of batches. Its answer is in the file and nowhere else."""
+    body = _with_priority(state, line.body)
+    if line.url != "/v1/responses":
+        return body
+    if body.get("store") is True:
+        exchange.warn("store: the file has the response; it is not kept beside")
+    return {**body, "store": False}
+
+
 def _with_priority(state: ServerState, body: Json) -> Json:
     """The body with a priority below every other, where priorities count and it has none."""
     schedule = state.config.schedule
@@ -229,7 +243,7 @@ async def _ask(state: ServerState, line: Line) -> _Reply:
     reply = _Reply("", [])
     exchange = Exchange({"method": "POST", "path": line.url, "headers": []}, reply.send)
     reply.id, reply.warnings = exchange.id, exchange.warnings
-    exchange.body = json.dumps(_with_priority(state, line.body)).encode()
+    exchange.body = json.dumps(_body(state, line, exchange)).encode()
     try:
         await endpoints()[line.url](exchange, state)
     except RequestError as error:

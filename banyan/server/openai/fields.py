@@ -69,6 +69,24 @@ def account_for(
             report(name, "not used" if name in harmless else "unknown field, ignored")
 
 
+def account_for_members(
+    raw: Json,
+    kinds: Mapping[str, type[msgspec.Struct]],
+    harmless: Collection[str],
+    report: Report,
+) -> None:
+    """Report what the objects of a field of `raw` have, alone or in a list, and `kinds` do not."""
+    found: dict[str, None] = {}
+    for name, kind in kinds.items():
+        value = raw.get(name)
+        known = {*kind.__struct_fields__, *harmless}
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, dict):
+                found |= {f"{name}.{m}": None for m in one if m not in known}
+    for name in found:
+        report(name, "not used")
+
+
 def _refuse_unless_neutral(name: str, value: object, neutral: Sequence[object], why: str) -> None:
     if not any(type(value) is type(n) and value == n for n in neutral):
         raise RequestError(why, param=name, code="not_available")

@@ -5,6 +5,7 @@ polls, or follows its stream.
 """
 
 import asyncio
+import re
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TypeVar
@@ -22,6 +23,7 @@ from banyan.server.openai.chat_plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
     account_for,
+    account_for_members,
     check_model,
     in_words,
     origin_of,
@@ -35,7 +37,9 @@ from banyan.server.openai.responses_request import (
     REFUSED,
     WORDS,
     PromptRequest,
+    Reasoning,
     ResponsesRequest,
+    TextForm,
     chat_body,
 )
 from banyan.server.openai.responses_run import Running
@@ -54,6 +58,7 @@ R = TypeVar("R", bound=PromptRequest)
 log = logger(__name__)
 
 _PAGE = 20
+_ID = re.compile(r"resp_[\w-]{1,64}", re.ASCII)
 _ON = ("true", "1")
 
 
@@ -98,7 +103,7 @@ async def create(exchange: Exchange, state: ServerState) -> None:
             raise in_words(error, WORDS) from None
 
     plan = await plan_turn(request, [], report)
-    id = f"resp_{exchange.id}"
+    id = _fresh_id(request, exchange, state)
     listings = first_listings(offered, [*before, *given])
     answer = ResponseAnswer(
         service, plan, request, offered, listings, id, model, server.cache_report
@@ -194,7 +199,18 @@ async def _read(exchange: Exchange, kind: type[R], report: Report) -> R:
     except TypeError as error:
         raise RequestError(f"the response could not show the request: {error}") from None
     account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
+    account_for_members(raw, {"reasoning": Reasoning, "text": TextForm}, (), report)
     return typed(raw, kind)
+
+
+def _fresh_id(request: ResponsesRequest, exchange: Exchange, state: ServerState) -> str:
+    """The id of a new response: the `request_id`, where it has an id's form, or one of ours."""
+    given = request.request_id or ""
+    if not _ID.fullmatch(given):
+        return f"resp_{exchange.id}"
+    if given in state.responses:
+        raise RequestError(f"there is a response {given!r} already", param="request_id")
+    return given
 
 
 def _template(service: Service) -> ChatTemplate | None:

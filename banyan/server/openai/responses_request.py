@@ -133,6 +133,8 @@ def chat_body(
         "chat_template_kwargs": request.chat_template_kwargs,
     }
     _report_prompt(request, report)
+    if offered.functions and request.tool_choice in (None, "auto") and _binds(request.text):
+        report("tools", "text.format binds the whole answer, so that no tool can be called")
     if isinstance(request, ResponsesRequest):
         body |= {name: getattr(request, name) for name in _SAME}
         body["rid"] = request.request_id
@@ -182,6 +184,11 @@ def _logprobs(request: ResponsesRequest, report: Report) -> Json:
     if _LOGPROBS not in (request.include or []) and not request.top_logprobs:
         return {}
     return {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
+
+
+def _binds(text: TextForm | None) -> bool:
+    """Whether text.format constrains the answer."""
+    return bool(text and text.format) and text.format.get("type") != "text"
 
 
 def _form(text: TextForm | None) -> Json | None:

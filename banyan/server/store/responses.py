@@ -63,6 +63,9 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __contains__(self, id: str) -> bool:
+        return id in self._kept
+
     def find(self, id: str, param: str = "response_id") -> StoredResponse:
         """RequestError 404 when there is none."""
         if id not in self._kept:
