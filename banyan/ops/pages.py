@@ -1,7 +1,7 @@
 """What a page keeps of K and V: numbers of the cache dtype, and beside bytes their scales.
 
-int8 has a width of its own: a head of D numbers takes D bytes and the 4 of its fp32 scale, so that a
-page stays one block of memory. A number is scale · byte, the largest of a head being 127 or −127.
+int8 has a width of its own: a head of D numbers takes D bytes and the 4 of its fp32 scale, so that
+a page stays one block of memory. A number is scale · byte, the largest of a head being 127 or −127.
 """
 
 import torch

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -262,12 +263,46 @@ def test_forced_kernels_threads_and_depth_are_what_the_engine_reports(tiny_model
     assert (facts["depth"], facts["name"], facts["threads"]) == (1, "cpu", 1)
 
 
+def kernels_of(model: Path, **flags: object) -> str:
+    with engine(model, **flags) as it:
+        return str(it.get_server_info()["facts"]["kernels"])
+
+
+def test_the_exact_path_declines_kernels_that_round(tiny_model: Path) -> None:
+    declined = "exact ones were asked for"
+    assert declined not in kernels_of(tiny_model)
+    assert declined in kernels_of(tiny_model, cpu_activations="fp32")
+
+
+def test_no_higher_instructions_are_used_than_allowed(
+    tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("banyan"), "propagate", True)
+    with caplog.at_level(logging.INFO, "banyan"):
+        kernels_of(tiny_model, cpu_isa="base")
+    [built] = [line for line in caplog.messages if line.startswith("compiled CPU kernels: ")]
+    assert built.startswith("compiled CPU kernels: base,")
+
+
+def test_the_compiler_that_is_named_goes_first(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing built yet, and no other compiler, its failure is the reason that is told."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("banyan.ops.cpu.build.shutil.which", lambda name: None)
+    monkeypatch.setattr("banyan.ops.cpu.build.importlib.util.find_spec", lambda name: None)
+    assert "my-c++: " in kernels_of(tiny_model, cpu_compiler="my-c++")
+
+
 def test_half_precision_halves_the_cache(tiny_model: Path) -> None:
     def cache_bytes(kind: str) -> int:
         with engine(tiny_model, kv_cache_dtype=kind) as it:
             return it.get_server_info()["facts"]["memory"]["cache_bytes"]
 
-    assert 2 * cache_bytes("fp16") == cache_bytes("fp32")
+    half = cache_bytes("fp16")
+    assert 2 * half == cache_bytes("fp32")
+    # A head of 16 numbers: 32 bytes as halves, 16 and a scale of 4 as bytes.
+    assert cache_bytes("int8") * 32 == half * 20
 
 
 def prompt_scores(model: Path, **flags: object) -> np.ndarray:

@@ -32,6 +32,12 @@ VARIANTS = {
     | {"chunked_prefill_size": -1, "disable_overlap_schedule": True},
 }
 
+PATHS: dict[str, dict[str, str]] = {
+    "float weights": {},
+    "rounded weights and activations": {"quantization": "q4_0"},
+    "keys and values in bytes": {"kv_cache_dtype": "int8"},
+}
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -74,11 +80,11 @@ def crowded(
     return [answer_of(raw[i * (step + 1) + step]) for i in range(len(PROBES))]
 
 
-@pytest.fixture(scope="module", params=("float weights", "rounded weights and activations"))
+@pytest.fixture(scope="module", params=PATHS)
 def start(tiny_model: Path, request: pytest.FixtureRequest) -> Callable[..., Engine]:
-    path = {"quantization": "q4_0"} if request.param.startswith("rounded") else {}
+    path = PATHS[request.param]
     if path and not any(compilers()):
-        pytest.skip("weights are rounded by the compiled kernels; no C++ compiler is here")
+        pytest.skip("numbers are rounded by the compiled kernels; no C++ compiler is here")
 
     def start(**flags: object) -> Engine:
         return Engine(model_path=str(tiny_model), threads=1, log_level="error", **path, **flags)
