@@ -55,6 +55,12 @@ def _half_done(schema: Schema) -> str:
     return "'allOf'" if isinstance(many, list) and len(many) != 1 else ""
 
 
+def _anything(schema: Schema) -> str:
+    """A value of any kind becomes alternatives without brackets around them."""
+    said = ("type", "enum", "const", "$ref", "anyOf", "allOf", "properties")
+    return "" if any(name in schema for name in said) else "a schema that allows anything"
+
+
 _RULES = (
     any_of(
         (
@@ -70,6 +76,7 @@ _RULES = (
     undeclared_required,
     _unescaped,
     _half_done,
+    _anything,
 )
 """Found by generating from small schemas at random and validating the outcome."""
 

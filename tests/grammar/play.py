@@ -31,7 +31,6 @@ VOCABULARY = Vocabulary(
     (TOOL,),
 )
 MASKS = TokenMasks(VOCABULARY)
-_CLOSERS = [i for i, t in enumerate(VOCABULARY.tokens) if t and set(t) <= set(b'"}] ,:')]
 
 
 def open_backend(name: str, compact: bool = False) -> Backend:
@@ -52,8 +51,7 @@ def begin(program: Program, constraint: Constraint, after: Sequence[int] = ()) -
 
 
 def allowed(grammar: Grammar) -> list[int]:
-    bits = np.unpackbits(np.frombuffer(grammar.mask(), np.uint8), bitorder="little")
-    return np.flatnonzero(bits).tolist()
+    return _ids(np.frombuffer(grammar.mask(), np.uint8)).tolist()
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -68,28 +66,55 @@ def write(grammar: Grammar, text: str) -> bool:
 @dataclass
 class Played:
     tokens: list[int]
-    is_ended: bool
+    text: str
+    is_ended: bool = False
     is_stuck: bool = False
 
-    @property
-    def text(self) -> str:
-        return text_of(self.tokens)
+
+class Player:
+    """A model that knows nothing, with a liking for what closes.
+
+    Args:
+        vocabulary: what it writes in.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokens = vocabulary.tokens
+        self._ends = frozenset(vocabulary.end_ids)
+        closers = (i for i, t in enumerate(self._tokens) if t and set(t) <= set(b'"}] ,:'))
+        self._closers = vocabulary.bits(closers).view(np.uint8)
+
+    def play(self, grammar: Grammar, random: Random, most: int = 300) -> Played:
+        """Draw tokens until one ends the output: as soon as an end is allowed, half the time."""
+        tokens: list[int] = []
+        while len(tokens) < most:
+            mask = np.frombuffer(grammar.mask(), np.uint8)
+            closers = mask & self._closers
+            choices = _ids(closers if closers.any() and random.random() < 0.4 else mask)
+            if not len(choices):
+                return self._played(tokens, is_stuck=True)
+            end = next((id for id in self._ends if mask[id // 8] >> (id % 8) & 1), -1)
+            if end >= 0 and random.random() < 0.5:
+                assert grammar.accept(end)
+                return self._played(tokens, is_ended=True)
+            token = int(random.choice(choices))
+            assert grammar.accept(token), (token, self._text(tokens))
+            if token in self._ends:
+                return self._played(tokens, is_ended=True)
+            tokens.append(token)
+        return self._played(tokens)
+
+    def _played(self, tokens: list[int], is_ended: bool = False, is_stuck: bool = False) -> Played:
+        return Played(tokens, self._text(tokens), is_ended, is_stuck)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return b"".join(self._tokens[t] for t in tokens).decode("utf-8", "replace")
+
+
+def _ids(mask: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little"))
 
 
 def play(grammar: Grammar, random: Random, most: int = 300) -> Played:
-    """Draw tokens until an end is allowed, with a liking for what closes."""
-    tokens: list[int] = []
-    while len(tokens) < most:
-        choices = allowed(grammar)
-        if not choices:
-            return Played(tokens, False, is_stuck=True)
-        if END in choices and random.random() < 0.5:
-            assert grammar.accept(END)
-            return Played(tokens, True)
-        closers = [t for t in _CLOSERS if t in choices] if random.random() < 0.4 else []
-        token = random.choice(closers or [t for t in choices if t != END] or [END])
-        assert grammar.accept(token), (token, text_of(tokens))
-        if token == END:
-            return Played(tokens, True)
-        tokens.append(token)
-    return Played(tokens, False)
+    """In the small vocabulary."""
+    return Player(VOCABULARY).play(grammar, random, most)

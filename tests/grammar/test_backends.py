@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from banyan.frontend.constraint import Tag, tool_calls_constraint
 from banyan.grammar.base import Backend, masks_for
 from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Constraint
+from tests.flags import config_of
 from tests.grammar.play import END, TOOL, allowed, open_backend, play, started, text_of, write
 
 PACKAGES = {"xgrammar": "xgrammar", "llguidance": "llguidance", "outlines": "outlines_core"}
@@ -99,7 +100,8 @@ def test_any_object_is_an_object(full_backend: Backend):
 def test_compact_json_has_no_white_space(name: str):
     random = Random(7)
     schema = {**PERSON, "properties": {**PERSON["properties"], "name": {"const": "x"}}}
-    backend = backend_or_skip(name, compact=True)
+    flags = config_of("--constrained-json-disable-any-whitespace")
+    backend = backend_or_skip(name, compact=flags.grammar.compact)
     played = [play(started(backend, JSON_SCHEMA, json.dumps(schema)), random) for _ in range(8)]
     assert any(p.is_ended for p in played)
     assert not any(c.isspace() for p in played for c in p.text)

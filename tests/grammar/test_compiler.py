@@ -17,6 +17,7 @@ from banyan.messages.constraint import Constraint
 from banyan.messages.events import Event, Failed, Finished
 from banyan.messages.requests import Abort, Control, Generate
 from banyan.messages.sampling import SamplingParams
+from tests.flags import config_of
 from tests.grammar.play import END, VOCABULARY, allowed, write
 
 pytest.importorskip("llguidance")
@@ -145,7 +146,8 @@ def test_large_patterns_neither_hang_nor_break_the_compiler(
 
 def test_what_takes_too_long_is_refused_alone(opened: Open):
     pytest.importorskip("outlines_core")
-    compiler, _ = opened(GrammarLimits(time_s=1.0), "outlines")
+    limits = GrammarLimits(time_s=config_of("--grammar-timeout", "1").grammar.timeout_s)
+    compiler, _ = opened(limits, "outlines")
     error = reason(compiler, regex("(a|b)*a(a|b){18}"))
     assert error.status == 400 and error.code == "grammar_limit" and "1 s" in error.text
     assert write(compiler(DIGITS), "7"), "a new process compiles the next one"
