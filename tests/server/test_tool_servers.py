@@ -17,13 +17,14 @@ import pytest
 from openai.types.responses import ResponseItemList
 
 from banyan.base.errors import ConfigError
+from banyan.config.cli import parse
+from banyan.config.env import Environment
 from banyan.frontend.generation import TextRequest
 from banyan.server.openai import responses_run
 from banyan.server.openai.responses_tools import ServerCalls, offered_tools
 from banyan.server.tool_servers.base import MAX_OUTPUT_CHARS, ToolServers
 from banyan.server.tool_servers.demo import DemoServer, calculate
 from banyan.server.tool_servers.start import addresses, start_tool_servers
-from tests.flags import given
 from tests.server.fakes import Site, Step, steps
 from tests.server.talk import TEMPLATE, service_with
 from tests.server.test_responses import MESSAGE, THINKING, ask, events, kinds, without_ids
@@ -85,7 +86,7 @@ def on(site: Site, work: Coroutine[object, object, T]) -> T:
 
 def using(site: Site, *names: str) -> None:
     """Start the site's tool servers as the flag does."""
-    config = given("--model-path", "tiny", "--tool-server", ",".join(names))
+    config = parse(["--model-path", "tiny", "--tool-server", ",".join(names)], Environment())
     site.state.tool_servers = on(site, start_tool_servers(config.server.tool_servers))
 
 
