@@ -19,6 +19,7 @@ from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.engine.orders import ENGINE, RANK, Orders
 from banyan.engine.processes import Child, follow_parent, spawn, take_orders
+from banyan.formats.shards import read_ahead
 from banyan.messages.events import Fatal
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def _start(
 ) -> EngineHandle:
     child.order(Orders(ENGINE, config, card, address).encode())
     child.watch(on_death)
+    if config.model.load_format != "dummy":
+        threading.Thread(target=read_ahead, args=(card.path,), daemon=True).start()
     return EngineHandle(stop=child.stop, pids=lambda: [child.pid])
 
 

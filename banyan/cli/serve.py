@@ -6,7 +6,6 @@ from functools import partial
 from banyan.base.log import logger, start_logging
 from banyan.config.cli import help_text, parse
 from banyan.config.env import read_environment
-from banyan.config.resolve import prepare
 
 log = logger(__name__)
 
@@ -31,6 +30,7 @@ def serve(argv: Sequence[str]) -> int:
     from banyan.compose import waiting_engines
 
     with waiting_engines(config.parallel.dp) as start_engine:
+        from banyan.config.resolve import prepare
         from banyan.server.serve import run_server
 
         return run_server(config, partial(prepare, config, environment), start_engine)

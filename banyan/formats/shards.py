@@ -3,7 +3,9 @@
 Knows the index that shards come with; knows no models. Headers are read, tensors are not.
 """
 
+import contextlib
 import json
+import os
 from pathlib import Path
 
 from banyan.base.errors import ModelError
@@ -13,6 +15,10 @@ from banyan.formats.safetensors import SafetensorsFile
 _INDEX = "model.safetensors.index.json"
 _MAX_INDEX_BYTES = 64 << 20
 _AGAIN = "download the model again"
+_AHEAD_BYTES = 2 << 30
+"""About what a fast disk reads while a process loads its libraries."""
+_PIECE_BYTES = 128 << 10
+"""A system reads no more than its read-ahead, often this much, however much it is asked for."""
 
 
 def weight_files(folder: str) -> list[Path]:
@@ -33,6 +39,19 @@ def weight_files(folder: str) -> list[Path]:
             hint="name a .gguf file or a folder with safetensors weights",
         )
     return found
+
+
+def read_ahead(path: str) -> None:
+    """Ask the system to read the weights of a file or folder from the disk while nobody waits for
+    them yet. Takes a moment per GiB; what is wrong with them, their reader will say."""
+    left = _AHEAD_BYTES
+    with contextlib.suppress(OSError, ModelError):
+        for file in [Path(path)] if os.path.isfile(path) else weight_files(path):
+            with file.open("rb") as opened:
+                size = min(left, os.fstat(opened.fileno()).st_size)
+                for at in range(0, size, _PIECE_BYTES):
+                    os.posix_fadvise(opened.fileno(), at, _PIECE_BYTES, os.POSIX_FADV_WILLNEED)
+                left -= size
 
 
 def check_weight_files(folder: str) -> None:

@@ -46,6 +46,12 @@ def test_help_and_refusals_load_nothing_heavy(words: list[str]) -> None:
     assert not loaded & {"torch", "numpy", "fastapi", "uvicorn", "transformers", "tokenizers"}
 
 
+def test_the_server_process_computes_nothing_so_it_loads_nothing_for_that() -> None:
+    loaded = modules_after("import banyan.compose, banyan.server.serve")
+    assert "banyan.server.serve" in loaded
+    assert not loaded & {"torch", "numpy", "transformers"}
+
+
 @pytest.mark.parametrize(
     ("words", "code", "culprit"),
     [

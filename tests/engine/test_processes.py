@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from banyan.base.errors import DeviceError
 from banyan.engine.processes import spawn
 
 WAIT_S = 20
@@ -46,6 +47,22 @@ def test_a_child_gets_its_orders_and_ends_when_stopped(child_module, tmp_path):
     wait_for(tmp_path / "taken")
     child.stop()
     assert not child.is_alive() and deaths == []
+
+
+def test_a_child_waits_for_orders_that_come_later(child_module, tmp_path):
+    child = spawn(child_module, "engine")
+    assert child.is_alive()
+    child.order(str(tmp_path / "taken").encode())
+    wait_for(tmp_path / "taken")
+    child.stop()
+
+
+def test_a_child_that_ended_cannot_take_orders(child_module, tmp_path):
+    child = spawn(child_module, "engine")
+    os.kill(child.pid, signal.SIGKILL)
+    psutil.Process(child.pid).wait(WAIT_S)
+    with pytest.raises(DeviceError, match="engine process ended before it took its orders"):
+        child.order(b"anything")
 
 
 def test_an_unasked_end_is_told_with_the_exit_code(child_module):

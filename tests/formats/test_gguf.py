@@ -167,10 +167,21 @@ def test_a_hostile_file_is_refused_with_the_reason(says: str, tmp_path: Path) ->
     assert error.value.hint
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_whoever_wants_no_words_gets_the_same_tensors(tmp_path: Path) -> None:
+    with opened(tmp_path, GOOD) as file:
+        pass
+    with GGUFFile.open(file.path, has_words=False) as bare:
+        assert bare.tensors == file.tensors
+        assert bare.metadata == {**file.metadata, "a.words": []}
+
+
+@pytest.mark.parametrize("has_words", [True, False])
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path, has_words: bool) -> None:
+    path = tmp_path / "model.gguf"
     for length in range(len(GOOD)):
+        path.write_bytes(GOOD[:length])
         with pytest.raises(ModelError):
-            opened(tmp_path, GOOD[:length])
+            GGUFFile.open(str(path), has_words=has_words)
 
 
 @given(data=st.data())
