@@ -1,24 +1,34 @@
-"""A start that cannot work ends in seconds, with an exit code of its own and the culprit named.
+"""A start says where its time went and takes no more memory than it may; one that cannot work ends
+in seconds, with an exit code of its own and the culprit named.
 
 `tests/cli/test_mistakes.py` makes the mistakes that need no engine; here are whole processes.
 """
 
 import contextlib
 import json
+import re
 import shutil
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from banyan.ops.cpu.build import BuildError, cached_library
-from tests.system.serving import run_to_end
+from banyan.server.startup import READY_LINE
+from tests.system.serving import run_to_end, wait_until
 
 LIMIT_S = 5.0
 """CPU seconds."""
 PATIENCE_S = 60.0
+MIB = 1 << 20
+ROUNDING_S = 0.005
+"""Of every figure in the table of phases."""
+CLOCK_TICK_S = 0.01
+"""The system knows no better when a process began."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,6 +94,37 @@ def test_a_truncated_gguf_file_is_named(demo_model, tmp_path, log):
 def test_a_cache_smaller_than_a_page_is_refused(tiny_model, log):
     output = refused(log, "--model-path", str(tiny_model), "--max-total-tokens", "1")
     assert "max-total-tokens" in output
+
+
+def test_the_phases_that_are_printed_account_for_the_time_it_took(server):
+    with server() as running:
+        wait_until(lambda: READY_LINE in running.log.read_text(), PATIENCE_S, READY_LINE)
+        text, seen_s = running.log.read_text(), time.time()
+        total_s = float(re.search(r"start-up took ([\d.]+) s:", text)[1])
+        phases = [float(n) for n in re.findall(r"server\] +([\d.]+) s  \w", text)]
+        assert len(phases) > 5
+        assert sum(phases) == pytest.approx(total_s, rel=0.05, abs=len(phases) * ROUNDING_S)
+        began_s = psutil.Process(running.pid).create_time()
+        assert total_s <= seen_s - began_s + ROUNDING_S + CLOCK_TICK_S
+        info = running.http.get("/get_server_info").json()
+        assert sum(info["startup_phases"].values()) == pytest.approx(info["startup_time"])
+        assert info["startup_time"] == pytest.approx(total_s, rel=0.05)
+
+
+def test_memory_is_bounded_by_the_size_of_the_model(demo_model, demo_server):
+    """350 MiB for the libraries of all processes, weights once and a half, pages that are used."""
+    compiled = "linear:rounded" in demo_server.log.read_text()
+    if not compiled:
+        pytest.skip("without compiled kernels the weights are unpacked to floats")
+    demo_server.generate(text="The capital of France is", sampling_params={"max_new_tokens": 8})
+    used = sum(pss_bytes(pid) for pid in (demo_server.pid, *demo_server.members()))
+    assert used <= 350 * MIB + 1.5 * demo_model.stat().st_size
+
+
+def pss_bytes(pid: int) -> int:
+    """Memory of a process, shared pages divided by those who share them."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    return int(re.search(r"^Pss: +(\d+) kB", text, re.MULTILINE)[1]) * 1024
 
 
 def spoil_header(folder: Path, change: Callable[[dict], object]) -> None:
