@@ -52,6 +52,10 @@ class ServerProcess:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def first_answer(self, body: Mapping[str, object], timeout_s: float) -> float:
         """Ask for one token until it comes; seconds since the start of the process."""
         problem = "no connection"

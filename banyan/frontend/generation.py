@@ -211,7 +211,10 @@ async def collect(generator: Generator, requests: Sequence[TextRequest]) -> list
 
 async def _unfailed(generator: Generator, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
     """Chunks of one request; a failure of the engine becomes a RequestError with its status."""
-    async with aclosing(in_strides(generator.generate(request), request.stride)) as chunks:
+    stream = generator.generate(request)
+    if request.stride > 1:
+        stream = in_strides(stream, request.stride)
+    async with aclosing(stream) as chunks:
         async for chunk in chunks:
             if chunk.finish is not None and chunk.finish.status:
                 finish = chunk.finish

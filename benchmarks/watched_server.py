@@ -1,0 +1,71 @@
+"""The server as it is, with two things about it: its engine knows every token beforehand, and its
+own event loop notes how late it wakes up.
+
+`python -m benchmarks.watched_server RATE NOTES [flags of banyan serve]`; the file NOTES is
+written at the end.
+"""
+
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import uvloop
+
+from banyan.base.log import start_logging
+from banyan.config.card import ModelCard
+from banyan.config.cli import parse
+from banyan.config.env import read_environment
+from banyan.config.resolve import prepare
+from banyan.config.schema import Config
+from banyan.engine.processes import Child, spawn
+from banyan.server.serve import Server, bind
+
+TICK_S = 0.002
+
+
+async def note_lag(notes: list[tuple[float, float]]) -> None:
+    """(monotonic seconds, seconds that the loop was late) of every tick."""
+    while True:
+        due_s = time.monotonic() + TICK_S
+        await asyncio.sleep(TICK_S)
+        now_s = time.monotonic()
+        notes.append((now_s, max(0.0, now_s - due_s)))
+
+
+def start_engine(
+    rate: str, config: Config, card: ModelCard, address: str, on_death: Callable[[str], None]
+) -> Child:
+    child = spawn("benchmarks.instant_engine", "engine", f"{address} {rate}".encode())
+    child.watch(on_death)
+    return child
+
+
+def main() -> None:
+    rate, path, *flags = sys.argv[1:]
+    environment = read_environment()
+    config = parse(flags, environment)
+    start_logging("server", "warning")
+    notes: list[tuple[float, float]] = []
+
+    async def serve() -> int:
+        ready = partial(prepare, config, environment)
+        server = Server(config, ready, listener, partial(start_engine, rate))
+        watch = asyncio.create_task(note_lag(notes))
+        try:
+            return await server.run()
+        finally:
+            watch.cancel()
+
+    with contextlib.closing(bind(config.server)) as listener:
+        code = uvloop.run(serve())
+    Path(path).write_text(json.dumps(notes))
+    raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()
