@@ -7,6 +7,6 @@ from banyan.config.env import Environment
 from banyan.config.schema import Config
 
 
-def given(*argv: str) -> Config:
+def config_of(*argv: str) -> Config:
     """What a server started with these words is asked for; nothing is resolved yet."""
     return parse(argv, Environment())

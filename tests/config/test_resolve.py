@@ -10,6 +10,7 @@ from banyan.config.env import Environment
 from banyan.config.resolve import prepare, resolve
 from banyan.config.schema import Config, ModelConfig, ParallelConfig, ScheduleConfig, ServerConfig
 from tests.config.test_checkpoint import LLAMA, folder
+from tests.flags import config_of
 
 NOTHING = Environment()
 CARD = ModelCard(
@@ -115,14 +116,16 @@ def test_a_chat_template_is_a_file_or_a_text(tmp_path: Path) -> None:
 
 def test_preparing_finds_the_model_reads_its_card_and_resolves(tmp_path: Path) -> None:
     path = folder(tmp_path, LLAMA)
-    config, card = prepare(Config(model=ModelConfig(path)), NOTHING)
+    config, card = prepare(config_of("--model-path", path), NOTHING)
     assert (config.model.path, config.model.served_name) == (path, path)
     assert card.num_layers == 2 and config.model.load_format == "safetensors"
 
 
 def test_overrides_reach_the_card_of_the_model(tmp_path: Path) -> None:
     path = folder(tmp_path, LLAMA)
-    _, card = prepare(Config(model=ModelConfig(path, overrides={"rope_theta": 777.0})), NOTHING)
+    _, card = prepare(
+        config_of(path, "--json-model-override-args", '{"rope_theta": 777.0}'), NOTHING
+    )
     assert card.rope.theta == 777.0
 
 

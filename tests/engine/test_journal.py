@@ -10,7 +10,8 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.engine.journal import Journal, read_journal
 from banyan.messages.requests import Abort, StopAt
 from banyan.sim.replay import check
-from tests.scheduler.driver import Driver
+from tests.flags import config_of
+from tests.scheduler.driver import Driver, asked
 
 
 def record(path, seed=1, size=1 << 20, close=True):
@@ -88,6 +89,13 @@ def test_a_full_journal_stops_and_what_it_holds_replays(tmp_path):
     report = check(str(tmp_path / "journal"))
     assert report.ok and report.is_full and 0 < report.plans < len(driver.plans)
     assert (tmp_path / "journal").stat().st_size <= 3000
+
+
+def test_the_journal_is_as_large_as_the_flag_says(tmp_path):
+    size = config_of("--journal-bytes", str(2 << 20)).observe.journal_bytes
+    journal = Journal(str(tmp_path / "journal"), asked(), size)
+    assert (tmp_path / "journal").stat().st_size == 2 << 20
+    journal.close()
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The live loop with a scripted runner, over a real in-process link."""
 
+import contextlib
 import threading
 from array import array
 from queue import SimpleQueue
@@ -20,6 +21,7 @@ from banyan.messages.sampling import SamplingParams
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.order import fcfs
 from banyan.scheduler.scheduler import Scheduler
+from tests.flags import config_of
 
 READY = Ready(max_total_tokens=1, max_request_tokens=1, max_running=1)
 WAIT_S = 20
@@ -84,11 +86,17 @@ class CountingRunner:
 
 @pytest.fixture
 def served():
+    with serving(check_ledger=True) as parts:
+        yield parts
+
+
+@contextlib.contextmanager
+def serving(check_ledger):
     link, runner, wake = QueueLink(), CountingRunner(), Wake()
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
     limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
     core = EngineCore(Scheduler(cache, limits, fcfs), depth=2)
-    loop = EngineLoop(core, Threaded(runner, wake.ring), link, wake, WallClock(), check_ledger=True)
+    loop = EngineLoop(core, Threaded(runner, wake.ring), link, wake, WallClock(), check_ledger)
     thread = threading.Thread(target=loop.run, args=(READY,))
     thread.start()
     link.hear(Ready)
@@ -110,6 +118,16 @@ def test_a_request_is_answered_token_by_token(served):
     got = [link.hear(Tokens) for _ in range(3)]
     assert [t.first for t in got] == [0, 1, 2]
     assert link.hear(Finished).output_tokens == 3
+
+
+@pytest.mark.parametrize("flags", [("--check-ledger",), ()])
+def test_the_ledger_is_checked_after_every_step_when_that_is_asked_for(flags, monkeypatch):
+    checks = []
+    monkeypatch.setattr(EngineCore, "check", checks.append)
+    with serving(config_of(*flags).schedule.check_ledger) as (link, _, _):
+        link.tell(generate("a", new=20))
+        link.hear(Finished)
+    assert (len(checks) >= 20) == bool(flags)
 
 
 def test_the_heart_beats_while_a_step_hangs_and_tells_its_age(served):

@@ -10,6 +10,8 @@ from banyan.frontend.fleet import Fleet
 from banyan.messages.events import Failed, Finished, Stats
 from banyan.messages.requests import Generate
 from banyan.messages.sampling import SamplingParams
+from banyan.scheduler.routing import ROUTES
+from tests.flags import config_of
 from tests.frontend.fake_engine import serving, until
 from tests.frontend.test_client import asynchronous, events_of
 
@@ -46,6 +48,29 @@ async def test_requests_go_where_the_route_says_and_all_end():
         ends = [(await events_of(stream))[-1] for stream in streams]
         assert all(isinstance(end, Finished) for end in ends)
         assert [client.open_tokens for client in clients] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "taken"),
+    [
+        ((), [2, 2]),
+        (("--load-balance-method", "total_requests"), [2, 2]),
+        (("--load-balance-method", "total_tokens"), [1, 3]),
+    ],
+)
+def test_the_method_decides_which_engine_takes_a_request(flags, taken):
+    route = ROUTES.load(config_of("--dp-size", "2", *flags).parallel.load_balance)
+
+    async def scenario():
+        async with AsyncExitStack() as stack:
+            fleet, clients, engines = await open_fleet(stack, route=route)
+            for engine in engines:
+                engine.hold = True
+            for i, length in enumerate((90, 4, 4, 4)):
+                fleet.submit(generate(str(i), length))
+            assert [client.num_open for client in clients] == taken
+
+    asynchronous(scenario)()
 
 
 @asynchronous

@@ -11,6 +11,7 @@ from banyan.base.errors import RequestError
 from banyan.frontend.generation import collect
 from banyan.frontend.request_log import RequestLog
 from banyan.frontend.text_generator import TextGenerator, open_generator
+from tests.flags import config_of
 from tests.frontend.fake_engine import ids_of, serving
 from tests.frontend.test_client import asynchronous
 from tests.frontend.test_generation import LIMITS, TOKENIZER, request
@@ -68,11 +69,12 @@ def test_a_reader_who_leaves_closes_the_request(lines):
 
 
 def test_nothing_is_logged_unless_asked_for(lines):
-    async def scenario(log_requests):
+    async def scenario(*flags):
+        log_requests = config_of(*flags).observe.log_requests
         async with serving(lambda message: ids_of("word")) as (client, _):
             await collect(open_generator(client, TOKENIZER, LIMITS, log_requests), [ASKED])
 
-    asynchronous(scenario)(False)
+    asynchronous(scenario)()
     assert lines() == []
-    asynchronous(scenario)(True)
+    asynchronous(scenario)("--log-requests")
     assert len(lines()) == 1

@@ -6,6 +6,7 @@ from banyan.base.errors import CapacityError
 from banyan.config.schema import CacheConfig, ScheduleConfig
 from banyan.memory.groups import FULL, WINDOW
 from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
+from tests.flags import config_of
 
 GIB = 1 << 30
 FULL_LAYERS = GroupBytes(FULL, 1 << 16)
@@ -61,7 +62,7 @@ def test_pages_of_a_window_make_room_for_more_tokens():
 def test_a_share_of_memory_decides_what_weights_and_cache_may_take():
     def cache_bytes(share: float) -> int:
         return plan_memory(
-            CacheConfig(memory_fraction=share),
+            config_of("--mem-fraction-static", str(share)).cache,
             ScheduleConfig(),
             context_length=32768,
             groups=(FULL_LAYERS,),

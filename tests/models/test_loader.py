@@ -15,6 +15,7 @@ from banyan.models.weights.custom import load_transforms
 from banyan.models.weights.loader import check_extra_config, load_model
 from banyan.ops.bind import bind
 from banyan.parallel.mesh import Mesh
+from tests.flags import config_of
 
 CPU = torch.device("cpu")
 PROMPT = list(range(20))
@@ -202,10 +203,13 @@ def test_layered_loading_gives_the_weights_of_the_checkpoint(tiny_llama, ops, pa
 
 
 def test_settings_of_the_loader_that_nothing_reads_are_named():
-    with pytest.raises(ConfigError, match="unknown threads"):
-        check_extra_config({"num_threads": 4, "threads": 8})
+    def settings(text):
+        return config_of("--model-loader-extra-config", text).model.loader_settings
 
-    assert len(check_extra_config({"num_threads": 4})) == 1
+    with pytest.raises(ConfigError, match="unknown threads"):
+        check_extra_config(settings('{"num_threads": 4, "threads": 8}'))
+
+    assert len(check_extra_config(settings('{"num_threads": 4}'))) == 1
 
 
 CUSTOM = """

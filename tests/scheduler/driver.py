@@ -14,14 +14,14 @@ from banyan.messages.requests import Generate
 from banyan.messages.sampling import SamplingParams
 from banyan.scheduler.budget import Limits, Priorities
 from tests.config.test_resolve import CARD
-from tests.flags import given
+from tests.flags import config_of
 
 VOCAB = 97
 
 
 def asked(*flags: str) -> CoreSpec:
     """What the flags ask of one replica that has plenty of memory."""
-    config = resolve(given(*flags), CARD, Environment())
+    config = resolve(config_of(*flags), CARD, Environment())
     memory = plan_memory(
         config.cache,
         config.schedule,

@@ -238,6 +238,34 @@ def test_longest_prefix_first_serves_cached_prompts_first():
     assert list(driver.outputs) == ["warm", "hot", "cold"]
 
 
+@pytest.mark.parametrize(("policy", "kept"), [("lru", [0, 16]), ("lfu", [16, 0])])
+def test_the_eviction_policy_decides_what_stays_in_the_cache(policy, kept):
+    """Two prompts, one used twice, the other later: there is room for one of them only."""
+    flags = ("--max-total-tokens", "64", "--radix-eviction-policy", policy)
+    driver = Driver(spec=asked(*flags))
+    often, lately = [1] * 17, [2] * 17
+    for number, prompt in enumerate((often, often, lately, [3] * 33)):
+        driver.submit(str(number), prompt, new=1)
+        driver.run()
+    cache = driver.core.scheduler.cache
+    found = [cache.probe(b"", array("i", p).tobytes(), 16).tokens for p in (often, lately)]
+    assert found == kept
+
+
+def test_the_conservative_admit_fewer_requests():
+    """Neither is ever wrong: what was admitted in vain is retracted."""
+
+    def most_running(conservativeness):
+        flags = ("--schedule-conservativeness", conservativeness, "--max-total-tokens", "320")
+        driver = Driver(spec=asked(*flags, "--max-running-requests", "16"))
+        for number in range(16):
+            driver.submit(str(number), [number, *PROMPT], new=60)
+        driver.run()
+        return max(len(plan.rows) for plan in driver.plans)
+
+    assert most_running("0") > most_running("1") >= most_running("10")
+
+
 def test_flushing_is_refused_while_requests_hold_pages():
     driver = Driver()
     driver.submit("a", PROMPT)

@@ -10,6 +10,7 @@ import pytest
 from banyan.config.schema import ServerConfig
 from banyan.frontend.generation import Finish
 from banyan.messages.constraint import Constraint
+from tests.flags import config_of
 from tests.server.fakes import Site
 from tests.server.talk import PATH, TOOLS, USER, ask, says, service_with, tool
 
@@ -76,6 +77,17 @@ def test_every_cell_of_the_table(
     assert constraint.kind.startswith(kind)
     after = model.tokenizer.encode("</think>", add_special_tokens=False)
     assert list(constraint.after) == (after if thinks else [])
+
+
+@pytest.mark.parametrize("flags", [("--tool-call-parser", "hermes"), ()])
+def test_a_parser_that_is_named_reads_calls_of_any_template(
+    site: Site, http: httpx.Client, flags: tuple[str, ...]
+) -> None:
+    named = config_of(*flags).server.tool_parser
+    site.state.service = service_with(site, "{{ tools }} {{ messages[0].content }}", named)
+    says(site, CALL)
+    heard = ask(http, False, tools=TOOLS)
+    assert heard.calls == (CALLED if flags else []) and bool(heard.content) == (not flags)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -9,11 +9,11 @@ import httpx
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.config.schema import ServerConfig
 from banyan.server import auth, connection
 from banyan.server.auth import Guard
 from banyan.server.limits import read_body, strict_json
 from banyan.server.routes import all_routes
+from tests.flags import config_of
 from tests.server.fakes import Site, steps
 
 KEY, ADMIN = "sesame-key", "sesame-admin"
@@ -24,7 +24,8 @@ USER = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Site]:
-    with Site(ServerConfig(api_key=KEY, admin_api_key=ADMIN, max_body_bytes=4096)).serving() as s:
+    flags = ("--api-key", KEY, "--admin-api-key", ADMIN, "--max-body-bytes", "4096")
+    with Site(config_of(*flags).server).serving() as s:
         yield s
 
 
@@ -263,7 +264,7 @@ def test_reset_connections_leave_nothing(site: Site, http: httpx.Client) -> None
 
 
 def test_strict_servers_refuse_what_others_report() -> None:
-    with Site(ServerConfig(strict_requests=True)).serving() as strict:
+    with Site(config_of("--strict-requests").server).serving() as strict:
         post = lambda path, body: httpx.post(strict.url + path, json=body)  # noqa: E731
         assert post("/v1/chat/completions", {"messages": USER, "user": "u"}).status_code == 400
         assert post("/v1/chat/completions", {"messages": USER, "model": "x"}).status_code == 404

@@ -12,6 +12,7 @@ from banyan.base.errors import RequestError
 from banyan.config.schema import ServerConfig
 from banyan.server.multipart import read_form
 from banyan.server.store.storage import Storage, storage_path
+from tests.flags import config_of
 from tests.server.fakes import Site
 
 CONTENT = b'{"custom_id": "a"}\r\n--not-a-boundary\r\n\x00\xff\n'
@@ -23,8 +24,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def client(folder: Path) -> Iterator[openai.OpenAI]:
-    config = ServerConfig(storage_path=str(folder), max_body_bytes=4096)
+def client(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[openai.OpenAI]:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    config = config_of("--file-storage-path", str(folder), "--max-body-bytes", "4096").server
     with (
         Site(config).serving() as site,
         openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0) as made,

@@ -17,6 +17,7 @@ import pytest
 from banyan.base.errors import CapacityError, ConfigError, ModelError
 from banyan.config.schema import ServerConfig
 from banyan.server.serve import bind, check_exposure
+from tests.flags import config_of
 from tests.server.fakes import TEMPLATE, byte_tokenizer
 from tests.server.scripted_server import DEADLY_TOKENS
 
@@ -223,5 +224,5 @@ def test_an_open_server_warns_and_require_key_refuses(caplog: pytest.LogCaptureF
     check_exposure(ServerConfig(host="0.0.0.0"))
     assert "Anyone who reaches 0.0.0.0" in caplog.text
     with pytest.raises(ConfigError, match="--require-key"):
-        check_exposure(ServerConfig(host="0.0.0.0", require_key=True))
+        check_exposure(config_of("--host", "0.0.0.0", "--require-key").server)
     check_exposure(ServerConfig(host="0.0.0.0", require_key=True, api_key="k"))

@@ -52,6 +52,7 @@ FLAGS = (
         "cache.eviction",
         "which cached prefix goes first when room is needed",
         choices=("lru", "lfu", "fifo"),
-        proof="tests/memory/test_radix.py::test_the_policy_decides_which_leaf_goes_first",
+        proof="tests/scheduler/test_scheduler.py"
+        "::test_the_eviction_policy_decides_what_stays_in_the_cache",
     ),
 )

@@ -9,7 +9,7 @@ FLAGS = (
         "device to run on",
         choices=("auto", "cpu"),
         proof="tests/system/test_flag_effects.py"
-        "::test_a_device_or_kernel_that_is_not_here_is_refused",
+        "::test_forced_kernels_threads_and_depth_are_what_the_engine_reports",
     ),
     Flag(
         "tensor-parallel-size",
@@ -41,7 +41,7 @@ FLAGS = (
             ("shortest_queue", "total_requests"),
             ("minimum_tokens", "total_tokens"),
         ),
-        proof="tests/frontend/test_fleet.py::test_requests_go_where_the_route_says_and_all_end",
+        proof="tests/frontend/test_fleet.py::test_the_method_decides_which_engine_takes_a_request",
     ),
     Flag(
         "threads",
@@ -59,7 +59,7 @@ FLAGS = (
         "device.compiler",
         "C++ compiler for the CPU kernels, tried before g++, clang++ and the ziglang package",
         documented=False,
-        proof="tests/ops/test_cpu_build.py::test_a_named_compiler_goes_first",
+        proof="tests/system/test_flag_effects.py::test_the_compiler_that_is_named_goes_first",
     ),
     Flag(
         "cpu-isa",
@@ -67,7 +67,8 @@ FLAGS = (
         "highest instruction set for the CPU kernels; default: the best of this machine",
         choices=("base", "avx2", "avx512", "vnni", "amx"),
         documented=False,
-        proof="tests/ops/test_cpu_linear.py::test_every_instruction_set_checks_itself",
+        proof="tests/system/test_flag_effects.py"
+        "::test_no_higher_instructions_are_used_than_allowed",
     ),
     Flag(
         "kernels",

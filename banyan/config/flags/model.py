@@ -113,8 +113,7 @@ FLAGS = (
         "fp32 = the exact path; auto = the fastest kernels this machine has",
         choices=("auto", "fp32"),
         documented=False,
-        proof="tests/ops/test_bind.py"
-        "::test_a_kernel_that_rounds_activations_serves_only_where_that_is_welcome",
+        proof="tests/system/test_flag_effects.py::test_the_exact_path_declines_kernels_that_round",
     ),
     Flag(
         "offline",

@@ -33,6 +33,6 @@ FLAGS = (
         kind=INT,
         low=1 << 20,
         documented=False,
-        proof="tests/engine/test_journal.py::test_a_full_journal_stops_and_what_it_holds_replays",
+        proof="tests/engine/test_journal.py::test_the_journal_is_as_large_as_the_flag_says",
     ),
 )

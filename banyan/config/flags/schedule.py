@@ -103,7 +103,7 @@ FLAGS = (
         kind=FLOAT,
         low=0.0,
         high=100.0,
-        proof="tests/system/test_numerics.py::test_forced_retraction_changes_no_answer",
+        proof="tests/scheduler/test_scheduler.py::test_the_conservative_admit_fewer_requests",
     ),
     Flag(
         "disable-overlap-schedule",
@@ -129,7 +129,7 @@ FLAGS = (
         "check after every step that each page and slot has exactly one owner (slow; for tests)",
         kind=SWITCH,
         documented=False,
-        proof="tests/system/test_storm.py"
-        "::test_a_disconnect_storm_leaves_nothing_behind_and_disturbs_nobody",
+        proof="tests/engine/test_loop.py"
+        "::test_the_ledger_is_checked_after_every_step_when_that_is_asked_for",
     ),
 )

@@ -62,7 +62,8 @@ FLAGS = (
         "tool-call-parser",
         "server.tool_parser",
         "format of the model's tool calls; auto = as its chat template writes them, none = text",
-        proof="tests/server/test_chat_tools.py::test_every_cell_of_the_table",
+        proof="tests/server/test_chat_tools.py"
+        "::test_a_parser_that_is_named_reads_calls_of_any_template",
     ),
     Flag(
         "reasoning-parser",
