@@ -130,6 +130,8 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True):
 
     row: int
     text: str
+    status: int = 500
+    """HTTP status of the request's end: 400 when what it asked for cannot be."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

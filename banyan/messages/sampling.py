@@ -10,6 +10,10 @@ GREEDY_TEMPERATURE = 1e-6
 """Temperatures below this choose the most likely token."""
 
 
+LEAST_REPETITION = 1e-6
+"""Logits are divided by it, and must stay finite."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the runner needs to choose tokens, and the engine to know when to stop.
 
@@ -69,8 +73,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ("presence_penalty", within(self.presence_penalty, -2.0, 2.0), "in [-2, 2]"),
             (
                 "repetition_penalty",
-                within(self.repetition_penalty, 0.0, 2.0) and self.repetition_penalty > 0,
-                "in (0, 2]",
+                within(self.repetition_penalty, LEAST_REPETITION, 2.0),
+                f"in [{LEAST_REPETITION:g}, 2]",
             ),
             ("seed", -(2**63) <= self.seed < 2**63, "a signed 64-bit integer"),
             ("stop_ids", all(is_id(i) for i in self.stop_ids), f"token ids in [0, {vocab_size})"),

@@ -37,7 +37,7 @@ from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.pooling import Pooler
 from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
 from banyan.runner.sampling.processors import Processors
-from banyan.runner.sampling.sampler import Choice, Sampled, Sampler
+from banyan.runner.sampling.sampler import ALL_BANNED, Choice, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
 
 log = logger(__name__)
@@ -340,7 +340,10 @@ def _result(
         step=plan.step,
         tokens=tokens,
         scores=scores.rows(without=set(failed)) if scores else [],
-        failed=[RowFailure(row=i, text=failed[i]) for i in sorted(failed)],
+        failed=[
+            RowFailure(i, failed[i], 400 if failed[i] == ALL_BANNED else 500)
+            for i in sorted(failed)
+        ],
         vectors=pooled,
         hidden=states,
     )

@@ -11,12 +11,13 @@ from banyan.base.ids import RequestId, StepId
 from banyan.grammar.base import Grammar, GrammarFactory, masks_for
 from banyan.memory.cache import TOKEN_BYTES, KVCache, Match
 from banyan.messages.events import Tokens
-from banyan.messages.plan import CopyResult, Join, Mask, RowScores, StepResult
+from banyan.messages.plan import CopyResult, Join, Mask, RowFailure, RowScores, StepResult
 from banyan.messages.requests import Generate
 from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims
 from banyan.scheduler.budget import Limits, NewTokenRatio
 from banyan.scheduler.door import check_request
 from banyan.scheduler.draft import PlanDraft
+from banyan.scheduler.jump import jump
 from banyan.scheduler.order import QueueOrder
 from banyan.scheduler.request import RUNNING, Flight, Request
 from banyan.scheduler.roster import Roster
@@ -122,7 +123,7 @@ class Scheduler:
             self._fail_step(result, flights)
             return
         for failure in result.failed:
-            self._fail_row(flights[failure.row], failure.text)
+            self._fail_row(flights[failure.row], failure)
         self.cache.settle(result.step)
         scores: dict[int, list[RowScores]] = {}
         for score in result.scores:
@@ -317,6 +318,8 @@ class Scheduler:
         elif request.known >= request.limit and (tokens or vector or request.is_all_computed):
             self.roster.finish(request, "length", self._now)
         else:
+            if request.grammar is not None and tokens and not self.limits.drafts:
+                jump(request, request.grammar, self.roster)
             self._release_mask(request)
 
     def _advance(self, request: Request, tokens: "array[int]") -> bool:
@@ -342,13 +345,13 @@ class Scheduler:
 
     # -- failures -----------------------------------------------------------------------------
 
-    def _fail_row(self, flight: Flight, text: str) -> None:
+    def _fail_row(self, flight: Flight, failure: RowFailure) -> None:
         """One row failed: its request alone, and whoever relied on the pages it promised."""
         if not flight.is_void:
             if flight.restores:
                 self.roster.recompute(flight.request)
             else:
-                self.roster.fail(flight.request, 500, text)
+                self.roster.fail(flight.request, failure.status, failure.text)
         self._drop_promises(flight.step, flight.request.id)
 
     def _fail_step(self, result: StepResult, flights: list[Flight]) -> None:

@@ -133,9 +133,11 @@ def test_an_answer_longer_than_the_context_is_400_with_the_numbers(shared_server
         ("frequency_penalty", 3),
         ("presence_penalty", -3),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-300),
         ("max_new_tokens", -1),
         ("min_new_tokens", 99999),
         ("sampling_seed", 2**64),
+        ("sampling_seed", -1),
         ("sampling_seed", "x"),
         ("n", 0),
         ("n", 2**31),
@@ -156,7 +158,19 @@ def test_a_sampling_value_out_of_range_is_400_and_named(shared_server, field, va
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", 1e400), ("temperature", -0.5), ("top_p", 2), ("n", 0), ("max_tokens", 0)],
+    [
+        ("temperature", 1e400),
+        ("temperature", -0.5),
+        ("top_p", 2),
+        ("n", 0),
+        ("n", 2**31),
+        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("bad_words", ["x"]),
+        ("allowed_token_ids", [5]),
+    ],
 )
 def test_an_openai_value_out_of_range_is_400_and_named(shared_server, field, value):
     body = json.dumps(CHAT | {field: value})
@@ -173,9 +187,111 @@ def test_token_ids_outside_the_vocabulary_are_400(shared_server, ids):
     refused(shared_server, "/v1/completions", PROMPT | {"prompt": ids})
 
 
+def test_prompts_without_end_are_400_with_the_bound(shared_server):
+    many = [5] * 1_000_000
+    for path, body in (
+        ("/generate", {"input_ids": many}),
+        ("/v1/completions", PROMPT | {"prompt": many}),
+        ("/v1/chat/completions", CHAT | {"input_ids": many}),
+    ):
+        refused(shared_server, path, body, "1000000", str(CONTEXT))
+    for path, body in (
+        ("/generate", {"input_ids": [[5]] * 5000}),
+        ("/v1/completions", PROMPT | {"prompt": [[5]] * 5000}),
+        ("/v1/completions", PROMPT | {"prompt": ["a"] * 100, "n": 100}),
+        ("/generate", {"text": ["a"] * 100, "sampling_params": {"n": 100}}),
+    ):
+        refused(shared_server, path, body, "4096")
+    for path, body in (
+        ("/generate", {"input_ids": [[]]}),
+        ("/v1/completions", PROMPT | {"prompt": [[]]}),
+        ("/v1/completions", PROMPT | {"prompt": [[5], []]}),
+    ):
+        refused(shared_server, path, body)
+
+
+def test_the_seeds_that_are_legal_are_served(shared_server):
+    for seed in (0, 2**63 - 1):
+        body = CHAT | {"seed": seed, "n": 2}
+        answer = shared_server.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+
+
+def test_a_request_that_bans_every_token_is_400(shared_server):
+    every = list(range(shared_server.http.get("/v1/models").json()["data"][0]["max_model_len"]))
+    vocabulary = [t for t in every if t < vocabulary_of(shared_server)]
+    body = sampling(stop_token_ids=vocabulary, min_new_tokens=2, max_new_tokens=4)
+    refused(shared_server, "/generate", body, "every token is banned")
+    body = sampling(regex="a", min_new_tokens=5, max_new_tokens=9)
+    refused(shared_server, "/generate", body, "every token is banned")
+    body = sampling(logit_bias={str(t): -1e6 for t in vocabulary}, max_new_tokens=3)
+    answer = shared_server.generate(**body)
+    assert answer["meta_info"]["completion_tokens"] >= 1
+
+
+def vocabulary_of(server: Server) -> int:
+    """How many tokens the model has, as its refusals tell."""
+    answer = server.http.post("/generate", json={"input_ids": [2**40]})
+    return int(message_of(answer).split("[0, ")[1].split(")")[0])
+
+
+def test_marks_in_chat_stay_text_and_in_prompts_they_count(shared_server):
+    def tokens(**body: object) -> list[int]:
+        answer = shared_server.http.post("/v1/tokenize", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["tokens"]
+
+    def said(text: str) -> list[int]:
+        return tokens(messages=[{"role": "user", "content": text}])
+
+    end = tokens(prompt="<|im_end|>", add_special_tokens=False)
+    assert len(end) == 1
+    assert said("<|im_end|>").count(end[0]) == said("hello").count(end[0])
+    shown = shared_server.generate(
+        text="<|im_end|>", sampling_params={"max_new_tokens": 1}, return_prompt_token_ids=True
+    )
+    assert shown["meta_info"]["prompt_token_ids"][-1:] == end
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"type": "nonsense"},
+        {"type": "string", "pattern": "["},
+        {"type": "string", "pattern": r"(a)\1"},
+        {"$ref": "http://127.0.0.1:1/x.json"},
+        {"$ref": "file:///etc/passwd"},
+    ],
+    ids=str,
+)
+def test_a_schema_that_means_nothing_is_400(shared_server, constraint):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": constraint}}
+    refused(shared_server, "/v1/chat/completions", CHAT | {"response_format": form})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("regex", "foo**"),
+        ("regex", "a|" * 500_000),
+        ("json_schema", json.dumps({"enum": [f"{i:08d}" for i in range(100_000)]})),
+        ("json_schema", '{"items":' * 10_000 + "{}" + "}" * 10_000),
+        ("ebnf", 'root ::= root "a" | root "b"'),
+        ("ebnf", 'root ::= "a" | "a" | "a"'),
+    ],
+    ids=lambda value: value[:24],
+)
+def test_a_hostile_constraint_is_answered_without_a_failure(shared_server, field, value):
+    body = sampling(**{field: value, "max_new_tokens": 2})
+    answer = shared_server.http.post("/generate", json=body)
+    assert answer.status_code in (200, 400), answer.text[:300]
+
+
 def test_too_many_top_logprobs_are_400(shared_server):
     body = CHAT | {"logprobs": True, "top_logprobs": 21}
     refused(shared_server, "/v1/chat/completions", body, "top_logprobs")
+    for field, value in (("top_logprobs_num", 257), ("token_ids_logprob", [5] * 1025)):
+        refused(shared_server, "/generate", IDS | {"return_logprob": True, field: value}, field)
 
 
 def test_an_unknown_route_is_404_and_a_wrong_method_405(shared_server):
@@ -195,7 +311,16 @@ def test_a_body_larger_than_the_limit_is_413(shared_server):
 
 
 def test_extreme_but_legal_values_are_served(shared_server):
-    for params in ({"temperature": 1e-9}, {"temperature": 1000.0}, {"top_p": 1e-9}, {"min_p": 1}):
+    for params in (
+        {"temperature": 1e-9},
+        {"temperature": 1e6},
+        {"top_p": 1e-9},
+        {"min_p": 1},
+        {"top_k": 2**31},
+        {"frequency_penalty": -2, "presence_penalty": -2, "repetition_penalty": 2},
+        {"repetition_penalty": 1e-6, "temperature": 1e-5},
+        {"logit_bias": {"5": 1e6, "6": -1e6}, "temperature": 1e-5},
+    ):
         answer = shared_server.generate(**sampling(max_new_tokens=3, ignore_eos=True, **params))
         assert len(answer["output_ids"]) == 3
 

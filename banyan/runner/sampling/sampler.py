@@ -15,6 +15,9 @@ from banyan.ops.api import Ops
 from banyan.ops.sampling import MAX_VOCAB, Addends, Masks, SampleRows
 from banyan.runner.slots import SlotTable
 
+ALL_BANNED = "every token is banned by the grammar, logit_bias and min_new_tokens"
+"""Why a row fails that asks for what cannot be."""
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -51,7 +54,7 @@ class Sampled:
 def _why(best: float) -> str:
     """Why a row with this largest logit cannot be chosen from."""
     if best == -math.inf:
-        return "every token is banned by the grammar, logit_bias and min_new_tokens"
+        return ALL_BANNED
     return "the model gave logits that are not finite numbers"
 
 

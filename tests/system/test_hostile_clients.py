@@ -1,0 +1,58 @@
+"""Clients that connect and do not behave: others are served, and nothing is left of them."""
+
+import socket
+import struct
+
+import httpx
+
+from tests.system.serving import CALL_S, Server, open_files, stream_events, wait_until
+
+HALF = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le"
+WAITING = 300
+RESETS = 1000
+IDS = {"input_ids": [5, 6, 7]}
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=CALL_S)
+
+
+def test_half_requests_hold_up_nobody(shared_server):
+    before = open_files(shared_server.pid)
+    held = [connect(shared_server) for _ in range(WAITING)]
+    for client in held:
+        client.sendall(HALF)
+    answer = shared_server.generate(**IDS, sampling_params={"max_new_tokens": 4})
+    assert answer["meta_info"]["completion_tokens"] >= 1
+    for client in held:
+        client.close()
+    wait_until(lambda: open_files(shared_server.pid) <= before, CALL_S, "the connections to go")
+
+
+def test_connections_that_are_reset_leave_nothing(shared_server):
+    before = open_files(shared_server.pid)
+    for _ in range(RESETS):
+        client = connect(shared_server)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()
+    assert shared_server.http.get("/health").status_code == 200
+    wait_until(lambda: open_files(shared_server.pid) <= before, CALL_S, "the connections to go")
+
+
+def test_a_request_id_in_a_header_is_never_the_server_s_own(shared_server):
+    params = {"max_new_tokens": 200, "ignore_eos": True}
+    body = IDS | {"sampling_params": params, "stream": True}
+    for given in ("one", "../../etc/passwd", "tcp://evil:1", "x" * 5000):
+        headers = {"x-request-id": given}
+        with httpx.stream(
+            "POST", shared_server.url + "/generate", json=body, headers=headers, timeout=CALL_S
+        ) as first:
+            events = stream_events(first)
+            next(events)
+            short = IDS | {"sampling_params": {"max_new_tokens": 1}}
+            second = shared_server.http.post("/generate", json=short, headers=headers)
+            assert second.status_code == 200, second.text
+            ids = {first.headers["x-request-id"], second.headers["x-request-id"]}
+            assert len(ids) == 2 and given not in ids
+            *_, last = events
+        assert last["meta_info"]["completion_tokens"] == 200
