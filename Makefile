@@ -1,4 +1,4 @@
-# make serve | test | test-schemas | test-parsers | test-clients | bench | bench-cpu | lint | format | types | clean
+# make serve | test | test-schemas | test-parsers | test-proofs | test-clients | bench | bench-cpu | lint | format | types | clean
 # Needs a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -12,7 +12,7 @@ TESTS = tests
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed
 
-.PHONY: serve test test-schemas test-parsers test-clients bench bench-cpu lint format types clean
+.PHONY: serve test test-schemas test-parsers test-proofs test-clients bench bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)

@@ -26,7 +26,8 @@ CONFIG_FILE_PROOF = (
 )
 
 _PROOF_LEGEND = """
-*Proof* names the test that fails when the flag has no effect.
+*Proof* names the test that fails when the flag has no effect; `make test-proofs` takes each flag's
+effect away and sees to it.
 """
 
 

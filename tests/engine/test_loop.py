@@ -123,7 +123,7 @@ def test_a_request_is_answered_token_by_token(served):
 @pytest.mark.parametrize("flags", [("--check-ledger",), ()])
 def test_the_ledger_is_checked_after_every_step_when_that_is_asked_for(flags, monkeypatch):
     checks = []
-    monkeypatch.setattr(EngineCore, "check", checks.append)
+    monkeypatch.setattr(EngineCore, "check", lambda core: checks.append(core))
     with serving(config_of(*flags).schedule.check_ledger) as (link, _, _):
         link.tell(generate("a", new=20))
         link.hear(Finished)
