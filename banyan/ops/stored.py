@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,6 +139,10 @@ def stack(weights: Sequence[StoredWeight]) -> StoredWeight:
     shape = (sum(w.shape[0] for w in weights), *weights[0].shape[1:])
     if all(w.type == weights[0].type for w in weights):
         raws = [w.raw.reshape(w.shape[0], -1) for w in weights]
-        raw = torch.cat(raws)
+        # torch's own memory is aligned so that a freed piece never fits the next of its size: a
+        # load would leave a hole for every weight it stacks.
+        size = (shape[0], raws[0].shape[1])
+        room = torch.from_numpy(np.empty(size, np.uint8)) if raws[0].is_cpu else None
+        raw = torch.cat(raws, out=room)
         return StoredWeight(weights[0].type, shape, raw if len(shape) > 1 else raw.view(-1))
     return StoredWeight.from_tensor(torch.cat([w.dense.float() for w in weights]))
