@@ -111,6 +111,22 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_a_skipped_warm_up_sends_no_request",
     ),
     Flag(
+        "warmups",
+        "server.warmups",
+        "what runs before the server is ready, with commas: chunk = a prompt as long as a step, "
+        "constraint = an answer that is constrained, or a plug-in's name",
+        proof="tests/server/test_warmup.py::test_what_is_named_runs_before_the_server_is_ready",
+    ),
+    Flag(
+        "tokenizer-worker-num",
+        "server.tokenizer_threads",
+        "threads that read and tokenize long requests; default: a few more than there are cores",
+        kind=INT,
+        low=1,
+        high=1024,
+        proof="tests/frontend/test_threads.py::test_so_many_threads_work_on_long_texts_as_asked_for",
+    ),
+    Flag(
         "allow-auto-truncate",
         "server.allow_auto_truncate",
         "cut prompts that are too long instead of answering 400",
@@ -164,7 +180,7 @@ FLAGS = (
         "allow custom_logit_processor in requests: the name of an installed one, never code",
         kind=SWITCH,
         proof="tests/system/test_logit_processors.py"
-        "::test_without_the_flag_a_request_for_a_processor_is_refused",
+        "::test_a_processor_decides_with_the_parameters_of_its_request",
     ),
     Flag(
         "enable-return-hidden-states",
@@ -172,7 +188,7 @@ FLAGS = (
         "allow return_hidden_states in requests",
         kind=SWITCH,
         proof="tests/system/test_hidden_states.py"
-        "::test_without_the_flag_a_request_for_hidden_states_is_refused",
+        "::test_states_of_prompt_and_output_equal_those_of_transformers",
     ),
     Flag(
         "max-body-bytes",
