@@ -31,6 +31,10 @@ test-clients: $(VENV)/.test $(VENV)/.demo $(CLIENTS)
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m pytest tests/clients tests/system/test_openai_client.py $(ARGS)
 
+# Every proof of a flag once more with the flag's effect gone; takes a quarter of an hour.
+test-proofs: $(VENV)/.test $(VENV)/.demo
+	@PROOFS=all $(BIN)/python -m pytest tests/proofs $(ARGS)
+
 # One batch in process, with each phase's fraction of what this machine can do.
 bench: $(VENV)/.demo
 	@exec $(BIN)/banyan bench batch --model-path demo --batch-size 1 8 --input-len 128 --output-len 128 \

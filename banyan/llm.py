@@ -23,6 +23,7 @@ from banyan.base.log import logger
 from banyan.compose import EngineHandle, start_engine_process, start_engine_thread
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
+from banyan.config.disposal import dispose
 from banyan.config.env import read_environment
 from banyan.config.resolve import prepare
 from banyan.config.schema import Config
@@ -32,6 +33,7 @@ from banyan.frontend.native_answer import NativeService
 from banyan.frontend.sessions import Sessions
 from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
 from banyan.frontend.text_generator import open_generator
+from banyan.frontend.threads import use_threads
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.frontend.vectors import Origin, VectorService, prompts_of
 from banyan.messages.events import Ready
@@ -308,6 +310,7 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
     """Start the engine, load the tokenizer meanwhile, wait until it is ready."""
     async with AsyncExitStack() as stack:
         loop = asyncio.get_running_loop()
+        use_threads(config.server.tokenizer_threads)
         engines: list[EngineClient] = []
         handles: list[EngineHandle] = []
         for number in range(config.parallel.dp):
@@ -328,6 +331,7 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             path = config.model.tokenizer_path or config.model.path
             tokenizer = await asyncio.to_thread(load_tokenizer, path)
         ready = await client.ready()
+        dispose(config, card)
         limits = replace(limits_of(config, card, ready, tokenizer), max_sequences=MAX_SEQUENCES)
         generator = open_generator(client, tokenizer, limits, config.observe.log_requests)
         native = NativeService(

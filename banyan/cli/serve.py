@@ -1,10 +1,13 @@
 """`banyan serve [MODEL]`: flags to Config, then the server with its engine."""
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
-from banyan.base.log import logger, start_logging
+from banyan.base.log import logger, printable, start_logging
 from banyan.config.cli import help_text, parse
+from banyan.config.disposal import ANY
 from banyan.config.env import read_environment
 
 log = logger(__name__)
@@ -27,6 +30,8 @@ def serve(argv: Sequence[str]) -> int:
     start_logging("server", config.observe.log_level)
     for note in config.observe.notes:
         log.warning("%s", note)
+    if config.model.deletes and sys.stdin.isatty() and _agrees(config.model.source):
+        config = replace(config, model=replace(config.model, deletes=ANY))
     from banyan.compose import waiting_engines
 
     with waiting_engines(config.parallel.dp) as start_engine:
@@ -34,3 +39,9 @@ def serve(argv: Sequence[str]) -> int:
         from banyan.server.serve import run_server
 
         return run_server(config, partial(prepare, config, environment), start_engine)
+
+
+def _agrees(model: str) -> bool:
+    """Whether the person at the terminal gives up weights that were here before."""
+    asked = f"Delete the weights of {printable(model)} once loaded, even if they are not new?"
+    return input(f"{asked} [y/N] ").strip().lower() in ("y", "yes")

@@ -4,6 +4,7 @@ After this a Config does not change.
 """
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
+from banyan.config.disposal import check_disposal
 from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
 from banyan.config.schema import Config
@@ -36,6 +38,7 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
     Raises:
         ConfigError, ModelError: named after the flag or the key of the checkpoint that is wrong.
     """
+    began_s = time.time()
     path = fetch(config.model, environment)
     card = read_card(
         path,
@@ -50,6 +53,7 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
                 hint="leave --model-impl at auto",
             )
         card = replace(card, pooling=read_pooling(card), tie_embeddings=False)
+    check_disposal(config, card, began_s)
     reads_mapped = config.model.load_format != "dummy" and not config.model.disable_mmap
     if card.format == "safetensors" and reads_mapped:
         check_weight_files(card.path)

@@ -30,6 +30,8 @@ class ModelConfig:
     """"module:function" each; they change what the checkpoint holds before the model takes it."""
     disable_mmap: bool = False
     """Read files of weights into memory instead of mapping them."""
+    deletes: int = 0
+    """Which files of weights go once they are loaded: KEEP, OWN or ANY of `config/disposal.py`."""
     context_length: int = 0
     """Longest prompt + output in tokens; 0 = the model's own."""
     quantization: str = ""
@@ -144,6 +146,10 @@ class ServerConfig:
     sampling_defaults: str = "model"
     preferred_sampling: dict[str, object] = field(default_factory=dict)
     skip_warmup: bool = False
+    warmups: str = ""
+    """Names of what runs before the server is ready, separated by commas."""
+    tokenizer_threads: int = 0
+    """Long requests that are read and tokenised at once; 0 = a few more than there are cores."""
     random_seed: int = -1
     """Start of the seeds that requests without one get; -1 = drawn afresh."""
     logit_processors: bool = False

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from banyan.base.heap import give_back
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
+from banyan.config.disposal import dispose
 from banyan.config.schema import Config
 from banyan.frontend.chat import Chat, load_chat
 from banyan.frontend.client import Engines
@@ -17,10 +18,11 @@ from banyan.frontend.parser_choice import Parsers, choose_parsers
 from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
 from banyan.frontend.templates import FillIn, fill_in_form, template_source
 from banyan.frontend.text_generator import open_generator
+from banyan.frontend.threads import use_threads
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready
-from banyan.server.health import generate_one
 from banyan.server.state import ServerState, Service
+from banyan.server.warmup import chosen_warmups, warm_up
 
 log = logger(__name__)
 
@@ -37,6 +39,8 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
         BanyanError: the engine died, or the tokenizer or template is refused.
     """
     config = state.config
+    chosen_warmups(config)  # a wrong name is told before the model is loaded
+    use_threads(config.server.tokenizer_threads)
     loading = asyncio.create_task(asyncio.to_thread(_load_words, config))
     try:
         ready, words = await asyncio.gather(_engine_ready(state, client), loading)
@@ -60,9 +64,9 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
         chat_defaults={**defaults, **recommended, **config.server.preferred_sampling},
         draw_seed=seed_source(config.server),
     )
-    if not config.server.skip_warmup:
-        await generate_one(service)
-        end_phase(state.phases, "warm-up")
+    await warm_up(service, config)
+    end_phase(state.phases, "warm-up")
+    dispose(config, card)
     return service
 
 

@@ -247,6 +247,19 @@ def test_functions_and_ways_to_read_reach_the_loader(
         assert it.generate(input_ids=PROMPT, sampling_params=EIGHT)["output_ids"] == mapped
 
 
+def test_downloaded_weights_are_deleted_once_they_are_loaded(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*_: object) -> str:
+        return str(shutil.copytree(tiny_model, tmp_path / "model"))
+
+    monkeypatch.setattr("banyan.config.resolve.fetch", download)
+    with engine(tmp_path / "model", delete_ckpt_after_loading=True) as it:
+        assert not (tmp_path / "model" / "model.safetensors").exists()
+        assert (tmp_path / "model" / "config.json").exists()
+        assert len(it.generate(input_ids=PROMPT, sampling_params=EIGHT)["output_ids"]) == 8
+
+
 def test_random_weights_need_no_weights_file(tiny_model: Path, tmp_path: Path) -> None:
     bare = Path(shutil.copytree(tiny_model, tmp_path / "bare"))
     (bare / "model.safetensors").unlink()

@@ -32,11 +32,6 @@ MODEL = (
         asks=(Absent("tokenizer-mode", neutral=("auto",)),),
     ),
     Feature(
-        "one process tokenizes, beside the engine",
-        "start several servers behind a proxy",
-        asks=(Absent("tokenizer-worker-num", kind=INT, low=1, neutral=(1,)),),
-    ),
-    Feature(
         "tokenization already runs beside the engine",
         tunes=(
             *switches("enable-dynamic-batch-tokenizer", "enable-tokenizer-batch-encode"),
@@ -63,11 +58,6 @@ MODEL = (
             *words("remote-instance-weight-loader-send-weights-group-ports"),
             *texts("remote-instance-weight-loader-backend"),
         ),
-    ),
-    Feature(
-        "files of a model are never deleted",
-        "delete them yourself once the server is ready",
-        asks=switches("delete-ckpt-after-loading"),
     ),
     Feature(
         "code that comes with requests or flags is never run in the model",
@@ -282,11 +272,6 @@ CACHE = (
 
 SERVER = (
     Feature("the server speaks HTTP only", asks=switches("grpc-mode")),
-    Feature(
-        "one trial request is the whole warm-up",
-        "leave it out, or send your own requests first",
-        asks=texts("warmups"),
-    ),
     Feature(
         "there is one log, with one level",
         "use --log-level",

@@ -87,6 +87,16 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_functions_and_ways_to_read_reach_the_loader",
     ),
     Flag(
+        "delete-ckpt-after-loading",
+        "model.deletes",
+        "delete the files of weights once they are loaded: those that this start downloaded, and "
+        "others when you agree at the terminal",
+        kind=SWITCH,
+        sets=1,
+        proof="tests/system/test_flag_effects.py"
+        "::test_downloaded_weights_are_deleted_once_they_are_loaded",
+    ),
+    Flag(
         "context-length",
         "model.context_length",
         "longest prompt + output in tokens; default: the model's own",

@@ -111,6 +111,22 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_a_skipped_warm_up_sends_no_request",
     ),
     Flag(
+        "warmups",
+        "server.warmups",
+        "what runs before the server is ready, with commas: chunk = a prompt as long as a step, "
+        "constraint = an answer that is constrained, or a plug-in's name",
+        proof="tests/server/test_warmup.py::test_what_is_named_runs_before_the_server_is_ready",
+    ),
+    Flag(
+        "tokenizer-worker-num",
+        "server.tokenizer_threads",
+        "threads that read and tokenize long requests; default: a few more than there are cores",
+        kind=INT,
+        low=1,
+        high=1024,
+        proof="tests/frontend/test_threads.py::test_so_many_threads_work_on_long_texts_as_asked_for",
+    ),
+    Flag(
         "allow-auto-truncate",
         "server.allow_auto_truncate",
         "cut prompts that are too long instead of answering 400",

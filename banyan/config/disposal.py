@@ -1,0 +1,78 @@
+"""--delete-ckpt-after-loading: whose files may go, and their end once the weights are loaded.
+
+What this start downloaded may go unasked. For anything that was here before, a person has to say
+so at a terminal. Only files of weights go; what else lies with them stays.
+"""
+
+import os
+from pathlib import Path
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger, printable
+from banyan.config.card import ModelCard
+from banyan.config.schema import Config
+from banyan.formats.shards import weight_files
+
+log = logger(__name__)
+
+KEEP, OWN, ANY = 0, 1, 2
+"""Values of `ModelConfig.deletes`: nothing; what this start downloaded; whatever was loaded."""
+_COARSE_S = 0.1
+"""File systems stamp with a clock that may be this far behind."""
+
+
+def check_disposal(config: Config, card: ModelCard, began_s: float) -> None:
+    """Refuse, before anything is loaded, what must not be deleted.
+
+    Args:
+        began_s: wall time at which the search for the model began.
+
+    Raises:
+        ConfigError: the files belong to somebody else, or are read again later.
+    """
+    flag = "--delete-ckpt-after-loading"
+    if not config.model.deletes:
+        return
+    if config.model.source == "demo" or config.model.source.startswith("pypi:"):
+        raise ConfigError(
+            f"{flag}: {printable(config.model.source)!r} is an installed package",
+            hint="uninstall it with pip once the server is ready",
+        )
+    if config.parallel.tp > 1:
+        raise ConfigError(
+            f"{flag} goes with one rank only: the others read their shares in their own time",
+            hint="delete the files yourself once the server is ready",
+        )
+    tokenizer = config.model.tokenizer_path
+    if not config.server.skip_tokenizer and card.format == "gguf" and not tokenizer:
+        raise ConfigError(
+            f"{flag}: the tokenizer lies in {card.path!r} and is read again for constraints",
+            hint="name another --tokenizer-path",
+        )
+    old = [path for path in _weights(config, card) if _is_older(path, began_s)]
+    if old and config.model.deletes != ANY:
+        raise ConfigError(
+            f"{flag}: {str(old[0])!r} was here before this start, and there is no terminal to ask",
+            hint="start it from a terminal, or delete the files yourself once the server is ready",
+        )
+
+
+def dispose(config: Config, card: ModelCard) -> None:
+    """Delete the files of the loaded weights; where they are links, what those lead to as well."""
+    if not config.model.deletes:
+        return
+    for path in _weights(config, card):
+        size = path.stat().st_size
+        for each in {path.resolve(), path}:
+            each.unlink(missing_ok=True)
+        log.warning("deleted %s bytes=%d", path, size)
+
+
+def _is_older(path: Path, began_s: float) -> bool:
+    return path.stat().st_ctime < began_s - _COARSE_S
+
+
+def _weights(config: Config, card: ModelCard) -> list[Path]:
+    if config.model.load_format == "dummy":
+        return []
+    return weight_files(card.path) if os.path.isdir(card.path) else [Path(card.path)]

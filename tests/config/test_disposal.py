@@ -1,0 +1,63 @@
+"""Which files of weights may be deleted once they are loaded, and what goes with them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.config.disposal import ANY, OWN, check_disposal, dispose
+from banyan.config.schema import Config, ModelConfig
+from tests.config.test_resolve import CARD
+
+ASKED = Config(model=ModelConfig("here", tokenizer_path="elsewhere", deletes=OWN))
+AGREED = replace(ASKED, model=replace(ASKED.model, deletes=ANY))
+
+
+@pytest.fixture
+def blob(tmp_path: Path) -> Path:
+    """A file that a folder of the hub's cache links to."""
+    (tmp_path / "blob").write_bytes(b"weights")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").symlink_to(tmp_path / "blob")
+    (tmp_path / "snapshot" / "config.json").write_text("{}")
+    return tmp_path / "blob"
+
+
+def card_of(blob: Path):
+    return replace(CARD, path=str(blob.parent / "snapshot"), format="safetensors")
+
+
+def test_what_was_here_before_goes_only_when_somebody_agreed(blob: Path) -> None:
+    later = blob.stat().st_ctime + 60
+    with pytest.raises(ConfigError, match="was here before this start, and there is no terminal"):
+        check_disposal(ASKED, card_of(blob), later)
+    check_disposal(AGREED, card_of(blob), later)
+    check_disposal(ASKED, card_of(blob), blob.stat().st_ctime)
+
+
+def test_a_link_goes_with_what_it_leads_to_and_nothing_else(blob: Path) -> None:
+    dispose(AGREED, card_of(blob))
+    assert not blob.exists()
+    assert [path.name for path in (blob.parent / "snapshot").iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (replace(AGREED, model=replace(AGREED.model, source="demo")), "installed package"),
+        (replace(AGREED, model=replace(AGREED.model, tokenizer_path="")), "the tokenizer lies in"),
+        (replace(AGREED, parallel=replace(AGREED.parallel, tp=2)), "one rank only"),
+    ],
+)
+def test_what_others_need_is_never_deleted(config: Config, why: str, tmp_path: Path) -> None:
+    card = replace(CARD, path=str(tmp_path / "model.gguf"))
+    (tmp_path / "model.gguf").write_bytes(b"weights")
+    with pytest.raises(ConfigError, match=why):
+        check_disposal(config, card, 0.0)
+
+
+def test_nothing_goes_that_was_not_loaded_or_not_asked_for(blob: Path) -> None:
+    dispose(replace(AGREED, model=replace(AGREED.model, load_format="dummy")), card_of(blob))
+    dispose(Config(), card_of(blob))
+    assert blob.exists()
