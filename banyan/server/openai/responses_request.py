@@ -188,7 +188,8 @@ def _logprobs(request: ResponsesRequest, report: Report) -> Json:
 
 def _binds(text: TextForm | None) -> bool:
     """Whether text.format constrains the answer."""
-    return bool(text and text.format) and text.format.get("type") != "text"
+    form = text.format if text else None
+    return form is not None and form.get("type") != "text"
 
 
 def _form(text: TextForm | None) -> Json | None:

@@ -177,7 +177,7 @@ def chat_choice(choice: str | Json | None, offered: Offered) -> object:
             return "required"
         if name is None:
             raise _bad_choice("give the name of a tool too, where other tools are offered")
-        if name not in (tool.name for tool in one.tools):
+        if not any(tool.name == name for tool in one.tools):
             raise _bad_choice(f"{str(name)[:80]!r} is no tool of {label!r}")
     elif kind != "function":
         raise RequestError(
