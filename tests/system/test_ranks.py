@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from safetensors.numpy import load_file
+
 from banyan.llm import Engine
 
 PROMPTS = [[2 + (i * j * 5 + i) % 390 for i in range(5 + 40 * j)] for j in range(4)]
@@ -36,3 +39,21 @@ def test_two_ranks_give_the_tokens_of_one(tiny_model):
     for a, b in zip(one, two, strict=True):
         ours, theirs = (x["meta_info"]["output_token_logprobs"] for x in (a, b))
         assert all(abs(p[0] - q[0]) <= 1e-4 for p, q in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.slow
+def test_two_ranks_read_embeddings_and_tell_hidden_states(tiny_model):
+    """Embeddings of a prompt reach both ranks; the states come from the first alone."""
+    table = load_file(tiny_model / "model.safetensors")["model.embed_tokens.weight"]
+    flags = {"threads": 1, "max_total_tokens": 4096, "enable_return_hidden_states": True}
+    asked = {"sampling_params": {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}}
+    found = []
+    for ranks in (1, 2):
+        with Engine(str(tiny_model), tp_size=ranks, cpu_activations="fp32", **flags) as engine:
+            answer = engine.generate(
+                input_embeds=table[PROMPTS[1]].tolist(), return_hidden_states=True, **asked
+            )
+        states = answer["meta_info"]["hidden_states"]
+        found.append((answer["output_ids"], np.vstack([states[0], *states[1:]])))
+    assert found[0][0] == found[1][0]
+    assert np.allclose(found[0][1], found[1][1], rtol=0, atol=1e-4)
