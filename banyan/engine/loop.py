@@ -103,10 +103,11 @@ class EngineLoop:
         poller = select.poll()
         poller.register(self._link.poll_fd(), select.POLLIN)
         poller.register(self._wake.fd, select.POLLIN)
+        ready = {self._link.poll_fd(), self._wake.fd}
         try:
             while not self._is_stopping:
-                self._turn()
-                poller.poll(self._wait_ms())
+                self._turn(ready)
+                ready = {fd for fd, _ in poller.poll(self._wait_ms())}
         except Exception as error:
             log.exception("the engine loop failed")
             self._link.send([Fatal(f"The engine failed: {type(error).__name__}: {error}")])
@@ -124,14 +125,17 @@ class EngineLoop:
         self._failure = text
         self._wake.ring()
 
-    def _turn(self) -> None:
-        self._wake.clear()
+    def _turn(self, ready: set[int]) -> None:
+        """One round. ready: descriptors that polled readable."""
+        if self._wake.fd in ready:
+            self._wake.clear()
         if self._failure:
             raise DeviceError(self._failure)
         now = self._clock.now()
         events: list[Event] = []
-        for message in self._link.receive():
-            self._receive(message, events, now)
+        if self._link.poll_fd() in ready:
+            for message in self._link.receive():
+                self._receive(message, events, now)
         if self._desk is not None:
             self._desk.release(lambda generate: self._core.receive(generate, now))
         self._collect(events)

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from typing import Generic, Protocol, TypeVar
 
 import zmq
-import zmq.asyncio
 
 from banyan.base.log import logger
 from banyan.messages.events import Event
@@ -37,6 +36,11 @@ T = TypeVar("T")
 
 _LINGER_MS = 1000
 """How long a closing engine waits for its last words (Fatal) to leave."""
+
+_NO_PEER_S = 0.01
+"""How often a front that has no engine yet tries to send."""
+
+_READABLE = int(zmq.POLLIN)
 
 
 class FrontLink(Protocol):
@@ -179,6 +183,49 @@ class PrivateFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+class _Socket:
+    """One end of a pair of sockets. Its descriptor tells of edges: whoever sees it readable must
+    ask `has_frame` until there is none, and again after every `send`, which may swallow an edge.
+    """
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.zmq: zmq.Socket[bytes] = self.context.socket(zmq.PAIR)
+        # No high-water mark: streams are bounded per request by the client, which aborts slow
+        # readers.
+        self.zmq.setsockopt(zmq.SNDHWM, 0)
+        self.zmq.setsockopt(zmq.RCVHWM, 0)
+        self.zmq.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+
+    def has_frame(self) -> bool:
+        return bool(int(self.zmq.getsockopt(zmq.EVENTS)) & _READABLE)
+
+    def take(self, codec: Codec[T]) -> tuple[list[T], int]:
+        """What has arrived, in order, and the number of frames that did not decode."""
+        items: list[T] = []
+        dropped = 0
+        while self.has_frame():
+            frame = self.zmq.recv(zmq.NOBLOCK)
+            try:
+                items += codec.decode(frame)
+            except WireError as error:
+                dropped += 1
+                log.warning("dropped a frame error=%s", error)
+        return items, dropped
+
+    def send(self, frame: bytes) -> bool:
+        """False when there is no peer to take it."""
+        try:
+            self.zmq.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self, linger_ms: int) -> None:
+        self.zmq.close(linger=linger_ms)
+        self.context.term()
+
+
 class ZmqFrontLink:
     """FrontLink to an engine in another process. Binds, so that the engine may start later."""
 
@@ -186,30 +233,38 @@ class ZmqFrontLink:
         self.dropped = 0
         self._encoder = message_codec()
         self._decoder = event_codec()
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        _configure(self._socket)
-        self._socket.bind(address)
+        self._socket = _Socket()
+        self._socket.zmq.bind(address)
+        self._fd = int(self._socket.zmq.getsockopt(zmq.FD))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._woken = asyncio.Event()
 
     async def send(self, messages: list[Message]) -> None:
         for frame in _frames(self._encoder, messages):
-            await self._socket.send(frame)
+            while not self._socket.send(frame):
+                await asyncio.sleep(_NO_PEER_S)
+        self._wake()
 
     async def receive(self) -> list[Event]:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._fd, self._wake)
         while True:
-            frame = await self._socket.recv(copy=False)
-            try:
-                events = self._decoder.decode(frame.buffer)
-            except WireError as error:
-                self.dropped += 1
-                log.warning("dropped a frame from the engine error=%s", error)
-                continue
+            self._woken.clear()
+            events, dropped = self._socket.take(self._decoder)
+            self.dropped += dropped
             if events:
                 return events
+            await self._woken.wait()
 
     def close(self) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+        self._socket.close(linger_ms=0)
+
+    def _wake(self) -> None:
+        if self._socket.has_frame():
+            self._woken.set()
 
 
 class ZmqEngineLink:
@@ -219,61 +274,43 @@ class ZmqEngineLink:
         self.dropped = 0
         self._encoder = event_codec()
         self._decoder = message_codec()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        _configure(self._socket)
-        self._socket.connect(address)
+        self._socket = _Socket()
+        self._socket.zmq.connect(address)
         # The socket's own descriptor signals edges, and sending may swallow one. Together with an
         # event descriptor that `send` raises in that case, the epoll descriptor is level again.
         self._missed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._has_missed = False
         self._epoll = select.epoll()
-        self._epoll.register(self._socket.FD, select.EPOLLIN)
+        self._epoll.register(self._socket.zmq.getsockopt(zmq.FD), select.EPOLLIN)
         self._epoll.register(self._missed, select.EPOLLIN)
 
     def poll_fd(self) -> int:
         return self._epoll.fileno()
 
     def receive(self) -> list[Message]:
-        with contextlib.suppress(BlockingIOError):
+        if self._has_missed:
+            self._has_missed = False
             os.eventfd_read(self._missed)
-        messages: list[Message] = []
-        while True:
-            try:
-                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return messages
-            try:
-                messages += self._decoder.decode(frame.buffer)
-            except WireError as error:
-                self.dropped += 1
-                log.warning("dropped a frame from the front error=%s", error)
+        messages, dropped = self._socket.take(self._decoder)
+        self.dropped += dropped
+        return messages
 
     def send(self, events: list[Event]) -> None:
         for frame in _frames(self._encoder, events):
-            try:
-                self._socket.send(frame, zmq.NOBLOCK)
-            except zmq.Again:
-                self.dropped += 1
-        if self._socket.poll(0, zmq.POLLIN):
+            self.dropped += not self._socket.send(frame)
+        if not self._has_missed and self._socket.has_frame():
+            self._has_missed = True
             os.eventfd_write(self._missed, 1)
 
     def close(self) -> None:
         self._epoll.close()
         os.close(self._missed)
-        self._socket.close(linger=_LINGER_MS)
-        self._context.term()
+        self._socket.close(linger_ms=_LINGER_MS)
 
 
 def zmq_pair(address: str) -> tuple[ZmqFrontLink, ZmqEngineLink]:
     """Both ends over one ipc address; two processes make one end each with the same address."""
     return ZmqFrontLink(address), ZmqEngineLink(address)
-
-
-def _configure(socket: "zmq.Socket[bytes] | zmq.asyncio.Socket") -> None:
-    # No high-water mark: streams are bounded per request by the client, which aborts slow readers.
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
 
 
 def _frames(codec: Codec[T], items: list[T]) -> Iterator[bytes]:
