@@ -27,6 +27,10 @@ class Grammar(Protocol):
         """Which tokens may come next; no bit is set at a dead end."""
         ...
 
+    def forced(self) -> list[int]:
+        """The tokens that come next whatever is sampled, as far as they are certain."""
+        ...
+
     def accept(self, token: int) -> bool:
         """Move past `token`; False (and nothing moved) when it is not allowed."""
         ...
@@ -45,6 +49,11 @@ class Matcher(Protocol):
 
     def fill(self, mask: np.ndarray) -> None:
         """Write which tokens may come next: int32 [words], bit i of the whole = token i."""
+        ...
+
+    def forced(self) -> list[int]:
+        """The tokens in which the model itself would write what must come next; [] when several
+        texts may, or none at all. A last one that might go on otherwise is left out."""
         ...
 
     def accept(self, token: int) -> bool:

@@ -80,6 +80,14 @@ class Constrained:
             mask |= self._masks.end
         return mask.tobytes()
 
+    def forced(self) -> list[int]:
+        if self._is_free or self._num_ends:
+            return []
+        found = self._matcher.forced()
+        may = self._text.view(np.uint32)
+        wrong = (i for i, id in enumerate(found) if not may[id // 32] >> np.uint32(id % 32) & 1)
+        return found[: next(wrong, len(found))]
+
     def accept(self, token: int) -> bool:
         if self._is_free:
             if token in self._masks.end_ids:

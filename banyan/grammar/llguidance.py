@@ -109,6 +109,9 @@ class _Matcher:
             log.warning("grammar stopped: %s", printable(self._matcher.get_error()))
             mask[:] = 0
 
+    def forced(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
     def accept(self, token: int) -> bool:
         return self._matcher.try_consume_tokens([token]) == 1
 

@@ -128,6 +128,10 @@ class _Matcher:
     def fill(self, mask: np.ndarray) -> None:
         self._guide.write_mask_into(mask.ctypes.data, mask.size, mask.itemsize)
 
+    def forced(self) -> list[int]:
+        """The library knows tokens alone, and the same text may be written in several ways."""
+        return []
+
     def accept(self, token: int) -> bool:
         if not self._guide.accepts_tokens([token]):
             return False

@@ -68,7 +68,7 @@ class XGrammar:
             stop_token_ids=list(vocabulary.end_ids),
         )
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
-        self._halves = _Halves(vocabulary)
+        self._writing = _Writing(vocabulary, encode)
         self._compact = compact
 
     def compile(self, constraint: Constraint) -> bytes:
@@ -90,45 +90,58 @@ class XGrammar:
 
     def load(self, compiled: bytes) -> "_Program":
         grammar = xgrammar.CompiledGrammar.deserialize_json(compiled.decode(), self._info)
-        return _Program(grammar, self._halves)
+        return _Program(grammar, self._writing)
 
 
-class _Halves:
-    """The library lets surrogates pass, which no decoder takes: half a character must not become
-    one. Tokens of whole texts never hold them, so only the border between two tokens matters.
+class _Writing:
+    """How the model writes, for what the library does not know of it.
+
+    The library lets surrogates pass, which no decoder takes: half a character must not become one.
+    Tokens of whole texts never hold them, so only the border between two tokens matters.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        tokens = vocabulary.tokens
-        self.ids = frozenset(id for id, token in enumerate(tokens) if token[-1:] == bytes([_HALF]))
+    def __init__(self, vocabulary: Vocabulary, encode: Encode) -> None:
+        self.encode = encode
+        self.tokens = tokens = vocabulary.tokens
+        self.half_ids = frozenset(
+            id for id, token in enumerate(tokens) if token[-1:] == bytes([_HALF])
+        )
         wrong = [id for id, token in enumerate(tokens) if token and token[0] in _SURROGATE]
         self.wrong_ids = frozenset(wrong)
         self.right = ~vocabulary.bits(wrong)
 
 
 class _Program:
-    def __init__(self, grammar: xgrammar.CompiledGrammar, halves: _Halves) -> None:
+    def __init__(self, grammar: xgrammar.CompiledGrammar, writing: _Writing) -> None:
         self._grammar = grammar
-        self._halves = halves
+        self._writing = writing
         self.size_bytes = grammar.memory_size_bytes
 
     def start(self) -> Matcher:
-        return _Matcher(xgrammar.GrammarMatcher(self._grammar), self._halves)
+        return _Matcher(xgrammar.GrammarMatcher(self._grammar), self._writing)
 
 
 class _Matcher:
-    def __init__(self, matcher: xgrammar.GrammarMatcher, halves: _Halves) -> None:
+    def __init__(self, matcher: xgrammar.GrammarMatcher, writing: _Writing) -> None:
         self._matcher = matcher
-        self._halves = halves
+        self._writing = writing
         self._tokens: list[int] = []
 
     def fill(self, mask: np.ndarray) -> None:
         self._matcher.fill_next_token_bitmask(mask[None])
         if self._is_half:
-            mask &= self._halves.right
+            mask &= self._writing.right
+
+    def forced(self) -> list[int]:
+        text = self._matcher.find_jump_forward_string()
+        if len(text) < 2 or self._is_half:
+            return []
+        tokens = self._writing.encode(text)[:-1]
+        written = b"".join(self._writing.tokens[token] for token in tokens)
+        return tokens if text.encode().startswith(written) else []
 
     def accept(self, token: int) -> bool:
-        if self._is_half and token in self._halves.wrong_ids:
+        if self._is_half and token in self._writing.wrong_ids:
             return False
         if not self._matcher.accept_token(token):
             return False
@@ -144,4 +157,4 @@ class _Matcher:
 
     @property
     def _is_half(self) -> bool:
-        return bool(self._tokens) and self._tokens[-1] in self._halves.ids
+        return bool(self._tokens) and self._tokens[-1] in self._writing.half_ids

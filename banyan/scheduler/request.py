@@ -65,9 +65,13 @@ class Request:
         """Positions that rows cover already; an upper bound while drafts are in flight."""
         self.flights: deque[Flight] = deque()
         self.has_sampled = False
-        """The runner has sampled for this slot since the join, and drafted when it does so."""
+        """The newest token is the runner's own, which drafted with it when it does so."""
         self.next_drafts: list[int] = []
         """Its drafts, when it has told them."""
+        self.waits_to_jump = False
+        """No row is planned before the one in flight has ended (scheduler/jump.py)."""
+        self.has_jumped = False
+        """The newest tokens are not the runner's own: the next row gives them to it."""
         self.scored_to = generate.score_from
         """First position whose score has not been passed on."""
         self.score_from = generate.score_from
@@ -124,7 +128,7 @@ class Request:
         assert self.state == WAITING and not self.flights
         self.state, self.slot, self.lease = RUNNING, slot, lease
         self.planned = cached
-        self.has_sampled, self.next_drafts = False, []
+        self.has_sampled, self.has_jumped, self.next_drafts = False, False, []
         self.score_from, self.hidden_from = self.scored_to, self.hidden_to
 
     def leave(self, state: str) -> SlotId:

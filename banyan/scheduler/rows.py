@@ -5,7 +5,7 @@ how far a request's planned positions are behind its known and pending tokens.
 from enum import Enum
 
 from banyan.grammar.base import masks_for
-from banyan.memory.cache import KVCache, Lease
+from banyan.memory.cache import TOKEN_BYTES, KVCache, Lease
 from banyan.messages.plan import HIDDEN, POOL, SAMPLE, SCORE, Mask, Row
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.draft import PlanDraft
@@ -54,7 +54,7 @@ class RowPlanner:
         draft.rows.append(self._row(request, start, count, drafts, flight))
         draft.flights.append(flight)
         request.flights.append(flight)
-        request.planned = end
+        request.planned, request.has_jumped = end, False
         if not pending:
             self._share(request, lease, draft, end, row)
         if is_decode:
@@ -70,7 +70,11 @@ class RowPlanner:
         those who are past theirs.
         """
         start, known, pending = request.planned, request.known, request.pending
-        if pending and (known + pending >= request.limit or not self._gap_is_over(request, draft)):
+        if pending and (
+            known + pending >= request.limit
+            or request.waits_to_jump
+            or not self._gap_is_over(request, draft)
+        ):
             return 0, 0
         border = 0 if pending else self._cache.checkpoint_at(known, start)
         if request.is_decoding:
@@ -116,6 +120,7 @@ class RowPlanner:
             start=start,
             count=count,
             drafts=drafts,
+            given=bytes(request.tokens[start * TOKEN_BYTES :]) if request.has_jumped else b"",
             want=want,
             score_from=max(0, request.score_from),
             masked=bool(flight.samples) and request.grammar is not None,

@@ -17,6 +17,7 @@ from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims
 from banyan.scheduler.budget import Limits, NewTokenRatio
 from banyan.scheduler.door import check_request
 from banyan.scheduler.draft import PlanDraft
+from banyan.scheduler.jump import jump
 from banyan.scheduler.order import QueueOrder
 from banyan.scheduler.request import RUNNING, Flight, Request
 from banyan.scheduler.roster import Roster
@@ -317,6 +318,8 @@ class Scheduler:
         elif request.known >= request.limit and (tokens or vector or request.is_all_computed):
             self.roster.finish(request, "length", self._now)
         else:
+            if request.grammar is not None and tokens and not self.limits.drafts:
+                jump(request, request.grammar, self.roster)
             self._release_mask(request)
 
     def _advance(self, request: Request, tokens: "array[int]") -> bool:

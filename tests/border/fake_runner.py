@@ -378,6 +378,7 @@ class Execution:
                     slot.append(token)
                 require(slot.tokens[position] == token, f"{where}: given token {position}")
             slot.known = len(slot.tokens)
+            self.runner.seen["jumps"] += 1
         start = self._true_start(where, row, slot, self.launched.slack[index])
         self.starts.append(start)
         self.tainted.append(slot.poison)

@@ -31,7 +31,9 @@ def start_of(namespace: bytes) -> int:
 
 
 def mask_at(state: int) -> bytes:
-    """Which tokens the grammar allows after an output with this hash; never none."""
+    """Which tokens the grammar allows after an output with this hash: often one, never none."""
+    if bits(mix(state, 8)) % 2:
+        return (1 << bits(mix(state, 6)) % VOCAB).to_bytes(VOCAB // 8, "little")
     word = bits(mix(state, 5)) | 1 << bits(mix(state, 6)) % VOCAB
     return (word % (1 << VOCAB)).to_bytes(VOCAB // 8, "little")
 
@@ -71,6 +73,13 @@ class HashGrammar:
 
     def mask(self) -> bytes:
         return mask_at(self._states[-1])
+
+    def forced(self) -> list[int]:
+        state, found = self._states[-1], list[int]()
+        while (word := int.from_bytes(mask_at(state), "little")).bit_count() == 1:
+            found.append(word.bit_length() - 1)
+            state = mix(state, found[-1])
+        return found
 
     def accept(self, token: int) -> bool:
         if not allows(self.mask(), token):

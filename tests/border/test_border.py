@@ -34,6 +34,7 @@ MUST_HAPPEN = (
     "refused: too long",
     "rejected drafts",
     "rejoins with output",
+    "jumps",
     "restored states",
     "retractions",
     "scored requests",
