@@ -8,6 +8,7 @@ cannot read (stopped, or busy in native code).
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import struct
 import subprocess
@@ -48,7 +49,7 @@ class Child:
             self._process.stdin.write(_LENGTH.pack(len(orders)) + orders)
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise DeviceError(f"the {self.role} process ended before it took its orders") from None
+            raise DeviceError(self._end_of(self._process.wait())) from None
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
@@ -59,10 +60,13 @@ class Child:
         def wait() -> None:
             code = self._process.wait()
             if not self._is_expected:
-                on_death(f"{self.role} (pid {self.pid}) {_describe(code)}")
+                on_death(self._end_of(code))
 
         self._watcher = threading.Thread(target=wait, name=f"watch-{self.role}", daemon=True)
         self._watcher.start()
+
+    def _end_of(self, code: int) -> str:
+        return f"{self.role} (pid {self.pid}) {_describe(code)}"
 
     def stop(self, grace_s: float = 3.0) -> None:
         """Ask the child to end; kill it after `grace_s`."""
@@ -101,7 +105,16 @@ def follow_parent() -> None:
     """In a child: die with the parent, and leave Ctrl-C, which reaches the whole group, to it."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if _is_abandoned():
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _is_abandoned() -> bool:
+    """Whether the parent ended, without orders, before it could be followed."""
+    orders = select.poll()
+    orders.register(0, select.POLLIN)
+    return any(events == select.POLLHUP for _, events in orders.poll(0))
 
 
 def take_orders() -> bytes:

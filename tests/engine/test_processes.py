@@ -35,6 +35,12 @@ def child_module(tmp_path, monkeypatch):
     return "obedient"
 
 
+def wait_for_end(pid):
+    """Until it is a zombie: its parent has yet to ask for the exit code."""
+    while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        pass
+
+
 def wait_for(path):
     while not path.exists():
         pass
@@ -60,9 +66,16 @@ def test_a_child_waits_for_orders_that_come_later(child_module, tmp_path):
 def test_a_child_that_ended_cannot_take_orders(child_module, tmp_path):
     child = spawn(child_module, "engine")
     os.kill(child.pid, signal.SIGKILL)
-    psutil.Process(child.pid).wait(WAIT_S)
-    with pytest.raises(DeviceError, match="engine process ended before it took its orders"):
+    wait_for_end(child.pid)
+    with pytest.raises(DeviceError, match=r"engine \(pid \d+\) was killed by SIGKILL"):
         child.order(b"anything")
+
+
+def test_a_child_whose_parent_ended_before_it_began_ends_at_once(child_module):
+    child = subprocess.Popen(
+        [sys.executable, "-m", child_module], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert child.communicate(timeout=WAIT_S) == (None, b"") and child.returncode == 1
 
 
 def test_an_unasked_end_is_told_with_the_exit_code(child_module):
