@@ -230,6 +230,22 @@ def test_a_tool_that_fails_is_told_to_the_model_and_the_next_call_works(
             assert ask(http, tools=both)["output"][2]["output"] == "sunny in Rome"
 
 
+def test_a_session_that_broke_between_two_calls_is_opened_again(talking: Site, port: int) -> None:
+    talking.state.tool_servers = on(talking, start_tool_servers(f"127.0.0.1:{port}"))
+    (server,) = talking.state.tool_servers
+    line = server.open()
+
+    async def broken_between() -> list[str]:
+        first = await line.call("get_weather", {"city": "Oslo"})
+        line._session.cancel()
+        await asyncio.gather(line._session, return_exceptions=True)
+        second = await line.call("get_weather", {"city": "Rome"})
+        await line.close()
+        return [first.output, second.output]
+
+    assert on(talking, broken_between()) == ["sunny in Oslo", "sunny in Rome"]
+
+
 def test_a_long_output_is_cut_and_says_so(talking: Site, http: httpx.Client, port: int) -> None:
     talking.state.tool_servers = on(talking, start_tool_servers(f"http://127.0.0.1:{port}/mcp"))
     (server,) = talking.state.tool_servers

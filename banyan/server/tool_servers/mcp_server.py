@@ -61,7 +61,9 @@ class McpLine:
         self._session: asyncio.Task[None] | None = None
 
     async def call(self, name: str, arguments: Json) -> Outcome:
-        if self._session is None or self._session.done():
+        if self._session is not None and self._session.done():  # broken since the last call
+            await self.close()
+        if self._session is None:
             self._calls = asyncio.Queue()
             self._session = asyncio.create_task(_session(self._url, self._calls))
         answer: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -71,7 +73,8 @@ class McpLine:
         if answer.done():
             return answer.result()
         if self._session.done():
-            return self._broken(name, _cause(self._session.exception()))
+            (error,) = await asyncio.gather(self._session, return_exceptions=True)
+            return self._broken(name, _cause(error))
         await self.close()
         return self._broken(name, f"no answer within {CALL_TIMEOUT_S:g} s", _GATEWAY_TIMEOUT)
 
@@ -169,4 +172,4 @@ def _cause(error: BaseException | None) -> str:
     """The first single error of a group, in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return printable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+    return printable(f"{type(error).__name__}: {error}".removesuffix(": "))
