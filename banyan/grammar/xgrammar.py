@@ -18,6 +18,8 @@ from banyan.grammar.vocabulary import Encode, Vocabulary
 from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, Constraint
 
 _QUOTED = re.compile(r'"|\\\\|\\[xu]')
+_SKIPPED_LOOP = re.compile(r"[+*].*\)\?", re.DOTALL)
+"""An optional group that begins with a loop, as in (\\d+\\.)?, lets the loop alone pass."""
 _HALF = 0xED
 """First byte of U+D000 … U+DFFF in UTF-8; with one of `_SURROGATE` after it no character at all."""
 _SURROGATE = range(0xA0, 0xC0)
@@ -29,7 +31,11 @@ def _unescaped(schema: Schema) -> str:
     if schema.get("format") in _QUOTED_FORMATS:
         return f"the format {schema['format']!r}"
     pattern = schema.get("pattern")
-    return "'pattern'" if isinstance(pattern, str) and _QUOTED.search(pattern) else ""
+    if isinstance(pattern, str) and (_QUOTED.search(pattern) or _SKIPPED_LOOP.search(pattern)):
+        return "the 'pattern'"
+    names = schema.get("patternProperties")
+    looped = isinstance(names, dict) and any(map(_SKIPPED_LOOP.search, names))
+    return "'patternProperties' with an optional group" if looped else ""
 
 
 def _half_done(schema: Schema) -> str:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from banyan.base.errors import RequestError
 from banyan.frontend.constraint import Tag, tool_calls_constraint
 from banyan.grammar.base import Backend, masks_for
 from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Constraint
@@ -59,6 +60,34 @@ def test_half_a_character_never_becomes_a_surrogate(full_backend: Backend):
     assert all(grammar.accept(token) for token in b"\x9f\xbf\xed")
     grammar.rollback(1)
     assert write(grammar, '퀀"')
+
+
+def test_an_optional_group_that_begins_with_a_loop_is_whole_or_absent(backend: Backend):
+    schema = json.dumps({"type": "string", "pattern": "^x(a+b)?c$"})
+    try:
+        grammar = started(backend, JSON_SCHEMA, schema)
+    except RequestError as error:
+        assert "pattern" in error.text
+    else:
+        assert write(grammar, '"xa') and not write(grammar, "c")
+
+
+@pytest.mark.parametrize("text", ["forced to the end", "forced or not"])
+def test_forced_tokens_are_allowed_and_the_only_text(full_backend: Backend, text: str):
+    grammar = started(full_backend, REGEX, f"({text})|forcing")
+    assert grammar.accept(ord("f"))
+    assert "orc".startswith(text_of(grammar.forced()))
+    assert write(grammar, "orced ")
+    rest = grammar.forced()
+    assert rest and text[7:].startswith(text_of(rest))
+    assert all(grammar.accept(token) for token in rest)
+
+
+def test_nothing_is_forced_before_the_beginning_and_after_the_end(full_backend: Backend):
+    grammar = started(full_backend, REGEX, "ab", after=[TOOL])
+    assert grammar.forced() == [] and grammar.accept(ord("x")) and grammar.accept(TOOL)
+    assert write(grammar, "ab") and grammar.forced() == []
+    assert grammar.accept(END) and grammar.forced() == []
 
 
 def test_a_token_that_is_not_allowed_moves_nothing(backend: Backend):

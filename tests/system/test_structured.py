@@ -106,6 +106,55 @@ def test_the_native_route_takes_the_same_constraints(constrained: Server):
     assert len(answer["text"]) == 4 and answer["text"].isdigit()
 
 
+NAMES = {
+    "type": "object",
+    "properties": {
+        "identification_number_of_the_station": {"type": "integer", "maximum": 99, "minimum": 0},
+        "is_open_to_visitors_in_the_evening": {"type": "boolean"},
+    },
+    "required": ["identification_number_of_the_station", "is_open_to_visitors_in_the_evening"],
+    "additionalProperties": False,
+}
+
+
+def test_what_is_forced_is_not_sampled_and_stays_the_same(constrained: Server):
+    """A request for log-probabilities samples every token, so it shows what a jump must equal."""
+
+    def ask(**fields: object) -> tuple[dict, int]:
+        before = constrained.stats()["steps"]
+        sampling = {"json_schema": json.dumps(NAMES), "max_new_tokens": 90, "temperature": 0}
+        answer = constrained.generate(text="A station:", sampling_params=sampling, **fields)
+        return answer, constrained.stats()["steps"] - before
+
+    sampled, many = ask(return_logprob=True)
+    jumped, few = ask()
+    assert jumped["text"] == sampled["text"] and jumped["output_ids"] == sampled["output_ids"]
+    jsonschema.validate(json.loads(jumped["text"]), NAMES)
+    for answer in (sampled, jumped):
+        assert answer["meta_info"]["completion_tokens"] == len(answer["output_ids"])
+    assert few < many - 5, (few, many)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7])
+def test_a_jump_does_not_go_past_the_last_token(constrained: Server, length: int):
+    sampling = {"json_schema": json.dumps(NAMES), "max_new_tokens": length, "temperature": 0}
+    answer = constrained.generate(text="A station:", sampling_params=sampling)
+    assert len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"] == length
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": length}
+
+
+def test_a_jump_ends_at_a_stop(constrained: Server):
+    sampling = {"json_schema": json.dumps(NAMES), "max_new_tokens": 90, "temperature": 0}
+    whole = constrained.generate(text="A station:", sampling_params=sampling)
+    stop_at = whole["output_ids"][4]
+    by_id = constrained.generate(
+        text="A station:", sampling_params=sampling | {"stop_token_ids": [stop_at]}
+    )
+    assert by_id["output_ids"] == whole["output_ids"][: whole["output_ids"].index(stop_at) + 1]
+    by_text = constrained.generate(text="A station:", sampling_params=sampling | {"stop": "_of_"})
+    assert by_text["text"] == whole["text"].partition("_of_")[0]
+
+
 def test_forced_retraction_does_not_disturb_a_constraint(demo_model: object, tmp_path_factory):
     log = tmp_path_factory.mktemp("tight") / "server.log"
     flags = ("--grammar-backend", "llguidance", "--max-total-tokens", "256", "--check-ledger")
