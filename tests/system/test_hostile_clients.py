@@ -1,5 +1,6 @@
 """Clients that connect and do not behave: others are served, and nothing is left of them."""
 
+import json
 import socket
 import struct
 
@@ -10,6 +11,7 @@ from tests.system.serving import CALL_S, Server, open_files, stream_events, wait
 HALF = b"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Le"
 WAITING = 300
 RESETS = 1000
+UNREAD = 40
 IDS = {"input_ids": [5, 6, 7]}
 
 
@@ -56,3 +58,24 @@ def test_a_request_id_in_a_header_is_never_the_server_s_own(shared_server):
             assert len(ids) == 2 and given not in ids
             *_, last = events
         assert last["meta_info"]["completion_tokens"] == 200
+
+
+def test_streams_that_nobody_reads_hold_up_nobody_and_end_with_their_clients(shared_server):
+    params = {"max_new_tokens": 600, "ignore_eos": True}
+    body = json.dumps(IDS | {"sampling_params": params, "stream": True, "return_logprob": True})
+    head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+    before = open_files(shared_server.pid)
+    deaf = []
+    for _ in range(UNREAD):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", shared_server.port))
+        client.sendall((head + body).encode())
+        deaf.append(client)
+    wait_until(lambda: shared_server.stats()["running"] > 1, CALL_S, "the streams to run")
+    answer = shared_server.generate(**IDS, sampling_params={"max_new_tokens": 4})
+    assert answer["meta_info"]["completion_tokens"] >= 1
+    for client in deaf:
+        client.close()
+    wait_until(lambda: shared_server.stats()["held_pages"] == 0, CALL_S, "the pages to come back")
+    wait_until(lambda: open_files(shared_server.pid) <= before, CALL_S, "the connections to go")
