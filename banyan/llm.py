@@ -333,7 +333,7 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
         ready = await client.ready()
         dispose(config, card)
         limits = replace(limits_of(config, card, ready, tokenizer), max_sequences=MAX_SEQUENCES)
-        generator = open_generator(client, tokenizer, limits, config.observe.log_requests)
+        generator = open_generator(client, tokenizer, limits, config.observe)
         native = NativeService(
             generator,
             tokenizer,

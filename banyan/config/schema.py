@@ -167,6 +167,8 @@ class ObserveConfig:
     """File that records every message, plan and result; "" = none."""
     journal_bytes: int = 256 << 20
     log_requests: bool = False
+    log_format: str = "text"
+    """Of the lines that `log_requests` asks for: "text" or "json"."""
     notes: tuple[str, ...] = ()
     """Lines for people: flags and variables that were given and have no effect here."""
 

@@ -23,7 +23,7 @@ class Refusal:
 _NO_ASCEND = "it tunes Ascend devices, and there are none"
 _NO_TRANSFER = "one server both reads prompts and writes answers"
 _NO_EXPERTS = "no model here is a mixture of experts"
-_NO_GRAMMAR = "answers follow no grammar"
+_NO_POLLING = "a request is told when its grammar is compiled; --grammar-timeout bounds the wait"
 _NO_TIERS = "the cache has one tier, in memory"
 _NO_PROFILER = "there is no profiler"
 _NO_DRAFTS = "tokens are not drafted"
@@ -63,8 +63,8 @@ IDLE = {
     "SGLANG_TIMEOUT_KEEP_ALIVE": "idle connections end after 30 seconds",
     "SGLANG_TORCH_PROFILER_DIR": _NO_PROFILER,
     "SGLANG_PROFILE_WITH_STACK": _NO_PROFILER,
-    "SGLANG_GRAMMAR_POLL_INTERVAL": _NO_GRAMMAR,
-    "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS": _NO_GRAMMAR,
+    "SGLANG_GRAMMAR_POLL_INTERVAL": _NO_POLLING,
+    "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS": _NO_POLLING,
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": _NO_TRANSFER,
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": _NO_TRANSFER,
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": _NO_TRANSFER,
@@ -117,9 +117,12 @@ REFUSED = {
     "SGLANG_EXTERNAL_MODEL_PACKAGE": Refusal(
         "no code is loaded by a variable", "register the package's entry points"
     ),
-    "SGLANG_TOOL_STRICT_LEVEL": Refusal(_NO_GRAMMAR, "check tool calls in the client"),
+    "SGLANG_TOOL_STRICT_LEVEL": Refusal(
+        "each tool of a request says whether its calls are constrained",
+        "set strict: true in the tools",
+    ),
     "SGLANG_FORWARD_UNKNOWN_TOOLS": Refusal(
-        "tool calls are not parsed", "parse them in the client"
+        "the form of the calls decides on tools that were not offered", "offer the tool"
     ),
     "AIP_PREDICT_ROUTE": Refusal(
         "the Vertex AI route is /vertex_generate", "name that one", ("", "/vertex_generate")

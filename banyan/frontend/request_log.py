@@ -1,5 +1,6 @@
 """RequestLog: one log line when a request ends (--log-requests). Lengths and ids, never text."""
 
+import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -10,19 +11,21 @@ from banyan.frontend.generation import Finish, Generator, TextChunk, TextRequest
 
 log = logger(__name__)
 
-_LINE = (
-    "request ended id=%s route=%s prompt_tokens=%d cached_tokens=%d output_tokens=%d "
-    "reason=%s seconds=%.3f"
-)
-
 
 class RequestLog:
-    """Implements Generator on another, whose every end it logs."""
+    """Implements Generator on another, whose every end it logs.
 
-    def __init__(self, generator: Generator, clock: Clock | None = None) -> None:
+    Args:
+        as_json: the line is a JSON object.
+    """
+
+    def __init__(
+        self, generator: Generator, clock: Clock | None = None, as_json: bool = False
+    ) -> None:
         self.inner = generator
         """What answers when nothing is to be logged."""
         self._clock = clock or WallClock()
+        self._as_json = as_json
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         began_s = self._clock.now()
@@ -38,16 +41,22 @@ class RequestLog:
             reason = error.code
             raise
         finally:
-            log.info(
-                _LINE,
-                request.id,
-                request.route,
-                usage.prompt_tokens,
-                usage.cached_tokens,
-                usage.output_tokens,
-                reason,
-                self._clock.now() - began_s,
-            )
+            self._log(request, usage, reason, self._clock.now() - began_s)
+
+    def _log(self, request: TextRequest, usage: Usage, reason: str, seconds: float) -> None:
+        facts: dict[str, object] = {
+            "id": request.id,
+            "route": request.route,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "output_tokens": usage.output_tokens,
+            "reason": reason,
+        }
+        if self._as_json:
+            log.info("%s", json.dumps({"event": "request ended", **facts, "seconds": seconds}))
+            return
+        words = " ".join(f"{name}={value}" for name, value in facts.items())
+        log.info("request ended %s seconds=%.3f", words, seconds)
 
 
 def _reason(finish: Finish) -> str:

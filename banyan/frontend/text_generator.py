@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
+from banyan.config.schema import ObserveConfig
 from banyan.frontend.client import Engines, StreamEvent
 from banyan.frontend.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
 from banyan.frontend.generation import (
@@ -148,11 +149,13 @@ class TextGenerator:
 
 
 def open_generator(
-    client: Engines, tokenizer: Tokenizer | None, limits: Limits, log_requests: bool
+    client: Engines, tokenizer: Tokenizer | None, limits: Limits, observe: ObserveConfig
 ) -> Generator:
     """The generator that serves every route, logging the end of each request if asked to."""
     generator = TextGenerator(client, tokenizer, limits)
-    return RequestLog(generator) if log_requests else generator
+    if not observe.log_requests:
+        return generator
+    return RequestLog(generator, as_json=observe.log_format == "json")
 
 
 class Words:

@@ -134,7 +134,8 @@ async def configure_logging(exchange: Exchange, state: ServerState) -> None:
     if asked.log_requests is not None:
         generator = service.generator
         bare = generator.inner if isinstance(generator, RequestLog) else generator
-        wanted = RequestLog(bare) if asked.log_requests else bare
+        as_json = state.config.observe.log_format == "json"
+        wanted = RequestLog(bare, as_json=as_json) if asked.log_requests else bare
         state.service = replace(service, generator=wanted)
     await exchange.whole(b"", 200, "text/plain")
 

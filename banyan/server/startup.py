@@ -54,7 +54,7 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
         card=card,
         ready=ready,
         client=client,
-        generator=open_generator(client, words.tokenizer, limits, config.observe.log_requests),
+        generator=open_generator(client, words.tokenizer, limits, config.observe),
         limits=limits,
         tokenizer=words.tokenizer,
         chat=words.chat,

@@ -1,5 +1,6 @@
 """Every request that ends leaves one line, whatever ended it, and no word of its text."""
 
+import json
 import logging
 from contextlib import aclosing
 from dataclasses import replace
@@ -70,11 +71,33 @@ def test_a_reader_who_leaves_closes_the_request(lines):
 
 def test_nothing_is_logged_unless_asked_for(lines):
     async def scenario(*flags):
-        log_requests = config_of(*flags).observe.log_requests
+        observe = config_of(*flags).observe
         async with serving(lambda message: ids_of("word")) as (client, _):
-            await collect(open_generator(client, TOKENIZER, LIMITS, log_requests), [ASKED])
+            await collect(open_generator(client, TOKENIZER, LIMITS, observe), [ASKED])
 
     asynchronous(scenario)()
     assert lines() == []
     asynchronous(scenario)("--log-requests")
     assert len(lines()) == 1
+
+
+def test_a_line_is_a_json_object_when_that_is_asked_for(caplog):
+    caplog.set_level(logging.INFO, logger="banyan")
+    observe = config_of("--log-requests", "--log-requests-format", "json").observe
+
+    async def scenario():
+        async with serving(lambda message: ids_of("word") + [0]) as (client, _):
+            await collect(open_generator(client, TOKENIZER, LIMITS, observe), [ASKED])
+
+    asynchronous(scenario)()
+    facts = json.loads(caplog.messages[-1])
+    assert facts.pop("seconds") >= 0
+    assert facts == {
+        "event": "request ended",
+        "id": "r",
+        "route": "chat",
+        "prompt_tokens": 6,
+        "cached_tokens": 2,
+        "output_tokens": 5,
+        "reason": "stop",
+    }

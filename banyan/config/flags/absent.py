@@ -273,16 +273,14 @@ CACHE = (
 SERVER = (
     Feature("the server speaks HTTP only", asks=switches("grpc-mode")),
     Feature(
-        "there is one log, with one level",
-        "use --log-level",
-        asks=texts("log-level-http"),
+        "no line is logged per HTTP request, and --log-level holds for all others",
+        tunes=texts("log-level-http"),
     ),
     Feature(
         "--log-requests shows lengths, reasons and seconds, never texts",
         "use --log-requests",
         asks=(
             Absent("log-requests-level", kind=INT, low=0, high=3, neutral=(0, 1)),
-            Absent("log-requests-format", choices=("text", "json"), neutral=("text",)),
             *switches("enable-request-time-stats-logging"),
             Absent("show-time-cost", neutral=("False", "false")),
         ),

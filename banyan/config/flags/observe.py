@@ -19,6 +19,13 @@ FLAGS = (
         proof="tests/frontend/test_request_log.py::test_nothing_is_logged_unless_asked_for",
     ),
     Flag(
+        "log-requests-format",
+        "observe.log_format",
+        "json = the lines of --log-requests are JSON objects",
+        choices=("text", "json"),
+        proof="tests/frontend/test_request_log.py::test_a_line_is_a_json_object_when_that_is_asked_for",
+    ),
+    Flag(
         "journal",
         "observe.journal",
         "file that records every message, plan and result, for `banyan replay`",
