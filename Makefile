@@ -44,7 +44,7 @@ bench: $(VENV)/.demo
 bench-cpu: $(VENV)/.demo $(VENV)/.test
 	@exec $(BIN)/python -m benchmarks.compare_peers --out .peers/peers.json --docs docs/performance.md $(ARGS)
 
-# Every grammar backend on 500 schemas instead of a few; takes an hour, most of it one compiler's.
+# The grammar backends on 500 schemas instead of a few; a quarter of an hour, most of it xgrammar's.
 test-schemas: $(VENV)/.test
 	@SCHEMA_CASES=500 $(BIN)/python -m pytest -s tests/grammar/test_schemas.py $(ARGS)
 
