@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.frontend.generation import (
+    ALL_HIDDEN,
+    LAST_HIDDEN,
     ScoreOptions,
     TextOptions,
     TextRequest,
@@ -236,6 +238,20 @@ def test_more_scores_than_the_bound_are_refused_with_the_numbers():
     asked = request("abc", 900, scores=ScoreOptions(start=0, ids=tuple([1] * 5000)))
     with pytest.raises(RequestError, match="4515903 log-probabilities; at most 4000000"):
         run(say("hi"), asked)
+
+
+def test_more_hidden_states_than_the_bound_are_refused_with_the_numbers():
+    async def ask(hidden, limits):
+        async with serving(say("hi")) as (client, _):
+            asked = replace(request("abc", 900), hidden=hidden)
+            return await anext(TextGenerator(client, TOKENIZER, limits).generate(asked))
+
+    wide = replace(LIMITS, hidden_size=8192, hidden_states=True)
+    with pytest.raises(RequestError, match="7397376 values of hidden states; at most 4000000"):
+        asyncio.run(ask(ALL_HIDDEN, wide))
+    with pytest.raises(RequestError, match="--enable-return-hidden-states"):
+        asyncio.run(ask(LAST_HIDDEN, LIMITS))
+    assert asyncio.run(ask(LAST_HIDDEN, wide)).tokens, "the last one alone is never too much"
 
 
 def test_the_engine_gets_what_the_request_says():
