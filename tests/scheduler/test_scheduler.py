@@ -305,3 +305,22 @@ def test_a_request_for_an_adapter_that_is_not_loaded_is_refused_by_its_name():
     sampling = SamplingParams(max_new_tokens=1)
     driver.receive(Generate(request="a", tokens=tokens, sampling=sampling, adapter="poet"))
     assert driver.ends["a"].status == 404 and "'poet'" in driver.ends["a"].text
+
+
+def test_no_more_requests_run_at_once_than_told():
+    driver = Driver(spec=asked("--max-running-requests", "2"))
+    for name in "abcde":
+        driver.submit(name, [ord(name), *PROMPT], new=3)
+    driver.run()
+    assert max(len(plan.rows) for plan in driver.plans) == 2
+
+
+def test_no_more_requests_wait_than_told():
+    driver = Driver(spec=asked("--max-running-requests", "1", "--max-queued-requests", "2"))
+    driver.submit("runs", PROMPT)
+    driver.step()
+    for name in "abc":
+        driver.submit(name, PROMPT)
+    driver.run()
+    assert [driver.ends[name].request for name in ("runs", "a", "b")] == ["runs", "a", "b"]
+    assert driver.ends["c"].status == 503
