@@ -20,7 +20,9 @@ constexpr int BLOCK = 4;                   // groups that are converted, then us
 constexpr int VECTORS = GROUP / LANES;     // of a group
 constexpr int TOGETHER = 6;                // queries whose sums are in registers at once
 constexpr int AHEAD = 2;                   // groups that are fetched before they are needed
-constexpr int CONVERT_FROM = 12;           // queries from which converting a block once pays
+// Queries from which converting a block once pays: AVX2 converts as it loads, at no cost beside the
+// products; AVX-512 converts on the ports that multiply, and plain code number by number.
+constexpr int CONVERT_FROM = LANES == 8 ? 1 << 30 : LANES == 16 ? 30 : 12;
 constexpr int WIDE = LANES == 16 ? 4 : 2;  // vectors of sums per query, for many queries
 
 #define UNROLL _Pragma("GCC unroll 16")
@@ -317,9 +319,11 @@ void convert_k(const typename C::type* const* k, int64_t stride, int groups, int
   for (int g = 0; g < groups; g++) {
     float* to = block + (size_t)g * GROUP * dim;
     converted[g] = to;
-    for (int d = 0; d < dim; d++)
+    for (int d = 0; d < dim; d++) {
+      __builtin_prefetch(k[g + AHEAD] + d * stride);
       UNROLL for (int i = 0; i < GROUP; i += LANES)
         store(to + d * GROUP + i, C::get(k[g] + d * stride + i));
+    }
   }
   for (int g = 0; g < AHEAD; g++) converted[groups + g] = block;
 }
@@ -329,7 +333,10 @@ void convert_v(const typename C::type* const* v, int groups, int dim, float* blo
   for (int g = 0; g < groups; g++) {
     float* to = block + (size_t)g * GROUP * dim;
     converted[g] = to;
-    for (int i = 0; i < GROUP * dim; i += LANES) store(to + i, C::get(v[g] + i));
+    for (int i = 0; i < GROUP * dim; i += LANES) {
+      __builtin_prefetch(v[g + AHEAD] + i);
+      store(to + i, C::get(v[g] + i));
+    }
   }
   for (int g = 0; g < AHEAD; g++) converted[groups + g] = block;
 }
