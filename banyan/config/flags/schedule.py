@@ -9,7 +9,7 @@ FLAGS = (
         "requests that run at once; default: from the cache size",
         kind=INT,
         low=1,
-        proof="tests/system/test_bad_input.py::test_a_full_queue_is_503_with_retry_after",
+        proof="tests/scheduler/test_scheduler.py::test_no_more_requests_run_at_once_than_told",
     ),
     Flag(
         "max-queued-requests",
@@ -17,7 +17,7 @@ FLAGS = (
         "requests that may wait before new ones get 503; default: no bound",
         kind=INT,
         low=1,
-        proof="tests/system/test_bad_input.py::test_a_full_queue_is_503_with_retry_after",
+        proof="tests/scheduler/test_scheduler.py::test_no_more_requests_wait_than_told",
     ),
     Flag(
         "chunked-prefill-size",
