@@ -31,7 +31,7 @@ test-clients: $(VENV)/.test $(VENV)/.demo $(CLIENTS)
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m pytest tests/clients tests/system/test_openai_client.py $(ARGS)
 
-# Every proof of a flag once more with the flag's effect gone; takes a quarter of an hour.
+# Every proof of a flag once more with the flag's effect gone; takes twenty minutes.
 test-proofs: $(VENV)/.test $(VENV)/.demo
 	@PROOFS=all $(BIN)/python -m pytest tests/proofs $(ARGS)
 
