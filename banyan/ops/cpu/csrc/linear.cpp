@@ -23,13 +23,15 @@ const LinearKernels& kernels(int32_t level) {
   return linear_base;
 }
 
-// Rows are cut into panels of equal size, in steps of 12 (a multiple of what kernels take at once).
+// Rows are cut into panels of nearly equal size, which begin at multiples of 12 (a multiple of what
+// kernels take at once): equal panels are equal work for the threads.
 struct Cut {
-  int64_t panels, rows;
+  int64_t count, panels;
 
-  explicit Cut(int64_t count) {
-    panels = (count + PANEL_ROWS - 1) / PANEL_ROWS;
-    rows = panels ? ((count + panels - 1) / panels + 11) / 12 * 12 : 0;
+  explicit Cut(int64_t rows) : count(rows), panels((rows + PANEL_ROWS - 1) / PANEL_ROWS) {}
+  int64_t begin(int64_t panel) const {
+    int64_t row = (panel * count / panels + 11) / 12 * 12;
+    return row < count ? row : count;
   }
 };
 
@@ -41,7 +43,8 @@ int64_t linear_units(const void* a, const Sizes& sizes) {
 int64_t linear_grain(const void* a, const Sizes& sizes) {  // some 3 microseconds
   const LinearArgs& args = *(const LinearArgs*)a;
   int64_t reading = group_bytes(args.format, args.k) / 3;
-  int64_t working = Cut(sizes.n[args.size]).rows * args.k * GROUP / 48;
+  Cut cut(sizes.n[args.size]);
+  int64_t working = (cut.panels ? cut.begin(1) : 0) * args.k * GROUP / 48;
   return 10000 / ((reading > working ? reading : working) + 1) + 1;
 }
 
@@ -50,11 +53,11 @@ void linear_run(const void* a, const Sizes& sizes, int64_t begin, int64_t end, W
   const LinearArgs& args = *(const LinearArgs*)a;
   const LinearKernels& table = kernels(isa());
   LinearUnit unit = EXACT ? table.exact[args.format] : table.rounded[args.format];
-  int64_t count = sizes.n[args.size], groups = groups_of(args.n);
-  int64_t rows = Cut(count).rows;
+  int64_t groups = groups_of(args.n);
+  Cut cut(sizes.n[args.size]);
   uint8_t* scratch = worker.scratch(LINEAR_SCRATCH);
   for (int64_t i = begin; i < end; i++) {
-    int64_t first = i / groups * rows, last = first + rows < count ? first + rows : count;
+    int64_t panel = i / groups, first = cut.begin(panel), last = cut.begin(panel + 1);
     if (first < last) unit(args, i % groups, first, last, scratch);
   }
 }

@@ -29,7 +29,7 @@ namespace banyan {
 constexpr int MAX_THREADS = 256;
 constexpr size_t MAX_ARGS = 192;
 constexpr int64_t SPIN_NS = 40000;  // below it sleeping costs more than it saves
-constexpr int PIECES = 4;           // pieces a thread's share is cut into at least, if grain allows
+constexpr int CLAIMED = 4;          // of so many parts of what is left of a share, one is claimed
 constexpr int CROWDED_RUNS = 4;     // runs in a row after which a thread is left out
 constexpr int64_t LATE_NS = 500000;
 constexpr int FIRST_REST = 64, LONGEST_REST = 1024;  // runs until the full number is tried again
@@ -93,10 +93,23 @@ struct Stage {
   int32_t row_size;      // NOT_ROW_WISE: a single op with units of its own
 };
 
-// One thread's share of a stage.
+// One thread's share of a stage. It is claimed in pieces that shrink with what is left, so that
+// whoever comes to help at the end finds pieces small enough to finish together.
 struct alignas(64) Share {
   std::atomic<int64_t> next;
   int64_t end;
+
+  // Takes units [begin, begin + the result); 0 when none are left. Pieces are whole grains.
+  int64_t claim(int64_t grain, int64_t& begin) {
+    begin = next.load(std::memory_order_relaxed);
+    for (;;) {
+      int64_t left = end - begin;
+      if (left <= 0) return 0;
+      int64_t count = left / CLAIMED / grain * grain;
+      if (count < grain) count = grain < left ? grain : left;
+      if (next.compare_exchange_weak(begin, begin + count, std::memory_order_relaxed)) return count;
+    }
+  }
 };
 
 // A stage in a run.
@@ -271,9 +284,7 @@ bool Run::deal_out() {
       int64_t other = p.ops[i].kernel->grain(p.ops[i].args, sizes);
       if (other < grain) grain = other;
     }
-    int64_t piece = units / ((int64_t)threads * PIECES);
     if (grain < 1) grain = 1;
-    if (grain < piece) grain = piece;
     much |= units > grain;
     stages[s].left.store(units, std::memory_order_relaxed);
     stages[s].units = units;
@@ -301,13 +312,8 @@ int64_t Pool::walk(Run& run, Worker& worker) {
     int64_t done = 0, grain = progress.grain;
     for (int turn = 0; turn < run.threads; turn++) {
       Share& share = run.shares[s * run.threads + (worker.index + turn) % run.threads];
-      while (share.next.load(std::memory_order_relaxed) < share.end) {
-        int64_t begin = share.next.fetch_add(grain, std::memory_order_relaxed);
-        if (begin >= share.end) break;
-        int64_t end = begin + grain < share.end ? begin + grain : share.end;
-        do_units(run, p.stages[s], begin, end, worker);
-        done += end - begin;
-      }
+      for (int64_t begin, count; (count = share.claim(grain, begin)); done += count)
+        do_units(run, p.stages[s], begin, begin + count, worker);
     }
     uint32_t number = run.base + (uint32_t)s + 1;
     if (done && progress.left.fetch_sub(done, std::memory_order_acq_rel) == done)
