@@ -139,7 +139,7 @@ def test_callers_with_an_event_loop_can_run_many_at_once(engine):
 def test_a_wrong_request_is_refused_and_the_next_one_served(engine):
     with pytest.raises(RequestError, match="top_p must be"):
         engine.generate("x", {"top_p": 2})
-    with pytest.raises(RequestError, match="Exactly one of text and input_ids"):
+    with pytest.raises(RequestError, match="Exactly one of text, input_ids and input_embeds"):
         engine.generate()
     with pytest.raises(RequestError, match="--is-embedding"):
         engine.encode("x")

@@ -32,7 +32,6 @@ class EngineCore:
 
     Args:
         scheduler: what to compute next.
-        depth: plans with rows that may be in flight at once.
         lockstep: agreement with other replicas; None when there are none.
         recorder: journal; None for none.
     """
@@ -40,13 +39,11 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
-        depth: int = 1,
         lockstep: Lockstep | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        assert depth >= 1
         self.scheduler = scheduler
-        self.depth = depth
+        self.depth = scheduler.limits.depth
         self.is_paused = False
         self._lockstep = lockstep
         self._recorder = recorder

@@ -24,7 +24,6 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: tuple[CacheGroup, ...]
     limits: Limits
-    depth: int = 1
     order: str = "fcfs"
     eviction: str = "lru"
     share: bool = True
@@ -38,7 +37,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
         """A fresh core. ConfigError when a policy has no such name."""
         cache = KVCache(self.groups, EVICTION.load(self.eviction), self.share)
         scheduler = Scheduler(cache, self.limits, ORDERS.load(self.order), grammars)
-        return EngineCore(scheduler, self.depth, lockstep, recorder)
+        return EngineCore(scheduler, lockstep, recorder)
 
 
 def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
@@ -51,6 +50,7 @@ def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
             max_running=memory.max_running,
             chunk_tokens=schedule.chunk_tokens if is_chunked else schedule.prefill_tokens,
             max_request_tokens=memory.max_request_tokens,
+            depth=schedule.depth,
             max_queued=schedule.max_queued,
             token_gap=schedule.token_gap,
             conservativeness=schedule.conservativeness,
@@ -63,7 +63,6 @@ def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
             whole_prompts=card.needs_whole_prompts or not is_chunked,
             max_prompts=schedule.prefill_requests,
         ),
-        depth=schedule.depth,
         order=schedule.policy,
         eviction=config.cache.eviction,
         share=not (config.cache.disable_radix or card.needs_whole_prompts),

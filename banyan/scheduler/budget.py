@@ -53,6 +53,7 @@ class Limits:
         max_prompts: requests whose prompts one step computes, whole or in part; 0 = unbounded.
         max_queued: waiting requests before new ones are refused; 0 = unbounded.
         max_request_tokens: longest prompt + output.
+        depth: plans with rows that may be in flight at once.
         token_gap: steps between sampling a token and a row that needs it (stages − 1).
         drafts: tokens the runner drafts after each sampled one; 0 = no speculation.
         conservativeness: scales the new-token ratio.
@@ -62,6 +63,7 @@ class Limits:
     max_running: int
     chunk_tokens: int
     max_request_tokens: int
+    depth: int = 1
     max_queued: int = 0
     token_gap: int = 0
     drafts: int = 0

@@ -14,18 +14,22 @@ _WORTH_WAITING = 3
 but for the first, which is being sampled."""
 
 
-def jump(request: Request, grammar: Grammar, roster: Roster) -> None:
+def jump(request: Request, grammar: Grammar, roster: Roster, depth: int) -> None:
     """After a sampled token: append those that are certain, or let the request wait for that.
 
-    Nothing may be appended while a row is in flight that samples the next of them.
+    The next tokens may be in flight already, and what is forced may be written in several ways. So
+    as many as may be in flight are sampled in any case, and the jump comes after them: the output
+    depends on its tokens alone, never on how the steps fell.
     """
     if request.wants_scores or request.wants_hidden:
         return  # each of its tokens is told with numbers that only sampling brings
     certain = _certain(request, grammar)
-    if request.flights:
-        request.waits_to_jump = len(certain) >= _WORTH_WAITING
+    if not request.jumps_at and len(certain) >= _WORTH_WAITING:
+        request.jumps_at = request.known + depth - 1
+    if request.known != request.jumps_at:
         return
-    request.waits_to_jump = False
+    assert not request.pending
+    request.jumps_at = 0
     first = request.output_len
     tokens = array("i")
     for token in certain:

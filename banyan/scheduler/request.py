@@ -68,8 +68,8 @@ class Request:
         """The newest token is the runner's own, which drafted with it when it does so."""
         self.next_drafts: list[int] = []
         """Its drafts, when it has told them."""
-        self.waits_to_jump = False
-        """No row is planned before the one in flight has ended (scheduler/jump.py)."""
+        self.jumps_at = 0
+        """Once so many tokens are known; none is sampled past them before (scheduler/jump.py)."""
         self.has_jumped = False
         """The newest tokens are not the runner's own: the next row gives them to it."""
         self.scored_to = generate.score_from

@@ -72,7 +72,7 @@ class RowPlanner:
         start, known, pending = request.planned, request.known, request.pending
         if pending and (
             known + pending >= request.limit
-            or request.waits_to_jump
+            or 0 < request.jumps_at <= known + pending
             or not self._gap_is_over(request, draft)
         ):
             return 0, 0

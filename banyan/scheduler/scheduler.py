@@ -319,7 +319,7 @@ class Scheduler:
             self.roster.finish(request, "length", self._now)
         else:
             if request.grammar is not None and tokens and not self.limits.drafts:
-                jump(request, request.grammar, self.roster)
+                jump(request, request.grammar, self.roster, self.limits.depth)
             self._release_mask(request)
 
     def _advance(self, request: Request, tokens: "array[int]") -> bool:

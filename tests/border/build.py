@@ -35,6 +35,7 @@ def random_world(random: Random) -> World:
         chunk_tokens=random.choice((3, 8, 16, 1 << 30)),
         max_prompts=random.choice((0, 0, 1, 2)),
         max_request_tokens=40,
+        depth=depth,
         max_queued=random.choice((0, 0, 12)),
         token_gap=random.choice((0, 1)) if depth == 3 else 0,
         drafts=drafts,
@@ -49,7 +50,6 @@ def random_world(random: Random) -> World:
     core = CoreSpec(
         groups=groups,
         limits=limits,
-        depth=depth,
         order=random.choice(("fcfs", "lpm", "dfs-weight", "lof", "random")),
         eviction=random.choice(("lru", "lfu", "fifo", "priority")),
         share=random.random() < 0.9,

@@ -94,8 +94,8 @@ def served():
 def serving(check_ledger):
     link, runner, wake = QueueLink(), CountingRunner(), Wake()
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
-    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
-    core = EngineCore(Scheduler(cache, limits, fcfs), depth=2)
+    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100, depth=2)
+    core = EngineCore(Scheduler(cache, limits, fcfs))
     loop = EngineLoop(core, Threaded(runner, wake.ring), link, wake, WallClock(), check_ledger)
     thread = threading.Thread(target=loop.run, args=(READY,))
     thread.start()

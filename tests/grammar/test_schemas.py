@@ -30,7 +30,7 @@ from tests.grammar.play import VOCABULARY, Player
 DATA = Path(__file__).resolve().parents[3] / "shared/data/schemas/maskbench_train70.jsonl.gz"
 PACKAGES = {"llguidance": "llguidance", "xgrammar": "xgrammar", "outlines": "outlines_core"}
 BACKENDS = [*((name,) for name in PACKAGES), ("xgrammar", "llguidance")]
-FEW = {"llguidance": 40, "xgrammar": 10, "outlines": 6, "xgrammar+llguidance": 6}
+FEW = {"llguidance": 40, "xgrammar": 10, "outlines": 6, "xgrammar+llguidance": 12}
 CASES = os.environ.get("SCHEMA_CASES", "")
 """How many instead ("500"), or which ("250:500"); then the demo model's vocabulary is used."""
 LIMIT_S = 5.0

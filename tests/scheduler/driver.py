@@ -57,7 +57,6 @@ class Driver:
         *,
         pages=100,
         page_tokens=4,
-        depth=1,
         policy="fcfs",
         max_running=8,
         recorder=None,
@@ -74,7 +73,6 @@ class Driver:
         self.spec = spec or CoreSpec(
             groups=(CacheGroup(FULL, page_tokens, pages),),
             limits=Limits(max_running=max_running, **limits),
-            depth=depth,
             order=policy,
         )
         self.core = self.spec.build(recorder=recorder and recorder(self.spec))

@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema
 import pytest
@@ -133,6 +134,24 @@ def test_what_is_forced_is_not_sampled_and_stays_the_same(constrained: Server):
     for answer in (sampled, jumped):
         assert answer["meta_info"]["completion_tokens"] == len(answer["output_ids"])
     assert few < many - 5, (few, many)
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_a_constrained_answer_is_the_same_however_the_steps_fall(
+    demo_model: object, tmp_path_factory, backend: str
+):
+    """What is forced can be written in several ways, and a jump may come sooner or later."""
+    body = {
+        "text": "A station:",
+        "sampling_params": {"json_schema": json.dumps(NAMES), "max_new_tokens": 90},
+    }
+    body["sampling_params"]["temperature"] = 0
+    log = tmp_path_factory.mktemp("falls") / "server.log"
+    with serving(log, "--model-path", "demo", "--grammar-backend", backend) as server:
+        alone = server.generate(**body)["output_ids"]
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda _: server.generate(**body)["output_ids"], range(24)))
+        assert [ids for ids in found if ids != alone] == []
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 7])
