@@ -85,12 +85,14 @@ def watched(rate: float, model: str, notes: Path) -> Iterator[Watched]:
     words += ["--port", str(port), "--context-length", "1000000"]
     variables = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     command = Command(words, port, variables, os.getcwd())
+    cores = os.sched_getaffinity(0)
     running = ServerProcess(command, notes.with_suffix(".log"))
     try:
         running.first_answer({"prompt": "x", "max_tokens": 1}, _START_S)
         _part_cores(running.pid)
         yield Watched(running.url, psutil.Process(running.pid))
     finally:
+        os.sched_setaffinity(0, cores)
         running.stop()
 
 

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.base.log import logger
 from banyan.base.table import Table
 from banyan.ops import reference
 from banyan.ops.api import OP_NAMES, PACKED_OPS, Ops
@@ -23,8 +22,6 @@ PLAIN_PAGES = "token by token"
 """Page layout of the reference: [page_size, kv_heads, head_dim]."""
 ON_PAGES = ("write_kv", "paged_attention")
 """Ops that must agree on the layout of a page."""
-
-_log = logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -227,17 +224,22 @@ def bind(
             + ", ".join(f"{op}: {layout}" for op, layout in layouts.items()),
             hint=f"force both of {', '.join(ON_PAGES)}, or none",
         )
-    _log.info("kernels\n%s", kernel_table(tuple(choices)))
     return cast(Ops, BoundOps(functions, tuple(choices), spec))
 
 
 def kernel_table(choices: tuple[Choice, ...]) -> str:
-    """The choices as text, one op a line: op, kernel, and why the ones before it declined."""
-    lines: list[str] = []
+    """The choices as text: a kernel, or the module of those that are called as their ops, the ops
+    that it serves, and why the kernels before it declined them.
+    """
+    lines: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
         why = "; ".join(f"{kernel}: {reason}" for kernel, reason in choice.declined)
-        lines.append(f"{choice.label:<20} {choice.kernel:<28} {why}".rstrip())
-    return "\n".join(lines)
+        kernel = choice.kernel.removesuffix(f":{choice.label}")
+        lines.setdefault((kernel, why), []).append(choice.label)
+    return "\n".join(
+        f"{kernel:<18} {' '.join(labels)}{f' ({why})' if why else ''}"
+        for (kernel, why), labels in lines.items()
+    )
 
 
 def _choose(

@@ -36,9 +36,9 @@ TRACE = Path(__file__).parents[3] / "shared" / "data" / "traces" / "mooncake_con
 
 
 def simulate(arrivals, *, depth=1, pages=4000, host_s=0.0, concurrency=0, order="fcfs"):
-    limits = Limits(max_running=16, chunk_tokens=512, max_request_tokens=32_768)
+    limits = Limits(depth=depth, max_running=16, chunk_tokens=512, max_request_tokens=32_768)
     groups = (CacheGroup(FULL, 16, pages),)
-    core = CoreSpec(groups=groups, limits=limits, depth=depth, order=order).build()
+    core = CoreSpec(groups=groups, limits=limits, order=order).build()
     world = World()
     replica = Replica(world, core, Roofline(CARD, DEVICE), host_s)
     if concurrency:
