@@ -267,7 +267,8 @@ class Ops(Protocol):
         ...
 
     def sample(self, logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
-        """Choose one token per row: `sample_row` of ops/sampling.py, token for token.
+        """Choose one token per row, `sample_row` of ops/sampling.py token for token, and enter it
+        into `rows.history`.
 
         logits: [rows, vocab] fp32, left as they are.
         returns: tokens [rows] int64; best [rows] fp32, the largest logit after all edits: where it

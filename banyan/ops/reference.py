@@ -207,12 +207,14 @@ def dense_attention(
 def sample(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
     if rows.are_plain:
         best, tokens = logits.max(-1)
-        return tokens, best
-    host = logits.cpu().numpy()  # sync: rows are chosen one by one on the host
-    chosen = [sample_row(host[row], rows, row) for row in range(len(host))]
-    tokens = torch.tensor([token for token, _ in chosen], dtype=torch.int64)
-    best = torch.tensor([value for _, value in chosen], dtype=torch.float32)
-    return tokens.to(logits.device), best.to(logits.device)
+    else:
+        host = logits.cpu().numpy()  # sync: rows are chosen one by one on the host
+        chosen = [sample_row(host[row], rows, row) for row in range(len(host))]
+        tokens = torch.tensor([token for token, _ in chosen]).to(logits.device)
+        best = torch.tensor([value for _, value in chosen]).to(logits.device)
+    slots, positions = torch.from_numpy(np.stack([rows.slots, rows.positions])).to(logits.device)
+    rows.history[slots, positions] = tokens.to(torch.int32)
+    return tokens, best
 
 
 def logprobs(

@@ -84,7 +84,8 @@ class SampleRows:
         params: [rows] PARAMS.
         positions: [rows] int64, where the token goes.
         slots: [rows] int64, rows of `history`.
-        history: [slots, longest] int32, the tokens of each slot below its position.
+        history: [slots, longest] int32, the tokens of each slot below its position; the chosen
+            one is entered there.
     """
 
     params: np.ndarray

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from banyan.layers.step import StepInputs
+from banyan.messages.plan import SCORE
 from banyan.models.decoder import DecoderLM
 from banyan.ops.api import Ops, OpTime, Recorder
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
@@ -20,10 +21,17 @@ from banyan.runner.slots import SlotTable
 
 
 class Forward(Protocol):
-    """One step at a time: `run`, then `logits` as often as needed."""
+    """One step at a time: `run`, then logits and hidden states as often as needed."""
 
     def run(self, batch: Batch) -> None:
         """Compute the hidden states of a batch of at least one row."""
+        ...
+
+    def next_logits(self, batch: Batch) -> Tensor:
+        """Logits behind the last tokens of the rows that sample, of the batch that ran.
+
+        returns: [rows, vocab] fp32, good until the next call.
+        """
         ...
 
     def logits(self, tokens: np.ndarray) -> Tensor:
@@ -60,6 +68,9 @@ class EagerForward:
     def run(self, batch: Batch) -> None:
         inputs = build_inputs(batch, self._table, self.groups, self._attention, self._device)
         self._hidden = self._model.forward(inputs)  # [tokens, hidden]
+
+    def next_logits(self, batch: Batch) -> Tensor:
+        return self.logits(batch.last)
 
     def logits(self, tokens: np.ndarray) -> Tensor:
         return self._model.logits(self.hidden(tokens))
@@ -120,13 +131,18 @@ class RecordedForward:
             positions=torch.from_numpy(self._positions),
             attention=attention.bind(StepGeometry(starts, contexts, tuple(views))),
         )
-        self._forward = recorder.record(lambda: model.forward(inputs), self._max_tokens, max_rows)
-        hidden, chosen = self._forward.result, torch.from_numpy(self._chosen)
-        self._logits = None
-        if model.card.pooling is None:
-            self._logits = recorder.record(
-                lambda: model.logits(ops.select_rows(hidden, chosen)), self._max_tokens, max_rows
-            )
+        chosen = torch.from_numpy(self._chosen)
+        self._has_logits = model.card.pooling is None
+        self._num_ready = 0
+        """Rows of the result that hold the logits of the last step."""
+
+        def whole() -> Tensor:
+            self._hidden = model.forward(inputs)  # kept: its memory is not used again
+            if not self._has_logits:
+                return self._hidden
+            return model.logits(ops.select_rows(self._hidden, chosen))
+
+        self._step = recorder.record(whole, self._max_tokens, max_rows)
 
     def run(self, batch: Batch) -> None:
         num_rows, num_tokens = len(batch.rows), int(batch.offsets[-1])
@@ -146,15 +162,23 @@ class RecordedForward:
         self._positions[:num_tokens] = positions
         self._row_starts[: num_rows + 1] = batch.offsets
         self._context_lengths[:num_rows] = batch.starts
-        longest = int(batch.ends.max())
+        longest = max(batch.ends.tolist())
         for index, layout in enumerate(self._groups):
             size, known = layout.page_size, self._known_pages[index]
             width = -(-longest // size)
             self._page_tables[index][:num_rows, :width] = known[batch.slots, :width]
             pages = known[slot_of, positions // size].astype(np.int64)
             self._locations[index][:num_tokens] = pages * size + positions % size
-        self._forward.run(num_tokens, num_rows, 0)
+        # Logits of a prompt come first in the same memory, if there are any.
+        self._num_ready = 0 if batch.wanted & SCORE else len(batch.last)
+        self._chosen[: self._num_ready] = batch.last[: self._num_ready]
+        self._step.run(num_tokens, num_rows, self._num_ready)
         self._last = (num_tokens, num_rows)
+
+    def next_logits(self, batch: Batch) -> Tensor:
+        if self._is_eager or not self._num_ready:
+            return self.logits(batch.last)
+        return self._step.result[: self._num_ready]
 
     def logits(self, tokens: np.ndarray) -> Tensor:
         if self._is_eager:
@@ -169,19 +193,16 @@ class RecordedForward:
     def hidden(self, tokens: np.ndarray) -> Tensor:
         if self._is_eager:
             return self._eager.hidden(tokens)
-        return self._forward.result[torch.from_numpy(tokens)]
+        return self._hidden[torch.from_numpy(tokens)]
 
     def op_times(self) -> list[OpTime]:
         """What the stages of the last step took, run once more."""
         tokens, rows = self._last
-        return [
-            *self._forward.times(tokens, rows, 0),
-            *self._logits.times(0, 0, rows),
-        ]
+        return self._step.times(tokens, rows, rows if self._has_logits else 0)
 
     def _some_logits(self, tokens: np.ndarray) -> Tensor:
-        assert self._logits is not None, "a model for vectors has no logits"
+        assert self._has_logits, "a model for vectors has no logits"
         count = len(tokens)
         self._chosen[:count] = tokens
-        self._logits.run(0, 0, count)
-        return self._logits.result[:count]
+        self._step.run(0, 0, count)  # of the hidden states that are there
+        return self._step.result[:count]

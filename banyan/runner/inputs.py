@@ -3,13 +3,17 @@
 One pass over the rows, one copy to the device; tokens and page tables are gathered there.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+from operator import or_
 
 import numpy as np
 import torch
 
 from banyan.layers.step import Embedded, StepInputs
-from banyan.messages.plan import HIDDEN, POOL, SAMPLE, SCORE, Row
+from banyan.messages.plan import SAMPLE, Row
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.slots import SlotTable
@@ -20,44 +24,65 @@ class Batch:
     """The rows of a plan that run, as host arrays of one entry per row.
 
     Attributes:
+        wanted: what any row wants, or-ed.
         indices: index into StepPlan.rows.
         offsets: [rows + 1], first token of each row along the step's tokens.
+        sampling: the rows that sample, as indices into the others.
+        last: last token of each of those, along the step's tokens.
+        to_slots: slot of each of those; to_positions: where its token goes.
     """
 
     rows: list[Row]
+    wanted: int
     indices: np.ndarray
     slots: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
+    ends: np.ndarray
+    """Position after the last one of each row."""
     offsets: np.ndarray
-    samples: np.ndarray
-    scores: np.ndarray
-    pools: np.ndarray
-    hides: np.ndarray
+    sampling: np.ndarray
+    last: np.ndarray
+    to_slots: np.ndarray
+    to_positions: np.ndarray
 
     @classmethod
     def of(cls, rows: list[tuple[int, Row]]) -> "Batch":
-        facts = np.array(
-            [(i, r.slot, r.start, r.count, r.want) for i, r in rows], np.int64
-        ).reshape(-1, 5)
-        indices, slots, starts, counts, wants = facts.T
+        ends = [row.start + row.count for _, row in rows]
+        offsets = [0, *accumulate(row.count for _, row in rows)]
+        sampling = [at for at, (_, row) in enumerate(rows) if row.want & SAMPLE]
         return cls(
-            rows=[row for _, row in rows],
-            indices=indices,
-            slots=slots,
-            starts=starts,
-            counts=counts,
-            offsets=np.concatenate([[0], np.cumsum(counts)]),
-            samples=(wants & SAMPLE) != 0,
-            scores=(wants & SCORE) != 0,
-            pools=(wants & POOL) != 0,
-            hides=(wants & HIDDEN) != 0,
+            [row for _, row in rows],
+            reduce(or_, (row.want for _, row in rows), 0),
+            *_arrays(
+                [index for index, _ in rows],
+                [row.slot for _, row in rows],
+                [row.start for _, row in rows],
+                [row.count for _, row in rows],
+                ends,
+                offsets,
+                sampling,
+                [offsets[at + 1] - 1 for at in sampling],
+                [rows[at][1].slot for at in sampling],
+                [ends[at] for at in sampling],
+            ),
         )
 
-    @property
-    def ends(self) -> np.ndarray:
-        """Position after the last one of each row: where a sampled token goes."""
-        return self.starts + self.counts
+    def wanting(self, what: int) -> list[int]:
+        """The rows that want it."""
+        return [at for at, row in enumerate(self.rows) if row.want & what]
+
+
+def _arrays(*columns: list[int]) -> Iterator[np.ndarray]:
+    """Each list as int64, all in one piece of memory.
+
+    A step's weights sweep the code of numpy out of the caches, so that in a short step each kind
+    of array operation costs tens of microseconds; plain numbers cost less.
+    """
+    packed, at = np.array([value for column in columns for value in column], np.int64), 0
+    for column in columns:
+        yield packed[at : at + len(column)]
+        at += len(column)
 
 
 def build_inputs(

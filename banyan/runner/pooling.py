@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from banyan.config.card import CLS, MEAN, Pooling
+from banyan.messages.plan import POOL
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.runner.forward import Forward
@@ -24,9 +25,9 @@ class Pooler:
 
     def read(self, forward: Forward, batch: Batch) -> Tensor | None:
         """Vectors of the rows with POOL, [n, width] fp32; None when there are none."""
-        rows = np.flatnonzero(batch.pools)
-        if not len(rows):
+        if not batch.wanted & POOL:
             return None
+        rows = np.array(batch.wanting(POOL))
         vectors = self._model.classify(self._pool(forward, batch, rows)).float()
         if self._pooling.normalize:
             vectors = torch.nn.functional.normalize(vectors, dim=-1)

@@ -5,6 +5,7 @@ fails, fails its step. With several ranks each runs the same plan; rank 0 sample
 others the tokens.
 """
 
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.messages.plan import (
+    HIDDEN,
     POOL,
     SAMPLE,
+    SCORE,
     CopyResult,
     Row,
     RowFailure,
@@ -37,7 +40,7 @@ from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.pooling import Pooler
 from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
 from banyan.runner.sampling.processors import Processors
-from banyan.runner.sampling.sampler import ALL_BANNED, Choice, Sampled, Sampler
+from banyan.runner.sampling.sampler import ALL_BANNED, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
 
 log = logger(__name__)
@@ -174,7 +177,7 @@ class ModelRunner:
             sampled, scores = self._read_out(plan, batch, mask_of)
             if self._pooler is not None:
                 vectors = self._pooler.read(self._forward, batch)
-            if batch.hides.any():
+            if batch.wanted & HIDDEN:
                 hidden = _hidden_states(self._forward, batch)
         self.store.copy(plan.copies, "after")
         return lambda: _result(plan, batch, failed, sampled, scores, vectors, hidden)
@@ -199,22 +202,20 @@ class ModelRunner:
     ) -> tuple[Sampled | None, Scores | None]:
         """Sample and score; logits are made only for the positions that need them."""
         sheet, scores = None, None
-        if batch.scores.any():
+        if batch.wanted & SCORE:
             sheet = ScoreSheet.of(batch, self._table)
             scores = Scores(sheet, batch, self._table, self._device, self._ops)
             self._score_known(batch, sheet, scores)
-        sampling = np.flatnonzero(batch.samples)
-        if not len(sampling):
+        if not batch.wanted & SAMPLE:
             return None, scores
-        logits = self._forward.logits(batch.offsets[sampling + 1] - 1)
-        sampled = self._sample(plan, batch, sampling, logits, mask_of)
-        where = np.stack([batch.slots[sampling], batch.ends[sampling]])
-        self._table.append(where[0], torch.from_numpy(where).to(self._device), sampled.tokens)
+        logits = self._forward.next_logits(batch)
+        sampled = self._sample(plan, batch, logits, mask_of)
+        self._table.grow(batch.to_slots)
         if sheet is None or scores is None:
             return sampled, None
         entries = np.flatnonzero(sheet.is_sampled)
         if len(entries):
-            rows = np.searchsorted(sampling, sheet.row[entries])
+            rows = np.searchsorted(batch.sampling, sheet.row[entries])
             chosen = torch.from_numpy(rows).to(self._device)
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return sampled, scores
@@ -236,30 +237,31 @@ class ModelRunner:
         self,
         plan: StepPlan,
         batch: Batch,
-        sampling: np.ndarray,
         logits: Tensor,
         mask_of: MaskOf | None,
     ) -> Sampled:
-        """Choose tokens on rank 0; every rank leaves with the same ones."""
+        """Choose tokens on rank 0; every rank leaves with the same ones, entered in its table."""
+        slots, positions = batch.to_slots, batch.to_positions
         if self._mesh.rank:
-            tokens = torch.zeros(len(sampling), dtype=torch.int64, device=self._device)
-            return Sampled(self._mesh.broadcast(tokens))
-        choices = []
+            tokens = torch.zeros(len(batch.sampling), dtype=torch.int64, device=self._device)
+            tokens = self._mesh.broadcast(tokens)
+            self._table.enter(slots, positions, tokens)
+            return Sampled(tokens)
         failed: dict[int, str] = {}
+        masks: dict[int, bytes] = {}
         ready = {mask.row: mask.bits for mask in plan.masks}
-        for i, at in enumerate(sampling):
-            row, index = batch.rows[at], int(batch.indices[at])
-            mask = None
-            if row.masked:
-                try:
-                    mask = ready[index] if index in ready else _wait_for(mask_of, index)
-                except Exception as error:  # a grammar that breaks is its own row's alone
-                    failed[i] = f"the grammar mask did not come: {error}"
-            choices.append(Choice(row.slot, int(batch.ends[at]), mask))
+        for i, at in enumerate(batch.sampling.tolist()):
+            if not batch.rows[at].masked:
+                continue
+            index = int(batch.indices[at])
+            try:
+                masks[i] = ready[index] if index in ready else _wait_for(mask_of, index)
+            except Exception as error:  # a grammar that breaks is its own row's alone
+                failed[i] = f"the grammar mask did not come: {error}"
         if self._table.processed:
-            logits, faults = self._processors.apply(logits, choices)
+            logits, faults = self._processors.apply(logits, slots, positions)
             failed |= faults
-        sampled = self._sampler.sample(logits, choices)
+        sampled = self._sampler.sample(logits, slots, positions, masks)
         tokens = sampled.tokens
         if self._mesh.size > 1:
             tokens = self._mesh.broadcast(tokens)
@@ -291,7 +293,7 @@ def open_forward(
 def _hidden_states(forward: Forward, batch: Batch) -> dict[int, Tensor]:
     """Hidden states of the rows with HIDDEN: index in the plan -> [positions, hidden]."""
     found: dict[int, Tensor] = {}
-    for at in np.flatnonzero(batch.hides):
+    for at in batch.wanting(HIDDEN):
         skipped = max(0, batch.rows[at].hidden_from - int(batch.starts[at]))
         tokens = np.arange(batch.offsets[at] + skipped, batch.offsets[at + 1])
         found[int(batch.indices[at])] = forward.hidden(tokens)
@@ -317,19 +319,19 @@ def _result(
     tokens = [b""] * len(plan.rows)
     failed = dict(failed)
     if sampled is not None:
-        indices = batch.indices[batch.samples]
-        chosen = sampled.tokens.cpu().numpy().astype(np.int32)  # sync: the step's end
+        indices = batch.indices[batch.sampling].tolist()
+        chosen = sampled.tokens.tolist()  # sync: the step's end
         for index, token in zip(indices, chosen, strict=True):
-            tokens[index] = token.tobytes()
+            tokens[index] = struct.pack("=i", token)
         for i, text in sampled.faults().items():
-            failed[int(indices[i])] = text
+            failed[indices[i]] = text
     for index in failed:
         tokens[index] = b""
     pooled: list[bytes] = []
     if vectors is not None:
         pooled = [b""] * len(plan.rows)
         values = vectors.cpu().numpy()  # sync: the step's end
-        for index, value in zip(batch.indices[batch.pools], values, strict=True):
+        for index, value in zip(batch.indices[batch.wanting(POOL)], values, strict=True):
             pooled[index] = value.tobytes()
     states: list[bytes] = []
     if hidden is not None:

@@ -54,14 +54,17 @@ class SlotTable:
             )
             for group in groups
         ]
-        self.known = np.zeros(slots, np.int64)
+        self.known = [0] * slots
         """Tokens that have a value on the device, those of launched steps included."""
-        self._granted = np.zeros((len(groups), slots), np.int64)
+        self._granted = [[0] * slots for _ in groups]
+        """By group and slot: pages that the table has."""
         self.params = np.zeros(slots, PARAMS)
         self.embeds: dict[int, Tensor] = {}
         """Slot -> [prompt_len, hidden] fp32, of prompts that are given as embeddings."""
         self.processed: dict[int, str] = {}
         """Slot -> the logit processor that its request names."""
+        self.edited: set[int] = set()
+        """Slots whose requests have biases, or tokens that are banned at first."""
         self._joins: dict[int, Join] = {}
         self._refused: dict[int, str] = {}
 
@@ -81,8 +84,10 @@ class SlotTable:
             self._refused.pop(slot, None)
             self.embeds.pop(slot, None)
             self.processed.pop(slot, None)
-        self.known[leaves] = 0
-        self._granted[:, leaves] = 0
+            self.edited.discard(slot)
+            self.known[slot] = 0
+            for granted in self._granted:
+                granted[slot] = 0
         gone = torch.tensor(leaves, device=self._device)
         for table in self.pages:
             table[gone] = 0
@@ -111,6 +116,8 @@ class SlotTable:
             self.embeds[join.slot] = self._rows_of(join)
         if sampling.processor:
             self.processed[join.slot] = sampling.processor
+        if sampling.logit_bias or sampling.min_new_tokens:
+            self.edited.add(join.slot)
         self._joins[join.slot] = join
         self.known[join.slot] = len(tokens)
         self.params[join.slot] = (
@@ -170,13 +177,13 @@ class SlotTable:
         if row.given:
             self._write(slot, row.start, np.frombuffer(row.given, np.int32))
             self.known[slot] = max(self.known[slot], row.start + len(row.given) // 4)
-        known = int(self.known[slot])
+        known = self.known[slot]
         if end > known:
             raise RowError(f"the row runs to position {end - 1}; tokens are known below {known}")
         if samples and end != known:
             raise RowError(f"the row would sample position {end}, whose token is known already")
         for group, layout in enumerate(self._groups):
-            granted = int(self._granted[group, slot]) * layout.page_size
+            granted = self._granted[group][slot] * layout.page_size
             if end > granted:
                 raise RowError(
                     f"the row runs to position {end - 1}; "
@@ -197,10 +204,12 @@ class SlotTable:
             if not 0 <= token < self._vocab_size:
                 raise RowError(f"token id {token} is outside the vocabulary of {self._vocab_size}")
 
-    def append(self, slots: np.ndarray, where: Tensor, tokens: Tensor) -> None:
-        """Enter sampled tokens behind the last known ones.
+    def grow(self, slots: np.ndarray) -> None:
+        """Each of these slots has one token more."""
+        for slot in slots.tolist():
+            self.known[slot] += 1
 
-        slots: [rows] on the host; where: [2, rows] int64, slot and position; tokens: [rows] int64.
-        """
+    def enter(self, slots: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
+        """Write tokens that another rank sampled. tokens: [slots] int64."""
+        where = torch.from_numpy(np.stack([slots, positions])).to(self._device)
         self.tokens.index_put_((where[0], where[1]), tokens.to(torch.int32))
-        self.known[slots] += 1

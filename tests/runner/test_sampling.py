@@ -7,7 +7,7 @@ from banyan.messages.plan import Join
 from banyan.messages.sampling import SamplingParams
 from banyan.ops.bind import bind
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.sampling.sampler import Choice, Sampler
+from banyan.runner.sampling.sampler import Sampled, Sampler
 from banyan.runner.slots import SlotTable
 
 VOCAB = 1000
@@ -27,9 +27,18 @@ def sampler_with(params: list[SamplingParams], prompt: list[int], output: list[i
     return Sampler(table, VOCAB, ops)
 
 
+def sample(sampler: Sampler, logits: torch.Tensor, slots: list[int], position: int) -> Sampled:
+    return sampler.sample(logits, np.array(slots), np.full(len(slots), position), {})
+
+
 def choose(params: SamplingParams, logits: np.ndarray, mask: bytes | None = None) -> int:
     sampler = sampler_with([params], [1, 2, 3], [4, 4])
-    sampled = sampler.sample(torch.from_numpy(logits)[None], [Choice(1, 5, mask)])
+    sampled = sampler.sample(
+        torch.from_numpy(logits)[None],
+        np.array([1]),
+        np.array([5]),
+        {} if mask is None else {0: mask},
+    )
     assert not sampled.faults()
     return int(sampled.tokens[0])
 
@@ -70,7 +79,7 @@ def test_no_edit_reaches_the_logits_that_are_scored():
     before = logits.clone()
     params = SamplingParams(max_new_tokens=9, min_new_tokens=9, stop_ids=(1,), logit_bias={5: 3.0})
     sampler = sampler_with([params], [1, 2], [3])
-    sampler.sample(logits, [Choice(1, 3, b"\xff" * 125)])
+    sampler.sample(logits, np.array([1]), np.array([3]), {0: b"\xff" * 125})
     assert torch.equal(logits, before)
 
 
@@ -81,8 +90,8 @@ def test_a_row_gives_the_same_token_alone_and_among_others():
     ]
     logits = torch.from_numpy(np.stack([random_logits(i) for i in range(16)]))
     sampler = sampler_with(params, [1, 2], [3])
-    together = sampler.sample(logits, [Choice(i + 1, 3) for i in range(16)]).tokens.tolist()
-    alone = [int(sampler.sample(logits[i : i + 1], [Choice(i + 1, 3)]).tokens) for i in range(16)]
+    together = sample(sampler, logits, list(range(1, 17)), 3).tokens.tolist()
+    alone = [int(sample(sampler, logits[i : i + 1], [i + 1], 3).tokens) for i in range(16)]
     assert together == alone
 
 
@@ -90,6 +99,6 @@ def test_the_token_depends_on_the_seed_and_on_the_position():
     logits = torch.from_numpy(random_logits(1, 0.5))[None]
     params = [SamplingParams(max_new_tokens=9, seed=s) for s in range(30)]
     sampler = sampler_with(params, [1, 2], [3])
-    by_seed = {int(sampler.sample(logits, [Choice(s + 1, 3)]).tokens) for s in range(30)}
-    by_position = {int(sampler.sample(logits, [Choice(1, p)]).tokens) for p in range(3, 33)}
+    by_seed = {int(sample(sampler, logits, [s + 1], 3).tokens) for s in range(30)}
+    by_position = {int(sample(sampler, logits, [1], p).tokens) for p in range(3, 33)}
     assert len(by_seed) > 20 and len(by_position) > 20

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.messages.plan import RowScores
+from banyan.messages.plan import SAMPLE, SCORE, RowScores
 from banyan.ops.api import Ops
 from banyan.runner.inputs import Batch
 from banyan.runner.slots import SlotTable
@@ -43,9 +43,9 @@ class ScoreSheet:
     @classmethod
     def of(cls, batch: Batch, table: SlotTable) -> "ScoreSheet":
         rows, positions, sampled = [], [], []
-        for i in np.flatnonzero(batch.scores):
+        for i in batch.wanting(SCORE):
             row, end = batch.rows[i], int(batch.ends[i])
-            is_sampled = bool(batch.samples[i])
+            is_sampled = bool(row.want & SAMPLE)
             last = end if is_sampled or end < table.known[row.slot] else end - 1
             span = np.arange(max(row.start + 1, row.score_from), last + 1)
             rows.append(np.full(len(span), i))

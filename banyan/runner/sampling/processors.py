@@ -15,7 +15,6 @@ from torch import Tensor
 from banyan.base.log import logger, printable
 from banyan.messages.plan import Join
 from banyan.messages.processors import LOGIT_PROCESSORS
-from banyan.runner.sampling.sampler import Choice
 from banyan.runner.slots import SlotTable
 
 log = logger(__name__)
@@ -48,20 +47,24 @@ class Processors:
         self._table = table
         self._loaded: dict[str, LogitProcessor] = {}
 
-    def apply(self, logits: Tensor, choices: list[Choice]) -> tuple[Tensor, dict[int, str]]:
+    def apply(
+        self, logits: Tensor, slots: np.ndarray, positions: np.ndarray
+    ) -> tuple[Tensor, dict[int, str]]:
         """Logits to sample from, and why rows failed, by index.
 
-        logits: [rows, vocab] fp32, left as they are.
+        logits: [rows, vocab] fp32, left as they are; slots, positions: where the tokens go.
         """
         changed, failed = logits, dict[int, str]()
-        for i, choice in enumerate(choices):
-            if choice.slot not in self._table.processed:
+        for i, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+            if slot not in self._table.processed:
                 continue
-            join = self._table.join_of(choice.slot)
+            join = self._table.join_of(slot)
             if changed is logits:
                 changed = logits.clone()
             try:
-                changed[i] = self._processed(logits[i].clone(), join, choice)
+                changed[i] = self._processed(
+                    logits[i].clone(), join, self._table.tokens_of(slot, position)
+                )
             except Exception as error:  # whatever installed code raises is its own row's alone
                 name = join.sampling.processor
                 log.exception("logit processor %s failed", name)
@@ -69,15 +72,13 @@ class Processors:
                 failed[i] = f"logit processor {name!r} failed: {why}"
         return changed, failed
 
-    def _processed(self, logits: Tensor, join: Join, choice: Choice) -> Tensor:
+    def _processed(self, logits: Tensor, join: Join, tokens: np.ndarray) -> Tensor:
         sampling = join.sampling
         if sampling.processor not in self._loaded:
             found = LOGIT_PROCESSORS.load(sampling.processor)
             self._loaded[sampling.processor] = cast(LogitProcessor, found)
         params = msgspec.json.decode(sampling.processor_params or b"{}", type=dict)
-        context = LogitContext(
-            self._table.tokens_of(choice.slot, choice.position), join.prompt_len, params
-        )
+        context = LogitContext(tokens, join.prompt_len, params)
         result = self._loaded[sampling.processor](logits, context)
         if not isinstance(result, Tensor) or result.shape != logits.shape:
             shape = list(result.shape) if isinstance(result, Tensor) else type(result).__name__

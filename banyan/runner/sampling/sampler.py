@@ -5,6 +5,7 @@ fails alone.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,15 +18,6 @@ from banyan.runner.slots import SlotTable
 
 ALL_BANNED = "every token is banned by the grammar, logit_bias and min_new_tokens"
 """Why a row fails that asks for what cannot be."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One row to sample. `position` is where the token goes; `mask` is None without a grammar."""
-
-    slot: int
-    position: int
-    mask: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -46,9 +38,9 @@ class Sampled:
         """Rows that could not be chosen, with the reason. Waits for the device."""
         if self.best is None:
             return self.failed
-        best = self.best.cpu().numpy()  # sync: the step's end
-        bad = np.flatnonzero(~np.isfinite(best))
-        return {int(i): _why(float(best[i])) for i in bad} | self.failed
+        best = self.best.tolist()  # sync: the step's end
+        bad = {i: _why(value) for i, value in enumerate(best) if not math.isfinite(value)}
+        return bad | self.failed
 
 
 def _why(best: float) -> str:
@@ -85,50 +77,53 @@ class Sampler:
         self._ops = ops
         self._addends_of: dict[int, _SlotAddends] = {}
 
-    def sample(self, logits: Tensor, choices: list[Choice]) -> Sampled:
-        """Choose one token per row.
+    def sample(
+        self,
+        logits: Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        masks: Mapping[int, bytes],
+    ) -> Sampled:
+        """Choose one token per row and enter it into the slot table.
 
-        logits: [rows, vocab] fp32, left as they are.
+        logits: [rows, vocab] fp32, left as they are; slots, positions: [rows] int64, where the
+        tokens go; masks: the rows that have a grammar mask.
         """
-        slots = np.array([choice.slot for choice in choices], np.int64)
-        positions = np.array([choice.position for choice in choices], np.int64)
-        params = self._table.params[slots]
-        is_short = positions - params["prompt_len"] < params["min_new"]
-        masks, failed = self._masks(choices)
-        addends = self._addends(slots, is_short, params["biased"])
-        rows = SampleRows(params, positions, slots, self._table.tokens, addends, masks)
+        table = self._table
+        params = table.params[slots]
+        addends = self._addends(slots, positions, params) if table.edited else None
+        kept, failed = self._masks(len(slots), masks) if masks else (None, {})
+        rows = SampleRows(params, positions, slots, table.tokens, addends, kept)
         tokens, best = self._ops.sample(logits, rows)
         return Sampled(tokens, best, failed)
 
-    def _masks(self, choices: list[Choice]) -> tuple[Masks | None, dict[int, str]]:
-        """The grammar masks of the rows that have one, and why others fail.
-
-        An empty mask forbids nothing.
-        """
+    def _masks(self, count: int, masks: Mapping[int, bytes]) -> tuple[Masks | None, dict[int, str]]:
+        """The grammar masks, and why rows fail. An empty mask forbids nothing."""
         failed: dict[int, str] = {}
-        masked: list[int] = []
-        for i, choice in enumerate(choices):
-            if choice.mask and len(choice.mask) >= self._mask_bytes:
-                masked.append(i)
-            elif choice.mask:
+        good: dict[int, bytes] = {}
+        for i, mask in masks.items():
+            if len(mask) >= self._mask_bytes:
+                good[i] = mask
+            elif mask:
                 failed[i] = (
-                    f"the grammar mask has {len(choice.mask)} bytes; "
+                    f"the grammar mask has {len(mask)} bytes; "
                     f"{self._vocab_size} tokens need {self._mask_bytes}"
                 )
-        if not masked:
+        if not good:
             return None, failed
-        of_row = np.full(len(choices), -1, np.int32)
-        of_row[masked] = np.arange(len(masked))
-        bits = np.empty((len(masked), self._mask_bytes), np.uint8)
-        for line, i in zip(bits, masked, strict=True):
-            line[:] = np.frombuffer(choices[i].mask or b"", np.uint8, self._mask_bytes)
+        of_row = np.full(count, -1, np.int32)
+        of_row[list(good)] = np.arange(len(good))
+        bits = np.empty((len(good), self._mask_bytes), np.uint8)
+        for line, mask in zip(bits, good.values(), strict=True):
+            line[:] = np.frombuffer(mask, np.uint8, self._mask_bytes)
         return Masks(of_row, bits), failed
 
     def _addends(
-        self, slots: np.ndarray, is_short: np.ndarray, is_biased: np.ndarray
+        self, slots: np.ndarray, positions: np.ndarray, params: np.ndarray
     ) -> Addends | None:
         """Bans of rows that may not stop yet, and biases."""
-        touched = np.flatnonzero(is_short | is_biased)
+        is_short = positions - params["prompt_len"] < params["min_new"]
+        touched = np.flatnonzero(is_short | params["biased"])
         if not len(touched):
             return None
         counts = np.zeros(len(slots), np.int64)

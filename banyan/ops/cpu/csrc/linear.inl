@@ -2,7 +2,7 @@
 // outputs over its rows. The including file has defined before, in this namespace:
 //
 //   ROWS, UNPACKED_ROWS  rows of the largest `multiply` on tiles and on a panel, next_rows(R) the one
-//                        below; up to DIRECT_ROWS rows go without a panel
+//                        below; up to direct_rows(format) rows go without a panel
 //   Tile<F>, Unpacked<F> the two sources of weights; Tile<F>::unpack fills a Panel
 //   multiply<Source, R>  acc[r][0 ... 15] += products of R rows with `blocks` blocks
 //
@@ -49,7 +49,7 @@ void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t 
   float* acc = (float*)scratch;
   std::memset(acc, 0, sizeof(float) * GROUP * count);
   Rows rows{args.x + begin * args.x_bytes, args.x_bytes, blocks, 0};
-  if (count <= DIRECT_ROWS) {
+  if (count <= direct_rows(FORMATS[F])) {
     walk_rows<Tile<F>, ROWS>(Tile<F>{tiles}, blocks, rows, 0, count, acc);
   } else {
     Panel& panel = *(Panel*)(scratch + sizeof(float) * GROUP * PANEL_ROWS);

@@ -14,7 +14,9 @@
 namespace banyan {
 namespace {
 
-constexpr int ROWS = 3, UNPACKED_ROWS = 3, DIRECT_ROWS = 6;
+constexpr int ROWS = 4, UNPACKED_ROWS = 3;
+// Bringing 5 or 6 bits to bytes costs more than writing and reading a panel.
+constexpr int direct_rows(Format f) { return f.bits == 4 || f.bits == 8 ? 16 : ROWS; }
 constexpr int next_rows(int rows) { return rows - 1; }
 constexpr int PREFETCH = 4096;  // bytes ahead of where a group is read straight from memory
 

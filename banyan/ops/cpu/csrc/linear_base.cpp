@@ -7,7 +7,8 @@
 namespace banyan {
 namespace {
 
-constexpr int ROWS = 1, UNPACKED_ROWS = 1, DIRECT_ROWS = 0;
+constexpr int ROWS = 1, UNPACKED_ROWS = 1;
+constexpr int direct_rows(Format) { return 0; }
 constexpr int next_rows(int) { return 1; }
 
 template <FormatId F>
@@ -69,7 +70,7 @@ struct Multiply<Unpacked<F>, R> {
       }
   }
 };
-template <FormatId F, int R>  // DIRECT_ROWS is 0
+template <FormatId F, int R>  // direct_rows is 0
 struct Multiply<Tile<F>, R> {
   static void run(const Tile<F>&, int64_t, const Rows&, int64_t, float*) {}
 };

@@ -6,7 +6,8 @@
 namespace banyan {
 namespace {
 
-constexpr int ROWS = 8, DIRECT_ROWS = 8;
+constexpr int ROWS = 8;
+constexpr int direct_rows(Format) { return ROWS; }
 constexpr int next_rows(int rows) { return rows / 2; }
 constexpr int PREFETCH = 4096;  // bytes ahead of where a group is read straight from memory
 

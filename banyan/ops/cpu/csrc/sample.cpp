@@ -26,7 +26,7 @@ using namespace banyan;
 
 BN_EXPORT void bn_sample(Program* program, int32_t size, const float* logits, int64_t stride,
                          int64_t vocab, const void* params, const int64_t* positions,
-                         const int64_t* slots, const int32_t* history, int64_t history_stride,
+                         const int64_t* slots, int32_t* history, int64_t history_stride,
                          const uint8_t* masks, const int32_t* mask_of, int64_t mask_bytes,
                          const int64_t* addends, const int32_t* addend_ids,
                          const float* addend_values, int64_t* tokens, float* best) {
@@ -56,7 +56,7 @@ BN_EXPORT int bn_check_sample(int32_t isa, char* why, int32_t room) {
   static const int64_t top_k[ROWS_N] = {-1, -1, 20, 400, -1, -1};
   float logits[VOCAB];
   int64_t positions[ROWS_N], slots[ROWS_N] = {}, scored[ROWS_N] = {1, 2, 3, 4, 5, 6};
-  int32_t history[64], mask_of[ROWS_N];
+  int32_t history[65], mask_of[ROWS_N];
   uint8_t mask[(VOCAB + 7) / 8];
   double temperatures[ROWS_N];
   RowParams params[ROWS_N];

@@ -29,7 +29,7 @@ struct SampleArgs {
   const RowParams* params;   // [rows]
   const int64_t* positions;  // [rows], where the token goes
   const int64_t* slots;      // [rows], rows of `history`
-  const int32_t* history;    // tokens of every slot
+  int32_t* history;          // tokens of every slot; the chosen one is entered
   int64_t history_stride;
   const uint8_t* masks;  // [masked rows, mask_bytes], bit i = token i is allowed
   const int32_t* mask_of;  // [rows], -1 = none

@@ -540,10 +540,12 @@ void sample_rows(const void* packed, const Sizes&, int64_t begin, int64_t end, W
     Row row = survey(edit(args, r, at), args.vocab, at);
     args.best[r] = row.best;
     args.tokens[r] = 0;
-    if (!std::isfinite(row.best)) continue;
-    row.steepness = steepness_of(params.temperature);
-    args.tokens[r] = params.greedy ? first_of_best(row)
-                                   : draw(row, params, quantile(params.seed, args.positions[r]));
+    if (std::isfinite(row.best)) {
+      row.steepness = steepness_of(params.temperature);
+      args.tokens[r] = params.greedy ? first_of_best(row)
+                                     : draw(row, params, quantile(params.seed, args.positions[r]));
+    }
+    args.history[args.slots[r] * args.history_stride + args.positions[r]] = (int32_t)args.tokens[r];
   }
 }
 
