@@ -132,12 +132,13 @@ class RecordedForward:
             attention=attention.bind(StepGeometry(starts, contexts, tuple(views))),
         )
         chosen = torch.from_numpy(self._chosen)
+        self._hidden = torch.empty(0)
         self._has_logits = model.card.pooling is None
         self._num_ready = 0
         """Rows of the result that hold the logits of the last step."""
 
         def whole() -> Tensor:
-            self._hidden = model.forward(inputs)  # kept: its memory is not used again
+            self._hidden = model.forward(inputs)  # kept, so that its memory is not used again
             if not self._has_logits:
                 return self._hidden
             return model.logits(ops.select_rows(self._hidden, chosen))
