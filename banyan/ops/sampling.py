@@ -33,8 +33,8 @@ PARAMS = np.dtype(
     ],
     align=True,
 )
-"""Sampling parameters of one row. `temperature` is 1 for greedy rows; `penalised`, `biased`: has
-penalties, has biases. Bans for `min_new` and biases come to a kernel as Addends."""
+"""Sampling parameters of one request. `temperature` is 1 if it is greedy; `penalised`, `biased`: it
+has penalties, biases. Bans for `min_new` and biases come to a kernel as Addends."""
 
 WEIGHT_BITS = 44
 """The best token weighs 2**44, so what lies more than 31 nats below it weighs nothing; all such
@@ -81,9 +81,9 @@ class SampleRows:
     """How each row is sampled.
 
     Attributes:
-        params: [rows] PARAMS.
+        params: [slots] PARAMS.
         positions: [rows] int64, where the token goes.
-        slots: [rows] int64, rows of `history`.
+        slots: [rows] int64, where each row's entries of `params` and `history` are.
         history: [slots, longest] int32, the tokens of each slot below its position; the chosen
             one is entered there.
     """
@@ -100,7 +100,8 @@ class SampleRows:
         """Does every row take the best of its raw logits?"""
         if self.addends is not None or self.masks is not None:
             return False
-        return bool((self.params["greedy"] & ~self.params["penalised"]).all())
+        params = self.params[self.slots]
+        return bool((params["greedy"] & ~params["penalised"]).all())
 
 
 def quantile(seed: int, position: int) -> int:
@@ -209,10 +210,11 @@ def sample_row(logits: np.ndarray, rows: SampleRows, row: int) -> tuple[int, flo
 
     logits: [vocab] float32, left as they are.
     """
-    params, position = rows.params[row], int(rows.positions[row])
+    slot, position = int(rows.slots[row]), int(rows.positions[row])
+    params = rows.params[slot]
     logits = logits.copy()
     if params["penalised"]:
-        tokens = rows.history[int(rows.slots[row]), :position].cpu().numpy()  # sync: on the host
+        tokens = rows.history[slot, :position].cpu().numpy()  # sync: on the host
         penalise(
             logits,
             tokens,

@@ -14,17 +14,26 @@ from banyan.layers.step import StepInputs
 from banyan.messages.plan import SCORE
 from banyan.models.decoder import DecoderLM
 from banyan.ops.api import Ops, OpTime, Recorder
+from banyan.ops.sampling import SampleRows
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.inputs import Batch, build_inputs, has_embedded
 from banyan.runner.kvstore import GroupLayout
+from banyan.runner.sampling.sampler import Sampled
 from banyan.runner.slots import SlotTable
+
+_NOWHERE = 0
+"""The slot of tokens that nobody wants: padding."""
 
 
 class Forward(Protocol):
-    """One step at a time: `run`, then logits and hidden states as often as needed."""
+    """One step at a time: `run`, then tokens, logits and hidden states as often as needed."""
 
     def run(self, batch: Batch) -> None:
         """Compute the hidden states of a batch of at least one row."""
+        ...
+
+    def next_tokens(self) -> Sampled | None:
+        """What the step has sampled itself, good until the next call; None if it has not."""
         ...
 
     def next_logits(self, batch: Batch) -> Tensor:
@@ -68,6 +77,9 @@ class EagerForward:
     def run(self, batch: Batch) -> None:
         inputs = build_inputs(batch, self._table, self.groups, self._attention, self._device)
         self._hidden = self._model.forward(inputs)  # [tokens, hidden]
+
+    def next_tokens(self) -> None:
+        return None
 
     def next_logits(self, batch: Batch) -> Tensor:
         return self.logits(batch.last)
@@ -117,6 +129,8 @@ class RecordedForward:
         self._row_starts = np.zeros(max_rows + 1, np.int32)
         self._context_lengths = np.zeros(max_rows, np.int32)
         self._chosen = np.zeros(max_rows, np.int64)
+        self._to_slots = np.zeros(max_rows, np.int64)
+        self._to_positions = np.zeros(max_rows, np.int64)
         self._page_tables = [np.zeros((max_rows, p.shape[1]), np.int32) for p in table.pages]
         self._locations = [np.zeros(self._max_tokens, np.int64) for _ in eager.groups]
         self._known_tokens = table.tokens.numpy()
@@ -132,16 +146,21 @@ class RecordedForward:
             attention=attention.bind(StepGeometry(starts, contexts, tuple(views))),
         )
         chosen = torch.from_numpy(self._chosen)
-        self._hidden = torch.empty(0)
+        sampling = SampleRows(table.params, self._to_positions, self._to_slots, table.tokens)
         self._has_logits = model.card.pooling is None
         self._num_ready = 0
         """Rows of the result that hold the logits of the last step."""
+        self._is_sampled = False
+        # What outlives its use in the recording is kept, so that its memory is not used again.
+        self._hidden = self._sampled = self._best = torch.empty(0)
 
         def whole() -> Tensor:
-            self._hidden = model.forward(inputs)  # kept, so that its memory is not used again
+            self._hidden = model.forward(inputs)
             if not self._has_logits:
                 return self._hidden
-            return model.logits(ops.select_rows(self._hidden, chosen))
+            logits = model.logits(ops.select_rows(self._hidden, chosen))
+            self._sampled, self._best = ops.sample(logits, sampling)
+            return logits
 
         self._step = recorder.record(whole, self._max_tokens, max_rows)
 
@@ -171,10 +190,24 @@ class RecordedForward:
             pages = known[slot_of, positions // size].astype(np.int64)
             self._locations[index][:num_tokens] = pages * size + positions % size
         # Logits of a prompt come first in the same memory, if there are any.
-        self._num_ready = 0 if batch.wanted & SCORE else len(batch.last)
-        self._chosen[: self._num_ready] = batch.last[: self._num_ready]
-        self._step.run(num_tokens, num_rows, self._num_ready)
+        count = self._num_ready = 0 if batch.wanted & SCORE else len(batch.last)
+        self._is_sampled = bool(count) and self._is_sampled_plainly(batch)
+        self._chosen[:count] = batch.last[:count]
+        self._to_slots[:count] = batch.to_slots[:count] if self._is_sampled else _NOWHERE
+        self._to_positions[:count] = batch.to_positions[:count]
+        self._step.run(num_tokens, num_rows, count)
         self._last = (num_tokens, num_rows)
+
+    def _is_sampled_plainly(self, batch: Batch) -> bool:
+        """Do the logits and the parameters alone decide on the tokens?"""
+        if self._table.edited or self._table.processed:
+            return False
+        return not any(row.masked for row in batch.rows)
+
+    def next_tokens(self) -> Sampled | None:
+        if self._is_eager or not self._is_sampled:
+            return None
+        return Sampled(self._sampled[: self._num_ready], self._best[: self._num_ready])
 
     def next_logits(self, batch: Batch) -> Tensor:
         if self._is_eager or not self._num_ready:
@@ -205,5 +238,6 @@ class RecordedForward:
         assert self._has_logits, "a model for vectors has no logits"
         count = len(tokens)
         self._chosen[:count] = tokens
+        self._to_slots[:count] = _NOWHERE
         self._step.run(0, 0, count)  # of the hidden states that are there
         return self._step.result[:count]

@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -180,7 +181,11 @@ class ModelRunner:
             if batch.wanted & HIDDEN:
                 hidden = _hidden_states(self._forward, batch)
         self.store.copy(plan.copies, "after")
-        return lambda: _result(plan, batch, failed, sampled, scores, vectors, hidden)
+        finish = partial(_result, plan, batch, failed, sampled, scores, vectors, hidden)
+        if not self.is_recorded:
+            return finish
+        result = finish()  # the step has ended, and the next one writes into the same memory
+        return lambda: result
 
     def _admit(self, rows: list[Row]) -> tuple[Batch, dict[int, str]]:
         """The rows that can run, and why the others cannot. The same on every rank."""
@@ -208,8 +213,10 @@ class ModelRunner:
             self._score_known(batch, sheet, scores)
         if not batch.wanted & SAMPLE:
             return None, scores
-        logits = self._forward.next_logits(batch)
-        sampled = self._sample(plan, batch, logits, mask_of)
+        sampled, logits = self._forward.next_tokens(), None
+        if sampled is None or self._mesh.size > 1:
+            logits = self._forward.next_logits(batch)
+            sampled = self._sample(plan, batch, logits, mask_of)
         self._table.grow(batch.to_slots)
         if sheet is None or scores is None:
             return sampled, None
@@ -217,6 +224,7 @@ class ModelRunner:
         if len(entries):
             rows = np.searchsorted(batch.sampling, sheet.row[entries])
             chosen = torch.from_numpy(rows).to(self._device)
+            assert logits is not None, "a step that scores does not sample by itself"
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return sampled, scores
 

@@ -59,6 +59,7 @@ class SlotTable:
         self._granted = [[0] * slots for _ in groups]
         """By group and slot: pages that the table has."""
         self.params = np.zeros(slots, PARAMS)
+        self.params["greedy"][0] = True
         self.embeds: dict[int, Tensor] = {}
         """Slot -> [prompt_len, hidden] fp32, of prompts that are given as embeddings."""
         self.processed: dict[int, str] = {}

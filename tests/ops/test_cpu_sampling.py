@@ -48,16 +48,16 @@ def make_logits(rows: int, vocab: int, spread: float, seed: int = 0) -> torch.Te
 
 
 def make_rows(count: int, vocab: int, **given: object) -> SampleRows:
-    params = np.zeros(count, PARAMS)
+    params = np.zeros(count + 1, PARAMS)
+    slots = np.arange(count, 0, -1)
     params["temperature"] = params["top_p"] = params["repetition"] = 1.0
     params["top_k"], params["prompt_len"] = -1, 10
-    params["seed"] = np.arange(count, dtype=np.uint64) + np.uint64(2**63)
+    params["seed"][slots] = np.arange(count, dtype=np.uint64) + np.uint64(2**63)
     for name, value in given.items():
-        params[name] = value
+        params[name][slots] = value
     history = torch.randint(
         0, vocab, (count + 1, LENGTH + 4), dtype=torch.int32, generator=torch.Generator()
     )
-    slots = np.arange(count, 0, -1)
     return SampleRows(params, np.full(count, LENGTH), slots, history)
 
 
@@ -123,7 +123,7 @@ def test_a_row_gives_the_same_token_alone_and_among_any_others(ops):
     together = ops.sample(logits, rows)[0].tolist()
     for i in range(67):
         part = slice(i, i + 1)
-        alone = SampleRows(rows.params[part], rows.positions[part], rows.slots[part], rows.history)
+        alone = SampleRows(rows.params, rows.positions[part], rows.slots[part], rows.history)
         assert int(ops.sample(logits[part], alone)[0]) == together[i]
 
 
@@ -144,7 +144,7 @@ def test_draws_over_many_seeds_follow_the_probabilities(path, given):
         Sampling(library).sample(logits.expand(count, -1), rows)[0].numpy(), minlength=1000
     )
     library.close()
-    one = rows.params[0]
+    one = rows.params[1]
     weight = support(
         logits[0].numpy(), *(one[name] for name in ("temperature", "top_k", "top_p", "min_p"))
     )
@@ -165,7 +165,7 @@ def test_draws_over_many_seeds_follow_the_probabilities(path, given):
 def test_neighbouring_positions_and_seeds_draw_independently(path):
     library = Library(path, 1)
     rows = make_rows(4096, 64)
-    rows.params["seed"] = np.repeat(np.arange(64), 64)
+    rows.params["seed"][rows.slots] = np.repeat(np.arange(64), 64)
     rows.positions[:] = np.tile(np.arange(64), 64) + 1
     tokens = Sampling(library).sample(torch.zeros(4096, 64), rows)[0].numpy()
     library.close()

@@ -10,7 +10,7 @@ from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import load_model
-from banyan.ops.bind import bind
+from banyan.ops.bind import ToolkitOptions, bind
 from banyan.parallel.mesh import Mesh
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
@@ -21,13 +21,26 @@ CPU = torch.device("cpu")
 
 
 def build_runner(
-    card: ModelCard, mesh: Mesh, wrap: Callable[[DecoderLM], DecoderLM] = lambda model: model
+    card: ModelCard,
+    mesh: Mesh,
+    wrap: Callable[[DecoderLM], DecoderLM] = lambda model: model,
+    is_recorded: bool = False,
 ) -> ModelRunner:
-    """A fresh runner over the plain torch kernels; `wrap` may spoil or watch the model."""
-    ops = bind("cpu", CPU, torch.float32, frozenset(), card.head_dim)
+    """A fresh runner, over compiled kernels whose steps are recorded or over torch's; `wrap` may
+    spoil or watch the model."""
+    options = ToolkitOptions(threads=2) if is_recorded else None
+    ops = bind(
+        *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+        exact=True,
+        cache_dtype=torch.float32,
+        options=options,
+        page_size=PAGE,
+    )
     model = wrap(load_model(card, mesh, CPU, torch.float32, ops))
-    sizes = RunnerSizes(40, MAX_LENGTH, (GroupLayout(PAGE, NUM_PAGES, (0, 1)),))
+    layout = GroupLayout(PAGE, NUM_PAGES, (0, 1))
+    sizes = RunnerSizes(40, MAX_LENGTH, (layout,), 64 if is_recorded else 0)
     runner = ModelRunner(model, card, CPU, mesh, ops, sizes)
+    assert runner.is_recorded == is_recorded
     for layer in (0, 1):  # whoever reads a page that its sequence did not write gets no number
         for pages in runner.store.layer(layer):
             pages.fill_(float("nan"))
@@ -62,6 +75,11 @@ def card(llama: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> ModelCar
     return read_card(str(folder))
 
 
+@pytest.fixture(params=["eager", "recorded"], scope="module")
+def make_runner(card: ModelCard, request: pytest.FixtureRequest) -> Callable[[], ModelRunner]:
+    return lambda: build_runner(card, Mesh(), is_recorded=request.param == "recorded")
+
+
 @pytest.fixture
-def make_runner(card: ModelCard) -> Callable[..., ModelRunner]:
-    return lambda wrap=lambda model: model: build_runner(card, Mesh(), wrap)
+def make_wrapped(card: ModelCard) -> Callable[..., ModelRunner]:
+    return lambda wrap: build_runner(card, Mesh(), wrap)

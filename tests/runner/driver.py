@@ -17,7 +17,7 @@ from banyan.messages.plan import (
 from banyan.messages.sampling import SamplingParams
 from banyan.runner.runner import ModelRunner
 
-PAGE = 8
+PAGE = 16
 
 
 def ids(tokens) -> bytes:

@@ -48,12 +48,6 @@ def mixed_requests(count: int = 32) -> list[Request]:
     return requests
 
 
-@pytest.fixture(scope="module")
-def alone(request):
-    """What each mixed request gives when it runs alone; filled by the first test that asks."""
-    return {}
-
-
 def check_same(requests: list[Request], expected: list[Request], first: int = 1) -> None:
     for got, want in zip(requests, expected, strict=True):
         assert not got.failure
@@ -64,14 +58,14 @@ def check_same(requests: list[Request], expected: list[Request], first: int = 1)
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
-@pytest.fixture
-def expected(alone, make_runner) -> list[Request]:
-    if not alone:
-        driver = Driver(make_runner())
-        alone["requests"] = mixed_requests()
-        for request in alone["requests"]:
-            driver.run([request])
-    return alone["requests"]
+@pytest.fixture(scope="module")
+def expected(make_runner) -> list[Request]:
+    """What each mixed request gives when it runs alone."""
+    driver = Driver(make_runner())
+    requests = mixed_requests()
+    for request in requests:
+        driver.run([request])
+    return requests
 
 
 def test_greedy_tokens_equal_transformers(llama, make_runner):
@@ -154,6 +148,21 @@ def test_plans_launched_ahead_take_the_tokens_from_the_slot(make_runner, expecte
     assert tokens == ids(expected[1].output)
 
 
+def test_scoring_leaves_the_tokens_of_other_requests_alone(make_runner, expected):
+    driver = Driver(make_runner())
+    request = Request(expected[0].prompt, greedy(12))
+    join, grant = driver.enter(request)
+    parts = {"joins": [join], "grants": [grant]}
+    while not request.is_over:
+        rows = [driver.row(request)]
+        driver.accept(
+            [request], rows, driver.runner.launch(driver.plan(rows=rows, **parts)).result()
+        )
+        parts = {}
+        driver.run([Request([1, 2, 3], greedy(1), score_from=0)])
+    assert request.output == expected[0].output
+
+
 def test_prompt_and_output_logprobs_equal_transformers(llama, make_runner):
     requests = [
         Request(p, s, score_from=0, score_top=5, score_ids=(3, 77))
@@ -177,7 +186,7 @@ def test_prompt_and_output_logprobs_equal_transformers(llama, make_runner):
             np.testing.assert_allclose(request.picked[position], row[[3, 77]], atol=1e-4)
 
 
-def test_scoring_a_long_prompt_never_makes_all_its_logits_at_once(make_runner, monkeypatch):
+def test_scoring_a_long_prompt_never_makes_all_its_logits_at_once(make_wrapped, monkeypatch):
     sizes = []
 
     def watch(model):
@@ -187,12 +196,12 @@ def test_scoring_a_long_prompt_never_makes_all_its_logits_at_once(make_runner, m
 
     monkeypatch.setattr("banyan.runner.runner.CHUNK_ELEMENTS", 16 * VOCAB)
     request = Request(list(range(100)), greedy(1), score_from=0)
-    Driver(make_runner(watch)).run([request])
+    Driver(make_wrapped(watch)).run([request])
     assert len(request.scores) == 100
     assert max(sizes) == 16
 
 
-def test_only_the_wanted_positions_get_logits(make_runner):
+def test_only_the_wanted_positions_get_logits(make_wrapped):
     sizes = []
 
     def watch(model):
@@ -200,7 +209,7 @@ def test_only_the_wanted_positions_get_logits(make_runner):
         model.logits = lambda hidden: (sizes.append(len(hidden)), logits(hidden))[1]
         return model
 
-    Driver(make_runner(watch)).run([Request(list(range(90)), greedy(2))], chunk=40)
+    Driver(make_wrapped(watch)).run([Request(list(range(90)), greedy(2))], chunk=40)
     assert sizes == [1, 1]
 
 
@@ -262,7 +271,7 @@ def test_a_row_whose_mask_is_bad_fails_alone(make_runner, expected, mask_of, tex
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("is_mixed", [False, True])
-def test_a_row_of_logits_that_are_no_numbers_fails_alone(make_runner, expected, value, is_mixed):
+def test_a_row_of_logits_that_are_no_numbers_fails_alone(make_wrapped, expected, value, is_mixed):
     def spoil(model):
         logits = model.logits
         poison = torch.zeros(1, VOCAB).index_fill(0, torch.tensor([0]), value)
@@ -276,7 +285,7 @@ def test_a_row_of_logits_that_are_no_numbers_fails_alone(make_runner, expected, 
 
     chosen = range(4) if is_mixed else (0, 3, 6, 9)  # every third is plain greedy
     requests = [Request(r.prompt, r.sampling) for r in (mixed_requests()[i] for i in chosen)]
-    driver = Driver(make_runner(spoil))
+    driver = Driver(make_wrapped(spoil))
     entered = [driver.enter(r) for r in requests]
     rows = [driver.row(r) for r in requests]
     plan = driver.plan(joins=[e[0] for e in entered], grants=[e[1] for e in entered], rows=rows)
@@ -329,15 +338,15 @@ def test_a_request_for_an_adapter_fails_with_its_rows(make_runner):
 
 def test_a_row_beyond_its_pages_fails_and_touches_no_page(make_runner):
     driver = Driver(make_runner())
-    join = Join(1, ids(range(20)), 20, greedy(1))
+    join = Join(1, ids(range(40)), 40, greedy(1))
     plan = driver.plan(
-        joins=[join], grants=[PageGrant(1, 0, 0, [3, 4])], rows=[Row(1, 0, 20, want=1)]
+        joins=[join], grants=[PageGrant(1, 0, 0, [3, 4])], rows=[Row(1, 0, 40, want=1)]
     )
     result = driver.runner.launch(plan).result()
-    assert "pages of group 0 end at 16" in result.failed[0].text
+    assert "pages of group 0 end at 32" in result.failed[0].text
 
 
-def test_an_error_in_the_forward_fails_the_step_and_the_next_step_runs(make_runner, expected):
+def test_an_error_in_the_forward_fails_the_step_and_the_next_step_runs(make_wrapped, expected):
     broken = []
 
     def wrap(model):
@@ -352,7 +361,7 @@ def test_an_error_in_the_forward_fails_the_step_and_the_next_step_runs(make_runn
         model.forward = failing
         return model
 
-    driver = Driver(make_runner(wrap))
+    driver = Driver(make_wrapped(wrap))
     request = mixed_requests()[0]
     join, grant = driver.enter(request)
     rows = [driver.row(request)]

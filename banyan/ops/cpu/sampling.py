@@ -1,8 +1,8 @@
 """Sampling and log-probabilities in compiled code: all rows of a step in one call.
 
 Tokens equal the definition in ops/sampling.py bit for bit in every instruction set. What an op is
-told about its rows lies on the host and differs from step to step, so it runs at once and is never
-recorded.
+told about its rows lies on the host: `sample` can be recorded where that stays in place, as it does
+for rows without masks and addends.
 """
 
 import numpy as np

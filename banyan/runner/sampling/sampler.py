@@ -90,10 +90,9 @@ class Sampler:
         tokens go; masks: the rows that have a grammar mask.
         """
         table = self._table
-        params = table.params[slots]
-        addends = self._addends(slots, positions, params) if table.edited else None
+        addends = self._addends(slots, positions) if table.edited else None
         kept, failed = self._masks(len(slots), masks) if masks else (None, {})
-        rows = SampleRows(params, positions, slots, table.tokens, addends, kept)
+        rows = SampleRows(table.params, positions, slots, table.tokens, addends, kept)
         tokens, best = self._ops.sample(logits, rows)
         return Sampled(tokens, best, failed)
 
@@ -118,10 +117,9 @@ class Sampler:
             line[:] = np.frombuffer(mask, np.uint8, self._mask_bytes)
         return Masks(of_row, bits), failed
 
-    def _addends(
-        self, slots: np.ndarray, positions: np.ndarray, params: np.ndarray
-    ) -> Addends | None:
+    def _addends(self, slots: np.ndarray, positions: np.ndarray) -> Addends | None:
         """Bans of rows that may not stop yet, and biases."""
+        params = self._table.params[slots]
         is_short = positions - params["prompt_len"] < params["min_new"]
         touched = np.flatnonzero(is_short | params["biased"])
         if not len(touched):

@@ -55,7 +55,7 @@ BN_EXPORT int bn_check_sample(int32_t isa, char* why, int32_t room) {
   static const double top_p[ROWS_N] = {1.0, 0.9, 1.0, 0.7, 1.0, 0.99};
   static const int64_t top_k[ROWS_N] = {-1, -1, 20, 400, -1, -1};
   float logits[VOCAB];
-  int64_t positions[ROWS_N], slots[ROWS_N] = {}, scored[ROWS_N] = {1, 2, 3, 4, 5, 6};
+  int64_t positions[ROWS_N], slots[ROWS_N], scored[ROWS_N] = {1, 2, 3, 4, 5, 6};
   int32_t history[65], mask_of[ROWS_N];
   uint8_t mask[(VOCAB + 7) / 8];
   double temperatures[ROWS_N];
@@ -70,6 +70,7 @@ BN_EXPORT int bn_check_sample(int32_t isa, char* why, int32_t room) {
     params[r] = {10, temperatures[r], top_k[r], top_p[r], r == 4 ? 0.05 : 0.0, (uint64_t)r,
                  0,  0.25,            0.5,      1.25,     0, (uint8_t)(r % 2), 0};
     positions[r] = 64;
+    slots[r] = r;
     mask_of[r] = r == 5 ? 0 : -1;
   }
   struct Outcome {

@@ -26,7 +26,7 @@ struct SampleArgs {
   const float* logits;  // [rows, vocab]
   int64_t stride;
   int64_t vocab;
-  const RowParams* params;   // [rows]
+  const RowParams* params;   // [slots]
   const int64_t* positions;  // [rows], where the token goes
   const int64_t* slots;      // [rows], rows of `history`
   int32_t* history;          // tokens of every slot; the chosen one is entered

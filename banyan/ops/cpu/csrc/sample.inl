@@ -515,7 +515,7 @@ void copy_allowed(const float* logits, const uint8_t* mask, int64_t vocab, float
 // The row's logits with everything that moves single tokens applied, in a copy if any.
 const float* edit(const SampleArgs& args, int64_t r, Desk& at) {
   const float* logits = args.logits + r * args.stride;
-  const RowParams& params = args.params[r];
+  const RowParams& params = args.params[args.slots[r]];
   int64_t first = args.addends ? args.addends[r] : 0, end = args.addends ? args.addends[r + 1] : 0;
   bool is_masked = args.mask_of && args.mask_of[r] >= 0;
   if (!params.penalised && !is_masked && first == end) return logits;
@@ -536,7 +536,7 @@ void sample_rows(const void* packed, const Sizes&, int64_t begin, int64_t end, W
   const SampleArgs& args = *(const SampleArgs*)packed;
   Desk at = desk(worker, args.vocab);
   for (int64_t r = begin; r < end; r++) {
-    const RowParams& params = args.params[r];
+    const RowParams& params = args.params[args.slots[r]];
     Row row = survey(edit(args, r, at), args.vocab, at);
     args.best[r] = row.best;
     args.tokens[r] = 0;
