@@ -12,7 +12,7 @@ from tests.system.serving import CALL_S, ROOT, settled
 def mixed_request(i: int) -> tuple[str, dict]:
     """Greedy and seeded, short and long, shared prefixes, streams and prompt scores."""
     prompt = [2 + (i % 3) * 50 + j % 300 for j in range(20 + 30 * (i % 7))]
-    params = {"temperature": (i % 2) * 0.9, "sampling_seed": i, "max_new_tokens": 40 + i}
+    params = {"temperature": (i % 2) * 0.9, "sampling_seed": i, "max_new_tokens": 140 + i}
     body = {"input_ids": prompt, "sampling_params": params, "stream": i % 4 == 0}
     if i % 5 == 0:
         body |= {"return_logprob": True, "logprob_start_len": 0}

@@ -24,8 +24,13 @@ from tests.system.serving import (
 )
 
 STREAMS = 8
-"""As many long requests as fit into the cache at once."""
-LONG = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
+LONG = {"temperature": 0, "max_new_tokens": 38_000, "ignore_eos": True}
+"""An answer that nobody waits for: the tiny model gives thousands of tokens a second."""
+ENDLESS = (
+    *("--json-model-override-args", json.dumps({"max_position_embeddings": 40_000})),
+    *("--max-total-tokens", str(STREAMS * 40_000), "--incremental-streaming-output"),
+)
+"""Flags of a server that has room for as many."""
 
 
 class Stream:
@@ -114,7 +119,7 @@ def test_livez_answers_before_the_engine_is_ready(tiny_model, tmp_path):
 
 @pytest.mark.slow
 def test_killing_the_engine_ends_every_request_with_one_error_and_health_with_503(server):
-    with server() as running, ThreadPoolExecutor(1) as pool:
+    with server(*ENDLESS) as running, ThreadPoolExecutor(1) as pool:
         streams = load(running, STREAMS - 1)
         body = {"input_ids": [5], "sampling_params": LONG}
         whole = pool.submit(httpx.post, f"{running.url}/generate", json=body, timeout=CALL_S)
@@ -134,7 +139,7 @@ def test_killing_the_engine_ends_every_request_with_one_error_and_health_with_50
 
 @pytest.mark.slow
 def test_killing_a_rank_is_noticed_like_the_end_of_the_engine(server):
-    with server("--tp-size", "2") as running:
+    with server("--tp-size", "2", *ENDLESS) as running:
         streams = load(running, count=2)
         (rank,) = set(running.members()) - {running.engine_pid()}
         subprocess.run(["kill", "-9", str(rank)], check=True)
@@ -160,8 +165,8 @@ def test_a_server_whose_engine_is_killed_while_it_loads_ends_with_an_error(tiny_
 
 
 def test_a_stopped_engine_is_unhealthy_after_the_deadline_and_recovers(server):
-    with server("--watchdog-timeout", "3") as running:
-        streams = load(running, count=2, max_new_tokens=400)
+    with server("--watchdog-timeout", "3", *ENDLESS) as running:
+        streams = load(running, count=2, max_new_tokens=3000)
         engine = running.engine_pid()
         subprocess.run(["kill", "-STOP", str(engine)], check=True)
         took = wait_until(lambda: status_of(running, "/health") == 503, 4.0, "/health to be 503")
@@ -173,8 +178,8 @@ def test_a_stopped_engine_is_unhealthy_after_the_deadline_and_recovers(server):
 
 
 def test_an_engine_that_pauses_shorter_than_the_deadline_causes_no_error(server):
-    with server("--watchdog-timeout", "5") as running:
-        streams = load(running, count=2, max_new_tokens=400)
+    with server("--watchdog-timeout", "5", *ENDLESS) as running:
+        streams = load(running, count=2, max_new_tokens=3000)
         engine = running.engine_pid()
         subprocess.run(["kill", "-STOP", str(engine)], check=True)
         time.sleep(0.5)  # the pause itself is what is tested
@@ -188,8 +193,8 @@ def test_an_engine_that_pauses_shorter_than_the_deadline_causes_no_error(server)
 
 
 def test_sigterm_lets_running_streams_finish_and_refuses_new_requests(server):
-    with server() as running:
-        streams = load(running, max_new_tokens=500)
+    with server(*ENDLESS) as running:
+        streams = load(running, max_new_tokens=6000)
         subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
         wait_until(lambda: status_of(running, "/readyz") == 503, 2.0, "/readyz to be 503")
         late = running.http.post("/generate", json={"input_ids": [5], "sampling_params": {}})
@@ -202,7 +207,7 @@ def test_sigterm_lets_running_streams_finish_and_refuses_new_requests(server):
 
 
 def test_a_stream_that_outlives_the_drain_timeout_gets_a_final_event(server):
-    with server("--drain-timeout", "0.3") as running:
+    with server("--drain-timeout", "0.3", *ENDLESS) as running:
         streams = load(running)
         subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
         ends = [stream.end(10.0) for stream in streams]
@@ -214,7 +219,7 @@ def test_a_stream_that_outlives_the_drain_timeout_gets_a_final_event(server):
 
 
 def test_a_second_sigterm_ends_the_server_within_two_seconds(server):
-    with server() as running:
+    with server(*ENDLESS) as running:
         load(running)
         subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
         wait_until(lambda: status_of(running, "/readyz") == 503, 2.0, "/readyz to be 503")
@@ -231,7 +236,7 @@ def test_an_idle_server_leaves_at_once_on_sigterm(server):
 
 
 def test_neither_process_nor_socket_outlives_a_killed_server(server):
-    with server() as running:
+    with server(*ENDLESS) as running:
         load(running)
         assert running.members() != []
         sockets = running.sockets()
@@ -255,11 +260,10 @@ def test_no_process_outlives_a_server_that_is_killed_while_it_starts(tiny_model,
 
 @pytest.mark.slow
 def test_one_of_two_replicas_dies_and_the_other_serves_on(server):
-    slow = json.dumps({"paged_attention": "reference"})  # the streams shall outlive the kill
-    with server("--dp-size", "2", "--kernels", slow) as running:
+    with server("--dp-size", "2", *ENDLESS) as running:
         engines = [child.pid for child in psutil.Process(running.pid).children()]
         assert len(engines) == 2
-        streams = load(running, count=4)
+        streams = load(running, count=4, max_new_tokens=15_000)
         subprocess.run(["kill", "-9", str(engines[0])], check=True)
         ends = [stream.end(CALL_S) for stream in streams]
         survivors = [events for events in ends if not ends_in_one_error(events)]

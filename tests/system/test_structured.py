@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jsonschema
 import pytest
 
-from tests.system.serving import Server, serving
+from tests.system.serving import Server, serving, settled
 
 CITY = {
     "type": "object",
@@ -122,10 +122,11 @@ def test_what_is_forced_is_not_sampled_and_stays_the_same(constrained: Server):
     """A request for log-probabilities samples every token, so it shows what a jump must equal."""
 
     def ask(**fields: object) -> tuple[dict, int]:
-        before = constrained.stats()["steps"]
+        before = settled(constrained.stats, 0)
         sampling = {"json_schema": json.dumps(NAMES), "max_new_tokens": 90, "temperature": 0}
         answer = constrained.generate(text="A station:", sampling_params=sampling, **fields)
-        return answer, constrained.stats()["steps"] - before
+        after = settled(constrained.stats, before["finished"] + 1)
+        return answer, after["steps"] - before["steps"]
 
     sampled, many = ask(return_logprob=True)
     jumped, few = ask()
