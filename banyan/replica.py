@@ -5,7 +5,7 @@ Rank 0 runs engine and runner in one process; the other ranks only take plans an
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 
 import msgspec
@@ -59,6 +59,8 @@ _CACHE_DTYPES = {
     "bf16": torch.bfloat16,
     "int8": torch.int8,
 }
+_ALIVE_MS = 100
+"""How often a sender that has to wait looks whether the receiver still lives."""
 _WHOLE_PROMPTS = 8192
 """Tokens of the largest step to record where prompts are not cut into chunks."""
 log = logger(__name__)
@@ -322,8 +324,12 @@ class OtherRanks:
         self._folder.close()
 
     def _send(self, frame: bytes) -> None:
-        for socket in self._sockets:
-            socket.send(frame)
+        for child, socket in zip(self._children, self._sockets, strict=True):
+            # Nobody takes the frame of a rank that has died; whoever watches it ends the engine.
+            while not socket.poll(_ALIVE_MS, zmq.POLLOUT) and child.is_alive():
+                pass
+            with suppress(zmq.Again):
+                socket.send(frame, zmq.NOBLOCK)
 
 
 def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> GrammarCompiler | None:
