@@ -572,10 +572,8 @@ class Execution:
         end = start + row.count - row.drafts + max(0, sampled - 1)
         for g, group in enumerate(self.device.groups):
             if group.kind == STATE:
-                bad = slot.poison is not None
-                self.runner._pages[g][slot.tables[g][0]] = [
-                    self.poison if bad else slot.hashes[end]
-                ]
+                kept = slot.hashes[end] if slot.poison is None else self.poison
+                self.runner._pages[g][slot.tables[g][0]] = [kept]
 
     def _propose(self, row: Row, slot: Slot) -> list[int]:
         if not row.want & SAMPLE:
@@ -592,10 +590,10 @@ class Execution:
 
     def _score(self, index: int, row: Row, slot: Slot, start: int) -> list[RowScores]:
         first = max(start + 1, row.score_from)
-        last = len(slot.tokens) - 1 if row.want & SAMPLE else start + row.count
-        last = min(last, len(slot.tokens) - 1)
-        if last < first:
+        reach = len(slot.tokens) if row.want & SAMPLE else start + row.count + 1
+        scored = range(first, min(reach, len(slot.tokens)))
+        if not scored:
             return []
-        values = [oracle.logprob(slot.hashes[p], slot.tokens[p]) for p in range(first, last + 1)]
+        values = [oracle.logprob(slot.hashes[p], slot.tokens[p]) for p in scored]
         self.runner.seen["scored rows"] += 1
         return [RowScores(index, first, array("f", values).tobytes())]

@@ -28,7 +28,7 @@ struct SampleArgs {
   int64_t vocab;
   const RowParams* params;   // [slots]
   const int64_t* positions;  // [rows], where the token goes
-  const int64_t* slots;      // [rows], rows of `history`
+  const int64_t* slots;      // [rows], entries of `params` and `history`
   int32_t* history;          // tokens of every slot; the chosen one is entered
   int64_t history_stride;
   const uint8_t* masks;  // [masked rows, mask_bytes], bit i = token i is allowed
