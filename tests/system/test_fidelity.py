@@ -8,6 +8,7 @@ import functools
 from pathlib import Path
 
 import pytest
+
 from banyan.llm import Engine
 
 NEW_TOKENS = 64

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from banyan.llm import Engine
 
+from banyan.llm import Engine
 from tests.system.serving import settled
 
 PREFIX, SUFFIX, NEW, PAGE = 1000, 8, 4, 16
