@@ -47,19 +47,22 @@ def batch(argv: Sequence[str]) -> int:
         return 0
     if len(argv) < 2 or argv[0].startswith("-") or argv[1].startswith("-"):
         raise ConfigError("banyan batch needs two files", hint="banyan batch IN.jsonl OUT.jsonl")
-    lines = _lines(Path(argv[0]))
+    source, out = Path(argv[0]), Path(argv[1])
+    lines = _lines(source)
+    if out.exists() and out.samefile(source):
+        raise ConfigError(f"{source} and {out} are the same file", hint="name another for answers")
     environment = read_environment()
     config = parse(argv[2:], environment)
     quiet = not any(word.startswith("--log-level") for word in argv)
     start_logging("batch", "warning" if quiet else config.observe.log_level)
     for note in config.observe.notes:
         log.warning("%s", note)
-    answers = AnswerLog(Path(argv[1]), Path(argv[1]))
+    answers = AnswerLog(out, out)
     try:
-        answers.recover()
-    except OSError as error:
-        raise ConfigError(f"{argv[1]} cannot be written: {error.strerror}") from None
-    try:
+        try:
+            answers.recover()
+        except OSError as error:
+            raise ConfigError(f"{out} cannot be written: {error.strerror}") from None
         if any(line.custom_id not in answers.answered for line in lines):
             asyncio.run(_run(config, partial(prepare, config, environment), lines, answers))
     finally:

@@ -50,6 +50,39 @@ def test_a_finished_file_is_left_as_it_is(
     assert len(out.read_bytes().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        as_jsonl([line("a"), line("b")]),
+        as_jsonl([line("a")]).rstrip(),
+        b"notes of mine",
+        answer_line("r", "a", {"status_code": 200}) + b"notes\n" + b"of mine\n",
+        answer_line("r", "a", {"status_code": 200})[:-5] + b"\n" + b"more\n",
+    ],
+    ids=["an input", "an input of one line", "text", "text behind an answer", "a broken line"],
+)
+def test_a_file_of_something_else_is_never_written_over(tmp_path: Path, content: bytes) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(as_jsonl([line("a")]))
+    out.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"out.jsonl.*line \d.*no answer"):
+        batch([str(source), str(out), "no/such/model"])
+    assert out.read_bytes() == content
+
+
+@pytest.mark.parametrize("how", ["the same name", "a link"])
+def test_the_input_is_not_taken_for_the_output(tmp_path: Path, how: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(as_jsonl([line("a")]))
+    out = source
+    if how == "a link":
+        out = tmp_path / "out.jsonl"
+        out.symlink_to(source)
+    with pytest.raises(ConfigError, match="the same file"):
+        batch([str(source), str(out), "no/such/model"])
+    assert source.read_bytes() == as_jsonl([line("a")])
+
+
 def test_a_faulty_file_is_told_by_its_lines(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     source.write_bytes(as_jsonl([line("a"), {"custom_id": "b"}]))

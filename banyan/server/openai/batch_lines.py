@@ -199,7 +199,7 @@ async def _answered(state: ServerState, line: Line) -> tuple[str, bool, bytes]:
     }
     if reply.warnings:
         response["warnings"] = reply.warnings
-    id = "batch_req_" + os.urandom(16).hex()
+    id = os.urandom(16).hex()
     return line.custom_id, reply.status == 200, answer_line(id, line.custom_id, response)
 
 

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import orjson
 
-from banyan.base.errors import CapacityError
+from banyan.base.errors import CapacityError, ConfigError
+
+_BEGINNING = b'{"id":"batch_req_'
+"""Of every answer."""
 
 
 class AnswerLog:
@@ -27,10 +30,11 @@ class AnswerLog:
         """custom_id of every answer in the files -> whether it succeeded."""
 
     def recover(self) -> None:
-        """Read what an earlier process has left; a line it did not finish is cut off.
+        """Read what an earlier process has left; a last line it did not finish is cut off.
 
         Raises:
             CapacityError: another process is writing there.
+            ConfigError: the file holds something else than answers; it is left as it is.
         """
         for path in dict.fromkeys(self._paths):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -39,16 +43,26 @@ class AnswerLog:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise CapacityError(f"another process writes to {path.name}") from None
-            whole = 0
-            with path.open("rb") as lines:
-                for line in lines:
-                    answer = _answer_in(line)
-                    if answer is None:
-                        break
+            os.ftruncate(fd, self._read(path))
+            os.fsync(fd)
+
+    def _read(self, path: Path) -> int:
+        """Take in the answers of a file; its length without a last line that was cut short."""
+        whole, broken = 0, 0
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                answer = _answer_in(line)
+                if answer is None and not broken and _is_begun(line):
+                    broken = number
+                elif answer is None or broken:
+                    raise ConfigError(
+                        f"{path.name} is no file of answers: line {broken or number} is no answer",
+                        hint="name a new file; this one is left as it is",
+                    )
+                else:
                     self.answered[answer[0]] = answer[1]
                     whole += len(line)
-            os.ftruncate(fd, whole)
-            os.fsync(fd)
+        return whole
 
     def append(self, answers: Sequence[tuple[str, bool, bytes]]) -> None:
         """Write (custom_id, whether it succeeded, line) of a group; on the disk at return.
@@ -83,20 +97,28 @@ class AnswerLog:
 
 
 def answer_line(id: str, custom_id: str, response: dict[str, object]) -> bytes:
-    """One line of an output or error file."""
-    answer = {"id": id, "custom_id": custom_id, "response": response, "error": None}
+    """One line of an output or error file, under an id of 128 bits."""
+    answer = {"id": "batch_req_" + id, "custom_id": custom_id, "response": response, "error": None}
     return orjson.dumps(answer) + b"\n"
 
 
 def _answer_in(line: bytes) -> tuple[str, bool] | None:
-    """custom_id and success of a whole line; None when its writing was cut short."""
+    """custom_id and success of a whole line; None when it is none."""
     if not line.endswith(b"\n"):
         return None
     try:
         answer = orjson.loads(line)
-        return answer["custom_id"], answer["response"]["status_code"] == 200
+        id, status = answer["custom_id"], answer["response"]["status_code"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return None
+    return (id, status == 200) if isinstance(id, str) else None
+
+
+def _is_begun(line: bytes) -> bool:
+    """Whether this may be an answer that was cut short: its beginning, or the zeros and newlines
+    that a file system leaves where nothing has been written."""
+    text = line.strip(b"\0\n")
+    return text[: len(_BEGINNING)] == _BEGINNING[: len(text)]
 
 
 def _write(fd: int, content: bytes) -> None:
