@@ -18,7 +18,7 @@ from banyan.base.log import logger, start_logging
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.engine.orders import ENGINE, RANK, Orders
-from banyan.engine.processes import Child, follow_parent, spawn, take_orders
+from banyan.engine.processes import Child, Pulse, follow_parent, spawn, take_orders
 from banyan.formats.shards import read_ahead
 from banyan.messages.events import Fatal
 
@@ -124,6 +124,7 @@ def main() -> None:
     start_logging(orders.process_name, orders.config.observe.log_level)
     try:
         if orders.role == RANK:
+            Pulse(orders.pulse).keep_beating()
             run_rank(orders.config, orders.card, orders.rank, orders.address, orders.mesh_address)
         else:
             _serve_engine(orders)

@@ -24,7 +24,7 @@ from banyan.engine.journal import Journal
 from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.orders import RANK, Orders
-from banyan.engine.processes import Child, spawn
+from banyan.engine.processes import Child, Pulse, spawn
 from banyan.engine.spec import core_spec
 from banyan.frontend.tokenizer import load_tokenizer
 from banyan.grammar.base import BACKENDS, stand_ins
@@ -207,7 +207,18 @@ def run_engine(
             desk = GrammarDesk(grammars)
         core = spec.build(grammars, recorder=journal)
         check_ledger = config.schedule.check_ledger
-        loop = EngineLoop(core, launcher, link, wake, clock, check_ledger, desk, reload)
+        loop = EngineLoop(
+            core,
+            launcher,
+            link,
+            wake,
+            clock,
+            check_ledger,
+            desk,
+            reload,
+            ranks if config.parallel.tp > 1 else None,
+            config.schedule.watchdog_s,
+        )
         ranks.watch(loop.fail)
         started(loop)
         phases.done("scheduler")
@@ -288,6 +299,7 @@ class OtherRanks:
 
     def __init__(self, config: Config, card: ModelCard) -> None:
         self._children: list[Child] = []
+        self._pulses: list[Pulse] = []
         self._sockets: list[zmq.Socket[bytes]] = []
         self._codec = plan_codec()
         self.mesh_address = ""
@@ -301,12 +313,21 @@ class OtherRanks:
             socket = self._context.socket(zmq.PUSH)
             socket.bind(address)
             self._sockets.append(socket)
-            orders = Orders(RANK, config, card, address, rank, self.mesh_address)
+            beats = f"{self._folder.path}/pulse{rank}"
+            self._pulses.append(Pulse(beats))
+            self._pulses[-1].beat()
+            orders = Orders(RANK, config, card, address, rank, self.mesh_address, beats)
             self._children.append(spawn("banyan.compose", orders.process_name, orders.encode()))
 
     def watch(self, on_death: Callable[[str], None]) -> None:
         for child in self._children:
             child.watch(on_death)
+
+    def silence(self) -> tuple[int, float]:
+        """The rank that has given no sign of life for longest, and for how many seconds."""
+        silent_s = [pulse.silence_s() for pulse in self._pulses]
+        longest = max(range(len(silent_s)), key=silent_s.__getitem__)
+        return longest + 1, silent_s[longest]
 
     def send_sizes(self, sizes: RunnerSizes) -> None:
         self._send(msgspec.json.encode(sizes))

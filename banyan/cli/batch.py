@@ -110,7 +110,8 @@ async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerStat
         folder = PrivateFolder()
         stack.callback(folder.close)
         addresses = [folder.address(f"front{i}") for i in range(config.parallel.dp)]
-        engines = [EngineClient(ZmqFrontLink(address)) for address in addresses]
+        watchdog_s = config.schedule.watchdog_s
+        engines = [EngineClient(ZmqFrontLink(a), watchdog_s=watchdog_s) for a in addresses]
         fleet = Fleet(engines, ROUTES.load(config.parallel.load_balance))
         await fleet.start()
         stack.push_async_callback(fleet.close)

@@ -4,10 +4,13 @@ thread. It blocks on two file descriptors only: the link to the front, and the r
 
 import os
 import select
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
+
+import msgspec
 
 from banyan.base.clock import Clock
 from banyan.base.errors import DeviceError
@@ -17,13 +20,16 @@ from banyan.engine.core import EngineCore
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.forecast import StepForecast
 from banyan.engine.launcher import Handle, Job, Launcher
+from banyan.engine.watchdog import Watchdog
 from banyan.messages.events import Event, Fatal, Ready, Reply
-from banyan.messages.plan import Mask, StepPlan
+from banyan.messages.plan import Mask, StepPlan, StepResult
 from banyan.messages.requests import Control, Message
 
 log = logger(__name__)
 
 HEARTBEAT_S = 0.25
+BLAME_S = 2.0
+"""How long the failure of a step waits for the word that another rank has died of it."""
 
 
 class Link(Protocol):
@@ -32,6 +38,14 @@ class Link(Protocol):
     def poll_fd(self) -> int: ...
     def receive(self) -> list[Message]: ...
     def send(self, events: list[Event]) -> None: ...
+
+
+class OtherRanks(Protocol):
+    """The ranks that run this one's plans."""
+
+    def silence(self) -> tuple[int, float]:
+        """The rank that has given no sign of life for longest, and for how many seconds."""
+        ...
 
 
 class Wake:
@@ -65,6 +79,9 @@ class EngineLoop:
         check_ledger: check every invariant after every step (tests).
         desk: where requests wait for their constraint; None without a grammar backend.
         reload: takes the weights of another path; None where that cannot be done.
+        ranks: None when there is one rank only. A step that fails is the end of several: the
+            others may wait in the middle of it for ever.
+        watchdog_s: without progress for this long, the log is told where everything stands.
     """
 
     def __init__(
@@ -77,6 +94,8 @@ class EngineLoop:
         check_ledger: bool = False,
         desk: GrammarDesk | None = None,
         reload: Callable[[str], None] | None = None,
+        ranks: OtherRanks | None = None,
+        watchdog_s: float = 300.0,
     ) -> None:
         self._core = core
         self._launcher = launcher
@@ -86,20 +105,27 @@ class EngineLoop:
         self._check_ledger = check_ledger
         self._desk = desk
         self._reload = reload
+        self._ranks = ranks
+        self._watchdog = Watchdog(watchdog_s, self._stuck_s, self._plans)
         self._reloading: tuple[int, Job] | None = None
         """The call that asked for other weights, and the work on it."""
         self._flying: deque[Handle] = deque()
         self._forecast = StepForecast()
         self._started_s = 0.0
         """When the oldest step in flight began to execute."""
+        self._turned_s = clock.now()
+        """When the latest round began."""
         self._beat_s = 0.0
         self._was_idle = True
         self._is_stopping = False
         self._failure = ""
+        self._failed = threading.Event()
 
     def run(self, ready: Ready) -> None:
         """Serve until `stop`; a failure of the loop itself ends every open request with Fatal."""
         self._link.send([ready])
+        self._turned_s = self._clock.now()
+        self._watchdog.start()
         poller = select.poll()
         poller.register(self._link.poll_fd(), select.POLLIN)
         poller.register(self._wake.fd, select.POLLIN)
@@ -113,6 +139,7 @@ class EngineLoop:
             self._link.send([Fatal(f"The engine failed: {type(error).__name__}: {error}")])
             raise
         finally:
+            self._watchdog.close()
             self._launcher.close()
 
     def stop(self) -> None:
@@ -123,6 +150,7 @@ class EngineLoop:
     def fail(self, text: str) -> None:
         """Something the engine depends on has died; safe from any thread."""
         self._failure = text
+        self._failed.set()
         self._wake.ring()
 
     def _turn(self, ready: set[int]) -> None:
@@ -131,7 +159,7 @@ class EngineLoop:
             self._wake.clear()
         if self._failure:
             raise DeviceError(self._failure)
-        now = self._clock.now()
+        now = self._turned_s = self._clock.now()
         events: list[Event] = []
         if self._link.poll_fd() in ready:
             for message in self._link.receive():
@@ -195,6 +223,8 @@ class EngineLoop:
             handle = self._flying.popleft()
             result, now = handle.result, self._clock.now()
             assert result is not None
+            if result.error and self._ranks is not None:
+                raise self._out_of_step(result)
             self._forecast.measured(_size(handle.plan), result.seconds)
             told, masks = self._core.complete(result, now)
             events += told
@@ -204,6 +234,20 @@ class EngineLoop:
             self._started_s = now
             if self._check_ledger:
                 self._core.check()
+
+    def _out_of_step(self, result: StepResult) -> DeviceError:
+        """Why a step failed; when another rank has died, its death says more."""
+        self._failed.wait(BLAME_S)
+        told = self._failure or f"step {result.step} failed on rank 0: {result.error}"
+        return DeviceError(told, hint="the ranks are no longer in step: start the replica again")
+
+    def _stuck_s(self) -> float:
+        """Seconds without a round, or without the end of the step that runs; from any thread."""
+        now = self._clock.now()
+        return max(now - self._turned_s, now - self._started_s if self._flying else 0.0)
+
+    def _plans(self) -> list[StepPlan]:
+        return [handle.plan for handle in self._flying.copy()]
 
     def _launch(self) -> None:
         while not self._flying or self._wait_to_plan() <= 0:
@@ -235,7 +279,11 @@ class EngineLoop:
             self._audit()
         if now - self._beat_s >= HEARTBEAT_S or (is_idle and not self._was_idle):
             self._beat_s = now
-            events.append(self._core.stats(now))
+            stats = self._core.stats(now)
+            if self._ranks is not None:
+                rank, silent_s = self._ranks.silence()
+                stats = msgspec.structs.replace(stats, silent_rank=rank, silent_s=silent_s)
+            events.append(stats)
         self._was_idle = is_idle
 
     def _audit(self) -> None:

@@ -18,6 +18,7 @@ class Orders:
         role: ENGINE, or RANK for the ranks other than 0.
         address: link to the front (engine), or plans from rank 0 (rank).
         mesh_address: where the ranks meet; "" when there is one.
+        pulse: file for the signs of life of a rank.
     """
 
     role: str
@@ -26,6 +27,7 @@ class Orders:
     address: str
     rank: int = 0
     mesh_address: str = ""
+    pulse: str = ""
 
     @property
     def process_name(self) -> str:

@@ -15,7 +15,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
+from banyan.base.clock import WallClock
 from banyan.base.errors import DeviceError
 from banyan.base.log import logger
 
@@ -23,6 +25,8 @@ log = logger(__name__)
 
 _PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<Q")
+_MOMENT = struct.Struct("<d")
+_PULSE_S = 0.5
 
 
 class Child:
@@ -131,6 +135,36 @@ def take_orders() -> bytes:
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
     return body
+
+
+class Pulse:
+    """A file that says when the process that keeps it last ran; another process reads it.
+
+    The clock of both is the machine's: seconds since it was started.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+
+    def beat(self) -> None:
+        """Say that this process runs."""
+        self._path.write_bytes(_MOMENT.pack(WallClock().now()))
+
+    def keep_beating(self) -> None:
+        """Say so for as long as this process lives, from a thread."""
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+        def run() -> None:
+            while True:
+                os.pwrite(descriptor, _MOMENT.pack(WallClock().now()), 0)
+                threading.Event().wait(_PULSE_S)
+
+        threading.Thread(target=run, name="pulse", daemon=True).start()
+
+    def silence_s(self) -> float:
+        """Seconds since the last beat. There has been one."""
+        (moment,) = _MOMENT.unpack(self._path.read_bytes())
+        return WallClock().now() - moment
 
 
 def _read(fd: int, length: int) -> bytes:

@@ -25,6 +25,9 @@ log = logger(__name__)
 StreamEvent = Tokens | Finished | Failed
 
 TOKEN_BYTES = 4
+_LOOKS = 8
+"""How often the front looks at its engine within the deadline of a heartbeat."""
+_MAX_LOOK_S = 1.0
 MAX_WAITING_EVENTS = 4096
 """Events that a stream keeps for a reader who does not read; one more aborts its request."""
 
@@ -85,7 +88,7 @@ class EventStream:
         self._max_waiting = max_waiting
         self._waiting: deque[StreamEvent] = deque()
         self._arrived = asyncio.Event()
-        self._is_complete = False
+        self.is_complete = False
         """The last event has been put."""
         self._is_closed = False
 
@@ -115,29 +118,29 @@ class EventStream:
         self._is_closed = True
         self._waiting.clear()
         self._arrived.set()
-        if not self._is_complete:
+        if not self.is_complete:
             self._client.abort(self.request)
 
     def put(self, event: StreamEvent) -> None:
         """Take in an event (the client's side); one too many ends the stream and its request."""
-        if self._is_complete or self._is_closed:
+        if self.is_complete or self._is_closed:
             return
         self._waiting.append(event)
-        self._is_complete = not isinstance(event, Tokens)
-        if not self._is_complete and len(self._waiting) > self._max_waiting:
+        self.is_complete = not isinstance(event, Tokens)
+        if not self.is_complete and len(self._waiting) > self._max_waiting:
             self._waiting[-1] = Failed(
                 self.request,
                 408,
                 f"The reader is {self._max_waiting} events behind; the request was cancelled.",
                 "slow_reader",
             )
-            self._is_complete = True
+            self.is_complete = True
             self._client.abort(self.request)
         self._arrived.set()
 
     async def _has_event(self) -> bool:
         while not self._waiting:
-            if self._is_complete or self._is_closed:
+            if self.is_complete or self._is_closed:
                 return False
             self._arrived.clear()
             await self._arrived.wait()
@@ -150,8 +153,9 @@ class EngineClient:
     Args:
         link: the front's end; closed by `close`.
         origin: which front this is, when an engine serves several.
-        heartbeat_timeout_s: silence after which the engine no longer counts as progressing.
-        watchdog_s: age of a step after which the engine counts as stuck; no silence may be longer.
+        heartbeat_timeout_s: silence of the engine or of one of its ranks after which it counts as
+            stuck, and its streams end.
+        watchdog_s: age of a step after which it does; no silence may be longer.
     """
 
     def __init__(
@@ -197,6 +201,7 @@ class EngineClient:
         self._tasks = [
             asyncio.create_task(self._guard(self._send_all), name="engine-client-send"),
             asyncio.create_task(self._guard(self._receive_all), name="engine-client-receive"),
+            asyncio.create_task(self._guard(self._watch), name="engine-client-watch"),
         ]
 
     async def close(self) -> None:
@@ -284,6 +289,9 @@ class EngineClient:
         silence_s = self._clock.now() - self.stats_at_s
         if silence_s > self._heartbeat_timeout_s:
             return Health(True, True, False, f"No heartbeat for {silence_s:.1f} s.")
+        if self.stats.silent_s > self._heartbeat_timeout_s:
+            rank, silent_s = self.stats.silent_rank, self.stats.silent_s
+            return Health(True, True, False, f"Rank {rank} has not run for {silent_s:.1f} s.")
         if self.stats.step_age_s > self._watchdog_s:
             age_s = self.stats.step_age_s
             return Health(True, True, False, f"A step has been running for {age_s:.1f} s.")
@@ -333,6 +341,27 @@ class EngineClient:
         while True:
             for event in await self._link.receive():
                 self._deliver(event)
+
+    async def _watch(self) -> None:
+        """End what is open once the engine is stuck. It has to be so at two looks in a row: after
+        a pause of this process its heartbeats may still wait to be read."""
+        was_stuck = False
+        while True:
+            await asyncio.sleep(min(_MAX_LOOK_S, self._heartbeat_timeout_s / _LOOKS))
+            health = self.health()
+            is_stuck = health.ready and not health.progressing
+            if is_stuck and was_stuck:
+                self._end_streams(health.reason)
+            was_stuck = is_stuck
+
+    def _end_streams(self, reason: str) -> None:
+        """Fail every open request. Ids stay taken until the engine, should it go on, lets go."""
+        ended = [stream for stream in self._streams.values() if not stream.is_complete]
+        for stream in ended:
+            stream.put(Failed(stream.request, 503, reason, "engine_stuck"))
+            self.abort(stream.request)
+        if ended:
+            log.error("the engine is stuck: ended %d requests: %s", len(ended), reason)
 
     def _deliver(self, event: Event) -> None:
         match event:

@@ -72,7 +72,7 @@ class Fleet:
     def submit(self, generate: Generate) -> EventStream:
         if any(engine.has_open(generate.request) for engine in self._engines):
             raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
-        alive = self._alive() or self._engines
+        alive = self._working() or self._alive() or self._engines
         requests, tokens = [e.num_open for e in alive], [e.open_tokens for e in alive]
         stream = alive[self._route(requests, tokens, self._sent)].submit(generate)
         self._sent += 1
@@ -114,14 +114,19 @@ class Fleet:
 
     @property
     def stats(self) -> Stats:
-        """Sums over the engines; the age is the oldest step's."""
+        """Sums over the engines; the ages are the oldest step's and rank's."""
         parts = [msgspec.structs.asdict(engine.stats) for engine in self._engines]
         sums = {name: sum(part[name] for part in parts) for name in parts[0]}
-        return Stats(**sums | {"step_age_s": max(part["step_age_s"] for part in parts)})
+        silent = max(parts, key=lambda part: part["silent_s"])
+        oldest = {"step_age_s": max(part["step_age_s"] for part in parts)}
+        return Stats(**sums | oldest | {k: silent[k] for k in ("silent_rank", "silent_s")})
 
     @property
     def stats_at_s(self) -> float:
         return min(engine.stats_at_s for engine in self._engines)
+
+    def _working(self) -> list[EngineClient]:
+        return [engine for engine in self._engines if engine.health().progressing]
 
     def _alive(self) -> list[EngineClient]:
         return [engine for engine in self._engines if engine.health().alive]

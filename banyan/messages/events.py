@@ -94,6 +94,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     step_age_s: float = 0.0
     """Seconds since the oldest unfinished step was launched; 0 when none is in flight."""
     leaked: int = 0
+    silent_rank: int = 0
+    """The rank other than 0 that has given no sign of life for longest."""
+    silent_s: float = 0.0
+    """For how many seconds it has not."""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -62,7 +62,7 @@ def _seconds(value: object) -> float:
 
 async def abort_request(exchange: Exchange, state: ServerState) -> None:
     """End the requests whose rid starts with the given one; unknown rids are no error."""
-    service = state.admit()
+    service = state.started()
     asked = typed(await exchange.json_object(), AbortRequest)
     if not asked.rid and not asked.abort_all:
         raise RequestError("rid or abort_all must be given", param="rid")
@@ -75,7 +75,7 @@ async def abort_request(exchange: Exchange, state: ServerState) -> None:
 
 
 async def model_info(exchange: Exchange, state: ServerState) -> None:
-    service = state.admit()
+    service = state.started()
     model, card = state.config.model, service.card
     await exchange.json(
         {
@@ -103,14 +103,14 @@ async def weight_version(exchange: Exchange, state: ServerState) -> None:
 
 async def server_info(exchange: Exchange, state: ServerState) -> None:
     """Every resolved setting, flat, and what the engine says of itself."""
-    service = state.admit()
+    service = state.started()
     settings = flat_settings(state)
     facts = msgspec.json.decode(service.ready.facts, type=dict[str, object])
     stats = service.client.stats
     await exchange.json(
         {
             **settings,
-            "status": "ready",
+            "status": "not ready" if state.trouble() else "ready",
             "max_total_num_tokens": service.ready.max_total_tokens,
             "max_req_input_len": service.limits.total - 1,
             "max_running_requests": service.ready.max_running,

@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 async def show_loads(exchange: Exchange, state: ServerState) -> None:
     """Numbers that nothing here counts are null."""
-    service = state.admit()
+    service = state.started()
     query = exchange.query
     unknown = query.keys() - {"dp_rank", "include", "format"}
     if unknown:
@@ -60,7 +60,7 @@ async def get_load(exchange: Exchange, state: ServerState) -> None:
             "num_waiting_reqs": replica.stats.waiting,
             "num_tokens": _used_tokens(replica, state),
         }
-        for replica in _living(state.admit())
+        for replica in _living(state.started())
     ]
     await exchange.json(loads)
 

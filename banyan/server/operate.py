@@ -116,7 +116,7 @@ def _set_version(state: ServerState, version: str | None) -> None:
 
 async def configure_logging(exchange: Exchange, state: ServerState) -> None:
     """Log the end of requests or not; the level of this process's lines."""
-    service = state.admit()
+    service = state.started()
     raw = await exchange.optional_object()
     for name, value in raw.items():
         if name not in LoggingRequest.__struct_fields__ and value is not None:

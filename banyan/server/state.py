@@ -149,7 +149,14 @@ class ServerState:
         return self.service.client.health().reason
 
     def admit(self) -> Service:
-        """The service, or RequestError 503 that says why there is none."""
+        """The service for a request that needs a step, or RequestError 503 that says why not."""
+        service = self.started()
+        if trouble := service.client.health().reason:
+            raise unavailable(trouble, "engine_stuck")
+        return service
+
+    def started(self) -> Service:
+        """The service, also while its engine is stuck; RequestError 503 when there is none."""
         if self.dead:
             raise unavailable(f"the engine has died: {self.dead}", "engine_dead")
         if self.draining:

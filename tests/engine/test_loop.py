@@ -1,6 +1,7 @@
 """The live loop with a scripted runner, over a real in-process link."""
 
 import contextlib
+import logging
 import threading
 from array import array
 from queue import SimpleQueue
@@ -8,6 +9,7 @@ from queue import SimpleQueue
 import pytest
 
 from banyan.base.clock import WallClock
+from banyan.base.errors import DeviceError
 from banyan.engine.core import EngineCore
 from banyan.engine.launcher import Threaded
 from banyan.engine.loop import EngineLoop, Wake
@@ -91,12 +93,13 @@ def served():
 
 
 @contextlib.contextmanager
-def serving(check_ledger):
+def serving(check_ledger, **options):
     link, runner, wake = QueueLink(), CountingRunner(), Wake()
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
     limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100, depth=2)
     core = EngineCore(Scheduler(cache, limits, fcfs))
-    loop = EngineLoop(core, Threaded(runner, wake.ring), link, wake, WallClock(), check_ledger)
+    launcher = Threaded(runner, wake.ring)
+    loop = EngineLoop(core, launcher, link, wake, WallClock(), check_ledger, **options)
     thread = threading.Thread(target=loop.run, args=(READY,))
     thread.start()
     link.hear(Ready)
@@ -186,3 +189,88 @@ def test_a_broken_loop_tells_the_front_before_it_dies():
     with pytest.raises(ZeroDivisionError):
         loop.run(READY)
     assert "division by zero" in link.hear(Fatal).text
+
+
+class Ranks:
+    """Another rank, which is silent for as long as a test says."""
+
+    silent_s = 0.0
+
+    def silence(self):
+        return 1, self.silent_s
+
+
+def broken_loop(ranks):
+    """A loop whose first step fails, with a request for it."""
+    link, wake, runner = QueueLink(), Wake(), CountingRunner()
+    runner.raises = True
+    cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
+    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
+    core = EngineCore(Scheduler(cache, limits, fcfs))
+    link.tell(generate("a"))
+    launcher = Threaded(runner, wake.ring)
+    return link, EngineLoop(core, launcher, link, wake, WallClock(), ranks=ranks)
+
+
+def test_a_step_that_fails_on_one_of_several_ranks_ends_the_replica(monkeypatch):
+    monkeypatch.setattr("banyan.engine.loop.BLAME_S", 0.01)
+    link, loop = broken_loop(Ranks())
+    with pytest.raises(DeviceError):
+        loop.run(READY)
+    text = link.hear(Fatal).text
+    assert "step 1 failed on rank 0: RuntimeError: device lost" in text and "start" in text
+
+
+def test_a_rank_that_has_died_is_the_reason_why_a_step_failed(monkeypatch):
+    link, loop = broken_loop(Ranks())
+    monkeypatch.setattr(loop._failed, "wait", lambda _: loop.fail("rank1 was killed by SIGKILL"))
+    with pytest.raises(DeviceError):
+        loop.run(READY)
+    assert "rank1 was killed by SIGKILL" in link.hear(Fatal).text
+
+
+def test_heartbeats_name_the_rank_that_is_silent():
+    ranks = Ranks()
+    ranks.silent_s = 7.5
+    with serving(check_ledger=True, ranks=ranks) as (link, _, _):
+        stats = link.hear(Stats)
+        assert (stats.silent_rank, stats.silent_s) == (1, 7.5)
+
+
+def test_the_log_is_told_once_where_a_stuck_engine_stands(caplog):
+    told = threading.Event()
+
+    class Told(logging.Handler):
+        def emit(self, record):
+            if "in flight: step=1" in record.getMessage():
+                told.set()
+
+    logger = logging.getLogger("banyan.engine.watchdog")
+    handler = Told()
+    logger.addHandler(handler)
+    try:
+        with serving(check_ledger=True, watchdog_s=0.3) as (link, runner, _):
+            runner.gate.clear()
+            link.tell(generate("a"))
+            assert told.wait(WAIT_S)
+            while link.hear(Stats).step_age_s < 1.0:
+                pass  # several more looks
+            runner.gate.set()
+            link.hear(Finished)
+    finally:
+        logger.removeHandler(handler)
+    lines = [r.getMessage() for r in caplog.records if r.name == logger.name]
+    (stack,) = [line for line in lines if line.startswith("thread runner:")]
+    assert "self.gate.wait(WAIT_S)" in stack
+    plans = [line for line in lines if line.startswith("in flight: ")]
+    assert "step=1 joins=1" in plans[0] and "1:0+3" in plans[0] and len(plans) <= 2
+
+
+def test_an_engine_that_works_is_never_told_to_be_stuck(caplog):
+    with serving(check_ledger=True, watchdog_s=1.0) as (link, _, _):
+        for name in "abc":
+            link.tell(generate(name, new=20))
+            link.hear(Finished)
+        while link.hear(Stats).running:
+            pass
+    assert not [r for r in caplog.records if "progress" in r.getMessage()]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from banyan.base.errors import DeviceError
-from banyan.engine.processes import spawn
+from banyan.engine.processes import Pulse, spawn
 
 WAIT_S = 20
 
@@ -117,3 +117,30 @@ def test_children_die_with_a_killed_parent(child_module, tmp_path, is_stopped):
     parent.stdout.close()
     child.wait(WAIT_S)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_pulse_tells_for_how_long_a_process_has_not_run(tmp_path):
+    path = tmp_path / "pulse"
+    code = f"""
+import time
+from banyan.engine.processes import Pulse
+Pulse({str(path)!r}).keep_beating()
+print("beating", flush=True)
+time.sleep(600)
+"""
+    pulse = Pulse(str(path))
+    pulse.beat()
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline() == b"beating\n"
+        while pulse.silence_s() > 0.3:
+            pass
+        os.kill(child.pid, signal.SIGSTOP)
+        while pulse.silence_s() < 1.5:  # three beats that did not come
+            pass
+        os.kill(child.pid, signal.SIGCONT)
+        while pulse.silence_s() > 0.3:
+            pass
+    finally:
+        child.kill()
+        child.wait()

@@ -234,6 +234,49 @@ async def test_health_follows_heartbeats_and_the_age_of_the_step():
 
 
 @asynchronous
+async def test_a_stuck_engine_s_streams_end_with_one_503_and_their_requests_are_aborted():
+    clock = VirtualClock(100.0)
+    async with serving(counting, clock=clock, heartbeat_timeout_s=0.05) as (client, engine):
+        engine.hold = True
+        stream = client.submit(generate())
+        await until(lambda: engine.received)
+        clock.advance_to(101.0)
+        events = await events_of(stream)
+        assert [(e.status, e.code) for e in events] == [(503, "engine_stuck")]
+        assert "No heartbeat for 1.0 s" in events[0].text
+        await until(lambda: client.num_open == 0)
+        assert engine.received.count(Abort(RequestId("r"))) == 1
+        engine.hold = False
+        engine.say(Stats())
+        await until(lambda: client.health().progressing)
+        assert isinstance((await events_of(client.submit(generate())))[-1], Finished)
+
+
+@asynchronous
+async def test_the_id_of_a_stuck_request_stays_taken_until_the_engine_lets_go():
+    clock = VirtualClock(100.0)
+    async with serving(counting, clock=clock, heartbeat_timeout_s=0.05) as (client, engine):
+        engine.hold = True
+        engine.receive = lambda message: None
+        stream = client.submit(generate())
+        clock.advance_to(101.0)
+        assert len(await events_of(stream)) == 1
+        with pytest.raises(RequestError, match="Duplicate request ID"):
+            client.submit(generate())
+        engine.say(Finished(RequestId("r"), "abort", 1, 0, 0))
+        await until(lambda: client.num_open == 0)
+
+
+@asynchronous
+async def test_a_silent_rank_is_named():
+    async with serving(counting, heartbeat_timeout_s=5) as (client, engine):
+        engine.say(Stats(steps=1, silent_rank=3, silent_s=5.5))
+        await until(lambda: client.stats.steps == 1)
+        health = client.health()
+        assert not health.progressing and health.reason == "Rank 3 has not run for 5.5 s."
+
+
+@asynchronous
 async def test_a_link_that_fails_counts_as_the_engines_death():
     async with serving(counting) as (client, engine):
         engine.hold = True

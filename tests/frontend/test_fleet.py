@@ -107,12 +107,30 @@ async def test_a_death_ends_the_requests_of_one_engine_and_the_others_take_over(
 
 
 @asynchronous
+async def test_an_engine_that_is_stuck_gets_no_requests_until_it_goes_on():
+    async with AsyncExitStack() as stack:
+        fleet, clients, engines = await open_fleet(stack)
+        engines[0].say(Stats(step_age_s=1000.0))
+        await until(lambda: not clients[0].health().progressing)
+        assert fleet.health().progressing
+        for number in range(3):
+            await events_of(fleet.submit(generate(f"a{number}")))
+        assert engines[0].received == [] and len(engines[1].received) == 3
+        engines[0].say(Stats())
+        await until(lambda: clients[0].health().progressing)
+        for number in range(3):
+            await events_of(fleet.submit(generate(f"b{number}")))
+        assert engines[0].received
+
+
+@asynchronous
 async def test_counters_are_sums_and_a_verb_reaches_every_engine():
     async with AsyncExitStack() as stack:
         fleet, clients, engines = await open_fleet(stack, 3)
         for number, engine in enumerate(engines):
-            engine.say(Stats(running=number, step_age_s=number / 2))
+            engine.say(Stats(running=number, step_age_s=number / 2, silent_rank=2, silent_s=number))
         await until(lambda: fleet.stats.running == 3)
+        assert (fleet.stats.silent_rank, fleet.stats.silent_s) == (2, 2.0)
         assert fleet.stats.step_age_s == 1.0
         assert [(r.rank, r.alive, r.stats.running) for r in fleet.replicas()] == [
             (0, True, 0),

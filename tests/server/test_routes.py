@@ -32,6 +32,17 @@ def test_a_stuck_engine_is_a_503_with_the_reason(site: Site, http: httpx.Client,
     assert http.get("/livez").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+def test_a_stuck_engine_takes_no_request(site: Site, http: httpx.Client, path: str) -> None:
+    site.client.now = STUCK
+    body = {"text": "a", "messages": [{"role": "user", "content": "a"}]}
+    answer = http.post(path, json=body)
+    assert answer.status_code == 503 and "400.0 s" in answer.text
+    assert "retry-after" in answer.headers and not site.generator.asked
+    facts = http.get("/get_server_info")
+    assert facts.status_code == 200 and facts.json()["status"] == "not ready"
+
+
 def test_before_the_engine_is_ready_the_process_lives_and_refuses_work(
     site: Site, http: httpx.Client
 ) -> None:

@@ -166,15 +166,39 @@ def test_a_server_whose_engine_is_killed_while_it_loads_ends_with_an_error(tiny_
 
 def test_a_stopped_engine_is_unhealthy_after_the_deadline_and_recovers(server):
     with server("--watchdog-timeout", "3", *ENDLESS) as running:
-        streams = load(running, count=2, max_new_tokens=3000)
+        streams = load(running, count=2)
         engine = running.engine_pid()
         subprocess.run(["kill", "-STOP", str(engine)], check=True)
         took = wait_until(lambda: status_of(running, "/health") == 503, 4.0, "/health to be 503")
         assert took > 2.0, "the deadline had not passed"
+        for stream in streams:
+            events = stream.end(5.0)
+            assert ends_in_one_error(events) and "No heartbeat" in str(events[-1])
+        late = running.http.post("/generate", json={"input_ids": [5], "sampling_params": {}})
+        assert late.status_code == 503 and "No heartbeat" in late.text
         subprocess.run(["kill", "-CONT", str(engine)], check=True)
         wait_until(lambda: status_of(running, "/health") == 200, 5.0, "/health to recover")
+        assert running.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 2})
+        wait_until(lambda: running.stats()["running"] == 0, 5.0, "what was ended to be let go")
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_unhealthy_after_the_deadline_and_named_in_the_log(server):
+    with server("--tp-size", "2", "--watchdog-timeout", "3", *ENDLESS) as running:
+        (rank,) = set(running.members()) - {running.engine_pid()}
+        subprocess.run(["kill", "-STOP", str(rank)], check=True)
+        # Nothing runs: that the rank is gone is seen all the same.
+        took = wait_until(lambda: status_of(running, "/health") == 503, 6.0, "/health to be 503")
+        assert took > 1.0, "the deadline had not passed"
+        assert "Rank 1 has not run for" in running.http.get("/health").text
+        subprocess.run(["kill", "-CONT", str(rank)], check=True)
+        wait_until(lambda: status_of(running, "/health") == 200, 5.0, "/health to recover")
+        streams = load(running, count=2)
+        subprocess.run(["kill", "-STOP", str(rank)], check=True)
         for stream in streams:
-            assert finished(stream.end(CALL_S)) == ["length"]
+            assert ends_in_one_error(stream.end(10.0))
+        wait_until(lambda: "in flight: step=" in running.log.read_text(), 10.0, "the log to tell")
+        assert "thread runner:" in running.log.read_text()
 
 
 def test_an_engine_that_pauses_shorter_than_the_deadline_causes_no_error(server):
