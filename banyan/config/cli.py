@@ -11,7 +11,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.env import Environment
 from banyan.config.file import read_flag_file
-from banyan.config.flags.flag import SWITCH, WORDS, Absent, Flag, Replaced
+from banyan.config.flags.flag import BELONGS, LISTS, REFUSED, SWITCH, Absent, Flag, Replaced
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, most_words, spellings
 from banyan.config.schema import Config
 
@@ -220,7 +220,7 @@ def _read_variables(environment: Environment, reading: _Reading) -> _Layer:
         elif known is None:
             reading.note(f"{spelled} is set and has no effect: there is no such flag")
         else:
-            words = [text] if known.kind != WORDS else text.split()
+            words = [text] if known.kind not in LISTS else text.split()
             _meet(known, known.from_words(words, spelled), name, spelled, layer, reading)
     for note in environment.notes:
         reading.note(note)
@@ -248,7 +248,7 @@ def _meet(
     """Take the value in, accept it with a note, or keep the refusal for the end."""
     if isinstance(known, Replaced):
         if value is False:
-            reading.note(f"{spelled} false is accepted: it asks for what is so already")
+            reading.note(f"{spelled} false is accepted: it asks for nothing")
             return
         reading.note(f"{spelled} is an old name of --{known.successor} {known.value}")
         known, value = find(known.successor, abbreviate=False), known.value
@@ -264,10 +264,13 @@ def _meet(
 
 def _meet_absent(known: Absent, value: object, spelled: str, reading: _Reading) -> None:
     if known.asks_for_nothing(value):
-        reading.note(f"{spelled} {_as_text(value)} is accepted: it asks for what is so already")
-    elif known.is_refused:
+        reading.note(f"{spelled} {_as_text(value)} is accepted: it asks for nothing")
+    elif known.outcome == REFUSED:
         named = f"{spelled} {_as_text(value)}" if known.neutral or known.choices else spelled
         reading.refusals[named] = known
+    elif known.outcome == BELONGS:
+        what = f"it belongs to a feature that is absent ({known.why})"
+        reading.note(f"{spelled} is accepted without an effect: {what}")
     else:
         reading.note(f"{spelled} is accepted without an effect: {known.why}")
 

@@ -1,13 +1,13 @@
 """The reference of every flag and variable, docs/server_arguments.md, made from the tables."""
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 
+from banyan.config import variables
 from banyan.config.cli import default_of
-from banyan.config.flags.absent import FEATURES, REPLACED
-from banyan.config.flags.absent_later import LATER_FEATURES
-from banyan.config.flags.flag import SWITCH, Absent, Feature, Flag
+from banyan.config.flags.absent import REPLACED
+from banyan.config.flags.flag import BELONGS, IDLE, REFUSED, SWITCH, Absent, Flag
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, known_flags
-from banyan.config.variables import HONOURED, IDLE, LIBRARIES, REFUSED
 
 _HEAD = """# Server arguments
 
@@ -32,14 +32,14 @@ effect away and sees to it.
 
 
 def count_line() -> str:
-    """How many of the known server arguments work; the README shows it too."""
-    outcomes = [_outcome(flag) for flag in known_flags() if flag.documented]
-    works = outcomes.count("works") + 1 + sum(len(f.old) for _, fs in GROUPS for f in fs)
-    noted, refused = outcomes.count("noted"), outcomes.count("refused")
+    """How many of the known server arguments have which outcome; the README shows it too."""
+    outcomes = Counter(_outcome(flag) for flag in known_flags() if flag.documented)
+    outcomes["works"] += 1 + sum(len(f.old) for _, flags in GROUPS for f in flags)
     return (
-        f"Of SGLang's {works + noted + refused} documented server arguments {works} work, "
-        f"{noted} are accepted with a line because nothing is left for them to do, and {refused} "
-        "are refused with a line that says why and what to use."
+        f"Of SGLang's {outcomes.total()} documented server arguments {outcomes['works']} work, "
+        f"{outcomes[IDLE]} are accepted with a line because nothing is left for them to do, "
+        f"{outcomes[BELONGS]} are accepted with a line because they belong to a feature that is "
+        f"absent, and {outcomes[REFUSED]} are refused with a line that says why and what to use."
     )
 
 
@@ -49,7 +49,8 @@ def reference() -> str:
         [
             _HEAD + count_line() + "\n" + _PROOF_LEGEND,
             *_working(),
-            *_noted(),
+            *_accepted("Flags with nothing left to do", IDLE),
+            *_accepted("Flags of features that are absent", BELONGS),
             *_refused(),
             *_replaced(),
             *_variables(),
@@ -61,7 +62,7 @@ def _outcome(flag: object) -> str:
     if isinstance(flag, Flag):
         return "works"
     if isinstance(flag, Absent):
-        return "refused" if flag.is_refused else "noted"
+        return flag.outcome
     by_name = {known.name: known for known in known_flags()}
     return _outcome(by_name[flag.successor])  # type: ignore[attr-defined]
 
@@ -84,23 +85,22 @@ def _working() -> Iterator[str]:
         yield ""
 
 
-def _noted() -> Iterator[str]:
-    yield "## Flags that are accepted with a line\n"
-    yield "They tune what does not exist here, or ask for what is so already.\n"
-    yield from _table("flags", "why nothing is left to do")
-    for part in _features():
-        if part.tunes:
-            yield from _row(_all_names(part.tunes), part.why)
+def _accepted(title: str, outcome: str) -> Iterator[str]:
+    yield f"## {title}\n"
+    yield "They are accepted with a line; values that they never had are errors all the same.\n"
+    yield from _table("flags", "why")
+    for (why, _), flags in _by_reason(outcome).items():
+        yield from _row(", ".join(_names(flag.name, *flag.aliases) for flag in flags), why)
     yield ""
 
 
 def _refused() -> Iterator[str]:
     yield "## Flags that are refused\n"
-    yield "A value in brackets asks for nothing, and is accepted.\n"
+    yield "A value in brackets asks for nothing, and is accepted; so is a switch that is off.\n"
     yield from _table("flags", "why", "what to use")
-    for part in _features():
-        if part.asks:
-            yield from _row(_all_names(part.asks), part.why, part.use or "leave it out")
+    for (why, use), flags in _by_reason(REFUSED).items():
+        names = [_names(flag.name, *flag.aliases) + _neutral(flag) for flag in flags]
+        yield from _row(", ".join(names), why, use)
     yield ""
 
 
@@ -119,37 +119,30 @@ def _replaced() -> Iterator[str]:
 def _variables() -> Iterator[str]:
     yield "## Environment variables\n"
     yield "Every flag can be set as `BANYAN_<FLAG>`. Of other tools' variables these count:\n"
-    for name in (*HONOURED, *LIBRARIES):
+    for name in (*variables.HONOURED, *variables.LIBRARIES):
         yield f"- `{name}`"
     yield "\nRefused when they ask for something:\n"
     yield from _table("variable", "why", "what to use")
-    for name, refusal in REFUSED.items():
+    for name, refusal in variables.REFUSED.items():
         yield from _row(f"`{name}`", refusal.why, refusal.use)
     yield "\nReported without an effect:\n"
     yield from _table("variable", "why")
-    for name, why in IDLE.items():
+    for name, why in variables.IDLE.items():
         yield from _row(f"`{name}`", why)
     yield ""
 
 
-def _features() -> tuple[Feature, ...]:
-    """Every feature once per reason, those of later releases joined to the same reason."""
-    joined: dict[tuple[str, str], Feature] = {}
-    for part in (*FEATURES, *LATER_FEATURES):
-        first = joined.get((part.why, part.use), Feature(part.why, part.use))
-        joined[part.why, part.use] = Feature(
-            part.why, part.use, first.asks + part.asks, first.tunes + part.tunes
-        )
-    return tuple(joined.values())
-
-
-def _all_names(flags: Iterable[Absent]) -> str:
-    return ", ".join(_names(flag.name, *flag.aliases) + _neutral(flag) for flag in flags)
+def _by_reason(outcome: str) -> dict[tuple[str, str], list[Absent]]:
+    """(why, what to use) -> the absent flags that have it."""
+    found: dict[tuple[str, str], list[Absent]] = {}
+    for flag in known_flags():
+        if isinstance(flag, Absent) and flag.outcome == outcome:
+            found.setdefault((flag.why, flag.use), []).append(flag)
+    return found
 
 
 def _neutral(flag: Absent) -> str:
-    values = ", ".join(f"`{'{}' if value == {} else value}`" for value in flag.neutral)
-    return f" ({values})" if values else ""
+    return f" ({', '.join(f'`{value}`' for value in flag.neutral)})" if flag.neutral else ""
 
 
 def _names(*names: str) -> str:

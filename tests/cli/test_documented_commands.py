@@ -44,6 +44,7 @@ STARTS = (
     "--model-path M --chunked-prefill-size 4096",
     "--model-path M --enable-torch-compile",
     "--model-path M --enable-deterministic-inference",
+    "--model-path M --attention-backend ascend --host 0.0.0.0 --port 30000",
 )
 
 REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
@@ -60,14 +61,9 @@ REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
         for rank in (0, 1)
     ),
     (
-        "--model-path M --attention-backend ascend --host 0.0.0.0 --port 30000",
-        {},
-        ("--attention-backend ascend",),
-    ),
-    (
         NODE + "--disaggregation-mode prefill --disaggregation-bootstrap-port 6657 --port 8000",
         STORE,
-        ("--attention-backend ascend", "--quantization", "--disaggregation-mode prefill"),
+        ("--quantization", "--disaggregation-mode prefill"),
     ),
     (
         NODE + "--disaggregation-mode decode --port 8001 --enable-deepep-moe "
@@ -107,7 +103,7 @@ MODULES = {
 def test_a_documented_line_is_a_start(line: str) -> None:
     config = parse(line.split(), Environment())
     assert config.model.source == "M"
-    given = [word for word in line.split() if word.startswith("--enable-")]
+    given = [word for word in line.split() if word.startswith(("--enable-", "--attention-"))]
     assert all(any(flag in note for note in config.observe.notes) for flag in given)
 
 
@@ -122,15 +118,15 @@ def test_a_documented_line_is_refused_with_everything_that_is_missing(
     assert not any(name in text for name in variables), "no variable is what is missing"
 
 
-def test_the_documented_flag_file_is_a_start_once_it_asks_for_no_metrics(tmp_path: Path) -> None:
+@pytest.mark.parametrize("metrics", ["true", "false"])
+def test_the_documented_flag_file_is_a_start(metrics: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text(CONFIG.format(metrics="false"))
+    file.write_text(CONFIG.format(metrics=metrics))
     config = parse(["--config", str(file)], Environment())
     assert (config.model.source, config.server.host, config.server.port) == ("M", "0.0.0.0", 30000)
     assert (config.parallel.tp, config.observe.log_requests) == (2, True)
-    file.write_text(CONFIG.format(metrics="true"))
-    with pytest.raises(ConfigError, match="enable-metrics .* is not available.*server_info"):
-        parse(["--config", str(file)], Environment())
+    (note,) = config.observe.notes
+    assert ("format=prometheus" in note) == (metrics == "true")
 
 
 @pytest.fixture

@@ -152,6 +152,27 @@ def test_a_harmless_flag_is_accepted_with_the_reason() -> None:
     )
 
 
+@pytest.mark.parametrize("argv", [["--lora-backend", "csgmv"], ["--hicache-size", "4"]])
+def test_a_flag_of_an_absent_feature_is_accepted_and_says_so(argv: list[str]) -> None:
+    (note,) = notes(*argv)
+    assert f"{argv[0]} is accepted without an effect: it belongs to a feature" in note
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--lora-backend", "nonsense"],
+        ["--cuda-graph-max-bs", "-4"],
+        ["--cuda-graph-bs", "x"],
+        ["--disaggregation-transfer-backend", "foo"],
+        ["--speculative-num-steps", "many"],
+    ],
+)
+def test_a_flag_without_an_effect_still_takes_only_its_own_values(argv: list[str]) -> None:
+    with pytest.raises(ConfigError, match=f"{argv[0]} must be .*{argv[1]}"):
+        parse(argv, NOTHING)
+
+
 def test_a_harmless_list_takes_its_words_and_no_more() -> None:
     config = parse(["--cuda-graph-bs", "1", "2", "4", "--port", "5"], NOTHING)
     assert config.server.port == 5

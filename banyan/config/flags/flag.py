@@ -3,10 +3,11 @@
 The default of a flag is the default of the schema field it owns, so that it is written down once.
 """
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
@@ -17,6 +18,13 @@ INT = "int"
 FLOAT = "float"
 JSON = "json"
 WORDS = "words"
+INTS = "ints"
+FLOATS = "floats"
+LISTS = (WORDS, INTS, FLOATS)
+
+IDLE = "idle"
+BELONGS = "belongs"
+REFUSED = "refused"
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
@@ -62,43 +70,40 @@ class Form:
     def from_words(self, words: Sequence[str], spelled: str) -> object:
         """The value that the words after the flag stand for; ConfigError names `spelled`."""
         if self.kind == SWITCH:
-            return self.check(_switch(words[0], spelled) if words else True, spelled)
+            return self.check(words[0] if words else True, spelled)
         if not words or not words[0]:
             raise ConfigError(f"{spelled} needs a value")
-        if self.kind == WORDS:
+        if self.kind in LISTS:
             return self.check(list(words), spelled)
-        if self.kind == INT:
-            return self.check(_number(words[0], int, "a whole number", spelled), spelled)
-        if self.kind == FLOAT:
-            return self.check(_number(words[0], float, "a number", spelled), spelled)
         return self.check(words[0], spelled)
 
     def check(self, value: object, spelled: str) -> object:
         """`value` (already of some type, as YAML gives it) if it is legal for this flag."""
         if self.kind == SWITCH:
-            if not isinstance(value, bool):
-                raise _illegal(spelled, value, "true or false")
-            return value
+            return _switch(value, spelled)
         if self.kind in (INT, FLOAT):
-            return self._check_number(value, spelled)
+            return self._check_number(value, self.kind, spelled)
         if self.kind == JSON:
             return _json_object(value, spelled)
-        if self.kind == WORDS:
-            given = value if isinstance(value, list) else [value]
-            return tuple(self._check_word(word, spelled) for word in given)
+        if self.kind in LISTS:
+            return tuple(self._check_word(word, spelled) for word in _listed(value))
         return self._check_text(value, spelled)
 
-    def _check_number(self, value: object, spelled: str) -> object:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _illegal(spelled, value, "a number")
-        if self.kind == INT and not isinstance(value, int):
-            raise _illegal(spelled, value, "a whole number")
+    def _check_number(self, value: object, kind: str, spelled: str) -> object:
+        what = "a whole number" if kind == INT else "a number"
+        if isinstance(value, str):
+            value = _number(value, int if kind == INT else float, what, spelled)
+        wanted = int if kind == INT else int | float
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            raise _illegal(spelled, value, what)
         if not self.low <= value <= self.high or not math.isfinite(value):
             raise _illegal(spelled, value, _bounds(self.low, self.high))
-        return value if self.kind == INT else float(value)
+        return value if kind == INT else float(value)
 
-    def _check_word(self, value: object, spelled: str) -> str:
+    def _check_word(self, value: object, spelled: str) -> object:
         """One word of several; a mapping or list is written back as the JSON it stands for."""
+        if self.kind != WORDS:
+            return self._check_number(value, INT if self.kind == INTS else FLOAT, spelled)
         text = json.dumps(value) if isinstance(value, dict | list) else value
         return self._check_text(text, spelled)
 
@@ -132,23 +137,26 @@ class Flag(Form):
 
 @dataclass(frozen=True)
 class Absent(Form):
-    """A flag of others that has no effect here.
+    """A flag of others that has no effect here; `absent.py` says what the outcomes mean.
 
     Attributes:
-        neutral: values that ask for nothing, and are accepted.
+        outcome: IDLE, BELONGS or REFUSED.
         why: what is absent, or why nothing is left to do.
         use: what to do instead.
-        is_refused: any other value is refused; else every value is accepted with a line.
+        neutral: texts of values that ask for nothing, and are accepted.
     """
 
     _: KW_ONLY
-    neutral: tuple[object, ...] = ()
-    why: str = ""
-    use: str = ""
-    is_refused: bool = False
+    outcome: str
+    why: str
+    use: str
+    neutral: tuple[str, ...] = ()
 
     def asks_for_nothing(self, value: object) -> bool:
-        return value in self.neutral or value is False
+        """Whether a checked value is off, empty or the default of those who have the flag."""
+        if value is False or value in ((), {}):
+            return True
+        return any(value == self.from_words([text], self.name) for text in self.neutral)
 
 
 @dataclass(frozen=True)
@@ -165,55 +173,6 @@ class Replaced(Form):
     value: str
 
 
-@dataclass(frozen=True)
-class Feature:
-    """Something others have and this build has not, with the flags that belong to it.
-
-    Attributes:
-        why: what is absent, or why nothing is left to do; follows a colon.
-        use: what to do instead; "" when leaving the flag out is all.
-        asks: flags that ask for it; refused, unless their value asks for nothing.
-        tunes: flags that only tune it: they have no object, and are accepted with a line.
-    """
-
-    why: str
-    use: str = ""
-    asks: tuple[Absent, ...] = ()
-    tunes: tuple[Absent, ...] = ()
-
-    def flags(self, *, documented: bool) -> Iterator[Absent]:
-        use = self.use or "leave it out"
-        for flags, is_refused in ((self.asks, True), (self.tunes, False)):
-            for flag in flags:
-                yield replace(
-                    flag, why=self.why, use=use, is_refused=is_refused, documented=documented
-                )
-
-
-def switches(*names: str) -> tuple[Absent, ...]:
-    return tuple(Absent(name, kind=SWITCH) for name in names)
-
-
-def texts(*names: str) -> tuple[Absent, ...]:
-    return tuple(Absent(name) for name in names)
-
-
-def ints(*names: str) -> tuple[Absent, ...]:
-    return tuple(Absent(name, kind=INT) for name in names)
-
-
-def floats(*names: str) -> tuple[Absent, ...]:
-    return tuple(Absent(name, kind=FLOAT) for name in names)
-
-
-def jsons(*names: str) -> tuple[Absent, ...]:
-    return tuple(Absent(name, kind=JSON) for name in names)
-
-
-def words(*names: str) -> tuple[Absent, ...]:
-    return tuple(Absent(name, kind=WORDS) for name in names)
-
-
 def _illegal(spelled: str, value: object, rule: str) -> ConfigError:
     return ConfigError(f"{spelled} must be {rule}, got {printable(repr(value), 80)}")
 
@@ -224,10 +183,22 @@ def _bounds(low: float, high: float) -> str:
     return f"in [{low:g}, {high:g}]"
 
 
-def _switch(text: str, spelled: str) -> bool:
-    if text.lower() not in _TRUE + _FALSE:
-        raise _illegal(spelled, text, "true or false")
-    return text.lower() in _TRUE
+def _switch(value: object, spelled: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value.lower() not in _TRUE + _FALSE:
+        raise _illegal(spelled, value, "true or false")
+    return value.lower() in _TRUE
+
+
+def _listed(value: object) -> list[object]:
+    """The words of a list, of which a command line has several and also JSON has one form."""
+    if isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("["):
+        value = value[0]
+    if isinstance(value, str) and value.startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    return value if isinstance(value, list) else [value]
 
 
 def _number(text: str, kind: type[int] | type[float], what: str, spelled: str) -> int | float:

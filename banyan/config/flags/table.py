@@ -8,9 +8,8 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.flags import cache as cache_flags
 from banyan.config.flags import device, grammar, model, observe, schedule, server
-from banyan.config.flags.absent import FEATURES, REPLACED
-from banyan.config.flags.absent_later import LATER_FEATURES
-from banyan.config.flags.flag import SWITCH, WORDS, Absent, Flag, Replaced
+from banyan.config.flags.absent import REPLACED, read_absent
+from banyan.config.flags.flag import LISTS, SWITCH, Absent, Flag, Replaced
 
 GROUPS = (
     ("Model", model.FLAGS),
@@ -32,9 +31,7 @@ Known = Flag | Absent | Replaced
 def known_flags() -> tuple[Known, ...]:
     """Every flag once: those that have an effect, then the absent, then the replaced ones."""
     working = [flag for _, flags in GROUPS for flag in flags]
-    absent = [flag for part in FEATURES for flag in part.flags(documented=True)]
-    later = [flag for part in LATER_FEATURES for flag in part.flags(documented=False)]
-    return (*working, *absent, *later, *REPLACED)
+    return (*working, *read_absent(), *REPLACED)
 
 
 @cache
@@ -71,6 +68,6 @@ def find(name: str, *, abbreviate: bool) -> Known:
 
 def most_words(known: Known) -> int:
     """How many words may follow the flag on a command line."""
-    if known.kind == WORDS:
+    if known.kind in LISTS:
         return sys.maxsize
     return 0 if known.kind == SWITCH else 1
