@@ -19,6 +19,7 @@ from banyan.base.log import logger
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
 from banyan.messages.link import FrontLink
 from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
+from banyan.messages.wire import WireError, message_codec
 
 log = logger(__name__)
 
@@ -185,6 +186,7 @@ class EngineClient:
         cannot be taken again, else the old end would end the new request."""
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_numbers = itertools.count(1)
+        self._codec = message_codec()
         self._outbox: list[Message] = []
         self._has_mail = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -230,6 +232,7 @@ class EngineClient:
         self._refuse_unless_ready()
         if generate.request in self._streams:
             raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
+        self._refuse_unless_sendable(generate)
         tokens = len(generate.tokens) // TOKEN_BYTES + generate.sampling.max_new_tokens
         stream = EventStream(self, generate.request, tokens, self._max_waiting_events)
         self._streams[generate.request] = stream
@@ -253,9 +256,11 @@ class EngineClient:
         """Carry out an administrative verb; RequestError 504 when no answer comes in time."""
         self._refuse_unless_ready()
         call = next(self._call_numbers)
+        message = Control(call, verb, self._origin, dict(args))
+        self._refuse_unless_sendable(message)
         answer = asyncio.get_running_loop().create_future()
         self._calls[call] = answer
-        self._post(Control(call, verb, self._origin, dict(args)))
+        self._post(message)
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
@@ -314,6 +319,14 @@ class EngineClient:
             raise self._gone()
         if self._ready is None:
             raise RequestError("The engine is starting.", status=503, code="engine_starting")
+
+    def _refuse_unless_sendable(self, message: Message) -> None:
+        """What no frame can hold is the fault of its sender, and must not reach the outbox, where
+        it would end the link for everybody."""
+        try:
+            self._codec.check(message)
+        except WireError as error:
+            raise RequestError(f"The request cannot be sent to the engine: {error}") from None
 
     def _gone(self) -> RequestError:
         return RequestError(self._lost, status=503, code="engine_unavailable")

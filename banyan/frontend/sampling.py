@@ -176,7 +176,8 @@ def parse_sampling(
         min_new_tokens=values.integer("min_new_tokens", 0),
         temperature=values.number("temperature", 1.0),
         top_p=values.number("top_p", 1.0),
-        top_k=values.integer("top_k", -1),
+        # No more tokens than there are can be chosen from, so a larger number means "all".
+        top_k=min(values.integer("top_k", -1), limits.vocab_size),
         min_p=values.number("min_p", 0.0),
         frequency_penalty=values.number("frequency_penalty", 0.0),
         presence_penalty=values.number("presence_penalty", 0.0),
@@ -319,7 +320,7 @@ def _processor(values: "_Values", limits: Limits) -> tuple[str, bytes]:
         )
     try:
         encoded = msgspec.json.encode(params or {})
-    except (TypeError, ValueError, RecursionError):
+    except (OverflowError, TypeError, ValueError, RecursionError):
         raise _violation("custom_params", "a JSON object", params) from None
     if len(encoded) > MAX_PARAMS_BYTES:
         raise _violation("custom_params", f"at most {MAX_PARAMS_BYTES} bytes of JSON", params)

@@ -79,7 +79,9 @@ class TextGenerator:
             stream.close()
 
     def _check(self, request: TextRequest) -> None:
+        """Every request of every route comes by here, and by no other door to the engine."""
         prompt, vocab_size = request.prompt, self._limits.vocab_size
+        check_priority(request.priority)
         if not prompt:
             raise RequestError("The prompt is empty.", param="text")
         low, high = min(prompt), max(prompt)
@@ -362,6 +364,13 @@ class HiddenStates:
 
     def joined(self) -> bytes:
         return b"".join(self._parts)
+
+
+def check_priority(priority: int) -> None:
+    if not -(2**31) <= priority < 2**31:
+        raise RequestError(
+            f"priority must be a 32-bit integer, got {str(priority)[:40]}.", param="priority"
+        )
 
 
 def _check_embedded(request: TextRequest) -> None:

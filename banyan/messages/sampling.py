@@ -67,7 +67,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ),
             ("temperature", within(self.temperature, 0.0, 1e6), "finite and at least 0"),
             ("top_p", within(self.top_p, 0.0, 1.0) and self.top_p > 0, "in (0, 1]"),
-            ("top_k", self.top_k == -1 or self.top_k >= 1, "-1 (disable) or at least 1"),
+            (
+                "top_k",
+                self.top_k == -1 or 1 <= self.top_k <= vocab_size,
+                "-1 (disable) or at least 1",
+            ),
             ("min_p", within(self.min_p, 0.0, 1.0), "in [0, 1]"),
             ("frequency_penalty", within(self.frequency_penalty, -2.0, 2.0), "in [-2, 2]"),
             ("presence_penalty", within(self.presence_penalty, -2.0, 2.0), "in [-2, 2]"),

@@ -31,6 +31,15 @@ class Codec(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(list[item])
 
+    def check(self, item: T) -> None:
+        """WireError unless a frame can hold `item`."""
+        try:
+            size = len(self.encode([item]))
+        except (OverflowError, TypeError, ValueError, RecursionError) as error:
+            raise WireError(f"it cannot be encoded: {error}") from None
+        if size > MAX_FRAME_BYTES:
+            raise WireError(f"it takes {size} bytes; {MAX_FRAME_BYTES} are legal")
+
     def encode(self, items: list[T]) -> bytes:
         return bytes((PROTOCOL,)) + self._encoder.encode(items)
 

@@ -139,8 +139,10 @@ async def _label_tokens(
 ) -> Json:
     """Probabilities of the label tokens as the next token after query and item."""
     labels = _labels(request, service)
-    if not (math.isfinite(request.temperature) and request.temperature > 0):
+    if not request.temperature > 0:
         raise RequestError("temperature must be finite and above 0.", param="temperature")
+    sampling = SamplingParams(max_new_tokens=1, temperature=request.temperature)
+    sampling.check(service.limits.vocab_size)
     first = await _plain_ids(service, query, is_first=not request.item_first)
     prompts = []
     for item in items:
@@ -151,7 +153,7 @@ async def _label_tokens(
     base = TextRequest(
         id=RequestId(origin.rid),
         prompt=[],
-        sampling=SamplingParams(max_new_tokens=1, temperature=request.temperature),
+        sampling=sampling,
         priority=origin.priority,
         namespace=origin.namespace,
         route=origin.route,

@@ -5,6 +5,7 @@ import random
 from functools import wraps
 
 import pytest
+from msgspec import structs
 
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import BanyanError, RequestError
@@ -81,6 +82,34 @@ async def test_an_id_is_free_again_once_its_abort_is_confirmed():
         engine.hold = False
         events = await events_of(client.submit(generate("same")))
         assert events[-1].reason == "length" and len(events[-1:]) == 1
+
+
+@pytest.mark.parametrize(
+    "unsendable",
+    [{"priority": 2**64}, {"score_top": -(2**63) - 1}, {"grammar": "\ud800"}],
+    ids=["too large", "too small", "no Unicode"],
+)
+@asynchronous
+async def test_a_request_that_no_frame_can_hold_is_refused_alone(unsendable):
+    async with serving(counting) as (client, engine):
+        engine.hold = True
+        other = client.submit(generate("other"))
+        with pytest.raises(RequestError, match="cannot be sent") as caught:
+            client.submit(structs.replace(generate("bad"), **unsendable))
+        assert caught.value.status == 400 and client.num_open == 1
+        with pytest.raises(RequestError, match="cannot be sent"):
+            await client.control("stats", number=2**64)
+        engine.hold = False
+        assert (await events_of(other))[-1].reason == "length" and client.health().alive
+        assert [m.request for m in engine.received] == ["other"]
+
+
+@asynchronous
+async def test_a_request_larger_than_a_frame_is_refused(monkeypatch):
+    monkeypatch.setattr("banyan.messages.wire.MAX_FRAME_BYTES", 1000)
+    async with serving(counting) as (client, _):
+        with pytest.raises(RequestError, match="1000 are legal"):
+            client.submit(structs.replace(generate(), embeds=bytes(1000)))
 
 
 @asynchronous

@@ -297,6 +297,49 @@ def test_an_unfinished_batch_goes_on_at_the_next_start(tmp_path: Path) -> None:
     assert len(second.generator.asked) == said.count("two")
 
 
+def test_a_line_on_which_the_engine_dies_twice_has_failed_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    """Three starts: the first death suspects what ran, the second is of one line that ran alone."""
+    config = ServerConfig(storage_path=str(tmp_path))
+    batch, asked = None, []
+    for start in range(3):
+        with Site(config).serving() as site:
+            client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
+
+            def script(request: TextRequest, site: Site = site) -> list:
+                if "deadly" not in site.tokenizer.decode(request.prompt):
+                    return steps("fine")
+                site.state.dead = "the test"
+                return steps("", finish=refusal(503))
+
+            site.generator.script = script
+            if batch is None:
+                ids = ["a", "b", "deadly", "c", "d", "e", "f", "g", "h", "i"]
+                batch = begin(client, [line(id) for id in ids])
+            else:
+                site.call(resume_batches, site.state)
+            store = site.state.storage.batches
+            wait_until(lambda s=store: s.work is not None and s.work.done(), 20, "the work's end")
+            assert bool(site.state.dead) == (start < 2)
+            asked.append([site.tokenizer.decode(r.prompt) for r in site.generator.asked])
+            found = client.batches.retrieve(batch.id)
+            if start == 1:
+                assert store.find(batch.id).deaths["deadly"] == 2
+                assert all(n < 2 for id, n in store.find(batch.id).deaths.items() if id != "deadly")
+            if start == 2:
+                good = answers(client, found.output_file_id)
+                failed = answers(client, found.error_file_id)
+            site.call(site.state.storage.close)
+            site.call(site.state.storage.release)
+    assert found.status == "completed" and found.request_counts.total == 10
+    assert sorted(good) == sorted(set(ids) - {"deadly"}) and list(failed) == ["deadly"]
+    told = failed["deadly"]["response"]
+    assert told["status_code"] == 500 and told["body"]["error"]["code"] == "engine_died"
+    assert "deadly" in asked[1][-1], "the suspects come one at a time"
+    assert not any("deadly" in prompt for prompt in asked[2])
+
+
 def test_another_model_leaves_an_unfinished_batch_alone(
     site: Site, client: openai.OpenAI, caplog: pytest.LogCaptureFixture
 ) -> None:

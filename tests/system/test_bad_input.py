@@ -1,51 +1,18 @@
 """Bad requests are refused by name while a canary stream runs on as if nothing had happened."""
 
 import json
-import threading
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.system.checkpoint import CONTEXT
-from tests.system.serving import CALL_S, Server, status_of, stream_events
+from tests.system.serving import Server, status_of
+from tests.system.watch import Canary
 
-CANARY = {
-    "input_ids": [5, 6, 7],
-    "sampling_params": {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True},
-}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 PROMPT = {"prompt": "hello", "max_tokens": 4}
 IDS = {"input_ids": [5, 6, 7]}
-
-
-class Canary:
-    """One stream after another, each of which must bring the same tokens."""
-
-    def __init__(self, server: Server) -> None:
-        self.expected = server.generate(**CANARY)["output_ids"]
-        self.songs: list[list[int]] = []
-        self.failure: Exception | None = None
-        self._url = server.url
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._sing, daemon=True)
-        self._thread.start()
-
-    def _sing(self) -> None:
-        try:
-            while not self._is_over.is_set():
-                body = CANARY | {"stream": True}
-                url = f"{self._url}/generate"
-                with httpx.stream("POST", url, json=body, timeout=CALL_S) as answer:
-                    self.songs.append(list(stream_events(answer))[-1]["output_ids"])
-        except Exception as error:  # raised again by `end`
-            self.failure = error
-
-    def end(self) -> None:
-        self._is_over.set()
-        self._thread.join(CALL_S)
-        assert self.failure is None, repr(self.failure)
-        assert self.songs and all(song == self.expected for song in self.songs)
 
 
 @pytest.fixture(scope="module", autouse=True)

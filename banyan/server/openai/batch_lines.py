@@ -9,7 +9,7 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -17,14 +17,14 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.server.app import Handler
-from banyan.server.errors import Json, internal
+from banyan.server.errors import Json, error_body, internal
 from banyan.server.exchange import Exchange
 from banyan.server.limits import strict_json
 from banyan.server.openai.chat import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.openai.embeddings import create_embeddings
 from banyan.server.openai.responses import create as create_response
-from banyan.server.state import ServerState
+from banyan.server.state import ServerState, fresh_id
 from banyan.server.store.answers import AnswerLog, answer_line
 from banyan.server.store.batches import Fault
 
@@ -43,6 +43,9 @@ LOW_PRIORITY = 100
 SEAT_WAIT_S = 1.0
 NUM_RETRIES = 600
 
+MAX_DEATHS = 2
+"""Engines that may die while they run a line; then it has failed and is not asked again."""
+
 _KEYS = ("custom_id", "method", "url", "body")
 
 
@@ -57,7 +60,15 @@ def endpoints() -> dict[str, Handler]:
 
 
 class ServerEnding(Exception):
-    """The server takes no more requests; the rest of the batch is for its next start."""
+    """The server takes no more requests; the rest of the batch is for its next start.
+
+    Args:
+        running: custom_ids of the lines that ran when the engine died; () when it lives.
+    """
+
+    def __init__(self, running: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.running = tuple(running)
 
 
 @dataclass(frozen=True)
@@ -129,22 +140,49 @@ async def run_lines(
     answers: AnswerLog,
     told: Callable[[], None],
     share: float = 0.5,
+    deaths: Mapping[str, int] | None = None,
 ) -> None:
     """Ask every line that `answers` does not hold, and log the answers in groups.
+
+    Lines that ran when an engine died come first and one at a time, so that the one that kills
+    engines is found, and only that one fails.
 
     Args:
         told: called after every group that has reached the disk.
         share: of the seats, the most that these lines take.
+        deaths: custom_id -> engines that died while they ran this line.
 
     Raises:
         ServerEnding: the server is shutting down, or its engine has died.
         CapacityError: the answers cannot be written.
     """
     seats = state.admit().ready.max_running
-    waiting = iter([line for line in lines if line.custom_id not in answers.answered])
-    width = max(1, int(seats * share))
+    deaths = deaths or {}
+    left = [line for line in lines if line.custom_id not in answers.answered]
+    deadly = [line for line in left if deaths.get(line.custom_id, 0) >= MAX_DEATHS]
+    suspected = [line for line in left if 0 < deaths.get(line.custom_id, 0) < MAX_DEATHS]
+    if deadly:
+        await asyncio.to_thread(answers.append, [_given_up(line) for line in deadly])
+        told()
+    await _run_group(state, suspected, answers, told, 1, seats)
+    others = [line for line in left if line.custom_id not in deaths]
+    await _run_group(state, others, answers, told, max(1, int(seats * share)), seats)
+
+
+async def _run_group(
+    state: ServerState,
+    lines: Sequence[Line],
+    answers: AnswerLog,
+    told: Callable[[], None],
+    width: int,
+    seats: int,
+) -> None:
+    """Ask `lines`, `width` of them at once; errors as of `run_lines`."""
+    waiting, running = iter(lines), dict[str, None]()
     done: asyncio.Queue[tuple[str, bool, bytes] | BaseException | None] = asyncio.Queue(width)
-    workers = [asyncio.create_task(_work(state, waiting, done, seats)) for _ in range(width)]
+    workers = [
+        asyncio.create_task(_work(state, waiting, running, done, seats)) for _ in range(width)
+    ]
     num_working = width
     try:
         while num_working:
@@ -168,6 +206,7 @@ async def run_lines(
 async def _work(
     state: ServerState,
     waiting: Iterator[Line],
+    running: dict[str, None],
     done: "asyncio.Queue[tuple[str, bool, bytes] | BaseException | None]",
     seats: int,
 ) -> None:
@@ -176,7 +215,12 @@ async def _work(
         for line in waiting:
             while len(state.open) >= seats:
                 await state.open.wait_change(SEAT_WAIT_S)
-            await done.put(await _answered(state, line))
+            running[line.custom_id] = None
+            answer = await _answered(state, line)
+            del running[line.custom_id]
+            await done.put(answer)
+    except ServerEnding:
+        await done.put(ServerEnding(tuple(running) if state.dead else ()))
     except Exception as error:
         await done.put(error)
     else:
@@ -201,6 +245,15 @@ async def _answered(state: ServerState, line: Line) -> tuple[str, bool, bytes]:
         response["warnings"] = reply.warnings
     id = os.urandom(16).hex()
     return line.custom_id, reply.status == 200, answer_line(id, line.custom_id, response)
+
+
+def _given_up(line: Line) -> tuple[str, bool, bytes]:
+    """The answer to a line that is not asked again, because engines died of it."""
+    told = f"The engine has died {MAX_DEATHS} times while it ran this line; it is not asked again"
+    error = RequestError(told, status=500, code="engine_died")
+    response: Json = {"status_code": 500, "request_id": fresh_id(), "body": error_body(error)}
+    id = "batch_req_" + os.urandom(16).hex()
+    return line.custom_id, False, answer_line(id, line.custom_id, response)
 
 
 @dataclass

@@ -6,7 +6,7 @@ and answers are appended in synced groups, so that a batch goes on after a crash
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -185,9 +185,12 @@ async def _run(state: ServerState, id: str) -> None:
         await asyncio.to_thread(answers.recover)
         told()
         if found.status == "in_progress":
-            await _until_cancelled(
-                store, id, asyncio.create_task(run_lines(state, lines, answers, told))
-            )
+            work = run_lines(state, lines, answers, told, deaths=found.deaths)
+            await _until_cancelled(store, id, asyncio.create_task(work))
+    except ServerEnding as ending:
+        if ending.running:
+            await store.save(_with_deaths(store.find(id), ending.running))
+        raise
     finally:
         answers.close()
     await _finish(storage, id)
@@ -235,6 +238,13 @@ async def _finish(storage: Storage, id: str) -> None:
             files.path(file_id).unlink(missing_ok=True)
     ended = "cancelled" if found.status == "cancelling" else "completed"
     await store.save(_entered(store.find(id), ended))
+
+
+def _with_deaths(batch: Batch, running: Sequence[str]) -> Batch:
+    """The batch with one more death for each line that was running."""
+    more = {custom_id: batch.deaths.get(custom_id, 0) + 1 for custom_id in running}
+    log.warning("the engine died on a batch id=%s lines=%d", batch.id, len(more))
+    return msgspec.structs.replace(batch, deaths={**batch.deaths, **more})
 
 
 def _entered(batch: Batch, status: str) -> Batch:

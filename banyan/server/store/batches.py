@@ -33,6 +33,7 @@ class Batch(msgspec.Struct, frozen=True):
         model: that was served when it was made; no other goes on with it.
         times: status -> when it was entered, in seconds of the epoch.
         succeeded, failed: answered lines; while it runs, counted in memory only.
+        deaths: custom_id -> engines that died while they ran this line.
     """
 
     id: str
@@ -50,6 +51,7 @@ class Batch(msgspec.Struct, frozen=True):
     succeeded: int = 0
     failed: int = 0
     model: str = ""
+    deaths: dict[str, int] = {}
 
     @property
     def is_over(self) -> bool:

@@ -1,0 +1,106 @@
+"""Requests made to end, freeze or bloat the server: each fails alone, and no loop is blocked."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system.conftest import with_tiny_model
+from tests.system.serving import Server, serving, status_of, wait_until
+from tests.system.watch import Canary
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+ANTHROPIC = {"model": "x", "max_tokens": 2, "messages": CHAT["messages"]}
+OLLAMA = {"model": "x", "prompt": "hello", "stream": False, "options": {"num_predict": 2}}
+NATIVE = {"text": "hello", "sampling_params": {"max_new_tokens": 2}}
+SCORE = {"model": "x", "query": "q", "items": ["a", "b"], "label_token_ids": [5, 6]}
+
+EDGES = [
+    sign * (1 << bits) + more
+    for bits in (31, 32, 53, 63, 64, 200)
+    for sign in (1, -1)
+    for more in (-1, 0, 1)
+]
+"""Integers around the bounds of the types that a number may end up in."""
+
+
+@pytest.fixture(scope="module")
+def shared_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """As everywhere, with a folder of its own for files."""
+    folder = tmp_path_factory.mktemp("hostile")
+    flags = with_tiny_model(("--file-storage-path", str(folder / "kept")), tiny_model)
+    with serving(folder / "server.log", *flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def canary(shared_server: Server) -> Iterator[None]:
+    """Runs beside all the tests of this file."""
+    bird = Canary(shared_server)
+    yield
+    bird.end()
+    assert status_of(shared_server, "/health") == 200
+
+
+def ask(server: Server, path: str, body: object) -> tuple[int, str]:
+    """Status and text of an answer; an answer of 500 or above fails the test."""
+    answer = server.http.post(path, json=body)
+    told = json.dumps(body)[:300]
+    assert answer.status_code < 500, f"{path} {told}: {answer.status_code} {answer.text[:300]}"
+    return answer.status_code, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "place", "name"),
+    [
+        ("/generate", NATIVE, "sampling_params", "top_k"),
+        ("/generate", NATIVE, "", "priority"),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 2}, "", "top_k"),
+        ("/v1/completions", {"prompt": "hello", "max_tokens": 2}, "", "priority"),
+        ("/v1/chat/completions", CHAT, "", "top_k"),
+        ("/v1/chat/completions", CHAT, "", "priority"),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 2}, "", "top_k"),
+        ("/v1/responses", {"input": "hello", "max_output_tokens": 2}, "", "priority"),
+        ("/v1/messages", ANTHROPIC, "", "top_k"),
+        ("/api/generate", OLLAMA, "options", "top_k"),
+        ("/v1/score", SCORE, "", "priority"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_number_that_no_engine_can_hold_fails_alone(shared_server, path, base, place, name):
+    for edge in EDGES:
+        own = {**base[place], name: edge} if place else edge
+        status, text = ask(shared_server, path, {**base, place or name: own})
+        assert status in (200, 400), text
+        if "64-bit range" in text and path == "/v1/responses":
+            continue  # such an answer would have to repeat the number
+        if name == "priority":
+            assert (status == 200) == (-(2**31) <= edge < 2**31), (edge, text)
+            assert status == 200 or "priority must be a 32-bit integer" in text
+        else:
+            assert (status == 200) == (edge > 0 or "options" in base), (edge, text)
+
+
+def test_a_batch_with_such_a_line_ends_with_one_refusal(shared_server):
+    def line(id: str, **fields: object) -> dict[str, object]:
+        body = {**CHAT, "model": "x", **fields}
+        return {"custom_id": id, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+    lines = [line("good"), line("k", top_k=2**64), line("p", priority=2**64), line("last")]
+    content = b"".join(json.dumps(one).encode() + b"\n" for one in lines)
+    files = {"file": ("in.jsonl", content), "purpose": (None, "batch")}
+    given = shared_server.http.post("/v1/files", files=files).json()
+    body = {
+        "input_file_id": given["id"],
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    }
+    made = shared_server.http.post("/v1/batches", json=body).json()
+
+    def found() -> dict:
+        return shared_server.http.get(f"/v1/batches/{made['id']}").json()
+
+    wait_until(lambda: found()["status"] == "completed", 60, "the batch to end")
+    counts = found()["request_counts"]
+    assert (counts["completed"], counts["failed"]) == (3, 1)
