@@ -1,7 +1,8 @@
 """Stop strings and stop patterns: where the text of an answer ends.
 
 Reads text as it grows and passes on only what cannot belong to a stop. Cost: one table step per
-character for all strings together, and for each pattern as its automaton says. Knows no tokens.
+character for all strings together, and for each pattern as its automaton says. What is compiled is
+shared by all sequences of a request. Knows no tokens.
 
 Source: A. Aho, M. Corasick, "Efficient String Matching" (1975).
 """
@@ -10,15 +11,19 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from banyan.base.errors import RequestError
-from banyan.frontend.stop_pattern import StopPattern
+from banyan.frontend.stop_pattern import PatternReader, stop_pattern
 
 MAX_STOPS = 32
 MAX_STOP_CHARS = 1024
 MAX_STOP_CHARS_TOTAL = 8192
 MAX_PATTERN_BYTES = 256
 MAX_PATTERN_STATES_TOTAL = 1_000
+MAX_PATTERN_VISITS_TOTAL = 8_000
+"""States that all patterns together may visit for one more character. A look-around visits the
+states of its part at each character that it reads."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class StopChecker:
     """Finds the first stop in one growing answer.
 
     First is the stop that ends first; of several that end together, the one that starts first. So
-    the answer does not depend on how the text was cut into pushes.
+    the answer does not depend on how the text was cut into pushes, except where a pattern asks for
+    the end of the text (`$`, a word boundary, a look-ahead): that is the end of each push.
 
     Args:
         stop, stop_regex: as checked by check_stops.
@@ -46,8 +52,8 @@ class StopChecker:
     def __init__(
         self, stop: Sequence[str], stop_regex: Sequence[str] = (), no_stop_trim: bool = False
     ) -> None:
-        self._strings = _StringFinder(stop) if stop else None
-        self._patterns = [StopPattern(p) for p in stop_regex]
+        self._strings = _StringReader(_string_table(tuple(stop))) if stop else None
+        self._patterns = [(source, PatternReader(stop_pattern(source))) for source in stop_regex]
         self._keeps_match = no_stop_trim
         self._held = ""
         self._length = 0
@@ -70,7 +76,7 @@ class StopChecker:
             return held[: end - first]
         self._length += len(text)
         keep = min(
-            [p.oldest(self._length) for p in self._patterns]
+            [reader.oldest for _, reader in self._patterns]
             + ([self._length - self._strings.depth] if self._strings else [])
         )
         self._held = held[keep - first :]
@@ -83,84 +89,88 @@ class StopChecker:
 
     def _search(self, text: str) -> StopMatch | None:
         """The first stop that ends inside `text`, which follows what was read before."""
-        if not self._patterns:
-            assert self._strings is not None
-            found = self._strings.find(text)
-            return found and StopMatch(
-                found[0], self._length + found[1] - len(found[0]), self._length + found[1]
-            )
-        for i, char in enumerate(text):
-            at = self._length + i
-            ends = [
-                StopMatch(p.source, start, at + 1)
-                for p in self._patterns
-                if (start := p.feed(char, at)) is not None
-            ]
-            if self._strings and (found := self._strings.find(char)) is not None:
-                ends.append(StopMatch(found[0], at + 1 - len(found[0]), at + 1))
-            if ends:
-                return min(ends, key=lambda match: match.start)
-        return None
+        found = [
+            StopMatch(source, *span)
+            for source, reader in self._patterns
+            if (span := reader.find(text)) is not None
+        ]
+        if self._strings and (read := self._strings.find(text)) is not None:
+            end = self._length + read[1]
+            found.append(StopMatch(read[0], end - len(read[0]), end))
+        return min(found, key=lambda match: (match.end, match.start), default=None)
 
 
-class _StringFinder:
-    """Aho-Corasick automaton over all stop strings. `depth`: characters that may begin a stop."""
+class _StringTable:
+    """Aho-Corasick automaton over all stop strings; nothing changes it once it is built."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
-        self._found: list[str] = [""]
+        self.found: list[str] = [""]
         """The longest stop that ends at each state."""
-        self._depth = [0]
+        self.depth = [0]
+        """Characters that may begin a stop, at each state."""
         for string in strings:
             state = 0
             for char in string:
                 state = self._next[state].setdefault(char, len(self._next))
                 if state == len(self._next):
                     self._next.append({})
-                    self._found.append("")
-                    self._depth.append(0)
-            self._found[state] = string
+                    self.found.append("")
+                    self.depth.append(0)
+            self.found[state] = string
         self._fail = [0] * len(self._next)
         self._link()
-        self._first = re.compile("[" + "".join(map(re.escape, self._next[0])) + "]")
-        self._state = 0
+        self.first = re.compile("[" + "".join(map(re.escape, self._next[0])) + "]")
 
-    @property
-    def depth(self) -> int:
-        return self._depth[self._state]
-
-    def find(self, text: str) -> tuple[str, int] | None:
-        """Read `text` up to the first end of a stop: the stop, and how much was read."""
-        state, at = self._state, 0
-        while at < len(text):
-            if state == 0:
-                first = self._first.search(text, at)
-                if first is None:
-                    break
-                at = first.start()
-            state = self._step(state, text[at])
-            at += 1
-            if self._found[state]:
-                self._state = state
-                return self._found[state], at
-        self._state = state
-        return None
+    def step(self, state: int, char: str) -> int:
+        while state and char not in self._next[state]:
+            state = self._fail[state]
+        return self._next[state].get(char, 0)
 
     def _link(self) -> None:
         waiting = deque([0])
         while waiting:
             state = waiting.popleft()
             for char, target in self._next[state].items():
-                self._depth[target] = self._depth[state] + 1
+                self.depth[target] = self.depth[state] + 1
                 if state != 0:
-                    self._fail[target] = self._step(self._fail[state], char)
-                    self._found[target] = self._found[target] or self._found[self._fail[target]]
+                    self._fail[target] = self.step(self._fail[state], char)
+                    self.found[target] = self.found[target] or self.found[self._fail[target]]
                 waiting.append(target)
 
-    def _step(self, state: int, char: str) -> int:
-        while state and char not in self._next[state]:
-            state = self._fail[state]
-        return self._next[state].get(char, 0)
+
+@lru_cache(maxsize=16)
+def _string_table(strings: tuple[str, ...]) -> _StringTable:
+    return _StringTable(strings)
+
+
+class _StringReader:
+    """The progress of all stop strings through one text."""
+
+    def __init__(self, table: _StringTable) -> None:
+        self._table = table
+        self._state = 0
+
+    @property
+    def depth(self) -> int:
+        return self._table.depth[self._state]
+
+    def find(self, text: str) -> tuple[str, int] | None:
+        """Read `text` up to the first end of a stop: the stop, and how much was read."""
+        table, state, at = self._table, self._state, 0
+        while at < len(text):
+            if state == 0:
+                first = table.first.search(text, at)
+                if first is None:
+                    break
+                at = first.start()
+            state = table.step(state, text[at])
+            at += 1
+            if table.found[state]:
+                self._state = state
+                return table.found[state], at
+        self._state = state
+        return None
 
 
 def check_stops(stop: Sequence[str], stop_regex: Sequence[str] = ()) -> None:
@@ -184,18 +194,24 @@ def check_stops(stop: Sequence[str], stop_regex: Sequence[str] = ()) -> None:
             f"the stop strings have {total:,} characters together, limit {MAX_STOP_CHARS_TOTAL:,}",
             param="stop",
         )
-    states = 0
-    for pattern in stop_regex:
-        if (size_bytes := len(pattern.encode("utf-8", "replace"))) > MAX_PATTERN_BYTES:
+    num_states = num_visits = 0
+    for source in stop_regex:
+        if (size_bytes := len(source.encode("utf-8", "replace"))) > MAX_PATTERN_BYTES:
             raise RequestError(
                 f"a stop_regex has {size_bytes:,} bytes, limit {MAX_PATTERN_BYTES}",
                 param="stop_regex",
             )
-        states += StopPattern(pattern).num_states
-    if states > MAX_PATTERN_STATES_TOTAL:
+        pattern = stop_pattern(source)
+        num_states += pattern.num_states
+        num_visits += pattern.num_visits
+        _check_cost("automaton states", num_states, MAX_PATTERN_STATES_TOTAL)
+        _check_cost("visits to states per character", num_visits, MAX_PATTERN_VISITS_TOTAL)
+
+
+def _check_cost(what: str, cost: int, limit: int) -> None:
+    if cost > limit:
         raise RequestError(
-            f"the stop_regex patterns need {states:,} automaton states together, limit "
-            f"{MAX_PATTERN_STATES_TOTAL:,}",
+            f"the stop_regex patterns need {cost:,} {what} together, limit {limit:,}",
             param="stop_regex",
-            hint="lower the counted repeats {m,n}",
+            hint="lower the counted repeats {m,n} and what look-arounds read",
         )

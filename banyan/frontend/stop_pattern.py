@@ -1,15 +1,19 @@
-"""StopPattern: a regular expression as a small automaton that reads a stream once.
+"""StopPattern: a regular expression as a small automaton; PatternReader: one text's way through it.
 
-The syntax is that of `re`, without what a stream cannot answer or what costs more than linear time:
-backreferences, lookaround, possessive and conditional groups, anchors and word boundaries. Each
-character costs at most one visit to each state, so no pattern can hang.
+The syntax and meaning are those of `re`, asked with `search` about the text so far after each piece
+of it: `$`, a word boundary and a look-ahead at the end of the piece see the end of the text. What
+needs memory of what was matched is refused: backreferences, atomic and possessive groups, and
+conditions on groups. Each character costs at most one visit to each state, so no pattern can hang.
 
 Source: R. Cox, "Regular Expression Matching: the Virtual Machine Approach" (2009).
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from re import _constants as ops  # the standard library's own reading of the syntax
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from re import _compiler as compiler  # the standard library's own reading of the syntax
+from re import _constants as ops
 from re import _parser as parser
 
 from banyan.base.errors import RequestError
@@ -21,13 +25,38 @@ MAX_STATES = 1_000
 MAX_MATCH = 512
 """Characters that one match may span, and so the most text that is held back for a pattern."""
 
-Test = Callable[[str], bool]
+MAX_LOOK = 64
+"""Characters that a look-around may read."""
+
+MAX_KNOWN_CHARS = 512
+"""Characters whose tests are remembered at a time."""
+
+LEGAL_FLAGS = re.IGNORECASE | re.DOTALL | re.MULTILINE | re.UNICODE
+
+JOINT, ACCEPT = -1, -2
+"""What stands in place of a test: a state that reads nothing, and one where a match is complete."""
+
+Span = tuple[int, int]
+"""Where a match starts and ends, in characters of the whole text."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """A look-around: its automaton, its width in characters, and what it asks for."""
+
+    first: int
+    width: int
+    is_behind: bool
+    is_wanted: bool
+    num_states: int
+
+
+Condition = Look | int
+"""What must hold for a joint to be passed; a number is one of the `re` parser's positions."""
 
 
 class StopPattern:
-    """One compiled pattern and its progress through one text.
-
-    Finds the match that ends first and, among those, starts first.
+    """One compiled pattern, shared by all texts that are searched for it.
 
     Raises:
         RequestError: the pattern is malformed, matches the empty text, needs what is not supported,
@@ -36,80 +65,73 @@ class StopPattern:
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self._tests: list[Test] = []
-        self._next: list[list[int]] = []
-        """Successors without reading a character, of state i; a state with a test reads one."""
+        self.tests: list[int] = []
+        """Of each state: the test that it puts to a character, JOINT or ACCEPT."""
+        self.next: list[list[int]] = []
+        self.conditions: dict[int, Condition] = {}
+        self._tested: dict[int, int] = {}
+        """Parsed item, by its identity in `_tree` -> its test."""
+        self._classes: list[re.Pattern[str]] = []
+        self._known: dict[str, Sequence[bool]] = {}
         try:
-            tree = parser.parse(source)
+            self._tree = parser.parse(source)
         except (re.error, RecursionError, OverflowError) as error:
             raise self._error(f"cannot be read: {printable(str(error))}") from None
-        if tree.state.flags & (re.MULTILINE | re.VERBOSE | re.ASCII):
-            raise self._error("has a flag other than i and s")
-        self._ignores_case = bool(tree.state.flags & re.IGNORECASE)
-        self._dot_all = bool(tree.state.flags & re.DOTALL)
-        self._accept = self._state()
+        if self._tree.state.flags & ~LEGAL_FLAGS:
+            raise self._error("has a flag other than i, m and s")
+        self.is_multiline = bool(self._tree.state.flags & re.MULTILINE)
+        self.accept = self._state(ACCEPT)
         try:
-            self._start = self._sequence(tree, self._accept)
+            self.first = self._sequence(self._tree, self.accept)
         except RecursionError:
             raise self._error("is nested too deeply") from None
-        self._live: dict[int, int] = {}
-        """Reading state -> first character of the oldest match that may be at it, oldest first."""
-        self._enter(self._start, 0, self._live, {})
-        if self._accept in self._live:
+        looks = [c for c in self.conditions.values() if isinstance(c, Look)]
+        self.ahead = max((1 + look.width for look in looks if not look.is_behind), default=0)
+        self.behind = 1 + max((look.width for look in looks), default=0)
+        """Characters before a position that its conditions may read."""
+        if PatternReader(self).find("") is not None:
             raise self._error("matches the empty text")
 
     @property
     def num_states(self) -> int:
-        return len(self._tests)
+        return len(self.tests)
 
-    def feed(self, char: str, at: int) -> int | None:
-        """Read the character at position `at`; the start of a match that ends with it, or None."""
-        after: dict[int, int] = {}
-        seen: dict[int, None] = {}
-        for state, start in self._live.items():
-            if at - start < MAX_MATCH and self._tests[state](char):
-                self._enter(self._next[state][0], start, after, seen)
-        found = after.pop(self._accept, None)
-        # Going oldest first keeps `after` in that order, and the oldest match keeps each state.
-        self._enter(self._start, at + 1, after, seen)
-        self._live = after
-        return found
+    @property
+    def num_visits(self) -> int:
+        """The most states that are visited for one more character."""
+        looks = [c for c in self.conditions.values() if isinstance(c, Look)]
+        at_once = self.num_states + sum(look.num_states * look.width for look in looks)
+        return (1 + self.ahead) * at_once
 
-    def oldest(self, at: int) -> int:
-        """Position of the first character that may belong to a match to come; `at` is the end."""
-        return min(next(iter(self._live.values()), at), at)
+    def passed(self, char: str) -> Sequence[bool]:
+        """Of each test: whether the character passes it."""
+        known = self._known.get(char)
+        if known is None:
+            if len(self._known) >= MAX_KNOWN_CHARS:
+                self._known.clear()
+            known = tuple(test.match(char) is not None for test in self._classes)
+            self._known[char] = known
+        return known
 
-    def _enter(self, first: int, start: int, live: dict[int, int], seen: dict[int, None]) -> None:
-        """Add to `live` the reading states that `first` reaches without reading a character."""
-        waiting = [first]
-        while waiting:
-            state = waiting.pop()
-            if state in seen:
-                continue
-            seen[state] = None
-            if self._tests[state] is _never and state != self._accept:
-                waiting += self._next[state]
-            else:
-                live[state] = start
-
-    def _state(self, test: Test | None = None, *targets: int) -> int:
-        if len(self._tests) >= MAX_STATES:
+    def _state(self, test: int, *targets: int) -> int:
+        if len(self.tests) >= MAX_STATES:
             raise self._error(f"needs more than {MAX_STATES:,} states")
-        self._tests.append(_never if test is None else test)
-        self._next.append(list(targets))
-        return len(self._tests) - 1
+        self.tests.append(test)
+        self.next.append(list(targets))
+        return len(self.tests) - 1
 
     def _sequence(self, tree: Iterable, target: int) -> int:
         """Add states for a parsed sequence that goes on at `target`; returns where it begins."""
-        for op, argument in reversed(list(tree)):
-            target = self._item(op, argument, target)
+        for item in reversed(list(tree)):
+            target = self._item(item, target)
         return target
 
-    def _item(self, op: object, argument: object, target: int) -> int:
+    def _item(self, item: tuple, target: int) -> int:
+        op, argument = item
         if op is ops.LITERAL or op is ops.NOT_LITERAL or op is ops.IN or op is ops.ANY:
-            return self._state(self._test(op, argument), target)
+            return self._state(self._test(item), target)
         if op is ops.BRANCH:
-            return self._state(None, *[self._sequence(b, target) for b in argument[1]])
+            return self._state(JOINT, *[self._sequence(b, target) for b in argument[1]])
         if op is ops.SUBPATTERN:
             _, added, removed, inner = argument
             if added or removed:
@@ -117,39 +139,59 @@ class StopPattern:
             return self._sequence(inner, target)
         if op is ops.MAX_REPEAT or op is ops.MIN_REPEAT:
             return self._repeat(*argument, target)
+        if op is ops.AT:
+            return self._joint(argument, target)
+        if op is ops.ASSERT or op is ops.ASSERT_NOT:
+            return self._joint(self._look(*argument, op is ops.ASSERT), target)
         raise self._error(
-            "uses a backreference, lookaround, ^, $, \\b, or an atomic or conditional group",
-            "write it with characters, classes, groups, |, *, +, ? and {m,n}",
+            "uses a backreference, or an atomic, possessive or conditional group",
+            "write it with characters, classes, groups, |, *, +, ?, {m,n}, ^, $, \\b, (?= and (?<=",
         )
 
+    def _joint(self, condition: Condition, target: int) -> int:
+        state = self._state(JOINT, target)
+        self.conditions[state] = condition
+        return state
+
+    def _look(self, direction: int, inner: parser.SubPattern, is_wanted: bool) -> Look:
+        least, most = inner.getwidth()
+        if most > MAX_LOOK:
+            raise self._error(f"looks around by more than {MAX_LOOK} characters")
+        if direction < 0 and least != most:
+            raise self._error("has a look-behind whose width is not fixed")
+        num_states, num_looks = len(self.tests), self._num_looks()
+        first = self._sequence(inner, self._state(ACCEPT))
+        if self._num_looks() > num_looks:
+            raise self._error("has a look-around inside a look-around")
+        return Look(first, int(most), direction < 0, is_wanted, len(self.tests) - num_states)
+
+    def _num_looks(self) -> int:
+        return sum(isinstance(c, Look) for c in self.conditions.values())
+
     def _repeat(self, least: int, most: int, inner: Iterable, target: int) -> int:
+        if max(least, 0 if most is ops.MAXREPEAT else most) > MAX_STATES:
+            raise self._error(f"repeats a part more than {MAX_STATES:,} times")
         if most is ops.MAXREPEAT:
-            loop = self._state(None, target)
-            self._next[loop].append(self._sequence(inner, loop))
+            loop = self._state(JOINT, target)
+            self.next[loop].append(self._sequence(inner, loop))
             target = loop
         else:
             end = target
             for _ in range(most - least):
-                target = self._state(None, self._sequence(inner, target), end)
+                target = self._state(JOINT, self._sequence(inner, target), end)
         for _ in range(least):
+            num_states = len(self.tests)
             target = self._sequence(inner, target)
+            if len(self.tests) == num_states:  # an empty part is the same however often
+                break
         return target
 
-    def _test(self, op: object, argument: object) -> Test:
-        if op is ops.ANY:
-            return _any if self._dot_all else _not_line_break
-        wanted = op is not ops.NOT_LITERAL
-        items = argument if op is ops.IN else [(ops.LITERAL, argument)]
-        if items[0][0] is ops.NEGATE:
-            wanted, items = False, items[1:]
-        tests = [_class_test(*item) for item in items]
-        if self._ignores_case:
-            return lambda char: any(
-                t(c) for t in tests for c in (char, char.lower(), char.upper())
-            ) is wanted  # fmt: skip
-        if len(tests) == 1 and wanted:
-            return tests[0]
-        return lambda char: any(t(char) for t in tests) is wanted
+    def _test(self, item: tuple) -> int:
+        # Copies of a repeated part are the same item, and the tree keeps every item alive.
+        test = self._tested.setdefault(id(item), len(self._classes))
+        if test == len(self._classes):
+            self._classes.append(compiler.compile(parser.SubPattern(self._tree.state, [item])))
+        return test
 
     def _error(self, text: str, hint: str = "") -> RequestError:
         return RequestError(
@@ -157,38 +199,126 @@ class StopPattern:
         )
 
 
-def _class_test(op: object, argument: object) -> Test:
-    """The test of one member of a character class."""
-    if op is ops.LITERAL:
-        return chr(argument).__eq__
-    if op is ops.RANGE:
-        first, last = map(chr, argument)
-        return lambda char: first <= char <= last
-    return _CATEGORIES[argument]
+@lru_cache(maxsize=64)
+def stop_pattern(source: str) -> StopPattern:
+    """The pattern of this source, compiled once for all sequences of a request."""
+    return StopPattern(source)
+
+
+class PatternReader:
+    """The progress of one pattern through one text.
+
+    What a look-ahead has to say about a position is certain only some characters later: the reader
+    keeps its place before those, and reads them again with the next piece.
+    """
+
+    def __init__(self, pattern: StopPattern) -> None:
+        self._pattern = pattern
+        self._entered: dict[int, int] = {}
+        """State entered at `_at` -> first character of the oldest match there, oldest first."""
+        self._at = 0
+        self._tail, self._tail_at = "", 0
+        """The end of the text, from as far back as conditions may read; where it begins."""
+
+    @property
+    def oldest(self) -> int:
+        """Position of the first character that may belong to a match to come."""
+        return min(next(iter(self._entered.values()), self._at), self._at)
+
+    def find(self, text: str) -> Span | None:
+        """Read on; the match that ends first and, among those, starts first."""
+        self._tail += text
+        end = self._tail_at + len(self._tail)
+        entered, at = self._entered, self._at
+        while True:
+            starts = dict(entered)
+            starts.setdefault(self._pattern.first, at)
+            live = self._reach(starts, at, end)
+            if (start := live.get(self._pattern.accept)) is not None:
+                return start, at
+            if at == end:
+                break
+            entered = self._read(live, at)
+            at += 1
+            if at + self._pattern.ahead <= end + 1:
+                self._entered, self._at = entered, at
+        self._forget(self._at - self._pattern.behind)
+        return None
+
+    def _forget(self, before: int) -> None:
+        if before > self._tail_at:
+            self._tail, self._tail_at = self._tail[before - self._tail_at :], before
+
+    def _reach(self, entered: Mapping[int, int], at: int, end: int) -> dict[int, int]:
+        """The states that read or accept and are reached at position `at` without reading.
+
+        Going oldest first keeps that order, and the oldest match keeps each state.
+        """
+        tests, targets, conditions = (
+            self._pattern.tests,
+            self._pattern.next,
+            self._pattern.conditions,
+        )
+        live: dict[int, int] = {}
+        seen: set[int] = set()
+        for first, start in entered.items():
+            waiting = [first]
+            while waiting:
+                state = waiting.pop()
+                if state in seen:
+                    continue
+                seen.add(state)
+                if tests[state] != JOINT:
+                    live[state] = start
+                elif state not in conditions or self._holds(conditions[state], at, end):
+                    waiting += targets[state]
+        return live
+
+    def _read(self, live: Mapping[int, int], at: int) -> dict[int, int]:
+        """The states entered by reading the character at position `at`."""
+        tests, targets = self._pattern.tests, self._pattern.next
+        passed = self._pattern.passed(self._char(at))
+        entered: dict[int, int] = {}
+        for state, start in live.items():
+            test = tests[state]
+            if test >= 0 and passed[test] and at - start < MAX_MATCH:
+                entered.setdefault(targets[state][0], start)
+        return entered
+
+    def _char(self, at: int) -> str:
+        return self._tail[at - self._tail_at]
+
+    def _holds(self, condition: Condition, at: int, end: int) -> bool:
+        if isinstance(condition, Look):
+            return self._sees(condition, at, end) is condition.is_wanted
+        if condition is ops.AT_BEGINNING_STRING or condition is ops.AT_BEGINNING:
+            is_line = self._pattern.is_multiline and condition is ops.AT_BEGINNING
+            return at == 0 or (is_line and self._char(at - 1) == "\n")
+        if condition is ops.AT_END_STRING:
+            return at == end
+        if condition is ops.AT_END:
+            is_last = at == end - 1 or self._pattern.is_multiline
+            return at == end or (is_last and self._char(at) == "\n")
+        is_boundary = (at > 0 and _is_word(self._char(at - 1))) != (
+            at < end and _is_word(self._char(at))
+        )
+        return is_boundary is (condition is ops.AT_BOUNDARY)
+
+    def _sees(self, look: Look, at: int, end: int) -> bool:
+        """Whether the part of a look-around stands before or behind position `at`."""
+        first = at - look.width if look.is_behind else at
+        if first < 0:
+            return False
+        entered = {look.first: first}
+        for place in range(first, min(first + look.width, end) + 1):
+            live = self._reach(entered, place, end)
+            if any(self._pattern.tests[state] == ACCEPT for state in live):
+                return True
+            if place == end or not live:
+                break
+            entered = self._read(live, place)
+        return False
 
 
 def _is_word(char: str) -> bool:
     return char.isalnum() or char == "_"
-
-
-_CATEGORIES: Mapping[object, Test] = {
-    ops.CATEGORY_DIGIT: str.isdecimal,
-    ops.CATEGORY_NOT_DIGIT: lambda char: not char.isdecimal(),
-    ops.CATEGORY_SPACE: str.isspace,
-    ops.CATEGORY_NOT_SPACE: lambda char: not char.isspace(),
-    ops.CATEGORY_WORD: _is_word,
-    ops.CATEGORY_NOT_WORD: lambda char: not _is_word(char),
-}
-
-
-def _any(char: str) -> bool:
-    return True
-
-
-def _not_line_break(char: str) -> bool:
-    return char != "\n"
-
-
-def _never(char: str) -> bool:
-    """Marks a state that reads nothing."""
-    return False

@@ -1,6 +1,9 @@
 """Stops: a stream cut anywhere gives what the whole text gives, and nothing can hang."""
 
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -107,13 +110,87 @@ def test_held_text_comes_out_at_the_end() -> None:
 
 @pytest.mark.parametrize(
     "pattern",
-    ["[", "foo**", "a{1,100000000}", r"(a)\1", "(?=a)b", "(?<!a)b", "a$", r"\ba", "^a", "a*", "|a",
-     "(" * 100 + "a" + ")" * 99, "(?>a)b", "a++", "(a{40}){40}", "(?x)a", "x" * 257],
+    ["[", "foo**", "a{1,100000000}", r"(a)\1", "a*", "|a", "$", "^", "a*$", "(?!a)", "(?<=a+)b",
+     "(" * 100 + "a" + ")" * 99, "(?>a)b", "a++", "(a{40}){40}", "(?x)a", "x" * 257,
+     "(?=a*)b", "(?=.{65})b", "(?=(?=a)b)c", "(?=.{50})b", "a(?=[ab]{0,30}c)"],
 )  # fmt: skip
 def test_a_pattern_that_a_stream_cannot_answer_is_refused(pattern: str) -> None:
     with pytest.raises(RequestError) as error:
         check_stops([], [pattern])
     assert error.value.param == "stop_regex" and error.value.status == 400
+
+
+COUNTS_WITHOUT_END = ["(a{0}){10000000}b", "(a{0}){4294967294}b", "((a{0}){1000}){1000}b",
+    "(((((((()" + "{999})" * 7 + "{999}b", "(|){0,999999}b", "(?:(?=){1000}){1000}b",
+]  # fmt: skip
+
+
+def test_counts_of_nothing_are_answered_at_once() -> None:
+    """In a process of its own, so that a loop without end fails this test and no other."""
+    code = f"""
+from banyan.base.errors import RequestError
+from banyan.frontend.stop import check_stops
+for pattern in {COUNTS_WITHOUT_END!r}:
+    try:
+        check_stops([], [pattern])
+    except RequestError as error:
+        assert error.param == "stop_regex"
+print("done")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "done\n"
+
+
+CONTEXTS = [r"[ab]\s*$", r"^b+", r"\bab\b", r"a\B", r"\n(?=ab)", r"a(?!b)", r"(?<=a)b+", r"(?<!a)b",
+    r"(?m)^a$", r"\Aa", r"b\Z", r"a(?=\s|$)", r"(?<!\ba)\nb", r"(?=ab)", r"\b", r"b+\b|\n\n",
+]  # fmt: skip
+
+
+@given(
+    st.lists(st.text(alphabet="ab \n", max_size=6), max_size=10),
+    st.sampled_from(CONTEXTS),
+    st.booleans(),
+)
+def test_a_pattern_that_looks_around_is_asked_about_the_text_so_far(
+    pieces: list[str], pattern: str, keep: bool
+) -> None:
+    check_stops([], [pattern])
+    checker = StopChecker([], [pattern], no_stop_trim=keep)
+    text = answer = ""
+    for piece in pieces:
+        text += piece
+        answer += checker.push(piece)
+        found = re.search(pattern, text)
+        if checker.match is None:
+            assert found is None
+            assert text.startswith(answer)
+            continue
+        assert found is not None
+        match = checker.match
+        assert match.start >= found.start()
+        assert answer == text[: match.end if keep else match.start]
+        return
+    assert answer + checker.finish() == text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pieces", "answer"),
+    [
+        (r"[.!?]\s*$", ["One", " two", ".", " Three"], "One two"),
+        (r"\n(?=User:)", ["Hi\n", "Us", "er: you"], "Hi"),
+        (r"(?<!Mr)\.", ["Mr", ". A", " b", ". C"], "Mr. A b"),
+        (r"\bor\b", ["for", " oral", " or", " and"], "for oral "),
+        (r"^\s*No", ["Yes. No", " way"], "Yes. No way"),
+        (r"(?m)^\s*No", ["Yes.\n", " No", " way"], "Yes.\n"),
+    ],
+)
+def test_anchors_borders_and_look_arounds_cut_the_answer(
+    pattern: str, pieces: list[str], answer: str
+) -> None:
+    checker = StopChecker([], [pattern])
+    assert run(checker, pieces) == answer
 
 
 @pytest.mark.parametrize(
@@ -140,6 +217,47 @@ def test_visits_stay_linear_for_patterns_that_make_backtracking_explode(pattern:
     text = "a" * 2_000
     assert run(checker, [text]) == text
     assert checker.match is None
+
+
+def work(pattern: str, text: str) -> int:
+    """Calls that reading `text`, token by token, makes: the work without the clock."""
+    check_stops([], [pattern])
+    checker = StopChecker([], [pattern])
+    return calls(lambda: [checker.push(text[i : i + 4]) for i in range(0, len(text), 4)])
+
+
+def calls(act: Callable[[], object]) -> int:
+    count = 0
+
+    def tally(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    sys.setprofile(tally)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_members_of_a_class_are_tested_once_for_a_character() -> None:
+    letters = "".join(map(chr, range(0x4E00, 0x4E00 + 60)))
+    small = work(r"[^a]{1,480}\x01", "b" * 400)
+    assert work(rf"(?i)[^{letters}]{{1,480}}\x01", "b" * 400) < 1.1 * small + 100
+
+
+@pytest.mark.parametrize("pattern", [r"\n(?=[ab]{8}c)", r"(?<![ab]{20})c", r"a\b.{0,40}c$"])
+def test_the_work_of_looking_around_does_not_grow_with_the_text(pattern: str) -> None:
+    short = work(pattern, "ab\nb" * 200)
+    assert work(pattern, "ab\nb" * 800) < 4.5 * short
+
+
+def test_stops_are_compiled_once_for_all_sequences_of_a_request() -> None:
+    stop, patterns = ["x" * 1000 + str(i) for i in range(8)], ["(a?){300}b$"]
+    check_stops(stop, patterns)
+    StopChecker(stop, patterns)
+    assert calls(lambda: StopChecker(stop, patterns)) < 100
 
 
 def test_thirty_two_stops_read_each_character_once() -> None:
