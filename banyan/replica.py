@@ -31,23 +31,23 @@ from banyan.grammar.base import BACKENDS, stand_ins
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
 from banyan.grammar.workshop import GrammarLimits
-from banyan.memory.groups import WINDOW
+from banyan.layers.build import Build
+from banyan.layers.cache import group_caches
 from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
 from banyan.messages.events import Ready
 from banyan.messages.link import PrivateFolder
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
-from banyan.models.bert import EncoderLM
-from banyan.models.decoder import DecoderLM
-from banyan.models.foreign import ForeignLM, load_foreign
+from banyan.models.base import Model
+from banyan.models.foreign import load_foreign
 from banyan.models.weights.custom import load_transforms
 from banyan.models.weights.loader import check_extra_config, load_model
 from banyan.ops.api import Ops
 from banyan.ops.bind import PROBES, ToolkitOptions, bind, kernel_table
-from banyan.parallel.mesh import Mesh, open_mesh
+from banyan.parallel.groups import open_groups
 from banyan.platform import PLATFORMS
 from banyan.platform.base import Platform
-from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.kvstore import GroupLayout
 from banyan.runner.meter import OpMeter
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.worker import serve_rank
@@ -85,10 +85,8 @@ class OpenModel:
     """A device with the model's weights on it; the cache is not laid out yet."""
 
     platform: Platform
-    device: torch.device
-    mesh: Mesh
-    model: DecoderLM | EncoderLM | ForeignLM
-    ops: Ops
+    build: Build
+    model: Model
     kernels: str
     threads: int
 
@@ -103,7 +101,7 @@ def open_model(
     tp = config.parallel.tp
     threads = config.parallel.threads or max(1, traits.cores // (tp * config.parallel.dp))
     device = platform.open(rank, threads)
-    mesh = open_mesh(rank, tp, mesh_address, traits.collectives)
+    groups = open_groups(rank, tp, mesh_address, traits.collectives)
     phases.done("device")
     dtype = torch.float32
     ops = bind(
@@ -121,13 +119,14 @@ def open_model(
         ),
     )
     phases.done("kernels")
+    build = Build(ops, groups, dtype, device)
     with _lone_torch(ops):
-        model = _load(config, card, mesh, device, dtype, ops)
+        model = _load(config, card, build)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: never walk them again
     give_back()
     phases.done("weights")
-    return OpenModel(platform, device, mesh, model, ops, kernel_table(ops.choices), threads)
+    return OpenModel(platform, build, model, kernel_table(ops.choices), threads)
 
 
 @contextmanager
@@ -143,28 +142,19 @@ def _lone_torch(ops: Ops) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _load(
-    config: Config, card: ModelCard, mesh: Mesh, device: torch.device, dtype: torch.dtype, ops: Ops
-) -> DecoderLM | EncoderLM | ForeignLM:
+def _load(config: Config, card: ModelCard, build: Build) -> Model:
     if config.model.implementation == "transformers":
-        return load_foreign(card, mesh, device, dtype, ops, config.model.load_format)
+        return load_foreign(card, build, config.model.load_format)
     for line in check_extra_config(config.model.loader_settings):
         log.warning("--model-loader-extra-config: %s", line)
     return load_model(
         card,
-        mesh,
-        device,
-        dtype,
-        ops,
+        build,
         config.model.load_format,
         served_length=config.model.context_length,
         is_mapped=not config.model.disable_mmap,
         transforms=load_transforms(config.model.loader_functions, card.path),
     )
-
-
-def build_runner(opened: OpenModel, card: ModelCard, sizes: RunnerSizes) -> ModelRunner:
-    return ModelRunner(opened.model, card, opened.device, opened.mesh, opened.ops, sizes)
 
 
 def run_engine(
@@ -183,9 +173,9 @@ def run_engine(
         phases.done("other ranks")
         opened = open_model(config, card, 0, ranks.mesh_address, phases)
         memory = _plan_memory(config, card, opened)
-        sizes = _runner_sizes(card, memory, config.schedule.chunk_tokens)
+        sizes = _runner_sizes(memory, config.schedule.chunk_tokens)
         ranks.send_sizes(sizes)
-        runner = build_runner(opened, card, sizes)
+        runner = ModelRunner(opened.model, opened.build, sizes)
         kernels = opened.kernels
         reload = Reload(config, card, opened, runner) if config.parallel.tp == 1 else None
         del opened  # only the runner holds the weights, so that others may take their place
@@ -229,14 +219,14 @@ def open_meter(config: Config, card: ModelCard) -> OpMeter:
     """A model with a cache of its own, to time the ops of its steps. One rank only."""
     opened = open_model(config, card, 0, "", Phases(WallClock()))
     memory = _plan_memory(config, card, opened)
-    sizes = _runner_sizes(card, memory, config.schedule.chunk_tokens)
-    recorder = opened.ops.recorder
+    sizes = _runner_sizes(memory, config.schedule.chunk_tokens)
+    recorder = opened.build.ops.recorder
     device = opened.platform.traits.name
 
     def probe() -> tuple[float, float, float]:
         return PROBES.load(device)(recorder)
 
-    return OpMeter(build_runner(opened, card, sizes), sizes, opened.threads, probe)
+    return OpMeter(ModelRunner(opened.model, opened.build, sizes), sizes, opened.threads, probe)
 
 
 class Reload:
@@ -250,7 +240,7 @@ class Reload:
     ) -> None:
         self._config = config
         self._card = card
-        self._mesh, self._device, self._ops = opened.mesh, opened.device, opened.ops
+        self._build = opened.build
         self._runner = runner
 
     def __call__(self, path: str) -> None:
@@ -273,7 +263,7 @@ class Reload:
             )
         config = replace(self._config, model=replace(model, load_format="auto", path=found.path))
         card = replace(found, pooling=mine.pooling)
-        loaded = _load(config, card, self._mesh, self._device, torch.float32, self._ops)
+        loaded = _load(config, card, self._build)
         self._runner.take_model(loaded)
 
 
@@ -284,7 +274,7 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
     socket = context.socket(zmq.PULL)
     socket.connect(address)
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
-    runner = build_runner(opened, card, sizes)
+    runner = ModelRunner(opened.model, opened.build, sizes)
     codec = plan_codec()
 
     def receive() -> StepPlan | None:
@@ -378,19 +368,12 @@ def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> Gram
 
 def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPlan:
     found = opened.platform.memory()
-    page_size, dtype = config.cache.page_size, opened.ops.cache_dtype
     groups = [
-        GroupBytes(
-            kind=kind,
-            page_bytes=KVStore.bytes_per_page(
-                card, len(layers), page_size, dtype, opened.mesh.size
-            ),
-            window=card.window if kind == WINDOW else 0,
-        )
-        for kind, layers in card.layers_by_kind().items()
+        GroupBytes(group.kind, group.page_bytes(config.cache.page_size), group.window)
+        for group in group_caches(opened.model.caches)
     ]
     sharers = 1  # ranks and replicas share the memory of a host
-    if opened.device.type == "cpu":
+    if opened.build.device.type == "cpu":
         sharers = config.parallel.tp * config.parallel.dp
     return plan_memory(
         config.cache,
@@ -403,15 +386,14 @@ def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPl
     )
 
 
-def _runner_sizes(card: ModelCard, memory: MemoryPlan, chunk_tokens: int) -> RunnerSizes:
-    layers = card.layers_by_kind().values()
+def _runner_sizes(memory: MemoryPlan, chunk_tokens: int) -> RunnerSizes:
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
     return RunnerSizes(
         max_slots=memory.max_running,
         max_length=memory.max_request_tokens,
         groups=tuple(
-            GroupLayout(group.page_tokens, group.num_pages, tuple(mine))
-            for group, mine in zip(memory.groups, layers, strict=True)
+            GroupLayout(group.kind, group.window, group.page_tokens, group.num_pages)
+            for group in memory.groups
         ),
         max_tokens=chunk + memory.max_running,
     )

@@ -6,7 +6,11 @@ Knows no tensors and no devices. `config/checkpoint.py` reads cards from files.
 from dataclasses import dataclass, field
 
 FULL = "full"
+"""A layer reads every position of the request."""
 WINDOW = "window"
+"""A layer reads the last `window` positions only; pages below return while the request runs."""
+STATE = "state"
+"""A layer keeps one running state of the whole prefix; copies of it mark where to resume."""
 
 
 @dataclass(frozen=True)
@@ -128,16 +132,6 @@ class ModelCard:
 
     def kind_of(self, layer: int) -> str:
         return self.layer_kinds[layer] if self.layer_kinds else FULL
-
-    def layers_by_kind(self) -> dict[str, list[int]]:
-        """Kind -> its layers; kinds in the order of their first layers, which numbers the cache
-        groups. An encoder has one group in which nothing is kept."""
-        if self.is_encoder:
-            return {FULL: []}
-        found: dict[str, list[int]] = {}
-        for layer in range(self.num_layers):
-            found.setdefault(self.kind_of(layer), []).append(layer)
-        return found
 
     def rope_of(self, layer: int) -> RopeFacts:
         is_window = self.kind_of(layer) == WINDOW

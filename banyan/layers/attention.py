@@ -2,17 +2,19 @@
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from banyan.base.errors import ConfigError
+from banyan.config.card import FULL, WINDOW
+from banyan.layers.build import Build
+from banyan.layers.cache import CacheTensor, Caching, LayerCache
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.norm import RMSNorm
 from banyan.layers.rotary import Angles
 from banyan.layers.slot import ShardRule
 from banyan.layers.step import AttentionSpec, StepInputs
-from banyan.ops.api import Ops
-from banyan.parallel.mesh import Mesh
+from banyan.ops.pages import stored_width
+from banyan.parallel.groups import Group
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,6 @@ class AttentionShape:
     """
 
     layer: int
-    group: int
     dim: int
     heads: int
     kv_heads: int
@@ -39,28 +40,21 @@ class AttentionShape:
     norm_eps: float = 0.0
 
 
-class Attention(nn.Module):
-    def __init__(
-        self,
-        shape: AttentionShape,
-        mesh: Mesh,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+class Attention(Caching):
+    def __init__(self, shape: AttentionShape, build: Build) -> None:
         super().__init__()
+        group = build.groups.attention
         whole, width = ShardRule(0, shape.head_dim), shape.heads * shape.head_dim
         shared = ShardRule(0, shape.head_dim, replicate=True)
         kv_width = shape.kv_heads * shape.head_dim
         outputs = {"q": width, "k": kv_width, "v": kv_width}
         rules = {"q": whole, "k": shared, "v": shared}
-        first, last = whole.span(width, mesh)
-        first_kv, last_kv = shared.span(kv_width, mesh)
-        self.ops = ops
+        first, last = whole.span(width, group)
+        first_kv, last_kv = shared.span(kv_width, group)
+        self.ops = build.ops
         self.sizes = (last - first, last_kv - first_kv, last_kv - first_kv)
         self.spec = AttentionSpec(
             layer=shape.layer,
-            group=shape.group,
             heads=self.sizes[0] // shape.head_dim,
             kv_heads=self.sizes[1] // shape.head_dim,
             head_dim=shape.head_dim,
@@ -68,29 +62,22 @@ class Attention(nn.Module):
             window=shape.window,
             soft_cap=shape.soft_cap,
         )
+        self.cache = paged_cache(self.spec, build)
         self.qk_norm = shape.qk_norm
         if shape.qk_norm:
-            q_dim, k_dim = self._norm_dims(shape, mesh)
-            self.q_norm = RMSNorm(q_dim, shape.norm_eps, ops, dtype, device)
-            self.k_norm = RMSNorm(k_dim, shape.norm_eps, ops, dtype, device)
-        self.qkv = ColumnLinear(shape.dim, outputs, rules, shape.has_bias, mesh, ops, dtype, device)
-        self.out = RowLinear(
-            width,
-            shape.dim,
-            ShardRule(1, shape.head_dim),
-            shape.has_output_bias,
-            mesh,
-            ops,
-            dtype,
-            device,
-        )
+            q_dim, k_dim = self._norm_dims(shape, group)
+            self.q_norm = RMSNorm(q_dim, shape.norm_eps, build)
+            self.k_norm = RMSNorm(k_dim, shape.norm_eps, build)
+        self.qkv = ColumnLinear(shape.dim, outputs, rules, shape.has_bias, group, build)
+        out_rule = ShardRule(1, shape.head_dim)
+        self.out = RowLinear(width, shape.dim, out_rule, shape.has_output_bias, group, build)
 
-    def _norm_dims(self, shape: AttentionShape, mesh: Mesh) -> tuple[int, int]:
+    def _norm_dims(self, shape: AttentionShape, group: Group) -> tuple[int, int]:
         if shape.qk_norm == "head":
             return shape.head_dim, shape.head_dim
-        if mesh.size > 1:
+        if group.size > 1:
             raise ConfigError(
-                f"this model norms q and k over all heads, {mesh.size} ranks would each hold some",
+                f"this model norms q and k over all heads, {group.size} ranks would each hold some",
                 hint="start it with --tp 1",
             )
         return self.sizes[0], self.sizes[1]
@@ -110,3 +97,11 @@ class Attention(nn.Module):
             q, k = self.ops.rotary(q, k, *angles)
         attended = step.attention(self.spec, q, k, v)
         return self.out(attended.flatten(1))
+
+
+def paged_cache(spec: AttentionSpec, build: Build) -> LayerCache:
+    """Keys and values of this rank's kv heads, as the kernels store them."""
+    dtype = build.ops.cache_dtype
+    kept = CacheTensor((spec.kv_heads, stored_width(spec.head_dim, dtype)), dtype)
+    kind = WINDOW if spec.window else FULL
+    return LayerCache(spec.layer, {"k": kept, "v": kept}, kind, spec.window)

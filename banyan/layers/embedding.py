@@ -6,19 +6,20 @@ The shares are equal; ids past the vocabulary on the last rank exist as zeros an
 import torch
 from torch import Tensor
 
+from banyan.layers.build import Build
 from banyan.layers.slot import Layer, WeightSlot, single
 from banyan.layers.step import Embedded
-from banyan.ops.api import Ops, PackedEmbedding, PackedLinear
+from banyan.ops.api import PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
-from banyan.parallel.mesh import Mesh
+from banyan.parallel.groups import Group
 
 
 class _VocabularyShare:
     """Ids of one rank: first … last − 1, and how many every rank makes room for."""
 
-    def __init__(self, vocab_size: int, mesh: Mesh) -> None:
-        self.room = -(-vocab_size // mesh.size)
-        self.first = min(mesh.rank * self.room, vocab_size)
+    def __init__(self, vocab_size: int, group: Group) -> None:
+        self.room = -(-vocab_size // group.size)
+        self.first = min(group.rank * self.room, vocab_size)
         self.last = min(self.first + self.room, vocab_size)
 
 
@@ -28,12 +29,12 @@ class Embedding(Layer):
         scale: factor on every row.
     """
 
-    def __init__(self, vocab_size: int, dim: int, mesh: Mesh, ops: Ops, scale: float = 1.0) -> None:
+    def __init__(self, vocab_size: int, dim: int, build: Build, scale: float = 1.0) -> None:
         super().__init__()
         self.shape = (vocab_size, dim)
-        self.share = _VocabularyShare(vocab_size, mesh)
-        self.mesh = mesh
-        self.ops = ops
+        self.group = build.groups.vocabulary
+        self.share = _VocabularyShare(vocab_size, self.group)
+        self.ops = build.ops
         self.scale = scale
         self.rows: PackedEmbedding | None = None
 
@@ -47,7 +48,7 @@ class Embedding(Layer):
     def forward(self, tokens: Tensor, embedded: Embedded | None = None) -> Tensor:
         """embedded: rows to take in place of those of the table; the scale is for both."""
         assert self.rows is not None
-        found = self.mesh.all_reduce(self.rows(tokens))  # [tokens, dim]
+        found = self.group.all_reduce(self.rows(tokens))  # [tokens, dim]
         if embedded is None:
             return found
         return found.index_copy(0, embedded.where, (embedded.rows * self.scale).to(found.dtype))
@@ -65,16 +66,15 @@ class Logits(Layer):
         self,
         vocab_size: int,
         dim: int,
-        mesh: Mesh,
-        ops: Ops,
+        build: Build,
         scale: float = 1.0,
         soft_cap: float = 0.0,
     ) -> None:
         super().__init__()
         self.shape = (vocab_size, dim)
-        self.share = _VocabularyShare(vocab_size, mesh)
-        self.mesh = mesh
-        self.ops = ops
+        self.group = build.groups.vocabulary
+        self.share = _VocabularyShare(vocab_size, self.group)
+        self.ops = build.ops
         self.scale = scale
         self.soft_cap = soft_cap
         self.weight: PackedLinear | None = None
@@ -83,7 +83,7 @@ class Logits(Layer):
         return {"weight": single(self.shape)}
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
-        whole = self.mesh.size == 1
+        whole = self.group.size == 1
         mine = parts[0] if whole else parts[0].cut(0, self.share.first, self.share.last)
         self.weight = self.ops.pack_linear(mine, is_head=True)
 
@@ -92,8 +92,8 @@ class Logits(Layer):
         logits = self.weight(hidden)  # [n, ids]
         if self.soft_cap or self.scale != 1.0 or logits.dtype != torch.float32:
             logits = self.ops.scale_logits(logits, self.scale, self.soft_cap)
-        if self.mesh.size == 1:
+        if self.group.size == 1:
             return logits
         missing = self.share.room - logits.shape[1]
         logits = torch.nn.functional.pad(logits, (0, missing))
-        return self.mesh.all_gather(logits)[:, : self.shape[0]]  # [n, vocab]
+        return self.group.all_gather(logits)[:, : self.shape[0]]  # [n, vocab]

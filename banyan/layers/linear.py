@@ -5,11 +5,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from banyan.layers.build import Build
 from banyan.layers.quant import pack
-from banyan.layers.slot import Layer, ShardRule, WeightSlot
-from banyan.ops.api import Ops, PackedLinear
+from banyan.layers.slot import Layer, ShardRule, WeightSlot, single
+from banyan.ops.api import PackedLinear
 from banyan.ops.stored import StoredWeight, stack
-from banyan.parallel.mesh import Mesh
+from banyan.parallel.groups import Group
 
 
 class ColumnLinear(Layer):
@@ -18,6 +19,7 @@ class ColumnLinear(Layer):
     Args:
         outputs: part name -> outputs in the checkpoint, in stacking order ("" for one part).
         rules: part name -> how ranks share the outputs.
+        group: the ranks that share them.
     """
 
     def __init__(
@@ -26,33 +28,31 @@ class ColumnLinear(Layer):
         outputs: Mapping[str, int],
         rules: Mapping[str, ShardRule],
         has_bias: bool,
-        mesh: Mesh,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
+        group: Group,
+        build: Build,
     ) -> None:
         super().__init__()
         self.inputs = inputs
         self.outputs = outputs
         self.rules = rules
         self.has_bias = has_bias
-        self.mesh = mesh
-        self.ops = ops
+        self.group = group
+        self.ops = build.ops
         self.weight: PackedLinear | None = None
         self.bias: Tensor | None = None
-        self._bias_like = torch.empty(0, dtype=dtype, device=device)
+        self._bias_like = torch.empty(0, dtype=build.dtype, device=build.device)
 
     def slots(self) -> dict[str, WeightSlot]:
         shapes = {part: (size, self.inputs) for part, size in self.outputs.items()}
-        slots = {"weight": WeightSlot(shapes, self.rules)}
+        slots = {"weight": WeightSlot(shapes, self.rules, self.group)}
         if self.has_bias:
             shapes = {part: (size,) for part, size in self.outputs.items()}
-            slots["bias"] = WeightSlot(shapes, self.rules)
+            slots["bias"] = WeightSlot(shapes, self.rules, self.group)
         return slots
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
         rules = self.rules.values()
-        mine = [rule.cut(part, self.mesh) for rule, part in zip(rules, parts, strict=True)]
+        mine = [rule.cut(part, self.group) for rule, part in zip(rules, parts, strict=True)]
         if slot == "weight":
             self.weight = pack(mine, self.ops)
         else:
@@ -72,34 +72,32 @@ class RowLinear(Layer):
         outputs: int,
         rule: ShardRule,
         has_bias: bool,
-        mesh: Mesh,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
+        group: Group,
+        build: Build,
     ) -> None:
         super().__init__()
         self.shape = (outputs, inputs)
         self.rule = rule
         self.has_bias = has_bias
-        self.mesh = mesh
-        self.ops = ops
+        self.group = group
+        self.ops = build.ops
         self.weight: PackedLinear | None = None
         self.bias: Tensor | None = None
-        self._bias_like = torch.empty(0, dtype=dtype, device=device)
+        self._bias_like = torch.empty(0, dtype=build.dtype, device=build.device)
 
     def slots(self) -> dict[str, WeightSlot]:
-        slots = {"weight": WeightSlot({"": self.shape}, {"": self.rule})}
+        slots = {"weight": WeightSlot({"": self.shape}, {"": self.rule}, self.group)}
         if self.has_bias:
-            slots["bias"] = WeightSlot({"": self.shape[:1]}, {"": ShardRule()})
+            slots["bias"] = single(self.shape[:1])
         return slots
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
         if slot == "weight":
-            self.weight = pack([self.rule.cut(parts[0], self.mesh)], self.ops)
+            self.weight = pack([self.rule.cut(parts[0], self.group)], self.ops)
         else:
             self.bias = parts[0].dense.to(self._bias_like)
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
-        bias = self.bias if self.mesh.rank == 0 else None  # partial sums: it is added once
-        return self.mesh.all_reduce(self.weight(x, bias))
+        bias = self.bias if self.group.rank == 0 else None  # partial sums: it is added once
+        return self.group.all_reduce(self.weight(x, bias))

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 
 from banyan.base.errors import ModelError
+from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.slot import ShardRule
-from banyan.ops.api import Ops
-from banyan.parallel.mesh import Mesh
+from banyan.parallel.groups import Group
 
 
 class GatedMLP(nn.Module):
@@ -25,12 +25,11 @@ class GatedMLP(nn.Module):
         inner: int,
         activation: str,
         has_bias: bool,
-        mesh: Mesh,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
+        group: Group,
+        build: Build,
     ) -> None:
         super().__init__()
+        ops = build.ops
         gates = {
             "silu": ops.silu_and_mul,
             "gelu": ops.gelu_and_mul,
@@ -41,8 +40,8 @@ class GatedMLP(nn.Module):
         self.gate = gates[activation]
         parts = {"gate": inner, "up": inner}
         rules = {part: ShardRule(0) for part in parts}
-        self.gate_up = ColumnLinear(dim, parts, rules, has_bias, mesh, ops, dtype, device)
-        self.down = RowLinear(inner, dim, ShardRule(1), has_bias, mesh, ops, dtype, device)
+        self.gate_up = ColumnLinear(dim, parts, rules, has_bias, group, build)
+        self.down = RowLinear(inner, dim, ShardRule(1), has_bias, group, build)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.gate(self.gate_up(x)))
@@ -63,19 +62,18 @@ class PlainMLP(nn.Module):
         inner: int,
         activation: str,
         has_bias: bool,
-        mesh: Mesh,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
+        group: Group,
+        build: Build,
     ) -> None:
         super().__init__()
+        ops = build.ops
         known = {"gelu_pytorch_tanh": ops.gelu_tanh, "gelu": torch.nn.functional.gelu}
         if activation not in known:
             raise ModelError(f"activation {activation!r} is not one of: {', '.join(known)}")
         self.activation = known[activation]
         rules = {"": ShardRule(0)}
-        self.up = ColumnLinear(dim, {"": inner}, rules, has_bias, mesh, ops, dtype, device)
-        self.down = RowLinear(inner, dim, ShardRule(1), has_bias, mesh, ops, dtype, device)
+        self.up = ColumnLinear(dim, {"": inner}, rules, has_bias, group, build)
+        self.down = RowLinear(inner, dim, ShardRule(1), has_bias, group, build)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))

@@ -5,12 +5,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from banyan.layers.build import Build
 from banyan.layers.slot import Layer, WeightSlot, single
 from banyan.ops.api import Ops
 from banyan.ops.stored import StoredWeight
 
 
-class Join(Protocol):
+class Stream(Protocol):
     """How x joins the residual stream, and what the next block reads of it."""
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -19,14 +20,12 @@ class Join(Protocol):
 
 
 class RMSNorm(Layer):
-    def __init__(
-        self, dim: int, eps: float, ops: Ops, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, dim: int, eps: float, build: Build) -> None:
         super().__init__()
         self.dim = dim
         self.eps = eps
-        self.ops = ops
-        self.weight = torch.empty(0, dtype=dtype, device=device)  # [dim] once filled
+        self.ops = build.ops
+        self.weight = torch.empty(0, dtype=build.dtype, device=build.device)  # [dim] once filled
 
     def slots(self) -> dict[str, WeightSlot]:
         return {"weight": single((self.dim,))}
@@ -38,28 +37,20 @@ class RMSNorm(Layer):
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Join`."""
+        """See `Stream`."""
         if residual is None:
             return self.ops.rms_norm(x, self.weight, self.eps), x
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
 class LayerNorm(Layer):
-    def __init__(
-        self,
-        dim: int,
-        eps: float,
-        has_bias: bool,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, dim: int, eps: float, has_bias: bool, build: Build) -> None:
         super().__init__()
         self.dim = dim
         self.eps = eps
         self.has_bias = has_bias
-        self.ops = ops
-        self.weight = torch.empty(0, dtype=dtype, device=device)  # [dim] once filled
+        self.ops = build.ops
+        self.weight = torch.empty(0, dtype=build.dtype, device=build.device)  # [dim] once filled
         self.bias: Tensor | None = None
 
     def slots(self) -> dict[str, WeightSlot]:
@@ -77,7 +68,7 @@ class LayerNorm(Layer):
         return self.ops.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Join`."""
+        """See `Stream`."""
         total = x if residual is None else self.ops.add(x, residual)
         return self.forward(total), total
 
@@ -89,6 +80,6 @@ class Sum:
         self.ops = ops
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `Join`."""
+        """See `Stream`."""
         total = x if residual is None else self.ops.add(x, residual)
         return total, total

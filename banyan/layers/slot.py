@@ -5,13 +5,13 @@ The loader fills slots; it knows names and files, layers know shapes and cuts.
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from banyan.base.errors import ConfigError
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
-from banyan.parallel.mesh import Mesh
+from banyan.parallel.groups import Group
 
 
 @dataclass(frozen=True)
@@ -28,31 +28,24 @@ class ShardRule:
     unit: int = 1
     replicate: bool = False
 
-    def span(self, size: int, mesh: Mesh) -> tuple[int, int]:
+    def span(self, size: int, group: Group) -> tuple[int, int]:
         """First and last + 1 index of this rank's share of `size` values."""
         units = size // self.unit
-        if units % mesh.size == 0:
-            share, first = units // mesh.size, mesh.rank * (units // mesh.size)
-        elif self.replicate and mesh.size % units == 0:
-            share, first = 1, mesh.rank * units // mesh.size
+        if units % group.size == 0:
+            share, first = units // group.size, group.rank * (units // group.size)
+        elif self.replicate and group.size % units == 0:
+            share, first = 1, group.rank * units // group.size
         else:
             raise ConfigError(
-                f"{units} units of {self.unit} cannot be shared by {mesh.size} ranks",
+                f"{units} units of {self.unit} cannot be shared by {group.size} ranks",
                 hint="choose a --tp that divides the heads, the kv heads and the inner width",
             )
         return first * self.unit, (first + share) * self.unit
 
-    def cut(self, weight: StoredWeight, mesh: Mesh) -> StoredWeight:
-        if self.dim is None or mesh.size == 1:
+    def cut(self, weight: StoredWeight, group: Group) -> StoredWeight:
+        if self.dim is None or group.size == 1:
             return weight
-        return weight.cut(self.dim, *self.span(weight.shape[self.dim], mesh))
-
-    def keeps_blocks(self, weight: StoredWeight, mesh: Mesh) -> bool:
-        """Whether `cut` leaves a quantised weight in its blocks."""
-        if self.dim is None or mesh.size == 1 or self.dim < len(weight.shape) - 1:
-            return True
-        values = STORAGE_TYPES[weight.type].values
-        return not any(edge % values for edge in self.span(weight.shape[self.dim], mesh))
+        return weight.cut(self.dim, *self.span(weight.shape[self.dim], group))
 
 
 @dataclass(frozen=True)
@@ -62,10 +55,20 @@ class WeightSlot:
     Attributes:
         shapes: part name -> shape in the checkpoint, in stacking order; "" names a single part.
         rules: part name -> how ranks share it.
+        group: the ranks that do.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     rules: Mapping[str, ShardRule]
+    group: Group = field(default_factory=Group)
+
+    def keeps_blocks(self, part: str, weight: StoredWeight) -> bool:
+        """Whether this rank's share of a quantised weight consists of whole blocks."""
+        rule = self.rules[part]
+        if rule.dim is None or self.group.size == 1 or rule.dim < len(weight.shape) - 1:
+            return True
+        values = STORAGE_TYPES[weight.type].values
+        return not any(edge % values for edge in rule.span(weight.shape[rule.dim], self.group))
 
 
 class Layer(nn.Module):

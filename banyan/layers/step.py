@@ -14,8 +14,7 @@ class AttentionSpec:
     """Facts of one attention layer that a backend needs.
 
     Attributes:
-        layer: index of the layer within the model; the page store keeps K and V per layer.
-        group: cache group that the layer's pages belong to.
+        layer: number of the layer within the model; the page store keeps K and V per layer.
         heads, kv_heads, head_dim: sizes on this rank.
         scale: factor on q·k before the softmax.
         window: tokens each position sees, itself included; 0 = all.
@@ -23,7 +22,6 @@ class AttentionSpec:
     """
 
     layer: int
-    group: int
     heads: int
     kv_heads: int
     head_dim: int

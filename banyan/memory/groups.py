@@ -6,12 +6,7 @@ Knows no tensors; `runner/kvstore.py` gives the pages bytes.
 from dataclasses import dataclass
 from math import lcm
 
-FULL = "full"
-"""Every position of the request is kept."""
-WINDOW = "window"
-"""Only the last `window` positions are read; pages below return while the request runs."""
-STATE = "state"
-"""One page holds the running state of the whole prefix; copies of it mark where to resume."""
+from banyan.config.card import FULL, STATE, WINDOW
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from banyan.config.card import ModelCard
 from banyan.layers.attention import Attention, AttentionShape
+from banyan.layers.build import Build
+from banyan.layers.cache import LayerCache
 from banyan.layers.embedding import Embedding
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import PlainMLP
@@ -16,8 +18,7 @@ from banyan.layers.norm import LayerNorm
 from banyan.layers.slot import ShardRule
 from banyan.layers.step import StepInputs
 from banyan.models.spec import ArchSpec, NameMap
-from banyan.ops.api import Ops
-from banyan.parallel.mesh import Mesh
+from banyan.parallel.groups import Group
 
 _BODY = {
     "embeddings.word_embeddings": "embedding",
@@ -51,20 +52,11 @@ ROBERTA = _spec("roberta.", {"classifier.dense": "head.dense", "classifier.out_p
 class EncoderLayer(nn.Module):
     """Norms stand behind attention and feed-forward, on the sum with what went in."""
 
-    def __init__(
-        self,
-        card: ModelCard,
-        layer: int,
-        mesh: Mesh,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, card: ModelCard, layer: int, build: Build) -> None:
         super().__init__()
         size, eps = card.hidden_size, card.norm_eps
         shape = AttentionShape(
             layer=layer,
-            group=0,
             dim=size,
             heads=card.num_heads,
             kv_heads=card.num_heads,
@@ -73,11 +65,11 @@ class EncoderLayer(nn.Module):
             has_bias=True,
             has_output_bias=True,
         )
-        self.attention = Attention(shape, mesh, ops, dtype, device)
-        self.attention_norm = LayerNorm(size, eps, True, ops, dtype, device)
+        self.attention = Attention(shape, build)
+        self.attention_norm = LayerNorm(size, eps, True, build)
         inner, activation = card.intermediate_size, card.hidden_act
-        self.mlp = PlainMLP(size, inner, activation, True, mesh, ops, dtype, device)
-        self.mlp_norm = LayerNorm(size, eps, True, ops, dtype, device)
+        self.mlp = PlainMLP(size, inner, activation, True, build.groups.ffn, build)
+        self.mlp_norm = LayerNorm(size, eps, True, build)
 
     def forward(self, x: Tensor, step: StepInputs) -> Tensor:
         x, _ = self.attention_norm.add(self.attention(x, None, step), x)
@@ -87,15 +79,13 @@ class EncoderLayer(nn.Module):
 class ClassHead(nn.Module):
     """out(tanh(dense(x))): scores of the card's classes, every rank all of it."""
 
-    def __init__(
-        self, card: ModelCard, mesh: Mesh, ops: Ops, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, card: ModelCard, build: Build) -> None:
         super().__init__()
 
         def whole(width: int) -> ColumnLinear:
             rule = {"": ShardRule()}
             size = card.hidden_size
-            return ColumnLinear(size, {"": width}, rule, True, mesh, ops, dtype, device)
+            return ColumnLinear(size, {"": width}, rule, True, Group(), build)
 
         self.dense = whole(card.hidden_size)
         self.out = whole(len(card.labels))
@@ -107,22 +97,21 @@ class ClassHead(nn.Module):
 class EncoderLM(nn.Module):
     """One rank's share of an encoder. Empty until `models.weights.loader` has filled it."""
 
-    def __init__(
-        self, card: ModelCard, mesh: Mesh, ops: Ops, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, card: ModelCard, build: Build) -> None:
         super().__init__()
         self.card = card
-        self.dtype = dtype
+        self.dtype = build.dtype
+        self.caches: list[LayerCache] = []  # whole prompts: nothing is kept
         size = card.hidden_size
         num_positions = card.context_length + card.first_position
-        self.embedding = Embedding(card.vocab_size, size, mesh, ops)
-        self.positions = Embedding(num_positions, size, mesh, ops)
-        self.segments = Embedding(card.num_segments, size, mesh, ops)
-        self.norm = LayerNorm(size, card.norm_eps, True, ops, dtype, device)
+        self.embedding = Embedding(card.vocab_size, size, build)
+        self.positions = Embedding(num_positions, size, build)
+        self.segments = Embedding(card.num_segments, size, build)
+        self.norm = LayerNorm(size, card.norm_eps, True, build)
         self.layers = nn.ModuleList(
-            EncoderLayer(card, layer, mesh, ops, dtype, device) for layer in range(card.num_layers)
+            EncoderLayer(card, layer, build) for layer in range(card.num_layers)
         )
-        self.head = ClassHead(card, mesh, ops, dtype, device) if card.labels else None
+        self.head = ClassHead(card, build) if card.labels else None
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states of the last block, [tokens, hidden_size]."""

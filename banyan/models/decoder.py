@@ -5,21 +5,21 @@ where they cost nothing: a factor r on what joins the stream is a stream that is
 which a norm does not see but for its eps. Knows no files.
 """
 
-import torch
 from torch import Tensor, nn
 
 from banyan.config.card import WINDOW, ModelCard
 from banyan.layers.attention import Attention, AttentionShape
+from banyan.layers.build import Build
+from banyan.layers.cache import LayerCache, caches_of
 from banyan.layers.embedding import Embedding, Logits
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP, PlainMLP
-from banyan.layers.norm import Join, LayerNorm, RMSNorm, Sum
+from banyan.layers.norm import LayerNorm, RMSNorm, Stream, Sum
 from banyan.layers.rotary import Angles, Rotary
 from banyan.layers.slot import ShardRule
 from banyan.layers.step import StepInputs
 from banyan.models.spec import ArchSpec
-from banyan.ops.api import Ops
-from banyan.parallel.mesh import Mesh
+from banyan.parallel.groups import Group
 
 
 class DecoderLayer(nn.Module):
@@ -29,36 +29,25 @@ class DecoderLayer(nn.Module):
         layer: index of this block.
     """
 
-    def __init__(
-        self,
-        card: ModelCard,
-        spec: ArchSpec,
-        layer: int,
-        mesh: Mesh,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, card: ModelCard, spec: ArchSpec, layer: int, build: Build) -> None:
         super().__init__()
-        self.ops = ops
+        self.ops = build.ops
         self.rope = card.rope_of(layer)
         self.is_parallel = spec.parallel
         shape = _attention_shape(card, spec, layer)
-        self.attention_norm = _join(card, spec, ops, dtype, device)
-        self.attention = Attention(shape, mesh, ops, dtype, device)
-        self.attention_post_norm = _post_norm(card, spec, ops, dtype, device)
-        self.mlp_norm = None if spec.parallel else _join(card, spec, ops, dtype, device)
+        self.attention_norm = _stream(card, spec, build)
+        self.attention = Attention(shape, build)
+        self.attention_post_norm = _post_norm(card, spec, build)
+        self.mlp_norm = None if spec.parallel else _stream(card, spec, build)
         self.mlp = (GatedMLP if spec.gated else PlainMLP)(
             card.hidden_size,
             card.intermediate_size,
             card.hidden_act,
             card.mlp_bias,
-            mesh,
-            ops,
-            dtype,
-            device,
+            build.groups.ffn,
+            build,
         )
-        self.mlp_post_norm = _post_norm(card, spec, ops, dtype, device)
+        self.mlp_post_norm = _post_norm(card, spec, build)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, angles: Angles | None, step: StepInputs
@@ -84,46 +73,37 @@ class DecoderLM(nn.Module):
     """
 
     def __init__(
-        self,
-        card: ModelCard,
-        spec: ArchSpec,
-        mesh: Mesh,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-        served_length: int = 0,
+        self, card: ModelCard, spec: ArchSpec, build: Build, served_length: int = 0
     ) -> None:
         super().__init__()
         self.card = card
-        self.dtype = dtype
+        self.dtype = build.dtype
         size, vocab = card.hidden_size, card.vocab_size
         scale = card.embedding_scale / card.residual_scale
-        self.embedding = Embedding(vocab, size, mesh, ops, scale)
+        self.embedding = Embedding(vocab, size, build, scale)
         self.layers = nn.ModuleList(
-            DecoderLayer(card, spec, layer, mesh, ops, dtype, device)
-            for layer in range(card.num_layers)
+            DecoderLayer(card, spec, layer, build) for layer in range(card.num_layers)
         )
+        self.caches: list[LayerCache] = caches_of(self)
         self.rotaries = {
             rope: Rotary(
                 card.rotary_dim or card.head_dim,
                 rope,
                 card.context_length,
                 served_length or card.context_length,
-                ops,
-                device,
+                build.ops,
+                build.device,
             )
             for rope in dict.fromkeys(layer.rope for layer in self.layers)
             if rope.kind != "none"
         }
-        self.norm = _norm(card, spec, _stream_eps(card), ops, dtype, device)
+        self.norm = _norm(card, spec, _stream_eps(card), build)
         self.head: Logits | ColumnLinear | None = None
         if card.labels:
             rules = {"": ShardRule()}
-            self.head = ColumnLinear(
-                size, {"": len(card.labels)}, rules, False, mesh, ops, dtype, device
-            )
+            self.head = ColumnLinear(size, {"": len(card.labels)}, rules, False, Group(), build)
         elif card.pooling is None:
-            self.head = Logits(vocab, size, mesh, ops, card.logit_scale, card.logit_cap)
+            self.head = Logits(vocab, size, build, card.logit_scale, card.logit_cap)
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, [tokens, hidden_size]."""
@@ -143,15 +123,9 @@ class DecoderLM(nn.Module):
         return self.head(hidden)
 
 
-def group_of(card: ModelCard, layer: int) -> int:
-    """Cache group of a layer: the kinds of a model are numbered by first appearance."""
-    return list(card.layers_by_kind()).index(card.kind_of(layer))
-
-
 def _attention_shape(card: ModelCard, spec: ArchSpec, layer: int) -> AttentionShape:
     return AttentionShape(
         layer=layer,
-        group=group_of(card, layer),
         dim=card.hidden_size,
         heads=card.num_heads,
         kv_heads=card.num_kv_heads,
@@ -171,29 +145,17 @@ def _stream_eps(card: ModelCard) -> float:
     return card.norm_eps / card.residual_scale**2
 
 
-def _join(
-    card: ModelCard, spec: ArchSpec, ops: Ops, dtype: torch.dtype, device: torch.device
-) -> Join:
+def _stream(card: ModelCard, spec: ArchSpec, build: Build) -> Stream:
     if not spec.pre_norm:
-        return Sum(ops)
-    return _norm(card, spec, _stream_eps(card), ops, dtype, device)
+        return Sum(build.ops)
+    return _norm(card, spec, _stream_eps(card), build)
 
 
-def _post_norm(
-    card: ModelCard, spec: ArchSpec, ops: Ops, dtype: torch.dtype, device: torch.device
-) -> RMSNorm | LayerNorm | None:
-    return _norm(card, spec, card.norm_eps, ops, dtype, device) if spec.post_norm else None
+def _post_norm(card: ModelCard, spec: ArchSpec, build: Build) -> RMSNorm | LayerNorm | None:
+    return _norm(card, spec, card.norm_eps, build) if spec.post_norm else None
 
 
-def _norm(
-    card: ModelCard,
-    spec: ArchSpec,
-    eps: float,
-    ops: Ops,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> RMSNorm | LayerNorm:
+def _norm(card: ModelCard, spec: ArchSpec, eps: float, build: Build) -> RMSNorm | LayerNorm:
     if spec.norm == "rms":
-        return RMSNorm(card.hidden_size, eps, ops, dtype, device)
-    has_bias = spec.norm == "layer+bias"
-    return LayerNorm(card.hidden_size, eps, has_bias, ops, dtype, device)
+        return RMSNorm(card.hidden_size, eps, build)
+    return LayerNorm(card.hidden_size, eps, spec.norm == "layer+bias", build)

@@ -6,7 +6,6 @@ make a token depend on its company, or attention that does not go through the li
 is refused at load by a trial pass.
 """
 
-from dataclasses import replace
 from typing import Protocol, cast
 
 import torch
@@ -15,11 +14,11 @@ from torch import Tensor, nn
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
 from banyan.config.card import WINDOW, ModelCard
+from banyan.layers.attention import paged_cache
+from banyan.layers.build import Build
 from banyan.layers.step import AttentionSpec, StepInputs
-from banyan.models.decoder import group_of
 from banyan.ops.api import Ops, PackedLinear
 from banyan.ops.stored import StoredWeight
-from banyan.parallel.mesh import Mesh
 
 _INTERFACE = "banyan"
 _BATCH_DEPENDENT_ROPES = ("dynamic", "longrope")
@@ -57,7 +56,6 @@ def _attention(
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     spec = AttentionSpec(
         layer=cast(int, module.layer_idx),
-        group=0,
         heads=q.shape[1],
         kv_heads=k.shape[1],
         head_dim=q.shape[2],
@@ -102,12 +100,11 @@ class ForeignLM(nn.Module):
         ModelError: its attention cannot be replaced.
     """
 
-    def __init__(self, model: nn.Module, card: ModelCard, ops: Ops, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, card: ModelCard, build: Build) -> None:
         super().__init__()
         prefix = cast(str, model.base_model_prefix)
         self.card = card
-        self.dtype = dtype
-        self.groups = [group_of(card, layer) for layer in range(card.num_layers)]
+        self.dtype = build.dtype
         self.body = model.get_submodule(prefix)
         self.given = _Given()
         setattr(model, prefix, self.given)
@@ -116,16 +113,12 @@ class ForeignLM(nn.Module):
         for module in self.body.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
                 module.desk = self.desk
-        _pack_projections(self, model.get_output_embeddings(), ops)
-        self._try()
+        _pack_projections(self, model.get_output_embeddings(), build.ops)
+        self.caches = [paged_cache(spec, build) for spec in self._try()]
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, [tokens, hidden_size]."""
-
-        def call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return step.attention(replace(spec, group=self.groups[spec.layer]), q, k, v)
-
-        return self._run(step.tokens, step.positions, call)
+        return self._run(step.tokens, step.positions, step.attention)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size]; returns [n, vocab_size] fp32."""
@@ -140,8 +133,14 @@ class ForeignLM(nn.Module):
         )
         return out.last_hidden_state[0]
 
-    def _try(self) -> None:
-        """One pass over two tokens: does every layer ask us, and as the card says?"""
+    def classify(self, pooled: Tensor) -> Tensor:
+        return pooled
+
+    def _try(self) -> list[AttentionSpec]:
+        """One pass over two tokens: does every layer ask us, and as the card says?
+
+        returns: what each layer asks for.
+        """
         seen: dict[int, AttentionSpec] = {}
 
         def call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -162,6 +161,7 @@ class ForeignLM(nn.Module):
             _check_layer(card, layer, seen.get(layer))
         if logits.shape != (2, card.vocab_size):
             raise ModelError(f"{name} gives logits {list(logits.shape)}, not [2, vocabulary]")
+        return [seen[layer] for layer in range(card.num_layers)]
 
 
 def _check_layer(card: ModelCard, layer: int, spec: AttentionSpec | None) -> None:
@@ -193,21 +193,14 @@ def _pack_projections(model: nn.Module, head: nn.Module | None, ops: Ops) -> Non
                 setattr(parent, name, _Packed(packed, bias))
 
 
-def load_foreign(
-    card: ModelCard,
-    mesh: Mesh,
-    device: torch.device,
-    dtype: torch.dtype,
-    ops: Ops,
-    load_format: str = "auto",
-) -> ForeignLM:
+def load_foreign(card: ModelCard, build: Build, load_format: str = "auto") -> ForeignLM:
     """Build and fill a model of the library.
 
     Raises:
         ConfigError: the library is missing, several ranks, or a load format it has not.
         ModelError: weights that do not fit, or a model that cannot be served this way.
     """
-    if mesh.size > 1:
+    if build.groups.world.size > 1:
         raise ConfigError("--model-impl transformers cannot share a model", hint="use --tp 1")
     if load_format not in ("auto", "layered", "safetensors"):
         raise ConfigError(f"--model-impl transformers cannot load the format {load_format}")
@@ -224,7 +217,7 @@ def load_foreign(
     model, account = AutoModelForCausalLM.from_pretrained(
         card.path,
         config=config,
-        dtype=dtype,
+        dtype=build.dtype,
         attn_implementation=_INTERFACE,
         local_files_only=True,
         trust_remote_code=False,
@@ -236,7 +229,7 @@ def load_foreign(
             found = ", ".join(printable(str(key)) for key in sorted(account[kind], key=str)[:5])
             raise ModelError(f"the checkpoint has {kind.replace('_', ' ')}: {found}")
     with torch.inference_mode():
-        return ForeignLM(model.to(device).eval(), card, ops, dtype).eval()
+        return ForeignLM(model.to(build.device).eval(), card, build).eval()
 
 
 def _check_ropes(parameters: object, card: ModelCard) -> None:

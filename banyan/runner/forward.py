@@ -12,7 +12,7 @@ from torch import Tensor
 
 from banyan.layers.step import StepInputs
 from banyan.messages.plan import SCORE
-from banyan.models.decoder import DecoderLM
+from banyan.models.base import Model
 from banyan.ops.api import Ops, OpTime, Recorder
 from banyan.ops.sampling import SampleRows
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
@@ -61,7 +61,7 @@ class EagerForward:
 
     def __init__(
         self,
-        model: DecoderLM,
+        model: Model,
         table: SlotTable,
         groups: tuple[GroupLayout, ...],
         attention: AttentionBackend,
@@ -108,7 +108,7 @@ class RecordedForward:
     def __init__(
         self,
         eager: EagerForward,
-        model: DecoderLM,
+        model: Model,
         ops: Ops,
         recorder: Recorder,
         table: SlotTable,
@@ -184,11 +184,10 @@ class RecordedForward:
         self._context_lengths[:num_rows] = batch.starts
         longest = max(batch.ends.tolist())
         for index, layout in enumerate(self._groups):
-            size, known = layout.page_size, self._known_pages[index]
-            width = -(-longest // size)
+            known, width = self._known_pages[index], layout.columns(longest)
             self._page_tables[index][:num_rows, :width] = known[batch.slots, :width]
-            pages = known[slot_of, positions // size].astype(np.int64)
-            self._locations[index][:num_tokens] = pages * size + positions % size
+            pages = known[slot_of, layout.column(positions)].astype(np.int64)
+            self._locations[index][:num_tokens] = layout.locate(pages, positions)
         # Logits of a prompt come first in the same memory, if there are any.
         count = self._num_ready = 0 if batch.wanted & SCORE else len(batch.last)
         self._is_sampled = bool(count) and self._is_sampled_plainly(batch)

@@ -104,10 +104,9 @@ def build_inputs(
     longest = int(batch.ends.max())
     views = []
     for pages, layout in zip(table.pages, groups, strict=True):
-        size = layout.page_size
-        width = -(-longest // size)
-        page = pages[slot_of_token, position // size].long()  # [tokens]
-        views.append(GroupView(pages[slots, :width], page * size + position % size))
+        width = layout.columns(longest)
+        page = pages[slot_of_token, layout.column(position)].long()  # [tokens]
+        views.append(GroupView(pages[slots, :width], layout.locate(page, position)))
     geometry = StepGeometry(offsets.int(), starts.int(), tuple(views))
     return StepInputs(
         tokens=table.tokens[slot_of_token, position].long(),

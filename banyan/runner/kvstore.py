@@ -1,82 +1,102 @@
-"""KVStore: the bytes of the pages, one tensor of keys and one of values per layer.
+"""KVStore: the bytes of the pages, the tensors that each layer has declared.
 
 Knows pages by number only; who owns a page is the engine's business.
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.config.card import ModelCard
+from banyan.config.card import STATE
+from banyan.layers.cache import LayerCache
 from banyan.messages.plan import PageCopy
-from banyan.ops.pages import stored_width
+
+Positions = TypeVar("Positions", np.ndarray, Tensor)
 
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Layers that share one page geometry.
+    """The pages of one cache group; rank 0 decides it, every rank finds its own layers in it.
 
     Attributes:
-        page_size: tokens per page.
+        kind, window: of `layers.cache.PageGroup`; which layers belong to the group.
+        page_size: tokens per page; in a STATE group the distance between checkpoints.
         num_pages: pages of the group, the padding page 0 included.
-        layers: indices of the model's layers whose K and V lie in these pages.
     """
 
+    kind: str
+    window: int
     page_size: int
     num_pages: int
-    layers: tuple[int, ...]
+
+    def columns(self, length: int) -> int:
+        """Entries of the page table of a request of `length` tokens."""
+        return 1 if self.kind == STATE else -(-length // self.page_size)
+
+    def column(self, positions: Positions) -> Positions:
+        """Where a request's page table has the page of each position."""
+        return positions * 0 if self.kind == STATE else positions // self.page_size
+
+    def locate(self, pages: Positions, positions: Positions) -> Positions:
+        """Where the tokens at `positions` lie in their pages: page · page_size + offset, and in a
+        STATE group the page."""
+        if self.kind == STATE:
+            return pages
+        return pages * self.page_size + positions % self.page_size
+
+    def holds(self, cache: LayerCache) -> bool:
+        return (cache.kind, cache.window) == (self.kind, self.window)
 
 
 class KVStore:
-    """Page tensors of one rank: [num_pages, page_size, kv_heads, stored_width] per layer.
+    """Page tensors of one rank, by layer and name: [num_pages, page_size, …], and of a layer that
+    keeps a state [num_pages, …].
 
     Args:
-        kv_heads: kv heads on this rank.
-        dtype: dtype of the stored K and V.
+        caches: what the layers of this rank declare.
     """
 
     def __init__(
         self,
         groups: tuple[GroupLayout, ...],
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
+        caches: Iterable[LayerCache],
         device: torch.device,
     ) -> None:
         self.groups = groups
-        self._keys: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
-        for group in groups:
-            width = stored_width(head_dim, dtype)
-            shape = (group.num_pages, group.page_size, kv_heads, width)
-            for layer in group.layers:
-                self._keys[layer] = _zeros(shape, dtype, device)
-                self._values[layer] = _zeros(shape, dtype, device)
+        self._group_of: dict[int, int] = {}
+        self._tensors: dict[int, dict[str, Tensor]] = {}
+        for cache in caches:
+            index = next(i for i, group in enumerate(groups) if group.holds(cache))
+            group = groups[index]
+            tokens = () if group.kind == STATE else (group.page_size,)
+            self._group_of[cache.layer] = index
+            self._tensors[cache.layer] = {
+                name: _zeros((group.num_pages, *tokens, *tensor.shape), tensor.dtype, device)
+                for name, tensor in cache.tensors.items()
+            }
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Pages of K and of V of one layer."""
-        return self._keys[index], self._values[index]
+    def tensors(self, layer: int) -> Mapping[str, Tensor]:
+        """Pages of one layer by the names it has declared."""
+        return self._tensors[layer]
+
+    def group_of(self, layer: int) -> int:
+        """The cache group of a layer."""
+        return self._group_of[layer]
 
     def copy(self, copies: list[PageCopy], when: str) -> None:
         """Carry out the copies marked `when` ("before" | "after"), in the order of the plan."""
         for copy in copies:
             if copy.when != when:
                 continue
-            for layer in self.groups[copy.group].layers:
-                for pages in self.layer(layer):
-                    pages[copy.dst].copy_(pages[copy.src])
-
-    @staticmethod
-    def bytes_per_page(
-        card: ModelCard, num_layers: int, page_size: int, dtype: torch.dtype, tp: int
-    ) -> int:
-        """Bytes that one page of a group of `num_layers` layers takes on one of `tp` ranks."""
-        kv_heads = max(1, card.num_kv_heads // tp)
-        token_bytes = 2 * kv_heads * stored_width(card.head_dim, dtype) * dtype.itemsize
-        return num_layers * page_size * token_bytes
+            for layer, group in self._group_of.items():
+                if group == copy.group:
+                    for pages in self._tensors[layer].values():
+                        pages[copy.dst].copy_(pages[copy.src])
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -80,7 +80,7 @@ class OpMeter:
         tokens = array("i", [1]) * (start + count)
         grants = []
         for group, layout in enumerate(self._sizes.groups):
-            need = -(-(start + count) // layout.page_size)
+            need = layout.columns(start + count)
             if rows * need >= layout.num_pages:
                 raise ConfigError(
                     f"{rows} rows need {rows * need} pages, the cache has {layout.num_pages - 1}",

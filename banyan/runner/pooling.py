@@ -6,8 +6,7 @@ from torch import Tensor
 
 from banyan.config.card import CLS, MEAN, Pooling
 from banyan.messages.plan import POOL
-from banyan.models.bert import EncoderLM
-from banyan.models.decoder import DecoderLM
+from banyan.models.base import Model
 from banyan.runner.forward import Forward
 from banyan.runner.inputs import Batch
 
@@ -19,7 +18,7 @@ class Pooler:
         model: its head, if it has one, turns the pooled states into scores of classes.
     """
 
-    def __init__(self, pooling: Pooling, model: DecoderLM | EncoderLM) -> None:
+    def __init__(self, pooling: Pooling, model: Model) -> None:
         self._pooling = pooling
         self._model = model
 

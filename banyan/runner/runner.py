@@ -17,7 +17,7 @@ from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.card import ModelCard
+from banyan.layers.build import Build
 from banyan.messages.plan import (
     HIDDEN,
     POOL,
@@ -29,10 +29,8 @@ from banyan.messages.plan import (
     StepPlan,
     StepResult,
 )
-from banyan.models.bert import EncoderLM
-from banyan.models.decoder import DecoderLM
-from banyan.ops.api import NotRecordable, Ops, OpTime
-from banyan.parallel.mesh import Mesh
+from banyan.models.base import Model
+from banyan.ops.api import NotRecordable, OpTime
 from banyan.runner.attention import BACKENDS
 from banyan.runner.attention.base import AttentionBackend
 from banyan.runner.forward import EagerForward, Forward, RecordedForward
@@ -105,41 +103,33 @@ class ModelRunner:
     """One rank's executor.
 
     Args:
-        model: forward(step) -> hidden [tokens, hidden]; logits(hidden) -> [n, vocab] fp32.
-        mesh: the ranks that share the model.
-        ops: the bound kernels.
+        build: what the model was made from: kernels, ranks, device.
     """
 
-    def __init__(
-        self,
-        model: DecoderLM | EncoderLM,
-        card: ModelCard,
-        device: torch.device,
-        mesh: Mesh,
-        ops: Ops,
-        sizes: RunnerSizes,
-    ) -> None:
+    def __init__(self, model: Model, build: Build, sizes: RunnerSizes) -> None:
+        card, device = model.card, build.device
+        self._build = build
         self._device = device
-        self._mesh = mesh
+        self._ranks = build.groups.world
         self._table = SlotTable(
             sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device
         )
-        kv_heads = max(1, card.num_kv_heads // mesh.size)
-        self.store = KVStore(sizes.groups, kv_heads, card.head_dim, ops.cache_dtype, device)
+        self.store = KVStore(sizes.groups, model.caches, device)
         self._card = card
         self._sizes = sizes
-        self._ops = ops
-        self._sampler = Sampler(self._table, card.vocab_size, ops)
+        self._sampler = Sampler(self._table, card.vocab_size, build.ops)
         self._processors = Processors(self._table)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
         self.take_model(model)
 
-    def take_model(self, model: DecoderLM | EncoderLM) -> None:
+    def take_model(self, model: Model) -> None:
         """Run `model`, of the same card, from the next step on."""
-        card, ops = self._card, self._ops
+        card = self._card
         backend = "encoder" if card.is_encoder else "reference"
-        attention = BACKENDS.load(backend)(ops, self.store)
-        self._forward = open_forward(model, self._table, self.store, ops, self._sizes, attention)
+        attention = BACKENDS.load(backend)(self._build.ops, self.store)
+        self._forward = open_forward(
+            model, self._table, self.store, self._build, self._sizes, attention
+        )
         self._pooler = None if card.pooling is None else Pooler(card.pooling, model)
 
     @torch.inference_mode()
@@ -209,12 +199,12 @@ class ModelRunner:
         sheet, scores = None, None
         if batch.wanted & SCORE:
             sheet = ScoreSheet.of(batch, self._table)
-            scores = Scores(sheet, batch, self._table, self._device, self._ops)
+            scores = Scores(sheet, batch, self._table, self._device, self._build.ops)
             self._score_known(batch, sheet, scores)
         if not batch.wanted & SAMPLE:
             return None, scores
         sampled, logits = self._forward.next_tokens(), None
-        if sampled is None or self._mesh.size > 1:
+        if sampled is None or self._ranks.size > 1:
             logits = self._forward.next_logits(batch)
             sampled = self._sample(plan, batch, logits, mask_of)
         self._table.grow(batch.to_slots)
@@ -250,9 +240,9 @@ class ModelRunner:
     ) -> Sampled:
         """Choose tokens on rank 0; every rank leaves with the same ones, entered in its table."""
         slots, positions = batch.to_slots, batch.to_positions
-        if self._mesh.rank:
+        if self._ranks.rank:
             tokens = torch.zeros(len(batch.sampling), dtype=torch.int64, device=self._device)
-            tokens = self._mesh.broadcast(tokens)
+            tokens = self._ranks.broadcast(tokens)
             self._table.enter(slots, positions, tokens)
             return Sampled(tokens)
         failed: dict[int, str] = {}
@@ -271,27 +261,30 @@ class ModelRunner:
             failed |= faults
         sampled = self._sampler.sample(logits, slots, positions, masks)
         tokens = sampled.tokens
-        if self._mesh.size > 1:
-            tokens = self._mesh.broadcast(tokens)
+        if self._ranks.size > 1:
+            tokens = self._ranks.broadcast(tokens)
         return Sampled(tokens, sampled.best, sampled.failed | failed)
 
 
 def open_forward(
-    model: DecoderLM | EncoderLM,
+    model: Model,
     table: SlotTable,
     store: KVStore,
-    ops: Ops,
+    build: Build,
     sizes: RunnerSizes,
     attention: AttentionBackend,
 ) -> Forward:
     """The quickest way through the model that its ops allow."""
-    eager = EagerForward(model, table, store.groups, attention, table.tokens.device)
-    recorder = ops.recorder
-    if recorder is None or not sizes.max_tokens or isinstance(model, EncoderLM):
+    eager = EagerForward(model, table, store.groups, attention, build.device)
+    recorder = build.ops.recorder
+    if recorder is None or not sizes.max_tokens:
+        return eager
+    if build.groups.world.size > 1:
+        log.info("steps are not recorded: the ranks talk through a library that is no op")
         return eager
     try:
         return RecordedForward(
-            eager, model, ops, recorder, table, attention, sizes.max_tokens, sizes.max_slots
+            eager, model, build.ops, recorder, table, attention, sizes.max_tokens, sizes.max_slots
         )
     except NotRecordable as error:
         log.info("steps are not recorded: %s", error)

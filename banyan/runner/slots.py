@@ -49,9 +49,7 @@ class SlotTable:
         # One column more: the row that overlap launches before the end is known samples into it.
         self.tokens = torch.zeros((slots, max_length + 1), dtype=torch.int32, device=device)
         self.pages = [
-            torch.zeros(
-                (slots, -(-max_length // group.page_size)), dtype=torch.int32, device=device
-            )
+            torch.zeros((slots, group.columns(max_length)), dtype=torch.int32, device=device)
             for group in groups
         ]
         self.known = [0] * slots
@@ -184,11 +182,11 @@ class SlotTable:
         if samples and end != known:
             raise RowError(f"the row would sample position {end}, whose token is known already")
         for group, layout in enumerate(self._groups):
-            granted = self._granted[group][slot] * layout.page_size
-            if end > granted:
+            granted = self._granted[group][slot]
+            if layout.columns(end) > granted:
                 raise RowError(
-                    f"the row runs to position {end - 1}; "
-                    f"its pages of group {group} end at {granted}"
+                    f"the row runs to position {end - 1} and needs {layout.columns(end)} pages "
+                    f"of group {group}; it has {granted}"
                 )
 
     def _write(self, slot: SlotId, first: int, tokens: np.ndarray) -> None:

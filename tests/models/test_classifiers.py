@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from banyan.base.errors import ModelError
-from banyan.config.card import CLS, LAST, MEAN, Pooling
+from banyan.config.card import CLS, FULL, LAST, MEAN, Pooling
 from banyan.config.checkpoint import read_card
+from banyan.layers.build import Build
 from banyan.messages.plan import POOL, Join, PageGrant, Row, StepPlan
 from banyan.messages.sampling import SamplingParams
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
-from banyan.parallel.mesh import Mesh
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 
@@ -36,11 +36,9 @@ def vectors(folder: Path, prompts=PROMPTS) -> np.ndarray:
     """Every prompt in one step."""
     card = read_card(str(folder))
     ops = bind("cpu", CPU, torch.float32, frozenset(), card.head_dim)
-    model = load_model(card, Mesh(), CPU, torch.float32, ops)
-    layers = tuple(card.layers_by_kind()["full"])
-    runner = ModelRunner(
-        model, card, CPU, Mesh(), ops, RunnerSizes(4, 32, (GroupLayout(32, 8, layers),))
-    )
+    build = Build(ops)
+    sizes = RunnerSizes(4, 32, (GroupLayout(FULL, 0, 32, 8),))
+    runner = ModelRunner(load_model(card, build), build, sizes)
     joins, grants, rows = [], [], []
     for slot, prompt in enumerate(prompts, 1):
         tokens = np.asarray(prompt, np.int32).tobytes()

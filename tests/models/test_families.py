@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from banyan.config.checkpoint import read_card
+from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
-from banyan.parallel.mesh import Mesh
 from tests.models.families import VARIANTS, rewrite_config, tiny
 from tests.models.test_recordable import torch_calls
 
@@ -14,7 +14,7 @@ PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(60)]
 
 
 def load(folder, ops):
-    return load_model(read_card(str(folder)), Mesh(), CPU, torch.float32, ops)
+    return load_model(read_card(str(folder)), Build(ops))
 
 
 def expected_logits(reference, prompt=PROMPT):
@@ -85,7 +85,7 @@ def test_longrope_serves_long_requests_with_its_long_factors(ops, paged, tmp_pat
     card = read_card(str(tmp_path))
     prompt = [(5 * i * i + i) % 97 for i in range(140)]
 
-    model = load_model(card, Mesh(), CPU, torch.float32, ops, served_length=200)
+    model = load_model(card, Build(ops), served_length=200)
     (logits,) = paged(model).step([(0, prompt)])
 
     torch.testing.assert_close(logits, expected_logits(reference, prompt), atol=1e-4, rtol=0)

@@ -7,8 +7,9 @@ import transformers
 from banyan import Engine
 from banyan.base.errors import ConfigError, ModelError
 from banyan.config.checkpoint import read_card
+from banyan.layers.build import Build
 from banyan.models.foreign import load_foreign
-from banyan.parallel.mesh import Mesh
+from banyan.parallel.groups import Group, Groups
 from tests.models.families import SIZES, VARIANTS, rewrite_config, tiny
 from tests.models.test_families import PROMPT, expected_logits
 
@@ -24,7 +25,7 @@ OTHERS = {
 
 def load(folder, ops, **more):
     card = read_card(str(folder), is_foreign=True)
-    return load_foreign(card, Mesh(), CPU, torch.float32, ops, **more)
+    return load_foreign(card, Build(ops), **more)
 
 
 @pytest.mark.parametrize("variant", [*OTHERS, "mistral, window", "gemma2", "cohere2", "granite"])
@@ -91,7 +92,7 @@ def test_what_the_library_cannot_do_here_is_refused(ops, tmp_path):
     card = read_card(str(tmp_path), is_foreign=True)
 
     with pytest.raises(ConfigError, match="--tp 1"):
-        load_foreign(card, Mesh(0, 2, object()), CPU, torch.float32, ops)
+        load_foreign(card, Build(ops, Groups.of(Group(0, 2, object()))))
     with pytest.raises(ConfigError, match="cannot load the format dummy"):
         load(tmp_path, ops, load_format="dummy")
     with pytest.raises(ConfigError, match="needs a folder"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from banyan.config.card import RopeFacts
+from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
-from banyan.parallel.mesh import Mesh
 from tests.models.conftest import card_of
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def test_logits_equal_those_of_transformers(type_name, tied, tiny_llama, ops, pa
     convert(reference, path, type_name)
 
     card = replace(card, path=str(path), format="gguf")
-    model = load_model(card, Mesh(), CPU, torch.float32, ops)
+    model = load_model(card, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_rope_divisors_of_the_file_give_the_llama3_frequencies(tiny_llama, ops, 
     convert(reference, path, "F32", (plain / reference.model.rotary_emb.inv_freq).numpy())
 
     card = replace(card, path=str(path), format="gguf", rope=RopeFacts(theta=10000.0))
-    model = load_model(card, Mesh(), CPU, torch.float32, ops)
+    model = load_model(card, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_the_demo_model_equals_transformers(ops, paged):
     card = replace(card_of(reference.config, path), format="gguf")
     prompt = [(7919 * i + 13) % card.vocab_size for i in range(100)]
 
-    model = load_model(card, Mesh(), CPU, torch.float32, ops)
+    model = load_model(card, Build(ops))
     (logits,) = paged(model).step([(0, prompt)])
 
     with torch.no_grad():

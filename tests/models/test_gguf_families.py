@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from banyan.config.checkpoint import read_card
+from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
-from banyan.parallel.mesh import Mesh
 from tests.models.families import LONGROPE, VARIANTS, tiny
 from tests.models.test_families import PROMPT, expected_logits
 from tests.models.test_gguf import interleave
@@ -122,7 +122,7 @@ def test_logits_equal_those_of_transformers(case, ops, paged, tmp_path, monkeypa
     convert(reference, architecture, path)
 
     card = read_card(str(path))
-    model = load_model(card, Mesh(), CPU, torch.float32, ops)
+    model = load_model(card, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     expected = expected_logits(reference)
@@ -187,7 +187,7 @@ def test_a_mix_of_k_types_within_one_projection(tiny_llama, ops, paged, tmp_path
     writer.close()
 
     card = replace(card, path=str(path), format="gguf")
-    model = load_model(card, Mesh(), CPU, torch.float32, ops)
+    model = load_model(card, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
-from banyan.parallel.mesh import Mesh
 from tests.models.conftest import card_of
 
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(60)]
 def test_logits_equal_those_of_transformers(variant, tiny_llama, ops, paged):
     reference, card = tiny_llama(**VARIANTS[variant])
 
-    model = load_model(card, Mesh(), CPU, torch.float32, ops)
+    model = load_model(card, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_dynamic_rope_equals_transformers_fed_token_by_token(tiny_llama, ops, pa
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     reference, card = tiny_llama(max_position_embeddings=16, rope_parameters=rope)
 
-    model = load_model(card, Mesh(), CPU, torch.float32, ops)
+    model = load_model(card, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     expected, cache = [], None
@@ -81,7 +81,7 @@ def test_dynamic_rope_within_the_trained_length_equals_transformers(tiny_llama, 
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     reference, card = tiny_llama(max_position_embeddings=64, rope_parameters=rope)
 
-    model = load_model(card, Mesh(), CPU, torch.float32, ops)
+    model = load_model(card, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_dynamic_rope_within_the_trained_length_equals_transformers(tiny_llama, 
 def test_a_token_is_the_same_alone_in_chunks_and_in_a_batch(rope_type, tiny_llama, ops, paged):
     rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 2.0}
     _, card = tiny_llama(max_position_embeddings=16, rope_parameters=rope)
-    model = load_model(card, Mesh(), CPU, torch.float32, ops)
+    model = load_model(card, Build(ops))
     (whole,) = paged(model).step([(0, PROMPT)])
     alone = whole.log_softmax(-1)
 
@@ -128,7 +128,7 @@ def test_mistral_with_a_sliding_window_equals_transformers(tmp_path, ops, paged)
         window=9,
     )
 
-    model = load_model(card, Mesh(), CPU, torch.float32, ops)
+    model = load_model(card, Build(ops))
     (logits,) = paged(model).step([(0, PROMPT)])
 
     with torch.no_grad():

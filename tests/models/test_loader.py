@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ConfigError, ModelError
+from banyan.layers.build import Build
 from banyan.layers.step import StepInputs
 from banyan.models.weights.custom import load_transforms
 from banyan.models.weights.loader import check_extra_config, load_model
 from banyan.ops.bind import bind
-from banyan.parallel.mesh import Mesh
 from tests.flags import config_of
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ PROMPT = list(range(20))
 
 
 def load(card, ops, **changes):
-    return load_model(card, Mesh(), CPU, torch.float32, ops, **changes)
+    return load_model(card, Build(ops), **changes)
 
 
 def rewrite(card, change):
@@ -146,7 +146,7 @@ def test_weights_do_not_alias_the_file(tiny_llama, ops, paged):
 def test_bfloat16_activations_stay_near_fp32(tiny_llama, ops, paged):
     _, card = tiny_llama()
     half = bind("cpu", CPU, torch.bfloat16, frozenset(), card.head_dim)
-    model = load_model(card, Mesh(), CPU, torch.bfloat16, half)
+    model = load_model(card, Build(half, dtype=torch.bfloat16))
 
     (logits,) = paged(model).step([(0, PROMPT)])
 
@@ -174,7 +174,7 @@ def test_a_model_of_the_null_device_has_shapes_and_no_numbers(tiny_llama, paged)
     _, card = tiny_llama()
     device = torch.device("meta")
     ops = bind("null", device, torch.float32, frozenset(), card.head_dim)
-    model = load_model(replace(card, path="nowhere"), Mesh(), device, torch.float32, ops, "dummy")
+    model = load_model(replace(card, path="nowhere"), Build(ops, device=device), "dummy")
     positions = torch.arange(5, device=device)
 
     def attention(spec, q, k, v):

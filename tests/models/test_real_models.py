@@ -11,9 +11,9 @@ import torch
 
 from banyan.config.checkpoint import read_card
 from banyan.frontend.gguf_tokenizer import load_gguf_tokenizer
+from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
-from banyan.parallel.mesh import Mesh
 from tests.models.conftest import PagedModel
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def test_greedy_tokens_equal_those_of_transformers(name):
     card = read_card(str(path))
     ops = bind("cpu", CPU, torch.float32, frozenset(), card.head_dim, exact=True)
 
-    model = load_model(card, Mesh(), CPU, torch.float32, ops)
+    model = load_model(card, Build(ops))
     tokens = greedy(model, prompt, NUM_TOKENS)
 
     everything = torch.tensor([prompt * (600 // len(prompt)) + tokens])  # beyond the window

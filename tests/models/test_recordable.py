@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
 from banyan.ops.api import OP_NAMES, PACKED_OPS
-from banyan.parallel.mesh import Mesh
 from tests.models.conftest import PagedModel
 
 CPU = torch.device("cpu")
@@ -18,6 +18,7 @@ class Watched:
 
     def __init__(self, ops) -> None:
         self.depth = 0
+        self.cache_dtype = ops.cache_dtype
         for name in OP_NAMES:
             if name not in PACKED_OPS:
                 setattr(self, name, self.watch(getattr(ops, name)))
@@ -55,7 +56,7 @@ class Between(TorchDispatchMode):
 def torch_calls(card, ops, load_format="auto"):
     """Names of torch's own operations within a forward pass and its logits."""
     watched = Watched(ops)
-    model = load_model(card, Mesh(), CPU, torch.float32, watched, load_format)
+    model = load_model(card, Build(watched), load_format)
     paged = PagedModel(model)
     step = paged.prepare([(0, list(range(9)))])
     attention = watched.watch(step.attention)

@@ -8,11 +8,12 @@ import torch
 
 from banyan.base.errors import ConfigError
 from banyan.config.checkpoint import read_card
-from banyan.layers.slot import ShardRule
+from banyan.layers.build import Build
+from banyan.layers.slot import ShardRule, WeightSlot
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
-from banyan.parallel.mesh import Mesh, open_mesh
+from banyan.parallel.groups import ALONE, Group, Groups, open_groups
 from tests.models.conftest import PagedModel
 from tests.models.families import tiny
 from tests.models.test_gguf import convert
@@ -21,16 +22,16 @@ CPU = torch.device("cpu")
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(30)]
 
 
-def _logits(card, mesh):
+def _logits(card, groups=ALONE):
     ops = bind("cpu", CPU, torch.float32, frozenset(), card.head_dim)
-    model = load_model(card, mesh, CPU, torch.float32, ops)
+    model = load_model(card, Build(ops, groups))
     return PagedModel(model).step([(0, PROMPT)])[0]
 
 
 def _rank(rank, cards, address, results):
     torch.set_num_threads(1)
-    mesh = open_mesh(rank, 2, address, timeout_s=60)
-    results.put((rank, [_logits(card, mesh).tolist() for card in cards]))
+    groups = open_groups(rank, 2, address, timeout_s=60)
+    results.put((rank, [_logits(card, groups).tolist() for card in cards]))
 
 
 def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
@@ -59,30 +60,29 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
     for rank in ranks:
         rank.join(60)
     for index, card in enumerate(cards):
-        expected = _logits(card, Mesh())
+        expected = _logits(card)
         for rank in range(2):
             logits = torch.tensor(answers[rank][index])
             torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
+def shared_by_two(ops) -> Build:
+    """Of a rank that never talks: the refusal comes before."""
+    return Build(ops, Groups.of(Group(0, 2, object())))
+
+
 def test_norms_over_all_heads_cannot_be_shared(ops, tmp_path):
     tiny("olmo2", tmp_path)
 
-    class Silent:
-        """Never used: the refusal comes before any rank talks."""
-
     with pytest.raises(ConfigError, match="norms q and k over all heads.*--tp 1"):
-        load_model(read_card(str(tmp_path)), Mesh(0, 2, Silent()), CPU, torch.float32, ops)
+        load_model(read_card(str(tmp_path)), shared_by_two(ops))
 
 
 def test_heads_that_cannot_be_shared_are_refused(tiny_llama, ops):
     _, card = tiny_llama(num_attention_heads=3, num_key_value_heads=3)
 
-    class Silent:
-        """Never used: the refusal comes before any rank talks."""
-
     with pytest.raises(ConfigError, match="3 units of 16 cannot be shared by 2 ranks"):
-        load_model(card, Mesh(0, 2, Silent()), CPU, torch.float32, ops)
+        load_model(card, shared_by_two(ops))
 
 
 @pytest.mark.parametrize(("type_name", "stays"), [("Q8_0", True), ("Q6_K", False), ("F32", True)])
@@ -91,8 +91,11 @@ def test_a_cut_through_blocks_is_known(type_name, stays):
     row_bytes = 256 // storage.values * storage.size_bytes
     raw = torch.zeros(4 * row_bytes, dtype=torch.uint8)
     weight = StoredWeight.from_bytes(type_name, (4, 256), raw)
-    mesh = Mesh(1, 2, object())
+    group = Group(1, 2, object())
 
-    assert ShardRule(1).keeps_blocks(weight, mesh) == stays
-    assert (ShardRule(1).cut(weight, mesh).type == type_name) == stays
-    assert ShardRule(0).keeps_blocks(weight, mesh)
+    def slot(dim):
+        return WeightSlot({"": (4, 256)}, {"": ShardRule(dim)}, group)
+
+    assert slot(1).keeps_blocks("", weight) == stays
+    assert (ShardRule(1).cut(weight, group).type == type_name) == stays
+    assert slot(0).keeps_blocks("", weight)

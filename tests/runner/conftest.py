@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from banyan.config.card import ModelCard
+from banyan.config.card import FULL, ModelCard
 from banyan.config.checkpoint import read_card
+from banyan.layers.build import Build
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import ToolkitOptions, bind
-from banyan.parallel.mesh import Mesh
+from banyan.parallel.groups import ALONE, Groups
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from tests.runner.driver import PAGE
@@ -22,7 +23,7 @@ CPU = torch.device("cpu")
 
 def build_runner(
     card: ModelCard,
-    mesh: Mesh,
+    groups: Groups = ALONE,
     wrap: Callable[[DecoderLM], DecoderLM] = lambda model: model,
     is_recorded: bool = False,
 ) -> ModelRunner:
@@ -36,13 +37,14 @@ def build_runner(
         options=options,
         page_size=PAGE,
     )
-    model = wrap(load_model(card, mesh, CPU, torch.float32, ops))
-    layout = GroupLayout(PAGE, NUM_PAGES, (0, 1))
+    build = Build(ops, groups)
+    model = wrap(load_model(card, build))
+    layout = GroupLayout(FULL, 0, PAGE, NUM_PAGES)
     sizes = RunnerSizes(40, MAX_LENGTH, (layout,), 64 if is_recorded else 0)
-    runner = ModelRunner(model, card, CPU, mesh, ops, sizes)
+    runner = ModelRunner(model, build, sizes)
     assert runner.is_recorded == is_recorded
     for layer in (0, 1):  # whoever reads a page that its sequence did not write gets no number
-        for pages in runner.store.layer(layer):
+        for pages in runner.store.tensors(layer).values():
             pages.fill_(float("nan"))
     return runner
 
@@ -77,9 +79,9 @@ def card(llama: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> ModelCar
 
 @pytest.fixture(params=["eager", "recorded"], scope="module")
 def make_runner(card: ModelCard, request: pytest.FixtureRequest) -> Callable[[], ModelRunner]:
-    return lambda: build_runner(card, Mesh(), is_recorded=request.param == "recorded")
+    return lambda: build_runner(card, is_recorded=request.param == "recorded")
 
 
 @pytest.fixture
 def make_wrapped(card: ModelCard) -> Callable[..., ModelRunner]:
-    return lambda wrap: build_runner(card, Mesh(), wrap)
+    return lambda wrap: build_runner(card, wrap=wrap)

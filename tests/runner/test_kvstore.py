@@ -3,27 +3,84 @@
 import pytest
 import torch
 
+from banyan.config.card import FULL, STATE, WINDOW
+from banyan.layers.cache import CacheTensor, LayerCache, group_caches
 from banyan.messages.plan import PageCopy
 from banyan.ops import reference
+from banyan.ops.pages import stored_width
 from banyan.runner.kvstore import GroupLayout, KVStore
 
 CPU = torch.device("cpu")
-LAYOUT = GroupLayout(page_size=16, num_pages=5, layers=(0, 1))
+PAGE = 16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
-def test_a_page_takes_the_bytes_that_it_is_counted_with(card, dtype):
-    store = KVStore((LAYOUT,), card.num_kv_heads, card.head_dim, dtype, CPU)
+def keys_and_values(layer: int, heads: int, dim: int, dtype: torch.dtype, **more) -> LayerCache:
+    kept = CacheTensor((heads, stored_width(dim, dtype)), dtype)
+    return LayerCache(layer, {"k": kept, "v": kept}, **more)
 
-    taken = sum(pages.nbytes for layer in LAYOUT.layers for pages in store.layer(layer))
 
-    page_bytes = KVStore.bytes_per_page(card, len(LAYOUT.layers), LAYOUT.page_size, dtype, 1)
-    assert taken == LAYOUT.num_pages * page_bytes
+def store_of(*caches: LayerCache, num_pages: int = 5) -> KVStore:
+    layouts = (GroupLayout(g.kind, g.window, PAGE, num_pages) for g in group_caches(caches))
+    return KVStore(tuple(layouts), caches, CPU)
+
+
+MIXED = (
+    LayerCache(0, {"latent": CacheTensor((40,), torch.float32)}),
+    keys_and_values(1, 2, 24, torch.float16, kind=WINDOW, window=64),
+    LayerCache(2, {"state": CacheTensor((3, 8, 8), torch.float32)}, STATE),
+    keys_and_values(3, 1, 32, torch.int8),
+    keys_and_values(4, 1, 8, torch.bfloat16, kind=WINDOW, window=64),
+)
+"""Layers of different kinds, shapes and number types in one model."""
+
+
+def test_pages_take_the_bytes_that_they_are_counted_with():
+    store = store_of(*MIXED)
+
+    for group in group_caches(MIXED):
+        taken = sum(t.nbytes for c in group.caches for t in store.tensors(c.layer).values())
+        assert taken == 5 * group.page_bytes(PAGE)
+
+
+def test_groups_are_kinds_and_windows_in_the_order_of_their_first_layers():
+    groups = group_caches(MIXED)
+
+    assert [(g.kind, g.window, [c.layer for c in g.caches]) for g in groups] == [
+        (FULL, 0, [0, 3]),
+        (WINDOW, 64, [1, 4]),
+        (STATE, 0, [2]),
+    ]
+    store = store_of(*MIXED)
+    assert [store.group_of(layer) for layer in range(5)] == [0, 1, 2, 0, 1]
+
+
+def test_a_state_has_one_page_and_no_tokens_in_it():
+    layout = GroupLayout(STATE, 0, PAGE, 5)
+    pages, positions = torch.tensor([3, 3, 4]), torch.tensor([0, 99, 7])
+
+    assert layout.columns(1) == layout.columns(1000) == 1
+    assert layout.column(positions).tolist() == [0, 0, 0]
+    assert layout.locate(pages, positions).tolist() == [3, 3, 4]
+    assert store_of(*MIXED).tensors(2)["state"].shape == (5, 3, 8, 8)
+
+
+@pytest.mark.parametrize("copied", [0, 1, 2])
+def test_a_copy_moves_every_tensor_of_its_group_and_no_other(copied):
+    store = store_of(*MIXED)
+    for layer in range(5):
+        for tensor in store.tensors(layer).values():
+            tensor[2] = 7
+
+    store.copy([PageCopy(id=1, group=copied, src=2, dst=4, when="after")], "after")
+
+    for layer in range(5):
+        for tensor in store.tensors(layer).values():
+            assert (tensor[4] == 7).all() == (store.group_of(layer) == copied)
 
 
 def test_bytes_and_their_scales_move_with_their_page():
-    store = KVStore((LAYOUT,), 2, 24, torch.int8, CPU)
-    k_pages, v_pages = store.layer(1)
+    store = store_of(keys_and_values(1, 2, 24, torch.int8))
+    k_pages, v_pages = store.tensors(1).values()
     k, v = torch.randn(2, 16, 2, 24, generator=torch.Generator().manual_seed(0))
     reference.write_kv(k, v, k_pages, v_pages, torch.arange(32, 48))
 

@@ -343,7 +343,7 @@ def test_a_row_beyond_its_pages_fails_and_touches_no_page(make_runner):
         joins=[join], grants=[PageGrant(1, 0, 0, [3, 4])], rows=[Row(1, 0, 40, want=1)]
     )
     result = driver.runner.launch(plan).result()
-    assert "pages of group 0 end at 32" in result.failed[0].text
+    assert "needs 3 pages of group 0; it has 2" in result.failed[0].text
 
 
 def test_an_error_in_the_forward_fails_the_step_and_the_next_step_runs(make_wrapped, expected):
@@ -404,7 +404,7 @@ def test_a_page_of_the_former_owner_is_never_written_through_a_missing_grant(mak
     driver = Driver(runner)
     first = Request(list(range(16)), greedy(1))
     driver.run([first])
-    kept = runner.store.layer(0)[0][first.pages[0]].clone()
+    kept = runner.store.tensors(0)["k"][first.pages[0]].clone()
     join = Join(1, ids(range(50, 66)), 16, greedy(1))
     plan = driver.plan(
         leaves=[1],
@@ -413,7 +413,7 @@ def test_a_page_of_the_former_owner_is_never_written_through_a_missing_grant(mak
         rows=[Row(1, 0, 16, want=SAMPLE)],
     )
     runner.launch(plan).result()
-    assert torch.equal(runner.store.layer(0)[0][first.pages[0]], kept)
+    assert torch.equal(runner.store.tensors(0)["k"][first.pages[0]], kept)
 
 
 def test_stop_ids_are_banned_until_min_new_tokens(make_runner):

@@ -3,6 +3,7 @@
 import numpy as np
 import torch
 
+from banyan.config.card import FULL
 from banyan.messages.plan import Join
 from banyan.messages.sampling import SamplingParams
 from banyan.ops.bind import bind
@@ -19,7 +20,7 @@ def random_logits(seed: int, spread: float = 2.0) -> np.ndarray:
 
 def sampler_with(params: list[SamplingParams], prompt: list[int], output: list[int]) -> Sampler:
     """A sampler whose slots 1, 2 … hold the same tokens with different parameters."""
-    group = GroupLayout(8, 4, (0,))
+    group = GroupLayout(FULL, 0, 8, 4)
     table = SlotTable(len(params), 64, VOCAB, (group,), torch.device("cpu"))
     tokens = np.array(prompt + output, np.int32).tobytes()
     table.join([Join(i + 1, tokens, len(prompt), p) for i, p in enumerate(params)])

@@ -9,7 +9,7 @@ import torch
 from banyan.base.errors import DeviceError
 from banyan.messages.plan import StepPlan
 from banyan.messages.sampling import SamplingParams
-from banyan.parallel.mesh import Mesh, open_mesh
+from banyan.parallel.groups import open_groups
 from banyan.runner.worker import serve_rank
 from tests.runner.conftest import VOCAB, build_runner
 from tests.runner.driver import Driver, Request, greedy
@@ -42,7 +42,7 @@ class Relay:
 
 def serve(card, address, plans) -> None:
     torch.set_num_threads(1)
-    runner = build_runner(card, open_mesh(1, 2, address, timeout_s=60))
+    runner = build_runner(card, open_groups(1, 2, address, timeout_s=60))
     serve_rank(runner, plans.get)
 
 
@@ -52,7 +52,7 @@ def test_two_ranks_give_the_tokens_of_one(card, tmp_path):
     address = f"file://{tmp_path}/meet"
     other = context.Process(target=serve, args=(card, address, plans))
     other.start()
-    relay = Relay(build_runner(card, open_mesh(0, 2, address, timeout_s=60)), plans)
+    relay = Relay(build_runner(card, open_groups(0, 2, address, timeout_s=60)), plans)
     together = requests()
     driver = Driver(relay)
     assert relay.launch(StepPlan(step=0)).result().error == ""
@@ -62,7 +62,7 @@ def test_two_ranks_give_the_tokens_of_one(card, tmp_path):
     assert other.exitcode == 0
 
     alone = requests()
-    Driver(build_runner(card, Mesh())).run(alone, chunk=24)
+    Driver(build_runner(card)).run(alone, chunk=24)
     for got, want in zip(together, alone, strict=True):
         assert got.output == want.output and len(got.output) == 10
         for position, value in want.scores.items():
@@ -77,7 +77,7 @@ def test_a_rank_whose_step_fails_ends(card):
         model.forward = forward
         return model
 
-    driver = Driver(build_runner(card, Mesh(), break_forward))
+    driver = Driver(build_runner(card, wrap=break_forward))
     request = requests()[0]
     join, grant = driver.enter(request)
     plans = iter([driver.plan(joins=[join], grants=[grant], rows=[driver.row(request)])])

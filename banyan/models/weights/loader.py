@@ -11,18 +11,18 @@ import torch
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
+from banyan.layers.build import Build
 from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.slot import Layer, WeightSlot
 from banyan.models import ARCHITECTURES
+from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.spec import NameMap
 from banyan.models.weights.custom import Transform
 from banyan.models.weights.names import Place, is_ignored, place_of
 from banyan.models.weights.reader import read_tensors
-from banyan.ops.api import Ops
 from banyan.ops.stored import StoredWeight
-from banyan.parallel.mesh import Mesh
 
 LOAD_FORMATS = ("auto", "layered", "safetensors", "gguf", "dummy")
 """What may be asked for; "layered" is "auto": tensors always come one after another."""
@@ -36,20 +36,16 @@ _DUMMY_STD = 0.02
 
 def load_model(
     card: ModelCard,
-    mesh: Mesh,
-    device: torch.device,
-    dtype: torch.dtype,
-    kernels: Ops,
+    build: Build,
     load_format: str = "auto",
     seed: int = 0,
     served_length: int = 0,
     is_mapped: bool = True,
     transforms: Sequence[Transform] = (),
-) -> DecoderLM | EncoderLM:
+) -> Model:
     """Build this rank's share of a model and fill it.
 
     Args:
-        dtype: of activations and unpacked weights.
         load_format: "auto" reads the checkpoint; "dummy" draws random weights from `seed`.
         served_length: longest request in tokens; 0 = the card's context length.
         is_mapped: False reads files into memory instead of mapping them.
@@ -57,7 +53,7 @@ def load_model(
 
     Raises:
         ModelError: missing, unknown or mis-shaped tensors, unreadable files.
-        ConfigError: an unknown architecture or load format, or a mesh that does not divide it.
+        ConfigError: an unknown architecture or load format, or ranks that cannot share it.
     """
     if load_format not in LOAD_FORMATS:
         raise ConfigError(
@@ -71,16 +67,16 @@ def load_model(
     spec = ARCHITECTURES.load(card.architecture)
     model: DecoderLM | EncoderLM
     if card.is_encoder:
-        model = EncoderLM(card, mesh, kernels, dtype, device)
+        model = EncoderLM(card, build)
     else:
-        model = DecoderLM(card, spec, mesh, kernels, dtype, device, served_length)
+        model = DecoderLM(card, spec, build, served_length)
     if load_format == "dummy":
-        _fill_dummy(model, dtype, device, seed)
+        _fill_dummy(model, build, seed)
     else:
         tensors = read_tensors(card, is_mapped)
         for transform in transforms:
             tensors = transform(tensors)
-        Filling(model, spec.names[card.format], mesh).run(tensors)
+        Filling(model, spec.names[card.format]).run(tensors)
     return model.eval()
 
 
@@ -102,10 +98,9 @@ def check_extra_config(settings: Mapping[str, object]) -> list[str]:
 class Filling:
     """One pass over a checkpoint into a model."""
 
-    def __init__(self, model: DecoderLM | EncoderLM, names: NameMap, mesh: Mesh) -> None:
+    def __init__(self, model: DecoderLM | EncoderLM, names: NameMap) -> None:
         self.model = model
         self.names = names
-        self.mesh = mesh
         self.unpacked: list[str] = []
         self.layers = {
             name: module for name, module in model.named_modules() if isinstance(module, Layer)
@@ -183,7 +178,7 @@ class Filling:
     def _hand_over(self, module: str, slot: str, part: str, tensor: StoredWeight) -> None:
         """Give a slot to its layer as soon as all its parts are here."""
         key, layer = (module, slot), self.layers[module]
-        if not self.open[key].rules[part].keeps_blocks(tensor, self.mesh):
+        if not self.open[key].keeps_blocks(part, tensor):
             self.unpacked.append(f"{module}.{slot}")
         if self.names.norm_offset and isinstance(layer, RMSNorm):
             tensor = StoredWeight.from_tensor(tensor.dense.float() + self.names.norm_offset)
@@ -197,10 +192,9 @@ class Filling:
     def _settle(self) -> None:
         if self.unpacked:
             log.warning(
-                "%d quantised weights are unpacked to fp32, because %d ranks share them within a "
+                "%d quantised weights are unpacked to fp32, because ranks share them within a "
                 "block: %s",
                 len(self.unpacked),
-                self.mesh.size,
                 _first(self.unpacked),
             )
         if self.unknown:
@@ -228,17 +222,17 @@ def _first(names: list[str]) -> str:
     return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
-def _fill_dummy(
-    model: DecoderLM | EncoderLM, dtype: torch.dtype, device: torch.device, seed: int
-) -> None:
+def _fill_dummy(model: DecoderLM | EncoderLM, build: Build, seed: int) -> None:
     """Random weights of a checkpoint's shapes: norms around one, the rest small, ties kept."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(shape: tuple[int, ...], mean: float) -> StoredWeight:
-        if device.type == "meta":
-            return StoredWeight.from_tensor(torch.empty(shape, dtype=dtype, device=device))
+        if build.device.type == "meta":
+            return StoredWeight.from_tensor(
+                torch.empty(shape, dtype=build.dtype, device=build.device)
+            )
         values = torch.empty(shape).normal_(mean, _DUMMY_STD, generator=generator)
-        return StoredWeight.from_tensor(values.to(dtype))
+        return StoredWeight.from_tensor(values.to(build.dtype))
 
     embedding: list[StoredWeight] = []
     for name, module in model.named_modules():

@@ -28,8 +28,9 @@ class _Bound:
     step: StepGeometry
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k_pages, v_pages = self.store.layer(spec.layer)
-        view = self.step.groups[spec.group]
+        pages = self.store.tensors(spec.layer)
+        k_pages, v_pages = pages["k"], pages["v"]
+        view = self.step.groups[self.store.group_of(spec.layer)]
         # Every row writes before any row reads, so rows may share pages written in this step.
         self.ops.write_kv(k, v, k_pages, v_pages, view.locations)
         return self.ops.paged_attention(

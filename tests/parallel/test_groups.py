@@ -1,4 +1,4 @@
-"""Meshes of one and of several processes."""
+"""Groups of one and of several processes."""
 
 from multiprocessing import get_context
 
@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.parallel.mesh import Mesh, open_mesh
+from banyan.parallel.groups import Group, open_groups
 
 
 def _meet(rank, address, results):
-    mesh = open_mesh(rank, 2, address, timeout_s=60)
+    group = open_groups(rank, 2, address, timeout_s=60).world
     x = torch.tensor([[1.0, 2.0]]) * (rank + 1)
     results.put(
         (
             rank,
-            mesh.all_reduce(x.clone()).tolist(),
-            mesh.all_gather(x).tolist(),
-            mesh.broadcast(x.clone(), source=1).tolist(),
+            group.all_reduce(x.clone()).tolist(),
+            group.all_gather(x).tolist(),
+            group.broadcast(x.clone(), source=1).tolist(),
         )
     )
 
@@ -38,15 +38,15 @@ def test_two_processes_reduce_gather_and_broadcast(tmp_path):
     assert answers == [(0, *expected), (1, *expected)]
 
 
-def test_a_mesh_of_one_returns_what_it_was_given():
-    mesh, x = Mesh(), torch.ones(2, 3)
+def test_a_group_of_one_returns_what_it_was_given():
+    group, x = Group(), torch.ones(2, 3)
 
-    assert mesh.all_reduce(x) is x
-    assert mesh.all_gather(x) is x
-    assert mesh.broadcast(x) is x
+    assert group.all_reduce(x) is x
+    assert group.all_gather(x) is x
+    assert group.broadcast(x) is x
 
 
 @pytest.mark.parametrize("address", ["", "meet", "tcp://", "tcp://host", "udp://host:1", "file:"])
 def test_a_place_where_ranks_cannot_meet_is_refused(address):
     with pytest.raises(ConfigError, match="tcp://host:port"):
-        open_mesh(0, 2, address)
+        open_groups(0, 2, address)

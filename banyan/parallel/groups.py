@@ -1,7 +1,10 @@
-"""Mesh: this rank's place among the ranks of a replica, and what they do together.
+"""Groups of ranks by purpose: who shares the heads, the inner width, the experts, the vocabulary.
 
-A mesh of one rank needs no library and costs nothing.
+A layer is handed the one group that its weights are cut over and knows no other, so a layout of
+ranks is a choice made here and nowhere else. A group of one needs no library and costs nothing.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,12 +12,12 @@ from torch import Tensor
 from banyan.parallel.collectives import COLLECTIVES, Collectives
 
 
-class Mesh:
-    """One tensor-parallel group.
+class Group:
+    """Ranks that share something, and what they do together.
 
     Args:
-        rank: 0 … size − 1.
-        collectives: None only for a mesh of one.
+        rank: this rank's place in the group, 0 … size − 1.
+        collectives: None only for a group of one.
     """
 
     def __init__(
@@ -44,9 +47,37 @@ class Mesh:
         return x
 
 
-def open_mesh(
+@dataclass(frozen=True)
+class Groups:
+    """One rank's groups.
+
+    Attributes:
+        world: all ranks of the replica, which run the same plans.
+        attention: share the heads.
+        ffn: share the inner width of feed-forward blocks.
+        experts: share the routed experts.
+        vocabulary: share the token ids of embedding and logits.
+    """
+
+    world: Group
+    attention: Group
+    ffn: Group
+    experts: Group
+    vocabulary: Group
+
+    @classmethod
+    def of(cls, group: Group) -> "Groups":
+        """Tensor parallelism: the same ranks share everything."""
+        return cls(group, group, group, group, group)
+
+
+ALONE = Groups.of(Group())
+"""One rank that holds all."""
+
+
+def open_groups(
     rank: int, size: int, address: str, library: str = "gloo", timeout_s: float = 300.0
-) -> Mesh:
+) -> Groups:
     """Meet the other ranks at `address`; returns when all have come.
 
     Args:
@@ -54,5 +85,5 @@ def open_mesh(
         library: name of the collective library (`Traits.collectives`).
     """
     if size == 1:
-        return Mesh()
-    return Mesh(rank, size, COLLECTIVES.load(library)(rank, size, address, timeout_s))
+        return ALONE
+    return Groups.of(Group(rank, size, COLLECTIVES.load(library)(rank, size, address, timeout_s)))

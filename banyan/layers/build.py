@@ -1,0 +1,23 @@
+"""Build: what every layer of one rank is made from. Layers take it whole and keep what they use."""
+
+from dataclasses import dataclass
+
+import torch
+
+from banyan.ops.api import Ops
+from banyan.parallel.groups import ALONE, Groups
+
+
+@dataclass(frozen=True)
+class Build:
+    """
+    Attributes:
+        ops: the bound kernels.
+        groups: the ranks that share each kind of weight.
+        dtype: of activations and unpacked weights.
+    """
+
+    ops: Ops
+    groups: Groups = ALONE
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")

@@ -1,0 +1,32 @@
+"""What the runner needs of a model, whatever it is made of."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from banyan.config.card import ModelCard
+from banyan.layers.cache import LayerCache
+from banyan.layers.step import StepInputs
+
+
+class Model(Protocol):
+    """One rank's share of a model, filled with weights.
+
+    Attributes:
+        caches: what its layers keep between steps, by layer number.
+    """
+
+    card: ModelCard
+    caches: list[LayerCache]
+
+    def forward(self, step: StepInputs) -> Tensor:
+        """returns: hidden states after the last norm, [tokens, hidden_size]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, hidden_size]; returns [n, vocab_size] fp32, the same on every rank."""
+        ...
+
+    def classify(self, pooled: Tensor) -> Tensor:
+        """pooled: [n, hidden_size]; returns scores [n, classes], or the states where none are."""
+        ...
