@@ -1,24 +1,122 @@
 """Threads: CPU work about long texts, done where it does not hold up the streams of others."""
 
 import asyncio
+import os
+import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import ParamSpec, TypeVar
 
+from banyan.base.errors import RequestError
+from banyan.base.log import logger
+
+log = logger(__name__)
+
+P = ParamSpec("P")
 T = TypeVar("T")
 
 THREAD_BYTES = 8 << 10
 """Texts above this are parsed, rendered and tokenised off the event loop: it takes about two
 milliseconds for each KiB."""
+JOB_S = 120.0
+"""Longest wait for a thread and its work. Twice what the longest body takes on a slow core."""
+_MAX_LOST = 64
+
+
+class Pool(ThreadPoolExecutor):
+    """Threads that no exit of the process waits for, unlike those of its base.
+
+    A thread that has worked on one job for longer than `lost_s` no longer counts: another takes its
+    place at the next job, so that jobs without end do not hold up all others.
+
+    Args:
+        number: threads that work at the same time.
+    """
+
+    def __init__(self, number: int, lost_s: float = JOB_S) -> None:
+        super().__init__(number)
+        self._number = number
+        self._lost_s = lost_s
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._since: dict[str, float | None] = {}
+        """Thread -> when its job began, None while it has none."""
+        self._num_open = 0
+        """Jobs that have not ended."""
+        self._lock = threading.Lock()
+        self._is_shut = False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
+        future: Future[T] = Future()
+
+        def job() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # told to whoever waits for the job
+                future.set_exception(error)
+
+        with self._lock:
+            if self._is_shut:
+                raise RuntimeError("the pool takes no more jobs")
+            self._num_open += 1
+            self._jobs.put(job)
+            self._add_thread()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take no more jobs. Those that run go on until the process ends; nobody waits for them."""
+        with self._lock:
+            self._is_shut = True
+            for _ in self._since:
+                self._jobs.put(None)
+
+    def _add_thread(self) -> None:
+        """One more thread where a job would have none. Called under the lock."""
+        now = time.monotonic()
+        begun = [since for since in self._since.values() if since is not None]
+        num_lost = sum(now - since > self._lost_s for since in begun)
+        is_full = len(self._since) - num_lost >= self._number or num_lost > _MAX_LOST
+        if is_full or len(self._since) >= self._num_open:
+            return
+        if num_lost:
+            log.warning("%d threads have worked on one job for %g s", num_lost, self._lost_s)
+        name = f"words_{len(self._since)}"
+        self._since[name] = None
+        threading.Thread(target=self._work, args=(name,), name=name, daemon=True).start()
+
+    def _work(self, name: str) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._since[name] = time.monotonic()
+            job()
+            with self._lock:
+                self._since[name] = None
+                self._num_open -= 1
 
 
 def use_threads(number: int) -> None:
-    """Let the running event loop have `number` threads for `off_loop`; 0 = as many as it likes."""
-    if number:
-        pool = ThreadPoolExecutor(number, thread_name_prefix="words")
-        asyncio.get_running_loop().set_default_executor(pool)
+    """Let the running event loop have `number` threads for `off_loop`; 0 = four more than cores."""
+    cores = len(os.sched_getaffinity(0))
+    asyncio.get_running_loop().set_default_executor(Pool(number or min(32, cores + 4)))
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Run CPU work about `size` bytes, in a thread when that is more than THREAD_BYTES."""
-    return await asyncio.to_thread(work) if size > THREAD_BYTES else work()
+    """Run CPU work about `size` bytes, in a thread when that is more than THREAD_BYTES.
+
+    Raises:
+        RequestError: 503; it was not done within JOB_S.
+    """
+    if size <= THREAD_BYTES:
+        return work()
+    try:
+        async with asyncio.timeout(JOB_S):
+            return await asyncio.to_thread(work)
+    except TimeoutError:
+        raise RequestError(
+            f"{size} bytes of the request were not read within {JOB_S:g} s",
+            status=503,
+            code="overloaded",
+            hint="Try again, or send less at once",
+        ) from None

@@ -25,6 +25,7 @@ from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ServerConfig
 from banyan.frontend.client import EngineClient
 from banyan.frontend.fleet import Fleet
+from banyan.frontend.threads import use_threads
 from banyan.messages.link import PrivateFolder, ZmqFrontLink
 from banyan.scheduler.routing import ROUTES
 from banyan.server.app import App
@@ -145,7 +146,7 @@ def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="prepare", daemon=True).start()
+    threading.Thread(target=run, name="server", daemon=True).start()
     return asyncio.wrap_future(outcome)
 
 
@@ -196,6 +197,7 @@ class Server:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
+        use_threads(self._config.server.tokenizer_threads)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         web = asyncio.create_task(self._web.serve([self._listener]))
@@ -214,7 +216,7 @@ class Server:
             self.app.end_all("The server is shutting down.")
             self._web.should_exit = True
             self._web.force_exit = self._now.is_set()
-            stops = [asyncio.to_thread(handle.stop) for handle in self._handles]
+            stops = [_in_daemon(handle.stop) for handle in self._handles]
             await asyncio.gather(web, *stops, return_exceptions=True)
             await fleet.close()
             self._folder.close()

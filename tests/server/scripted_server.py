@@ -2,7 +2,8 @@
 
 Arguments: port, model folder, drain time in seconds. The engine says "a" at a steady pace, until
 max_new_tokens; a request for DEADLY_TOKENS kills it. By the name of the folder the engine never
-becomes ready ("late"), the model is never found ("slow") or is refused ("broken").
+becomes ready ("late"), the model is never found ("slow") or is refused ("broken"), or a
+thread is busy for ever with a text ("busy").
 """
 
 import select
@@ -20,6 +21,7 @@ from banyan.config.schema import Config, ModelConfig, ServerConfig
 from banyan.messages.events import Event, Finished, Ready, Stats, Tokens
 from banyan.messages.link import ZmqEngineLink
 from banyan.messages.requests import Abort, Generate
+from banyan.server import startup
 from banyan.server.serve import run_server
 from tests.server.fakes import CARD
 
@@ -77,6 +79,11 @@ def _end(asked: Generate, count: int, reason: str) -> Finished:
     return Finished(asked.request, reason, len(asked.tokens) // 4, count, 0)
 
 
+def busy_for_ever(config: Config) -> None:
+    """A text that is never read."""
+    threading.Event().wait()
+
+
 def main() -> int:
     port, folder, drain_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     start_logging("server")
@@ -84,6 +91,9 @@ def main() -> int:
         model=ModelConfig(source="tiny", path=folder, tokenizer_path=folder),
         server=ServerConfig(port=port, drain_timeout_s=drain_s),
     )
+
+    if folder.endswith("busy"):
+        startup._load_words = busy_for_ever
 
     def prepare() -> tuple[Config, ModelCard]:
         if folder.endswith("slow"):

@@ -125,9 +125,10 @@ def test_start_prints_phases_the_ready_line_and_a_command(model: Path) -> None:
         assert answer["usage"]["completion_tokens"] == 3
 
 
-@pytest.mark.parametrize("what", ["late", "slow"])
+@pytest.mark.parametrize("what", ["late", "slow", "busy"])
 def test_a_server_that_is_not_ready_is_alive_and_can_be_stopped(tmp_path: Path, what: str) -> None:
-    """Neither an engine that loads nor a model that is still being fetched holds up health."""
+    """Neither an engine that loads, nor a model that is still being fetched, nor a thread without
+    end holds up health or the exit."""
     folder = write_tokenizer(tmp_path / what)
     server = Process(folder, 10.0)
     try:
