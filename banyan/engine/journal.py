@@ -7,10 +7,12 @@ records of two little-endian uint32, length and CRC-32, and that many bytes of m
 0 ends the file. The first record is the CoreSpec, the others are JournalRecord.
 """
 
+import errno
 import mmap
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 from zlib import crc32
@@ -28,6 +30,7 @@ log = logger(__name__)
 _MAGIC = b"BANYANJ1"
 _HEAD = struct.Struct("<II")
 _HASH_BYTES = 8
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 _ENDING_BYTES = 64
 """Room kept for the record that says Full, and for the end."""
 
@@ -73,9 +76,13 @@ class Journal:
     """Writes records. Satisfies `engine.core.Recorder`.
 
     Args:
-        path: created or overwritten.
+        path: created or overwritten; a link is refused, because where it leads may be anything.
         spec: what rebuilds the core.
-        size: bytes of the file.
+        size: bytes of the file. The disk gives them at the start: a write into a hole of a mapped
+            file kills the process when the disk is full by then.
+
+    Raises:
+        ConfigError: there is no such place, or no room for so much.
     """
 
     def __init__(self, path: str, spec: CoreSpec, size: int) -> None:
@@ -86,14 +93,17 @@ class Journal:
         if size < self._end + len(header) + 1024:
             raise ConfigError(f"--journal-bytes {size} does not even hold the header")
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            try:
-                os.ftruncate(descriptor, size)
-                self._map = mmap.mmap(descriptor, size)
-            finally:
-                os.close(descriptor)
+            self._descriptor = os.open(path, _FLAGS, 0o600)
         except OSError as error:
-            raise ConfigError(f"--journal {path!r} cannot be written: {error.strerror}") from None
+            raise _unusable(path, size, error) from None
+        try:
+            os.posix_fallocate(self._descriptor, 0, size)
+            self._map = mmap.mmap(self._descriptor, size)
+        except OSError as error:
+            with suppress(OSError):  # a device has no length
+                os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            raise _unusable(path, size, error) from None
         self._map[: self._end] = _MAGIC
         self._is_full = False
         self._append(header)
@@ -118,7 +128,8 @@ class Journal:
             return
         self._map.flush()
         self._map.close()
-        os.truncate(self._path, self._end)
+        os.ftruncate(self._descriptor, self._end)
+        os.close(self._descriptor)
 
     def _record(self, record: JournalRecord) -> None:
         if not self._is_full:
@@ -135,6 +146,14 @@ class Journal:
         self._map[self._end + _HEAD.size : end] = body
         _HEAD.pack_into(self._map, self._end, len(body), crc32(body))
         self._end = end
+
+
+def _unusable(path: str, size: int, error: OSError) -> ConfigError:
+    why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+    return ConfigError(
+        f"--journal {path!r} cannot be written with {size} bytes: {why}",
+        hint="name another file, or fewer --journal-bytes",
+    )
 
 
 def read_journal(path: str) -> tuple[CoreSpec, Iterator[JournalRecord]]:

@@ -1,6 +1,8 @@
 """The journal records what decisions depend on; replay makes every plan again."""
 
+import errno
 import logging
+import os
 from random import Random
 from zlib import crc32
 
@@ -134,3 +136,29 @@ def test_a_flipped_bit_of_content_is_found(tmp_path):
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot be written"):
         record(tmp_path / "missing" / "journal")
+
+
+def test_the_disk_gives_the_whole_journal_at_the_start(tmp_path):
+    """A hole in a mapped file, written to when the disk is full, would kill the engine."""
+    path = tmp_path / "journal"
+    journal = Journal(str(path), asked(), 1 << 20)
+    assert path.stat().st_blocks * 512 >= 1 << 20
+    journal.close()
+
+
+def test_a_disk_without_room_for_the_journal_is_told_and_nothing_remains(tmp_path, monkeypatch):
+    def full(descriptor, start, size):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"1048576 bytes: No space left.*--journal-bytes"):
+        Journal(str(tmp_path / "journal"), asked(), 1 << 20)
+    assert (tmp_path / "journal").stat().st_size == 0
+
+
+def test_a_link_is_not_followed(tmp_path):
+    (tmp_path / "mine").write_bytes(b"mine")
+    (tmp_path / "journal").symlink_to(tmp_path / "mine")
+    with pytest.raises(ConfigError, match="it is a link"):
+        Journal(str(tmp_path / "journal"), asked(), 1 << 20)
+    assert (tmp_path / "mine").read_bytes() == b"mine"
