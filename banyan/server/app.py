@@ -100,7 +100,10 @@ class App:
         route = self._find(exchange)
         if route is not None:
             exchange.dialect = route.dialect
-        self._guard.check_origin(exchange.header(b"host"), exchange.header(b"origin"))
+        host = exchange.header(b"host")
+        self._guard.check_origin(
+            host, exchange.header(b"origin"), exchange.header(b"sec-fetch-site")
+        )
         if exchange.method == "OPTIONS":
             allowed = ", ".join((*route.methods, "OPTIONS")) if route else "OPTIONS"
             await exchange.whole(b"", 204, "text/plain", {"allow": allowed})
@@ -109,6 +112,7 @@ class App:
             route.guard if route else auth.KEY,
             _credentials(exchange),
             exchange.peer,
+            host,
         )
         if verdict.status == auth.UNAUTHORIZED:
             await exchange.json(exchange.dialect.unauthorized, 401, {"www-authenticate": "Bearer"})

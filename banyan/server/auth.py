@@ -17,6 +17,9 @@ ADMIN = "admin"
 
 UNAUTHORIZED = 401
 
+_OWN_SITES = ("", "none", "same-origin")
+"""Sec-Fetch-Site of programs, of a person who types an address, and of the server's own pages."""
+
 
 def _digest(key: str | bytes) -> bytes:
     return hashlib.sha256(key if isinstance(key, bytes) else key.encode()).digest()
@@ -55,28 +58,40 @@ class Guard:
         self._is_local = is_loopback(host)
         self._hosts = frozenset({"localhost", "127.0.0.1", "[::1]", host.lower(), f"[{host}]"})
 
-    def check_origin(self, host: str, origin: str) -> None:
-        """Refuse DNS rebinding and foreign web pages on loopback binds: RequestError 421, 403."""
-        if not self._is_local:
+    def check_origin(self, host: str, origin: str, site: str) -> None:
+        """Refuse what web pages of others make a browser ask: RequestError 421, 403.
+
+        With a key a page gets no further, because it does not know the key; on loopback it is
+        turned away all the same.
+
+        Args:
+            host, origin, site: the headers Host, Origin and Sec-Fetch-Site, "" for none. Browsers
+                send the last with every request, also with those that have no Origin.
+        """
+        if self._api and not self._is_local:
             return
-        if host and _bare(host) not in self._hosts:
+        if self._is_local and host and _bare(host) not in self._hosts:
             raise RequestError(
                 "this server answers to its own names only",
                 status=421,
                 code="unknown_host",
                 hint="Call it as localhost or 127.0.0.1, or bind another --host",
             )
-        if origin and origin != "null" and _bare(origin.partition("://")[2]) in self._hosts:
+        own = self._hosts if self._is_local else (_bare(host),)
+        if _bare(origin.partition("://")[2]) in own if origin else site in _OWN_SITES:
             return
-        if origin:
-            raise RequestError(
-                "web pages of other origins may not call a local server",
-                status=403,
-                code="foreign_origin",
-            )
+        raise RequestError(
+            "web pages of other origins may not call a server without a key, or a local one",
+            status=403,
+            code="foreign_origin",
+        )
 
-    def judge(self, guard: str, authorization: bytes, peer: str) -> Verdict:
-        """Whether a request with this Authorization header may use a route with this guard."""
+    def judge(self, guard: str, authorization: bytes, peer: str, host: str) -> Verdict:
+        """Whether a request with this Authorization header may use a route with this guard.
+
+        Without a key admin routes are for this machine: for a `peer` on it that calls the server by
+        a loopback name in the header `host`. A page's own name, made to point here, is none.
+        """
         if guard == OPEN:
             return Verdict(200)
         scheme, _, token = authorization.partition(b" ")
@@ -85,7 +100,8 @@ class Guard:
         if wanted:
             fits = hmac.compare_digest(given, wanted)
             return Verdict(200, tenant=given) if fits else Verdict(UNAUTHORIZED)
-        if guard == ADMIN and not self._is_local and not is_loopback(peer):
+        is_near = is_loopback(peer) and (not host or is_loopback(_bare(host)))
+        if guard == ADMIN and not self._is_local and not is_near:
             return Verdict(403, "admin routes need a key here: start with --admin-api-key")
         return Verdict(200)
 

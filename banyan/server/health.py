@@ -36,13 +36,17 @@ async def health(exchange: Exchange, state: ServerState) -> None:
 
 
 async def health_generate(exchange: Exchange, state: ServerState) -> None:
-    """Generate one token; 200 when it comes in time."""
+    """Generate one token; 200 when it comes in time. All who ask at a time get the same answer."""
     service = state.admit()
-    try:
-        async with asyncio.timeout(PROBE_TIMEOUT_S):
-            await generate_one(service)
-    except TimeoutError:
-        raise unavailable(f"no token within {PROBE_TIMEOUT_S:g} s", "engine_stuck") from None
+
+    async def generate() -> None:
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                await generate_one(service)
+        except TimeoutError:
+            raise unavailable(f"no token within {PROBE_TIMEOUT_S:g} s", "engine_stuck") from None
+
+    await state.probe.ask(generate)
     await exchange.whole(b"", 200, "text/plain")
 
 

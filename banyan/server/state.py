@@ -25,6 +25,7 @@ from banyan.frontend.templates import FillIn
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.events import Ready
 from banyan.server.errors import unavailable
+from banyan.server.probe import SharedProbe
 from banyan.server.store.responses import ResponseStore
 from banyan.server.store.storage import Storage, storage_path
 from banyan.server.tool_servers.base import ToolServers
@@ -129,6 +130,7 @@ class ServerState:
     dead: str = ""
     open: OpenRequests = field(default_factory=OpenRequests)
     sessions: Sessions = field(default_factory=Sessions)
+    probe: SharedProbe = field(default_factory=SharedProbe)
     version: str = field(default_factory=_version)
     storage: Storage = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)

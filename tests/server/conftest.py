@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from banyan.frontend.client import Health
+from banyan.server.probe import SharedProbe
 from tests.server.fakes import Site, steps
 
 
@@ -26,6 +27,7 @@ def site(shared_site: Site) -> Site:
     client.aborted.clear()
     shared_site.state.service = shared_site.service
     shared_site.state.draining = False
+    shared_site.state.probe = SharedProbe()
     shared_site.state.dead = ""
     return shared_site
 

@@ -91,15 +91,23 @@ def test_no_answer_holds_a_key(locked: Site) -> None:
 
 def test_admin_routes_need_a_key_from_afar() -> None:
     guard = Guard("", "", "0.0.0.0")
-    assert guard.judge(auth.ADMIN, b"", "10.0.0.9").status == 403
-    assert guard.judge(auth.ADMIN, b"", "127.0.0.1").status == 200
-    assert guard.judge(auth.KEY, b"", "10.0.0.9").status == 200
+    assert guard.judge(auth.ADMIN, b"", "10.0.0.9", "10.0.0.1:30000").status == 403
+    assert guard.judge(auth.ADMIN, b"", "10.0.0.9", "localhost").status == 403
+    assert guard.judge(auth.ADMIN, b"", "127.0.0.1", "localhost:30000").status == 200
+    assert guard.judge(auth.ADMIN, b"", "127.0.0.1", "[::1]:30000").status == 200
+    assert guard.judge(auth.KEY, b"", "10.0.0.9", "10.0.0.1").status == 200
+
+
+def test_a_page_s_own_name_for_this_machine_opens_no_admin_route() -> None:
+    guard = Guard("", "", "0.0.0.0")
+    assert guard.judge(auth.ADMIN, b"", "127.0.0.1", "evil.example:30000").status == 403
+    assert guard.judge(auth.KEY, b"", "127.0.0.1", "evil.example:30000").status == 200
 
 
 def test_the_only_key_is_the_admin_key_too() -> None:
     guard = Guard(KEY, "", "0.0.0.0")
-    assert guard.judge(auth.ADMIN, b"Bearer sesame-key", "10.0.0.9").status == 200
-    assert guard.judge(auth.ADMIN, b"Bearer wrong", "127.0.0.1").status == 401
+    assert guard.judge(auth.ADMIN, b"Bearer sesame-key", "10.0.0.9", "h").status == 200
+    assert guard.judge(auth.ADMIN, b"Bearer wrong", "127.0.0.1", "h").status == 401
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:30000", "[::1]:1", "LocalHost:5"])
@@ -116,7 +124,36 @@ def test_a_rebound_name_is_421_and_a_foreign_page_403(http: httpx.Client) -> Non
 
 
 def test_a_server_for_the_network_answers_to_any_name() -> None:
-    Guard("", "", "0.0.0.0").check_origin("models.example", "https://app.example")
+    for key in ("", KEY):
+        guard = Guard(key, "", "0.0.0.0")
+        guard.check_origin("models.example", "", "")
+        guard.check_origin("models.example:30000", "https://models.example", "same-origin")
+    guard.check_origin("models.example", "https://app.example", "cross-site")  # it has a key
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+@pytest.mark.parametrize(
+    ("origin", "site"),
+    [("https://evil.example", "cross-site"), ("https://evil.example", ""), ("null", "cross-site"),
+     ("", "cross-site"), ("", "same-site")],
+)  # fmt: skip
+def test_without_a_key_no_page_of_others_calls_a_server(host: str, origin: str, site: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        Guard("", "", host).check_origin("127.0.0.1:30000", origin, site)
+    assert caught.value.status == 403
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
+@pytest.mark.parametrize(
+    "path", ["/flush_cache", "/configure_logging?log_level=critical", "/close_session"]
+)
+def test_an_image_in_a_page_changes_nothing(
+    site: Site, http: httpx.Client, path: str, method: str
+) -> None:
+    headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+    assert http.request(method, path, headers=headers).status_code == 403
+    assert site.client.calls == []
+    assert http.get("/v1/models", headers={"sec-fetch-site": "none"}).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from banyan.base.clock import VirtualClock
 from banyan.frontend.client import Health
 from banyan.messages.events import Reply
+from banyan.server.probe import SharedProbe
 from banyan.server.unavailable import unavailable_routes
 from tests.server.fakes import Site
 
@@ -30,6 +32,14 @@ def test_a_stuck_engine_is_a_503_with_the_reason(site: Site, http: httpx.Client,
     answer = http.get(path)
     assert answer.status_code == 503 and "400.0 s" in answer.text
     assert http.get("/livez").status_code == 200
+
+
+def test_who_asks_for_a_token_again_gets_the_answer_of_before(
+    site: Site, http: httpx.Client
+) -> None:
+    site.state.probe = SharedProbe(VirtualClock())
+    assert [http.get("/health_generate").status_code for _ in range(5)] == [200] * 5
+    assert len(site.generator.asked) == 1
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
