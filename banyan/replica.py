@@ -41,7 +41,7 @@ from banyan.messages.wire import plan_codec
 from banyan.models.base import Model
 from banyan.models.foreign import load_foreign
 from banyan.models.weights.custom import load_transforms
-from banyan.models.weights.loader import check_extra_config, load_model
+from banyan.models.weights.loader import load_model
 from banyan.ops.api import Ops
 from banyan.ops.bind import PROBES, ToolkitOptions, bind, kernel_table
 from banyan.parallel.groups import open_groups
@@ -145,8 +145,6 @@ def _lone_torch(ops: Ops) -> Iterator[None]:
 def _load(config: Config, card: ModelCard, build: Build) -> Model:
     if config.model.implementation == "transformers":
         return load_foreign(card, build, config.model.load_format)
-    for line in check_extra_config(config.model.loader_settings):
-        log.warning("--model-loader-extra-config: %s", line)
     return load_model(
         card,
         build,

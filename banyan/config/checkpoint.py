@@ -25,7 +25,7 @@ def read_card(
 
     Args:
         path: a .gguf file, or a folder that holds one, or config.json and *.safetensors.
-        load_format: auto | layered | gguf | safetensors | dummy; dummy needs no
+        load_format: auto | gguf | safetensors | dummy; dummy needs no
             weights, only facts.
         overrides: facts that take the place of the checkpoint's, under its own keys.
         is_foreign: the transformers library runs the model: a folder of any architecture.
@@ -42,9 +42,7 @@ def read_card(
     names = sorted(os.listdir(path))
     gguf = [name for name in names if name.endswith(".gguf")]
     has_safetensors = any(name.endswith(".safetensors") for name in names)
-    if load_format == "gguf" or (
-        load_format in ("auto", "layered") and gguf and not has_safetensors
-    ):
+    if load_format == "gguf" or (load_format == "auto" and gguf and not has_safetensors):
         return read_gguf(_the_one_gguf(path, gguf), overrides)
     if not has_safetensors and load_format != "dummy":
         raise _without_weights(path, names)

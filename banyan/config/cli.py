@@ -4,16 +4,18 @@ The command line wins over the environment, which wins over the file. Every flag
 accepted with a line that says why it needs none, or is refused; unknown ones are errors.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
+from banyan.config.companions import check_companions
 from banyan.config.env import Environment
 from banyan.config.file import read_flag_file
 from banyan.config.flags.flag import BELONGS, LISTS, REFUSED, SWITCH, Absent, Flag, Replaced
-from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, most_words, spellings
+from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
 from banyan.config.schema import Config
+from banyan.config.words import MODEL_HINT, plain, split
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,10 @@ class _Reading:
     refusals: dict[str, Absent] = field(default_factory=dict)
     illegal: list[ConfigError] = field(default_factory=list)
     """Values that flags do not take, kept for the end like the refusals."""
-    config_file: str = ""
+    files: list[str] = field(default_factory=list)
+    """Files of flags; what a later one says holds."""
+    open_lists: dict[str, str] = field(default_factory=dict)
+    """Flag -> the last word of its list, where that might be the model."""
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -92,15 +97,20 @@ def read(argv: Sequence[str], environment: Environment) -> Given:
     reading = _Reading()
     command_line = _read_arguments(argv, reading)
     variables = _read_variables(environment, reading)
-    file = _read_file(reading.config_file, reading) if reading.config_file else _Layer("")
+    file = _read_files(reading)
     if reading.refusals or environment.refusals:
         also = [error.text for error in reading.illegal]
         raise _refusal(reading.refusals, [*environment.refusals, *also])
     if reading.illegal:
-        raise reading.illegal[0]
-    config = build({**file.values, **variables.values, **command_line.values})
-    config = replace(config, observe=replace(config.observe, notes=tuple(reading.notes)))
-    return Given(config, {**file.origins, **variables.origins, **command_line.origins})
+        told = "; ".join(error.text for error in reading.illegal)
+        raise ConfigError(told, hint=reading.illegal[0].hint)
+    values = {**file.values, **variables.values, **command_line.values}
+    _check_open_lists(reading, values)
+    config = build(values)
+    origins = {**file.origins, **variables.origins, **command_line.origins}
+    notes = (*reading.notes, *check_companions(config, origins, environment))
+    config = replace(config, observe=replace(config.observe, notes=notes))
+    return Given(config, origins)
 
 
 def build(values: Mapping[str, object]) -> Config:
@@ -150,7 +160,8 @@ def _default_text(flag: Flag) -> str:
 def _read_arguments(argv: Sequence[str], reading: _Reading) -> _Layer:
     layer = _Layer("flag {}")
     positional = ""
-    for spelled, words in _split(argv):
+    for said in split(argv):
+        spelled, words = said.spelled, said.words
         if not spelled:
             if positional:
                 raise ConfigError(
@@ -158,56 +169,22 @@ def _read_arguments(argv: Sequence[str], reading: _Reading) -> _Layer:
                 )
             positional = words[0]
             continue
-        name = _plain(spelled)
+        name = plain(spelled)
         if name == CONFIG_FILE:
-            if not words or not words[0]:
+            if not words[0]:
                 raise ConfigError(f"{spelled} needs a value")
-            reading.config_file = words[0]
+            reading.files.append(words[0])
             continue
         known = find(name, abbreviate=True)
         if name not in spellings():
             reading.note(f"{spelled} is read as --{known.name}")
-        try:
-            value = known.from_words(words, spelled)
-        except ConfigError as error:
-            reading.illegal.append(error)
-            continue
-        _meet(known, value, name, spelled, layer, reading)
+        if said.may_hold_model:
+            reading.open_lists[spelled] = words[-1]
+        _take(known, words, name, spelled, layer, reading)
     if positional:
         model = find("model-path", abbreviate=False)
         _meet(model, model.check(positional, "MODEL"), "", f"MODEL {positional}", layer, reading)
     return layer
-
-
-def _plain(spelled: str) -> str:
-    """A flag's name as the tables write it."""
-    return spelled.removeprefix("--").replace("_", "-")
-
-
-def _split(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(flag as spelled, its words) for each flag; ("", [word]) for a word that belongs to none."""
-    at = 0
-    while at < len(argv):
-        word = argv[at]
-        at += 1
-        if not word.startswith("--"):
-            if word.startswith("-"):
-                raise ConfigError(f"unknown flag {printable(word, 60)}", hint="see --help")
-            yield "", [word]
-            continue
-        spelled, equals, text = word.partition("=")
-        if equals:
-            yield spelled, [text]
-            continue
-        name = _plain(spelled)
-        most = 1 if name == CONFIG_FILE else most_words(find(name, abbreviate=True))
-        words: list[str] = []
-        while at < len(argv) and len(words) < most and not argv[at].startswith("--"):
-            words.append(argv[at])
-            at += 1
-        if most and not words:
-            raise ConfigError(f"{spelled} needs a value")
-        yield spelled, words
 
 
 def _read_variables(environment: Environment, reading: _Reading) -> _Layer:
@@ -216,21 +193,37 @@ def _read_variables(environment: Environment, reading: _Reading) -> _Layer:
         spelled = "BANYAN_" + name.upper().replace("-", "_")
         known = spellings().get(name)
         if name == CONFIG_FILE:
-            reading.config_file = reading.config_file or text
+            reading.files.insert(0, text)
+        elif not text:
+            continue  # set to nothing, as an empty entry of a compose file does
         elif known is None:
             reading.note(f"{spelled} is set and has no effect: there is no such flag")
         else:
             words = [text] if known.kind not in LISTS else text.split()
-            _meet(known, known.from_words(words, spelled), name, spelled, layer, reading)
+            _take(known, words, name, spelled, layer, reading)
     for note in environment.notes:
         reading.note(note)
     return layer
 
 
-def _read_file(path: str, reading: _Reading) -> _Layer:
-    layer = _Layer("file " + path.replace("{", "{{").replace("}", "}}"))
+def _read_files(reading: _Reading) -> _Layer:
+    """What the files say together: of two that set one flag, the later holds."""
+    whole = _Layer("")
+    for path in reading.files:
+        layer = _Layer("file " + path.replace("{", "{{").replace("}", "}}"))
+        _read_file(path, layer, reading)
+        whole.values |= layer.values
+        whole.origins |= layer.origins
+    return whole
+
+
+def _read_file(path: str, layer: _Layer, reading: _Reading) -> None:
     for key, value in read_flag_file(path).items():
-        name = _plain(key)
+        name = plain(key)
+        if name == CONFIG_FILE:
+            raise ConfigError(
+                f"{path}: a file of flags names no other", hint="give --config once for each file"
+            )
         try:
             known = find(name, abbreviate=False)
         except ConfigError as error:
@@ -238,8 +231,47 @@ def _read_file(path: str, reading: _Reading) -> _Layer:
         if value is None:
             continue
         spelled = f"{key} (in {path})"
-        _meet(known, known.check(value, spelled), name, spelled, layer, reading)
-    return layer
+        try:
+            _meet(known, known.check(value, spelled), name, spelled, layer, reading)
+        except ConfigError as error:
+            reading.illegal.append(error)
+            continue
+        _note_translation(known, value, spelled, reading)
+
+
+def _check_open_lists(reading: _Reading, values: Mapping[str, object]) -> None:
+    """Refuse to guess whether the last word of a list is the model, where nothing else names it."""
+    for spelled, last in reading.open_lists.items():
+        if "model.source" not in values:
+            raise ConfigError(
+                f"{spelled} … {printable(last, 60)}: its last word may be the model",
+                hint=MODEL_HINT,
+            )
+
+
+def _take(
+    known: Known,
+    words: Sequence[str],
+    name: str,
+    spelled: str,
+    layer: _Layer,
+    reading: _Reading,
+) -> None:
+    """Read the words that follow a flag; what it does not take is kept for the end."""
+    try:
+        value = known.from_words(words, spelled)
+    except ConfigError as error:
+        reading.illegal.append(error)
+        return
+    _meet(known, value, name, spelled, layer, reading)
+    if words:
+        _note_translation(known, words[0], spelled, reading)
+
+
+def _note_translation(known: Known, value: object, spelled: str, reading: _Reading) -> None:
+    for theirs, ours in known.translate:
+        if value == theirs:
+            reading.note(f"{spelled} {theirs} is read as {ours}")
 
 
 def _meet(

@@ -15,9 +15,9 @@ Printed by `banyan config --reference`; a test keeps this file equal to it.
 
 Flags go on the command line of `banyan serve` and `python -m banyan.launch_server`, into a YAML
 file (`--config FILE`: dashes or underscores, lists, booleans and mappings as YAML has them; unknown
-keys are errors), or into variables (`--page-size` is `BANYAN_PAGE_SIZE`). The command line wins
-over variables, and those over the file. `banyan config` with the same flags prints what they come
-to, and where each value is from.
+keys are errors; of several files the later wins), or into variables (`--page-size` is
+`BANYAN_PAGE_SIZE`). The command line wins over variables, and those over files. `banyan config`
+with the same flags prints what they come to, and where each value is from.
 
 """
 

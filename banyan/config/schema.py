@@ -25,7 +25,6 @@ class ModelConfig:
     """Prompts become vectors; no text is generated."""
     overrides: dict[str, object] = field(default_factory=dict)
     """Facts in the place of the checkpoint's, under its own keys."""
-    loader_settings: dict[str, object] = field(default_factory=dict)
     loader_functions: tuple[str, ...] = ()
     """"module:function" each; they change what the checkpoint holds before the model takes it."""
     disable_mmap: bool = False

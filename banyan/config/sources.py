@@ -60,6 +60,11 @@ def fetch(model: ModelConfig, environment: Environment) -> str:
     )
 
 
+def kind_of(name: str, environment: Environment) -> str:
+    """Kind of the source that `name` is looked for in; "" when it is none."""
+    return next((s.kind for s in SOURCES if s.matches(name, environment)), "")
+
+
 def _fetch_local(model: ModelConfig, environment: Environment) -> str:
     return os.path.abspath(os.path.expanduser(model.source))
 

@@ -202,7 +202,7 @@ def load_foreign(card: ModelCard, build: Build, load_format: str = "auto") -> Fo
     """
     if build.groups.world.size > 1:
         raise ConfigError("--model-impl transformers cannot share a model", hint="use --tp 1")
-    if load_format not in ("auto", "layered", "safetensors"):
+    if load_format not in ("auto", "safetensors"):
         raise ConfigError(f"--model-impl transformers cannot load the format {load_format}")
     try:
         from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM

@@ -1,10 +1,13 @@
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.cli import parse
+from banyan.config.cli import parse, value_of
 from banyan.config.env import Environment, read_environment
+from banyan.config.flags.flag import SWITCH, Flag
+from banyan.config.flags.table import Known, known_flags
 from banyan.config.schema import Config
 
 NOTHING = Environment()
@@ -173,9 +176,145 @@ def test_a_flag_without_an_effect_still_takes_only_its_own_values(argv: list[str
         parse(argv, NOTHING)
 
 
-def test_a_harmless_list_takes_its_words_and_no_more() -> None:
-    config = parse(["--cuda-graph-bs", "1", "2", "4", "--port", "5"], NOTHING)
-    assert config.server.port == 5
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--cuda-graph-bs 1 2 4",
+        "--bucket-e2e-request-latency 0.5 1 2",
+        "--lora-target-modules q_proj all",
+        "--custom-weight-loader mine:function yours:function",
+        "--page-size 32",
+        "--schedule-policy lpm",
+        "--chat-template chatml",
+    ],
+)
+def test_a_flag_leaves_the_model_that_follows_its_values(given: str) -> None:
+    assert parse([*given.split(), "./my-model"], NOTHING).model.source == "./my-model"
+
+
+def test_a_list_takes_its_words_up_to_the_next_flag() -> None:
+    config = parse(["--custom-weight-loader", "a:b", "c:d", "--port", "5"], NOTHING)
+    assert (config.model.loader_functions, config.server.port) == (("a:b", "c:d"), 5)
+
+
+def test_a_list_of_any_words_does_not_guess_which_one_is_the_model() -> None:
+    given = ["--allowed-media-domains", "a.org", "./my-model"]
+    with pytest.raises(ConfigError, match="may be the model.*--model-path"):
+        parse(given, NOTHING)
+    assert parse(["here", *given], NOTHING).model.source == "here"
+    assert parse([*given, "--model", "here"], NOTHING).model.source == "here"
+
+
+@pytest.mark.parametrize(
+    ("argv", "culprit"),
+    [
+        (["--mem-fraction-static", "0.7", "0.8"], "--mem-fraction-static does not take '0.8'"),
+        (["--page-size", "16", "32"], "--page-size does not take '32'"),
+        (["--cuda-graph-bs", "1", "2.5"], "--cuda-graph-bs does not take '2.5'"),
+        (["--schedule-policy", "fcfs", "lpm"], "--schedule-policy does not take 'lpm'"),
+    ],
+)
+def test_a_second_value_is_not_the_model(argv: list[str], culprit: str) -> None:
+    with pytest.raises(ConfigError, match=culprit):
+        parse(argv, NOTHING)
+
+
+SWITCHES = [flag for flag in known_flags() if flag.kind == SWITCH]
+
+
+@pytest.mark.parametrize("flag", SWITCHES, ids=lambda flag: flag.name)
+def test_a_switch_takes_true_and_false_as_a_word_behind_it(flag: Known) -> None:
+    for word in ("false", "False", "no", "0"):
+        for argv in ([f"--{flag.name}", word], [f"--{flag.name}={word}"]):
+            config = parse([*argv, "here"], NOTHING)
+            assert config.model.source == "here"
+            assert dataclasses.replace(config, observe=Config().observe) == parse(["here"], NOTHING)
+    if isinstance(flag, Flag):
+        on = parse([f"--{flag.name}", "here"], NOTHING)
+        assert parse([f"--{flag.name}", "true", "here"], NOTHING) == on
+        assert value_of(on, flag) == flag.sets and on.model.source == "here"
+
+
+def test_a_model_behind_a_switch_stays_the_model() -> None:
+    config = parse(["--log-requests", "./true"], NOTHING)
+    assert (config.model.source, config.observe.log_requests) == ("./true", True)
+
+
+def test_of_several_files_a_later_one_wins(tmp_path: Path) -> None:
+    files = [tmp_path / "one.yaml", tmp_path / "two.yaml"]
+    files[0].write_text("port: 1\npage-size: 32\n")
+    files[1].write_text("port: 2\n")
+    one, two = map(str, files)
+    config = parse(["--config", one, "--config", two], NOTHING)
+    assert (config.server.port, config.cache.page_size) == (2, 32)
+    assert parse(["--config", two, "--config", one], NOTHING).server.port == 1
+    named = read_environment({"BANYAN_CONFIG": one})
+    config = parse(["--config", two], named)
+    assert (config.server.port, config.cache.page_size) == (2, 32)
+
+
+def test_a_file_that_names_another_says_how_to_give_two(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="once for each file"):
+        parse(["--config", written(tmp_path, "config: other.yaml")], NOTHING)
+
+
+def test_scalars_of_a_file_may_be_texts(tmp_path: Path) -> None:
+    text = "port: '30001'\nlog-requests: 'true'\nmax-lora-chunk-size: '16'\nwarmups: [a, b]\n"
+    config = parse(["--config", written(tmp_path, text)], NOTHING)
+    assert (config.server.port, config.observe.log_requests) == (30001, True)
+    assert config.server.warmups == "a,b"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "crash-on-nan: false",
+        "show-time-cost: false",
+        "debug-tensor-dump-inject: false",
+        "encoder-urls: []",
+        "lora-paths: []",
+        "disaggregation-mode: 'null'",
+        "log-requests-level: 2",
+        "torchao-config: ''",
+    ],
+)
+def test_a_file_may_hold_the_default_of_what_is_absent(line: str, tmp_path: Path) -> None:
+    (note,) = notes("--config", written(tmp_path, line))
+    assert line.partition(":")[0] in note and "asks for nothing" in note
+
+
+def test_all_illegal_values_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match="--page-size must be.*--port must be"):
+        parse(["--page-size", "x", "--port", "y"], NOTHING)
+
+
+@pytest.mark.parametrize(
+    "argv", ["--load-format layered", "--log-level critical", "--load-balance-method auto"]
+)
+def test_a_value_of_another_name_is_reported(argv: str) -> None:
+    assert notes(*argv.split())[0].startswith(f"{argv} is read as ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "instead"),
+    [
+        ("--quantization fp8", "int8"),
+        ("--quantization awq", "GGUF"),
+        ("--kv-cache-dtype fp8_e5m2", "int8"),
+        ("--device npu", "CPU"),
+        ("--device cuda", "CPU"),
+        ("--load-format sharded_state", "safetensors"),
+        ("--schedule-policy priority", "--enable-priority-scheduling"),
+        ("--load-balance-method follow_bootstrap_room", "round_robin"),
+    ],
+)
+def test_a_value_that_this_build_lacks_is_refused_with_a_reason(argv: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f"{argv} is not available.*{instead}"):
+        parse(argv.split(), NOTHING)
+
+
+def test_an_empty_variable_is_not_set() -> None:
+    assert parse([], read_environment({"BANYAN_API_KEY": ""})) == Config()
 
 
 def test_an_absent_flag_does_not_swallow_the_model() -> None:

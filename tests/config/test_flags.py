@@ -25,7 +25,7 @@ def another_value(flag: Flag) -> object:
         return next(choice for choice in flag.choices if choice != default)
     if flag.kind == INT:
         return next(n for n in (1, 2, 2048, 1 << 21) if n != default and flag.low <= n <= flag.high)
-    return {FLOAT: 0.5, JSON: {"a": "b"}, WORDS: ("a", "b")}.get(flag.kind, "text")
+    return {FLOAT: 0.5, JSON: {"a": "b"}, WORDS: ("a:b", "c:d")}.get(flag.kind, "text")
 
 
 @pytest.mark.parametrize("flag", ALL, ids=lambda flag: flag.name)
@@ -52,7 +52,7 @@ def test_both_values_of_a_flag_reach_its_field(flag: Flag) -> None:
         given, expected = [f"--{flag.name}"], flag.sets
     else:
         expected = another_value(flag)
-        texts = {JSON: ['{"a": "b"}'], WORDS: ["a", "b"]}.get(flag.kind, [str(expected)])
+        texts = {JSON: ['{"a": "b"}'], WORDS: ["a:b", "c:d"]}.get(flag.kind, [str(expected)])
         given = [f"--{flag.name}", *texts]
     assert value_of(parse(given, Environment())) == expected
     assert value_of(parse([], Environment())) == default_of(flag) != expected
@@ -111,7 +111,7 @@ def test_every_owned_field_is_read_where_work_is_done() -> None:
         ("page-size", "0"),
         ("mem-fraction-static", "nan"),
         ("mem-fraction-static", "1.5"),
-        ("schedule-policy", "priority"),
+        ("schedule-policy", "best"),
         ("preferred-sampling-params", "[1]"),
         ("preferred-sampling-params", "{"),
         ("drain-timeout", "inf"),

@@ -13,9 +13,8 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.layers.build import Build
 from banyan.layers.step import StepInputs
 from banyan.models.weights.custom import load_transforms
-from banyan.models.weights.loader import check_extra_config, load_model
+from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind
-from tests.flags import config_of
 
 CPU = torch.device("cpu")
 PROMPT = list(range(20))
@@ -192,24 +191,6 @@ def test_files_that_are_read_whole_give_the_weights_of_mapped_ones(shards, tiny_
     read, mapped = load(card, ops, is_mapped=False), load(card, ops)
 
     assert torch.equal(paged(read).step([(0, PROMPT)])[0], paged(mapped).step([(0, PROMPT)])[0])
-
-
-def test_layered_loading_gives_the_weights_of_the_checkpoint(tiny_llama, ops, paged):
-    _, card = tiny_llama()
-
-    logits = paged(load(card, ops, load_format="layered")).step([(0, PROMPT)])[0]
-
-    assert torch.equal(logits, paged(load(card, ops)).step([(0, PROMPT)])[0])
-
-
-def test_settings_of_the_loader_that_nothing_reads_are_named():
-    def settings(text):
-        return config_of("--model-loader-extra-config", text).model.loader_settings
-
-    with pytest.raises(ConfigError, match="unknown threads"):
-        check_extra_config(settings('{"num_threads": 4, "threads": 8}'))
-
-    assert len(check_extra_config(settings('{"num_threads": 4}'))) == 1
 
 
 CUSTOM = """

@@ -1,6 +1,6 @@
 """Flags of the KV cache: its size, its pages and what is kept."""
 
-from banyan.config.flags.flag import FLOAT, INT, SWITCH, Flag
+from banyan.config.flags.flag import FLOAT, INT, SWITCH, Elsewhere, Flag
 
 FLAGS = (
     Flag(
@@ -19,6 +19,13 @@ FLAGS = (
         "int8 keeps a scale per token and head",
         choices=("auto", "fp32", "fp16", "bf16", "int8"),
         translate=(("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")),
+        elsewhere=(
+            Elsewhere(
+                "fp8_e5m2 fp8_e4m3 mxfp8 nvfp4 fp4_mx_block16 fp4_e2m1",
+                "the cache holds no floats of 8 or 4 bits",
+                "int8 takes as many bytes as fp8",
+            ),
+        ),
         proof="tests/system/test_flag_effects.py::test_half_precision_halves_the_cache",
     ),
     Flag(
@@ -52,6 +59,7 @@ FLAGS = (
         "cache.eviction",
         "which cached prefix goes first when room is needed",
         choices=("lru", "lfu", "fifo"),
+        elsewhere=(Elsewhere("slru tlru", "there is no such order here", "use lru, lfu or fifo"),),
         proof="tests/scheduler/test_scheduler.py"
         "::test_the_eviction_policy_decides_what_stays_in_the_cache",
     ),

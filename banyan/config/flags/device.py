@@ -1,6 +1,6 @@
 """Flags of the machine: device, ranks, threads and kernels."""
 
-from banyan.config.flags.flag import INT, JSON, Flag
+from banyan.config.flags.flag import INT, JSON, Elsewhere, Flag
 
 FLAGS = (
     Flag(
@@ -8,6 +8,13 @@ FLAGS = (
         "device.name",
         "device to run on",
         choices=("auto", "cpu"),
+        elsewhere=(
+            Elsewhere(
+                "cuda npu xpu hpu mps musa tpu",
+                "it runs on the CPU only",
+                "leave it out, or give --device cpu",
+            ),
+        ),
         proof="tests/system/test_flag_effects.py"
         "::test_forced_kernels_threads_and_depth_are_what_the_engine_reports",
     ),
@@ -36,6 +43,13 @@ FLAGS = (
         "parallel.load_balance",
         "which replica takes a request",
         choices=("round_robin", "total_requests", "total_tokens"),
+        elsewhere=(
+            Elsewhere(
+                "follow_bootstrap_room",
+                "there are no prefill servers to follow",
+                "use round_robin",
+            ),
+        ),
         translate=(
             ("auto", "round_robin"),
             ("shortest_queue", "total_requests"),

@@ -6,6 +6,7 @@ The default of a flag is the default of the schema field it owns, so that it is 
 import contextlib
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
@@ -20,6 +21,7 @@ JSON = "json"
 WORDS = "words"
 INTS = "ints"
 FLOATS = "floats"
+COMMAS = "commas"
 LISTS = (WORDS, INTS, FLOATS)
 
 IDLE = "idle"
@@ -28,7 +30,22 @@ REFUSED = "refused"
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
-_METAVAR = {TEXT: "TEXT", INT: "N", FLOAT: "X", JSON: "JSON", WORDS: "WORD …"}
+_METAVAR = {TEXT: "TEXT", INT: "N", FLOAT: "X", JSON: "JSON", WORDS: "WORD …", COMMAS: "NAME,…"}
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Values of a flag that others have and this build has not.
+
+    Attributes:
+        values: with blanks between them.
+        why: what is absent; follows a colon.
+        use: what to do instead.
+    """
+
+    values: str
+    why: str
+    use: str
 
 
 @dataclass(frozen=True)
@@ -41,7 +58,9 @@ class Form:
         old: former names; accepted, and reported with the name they have here.
         choices: every legal text; () for any.
         translate: spellings of values that others use -> ours.
+        elsewhere: values that are known and refused with a reason.
         low, high: bounds of a number, both included.
+        pattern: what every word of a list looks like; "" for anything.
         documented: one of the founding documents' flags; only these may be abbreviated.
     """
 
@@ -52,8 +71,10 @@ class Form:
     old: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
     translate: tuple[tuple[str, str], ...] = ()
+    elsewhere: tuple[Elsewhere, ...] = ()
     low: float = -math.inf
     high: float = math.inf
+    pattern: str = ""
     documented: bool = True
 
     @property
@@ -65,7 +86,9 @@ class Form:
     def metavar(self) -> str:
         if self.kind == SWITCH:
             return ""
-        return "|".join(self.choices) if self.choices else _METAVAR[self.kind]
+        if self.choices:
+            return "|".join(self.choices)
+        return "MODULE:FUNCTION …" if self.pattern else _METAVAR[self.kind]
 
     def from_words(self, words: Sequence[str], spelled: str) -> object:
         """The value that the words after the flag stand for; ConfigError names `spelled`."""
@@ -77,6 +100,14 @@ class Form:
             return self.check(list(words), spelled)
         return self.check(words[0], spelled)
 
+    def takes(self, word: str) -> bool:
+        """Whether the flag may have this word as its value, or as one of several."""
+        try:
+            self.from_words([word], self.name)
+        except ConfigError:
+            return False
+        return True
+
     def check(self, value: object, spelled: str) -> object:
         """`value` (already of some type, as YAML gives it) if it is legal for this flag."""
         if self.kind == SWITCH:
@@ -87,6 +118,8 @@ class Form:
             return _json_object(value, spelled)
         if self.kind in LISTS:
             return tuple(self._check_word(word, spelled) for word in _listed(value))
+        if self.kind == COMMAS and isinstance(value, list):
+            return ",".join(self._check_text(part, spelled) for part in value)
         return self._check_text(value, spelled)
 
     def _check_number(self, value: object, kind: str, spelled: str) -> object:
@@ -105,7 +138,10 @@ class Form:
         if self.kind != WORDS:
             return self._check_number(value, INT if self.kind == INTS else FLOAT, spelled)
         text = json.dumps(value) if isinstance(value, dict | list) else value
-        return self._check_text(text, spelled)
+        word = self._check_text(text, spelled)
+        if self.pattern and not re.fullmatch(self.pattern, word):
+            raise _illegal(spelled, word, f"of the form {self.metavar}")
+        return word
 
     def _check_text(self, value: object, spelled: str) -> str:
         if isinstance(value, int | float) and not isinstance(value, bool):
@@ -113,6 +149,10 @@ class Form:
         if not isinstance(value, str) or not value or "\0" in value:
             raise _illegal(spelled, value, "a text that is not empty")
         value = dict(self.translate).get(value, value)
+        for other in self.elsewhere:
+            if value in other.values.split():
+                what = f"{spelled} {value} is not available in this build"
+                raise ConfigError(f"{what}: {other.why} ({other.use})")
         if self.choices and value not in self.choices:
             raise _illegal(spelled, value, f"one of: {', '.join(self.choices)}")
         return value
@@ -151,6 +191,10 @@ class Absent(Form):
     why: str
     use: str
     neutral: tuple[str, ...] = ()
+
+    def check(self, value: object, spelled: str) -> object:
+        """As of any flag; what is off or empty in a file asks for nothing, whatever the kind."""
+        return False if value is False or value == "" else super().check(value, spelled)
 
     def asks_for_nothing(self, value: object) -> bool:
         """Whether a checked value is off, empty or the default of those who have the flag."""

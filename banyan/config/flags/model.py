@@ -1,6 +1,6 @@
 """Flags of the model: what is served, where it comes from and in which form."""
 
-from banyan.config.flags.flag import INT, JSON, SWITCH, WORDS, Flag
+from banyan.config.flags.flag import INT, JSON, SWITCH, WORDS, Elsewhere, Flag
 
 FLAGS = (
     Flag(
@@ -39,7 +39,16 @@ FLAGS = (
         "load-format",
         "model.load_format",
         "form of the weights; dummy = random weights of the right shape",
-        choices=("auto", "layered", "safetensors", "gguf", "dummy"),
+        choices=("auto", "safetensors", "gguf", "dummy"),
+        translate=(("layered", "auto"),),
+        elsewhere=(
+            Elsewhere(
+                "pt npcache bitsandbytes sharded_state presharded mistral flash_rl remote "
+                "remote_instance fastsafetensors instanttensor expert_pack private runai_streamer",
+                "weights are read from safetensors and GGUF files only",
+                "convert them to safetensors, or name a GGUF file",
+            ),
+        ),
         proof="tests/system/test_flag_effects.py::test_random_weights_need_no_weights_file",
     ),
     Flag(
@@ -65,18 +74,11 @@ FLAGS = (
         proof="tests/config/test_resolve.py::test_overrides_reach_the_card_of_the_model",
     ),
     Flag(
-        "model-loader-extra-config",
-        "model.loader_settings",
-        "settings of other loaders; those that would change nothing here are reported",
-        kind=JSON,
-        proof="tests/models/test_loader.py"
-        "::test_settings_of_the_loader_that_nothing_reads_are_named",
-    ),
-    Flag(
         "custom-weight-loader",
         "model.loader_functions",
         "module:function of your own, each changing the tensors before the model takes them",
         kind=WORDS,
+        pattern=r"[A-Za-z_][\w.]*[:.][A-Za-z_]\w*",
         proof="tests/system/test_flag_effects.py::test_functions_and_ways_to_read_reach_the_loader",
     ),
     Flag(
@@ -113,8 +115,23 @@ FLAGS = (
     Flag(
         "quantization",
         "model.quantization",
-        "what float weights are rounded to at load, the head to 8 bits; default: kept as stored",
-        choices=("int8", "q8_0", "q4_0", "q4_1", "gguf"),
+        "what float weights are rounded to at load, the head to 8 bits; gguf = the file is one, "
+        "and is kept as it is; default: kept as stored",
+        choices=("int8", "q8_0", "q4_0", "q4_1", "gguf", "unquant"),
+        elsewhere=(
+            Elsewhere(
+                "fp8 mxfp8 w8a8_fp8 modelopt modelopt_fp8 modelopt_fp4 modelopt_mixed mxfp4 w4afp8 "
+                "nvfp4_online petit_nvfp4 mxfp_w4a8 quark quark_int4fp8_moe quark_mxfp4",
+                "there are no fp8 or fp4 weights here",
+                "int8 rounds float weights to as many bits as fp8, q4_0 and q4_1 to four",
+            ),
+            Elsewhere(
+                "awq gptq marlin gptq_marlin awq_marlin bitsandbytes w8a8_int8 moe_wna16 qoq "
+                "auto-round auto-round-int8 compressed-tensors modelslim humming mlx_q4 mlx_q8",
+                "checkpoints of that form are not read",
+                "name float weights or a GGUF file; int8, q8_0, q4_0, q4_1 round float weights",
+            ),
+        ),
         proof="tests/system/test_flag_effects.py::test_float_weights_are_rounded_at_load",
     ),
     Flag(

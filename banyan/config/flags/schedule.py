@@ -1,6 +1,6 @@
 """Flags of the scheduler: how many requests run, in which order, in which chunks."""
 
-from banyan.config.flags.flag import FLOAT, INT, SWITCH, Flag
+from banyan.config.flags.flag import FLOAT, INT, SWITCH, Elsewhere, Flag
 
 FLAGS = (
     Flag(
@@ -52,6 +52,18 @@ FLAGS = (
         "who goes first: fcfs = first come, lpm = longest cached prefix, dfs-weight = busiest "
         "branch of cached prefixes, lof = longest output, random",
         choices=("fcfs", "lpm", "dfs-weight", "lof", "random"),
+        elsewhere=(
+            Elsewhere(
+                "priority",
+                "priorities are a flag of their own, beside any policy",
+                "use --enable-priority-scheduling",
+            ),
+            Elsewhere(
+                "routing-key hrrn shortest-prefill-first",
+                "there is no such order here",
+                "use fcfs, or lpm where prompts share prefixes",
+            ),
+        ),
         proof="tests/scheduler/test_scheduler.py"
         "::test_longest_prefix_first_serves_cached_prompts_first",
     ),

@@ -1,6 +1,6 @@
 """Flags of the HTTP server: where it listens, who may ask, how answers look."""
 
-from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, Flag
+from banyan.config.flags.flag import COMMAS, FLOAT, INT, JSON, SWITCH, Flag
 
 FLAGS = (
     Flag(
@@ -76,6 +76,7 @@ FLAGS = (
         "tool-server",
         "server.tool_servers",
         "whose tools /v1/responses may call: demo, HOST:PORT or URL of MCP servers, with commas",
+        kind=COMMAS,
         proof="tests/server/test_tool_servers.py"
         "::test_a_tool_of_a_real_server_is_called_and_its_answer_read",
     ),
@@ -115,6 +116,7 @@ FLAGS = (
         "server.warmups",
         "what runs before the server is ready, with commas: chunk = a prompt as long as a step, "
         "constraint = an answer that is constrained, or a plug-in's name",
+        kind=COMMAS,
         proof="tests/server/test_warmup.py::test_what_is_named_runs_before_the_server_is_ready",
     ),
     Flag(

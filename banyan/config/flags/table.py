@@ -1,7 +1,6 @@
 """The one index of every flag: which spellings exist, and what each stands for."""
 
 import difflib
-import sys
 from functools import cache
 
 from banyan.base.errors import ConfigError
@@ -9,7 +8,7 @@ from banyan.base.log import printable
 from banyan.config.flags import cache as cache_flags
 from banyan.config.flags import device, grammar, model, observe, schedule, server
 from banyan.config.flags.absent import REPLACED, read_absent
-from banyan.config.flags.flag import LISTS, SWITCH, Absent, Flag, Replaced
+from banyan.config.flags.flag import Absent, Flag, Replaced
 
 GROUPS = (
     ("Model", model.FLAGS),
@@ -64,10 +63,3 @@ def find(name: str, *, abbreviate: bool) -> Known:
     near = difflib.get_close_matches(name, [*index, CONFIG_FILE], n=1, cutoff=0.6)
     hint = f"did you mean --{near[0]}?" if near else "see --help"
     raise ConfigError(f"unknown flag --{printable(name, 60)}", hint=hint)
-
-
-def most_words(known: Known) -> int:
-    """How many words may follow the flag on a command line."""
-    if known.kind in LISTS:
-        return sys.maxsize
-    return 0 if known.kind == SWITCH else 1

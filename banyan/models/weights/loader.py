@@ -4,7 +4,7 @@ Every tensor of the checkpoint is used or known to be needless, every slot is fi
 first five names are in the error.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -24,10 +24,8 @@ from banyan.models.weights.names import Place, is_ignored, place_of
 from banyan.models.weights.reader import read_tensors
 from banyan.ops.stored import StoredWeight
 
-LOAD_FORMATS = ("auto", "layered", "safetensors", "gguf", "dummy")
-"""What may be asked for; "layered" is "auto": tensors always come one after another."""
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
-_UNUSED_SETTINGS = ("enable_multithread_load", "num_threads")
 log = logger(__name__)
 
 _SHOWN = 5
@@ -59,7 +57,7 @@ def load_model(
         raise ConfigError(
             f"unknown load format {load_format!r}", hint=f"choose: {', '.join(LOAD_FORMATS)}"
         )
-    if load_format not in ("auto", "layered", "dummy", card.format):
+    if load_format not in ("auto", "dummy", card.format):
         raise ConfigError(
             f"load format {load_format!r} was asked for, {card.path!r} is {card.format}",
             hint="leave it at auto",
@@ -78,21 +76,6 @@ def load_model(
             tensors = transform(tensors)
         Filling(model, spec.names[card.format]).run(tensors)
     return model.eval()
-
-
-def check_extra_config(settings: Mapping[str, object]) -> list[str]:
-    """Lines about settings of the loader that have no effect here.
-
-    Raises:
-        ConfigError: a setting that no loader has.
-    """
-    unknown = [name for name in settings if name not in _UNUSED_SETTINGS]
-    if unknown:
-        raise ConfigError(
-            f"--model-loader-extra-config: unknown {', '.join(map(printable, unknown[:_SHOWN]))}",
-            hint=f"known, and without effect: {', '.join(_UNUSED_SETTINGS)}",
-        )
-    return [f"{name} has no effect: pages of mapped files come as needed" for name in settings]
 
 
 class Filling:

@@ -1,0 +1,110 @@
+"""Flags that do nothing beside other flags, or without them: each is told, none is silent."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from banyan.base.errors import ConfigError
+from banyan.config.env import Environment
+from banyan.config.flags.flag import SWITCH
+from banyan.config.flags.table import GROUPS
+from banyan.config.schema import Config
+from banyan.config.sources import kind_of
+
+_KEPT = ("local", "demo", "pypi")
+"""Sources that no hub is asked about."""
+
+
+@dataclass(frozen=True)
+class _Idle:
+    """Flags that have no effect under a condition on the rest."""
+
+    flags: str
+    holds: Callable[[Config], bool]
+    why: str
+
+
+_RULES = (
+    _Idle(
+        "log-requests-format",
+        lambda c: not c.observe.log_requests,
+        "no request is logged without --log-requests",
+    ),
+    _Idle("journal-bytes", lambda c: not c.observe.journal, "there is no --journal"),
+    _Idle(
+        "schedule-low-priority-values-first priority-scheduling-preemption-threshold "
+        "disable-priority-preemption",
+        lambda c: not c.schedule.priorities,
+        "priorities count under --enable-priority-scheduling only",
+    ),
+    _Idle(
+        "abort-on-priority-when-disabled",
+        lambda c: c.schedule.priorities,
+        "priorities are on",
+    ),
+    _Idle("load-balance-method", lambda c: c.parallel.dp == 1, "there is one replica"),
+    _Idle("radix-eviction-policy", lambda c: c.cache.disable_radix, "no prefix is cached"),
+    _Idle(
+        "constrained-json-disable-any-whitespace grammar-timeout",
+        lambda c: c.grammar.backend == "none",
+        "nothing constrains answers",
+    ),
+    _Idle(
+        "chat-template completion-template tool-call-parser reasoning-parser tokenizer-path "
+        "tokenizer-worker-num",
+        lambda c: c.server.skip_tokenizer,
+        "there is no text under --skip-tokenizer-init",
+    ),
+    _Idle(
+        "weight-loader-disable-mmap",
+        lambda c: c.model.implementation == "transformers",
+        "with --model-impl transformers that library reads the files",
+    ),
+    _Idle(
+        "weight-loader-disable-mmap custom-weight-loader",
+        lambda c: c.model.load_format == "dummy",
+        "with --load-format dummy no file is read",
+    ),
+    _Idle(
+        "preferred-sampling-params sampling-defaults",
+        lambda c: c.model.is_embedding,
+        "nothing is sampled for embeddings",
+    ),
+    _Idle("install-model", lambda c: not c.model.source.startswith("pypi:"), "no pypi: is named"),
+)
+
+
+def check_companions(
+    config: Config, origins: Mapping[str, str], environment: Environment
+) -> Iterator[str]:
+    """A line for each flag that was given and has no effect beside the others.
+
+    Raises:
+        ConfigError: answers would differ from what a flag asks for.
+    """
+    if config.model.loader_functions and config.model.implementation == "transformers":
+        raise ConfigError(
+            "--custom-weight-loader and --model-impl transformers do not go together: that "
+            "library reads the weights by itself",
+            hint="leave --model-impl at auto, or change the weights beforehand",
+        )
+    kept = _Idle(
+        "revision download-dir",
+        lambda c: kind_of(c.model.source, environment) in _KEPT,
+        "the model lies on this machine",
+    )
+    for rule in (*_RULES, kept):
+        if rule.holds(config):
+            given = [f for f in rule.flags.split() if _is_given(f, config, origins)]
+            yield from (f"--{flag} is accepted without an effect: {rule.why}" for flag in given)
+
+
+def _is_given(name: str, config: Config, origins: Mapping[str, str]) -> bool:
+    """Whether somebody gave the flag another value than it has anyway."""
+    flag = next(flag for _, flags in GROUPS for flag in flags if flag.name == name)
+    part, _, field = flag.field.partition(".")
+    value = getattr(getattr(config, part), field)
+    if flag.kind == SWITCH:
+        return value == flag.sets
+    is_its_own = not isinstance(value, int) or flag.low <= value
+    given = is_its_own and flag.field in origins
+    return given and value != getattr(getattr(Config(), part), field)
