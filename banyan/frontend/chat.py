@@ -7,10 +7,6 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.sandbox import SecurityError
-
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.log import printable
 from banyan.frontend.content_marks import (
@@ -21,7 +17,13 @@ from banyan.frontend.content_marks import (
     unmarked,
     unused,
 )
-from banyan.frontend.template_sandbox import TemplateEnvironment
+from banyan.frontend.template_process import (
+    TIME_S,
+    TemplateFailed,
+    TemplateProcesses,
+    TemplateRefused,
+    TemplateStopped,
+)
 from banyan.frontend.tokenizer import Tokenizer
 
 Message = Mapping[str, object]
@@ -38,6 +40,9 @@ _PROBE_TOOL: Message = {
     },
 }
 
+_PROBE_TIME_S = 2.0
+"""Processor time of one rendering at load."""
+
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -50,6 +55,7 @@ class ChatTemplate:
         special: texts that are always control tokens.
         added: other texts that the tokenizer cuts out; those that the template writes itself, and
             does not look for in messages, are control tokens too.
+        time_s: processor time that one rendering may take.
 
     Raises:
         ModelError: the template does not compile, or reaches for what the sandbox refuses.
@@ -61,26 +67,18 @@ class ChatTemplate:
         named: Mapping[str, str] | None = None,
         special: Collection[str] = (),
         added: Collection[str] = (),
+        time_s: float = TIME_S,
     ) -> None:
         self.source = source
         self._named = dict(named or {})
-        self._environment = TemplateEnvironment()
+        self._time_s = time_s
         try:
-            self._template = self._environment.compile_template(source)
-            tree = self._environment.parse(source)
-            written, sought = _constants(tree)
-        except (
-            jinja2.TemplateError,
-            ArithmeticError,
-            MemoryError,
-            RecursionError,
-            SyntaxError,
-            TypeError,
-            ValueError,
-        ) as error:
+            self._processes = TemplateProcesses(source, min(time_s, _PROBE_TIME_S))
+        except (TemplateStopped, TemplateRefused, TemplateFailed) as error:
             raise _model_error(error) from None
+        written, sought = self._processes.written, self._processes.sought
         marks = {t for t in added if not t.isspace() and t in written and t not in sought}
-        self.variables = frozenset(meta.find_undeclared_variables(tree))
+        self.variables = self._processes.variables
         """Names that the template reads from outside."""
         self._control = ControlTexts(marks | set(special))
         self._probe()
@@ -135,20 +133,12 @@ class ChatTemplate:
 
     def _render(self, variables: Mapping[str, object]) -> str:
         try:
-            return self._environment.render(self._template, {**self._named, **variables})
-        except SecurityError as error:
+            return self._processes.render({**self._named, **variables}, self._time_s)
+        except TemplateStopped as error:
             raise RequestError(f"the chat template was stopped: {error}") from None
-        except jinja2.TemplateError as error:
+        except TemplateRefused as error:
             raise RequestError(str(error) or "the chat template failed") from None
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            MemoryError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except TemplateFailed as error:
             raise RequestError(
                 f"the chat template cannot render these messages: {printable(str(error))}",
                 param="messages",
@@ -203,13 +193,12 @@ class ChatTemplate:
     def _tried(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
         variables = {"messages": messages, "tools": tools, "add_generation_prompt": False}
         try:
-            return self._environment.render(self._template, {**self._named, **variables})
-        except (SecurityError, OverflowError, MemoryError, RecursionError) as error:
+            time_s = min(self._time_s, _PROBE_TIME_S)
+            return self._processes.render({**self._named, **variables}, time_s)
+        except TemplateStopped as error:
             raise _model_error(error) from None
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError):
+        except (TemplateRefused, TemplateFailed):
             return ""  # it refuses this form of message, which is what was asked
-        except ValueError:
-            return ""
 
 
 class Chat:
@@ -253,25 +242,6 @@ def load_chat(tokenizer: Tokenizer, source: str | None = None) -> Chat:
         source, tokenizer.facts.named, tokenizer.special_texts, tokenizer.added.keys()
     )
     return Chat(tokenizer, template)
-
-
-def _constants(tree: nodes.Template) -> tuple[str, str]:
-    """What the template writes, and what it looks for in its inputs, each joined with NULs."""
-    written = [node.data for node in tree.find_all(nodes.TemplateData)]
-    written += [n.value for n in tree.find_all(nodes.Const) if isinstance(n.value, str)]
-    sought: list[str] = []
-    for node in tree.find_all((nodes.Compare, nodes.Call)):
-        # Operands of a comparison and arguments of a method; not what is joined inside of them.
-        operands = (
-            [node.expr, *(operand.expr for operand in node.ops)]
-            if isinstance(node, nodes.Compare)
-            else node.args
-            if isinstance(node.node, nodes.Getattr)
-            else []
-        )
-        values = [operand.value for operand in operands if isinstance(operand, nodes.Const)]
-        sought += [value for value in values if isinstance(value, str)]
-    return "\0".join(written), "\0".join(sought)
 
 
 def _append(messages: list[dict[str, object]], end: str) -> None:

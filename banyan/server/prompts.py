@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from banyan.base.errors import RequestError
 from banyan.frontend.chat import RESERVED
 from banyan.frontend.constraint import check_depth
-from banyan.frontend.threads import off_loop
+from banyan.frontend.threads import THREAD_BYTES, off_loop
 from banyan.server.errors import Json
 from banyan.server.state import Service
 
@@ -68,8 +68,9 @@ async def chat_ids(service: Service, chat: Conversation) -> list[int]:
             **chat.options,
         )
 
+    # In a thread whatever the size: it waits for the process that the template runs in.
     size = sum(_size(m["content"]) for m in messages) + chat.tools_bytes
-    return await off_loop(size, render)
+    return await off_loop(THREAD_BYTES + 1 + size, render)
 
 
 async def text_ids(service: Service, text: str, add_special_tokens: bool = True) -> list[int]:

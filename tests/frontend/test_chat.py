@@ -1,8 +1,14 @@
 """Rendered chats equal transformers', byte for byte; nothing in a template or message gets out."""
 
+import gc
 import random
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -228,7 +234,11 @@ def test_marks_survive_json_with_escapes() -> None:
         "{% for i in range(10**9) %}{% endfor %}",
         "{{ 'x' * 100000000 }}",
         "{{ ('x' * 1000000) * 1000 }}",
-        "{{ 2 ** 100000000 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ '%(a)1000000000d' % {'a': 1} }}",
+        "{{ ('a ' * 30000000)|title }}",
+        "{{ 1.5|round(1000000000, 'ceil') }}",
+        "{{ ('<!---->' * 600000)|striptags }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{% if true %}" * 6000 + "{% endif %}" * 6000,
         "{{ " + "(" * 6000 + "1" + ")" * 6000 + " }}",
@@ -260,7 +270,73 @@ def test_marks_survive_json_with_escapes() -> None:
 )
 def test_a_hostile_template_is_refused_when_it_is_loaded(source: str) -> None:
     with pytest.raises(ModelError):
-        ChatTemplate(source)
+        ChatTemplate(source, time_s=0.3)
+
+
+NESTS = (
+    "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(40) %}"
+    "{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
+)
+ENDLESS = [
+    NESTS + "{{ ns.a == ns.b }}",
+    NESTS.replace("[", "(").replace("]", ",)") + "{{ {ns.a: 1} }}",
+    "{% set ns = namespace(n=3) %}{% for i in range(30) %}{% set ns.n = ns.n * ns.n %}{% endfor %}"
+    "{{ (ns.n * ns.n) // (ns.n + 1) }}",
+    "{{ ('a' * 2000000).strip('b' * 2000000 + 'a') }}",
+    "{% set ns = namespace(n=namespace()) %}{% for i in range(40) %}"
+    "{% set ns.n = namespace(a=ns.n, b=ns.n) %}{% endfor %}{{ ns.n }}",
+    "{% set a = 'x' * 9000000 %}{{ (a ~ 'y') in [a ~ 'z'] * 9000000 }}",
+]
+
+
+def test_an_operation_without_end_is_stopped_and_the_next_messages_are_rendered() -> None:
+    """In a process of its own, so that a template that is not stopped fails this test alone."""
+    code = f"""
+from banyan.base.errors import RequestError
+from banyan.frontend.chat import ChatTemplate
+for source in {ENDLESS!r}:
+    template = ChatTemplate(
+        "{{% if messages[0].n %}}" + source + "{{% endif %}}{{{{ messages[0].content }}}}",
+        time_s=0.3,
+    )
+    try:
+        template.render([{{"role": "user", "content": "x", "n": 1}}])
+    except RequestError as error:
+        assert "was stopped" in error.text, error.text
+    else:
+        raise AssertionError(source)
+    assert template.render([{{"role": "user", "content": "x"}}]) == "x"
+print("done")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_other_threads_render_while_one_is_stuck() -> None:
+    template = ChatTemplate("{% if messages[0].n %}" + ENDLESS[0] + "{% endif %}ok", time_s=1.0)
+    with ThreadPoolExecutor() as pool:
+        stuck = pool.submit(template.render, [{"role": "user", "content": "x", "n": 1}])
+        assert template.render([{"role": "user", "content": "x"}]) == "ok"
+        assert not stuck.done()
+        assert isinstance(stuck.exception(), RequestError)
+
+
+def test_a_template_s_process_ends_with_the_template() -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
+    before = set(children.read_text().split())
+    assert before
+    del template
+    gc.collect()
+    assert set(children.read_text().split()) < before
+
+
+@pytest.mark.parametrize("text", ["\ud800", "\0", "é😀", 2**100, 1e400, None, True])
+def test_values_reach_the_template_as_they_are(text: object) -> None:
+    template = ChatTemplate("{{ messages[0].content }}{{ x }}")
+    assert template.render([{"role": "user", "content": "c"}], x=text) == f"c{text}"
 
 
 @pytest.mark.parametrize(
@@ -273,7 +349,7 @@ def test_a_hostile_template_is_refused_when_it_is_loaded(source: str) -> None:
     ],
 )
 def test_a_template_that_misbehaves_on_a_request_fails_that_request(source: str) -> None:
-    template = ChatTemplate("{% if messages[0].n %}" + source + "{% endif %}")
+    template = ChatTemplate("{% if messages[0].n %}" + source + "{% endif %}", time_s=0.3)
     with pytest.raises(RequestError) as error:
         template.render([{"role": "user", "content": "x", "n": 9999}])
     assert error.value.status == 400

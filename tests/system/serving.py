@@ -40,11 +40,15 @@ class Server:
         """Live processes of this server, orphans included: all that share its session."""
         return [p for p in psutil.pids() if p != self.pid and _session_of(p) == self.pid]
 
+    def engine_pids(self) -> list[int]:
+        """The children that are engines, in the order in which they were started."""
+        children = psutil.Process(self.pid).children()
+        return sorted(c.pid for c in children if "banyan.compose" in c.cmdline())
+
     def engine_pid(self) -> int:
         """The one child that is an engine."""
-        children = [c.pid for c in psutil.Process(self.pid).children()]
-        assert len(children) == 1, f"children of the server: {children}"
-        return children[0]
+        (pid,) = self.engine_pids()
+        return pid
 
     def sockets(self) -> list[Path]:
         """Unix sockets in the file system that its processes hold."""

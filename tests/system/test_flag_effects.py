@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from banyan.base.errors import BanyanError, ConfigError
@@ -183,7 +182,7 @@ def test_what_has_no_effect_is_listed_among_the_facts(pair: Pair) -> None:
 
 
 def test_each_replica_is_a_process_of_its_own(pair: Pair) -> None:
-    found = [len(psutil.Process(s.pid).children()) for s in (pair.plain, pair.changed)]
+    found = [len(s.engine_pids()) for s in (pair.plain, pair.changed)]
     assert found == [1, 2]
 
 

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from tests.system.serving import (
@@ -285,7 +284,7 @@ def test_no_process_outlives_a_server_that_is_killed_while_it_starts(tiny_model,
 @pytest.mark.slow
 def test_one_of_two_replicas_dies_and_the_other_serves_on(server):
     with server("--dp-size", "2", *ENDLESS) as running:
-        engines = [child.pid for child in psutil.Process(running.pid).children()]
+        engines = running.engine_pids()
         assert len(engines) == 2
         streams = load(running, count=4, max_new_tokens=15_000)
         subprocess.run(["kill", "-9", str(engines[0])], check=True)
