@@ -1,4 +1,5 @@
-# make serve | test | test-schemas | test-parsers | test-proofs | test-clients | bench | bench-cpu | lint | format | types | clean
+# make serve | test | test-border | test-schemas | test-parsers | test-proofs | test-clients | bench
+#      bench-cpu | lint | format | types | clean
 # Needs a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -12,7 +13,7 @@ TESTS = tests
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed
 
-.PHONY: serve test test-schemas test-parsers test-proofs test-clients bench bench-cpu lint format types clean
+.PHONY: serve test test-border test-schemas test-parsers test-proofs test-clients bench bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -21,6 +22,11 @@ test: $(VENV)/.test $(VENV)/.demo
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@first=; test -f tests/test_architecture.py && first=tests/test_architecture.py; \
 	exec $(BIN)/python -m pytest $$first $(TESTS) $(ARGS)
+
+# The border kit at ten times its usual length, with both runners.
+test-border: $(VENV)/.test
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@exec $(BIN)/python -m pytest tests/border --border-steps=1000000 --real-border-steps=200000 $(ARGS)
 
 # Every parser on 10,000 answers instead of 120; takes some minutes.
 test-parsers: $(VENV)/.test

@@ -10,3 +10,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=100_000,
         help="random actions that the border kit plays",
     )
+    parser.addoption(
+        "--real-border-steps",
+        type=int,
+        default=20_000,
+        help="steps that the border kit plays with the real runner",
+    )

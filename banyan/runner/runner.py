@@ -17,6 +17,7 @@ from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
+from banyan.config.card import FULL, WINDOW
 from banyan.layers.build import Build
 from banyan.messages.plan import (
     HIDDEN,
@@ -31,6 +32,7 @@ from banyan.messages.plan import (
 )
 from banyan.models.base import Model
 from banyan.ops.api import NotRecordable, OpTime
+from banyan.runner.abilities import Abilities
 from banyan.runner.attention import BACKENDS
 from banyan.runner.attention.base import AttentionBackend
 from banyan.runner.forward import EagerForward, Forward, RecordedForward
@@ -66,12 +68,23 @@ class RunnerSizes:
 
 
 class PendingStep:
-    """A launched step. `seconds` counts launching and waiting, not what lies between."""
+    """A launched step. `seconds` counts launching and waiting, not what lies between.
 
-    def __init__(self, plan: StepPlan, finish: Callable[[], StepResult], launch_s: float) -> None:
+    Args:
+        is_broken: the launch failed, so that nobody knows which of its copies were made.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        finish: Callable[[], StepResult],
+        launch_s: float,
+        is_broken: bool = False,
+    ) -> None:
         self._plan = plan
         self._finish = finish
         self._launch_s = launch_s
+        self._is_broken = is_broken
 
     def result(self) -> StepResult:
         """The outcome; waits for the device."""
@@ -96,7 +109,9 @@ class PendingStep:
     def copies(self) -> CopyResult | None:
         """The plan's page copies; they ended with the step. None when it had none."""
         ids = [copy.id for copy in self._plan.copies]
-        return CopyResult(ids=ids) if ids else None
+        if not ids:
+            return None
+        return CopyResult(ids=[], failed=ids) if self._is_broken else CopyResult(ids=ids)
 
 
 class ModelRunner:
@@ -141,8 +156,22 @@ class ModelRunner:
         except Exception as error:
             log.exception("step=%d failed", plan.step)
             result = _failed(plan, error)
-            return PendingStep(plan, lambda: result, time.perf_counter() - began)
+            return PendingStep(plan, lambda: result, time.perf_counter() - began, is_broken=True)
         return PendingStep(plan, finish, time.perf_counter() - began)
+
+    @property
+    def abilities(self) -> Abilities:
+        """What plans may ask of this runner."""
+        return Abilities(
+            groups=(FULL, WINDOW),
+            copies=True,
+            drafts=False,
+            peers=False,
+            adapters=False,
+            text=self._pooler is None,
+            vectors=self._pooler is not None,
+            hidden=True,
+        )
 
     @property
     def is_recorded(self) -> bool:

@@ -8,8 +8,10 @@ from banyan.engine.lockstep import Lockstep
 from banyan.engine.spec import CoreSpec
 from banyan.grammar.base import Grammar
 from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.runner.abilities import Abilities
 from banyan.scheduler.budget import Limits, Priorities
-from tests.border.fake_runner import Device, Faults
+from tests.border.fake_runner import Faults
+from tests.border.laws import Device
 from tests.border.oracle import HashGrammar
 
 PAGE = 4
@@ -18,23 +20,31 @@ KINDS = ("full", "full", "full+window", "full+state", "full+window+state")
 
 @dataclass(frozen=True)
 class World:
-    """What one run of the border kit is played in."""
+    """What one run of the border kit is played in.
+
+    Attributes:
+        abilities: of the runner; requests and plans ask for nothing else.
+        scale: how many times as large pages, prompts and pieces of prompts are.
+    """
 
     core: CoreSpec
     device: Device
     faults: Faults
     has_peers: bool
+    abilities: Abilities
+    scale: int = 1
 
 
-def random_world(random: Random) -> World:
+def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
+    """A world that asks for no more than `abilities`."""
     depth = random.choice((1, 2, 2, 3))
-    kind = random.choice(KINDS)
-    drafts = random.choice((0, 0, 1, 3))
+    kind = random.choice([k for k in KINDS if set(k.split("+")) <= set(abilities.groups)])
+    drafts = random.choice((0, 0, 1, 3)) if abilities.drafts else 0
     limits = Limits(
         max_running=random.choice((1, 3, 6)),
-        chunk_tokens=random.choice((3, 8, 16, 1 << 30)),
+        chunk_tokens=random.choice((3 * scale, 8 * scale, 16 * scale, 1 << 30)),
         max_prompts=random.choice((0, 0, 1, 2)),
-        max_request_tokens=40,
+        max_request_tokens=40 * scale,
         depth=depth,
         max_queued=random.choice((0, 0, 12)),
         token_gap=random.choice((0, 1)) if depth == 3 else 0,
@@ -46,7 +56,7 @@ def random_world(random: Random) -> World:
             preemption_gap=random.choice((0, 1, 3)),
         ),
     )
-    groups = tuple(_groups(random, kind))
+    groups = tuple(_groups(random, kind, scale))
     core = CoreSpec(
         groups=groups,
         limits=limits,
@@ -59,17 +69,19 @@ def random_world(random: Random) -> World:
     )
     quiet = random.random() < 0.4
     faults = Faults() if quiet else Faults(row=0.01, step=0.01, copy=0.1)
-    return World(core, device, faults, has_peers=random.random() < 0.15)
+    has_peers = random.random() < 0.15 and abilities.peers
+    return World(core, device, faults, has_peers, abilities, scale)
 
 
-def _groups(random: Random, kind: str) -> list[CacheGroup]:
-    scale = random.choice((12, 20, 40))
-    found = [CacheGroup(FULL, PAGE, scale)]
+def _groups(random: Random, kind: str, scale: int) -> list[CacheGroup]:
+    pages, page = random.choice((12, 20, 40)), PAGE * scale
+    found = [CacheGroup(FULL, page, pages)]
     if "window" in kind:
-        window = random.choice((3, 6, 9))
-        found.append(CacheGroup(WINDOW, random.choice((2, PAGE)), scale + 8, window))
+        window = random.choice((3, 6, 9)) * scale
+        size = random.choice((2, PAGE)) if scale == 1 else page
+        found.append(CacheGroup(WINDOW, size, pages + 8, window))
     if "state" in kind:
-        found.append(CacheGroup(STATE, random.choice((PAGE, 2 * PAGE)), random.choice((8, 16))))
+        found.append(CacheGroup(STATE, random.choice((page, 2 * page)), random.choice((8, 16))))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Plays a list of actions against one core and one fake runner, and judges what clients see.
+"""Plays a list of actions against one core and one runner, and judges what clients see.
 
 An action is (kind, number); the number alone decides what the kind leaves open, so a list of
 actions can be cut down to the smallest that still fails.
@@ -16,9 +16,10 @@ from banyan.engine.spec import CoreSpec
 from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.requests import Abort, Generate, RetractAll, StopAt
 from banyan.messages.sampling import SamplingParams
-from tests.border.build import RandomPeers, World, build_core, random_world
-from tests.border.fake_runner import BorderError, FakeRunner, require
-from tests.border.oracle import STOP_IDS, VOCAB, Answer, vector
+from tests.border.build import RandomPeers, World, build_core
+from tests.border.kit import FAKE, Kit
+from tests.border.laws import BorderError, require
+from tests.border.oracle import STOP_IDS, VOCAB, Answer
 
 Action = tuple[str, int]
 WEIGHTS = {
@@ -58,9 +59,15 @@ class Client:
 class Play:
     """One world being played."""
 
-    def __init__(self, seed: int, record: Callable[[CoreSpec], Recorder] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        record: Callable[[CoreSpec], Recorder] | None = None,
+        kit: Kit = FAKE,
+    ) -> None:
         random = Random(seed)
-        self.world: World = random_world(random)
+        self.kit = kit
+        self.world: World = kit.world(random)
         self.now = 0.0
         self.clients: dict[str, Client] = {}
         self.namespaces: dict[int, bytes] = {}
@@ -68,9 +75,7 @@ class Play:
         peers = RandomPeers(Random(seed + 1)) if self.world.has_peers else None
         recorder = record(self.world.core) if record else None
         self.core = build_core(self.world, peers, recorder)
-        self.runner = FakeRunner(
-            self.world.device, self.world.faults, Random(seed + 2), self.namespaces
-        )
+        self.runner = kit.runner(self.world, Random(seed + 2), self.namespaces, self._hurry)
         self._steps: deque[int] = deque()
 
     def act(self, action: Action) -> None:
@@ -106,33 +111,46 @@ class Play:
             return
         generate = self._random_request(random)
         self.namespaces[generate.sampling.seed] = generate.namespace
-        self.clients[generate.request] = Client(Answer(generate))
+        story = self.kit.story(generate, self.world)
+        self.clients[generate.request] = Client(Answer(generate, story))
         self.core.receive(generate, self.now)
 
     def _random_request(self, random: Random) -> Generate:
+        abilities, scale = self.world.abilities, self.world.scale
         seed = len(self.clients) + 1
         stem = Random(random.randrange(3))
-        prompt = [stem.randrange(VOCAB) for _ in range(random.choice((0, 4, 8, 11, 16, 21)))]
+        length = random.choice((0, 4, 8, 11, 16, 21)) * scale
+        prompt = [stem.randrange(VOCAB) for _ in range(length)]
         prompt += [random.randrange(VOCAB) for _ in range(random.choice((0, 0, 1, 3, 6)))]
         prompt = prompt or [random.randrange(VOCAB)]
-        new = random.choice((0, 1, 2, 5, 12, 20, 24))
+        new = random.choice((0, 1, 2, 5, 12, 20, 24)) if abilities.text else 0
+        least = random.choice((0, min(3, new)))
+        stop_ids = random.choice(((), STOP_IDS))
+        ignore_eos = random.random() < 0.2
+        score_from = random.choice((-1, -1, -1, -1, 0, len(prompt) // 2, len(prompt)))
+        namespace = random.choice((b"", b"", b"", b"tenant"))
+        priority = random.choice((0, 0, 0, 1, 5))
+        grammar = "hash:" if random.random() < 0.25 else ""
         sampling = SamplingParams(
             max_new_tokens=new,
-            min_new_tokens=random.choice((0, min(3, new))),
+            min_new_tokens=least,
             seed=seed,
-            stop_ids=random.choice(((), STOP_IDS)),
-            ignore_eos=random.random() < 0.2,
+            stop_ids=stop_ids,
+            ignore_eos=ignore_eos,
         )
-        score_from = random.choice((-1, -1, -1, -1, 0, len(prompt) // 2, len(prompt)))
-        return Generate(
-            request=f"r{seed}",
-            tokens=array("i", prompt).tobytes(),
-            sampling=sampling,
-            namespace=random.choice((b"", b"", b"", b"tenant")),
-            priority=random.choice((0, 0, 0, 1, 5)),
-            score_from=score_from,
-            grammar="hash:" if random.random() < 0.25 else "",
-            pool=new == 0,
+        return self.kit.adapt(
+            random,
+            self.world,
+            Generate(
+                request=f"r{seed}",
+                tokens=array("i", prompt).tobytes(),
+                sampling=sampling,
+                namespace=namespace,
+                priority=priority,
+                score_from=score_from if abilities.text else -1,
+                grammar=grammar,
+                pool=new == 0 and abilities.vectors,
+            ),
         )
 
     def _launch(self, random: Random) -> None:
@@ -152,6 +170,18 @@ class Play:
         self.seen["masks after launch"] += sum(bool(mask.bits) for mask in masks)
         self.runner.give_masks(masks)
         self._hear(events)
+
+    def _hurry(self, is_behind: bool) -> bool:
+        """The runner waits for a mask; `is_behind`: for one of a step after the oldest.
+
+        returns: whether anything has happened that may have brought it.
+        """
+        masks = self.core.take_masks()
+        self.runner.give_masks(masks)
+        if masks or not is_behind:
+            return bool(masks)
+        self._complete(Random(0))
+        return True
 
     def _copies(self, random: Random) -> None:
         if self.runner.copies_to_report:
@@ -202,11 +232,11 @@ class Play:
         events = self.core.take_events()
         stuck = plan is None and not events
         require(not stuck, f"no progress: {self.core.stats(self.now)}")
+        self._hear(events)
         if plan is not None:
             self._steps.append(plan.step)
             self.runner.launch(plan)
         self.runner.give_masks(self.core.take_masks())
-        self._hear(events)
 
     def _hear(self, events: list[Event]) -> None:
         for event in events:
@@ -233,8 +263,10 @@ class Play:
         generate = client.answer.generate
         if event.vector:
             require(generate.pool, f"{name}: a vector nobody asked for")
-            right = vector(client.answer.hashes[client.answer.prompt_len])
-            require(event.vector == right, f"{name}: the vector of another sequence")
+            require(
+                event.vector == client.answer.story.vector(),
+                f"{name}: the vector of another sequence",
+            )
             client.vectors += 1
         for score in event.scores:
             require(generate.score_from >= 0, f"{name}: scores nobody asked for")
@@ -242,7 +274,9 @@ class Play:
             require(score.first == first, f"{name}: scores of {score.first}, {first} is next")
             for value in array("f", score.logprobs):
                 position = max(1, generate.score_from) + client.scored
-                require(value == client.answer.score(position), f"{name}: score of {position}")
+                right = client.answer.score(position)
+                is_right = abs(value - right) <= 1e-5
+                require(is_right, f"{name}: score {value} of {position}, {right} is right")
                 client.scored += 1
 
     def _finished(self, client: Client, event: Finished) -> None:
@@ -289,25 +323,28 @@ class Play:
 
 
 def play(
-    seed: int, actions: list[Action], record: Callable[[CoreSpec], Recorder] | None = None
+    seed: int,
+    actions: list[Action],
+    record: Callable[[CoreSpec], Recorder] | None = None,
+    kit: Kit = FAKE,
 ) -> Play:
     """Play to the end; BorderError or AssertionError when something is wrong."""
-    game = Play(seed, record)
+    game = Play(seed, record, kit)
     for action in actions:
         game.act(action)
     game.finish()
     return game
 
 
-def smallest(seed: int, actions: list[Action]) -> list[Action]:
+def smallest(seed: int, actions: list[Action], kit: Kit = FAKE) -> list[Action]:
     """The actions cut down as far as the same seed still fails in the same way."""
-    wanted = _failure(seed, actions)
+    wanted = _failure(seed, actions, kit)
     size = len(actions) // 2
     while size:
         start = 0
         while start < len(actions):
             fewer = actions[:start] + actions[start + size :]
-            if _failure(seed, fewer) == wanted:
+            if _failure(seed, fewer, kit) == wanted:
                 actions = fewer
             else:
                 start += size
@@ -315,9 +352,9 @@ def smallest(seed: int, actions: list[Action]) -> list[Action]:
     return actions
 
 
-def _failure(seed: int, actions: list[Action]) -> str:
+def _failure(seed: int, actions: list[Action], kit: Kit) -> str:
     try:
-        play(seed, actions)
+        play(seed, actions, kit=kit)
     except Exception as error:
         return type(error).__name__ + re.sub(r"\d+", "#", str(error))
     return ""

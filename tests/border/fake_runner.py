@@ -4,17 +4,16 @@ Where a real device holds keys and values, this one holds the hash of everything
 so a page that is stale, foreign or not yet written is noticed by whoever reads it. It knows nothing
 of schedulers. Whatever breaks a rule of the border raises BorderError.
 
-A plan takes effect in two moments. `launch` sees what the engine knew: in-flight counts, occupied
-slots, gaps. `execute` does the work, in launch order, when the driver decides that the step ends.
+A plan takes effect in two moments: `launch` checks it as far as the engine could know (laws.py),
+`execute` does the work, in launch order, when the driver decides that the step ends.
 """
 
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
-from banyan.base.ids import PADDING_PAGE
-from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.memory.groups import FULL, STATE, WINDOW
 from banyan.messages.plan import (
     POOL,
     SAMPLE,
@@ -29,16 +28,9 @@ from banyan.messages.plan import (
     StepPlan,
     StepResult,
 )
+from banyan.runner.abilities import Abilities
 from tests.border import oracle
-
-
-class BorderError(AssertionError):
-    """The engine broke a rule of the border."""
-
-
-def require(holds: bool, text: str) -> None:
-    if not holds:
-        raise BorderError(text)
+from tests.border.laws import Device, Launched, Laws, Tenancy, require
 
 
 @dataclass(frozen=True)
@@ -52,16 +44,16 @@ Content = int | Poison | None
 """Hash of the sequence up to and with a position; None = never written."""
 
 
-@dataclass(frozen=True)
-class Device:
-    """What the engine was told of the runner."""
-
-    groups: tuple[CacheGroup, ...]
-    slots: int
-    depth: int
-    token_gap: int = 0
-    drafts: int = 0
-    chunk_tokens: int = 1 << 30
+ABILITIES = Abilities(
+    groups=(FULL, WINDOW, STATE),
+    copies=True,
+    drafts=True,
+    peers=True,
+    adapters=True,
+    text=True,
+    vectors=True,
+    hidden=False,
+)
 
 
 @dataclass
@@ -75,40 +67,21 @@ class Faults:
 
 
 @dataclass
-class Slot:
+class Slot(Tenancy):
     """The device's memory of one slot, from join to leave."""
 
-    join: Join
-    life: int
-    tokens: list[int]
-    hashes: list[int]
-    known: int
-    """Tokens that the join or `given` brought."""
-    masked_state: int
+    tokens: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    masked_state: int = 0
     """Hash of the output, for the masks."""
     drafts: list[int] = field(default_factory=list)
     poison: Poison | None = None
-    tables: list[list[int]] = field(default_factory=list)
-    flights: list[tuple[int, int]] = field(default_factory=list)
-    """(step, drafts) of launched sampling rows whose results have not been delivered."""
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.hashes.append(oracle.mix(self.hashes[-1], token))
         if len(self.tokens) > self.join.prompt_len:
             self.masked_state = oracle.mix(self.masked_state, token)
-
-
-@dataclass
-class Launched:
-    plan: StepPlan
-    completed_before: int
-    """Newest step whose result the engine had when it launched this plan."""
-    open_copies: frozenset[int]
-    joined: dict[int, Slot] = field(default_factory=dict)
-    rows: list[Slot] = field(default_factory=list)
-    slack: list[int] = field(default_factory=list)
-    """Per row, drafts in flight: how far `start` may lie above the truth."""
 
 
 class FakeRunner:
@@ -125,34 +98,21 @@ class FakeRunner:
     ) -> None:
         self.device = device
         self.faults = faults
-        self.seen: Counter[str] = Counter()
-        """What was exercised."""
         self.failed_seeds: set[int] = set()
         """Sampling seeds of requests that a fault of this runner may have failed."""
+        self.laws = Laws(device, self._enter)
         self._random = random
         self._namespaces = namespaces
         self._pages: list[dict[int, list[Content]]] = [{} for _ in device.groups]
-        self._users: list[dict[int, dict[int, int]]] = [{} for _ in device.groups]
-        """Per group and page, slot life -> newest step that reads or writes the page."""
-        self._slots: dict[int, Slot] = {}
-        self._occupied: dict[int, Slot] = {}
-        """Slots as the launched plans leave them; `_slots` is as executed."""
-        self._queue: deque[Launched] = deque()
-        self._masks: dict[tuple[int, int], bytes] = {}
-        self._copies: dict[int, PageCopy] = {}
-        """Copies launched and not yet reported."""
-        self._copy_lives: dict[int, int] = {}
-        """Copy -> slot life of the row that it is bound to."""
         self._ended: list[tuple[int, bool]] = []
         """Copies done and not yet reported: (id, is good)."""
-        self._next_life = 0
-        self._launched = self._completed = 0
 
     # -- what the driver calls ----------------------------------------------------------------
 
     @property
-    def in_flight(self) -> int:
-        return len(self._queue)
+    def seen(self) -> Counter[str]:
+        """What was exercised."""
+        return self.laws.seen
 
     @property
     def copies_to_report(self) -> int:
@@ -160,35 +120,19 @@ class FakeRunner:
 
     @property
     def is_quiet(self) -> bool:
-        return not self._queue and not self._copies
+        return not self.laws.queue and not self.laws.copies
 
     def launch(self, plan: StepPlan) -> None:
-        """Take a plan and check what can be seen without executing it."""
-        require(plan.step > self._launched, f"step {plan.step} after step {self._launched}")
-        counting = sum(bool(x.plan.rows or any(x.plan.peers)) for x in self._queue)
-        if plan.rows or any(plan.peers):
-            require(counting < self.device.depth, f"{counting} steps in flight, one more launched")
-        self._launched = plan.step
-        launched = Launched(plan, self._completed, frozenset(self._copies))
-        self._queue.append(launched)
-        self._change_occupancy(launched)
-        self.give_masks(plan.masks)
-        self._launch_rows(launched)
-        for copy in plan.copies:
-            self._launch_copy(copy)
-        self.seen["steps"] += 1
-        self.seen["idle peer steps"] += not plan.rows and any(plan.peers)
-        self.seen["copy-only plans"] += not plan.rows and bool(plan.copies)
-        self.seen["overlapped steps"] += len(self._queue) > 1
+        """Take a plan."""
+        self.laws.launch(plan)
 
     def give_masks(self, masks: list[Mask]) -> None:
-        for mask in masks:
-            self._masks[(mask.step, mask.row)] = mask.bits
+        self.laws.give_masks(masks)
 
     def execute(self) -> StepResult:
         """End the oldest step in flight."""
-        launched = self._queue.popleft()
-        self._completed = launched.plan.step
+        launched = self.laws.queue.popleft()
+        self.laws.completed = launched.plan.step
         return Execution(self, launched).run()
 
     def report_copies(self, count: int) -> CopyResult:
@@ -196,7 +140,7 @@ class FakeRunner:
         self._random.shuffle(self._ended)
         batch, self._ended = self._ended[:count], self._ended[count:]
         for copy_id, _ in batch:
-            del self._copies[copy_id]
+            del self.laws.copies[copy_id]
         return CopyResult([i for i, good in batch if good], [i for i, good in batch if not good])
 
     def chance(self, kind: str) -> bool:
@@ -204,74 +148,12 @@ class FakeRunner:
         odds = {"row": self.faults.row, "step": self.faults.step, "copy": self.faults.copy}
         return self._random.random() < odds[kind]
 
-    # -- what a launched plan says ------------------------------------------------------------
-
-    def _change_occupancy(self, launched: Launched) -> None:
-        plan = launched.plan
-        for slot in plan.leaves:
-            require(slot in self._occupied, f"step {plan.step}: slot {slot} leaves but is empty")
-            del self._occupied[slot]
-        for join in plan.joins:
-            where = f"step {plan.step}: join of slot {join.slot}"
-            require(0 < join.slot <= self.device.slots, f"{where}: no such slot")
-            require(join.slot not in self._occupied, f"{where}: it is occupied")
-            tokens = list(array("i", join.tokens))
-            require(0 < join.prompt_len <= len(tokens), f"{where}: prompt of {join.prompt_len}")
-            self._next_life += 1
-            launched.joined[join.slot] = self._occupied[join.slot] = self._enter(join, tokens)
-
-    def _enter(self, join: Join, tokens: list[int]) -> Slot:
+    def _enter(self, join: Join, life: int, tokens: list[int]) -> Slot:
         start = oracle.start_of(self._namespaces[join.sampling.seed])
-        slot = Slot(join, self._next_life, [], [start], len(tokens), 0)
-        slot.tables = [[] for _ in self.device.groups]
+        slot = Slot(join, life, len(tokens), hashes=[start])
         for token in tokens:
             slot.append(token)
-        self.seen["rejoins with output"] += len(tokens) > join.prompt_len
         return slot
-
-    def _launch_rows(self, launched: Launched) -> None:
-        plan = launched.plan
-        slots = [row.slot for row in plan.rows]
-        require(len(set(slots)) == len(slots), f"step {plan.step}: two rows of one slot")
-        known_tokens = 0
-        for index, row in enumerate(plan.rows):
-            where = f"step {plan.step} row {index} (slot {row.slot})"
-            require(row.slot in self._occupied, f"{where}: nobody has the slot")
-            slot = self._occupied[row.slot]
-            launched.rows.append(slot)
-            slot.flights = [f for f in slot.flights if f[0] > launched.completed_before]
-            require(row.count > row.drafts >= 0, f"{where}: count {row.count}")
-            if row.given:
-                require(not self._is_flying(launched, slot), f"{where}: given while in flight")
-            if slot.flights:
-                gap = plan.step - slot.flights[-1][0]
-                require(gap > self.device.token_gap, f"{where}: needs a token of {gap} steps ago")
-                require(row.count == 1 + row.drafts, f"{where}: more than the last token")
-            elif row.start < slot.known:
-                known_tokens += row.count - row.drafts
-            launched.slack.append(sum(drafts for _, drafts in slot.flights))
-            if row.want & SAMPLE:
-                slot.flights.append((plan.step, row.drafts))
-        budget = self.device.chunk_tokens
-        require(known_tokens <= budget, f"step {plan.step}: {known_tokens} of {budget} tokens")
-
-    def _is_flying(self, launched: Launched, slot: Slot) -> bool:
-        return any(slot in other.rows for other in self._queue if other is not launched)
-
-    def _launch_copy(self, copy: PageCopy) -> None:
-        where = f"copy {copy.id}"
-        require(copy.id not in self._copies, f"{where}: the id is in use")
-        require(copy.when in ("before", "after"), f"{where}: when {copy.when!r}")
-        require(PADDING_PAGE not in (copy.src, copy.dst), f"{where}: padding page")
-        for other in self._copies.values():
-            if other.group != copy.group:
-                continue
-            if other.when == "after":
-                is_fresh = other.dst not in (copy.src, copy.dst)
-                require(is_fresh, f"{where}: page {other.dst} still waits for copy {other.id}")
-            else:
-                require(copy.dst != other.src, f"{where}: copy {other.id} still reads {copy.dst}")
-        self._copies[copy.id] = copy
 
 
 class Execution:
@@ -279,6 +161,7 @@ class Execution:
 
     def __init__(self, runner: FakeRunner, launched: Launched) -> None:
         self.runner = runner
+        self.laws = runner.laws
         self.device = runner.device
         self.launched = launched
         self.plan = launched.plan
@@ -289,14 +172,11 @@ class Execution:
         self.tainted: list[Poison | None] = []
 
     def run(self) -> StepResult:
-        for slot in self.plan.leaves:
-            del self.runner._slots[slot]
-        self.runner._slots.update(self.launched.joined)
-        self._apply_grants()
+        self.laws.start(self.launched)
         for copy in self.plan.copies:
             if copy.when == "before":
                 self._copy(copy)
-        pairs = list(zip(self.plan.rows, self.launched.rows, strict=True))
+        pairs = list(zip(self.plan.rows, self._slots(), strict=True))
         for index, (row, slot) in enumerate(pairs):
             self._write(index, row, slot)
         self._read_all(pairs)
@@ -306,55 +186,32 @@ class Execution:
                 self._copy(copy)
         return result
 
-    # -- occupancy and pages ------------------------------------------------------------------
+    def _slots(self) -> list[Slot]:
+        return [slot for slot in self.launched.rows if isinstance(slot, Slot)]
 
-    def _apply_grants(self) -> None:
-        for grant in self.plan.grants:
-            where = f"step {self.plan.step}: grant to slot {grant.slot} group {grant.group}"
-            require(grant.slot in self.runner._slots, f"{where}: nobody has the slot")
-            table = self.runner._slots[grant.slot].tables[grant.group]
-            group = self.device.groups[grant.group]
-            require(grant.first <= len(table), f"{where}: leaves a hole at {len(table)}")
-            for page in grant.pages:
-                is_padding = page == PADDING_PAGE and group.kind == WINDOW
-                require(0 < page < group.num_pages or is_padding, f"{where}: page {page}")
-            table[grant.first : grant.first + len(grant.pages)] = grant.pages
+    # -- pages -------------------------------------------------------------------------------
 
     def _copy(self, copy: PageCopy) -> None:
         runner = self.runner
         is_good = not self.is_broken and not runner.chance("copy")
         life = self.launched.rows[copy.row].life if copy.row >= 0 else -copy.id
-        runner._copy_lives[copy.id] = life
+        self.laws.copy_lives[copy.id] = life
         is_restore = copy.when == "before"
         self._use(copy.group, copy.dst, life if is_restore else -copy.id, is_write=True)
         self._use(copy.group, copy.src, -copy.id, is_write=False)
         pages = runner._pages[copy.group]
         if is_good:
             pages[copy.dst] = list(pages.get(copy.src, [None]))
-            runner.seen["restored states" if is_restore else "kept states"] += 1
+            self.laws.seen["restored states" if is_restore else "kept states"] += 1
         else:
             pages[copy.dst] = [self.poison]
-            runner.seen["failed copies"] += 1
+            self.laws.seen["failed copies"] += 1
             if is_restore and copy.row >= 0:
                 self.broken_rows[copy.row] = "copy"
         runner._ended.append((copy.id, is_good))
 
     def _use(self, group: int, page: int, user: int, is_write: bool) -> None:
-        """Rule R1: whoever writes a page has no other user in flight."""
-        users = self.runner._users[group].setdefault(page, {})
-        where = f"step {self.plan.step}: page {page} of group {group}"
-        if is_write:
-            for other, last in list(users.items()):
-                if other == user:
-                    continue
-                if other < 0:
-                    is_own = self.runner._copy_lives.get(-other) == user
-                    is_open = -other in self.launched.open_copies and not is_own
-                else:
-                    is_open = last > self.launched.completed_before
-                require(not is_open, f"{where} is rewritten while in use (by {other}, {last})")
-                del users[other]
-        users[user] = self.plan.step
+        self.laws.use(self.launched, group, page, user, is_write)
 
     # -- rows ---------------------------------------------------------------------------------
 
@@ -378,7 +235,7 @@ class Execution:
                     slot.append(token)
                 require(slot.tokens[position] == token, f"{where}: given token {position}")
             slot.known = len(slot.tokens)
-            self.runner.seen["jumps"] += 1
+            self.laws.seen["jumps"] += 1
         start = self._true_start(where, row, slot, self.launched.slack[index])
         self.starts.append(start)
         self.tainted.append(slot.poison)
@@ -395,7 +252,7 @@ class Execution:
                 continue  # the state is read and written in one go
             size = group.page_tokens
             for position in range(start, start + len(values)):
-                page = self._page_at(where, slot, g, position // size)
+                page = self.laws.page_at(where, slot, g, position // size)
                 if position == start or position % size == 0:
                     self._use(g, page, slot.life, is_write=True)
                 content = self.runner._pages[g].setdefault(page, [None] * size)
@@ -413,7 +270,7 @@ class Execution:
                 return
 
     def _spoil(self, index: int, row: Row, slot: Slot) -> None:
-        self.runner.seen["tainted rows"] += 1
+        self.laws.seen["tainted rows"] += 1
         start = self.starts[index]
         for g, group in enumerate(self.device.groups):
             if group.kind != STATE:
@@ -422,42 +279,28 @@ class Execution:
                     content = self.runner._pages[g][page]
                     content[position % group.page_tokens] = self.tainted[index]
 
-    def _page_at(self, where: str, slot: Slot, g: int, index: int) -> int:
-        table = slot.tables[g]
-        require(index < len(table), f"{where}: no page {index} in group {g}")
-        page = table[index]
-        require(page != PADDING_PAGE, f"{where}: page {index} of group {g} is padding")
-        return page
-
     def _read(self, index: int, row: Row, slot: Slot) -> None:
         where = f"step {self.plan.step} row {index} (slot {row.slot})"
         start = self.starts[index]
         for g, group in enumerate(self.device.groups):
             size = group.page_tokens
             if group.kind == STATE:
-                page = self._page_at(where, slot, g, 0)
+                page = self.laws.page_at(where, slot, g, 0)
                 self._use(g, page, slot.life, is_write=True)
                 if start:
                     content = self.runner._pages[g].get(page, [None])
                     self._expect(index, f"{where} state", content, [slot.hashes[start]])
                 continue
-            first = 0 if group.kind == FULL else max(0, start - group.window + 1)
+            first = self.laws.first_read(g, start)
             for i in range(first // size, -(-start // size)):
                 low, high = max(first, i * size), min(start, (i + 1) * size)
-                page = self._page_at(where, slot, g, i)
+                page = self.laws.page_at(where, slot, g, i)
                 self._use(g, page, slot.life, is_write=False)
                 content = self.runner._pages[g].get(page, [None] * size)
                 got = content[low - i * size : high - i * size]
                 what = f"{where} group {g} page {page} positions {low}…{high - 1}"
                 self._expect(index, what, got, slot.hashes[low + 1 : high + 1])
-                self._note_sharing(g, page, slot)
-
-    def _note_sharing(self, g: int, page: int, slot: Slot) -> None:
-        others = [(life, step) for life, step in self.runner._users[g][page].items() if life > 0]
-        writers = [step for life, step in others if life < slot.life]
-        self.runner.seen["shared page reads"] += bool(writers)
-        promised = [step for step in writers if step > self.launched.completed_before]
-        self.runner.seen["promised page reads"] += bool(promised)
+                self.laws.note_sharing(self.launched, g, page, slot)
 
     def _expect(self, index: int, what: str, got: list[Content], want: list[int]) -> None:
         if got == want:
@@ -501,7 +344,7 @@ class Execution:
             elif row.want & SCORE:
                 scores += self._score(index, row, slot, start)
         if self.is_broken:
-            self.runner.seen["failed steps"] += 1
+            self.laws.seen["failed steps"] += 1
             return StepResult(step=self.plan.step, error="injected")
         return StepResult(
             step=self.plan.step,
@@ -516,7 +359,7 @@ class Execution:
     def _blame(self, index: int, slot: Slot) -> None:
         if self.is_broken or self.broken_rows[index] == "chance":
             self.runner.failed_seeds.add(slot.join.sampling.seed)
-            self.runner.seen["failed rows"] += not self.is_broken
+            self.laws.seen["failed rows"] += not self.is_broken
 
     def _sample(self, index: int, row: Row, slot: Slot) -> list[int]:
         """Verify the drafts and choose the token after the last accepted one."""
@@ -545,8 +388,8 @@ class Execution:
             sampled.append(token)
             if token != draft:
                 break
-        self.runner.seen["accepted drafts"] += len(sampled) - 1
-        self.runner.seen["rejected drafts"] += len(drafts) - len(sampled) + 1
+        self.laws.seen["accepted drafts"] += len(sampled) - 1
+        self.laws.seen["rejected drafts"] += len(drafts) - len(sampled) + 1
         return sampled
 
     def _masks_of(self, index: int, row: Row, slot: Slot, drafts: int) -> list[bytes]:
@@ -554,17 +397,17 @@ class Execution:
             return []
         where = f"step {self.plan.step} row {index}"
         key = (self.plan.step, index)
-        require(key in self.runner._masks, f"{where}: no mask came before sampling")
-        packed = self.runner._masks.pop(key)
+        require(key in self.laws.masks, f"{where}: no mask came before sampling")
+        packed = self.laws.masks.pop(key)
         if not packed:
             slot.poison = slot.poison or Poison(self.plan.step)
-            self.runner.seen["void masks"] += 1
+            self.laws.seen["void masks"] += 1
             return []
         size = oracle.VOCAB // 8
         if slot.poison is None:
             have, want = len(packed) // size, drafts + 1
             require(have >= want, f"{where}: {have} masks, {want} needed")
-        self.runner.seen["masked rows"] += 1
+        self.laws.seen["masked rows"] += 1
         return [packed[i : i + size] for i in range(0, len(packed), size)]
 
     def _keep_state(self, row: Row, slot: Slot, start: int, before: int, sampled: int) -> None:
@@ -595,5 +438,5 @@ class Execution:
         if not scored:
             return []
         values = [oracle.logprob(slot.hashes[p], slot.tokens[p]) for p in scored]
-        self.runner.seen["scored rows"] += 1
+        self.laws.seen["scored rows"] += 1
         return [RowScores(index, first, array("f", values).tobytes())]

@@ -1,10 +1,12 @@
 """The oracle: tokens, log-probabilities and masks as pure functions of a request's own sequence.
 
-What a request must answer is known without any engine: one request, one token at a time.
+What a request must answer is known without any engine: one request, one token at a time. What a
+sequence means is a `Story`: here a hash, in page_oracle.py what a real model makes of it.
 """
 
 from array import array
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from banyan.memory.cache import TOKEN_BYTES
 from banyan.messages.requests import Generate
@@ -92,18 +94,63 @@ class HashGrammar:
             del self._states[-count:]
 
 
+class Story(Protocol):
+    """One sequence that only grows, and what the runner under test must make of it."""
+
+    def append(self, token: int) -> None: ...
+    def next_token(self, mask: bytes) -> int:
+        """The token after the whole sequence; `mask` b"" = no constraint."""
+        ...
+
+    def logprob(self, position: int) -> float:
+        """Of the token at `position`."""
+        ...
+
+    def vector(self) -> bytes:
+        """float32: the pooled vector of the prompt."""
+        ...
+
+    def hidden(self, position: int) -> bytes:
+        """float32: the hidden state of one position."""
+        ...
+
+
+class HashStory:
+    """The story as a fake runner tells it."""
+
+    def __init__(self, generate: Generate) -> None:
+        self._generate = generate
+        self._tokens: list[int] = []
+        self._hashes = [start_of(generate.namespace)]
+        """By length: hash of that many tokens."""
+
+    def append(self, token: int) -> None:
+        self._tokens.append(token)
+        self._hashes.append(mix(self._hashes[-1], token))
+
+    def next_token(self, mask: bytes) -> int:
+        return next_token(self._hashes[-1], self._generate.sampling.seed, mask)
+
+    def logprob(self, position: int) -> float:
+        return logprob(self._hashes[position], self._tokens[position])
+
+    def vector(self) -> bytes:
+        return vector(self._hashes[len(self._generate.tokens) // TOKEN_BYTES])
+
+    def hidden(self, position: int) -> bytes:
+        return vector(self._hashes[position + 1])
+
+
 @dataclass
 class Answer:
     """The right output of one request, as far as it was asked for."""
 
     generate: Generate
+    story: Story
     tokens: list[int] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)
-    """hashes[n] = hash of the first n tokens."""
     grammar_state: int = 0
 
     def __post_init__(self) -> None:
-        self.hashes.append(start_of(self.generate.namespace))
         for token in array("i", self.generate.tokens):
             self._append(token)
 
@@ -115,15 +162,18 @@ class Answer:
         """The output token at `index`, as if nothing ever ended the request."""
         while len(self.tokens) <= self.prompt_len + index:
             mask = mask_at(self.grammar_state) if self.generate.grammar else b""
-            token = next_token(self.hashes[-1], self.generate.sampling.seed, mask)
+            token = self.story.next_token(mask)
             self._append(token)
             self.grammar_state = mix(self.grammar_state, token)
         return self.tokens[self.prompt_len + index]
 
     def score(self, position: int) -> float:
-        if position >= self.prompt_len:
-            self.output(position - self.prompt_len)
-        return logprob(self.hashes[position], self.tokens[position])
+        self._reach(position)
+        return self.story.logprob(position)
+
+    def hidden(self, position: int) -> bytes:
+        self._reach(position)
+        return self.story.hidden(position)
 
     def end(self) -> tuple[str, int, int]:
         """(reason, output tokens, matched id) when nobody interferes."""
@@ -134,6 +184,10 @@ class Answer:
                 return "stop", index + 1, token
         return "length", sampling.max_new_tokens, -1
 
+    def _reach(self, position: int) -> None:
+        if position >= self.prompt_len:
+            self.output(position - self.prompt_len)
+
     def _append(self, token: int) -> None:
         self.tokens.append(token)
-        self.hashes.append(mix(self.hashes[-1], token))
+        self.story.append(token)

@@ -372,6 +372,23 @@ def test_an_error_in_the_forward_fails_the_step_and_the_next_step_runs(make_wrap
     assert request.output == expected[0].output[:1]
 
 
+def test_the_copies_of_a_failed_step_are_told_as_failed(make_wrapped):
+    def wrap(model):
+        def failing(step):
+            raise RuntimeError("device on fire")
+
+        model.forward = failing
+        return model
+
+    driver = Driver(make_wrapped(wrap))
+    request = mixed_requests()[0]
+    join, grant = driver.enter(request)
+    copies = [PageCopy(3, 0, 1, 900, "after")]
+    plan = driver.plan(joins=[join], grants=[grant], rows=[driver.row(request)], copies=copies)
+    told = driver.runner.launch(plan).copies()
+    assert (told.ids, told.failed) == ([], [3])
+
+
 def test_an_empty_plan_gives_an_empty_result(make_runner):
     pending = make_runner().launch(StepPlan(step=9))
     result = pending.result()

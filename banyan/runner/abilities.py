@@ -1,0 +1,27 @@
+"""Abilities: which words of messages/plan.py a runner carries out. An engine plans no others."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """
+    Attributes:
+        groups: kinds of cache groups.
+        copies: pages are copied before and after the rows.
+        drafts: rows may bring drafts to verify.
+        peers: a step may be agreed with other replicas, also one without rows.
+        adapters: a join may name one.
+        text: rows sample and score.
+        vectors: rows are pooled.
+        hidden: rows report their hidden states.
+    """
+
+    groups: tuple[str, ...]
+    copies: bool
+    drafts: bool
+    peers: bool
+    adapters: bool
+    text: bool
+    vectors: bool
+    hidden: bool

@@ -1,0 +1,90 @@
+"""Ways to make a real runner fail at a chosen step, from outside it: spoiled models and ops."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from banyan.layers.step import StepInputs
+from banyan.ops.api import Ops, Recorder, Recording
+from tests.border.page_model import PageModel
+
+
+class InjectedError(Exception):
+    """A fault that the kit asked for."""
+
+
+@dataclass
+class Injector:
+    """What goes wrong in the next forward pass.
+
+    Attributes:
+        step: "" | "before" | "after": the pass raises before or after it has written K and V.
+        nan_tokens: indices along the step's tokens whose hidden states become NaN; only where
+            the model is called.
+    """
+
+    step: str = ""
+    nan_tokens: tuple[int, ...] = ()
+
+    def strike(self, moment: str) -> None:
+        if self.step == moment:
+            raise InjectedError(f"injected {moment} the forward pass")
+
+
+class FaultyModel:
+    """A model whose forward pass fails when it is told to."""
+
+    def __init__(self, model: PageModel, injector: Injector) -> None:
+        self.card = model.card
+        self.caches = model.caches
+        self.logits = model.logits
+        self.classify = model.classify
+        self._model = model
+        self._injector = injector
+
+    def forward(self, step: StepInputs) -> Tensor:
+        self._injector.strike("before")
+        hidden = self._model.forward(step)
+        self._injector.strike("after")
+        if self._injector.nan_tokens:
+            hidden = hidden.clone()
+            hidden[list(self._injector.nan_tokens)] = torch.nan
+        return hidden
+
+
+class FaultyOps:
+    """Ops whose recordings fail when they are told to."""
+
+    def __init__(self, ops: Ops, injector: Injector) -> None:
+        self._ops = ops
+        self.recorder = ops.recorder and _FaultyRecorder(ops.recorder, injector)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._ops, name)
+
+
+@dataclass
+class _FaultyRecorder:
+    recorder: Recorder
+    injector: Injector
+
+    def record(self, work, tokens: int, outputs: int) -> "_FaultyRecording":
+        return _FaultyRecording(self.recorder.record(work, tokens, outputs), self.injector)
+
+
+@dataclass
+class _FaultyRecording:
+    recording: Recording
+    injector: Injector
+
+    @property
+    def result(self) -> Tensor:
+        return self.recording.result
+
+    def run(self, tokens: int, rows: int, outputs: int) -> None:
+        if tokens:
+            self.injector.strike("before")
+        self.recording.run(tokens, rows, outputs)
+        if tokens:
+            self.injector.strike("after")

@@ -1,0 +1,82 @@
+"""What the driver needs of the runner under test: the seam between one kit and several runners."""
+
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Protocol
+
+from banyan.messages.plan import CopyResult, Mask, StepPlan, StepResult
+from banyan.messages.requests import Generate
+from tests.border.build import World, random_world
+from tests.border.fake_runner import ABILITIES, FakeRunner
+from tests.border.oracle import HashStory, Story
+
+Hurry = Callable[[bool], bool]
+"""See `Play._hurry`."""
+
+
+class Runner(Protocol):
+    """A runner whose steps end when the driver says so, in the order of their launch."""
+
+    @property
+    def seen(self) -> Counter[str]:
+        """What was exercised."""
+        ...
+
+    @property
+    def failed_seeds(self) -> set[int]:
+        """Sampling seeds of requests that a fault may have failed."""
+        ...
+
+    @property
+    def copies_to_report(self) -> int: ...
+
+    @property
+    def is_quiet(self) -> bool:
+        """No step and no copy is under way."""
+        ...
+
+    def launch(self, plan: StepPlan) -> None: ...
+    def give_masks(self, masks: list[Mask]) -> None: ...
+    def execute(self) -> StepResult:
+        """End the oldest step in flight."""
+        ...
+
+    def report_copies(self, count: int) -> CopyResult: ...
+
+
+class Kit(Protocol):
+    """One kind of runner, and the worlds that it can be played in."""
+
+    def world(self, random: Random) -> World: ...
+    def runner(
+        self, world: World, random: Random, namespaces: dict[int, bytes], hurry: Hurry
+    ) -> Runner: ...
+    def story(self, generate: Generate, world: World) -> Story:
+        """What a request must answer."""
+        ...
+
+    def adapt(self, random: Random, world: World, generate: Generate) -> Generate:
+        """A random request as this kind of runner may get it."""
+        ...
+
+
+class FakeKit:
+    """The fake runner, which does everything that the border has words for."""
+
+    def world(self, random: Random) -> World:
+        return random_world(random, ABILITIES)
+
+    def runner(
+        self, world: World, random: Random, namespaces: dict[int, bytes], hurry: Hurry
+    ) -> Runner:
+        return FakeRunner(world.device, world.faults, random, namespaces)
+
+    def story(self, generate: Generate, world: World) -> Story:
+        return HashStory(generate)
+
+    def adapt(self, random: Random, world: World, generate: Generate) -> Generate:
+        return generate
+
+
+FAKE = FakeKit()

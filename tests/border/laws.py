@@ -1,0 +1,233 @@
+"""The rules of messages/plan.py as far as plans alone show them, for every runner of the kit.
+
+`launch` sees what the engine knew: in-flight counts, occupied slots, gaps. `start` makes a plan's
+leaves, joins and grants true when the device reaches it; `use` keeps who reads and writes which
+page. Knows no content and no schedulers. Whatever breaks a rule raises BorderError.
+"""
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from banyan.base.ids import PADDING_PAGE
+from banyan.memory.groups import FULL, WINDOW, CacheGroup
+from banyan.messages.plan import SAMPLE, Join, Mask, PageCopy, StepPlan
+
+
+class BorderError(AssertionError):
+    """The engine or the runner broke a rule of the border."""
+
+
+def require(holds: bool, text: str) -> None:
+    if not holds:
+        raise BorderError(text)
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the engine was told of the runner."""
+
+    groups: tuple[CacheGroup, ...]
+    slots: int
+    depth: int
+    token_gap: int = 0
+    drafts: int = 0
+    chunk_tokens: int = 1 << 30
+
+
+@dataclass
+class Tenancy:
+    """One request in one slot, from join to leave."""
+
+    join: Join
+    life: int
+    known: int
+    """Tokens that the join or `given` brought."""
+    tables: list[list[int]] = field(default_factory=list)
+    flights: list[tuple[int, int]] = field(default_factory=list)
+    """(step, drafts) of launched sampling rows whose results have not been delivered."""
+
+
+@dataclass
+class Launched:
+    plan: StepPlan
+    completed_before: int
+    """Newest step whose result the engine had when it launched this plan."""
+    open_copies: frozenset[int]
+    joined: dict[int, Tenancy] = field(default_factory=dict)
+    rows: list[Tenancy] = field(default_factory=list)
+    slack: list[int] = field(default_factory=list)
+    """Per row, drafts in flight: how far `start` may lie above the truth."""
+
+    def where(self, index: int) -> str:
+        return f"step {self.plan.step} row {index} (slot {self.plan.rows[index].slot})"
+
+
+class Laws:
+    """
+    Args:
+        enter: what the runner remembers of a request that takes a slot, given its join, the
+            number of this tenancy, and its tokens.
+    """
+
+    def __init__(self, device: Device, enter: Callable[[Join, int, list[int]], Tenancy]) -> None:
+        self.device = device
+        self.seen: Counter[str] = Counter()
+        """What was exercised."""
+        self.slots: dict[int, Tenancy] = {}
+        self.queue: deque[Launched] = deque()
+        self.masks: dict[tuple[int, int], bytes] = {}
+        self.copies: dict[int, PageCopy] = {}
+        """Copies launched and not yet reported."""
+        self.copy_lives: dict[int, int] = {}
+        """Copy -> slot life of the row that it is bound to."""
+        self.users: list[dict[int, dict[int, int]]] = [{} for _ in device.groups]
+        """Per group and page, slot life -> newest step that reads or writes the page."""
+        self.completed = 0
+        self._enter = enter
+        self._occupied: dict[int, Tenancy] = {}
+        """Slots as the launched plans leave them; `slots` is as executed."""
+        self._next_life = self._launched = 0
+
+    # -- what a launched plan says ------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Take a plan and check what can be seen without executing it."""
+        require(plan.step > self._launched, f"step {plan.step} after step {self._launched}")
+        counting = sum(bool(x.plan.rows or any(x.plan.peers)) for x in self.queue)
+        if plan.rows or any(plan.peers):
+            require(counting < self.device.depth, f"{counting} steps in flight, one more launched")
+        self._launched = plan.step
+        launched = Launched(plan, self.completed, frozenset(self.copies))
+        self.queue.append(launched)
+        self._change_occupancy(launched)
+        self.give_masks(plan.masks)
+        self._launch_rows(launched)
+        for copy in plan.copies:
+            self._launch_copy(copy)
+        self.seen["steps"] += 1
+        self.seen["idle peer steps"] += not plan.rows and any(plan.peers)
+        self.seen["copy-only plans"] += not plan.rows and bool(plan.copies)
+        self.seen["overlapped steps"] += len(self.queue) > 1
+        return launched
+
+    def give_masks(self, masks: list[Mask]) -> None:
+        for mask in masks:
+            self.masks[(mask.step, mask.row)] = mask.bits
+
+    def _change_occupancy(self, launched: Launched) -> None:
+        plan = launched.plan
+        for slot in plan.leaves:
+            require(slot in self._occupied, f"step {plan.step}: slot {slot} leaves but is empty")
+            del self._occupied[slot]
+        for join in plan.joins:
+            where = f"step {plan.step}: join of slot {join.slot}"
+            require(0 < join.slot <= self.device.slots, f"{where}: no such slot")
+            require(join.slot not in self._occupied, f"{where}: it is occupied")
+            tokens = list(array("i", join.tokens))
+            require(0 < join.prompt_len <= len(tokens), f"{where}: prompt of {join.prompt_len}")
+            self._next_life += 1
+            tenancy = self._enter(join, self._next_life, tokens)
+            tenancy.tables = [[] for _ in self.device.groups]
+            launched.joined[join.slot] = self._occupied[join.slot] = tenancy
+            self.seen["rejoins with output"] += len(tokens) > join.prompt_len
+
+    def _launch_rows(self, launched: Launched) -> None:
+        plan = launched.plan
+        slots = [row.slot for row in plan.rows]
+        require(len(set(slots)) == len(slots), f"step {plan.step}: two rows of one slot")
+        known_tokens = 0
+        for index, row in enumerate(plan.rows):
+            where = launched.where(index)
+            require(row.slot in self._occupied, f"{where}: nobody has the slot")
+            slot = self._occupied[row.slot]
+            launched.rows.append(slot)
+            slot.flights = [f for f in slot.flights if f[0] > launched.completed_before]
+            require(row.count > row.drafts >= 0, f"{where}: count {row.count}")
+            if row.given:
+                require(not self._is_flying(launched, slot), f"{where}: given while in flight")
+            if slot.flights:
+                gap = plan.step - slot.flights[-1][0]
+                require(gap > self.device.token_gap, f"{where}: needs a token of {gap} steps ago")
+                require(row.count == 1 + row.drafts, f"{where}: more than the last token")
+            elif row.start < slot.known:
+                known_tokens += row.count - row.drafts
+            launched.slack.append(sum(drafts for _, drafts in slot.flights))
+            if row.want & SAMPLE:
+                slot.flights.append((plan.step, row.drafts))
+        budget = self.device.chunk_tokens
+        require(known_tokens <= budget, f"step {plan.step}: {known_tokens} of {budget} tokens")
+
+    def _is_flying(self, launched: Launched, slot: Tenancy) -> bool:
+        return any(slot in other.rows for other in self.queue if other is not launched)
+
+    def _launch_copy(self, copy: PageCopy) -> None:
+        where = f"copy {copy.id}"
+        require(copy.id not in self.copies, f"{where}: the id is in use")
+        require(copy.when in ("before", "after"), f"{where}: when {copy.when!r}")
+        require(PADDING_PAGE not in (copy.src, copy.dst), f"{where}: padding page")
+        for other in self.copies.values():
+            if other.group != copy.group:
+                continue
+            if other.when == "after":
+                is_fresh = other.dst not in (copy.src, copy.dst)
+                require(is_fresh, f"{where}: page {other.dst} still waits for copy {other.id}")
+            else:
+                require(copy.dst != other.src, f"{where}: copy {other.id} still reads {copy.dst}")
+        self.copies[copy.id] = copy
+
+    # -- when the device reaches a plan -------------------------------------------------------
+
+    def start(self, launched: Launched) -> None:
+        """Leaves, joins and grants."""
+        plan = launched.plan
+        for slot in plan.leaves:
+            del self.slots[slot]
+        self.slots.update(launched.joined)
+        for grant in plan.grants:
+            where = f"step {plan.step}: grant to slot {grant.slot} group {grant.group}"
+            require(grant.slot in self.slots, f"{where}: nobody has the slot")
+            table = self.slots[grant.slot].tables[grant.group]
+            group = self.device.groups[grant.group]
+            require(grant.first <= len(table), f"{where}: leaves a hole at {len(table)}")
+            for page in grant.pages:
+                is_padding = page == PADDING_PAGE and group.kind == WINDOW
+                require(0 < page < group.num_pages or is_padding, f"{where}: page {page}")
+            table[grant.first : grant.first + len(grant.pages)] = grant.pages
+
+    def page_at(self, where: str, slot: Tenancy, g: int, index: int) -> int:
+        table = slot.tables[g]
+        require(index < len(table), f"{where}: no page {index} in group {g}")
+        page = table[index]
+        require(page != PADDING_PAGE, f"{where}: page {index} of group {g} is padding")
+        return page
+
+    def first_read(self, g: int, start: int) -> int:
+        """Lowest position that a row starting at `start` reads of a group with K and V."""
+        group = self.device.groups[g]
+        return 0 if group.kind == FULL else max(0, start - group.window + 1)
+
+    def use(self, launched: Launched, group: int, page: int, user: int, is_write: bool) -> None:
+        """Rule R1: whoever writes a page has no other user in flight."""
+        users = self.users[group].setdefault(page, {})
+        where = f"step {launched.plan.step}: page {page} of group {group}"
+        if is_write:
+            for other, last in list(users.items()):
+                if other == user:
+                    continue
+                if other < 0:
+                    is_own = self.copy_lives.get(-other) == user
+                    is_open = -other in launched.open_copies and not is_own
+                else:
+                    is_open = last > launched.completed_before
+                require(not is_open, f"{where} is rewritten while in use (by {other}, {last})")
+                del users[other]
+        users[user] = launched.plan.step
+
+    def note_sharing(self, launched: Launched, g: int, page: int, slot: Tenancy) -> None:
+        others = [(life, step) for life, step in self.users[g][page].items() if life > 0]
+        writers = [step for life, step in others if life < slot.life]
+        self.seen["shared page reads"] += bool(writers)
+        promised = [step for step in writers if step > launched.completed_before]
+        self.seen["promised page reads"] += bool(promised)

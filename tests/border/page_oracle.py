@@ -1,0 +1,49 @@
+"""The story of a sequence as a real runner with the model of page_numbers.py must tell it."""
+
+from array import array
+
+import numpy as np
+
+from banyan.memory.cache import TOKEN_BYTES
+from banyan.messages.requests import Generate
+from banyan.ops.sampling import banned, draw, log_softmax_at, quantile
+from tests.border.page_numbers import VOCAB, Prefix
+
+
+class PageStory:
+    """
+    Args:
+        windows: by layer of the model, positions that it sees; 0 = all.
+    """
+
+    def __init__(self, generate: Generate, windows: tuple[int, ...]) -> None:
+        self._sampling = generate.sampling
+        self._prompt_len = len(generate.tokens) // TOKEN_BYTES
+        self._prefix = Prefix(windows)
+
+    def append(self, token: int) -> None:
+        self._prefix.append(token)
+
+    def next_token(self, mask: bytes) -> int:
+        sampling, position = self._sampling, len(self._prefix.tokens)
+        logits = self._prefix.logits(position - 1)
+        if mask:
+            logits[banned(np.frombuffer(mask, np.uint8), VOCAB)] = -np.inf
+        if position - self._prompt_len < sampling.min_new_tokens:
+            logits[list(sampling.stop_ids)] = -np.inf
+        if sampling.is_greedy:
+            return int(np.argmax(logits))
+        filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+        return draw(logits, *filters, quantile(sampling.seed, position))
+
+    def logprob(self, position: int) -> float:
+        is_output = position >= self._prompt_len and not self._sampling.is_greedy
+        temperature = self._sampling.temperature if is_output else 1.0
+        token = np.array([self._prefix.tokens[position]])
+        return float(log_softmax_at(self._prefix.logits(position - 1), temperature, token)[0])
+
+    def vector(self) -> bytes:
+        return self.hidden(self._prompt_len - 1)
+
+    def hidden(self, position: int) -> bytes:
+        return array("f", self._prefix.hidden(position)).tobytes()

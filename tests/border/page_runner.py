@@ -1,0 +1,82 @@
+"""The one place that makes a real ModelRunner for the border kit."""
+
+from dataclasses import dataclass
+
+import torch
+
+from banyan.config.card import FULL, LAST, WINDOW, ModelCard, Pooling
+from banyan.layers.build import Build
+from banyan.memory.groups import CacheGroup
+from banyan.ops.api import Ops
+from banyan.ops.bind import ToolkitOptions, bind
+from banyan.runner.kvstore import GroupLayout
+from banyan.runner.runner import ModelRunner, RunnerSizes
+from tests.border.page_model import HEAD_DIM, HEADS, KV_HEADS, PageModel
+from tests.border.page_numbers import LAYERS, UNITS, VOCAB
+
+CPU = torch.device("cpu")
+COMPILED_PAGE = 16
+"""The smallest page that the compiled attention reads."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What differs between one real runner and the next.
+
+    Attributes:
+        groups: the cache groups that the engine plans with: one, or a full and a window group.
+        spare: pages of each group that the engine does not know.
+        is_recorded: compiled ops and recorded steps; else torch's ops, the model called each time.
+        is_pooling: served for vectors instead of text.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    slots: int
+    max_length: int
+    spare: int
+    is_recorded: bool
+    is_pooling: bool
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """By layer. The middle one is the one with the window, if there is one."""
+        return (0, *[self.groups[-1].window] * (LAYERS - 2), 0)
+
+
+def bind_ops(is_recorded: bool, page_size: int) -> Ops:
+    return bind(
+        *("cpu", CPU, torch.float32, frozenset(), HEAD_DIM),
+        exact=True,
+        cache_dtype=torch.float32,
+        options=ToolkitOptions(threads=1) if is_recorded else None,
+        page_size=page_size,
+    )
+
+
+def build_runner(shape: Shape, ops: Ops, wrap=lambda model: model) -> ModelRunner:
+    card = ModelCard(
+        path="",
+        format="",
+        architecture="PageModel",
+        model_type="page",
+        vocab_size=VOCAB,
+        hidden_size=UNITS,
+        intermediate_size=0,
+        num_layers=LAYERS,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        context_length=shape.max_length,
+        layer_kinds=tuple(WINDOW if window else FULL for window in shape.windows),
+        window=max(shape.windows),
+        pooling=Pooling(LAST, normalize=False) if shape.is_pooling else None,
+    )
+    model = wrap(PageModel(card, ops, shape.windows))
+    layouts = tuple(
+        GroupLayout(group.kind, group.window, group.page_tokens, group.num_pages + shape.spare)
+        for group in shape.groups
+    )
+    sizes = RunnerSizes(shape.slots, shape.max_length, layouts, 48 if shape.is_recorded else 0)
+    runner = ModelRunner(model, Build(ops), sizes)
+    assert runner.is_recorded == shape.is_recorded
+    return runner

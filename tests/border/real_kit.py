@@ -1,0 +1,111 @@
+"""The worlds of the real runner: those that it says it can live in."""
+
+import math
+from dataclasses import dataclass, fields
+from functools import cache
+from random import Random
+
+import msgspec
+
+from banyan.memory.groups import FULL, CacheGroup
+from banyan.messages.requests import Generate
+from banyan.ops.api import Ops
+from banyan.runner.abilities import Abilities
+from banyan.runner.runner import ModelRunner
+from tests.border.build import World, random_world
+from tests.border.faults import FaultyModel, FaultyOps, Injector
+from tests.border.kit import Hurry, Runner
+from tests.border.oracle import Story
+from tests.border.page_oracle import PageStory
+from tests.border.page_runner import COMPILED_PAGE, Shape, bind_ops, build_runner
+from tests.border.real_runner import SPARE, RealRunner
+
+RECORDED_SCALE = 4
+"""The compiled kernels read pages of COMPILED_PAGE tokens, so everything is larger by this."""
+
+
+@dataclass(frozen=True)
+class RealWorld(World):
+    """
+    Attributes:
+        is_recorded: compiled ops and recorded steps; else torch's ops.
+        is_pooling: served for vectors.
+        poison: what pages hold that nobody has written.
+    """
+
+    is_recorded: bool = False
+    is_pooling: bool = False
+    poison: float = math.nan
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(
+            self.core.groups,
+            self.core.limits.max_running,
+            self.core.limits.max_request_tokens,
+            SPARE,
+            self.is_recorded,
+            self.is_pooling,
+        )
+
+
+@dataclass(frozen=True)
+class RealKit:
+    """
+    Args:
+        recorded: share of the worlds with compiled ops and recorded steps.
+    """
+
+    recorded: float = 0.75
+
+    def world(self, random: Random) -> RealWorld:
+        is_recorded = random.random() < self.recorded
+        is_pooling = random.random() < 0.1
+        poison = random.choice((math.nan, math.nan, 1e6))
+        scale = RECORDED_SCALE if is_recorded else 1
+        world = random_world(random, _abilities(is_pooling), scale)
+        known = {f.name: getattr(world, f.name) for f in fields(World)}
+        return RealWorld(**known, is_recorded=is_recorded, is_pooling=is_pooling, poison=poison)
+
+    def runner(
+        self, world: RealWorld, random: Random, namespaces: dict[int, bytes], hurry: Hurry
+    ) -> Runner:
+        injector = Injector()
+        ops = FaultyOps(_ops(world.is_recorded), injector)
+        runner = build_runner(world.shape, ops, lambda model: FaultyModel(model, injector))
+        return RealRunner(runner, world.device, world.faults, injector, world.poison, random, hurry)
+
+    def story(self, generate: Generate, world: RealWorld) -> Story:
+        return PageStory(generate, world.shape.windows)
+
+    def adapt(self, random: Random, world: RealWorld, generate: Generate) -> Generate:
+        """Real sampling: greedy or at a temperature, with filters."""
+        sampling = msgspec.structs.replace(
+            generate.sampling,
+            temperature=random.choice((0.0, 0.0, 0.7, 1.5)),
+            top_k=random.choice((-1, -1, 5)),
+            top_p=random.choice((1.0, 1.0, 0.9)),
+            min_p=random.choice((0.0, 0.0, 0.05)),
+            # A mask and a ban together may forbid everything.
+            min_new_tokens=0 if generate.grammar else generate.sampling.min_new_tokens,
+        )
+        return msgspec.structs.replace(generate, sampling=sampling)
+
+
+@cache
+def _ops(is_recorded: bool) -> Ops:
+    return bind_ops(is_recorded, COMPILED_PAGE)
+
+
+def plain_runner(is_pooling: bool = False) -> ModelRunner:
+    """A runner of one slot and one page."""
+    groups = (CacheGroup(FULL, COMPILED_PAGE, 2),)
+    return build_runner(Shape(groups, 1, 8, 0, False, is_pooling), _ops(False))
+
+
+@cache
+def _abilities(is_pooling: bool) -> Abilities:
+    return plain_runner(is_pooling).abilities
+
+
+REAL = RealKit()

@@ -1,0 +1,324 @@
+"""The real ModelRunner behind the face of the kit, with the tiny model of page_numbers.py.
+
+Pages are poison from when they are granted until the row that computes them; nothing but the
+granted pages of a step's rows may change. Some steps run when they are launched, so that several
+results wait, others when their result is asked for. Between steps the kit carries pages away and
+back by copies of its own: "after" the step that wrote them, "before" the next one.
+"""
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+
+import msgspec
+import numpy as np
+
+from banyan.base.ids import PADDING_PAGE, PageId
+from banyan.messages.plan import (
+    SAMPLE,
+    CopyResult,
+    Join,
+    Mask,
+    PageCopy,
+    StepPlan,
+    StepResult,
+)
+from banyan.runner.runner import ModelRunner, PendingStep
+from tests.border.fake_runner import Faults
+from tests.border.faults import InjectedError, Injector
+from tests.border.kit import Hurry
+from tests.border.laws import Device, Launched, Laws, Tenancy, require
+from tests.border.page_numbers import LAYERS
+
+SPARE = 3
+"""Pages per group that the engine does not know: where pages are carried to."""
+FIRST_COPY = 1 << 40
+"""Ids of the kit's own copies begin here."""
+
+
+@dataclass
+class Started:
+    """A step that the runner has launched."""
+
+    launched: Launched
+    pending: PendingStep
+
+
+class RealRunner:
+    """
+    Args:
+        runner: fresh, with SPARE pages more per group than `device` says.
+        injector: wired into the runner's model and ops.
+        poison: what pages hold that nobody has written.
+        hurry: lets the driver go on while a step waits for a mask.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        device: Device,
+        faults: Faults,
+        injector: Injector,
+        poison: float,
+        random: Random,
+        hurry: Hurry,
+    ) -> None:
+        self.laws = Laws(device, _enter)
+        self.failed_seeds: set[int] = set()
+        self._runner = runner
+        self._device = device
+        self._faults = faults
+        self._injector = injector
+        self._poison = poison
+        self._random = random
+        self._hurry = hurry
+        self._started: deque[Started] = deque()
+        self._away: list[tuple[int, int, int]] = []
+        """(group, page, spare page): what has to come back before the next step."""
+        self._next_copy = FIRST_COPY
+        self._broken: Exception | None = None
+        for group in range(len(device.groups)):
+            for pages in self._pages(group):
+                pages.fill_(poison)
+
+    # -- what the driver calls ----------------------------------------------------------------
+
+    @property
+    def seen(self) -> Counter[str]:
+        return self.laws.seen
+
+    @property
+    def copies_to_report(self) -> int:
+        return 0
+
+    @property
+    def is_quiet(self) -> bool:
+        return not self.laws.queue
+
+    def launch(self, plan: StepPlan) -> None:
+        require(not plan.copies, f"step {plan.step} copies pages of groups without states")
+        self.laws.launch(plan)
+        if self._random.random() < 0.6:
+            self._start_all()
+
+    def give_masks(self, masks: list[Mask]) -> None:
+        self.laws.give_masks(masks)
+
+    def execute(self) -> StepResult:
+        if not self._started:
+            self._start(self.laws.queue[0])
+        started = self._started.popleft()
+        launched = self.laws.queue.popleft()
+        assert started.launched is launched
+        result = started.pending.result()
+        self.laws.completed = launched.plan.step
+        self._check_result(launched, result)
+        return result
+
+    def report_copies(self, count: int) -> CopyResult:
+        raise AssertionError("the kit's own copies are not the engine's")
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def _start_all(self) -> None:
+        """Run every step that is launched; their results wait."""
+        for launched in list(self.laws.queue)[len(self._started) :]:
+            self._start(launched)
+        self.seen["late results"] += len(self._started) > 1
+
+    def _start(self, launched: Launched) -> None:
+        plan = launched.plan
+        self.laws.start(launched)
+        self._spoil_fresh(launched)
+        copies = self._bring_back()
+        self._note_uses(launched)
+        out = self._carry_away(launched) if self._random.random() < 0.3 else []
+        self._arm(launched)
+        before = self._snapshot() if self._random.random() < 0.25 else None
+        sheet = msgspec.structs.replace(plan, copies=[*copies, *out])
+        pending = self._runner.launch(sheet, partial(self._mask_of, launched))
+        if self._broken is not None:
+            raise self._broken
+        self._started.append(Started(launched, pending))
+        if before is not None:
+            self._check_writes(launched, before, sheet.copies)
+        self._injector.step, self._injector.nan_tokens = "", ()
+        self._settle_copies(pending, copies, out)
+
+    def _mask_of(self, launched: Launched, index: int) -> bytes:
+        """A mask that came with no plan; the runner waits for it here, in the middle of a step."""
+        key = (launched.plan.step, index)
+        self.seen["late masks"] += 1
+        while key not in self.laws.masks:
+            if not self._hurry(bool(self._started)):
+                where = launched.where(index)
+                self._broken = AssertionError(f"{where}: no mask came before sampling")
+                raise self._broken
+        if self._random.random() < self._faults.row:
+            self._blame(launched, index, "failed masks")
+            raise InjectedError("injected into a mask")
+        return self.laws.masks[key]
+
+    # -- faults -------------------------------------------------------------------------------
+
+    def _arm(self, launched: Launched) -> None:
+        plan = launched.plan
+        if plan.rows and self._random.random() < self._faults.step:
+            self._injector.step = self._random.choice(("before", "after"))
+            self.seen["failed steps"] += 1
+            for index in range(len(plan.rows)):
+                self._blame(launched, index, "rows of failed steps")
+            return
+        if self._runner.is_recorded:
+            return
+        spoiled, first = list[int](), 0
+        for index, row in enumerate(plan.rows):
+            first += row.count
+            if row.want & SAMPLE and self._random.random() < self._faults.row:
+                spoiled.append(first - 1)
+                self._blame(launched, index, "rows of no numbers")
+        self._injector.nan_tokens = tuple(spoiled)
+
+    def _blame(self, launched: Launched, index: int, what: str) -> None:
+        self.failed_seeds.add(launched.rows[index].join.sampling.seed)
+        self.seen[what] += 1
+
+    # -- pages --------------------------------------------------------------------------------
+
+    def _pages(self, group: int) -> list:
+        """The page tensors of one group's layers."""
+        store = self._runner.store
+        layers = [layer for layer in range(LAYERS) if store.group_of(layer) == group]
+        return [pages for layer in layers for pages in store.tensors(layer).values()]
+
+    def _spoil(self, group: int, pages: list[int]) -> None:
+        if pages:
+            for tensor in self._pages(group):
+                tensor[pages] = self._poison
+
+    def _spoil_fresh(self, launched: Launched) -> None:
+        """Pages that no row has computed hold nothing, whatever lay there before."""
+        starts = {row.slot: row.start for row in launched.plan.rows}
+        for grant in launched.plan.grants:
+            require(grant.slot in starts, f"step {launched.plan.step}: a grant without a row")
+            size = self._device.groups[grant.group].page_tokens
+            fresh = [
+                page
+                for index, page in enumerate(grant.pages, grant.first)
+                if index * size >= starts[grant.slot] and page != PADDING_PAGE
+            ]
+            self._spoil(grant.group, fresh)
+            self.seen["fresh pages"] += len(fresh)
+
+    def _note_uses(self, launched: Launched) -> None:
+        """Which pages the rows write and read, for rule R1."""
+        for index, (row, slot) in enumerate(zip(launched.plan.rows, launched.rows, strict=True)):
+            where = launched.where(index)
+            for g, group in enumerate(self._device.groups):
+                size = group.page_tokens
+                for at in range(row.start // size, (row.start + row.count - 1) // size + 1):
+                    page = self.laws.page_at(where, slot, g, at)
+                    self.laws.use(launched, g, page, slot.life, is_write=True)
+        for index, (row, slot) in enumerate(zip(launched.plan.rows, launched.rows, strict=True)):
+            where = launched.where(index)
+            for g, group in enumerate(self._device.groups):
+                size = group.page_tokens
+                first = self.laws.first_read(g, row.start)
+                for at in range(first // size, -(-row.start // size)):
+                    page = self.laws.page_at(where, slot, g, at)
+                    self.laws.use(launched, g, page, slot.life, is_write=False)
+                    self.laws.note_sharing(launched, g, page, slot)
+
+    def _touched(self, launched: Launched, g: int, reads: bool) -> set[int]:
+        """Pages of a group that the step's rows may write, or may read as well."""
+        size = self._device.groups[g].page_tokens
+        return {
+            slot.tables[g][at]
+            for row, slot in zip(launched.plan.rows, launched.rows, strict=True)
+            for at in range(
+                (self.laws.first_read(g, row.start) if reads else row.start) // size,
+                (row.start + row.count - 1) // size + 1,
+            )
+        }
+
+    # -- copies of the kit's own --------------------------------------------------------------
+
+    def _carry_away(self, launched: Launched) -> list[PageCopy]:
+        """Take pages that this step reads and writes to the spare ones, once it has run."""
+        copies = list[PageCopy]()
+        for g, group in enumerate(self._device.groups):
+            touched = sorted(self._touched(launched, g, reads=True))
+            chosen = self._random.sample(touched, min(SPARE, len(touched)))
+            for spare, page in enumerate(chosen, group.num_pages):
+                copies.append(self._copy(g, page, spare, "after"))
+        return copies
+
+    def _bring_back(self) -> list[PageCopy]:
+        return [self._copy(g, spare, page, "before") for g, page, spare in self._away]
+
+    def _copy(self, group: int, src: int, dst: int, when: str) -> PageCopy:
+        self._next_copy += 1
+        return PageCopy(self._next_copy, group, PageId(src), PageId(dst), when)
+
+    def _settle_copies(
+        self, pending: PendingStep, back: list[PageCopy], out: list[PageCopy]
+    ) -> None:
+        """Believe what the runner says of its copies: what it has carried away is spoiled."""
+        told = pending.copies()
+        done = set() if told is None else set(told.ids)
+        failed = set() if told is None else set(told.failed)
+        asked = {copy.id for copy in back + out}
+        require(done | failed == asked and not done & failed, f"copies {told} of {asked}")
+        self.seen["failed copies"] += len(failed)
+        self.seen["copies before"] += sum(copy.id in done for copy in back)
+        self.seen["copies after"] += sum(copy.id in done for copy in out)
+        for copy in back:
+            if copy.id in failed:
+                for tensor in self._pages(copy.group):
+                    tensor[copy.dst] = tensor[copy.src]
+        self._away = [(c.group, c.src, c.dst) for c in out if c.id in done]
+        for group in range(len(self._device.groups)):
+            self._spoil(group, [page for g, page, _ in self._away if g == group])
+
+    # -- judging ------------------------------------------------------------------------------
+
+    def _snapshot(self) -> list[list[np.ndarray]]:
+        """The bits of all pages."""
+        return [
+            [tensor.numpy().view(np.uint32).copy() for tensor in self._pages(group)]
+            for group in range(len(self._device.groups))
+        ]
+
+    def _check_writes(
+        self, launched: Launched, before: list[list[np.ndarray]], copies: list[PageCopy]
+    ) -> None:
+        """A step writes the pages of its own rows, those it copies to, and padding."""
+        self.seen["checked writes"] += 1
+        for g, old in enumerate(before):
+            allowed = self._touched(launched, g, reads=False) | {PADDING_PAGE}
+            allowed |= {copy.dst for copy in copies if copy.group == g}
+            for tensor, then in zip(self._pages(g), old, strict=True):
+                differ = tensor.numpy().view(np.uint32) != then
+                changed = set(np.flatnonzero(differ.any(axis=(1, 2, 3))).tolist())
+                stray = sorted(changed - allowed)
+                require(not stray, f"step {launched.plan.step} writes pages {stray} of group {g}")
+
+    def _check_result(self, launched: Launched, result: StepResult) -> None:
+        plan = launched.plan
+        require(result.step == plan.step, f"step {plan.step} answers as {result.step}")
+        if result.error:
+            require("Injected" in result.error, f"step {plan.step} fails: {result.error}")
+            return
+        failed = {failure.row for failure in result.failed}
+        for index, row in enumerate(plan.rows):
+            count = len(result.tokens[index]) // 4
+            right = int(bool(row.want & SAMPLE) and index not in failed)
+            require(count == right, f"{launched.where(index)}: {count} tokens, not {right}")
+        self.seen["failed rows"] += len(failed)
+        self.seen["masked rows"] += sum(row.masked for row in plan.rows)
+        self.seen["jumps"] += sum(bool(row.given) for row in plan.rows)
+
+
+def _enter(join: Join, life: int, tokens: list[int]) -> Tenancy:
+    return Tenancy(join, life, len(tokens))
