@@ -58,7 +58,8 @@ def serving(argv: Sequence[str]) -> int:
         "Load on a running server. Poisson arrivals at --request-rate, or --max-concurrency "
         "requests at once; figures as a table and as JSON lines.",
     )
-    key = options.api_key or read_environment().flags.get("api-key", "")
+    given = options.api_key or read_environment().flags.get("api-key", "")
+    key = given.partition(" ")[0]  # a server may have several; one is enough to call it
     options = replace(options, api_key=key)
     if options.plot:
         plot.check_plotting()

@@ -21,7 +21,8 @@ def chat(argv: Sequence[str]) -> int:
         settings["max_tokens"] = options.max_tokens
     if options.temperature is not None:
         settings["temperature"] = options.temperature
-    key = options.api_key or read_environment().flags.get("api-key", "")
+    given = options.api_key or read_environment().flags.get("api-key", "")
+    key = given.partition(" ")[0]  # a server may have several; one is enough to call it
     if options.url:
         if rest:
             raise ConfigError(f"{rest[0]} goes to a server, but --url names one that runs already")

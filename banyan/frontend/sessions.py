@@ -6,36 +6,52 @@ no HTTP and no engine.
 """
 
 import uuid
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
+from banyan.base.log import logger
 from banyan.frontend.native import checked_rid
 from banyan.frontend.tokenizer import Tokenizer
 
 MAX_SESSIONS = 4096
 MAX_TURNS = 1024
+MAX_IDLE_S = 3600.0
+"""A session without a turn for this long is forgotten, unless it was opened with another time."""
+MAX_BYTES = 256 << 20
+"""Of the tokens of all turns of all sessions."""
 _KEYS = ("id", "rid", "offset", "replace", "drop_previous_output")
+
+log = logger(__name__)
 
 Body = dict[str, object]
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A finished turn: everything it was given, and what it said."""
+    """A finished turn: everything it was given, and what it said, as int32."""
 
-    prompt: list[int]
-    output: list[int]
+    prompt: "array[int]"
+    output: "array[int]"
+
+    @property
+    def num_bytes(self) -> int:
+        return (len(self.prompt) + len(self.output)) * self.prompt.itemsize
 
 
 @dataclass
 class _Session:
     capacity: int
     """Most tokens of one history; a token has at least one character."""
-    timeout_s: float | None
+    timeout_s: float
     used_s: float
     turns: dict[str, _Turn] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(turn.num_bytes for turn in self.turns.values())
 
 
 @dataclass(frozen=True)
@@ -43,6 +59,7 @@ class Begun:
     """A turn that is being answered. `body` is the request with its whole history."""
 
     body: Body
+    _sessions: "Sessions"
     _session: _Session
     _rid: str
 
@@ -50,14 +67,24 @@ class Begun:
         """The turn has ended in order with this output."""
         prompt = self.body["input_ids"]
         assert isinstance(prompt, list)
-        self._session.turns[self._rid] = _Turn(prompt, output)
+        turn = _Turn(array("i", prompt), array("i", output))
+        self._session.turns[self._rid] = turn
+        self._sessions.make_room(turn.num_bytes)
 
 
 class Sessions:
-    """The open sessions of one front. A tenant sees only its own."""
+    """The open sessions of one front. A tenant sees only its own.
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    Args:
+        max_bytes: of all their tokens. Beyond it the tenant that keeps most loses the session that
+            it has not used for longest.
+    """
+
+    def __init__(self, clock: Clock | None = None, max_bytes: int = MAX_BYTES) -> None:
         self._clock = clock or WallClock()
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        """At least as many as are kept; counted anew when they seem too many."""
         self._open: dict[tuple[bytes, str], _Session] = {}
 
     def open(
@@ -68,6 +95,9 @@ class Sessions:
         tenant: bytes = b"",
     ) -> str:
         """Open a session; returns its id.
+
+        Args:
+            timeout_s: it is forgotten after this long without a turn; None = MAX_IDLE_S.
 
         Raises:
             RequestError: the id is open, a value is not legal, or too many sessions are open.
@@ -87,7 +117,8 @@ class Sessions:
             raise RequestError(
                 f"{MAX_SESSIONS} sessions are open; close some.", status=503, code="too_many"
             )
-        self._open[tenant, name] = _Session(capacity, timeout_s, self._clock.now())
+        idle_s = MAX_IDLE_S if timeout_s is None else timeout_s
+        self._open[tenant, name] = _Session(capacity, idle_s, self._clock.now())
         return name
 
     def close(self, session_id: str, tenant: bytes = b"") -> bool:
@@ -130,12 +161,30 @@ class Sessions:
                 f"The session has a turn {rid}, or {MAX_TURNS} of them.", param="rid"
             )
         rest = {k: v for k, v in body.items() if k not in ("session_params", "text", "rid")}
-        return Begun({**rest, "input_ids": prompt, "rid": rid}, session, rid)
+        return Begun({**rest, "input_ids": prompt, "rid": rid}, self, session, rid)
+
+    def make_room(self, num_new: int) -> None:
+        """Take in so many bytes. Past the bound, forget sessions until an eighth of it is free."""
+        self._num_bytes += num_new
+        if self._num_bytes <= self._max_bytes:
+            return
+        sizes = {key: session.num_bytes for key, session in self._open.items()}
+        is_full = sum(sizes.values()) > self._max_bytes
+        while is_full and sum(sizes.values()) > self._max_bytes * 7 // 8:
+            tenants: dict[bytes, int] = {}
+            for (tenant, _), size in sizes.items():
+                tenants[tenant] = tenants.get(tenant, 0) + size
+            heaviest = max(tenants, key=tenants.__getitem__)
+            mine = [key for key in sizes if key[0] == heaviest and sizes[key]]
+            oldest = min(mine, key=lambda key: self._open[key].used_s)
+            del self._open[oldest], sizes[oldest]
+            log.warning("session forgotten: more than %d bytes are kept", self._max_bytes)
+        self._num_bytes = sum(sizes.values())
 
     def _drop_old(self) -> None:
         now = self._clock.now()
         for key, session in list(self._open.items()):
-            if session.timeout_s is not None and now - session.used_s > session.timeout_s:
+            if now - session.used_s > session.timeout_s:
                 del self._open[key]
 
 
@@ -157,7 +206,9 @@ def _history(session: _Session, params: Mapping[str, object]) -> list[int]:
         names = list(session.turns)
         for later in names[names.index(str(rid)) + 1 :]:
             del session.turns[later]
-    found = turn.prompt + ([] if params.get("drop_previous_output") else turn.output)
+    found = turn.prompt.tolist()
+    if not params.get("drop_previous_output"):
+        found += turn.output.tolist()
     return found[:offset] if offset is not None and offset > 0 else found
 
 

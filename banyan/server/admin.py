@@ -61,16 +61,26 @@ def _seconds(value: object) -> float:
 
 
 async def abort_request(exchange: Exchange, state: ServerState) -> None:
-    """End the requests whose rid starts with the given one; unknown rids are no error."""
+    """End the caller's own request of this rid, or all of them; an administrator ends those of
+    others too. Unknown rids are no error."""
     service = state.started()
     asked = typed(await exchange.json_object(), AbortRequest)
     if not asked.rid and not asked.abort_all:
         raise RequestError("rid or abort_all must be given", param="rid")
-    prefix = "" if asked.abort_all else asked.rid or ""
-    found = state.open.starting_with(prefix)
+    if asked.abort_all and not exchange.is_admin and not exchange.tenant:
+        raise RequestError(
+            "without a key all requests are everybody's: name one by its rid",
+            param="abort_all",
+            status=403,
+            code="forbidden",
+        )
+    found = state.open.all() if asked.abort_all else state.open.called(asked.rid or "")
+    if not exchange.is_admin:
+        own = set(state.open.of(exchange.tenant))
+        found = [request for request in found if request in own]
     for request in found:
         service.client.abort(request)
-    log.info("abort asked rid=%s found=%d", printable(prefix), len(found))
+    log.info("abort asked rid=%s found=%d", printable(asked.rid or ""), len(found))
     await exchange.json({"aborted": len(found)})
 
 

@@ -122,7 +122,7 @@ class App:
         if route is None:
             path = printable(exchange.path, 100)
             raise RequestError(f"no route {path}", status=404, code="not_found")
-        exchange.tenant = verdict.tenant
+        exchange.tenant, exchange.is_admin = verdict.tenant, verdict.is_admin
         exchange.is_probe = route.guard == auth.OPEN
         if not await self._accepts(route, exchange):
             return None

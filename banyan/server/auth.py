@@ -14,6 +14,8 @@ OPEN = "open"
 """Guard of routes that answer without a key: health and metrics."""
 KEY = "key"
 ADMIN = "admin"
+OWN = "own"
+"""Guard of routes on what callers have made themselves: any key, the administrator's too."""
 
 UNAUTHORIZED = 401
 
@@ -42,19 +44,24 @@ class Verdict:
     status: int
     text: str = ""
     tenant: bytes = b""
+    is_admin: bool = False
+    """What others have made may be ended."""
 
 
 class Guard:
     """Decides by route guard, key and peer.
 
     Args:
-        api_key, admin_key: "" for none.
+        api_keys: separated by spaces; "" for none. Who has one sees nothing of the others.
+        admin_key: "" for none: then the only API key is the administrator's too.
         host: the address that the server is bound to.
     """
 
-    def __init__(self, api_key: str, admin_key: str, host: str) -> None:
-        self._api = _digest(api_key) if api_key else b""
+    def __init__(self, api_keys: str, admin_key: str, host: str) -> None:
+        self._keys = tuple(_digest(key) for key in api_keys.split())
         self._admin = _digest(admin_key) if admin_key else b""
+        if len(self._keys) == 1 and not admin_key:
+            self._admin = self._keys[0]
         self._is_local = is_loopback(host)
         self._hosts = frozenset({"localhost", "127.0.0.1", "[::1]", host.lower(), f"[{host}]"})
 
@@ -68,7 +75,7 @@ class Guard:
             host, origin, site: the headers Host, Origin and Sec-Fetch-Site, "" for none. Browsers
                 send the last with every request, also with those that have no Origin.
         """
-        if self._api and not self._is_local:
+        if self._keys and not self._is_local:
             return
         if self._is_local and host and _bare(host) not in self._hosts:
             raise RequestError(
@@ -94,16 +101,24 @@ class Guard:
         """
         if guard == OPEN:
             return Verdict(200)
+        if not self._keys and not self._admin:
+            is_near = is_loopback(peer) and (not host or is_loopback(_bare(host)))
+            is_admin = self._is_local or is_near
+            if guard == ADMIN and not is_admin:
+                return Verdict(403, "admin routes need a key here: start with --admin-api-key")
+            return Verdict(200, is_admin=is_admin)
         scheme, _, token = authorization.partition(b" ")
         given = _digest(token.strip()) if scheme.lower() == b"bearer" else b""
-        wanted = self._admin or self._api if guard == ADMIN else self._api
-        if wanted:
-            fits = hmac.compare_digest(given, wanted)
-            return Verdict(200, tenant=given) if fits else Verdict(UNAUTHORIZED)
-        is_near = is_loopback(peer) and (not host or is_loopback(_bare(host)))
-        if guard == ADMIN and not self._is_local and not is_near:
-            return Verdict(403, "admin routes need a key here: start with --admin-api-key")
-        return Verdict(200)
+        has_key = any([hmac.compare_digest(given, key) for key in self._keys])
+        is_admin = bool(self._admin) and hmac.compare_digest(given, self._admin)
+        if guard == ADMIN and has_key and not self._admin:
+            return Verdict(403, "with several keys admin routes need one: --admin-api-key")
+        fits = has_key or not self._keys
+        if guard == ADMIN or (guard == OWN and is_admin):
+            fits = is_admin
+        if not fits:
+            return Verdict(UNAUTHORIZED)
+        return Verdict(200, "", given if self._keys else b"", is_admin)
 
 
 def _bare(host: str) -> str:

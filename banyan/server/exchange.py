@@ -48,7 +48,10 @@ class Exchange:
         self.tail = ""
         """Rest of the path below a route that ends in "/"."""
         self.tenant = b""
-        """Digest of the key that was presented; names the prefix-cache namespace."""
+        """Digest of the key that was presented: the owner of what the request makes, and part of
+        its prefix-cache namespace."""
+        self.is_admin = False
+        """What others own may be ended."""
         self.is_probe = False
         """A health check; draining does not wait for it."""
         self.warnings: list[str] = []

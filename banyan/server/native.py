@@ -47,7 +47,7 @@ async def generate(exchange: Exchange, state: ServerState) -> None:
     for name in dict.fromkeys(n for s in request.sequences for n in s.not_honoured):
         exchange.warn_or_refuse(name, "not used", state.config.server.strict_requests)
     output: list[int] = []
-    with state.open.holding([s.request for s in request.sequences]):
+    with state.open.holding([s.request for s in request.sequences], exchange.tenant):
         if not request.stream:
             answer = await native.answer(request)
             output = output_of(answer)
@@ -110,7 +110,7 @@ async def vertex(exchange: Exchange, state: ServerState) -> None:
         )
     prompts = [instance[name] for instance in instances]
     request = await native.read({**parameters, name: prompts, "stream": False}, exchange.tenant)
-    with state.open.holding([s.request for s in request.sequences]):
+    with state.open.holding([s.request for s in request.sequences], exchange.tenant):
         answer = await native.answer(request)
     await exchange.json({"predictions": answer})
 

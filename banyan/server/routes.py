@@ -86,7 +86,7 @@ def all_routes() -> list[Route]:
         Route("/configure_logging", _BOTH, operate.configure_logging, adm),
         Route("/v1/loads", _GET, loads.show_loads),
         Route("/version", _GET, operate.version),
-        Route("/abort_request", _POST, admin.abort_request, adm),
+        Route("/abort_request", _POST, admin.abort_request, auth.OWN),
         *anthropic_routes(),
         *ollama_routes(),
         Route("/vertex_generate", _POST, native.vertex),

@@ -167,7 +167,7 @@ async def _label_tokens(
         )
         for i, p in enumerate(prompts)
     ]
-    with state.open.holding(requests):
+    with state.open.holding(requests, exchange.tenant):
         chunks = await collect(service.generator, requests)
     logprobs = [_picked(chunk) for chunk in chunks]
     turn = softmax if request.apply_softmax else lambda row: [math.exp(x) for x in row]

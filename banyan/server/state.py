@@ -6,6 +6,7 @@ One object, made by the composition root and passed to the app; there are no glo
 import asyncio
 import contextlib
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,30 +66,33 @@ class Service:
         return self.tokenizer
 
 
+_SEQUENCE = re.compile(r"_[0-9]+\Z")
+
+
 def fresh_id() -> str:
     """128 random bits as hex: a request id that no client can guess or choose."""
     return os.urandom(16).hex()
 
 
 class OpenRequests:
-    """Requests that live now, by the id their client knows; `rid` prefixes name batches."""
+    """Requests that live now, by the id their client knows, and who has made them."""
 
     def __init__(self) -> None:
-        self._live: dict[RequestId, None] = {}
+        self._live: dict[RequestId, bytes] = {}
         self._dropped = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._live)
 
     @contextlib.contextmanager
-    def holding(self, requests: Sequence[TextRequest]) -> Iterator[None]:
+    def holding(self, requests: Sequence[TextRequest], owner: bytes) -> Iterator[None]:
         """Keep the ids of `requests` taken; RequestError 400 when one is."""
         added: list[RequestId] = []
         try:
             for request in requests:
                 if request.id in self._live:
                     raise RequestError(f"Duplicate request ID detected: {request.id}", param="rid")
-                self._live[request.id] = None
+                self._live[request.id] = owner
                 added.append(request.id)
             yield
         finally:
@@ -96,8 +100,16 @@ class OpenRequests:
                 del self._live[id]
             self._dropped.set()
 
-    def starting_with(self, prefix: str) -> list[RequestId]:
-        return [r for r in self._live if r.startswith(prefix)]
+    def called(self, rid: str) -> list[RequestId]:
+        """The request of this id, or the sequences of one (their ids are `rid`_NUMBER)."""
+        return [r for r in self._live if r == rid or _SEQUENCE.sub("", r) == rid]
+
+    def of(self, owner: bytes) -> list[RequestId]:
+        """Those that a credential has made."""
+        return [r for r, other in self._live.items() if other == owner]
+
+    def all(self) -> list[RequestId]:
+        return list(self._live)
 
     async def wait_change(self, timeout_s: float) -> None:
         """Wait until a request ends, at most `timeout_s`."""

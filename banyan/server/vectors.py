@@ -59,7 +59,7 @@ async def encode(exchange: Exchange, state: ServerState) -> None:
     prompts, is_list = prompts_of(value, name, with_pairs=True)
     vectors = vector_service(service, state)
     requests = await vectors.read(prompts, origin_of(exchange, request, "encode"))
-    with state.open.holding(requests):
+    with state.open.holding(requests, exchange.tenant):
         answers = await vectors.answer(requests, request.dimensions)
     await exchange.json(answers if is_list else answers[0])
 
@@ -128,7 +128,7 @@ async def read_vectors(
     origin = origin_of(exchange, request, route)
     vectors = vector_service(service, state)
     requests = await vectors.read(prompts, origin)
-    with state.open.holding(requests):
+    with state.open.holding(requests, exchange.tenant):
         return await vectors.vectors(requests)
 
 

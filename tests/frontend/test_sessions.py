@@ -4,7 +4,7 @@ import pytest
 
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import RequestError
-from banyan.frontend.sessions import Sessions
+from banyan.frontend.sessions import MAX_IDLE_S, Sessions
 
 
 def turn(sessions: Sessions, ids: list[int], output: list[int], name: str, **params) -> list[int]:
@@ -109,3 +109,44 @@ def test_a_session_that_is_not_used_ends():
     clock.advance_to(29)
     with pytest.raises(RequestError, match="not open"):
         turn(sessions, [1], [], "c")
+
+
+def test_a_session_that_nobody_uses_is_forgotten_also_when_no_time_was_given():
+    clock = VirtualClock()
+    found = Sessions(clock)
+    found.open(100, "s")
+    turn(found, [1], [2], "a")
+    clock.advance_to(MAX_IDLE_S)
+    assert turn(found, [3], [4], "b", rid="a") == [1, 2, 3]
+    clock.advance_to(2 * MAX_IDLE_S + 1)
+    with pytest.raises(RequestError, match="not open"):
+        turn(found, [3], [4], "c", rid="a")
+
+
+def test_beyond_the_bytes_the_tenant_that_keeps_most_loses_its_oldest_session():
+    clock = VirtualClock()
+    found = Sessions(clock, max_bytes=480)
+
+    def play(tenant: bytes, name: str, num_tokens: int) -> None:
+        found.open(1000, name, tenant=tenant)
+        params = {"id": name}
+        body = {"input_ids": [7] * num_tokens, "rid": "a", "session_params": params}
+        begun = found.begin(body, None, tenant)
+        clock.advance_to(clock.now() + 1)
+        begun.keep([])
+
+    play(b"quiet", "q", 10)
+    for name in "xyz":
+        play(b"loud", name, 40)
+    still = [(tenant, name) for tenant, name in found._open]
+    assert still == [(b"quiet", "q"), (b"loud", "y"), (b"loud", "z")]
+
+
+def test_a_session_opens_for_its_own_tenant_only():
+    found = Sessions(VirtualClock())
+    found.open(100, "s", tenant=b"alice")
+    body = {"input_ids": [1], "session_params": {"id": "s"}}
+    assert found.begin(body, None, b"alice") is not None
+    with pytest.raises(RequestError, match="not open"):
+        found.begin(body, None, b"bob")
+    assert not found.close("s", b"bob") and found.close("s", b"alice")

@@ -230,7 +230,7 @@ def test_a_batch_waits_while_others_have_all_seats(site: Site, client: openai.Op
         TextRequest(RequestId(f"other{i}"), [1], SamplingParams(max_new_tokens=1))
         for i in range(site.service.ready.max_running)
     ]
-    held = site.state.open.holding(others)
+    held = site.state.open.holding(others, b"")
     site.call(held.__enter__)
     batch = begin(client, [line("a")])
     wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress", 20, "its start")

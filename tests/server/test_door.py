@@ -18,7 +18,7 @@ from tests.server.fakes import Site, steps
 
 KEY, ADMIN = "sesame-key", "sesame-admin"
 OPEN_PATHS = {"/livez", "/readyz", "/ready", "/health", "/health_generate"}
-ADMIN_SAMPLE = {"/flush_cache", "/abort_request", "/load_lora_adapter", "/configure_logging"}
+ADMIN_SAMPLE = {"/flush_cache", "/load_lora_adapter", "/configure_logging"}
 USER = [{"role": "user", "content": "Hi"}]
 
 
@@ -45,7 +45,9 @@ def test_each_route_takes_only_its_own_key(locked: Site, route: object) -> None:
     method = route.methods[0]
     wanted, other = (ADMIN, KEY) if route.guard == auth.ADMIN else (KEY, ADMIN)
     assert ask(locked, route.path, wanted, method).status_code != 401
-    if route.path not in OPEN_PATHS:
+    if route.guard == auth.OWN:
+        assert ask(locked, route.path, other, method).status_code != 401
+    elif route.path not in OPEN_PATHS:
         assert ask(locked, route.path, other, method).status_code == 401
 
 
@@ -108,6 +110,27 @@ def test_the_only_key_is_the_admin_key_too() -> None:
     guard = Guard(KEY, "", "0.0.0.0")
     assert guard.judge(auth.ADMIN, b"Bearer sesame-key", "10.0.0.9", "h").status == 200
     assert guard.judge(auth.ADMIN, b"Bearer wrong", "127.0.0.1", "h").status == 401
+
+
+def test_with_several_keys_each_opens_the_api_and_none_the_admin_routes() -> None:
+    guard = Guard("alice-key bob-key", "", "0.0.0.0")
+    tenants = set()
+    for name in (b"alice", b"bob"):
+        verdict = guard.judge(auth.KEY, b"Bearer " + name + b"-key", "10.0.0.9", "h")
+        assert verdict.status == 200 and not verdict.is_admin
+        tenants.add(verdict.tenant)
+        refused = guard.judge(auth.ADMIN, b"Bearer " + name + b"-key", "127.0.0.1", "localhost")
+        assert refused.status == 403 and "--admin-api-key" in refused.text
+    assert len(tenants) == 2
+    assert guard.judge(auth.KEY, b"Bearer alice-key bob-key", "10.0.0.9", "h").status == 401
+
+
+def test_an_admin_key_rules_over_what_every_key_has_made() -> None:
+    guard = Guard("alice-key bob-key", ADMIN, "0.0.0.0")
+    assert guard.judge(auth.OWN, b"Bearer sesame-admin", "10.0.0.9", "h").is_admin
+    assert not guard.judge(auth.OWN, b"Bearer alice-key", "10.0.0.9", "h").is_admin
+    assert guard.judge(auth.OWN, b"Bearer carol-key", "10.0.0.9", "h").status == 401
+    assert guard.judge(auth.KEY, b"Bearer sesame-admin", "10.0.0.9", "h").status == 401
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:30000", "[::1]:1", "LocalHost:5"])

@@ -142,15 +142,19 @@ def test_flushing_says_what_the_engine_said(site: Site, http: httpx.Client) -> N
     assert site.client.calls == ["flush_cache", "flush_cache"]
 
 
-def test_abort_ends_requests_by_prefix(site: Site, http: httpx.Client) -> None:
+def test_abort_ends_a_request_and_all_its_sequences_by_its_whole_name(
+    site: Site, http: httpx.Client
+) -> None:
     site.generator.hold_after = 1
     body = {"text": ["a", "b"], "stream": True, "rid": "job"}
     with http.stream("POST", "/generate", json=body) as open_:
         lines = open_.iter_lines()
         next(lines)
-        assert http.post("/abort_request", json={"rid": "job_"}).json() == {"aborted": 2}
-        assert http.post("/abort_request", json={"rid": "other"}).json() == {"aborted": 0}
-    assert sorted(site.client.aborted) == ["job_0", "job_1"]
+        for other in ("j", "job_", "other", "ob", "job_1x", "_0"):
+            assert http.post("/abort_request", json={"rid": other}).json() == {"aborted": 0}
+        assert http.post("/abort_request", json={"rid": "job"}).json() == {"aborted": 2}
+        assert http.post("/abort_request", json={"rid": "job_1"}).json() == {"aborted": 1}
+    assert sorted(site.client.aborted) == ["job_0", "job_1", "job_1"]
 
 
 def test_abort_without_a_name_is_refused(http: httpx.Client) -> None:

@@ -21,7 +21,7 @@ FLAGS = (
     Flag(
         "api-key",
         "server.api_key",
-        "key that every request must carry as a bearer token",
+        "keys, separated by spaces; every request must carry one as a bearer token",
         proof="tests/system/test_bad_input.py"
         "::test_a_request_without_the_key_is_401_and_probes_are_open",
     ),

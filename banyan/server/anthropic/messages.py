@@ -55,7 +55,7 @@ async def messages(exchange: Exchange, state: ServerState) -> None:
         request.thinking is not None and request.thinking.display == "omitted",
         server.cache_report,
     )
-    with state.open.holding(plan.asked):
+    with state.open.holding(plan.asked, exchange.tenant):
         async with aclosing(run(service.generator, plan.asked)) as chunks:
             if not request.stream:
                 await exchange.json(answer.whole([chunk async for _, chunk in chunks]))

@@ -87,7 +87,7 @@ async def _answer(
     plan = await plan_chat(service, body, chat, origin, report, may_shorten=True)
     answer = OllamaAnswer(service, plan, model, is_chat, started_ns)
     kept = []
-    with state.open.holding(plan.asked):
+    with state.open.holding(plan.asked, exchange.tenant):
         async with aclosing(run(service.generator, plan.asked)) as chunks:
             async for _, chunk in chunks:
                 answer.arrived()

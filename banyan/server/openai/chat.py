@@ -28,7 +28,7 @@ async def chat_completions(exchange: Exchange, state: ServerState) -> None:
     except RequestError as error:
         raise in_openai_words(error) from None
     answer = ChatAnswer(service, origin.rid, plan, model, server.cache_report)
-    with state.open.holding(plan.asked):
+    with state.open.holding(plan.asked, exchange.tenant):
         if request.stream:
             await _stream(exchange, service, request, answer, plan)
         else:

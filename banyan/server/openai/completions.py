@@ -45,7 +45,7 @@ async def completions(exchange: Exchange, state: ServerState) -> None:
     except RequestError as error:
         raise in_openai_words(error) from None
     answer = CompletionAnswer(service, origin.rid, plan, request, model, server.cache_report)
-    with state.open.holding(plan.asked):
+    with state.open.holding(plan.asked, exchange.tenant):
         if request.stream:
             await _stream(exchange, service, request, answer, plan)
         else:

@@ -87,7 +87,7 @@ async def create(exchange: Exchange, state: ServerState) -> None:
     report = _reporter(exchange, server.strict_requests)
     request = await _read(exchange, ResponsesRequest, report)
     model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
-    before, given = _before(request, state), given_items(request.input)
+    before, given = _before(request, exchange, state), given_items(request.input)
     offered = offered_tools(request.tools or [], state.tool_servers, report)
 
     async def plan_turn(
@@ -108,7 +108,7 @@ async def create(exchange: Exchange, state: ServerState) -> None:
     answer = ResponseAnswer(
         service, plan, request, offered, listings, id, model, server.cache_report
     )
-    stored = StoredResponse(answer.body, id, given, before)
+    stored = StoredResponse(answer.body, id, given, before, exchange.tenant)
 
     def over() -> None:
         final = answer.body()
@@ -123,7 +123,7 @@ async def create(exchange: Exchange, state: ServerState) -> None:
     if request.background:
         await _in_background(exchange, state, running, stored, bool(request.stream))
         return
-    with state.open.holding(plan.asked):
+    with state.open.holding(plan.asked, exchange.tenant):
         if request.stream:
             await _stream(exchange, running)
         else:
@@ -136,24 +136,26 @@ async def create(exchange: Exchange, state: ServerState) -> None:
 async def one(exchange: Exchange, state: ServerState) -> None:
     """One stored response: show it, follow it, delete it, cancel it, or list its input."""
     id, _, verb = exchange.tail.partition("/")
-    if exchange.method == "POST" and verb == "cancel":
-        await exchange.json(await _cancel(state.responses.find(id)))
-    elif exchange.method == "POST" or verb not in ("", "input_items"):
+    if verb not in ("", "input_items", "cancel") or (exchange.method == "POST") != (
+        verb == "cancel"
+    ):
         raise RequestError(
             f"no route below a response: {verb[:40]!r}", status=404, code="not_found"
         )
+    found = state.responses.find(id, exchange.tenant)
+    if exchange.method == "POST":
+        await exchange.json(await _cancel(found))
     elif exchange.method == "DELETE":
-        await _end(state.responses.find(id))
-        state.responses.remove(id)
+        await _end(found)
+        state.responses.remove(id, exchange.tenant)
         await exchange.json({"id": id, "object": "response", "deleted": True})
     elif verb:
-        given = state.responses.find(id).given
-        shown, has_more = page(given, exchange.query, lambda item: str(item["id"]), _PAGE)
+        shown, has_more = page(found.given, exchange.query, lambda item: str(item["id"]), _PAGE)
         await exchange.json(listed(shown, has_more))
     elif exchange.query.get("stream") in _ON:
-        await _follow(exchange, state.responses.find(id), exchange.query.get("starting_after"))
+        await _follow(exchange, found, exchange.query.get("starting_after"))
     else:
-        await exchange.json(state.responses.find(id).show())
+        await exchange.json(found.show())
 
 
 async def input_tokens(exchange: Exchange, state: ServerState) -> None:
@@ -163,7 +165,7 @@ async def input_tokens(exchange: Exchange, state: ServerState) -> None:
     report = _reporter(exchange, strict)
     request = await _read(exchange, PromptRequest, report)
     check_model(request.model, state.served_name, exchange.warn, strict)
-    items = [*_before(request, state), *given_items(request.input)]
+    items = [*_before(request, exchange, state), *given_items(request.input)]
     offered = offered_tools(request.tools or [], state.tool_servers, report)
     chat = typed(chat_body(request, items, offered, _template(service), report), ChatRequest)
     ids, _ = await chat_prompt(service, chat, report)
@@ -208,7 +210,7 @@ def _fresh_id(request: ResponsesRequest, exchange: Exchange, state: ServerState)
     given = request.request_id or ""
     if not _ID.fullmatch(given):
         return f"resp_{exchange.id}"
-    if given in state.responses:
+    if state.responses.has(given, exchange.tenant):
         raise RequestError(f"there is a response {given!r} already", param="request_id")
     return given
 
@@ -217,11 +219,12 @@ def _template(service: Service) -> ChatTemplate | None:
     return service.chat.template if service.chat else None
 
 
-def _before(request: PromptRequest, state: ServerState) -> list[Json]:
+def _before(request: PromptRequest, exchange: Exchange, state: ServerState) -> list[Json]:
     """The items of the conversation that the request continues."""
     if not request.previous_response_id:
         return []
-    found = state.responses.find(request.previous_response_id, "previous_response_id")
+    id = request.previous_response_id
+    found = state.responses.find(id, exchange.tenant, "previous_response_id")
     if not found.is_over:
         raise RequestError(
             f"the response {found.id} is still {found.status}",
@@ -283,7 +286,7 @@ async def _work(id: str, state: ServerState, running: Running, stored: StoredRes
         stored.news.set()
 
     try:
-        with state.open.holding(running.plan.asked):
+        with state.open.holding(running.plan.asked, stored.owner):
             async with aclosing(running.events()) as events:
                 async for event in events:
                     take(event)

@@ -24,6 +24,7 @@ class StoredResponse:
         show: gives the response as the API shows it at this moment.
         given: its own input items.
         before: items of the conversation that it continued.
+        owner: the credential that has made it.
         events: its stream so far, for a background response that is streamed.
         work: what runs it in the background.
     """
@@ -32,6 +33,7 @@ class StoredResponse:
     id: str
     given: list[Json]
     before: list[Json]
+    owner: bytes = b""
     events: list[Json] | None = None
     work: asyncio.Task[None] | None = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -54,21 +56,21 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Responses by id, oldest first."""
+    """Responses by owner and id, oldest first. A credential finds only its own."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, StoredResponse] = {}
+        self._kept: dict[tuple[bytes, str], StoredResponse] = {}
         self._num_bytes = 0
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def __contains__(self, id: str) -> bool:
-        return id in self._kept
+    def has(self, id: str, owner: bytes) -> bool:
+        return (owner, id) in self._kept
 
-    def find(self, id: str, param: str = "response_id") -> StoredResponse:
+    def find(self, id: str, owner: bytes, param: str = "response_id") -> StoredResponse:
         """RequestError 404 when there is none."""
-        if id not in self._kept:
+        if (owner, id) not in self._kept:
             raise RequestError(
                 f"Response with id {id[:80]!r} not found.",
                 param=param,
@@ -76,7 +78,7 @@ class ResponseStore:
                 code="not_found",
                 hint=f"The latest {MAX_RESPONSES} are kept, in memory",
             )
-        return self._kept[id]
+        return self._kept[owner, id]
 
     def keep(self, stored: StoredResponse) -> None:
         """Keep a response, or count one anew that has grown; the oldest make room.
@@ -84,23 +86,21 @@ class ResponseStore:
         Raises:
             RequestError: 429; all that are kept are still running.
         """
-        self._forget(stored.id)
+        self._forget(stored)
         while len(self._kept) >= MAX_RESPONSES:
             self._drop_oldest()
         stored.num_bytes = len(orjson.dumps((stored.show(), stored.given, stored.events)))
-        self._kept[stored.id] = stored
+        self._kept[stored.owner, stored.id] = stored
         self._num_bytes += stored.num_bytes
         while self._num_bytes > MAX_BYTES and len(self._kept) > 1:
             self._drop_oldest()
 
-    def remove(self, id: str) -> StoredResponse:
+    def remove(self, id: str, owner: bytes) -> None:
         """Forget a response; RequestError 404 when there is none."""
-        found = self.find(id)
-        self._forget(id)
-        return found
+        self._forget(self.find(id, owner))
 
     def _drop_oldest(self) -> None:
-        oldest = next((r.id for r in self._kept.values() if r.is_over), None)
+        oldest = next((r for r in self._kept.values() if r.is_over), None)
         if oldest is None:
             raise RequestError(
                 f"{len(self._kept)} responses are running in the background",
@@ -109,6 +109,6 @@ class ResponseStore:
             )
         self._forget(oldest)
 
-    def _forget(self, id: str) -> None:
-        gone = self._kept.pop(id, None)
+    def _forget(self, stored: StoredResponse) -> None:
+        gone = self._kept.pop((stored.owner, stored.id), None)
         self._num_bytes -= gone.num_bytes if gone else 0

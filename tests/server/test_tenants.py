@@ -1,0 +1,71 @@
+"""What one key has made, another neither sees, continues nor ends."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.flags import config_of
+from tests.server.fakes import Site
+
+ALICE = {"authorization": "Bearer alice-key"}
+BOB = {"authorization": "Bearer bob-key"}
+ADMIN = {"authorization": "Bearer the-admin"}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    flags = ["--api-key", "alice-key bob-key", "--admin-api-key", "the-admin"]
+    config = config_of(*flags, "--file-storage-path", str(tmp_path / "kept")).server
+    with Site(config).serving() as served:
+        yield served
+
+
+def test_a_session_belongs_to_the_key_that_opened_it(site: Site) -> None:
+    opened = {"capacity_of_str_len": 1000, "session_id": "talk"}
+    assert site.http.post("/open_session", json=opened, headers=ALICE).status_code == 200
+    turn = {"text": "SECRET", "rid": "first", "session_params": {"id": "talk"}}
+    assert site.http.post("/generate", json=turn, headers=ALICE).status_code == 200
+    later = {"text": "b", "session_params": {"id": "talk", "rid": "first"}}
+    refused = site.http.post("/generate", json=later, headers=BOB)
+    assert refused.status_code == 400 and "not open" in refused.text
+    closed = site.http.post("/close_session", json={"session_id": "talk"}, headers=BOB)
+    assert closed.status_code == 200
+    assert site.http.post("/generate", json=later, headers=ALICE).status_code == 200
+    assert "SECRET" in site.tokenizer.decode(site.generator.asked[-1].prompt)
+
+
+def test_a_response_belongs_to_the_key_that_asked_for_it(site: Site) -> None:
+    body = {"model": "tiny", "input": "SECRET", "request_id": "resp_known"}
+    made = site.http.post("/v1/responses", json=body, headers=ALICE)
+    assert made.status_code == 200 and made.json()["id"] == "resp_known"
+    for method, path in (
+        ("GET", "/v1/responses/resp_known"),
+        ("GET", "/v1/responses/resp_known/input_items"),
+        ("DELETE", "/v1/responses/resp_known"),
+        ("POST", "/v1/responses/resp_known/cancel"),
+    ):
+        assert site.http.request(method, path, headers=BOB).status_code == 404, path
+    later = {"model": "tiny", "input": "b", "previous_response_id": "resp_known"}
+    assert site.http.post("/v1/responses", json=later, headers=BOB).status_code == 404
+    assert site.http.post("/v1/responses", json=later, headers=ALICE).status_code == 200
+    # The name is free for others: that it is taken tells nothing.
+    assert site.http.post("/v1/responses", json=body, headers=BOB).status_code == 200
+
+
+def test_a_request_is_ended_by_the_key_that_made_it_or_by_an_administrator(site: Site) -> None:
+    site.generator.hold_after = 1
+    body = {"text": "a", "stream": True, "rid": "job"}
+    with site.http.stream("POST", "/generate", json=body, headers=ALICE) as open_:
+        lines = open_.iter_lines()
+        next(lines)
+        with httpx.Client(base_url=site.url, timeout=10) as other:
+
+            def abort(by: dict[str, str], **what: object) -> int:
+                return other.post("/abort_request", json=what, headers=by).json()["aborted"]
+
+            assert abort(BOB, rid="job") == 0 and abort(BOB, abort_all=True) == 0
+            assert abort(ALICE, rid="job") == 1 and abort(ALICE, abort_all=True) == 1
+            assert abort(ADMIN, rid="job") == 1 and abort(ADMIN, abort_all=True) == 1
+    assert site.client.aborted == ["job"] * 4
