@@ -50,6 +50,10 @@ class Server:
         (pid,) = self.engine_pids()
         return pid
 
+    def rank_pids(self) -> list[int]:
+        """The children of the one engine."""
+        return [c.pid for c in psutil.Process(self.engine_pid()).children()]
+
     def sockets(self) -> list[Path]:
         """Unix sockets in the file system that its processes hold."""
         processes = [psutil.Process(p) for p in (self.pid, *self.members())]

@@ -140,7 +140,7 @@ def test_killing_the_engine_ends_every_request_with_one_error_and_health_with_50
 def test_killing_a_rank_is_noticed_like_the_end_of_the_engine(server):
     with server("--tp-size", "2", *ENDLESS) as running:
         streams = load(running, count=2)
-        (rank,) = set(running.members()) - {running.engine_pid()}
+        (rank,) = running.rank_pids()
         subprocess.run(["kill", "-9", str(rank)], check=True)
         wait_until(lambda: status_of(running, "/health") == 503, 2.0, "/health to be 503")
         for stream in streams:
@@ -155,8 +155,8 @@ def test_killing_a_rank_is_noticed_like_the_end_of_the_engine(server):
 def test_a_server_whose_engine_is_killed_while_it_loads_ends_with_an_error(tiny_model, tmp_path):
     running = launch(tmp_path / "server.log", "--model-path", str(tiny_model))
     try:
-        wait_until(lambda: len(running.members()) == 1, CALL_S, "the engine to start")
-        subprocess.run(["kill", "-9", str(running.members()[0])], check=True)
+        wait_until(lambda: len(running.engine_pids()) == 1, CALL_S, "the engine to start")
+        subprocess.run(["kill", "-9", str(running.engine_pid())], check=True)
         assert 2 <= running.exit_code(5.0) <= 9
         assert "SIGKILL" in running.log.read_text()
     finally:
@@ -184,7 +184,7 @@ def test_a_stopped_engine_is_unhealthy_after_the_deadline_and_recovers(server):
 @pytest.mark.slow
 def test_a_stopped_rank_is_unhealthy_after_the_deadline_and_named_in_the_log(server):
     with server("--tp-size", "2", "--watchdog-timeout", "3", *ENDLESS) as running:
-        (rank,) = set(running.members()) - {running.engine_pid()}
+        (rank,) = running.rank_pids()
         subprocess.run(["kill", "-STOP", str(rank)], check=True)
         # Nothing runs: that the rank is gone is seen all the same.
         took = wait_until(lambda: status_of(running, "/health") == 503, 6.0, "/health to be 503")
