@@ -148,7 +148,7 @@ def whole_step(
     read = [t for t in tensors if not (is_untied and t.name in tables)]
     numbers = sum(_count(t) for t in read)
     head = sum(_count(t) for t in read if t.name in (*tables, "output.weight", "lm_head.weight"))
-    kv_numbers = 2 * card.num_layers * card.num_kv_heads * card.head_dim
+    kv_numbers = card.num_layers * card.kept_per_token
     attention = 4 * card.num_layers * card.num_heads * card.head_dim * context * tokens
     return OpCost(
         "whole step",

@@ -40,6 +40,58 @@ class RopeFacts:
     """… and when requests may be longer."""
 
 
+@dataclass(frozen=True)
+class LatentFacts:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads
+    come from one latent vector per token, which is what the cache keeps.
+
+    Attributes:
+        query_rank: width that queries are squeezed through; 0 = one plain projection.
+        rank: width of the latent vector.
+        plain_dim, rope_dim: parts of a query and key head without and with rotation.
+        value_dim: width of a value head.
+    """
+
+    query_rank: int
+    rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class ExpertFacts:
+    """Feed-forward blocks of which each token uses a few.
+
+    Attributes:
+        count, per_token: experts of a layer, and how many a token goes through.
+        inner: inner width of one expert.
+        dense_layers: layers that have one plain feed-forward block instead.
+        shared_inner: inner width of the block that every token goes through; 0 = none.
+        has_shared_gate: that block's output is scaled by a sigmoid of the token.
+        scoring: "softmax" | "sigmoid", what makes scores of the router's logits.
+        is_normalised: the chosen scores are divided by their sum.
+        scale: factor on the scores.
+        groups, top_groups: experts lie in groups of which a token may use the best few.
+        group_best: a group is as good as the sum of this many of its best scores.
+        has_correction: a bias per expert counts for the choice and not for the weight.
+    """
+
+    count: int
+    per_token: int
+    inner: int
+    dense_layers: tuple[int, ...] = ()
+    shared_inner: int = 0
+    has_shared_gate: bool = False
+    scoring: str = "softmax"
+    is_normalised: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+    has_correction: bool = False
+
+
 LAST = "last"
 MEAN = "mean"
 CLS = "cls"
@@ -108,6 +160,9 @@ class ModelCard:
     logit_scale: float = 1.0
     logit_cap: float = 0.0
     """Final logits become cap·tanh(logits/cap); 0 = off."""
+    latent: LatentFacts | None = None
+    """Latent attention in the place of keys and values per head."""
+    experts: ExpertFacts | None = None
     dtype: str = "float32"
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -129,6 +184,20 @@ class ModelCard:
     def needs_whole_prompts(self) -> bool:
         """A prompt must go through the model in one row, and nothing of it may be cached."""
         return self.is_encoder or (self.pooling is not None and self.pooling.kind != LAST)
+
+    @property
+    def kept_per_token(self) -> int:
+        """Numbers that the cache of one layer keeps of each token."""
+        if self.latent is not None:
+            return self.latent.rank + self.latent.rope_dim
+        return 2 * self.num_kv_heads * self.head_dim
+
+    def inner_of(self, layer: int) -> int:
+        """Inner width of the feed-forward blocks that a token goes through in this layer."""
+        experts = self.experts
+        if experts is None or layer in experts.dense_layers:
+            return self.intermediate_size
+        return experts.per_token * experts.inner + experts.shared_inner
 
     def kind_of(self, layer: int) -> str:
         return self.layer_kinds[layer] if self.layer_kinds else FULL

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from banyan.config import card_experts
 from banyan.config.card import FULL, WINDOW, ModelCard, RopeFacts
 from banyan.config.facts import Facts
 
@@ -239,6 +240,16 @@ FAMILIES: dict[str, Family] = {
         kinds=partial(_every, period=4),
         more=_cohere,
     ),
+    "MixtralForCausalLM": Family(eps=1e-5, rope_theta=1e6, more=card_experts.mixtral),
+    "OlmoeForCausalLM": Family(eps=1e-5, more=card_experts.olmoe),
+    "Qwen2MoeForCausalLM": Family(
+        biases=lambda facts: Biases(qkv=facts.flag("qkv_bias", default=True)),
+        kinds=_qwen_kinds,
+        more=partial(card_experts.qwen_moe, has_shared=True),
+    ),
+    "Qwen3MoeForCausalLM": replace(_QWEN3, more=card_experts.qwen_moe),
+    "DeepseekV2ForCausalLM": Family(head_dim=64, more=card_experts.deepseek_v2),
+    "DeepseekV3ForCausalLM": Family(head_dim=64, more=card_experts.deepseek_v3),
     "BertModel": _BERT,
     "BertForSequenceClassification": _BERT,
     "RobertaModel": _ROBERTA,

@@ -184,6 +184,7 @@ def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -
     for count, what in (
         (card.num_heads, "attention heads"),
         (card.intermediate_size, "MLP columns"),
+        (card.experts.inner if card.experts else 0, "columns of an expert"),
     ):
         if count % tp:
             raise ConfigError(

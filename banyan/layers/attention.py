@@ -11,7 +11,7 @@ from banyan.layers.cache import CacheTensor, Caching, LayerCache
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.norm import RMSNorm
 from banyan.layers.rotary import Angles
-from banyan.layers.slot import ShardRule
+from banyan.layers.slot import ShardRule, Turning
 from banyan.layers.step import AttentionSpec, StepInputs
 from banyan.ops.pages import stored_width
 from banyan.parallel.groups import Group
@@ -22,6 +22,7 @@ class AttentionShape:
     """Sizes of an attention block over all ranks; the rest as in AttentionSpec.
 
     Attributes:
+        rotary_dim: leading dimensions of a head that rotate; 0 = all.
         qk_norm: "" | "head" | "width": RMSNorm of q and k before they rotate, each head by itself
             or all heads together.
     """
@@ -38,6 +39,7 @@ class AttentionShape:
     has_output_bias: bool = False
     qk_norm: str = ""
     norm_eps: float = 0.0
+    rotary_dim: int = 0
 
 
 class Attention(Caching):
@@ -68,7 +70,11 @@ class Attention(Caching):
             q_dim, k_dim = self._norm_dims(shape, group)
             self.q_norm = RMSNorm(q_dim, shape.norm_eps, build)
             self.k_norm = RMSNorm(k_dim, shape.norm_eps, build)
-        self.qkv = ColumnLinear(shape.dim, outputs, rules, shape.has_bias, group, build)
+        turning = Turning(shape.head_dim, 0, shape.rotary_dim or shape.head_dim)
+        self.qkv = ColumnLinear(
+            *(shape.dim, outputs, rules, shape.has_bias, group, build),
+            turning={"q": turning, "k": turning},
+        )
         out_rule = ShardRule(1, shape.head_dim)
         self.out = RowLinear(width, shape.dim, out_rule, shape.has_output_bias, group, build)
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from banyan.layers.build import Build
 from banyan.layers.quant import pack
-from banyan.layers.slot import Layer, ShardRule, WeightSlot, single
+from banyan.layers.slot import Layer, ShardRule, Turning, WeightSlot, single
 from banyan.ops.api import PackedLinear
 from banyan.ops.stored import StoredWeight, stack
 from banyan.parallel.groups import Group
@@ -20,6 +20,9 @@ class ColumnLinear(Layer):
         outputs: part name -> outputs in the checkpoint, in stacking order ("" for one part).
         rules: part name -> how ranks share the outputs.
         group: the ranks that share them.
+        turning: part name -> its rows that the rotary embedding turns.
+        pieces: widths that each head consists of; the first pieces of all heads come out first,
+            then the second ones, so that either may be used alone.
     """
 
     def __init__(
@@ -30,6 +33,8 @@ class ColumnLinear(Layer):
         has_bias: bool,
         group: Group,
         build: Build,
+        turning: Mapping[str, Turning] | None = None,
+        pieces: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         self.inputs = inputs
@@ -37,6 +42,8 @@ class ColumnLinear(Layer):
         self.rules = rules
         self.has_bias = has_bias
         self.group = group
+        self.turning = turning or {}
+        self.pieces = pieces
         self.ops = build.ops
         self.weight: PackedLinear | None = None
         self.bias: Tensor | None = None
@@ -44,15 +51,17 @@ class ColumnLinear(Layer):
 
     def slots(self) -> dict[str, WeightSlot]:
         shapes = {part: (size, self.inputs) for part, size in self.outputs.items()}
-        slots = {"weight": WeightSlot(shapes, self.rules, self.group)}
+        slots = {"weight": WeightSlot(shapes, self.rules, self.group, self.turning)}
         if self.has_bias:
             shapes = {part: (size,) for part, size in self.outputs.items()}
-            slots["bias"] = WeightSlot(shapes, self.rules, self.group)
+            slots["bias"] = WeightSlot(shapes, self.rules, self.group, self.turning)
         return slots
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
         rules = self.rules.values()
         mine = [rule.cut(part, self.group) for rule, part in zip(rules, parts, strict=True)]
+        if self.pieces:
+            mine = [part.by_piece(self.pieces) for part in mine]
         if slot == "weight":
             self.weight = pack(mine, self.ops)
         else:

@@ -1,5 +1,7 @@
 """The feed-forward block: down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -7,7 +9,24 @@ from banyan.base.errors import ModelError
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.slot import ShardRule
+from banyan.ops.api import Ops
 from banyan.parallel.groups import Group
+
+
+def gate_of(activation: str, ops: Ops) -> Callable[[Tensor], Tensor]:
+    """act(gate) · up of [tokens, gate and up] for an activation by its Hugging Face name.
+
+    Raises:
+        ModelError: an activation that is not known.
+    """
+    gates = {
+        "silu": ops.silu_and_mul,
+        "gelu": ops.gelu_and_mul,
+        "gelu_pytorch_tanh": ops.gelu_tanh_and_mul,
+    }
+    if activation not in gates:
+        raise ModelError(f"activation {activation!r} is not one of: {', '.join(gates)}")
+    return gates[activation]
 
 
 class GatedMLP(nn.Module):
@@ -29,15 +48,7 @@ class GatedMLP(nn.Module):
         build: Build,
     ) -> None:
         super().__init__()
-        ops = build.ops
-        gates = {
-            "silu": ops.silu_and_mul,
-            "gelu": ops.gelu_and_mul,
-            "gelu_pytorch_tanh": ops.gelu_tanh_and_mul,
-        }
-        if activation not in gates:
-            raise ModelError(f"activation {activation!r} is not one of: {', '.join(gates)}")
-        self.gate = gates[activation]
+        self.gate = gate_of(activation, build.ops)
         parts = {"gate": inner, "up": inner}
         rules = {part: ShardRule(0) for part in parts}
         self.gate_up = ColumnLinear(dim, parts, rules, has_bias, group, build)

@@ -49,6 +49,20 @@ class ShardRule:
 
 
 @dataclass(frozen=True)
+class Turning:
+    """Which rows of a projection are turned by the rotary embedding, in every head.
+
+    Attributes:
+        head_dim: rows of a head.
+        first, count: its rows that turn.
+    """
+
+    head_dim: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
 class WeightSlot:
     """One weight of a layer, made of one checkpoint tensor per part.
 
@@ -56,11 +70,15 @@ class WeightSlot:
         shapes: part name -> shape in the checkpoint, in stacking order; "" names a single part.
         rules: part name -> how ranks share it.
         group: the ranks that do.
+        turning: of the parts whose outputs rotate; a checkpoint may store those rows in pairs.
+        elsewhere: parts that other ranks take.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     rules: Mapping[str, ShardRule]
     group: Group = field(default_factory=Group)
+    turning: Mapping[str, Turning] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()
 
     def keeps_blocks(self, part: str, weight: StoredWeight) -> bool:
         """Whether this rank's share of a quantised weight consists of whole blocks."""

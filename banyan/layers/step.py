@@ -30,6 +30,19 @@ class AttentionSpec:
     soft_cap: float = 0.0
 
 
+@dataclass(frozen=True)
+class LatentSpec:
+    """Facts of one latent attention layer that a backend needs.
+
+    Attributes:
+        layer: number of the layer within the model.
+        scale: factor on q·k before the softmax.
+    """
+
+    layer: int
+    scale: float
+
+
 class StepAttention(Protocol):
     """Attention bound to one step: its page tables, lengths and the page store."""
 
@@ -38,6 +51,18 @@ class StepAttention(Protocol):
 
         q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], rotated already.
         returns: [tokens, heads, head_dim], same dtype as q.
+        """
+        ...
+
+    def latent(
+        self, spec: LatentSpec, q: Tensor, q_turned: Tensor, latent: Tensor, key: Tensor
+    ) -> Tensor:
+        """Write `latent` and `key` into the pages of this step's positions, then attend over each
+        row's context: `ops.api.Ops.latent_attention`.
+
+        q: [tokens, heads, rank]; q_turned: [tokens, heads, rope_dim]; latent: [tokens, rank];
+        key: [tokens, rope_dim], rotated already like q_turned.
+        returns: [tokens, heads, rank], same dtype as q.
         """
         ...
 

@@ -12,6 +12,8 @@ from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
 from banyan.layers.cache import LayerCache, caches_of
 from banyan.layers.embedding import Embedding, Logits
+from banyan.layers.experts import ExpertBlock
+from banyan.layers.latent import LatentAttention, LatentShape
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP, PlainMLP
 from banyan.layers.norm import LayerNorm, RMSNorm, Stream, Sum
@@ -34,19 +36,11 @@ class DecoderLayer(nn.Module):
         self.ops = build.ops
         self.rope = card.rope_of(layer)
         self.is_parallel = spec.parallel
-        shape = _attention_shape(card, spec, layer)
         self.attention_norm = _stream(card, spec, build)
-        self.attention = Attention(shape, build)
+        self.attention = _attention(card, spec, layer, build)
         self.attention_post_norm = _post_norm(card, spec, build)
         self.mlp_norm = None if spec.parallel else _stream(card, spec, build)
-        self.mlp = (GatedMLP if spec.gated else PlainMLP)(
-            card.hidden_size,
-            card.intermediate_size,
-            card.hidden_act,
-            card.mlp_bias,
-            build.groups.ffn,
-            build,
-        )
+        self.mlp = _feed_forward(card, spec, layer, build)
         self.mlp_post_norm = _post_norm(card, spec, build)
 
     def forward(
@@ -123,8 +117,36 @@ class DecoderLM(nn.Module):
         return self.head(hidden)
 
 
-def _attention_shape(card: ModelCard, spec: ArchSpec, layer: int) -> AttentionShape:
-    return AttentionShape(
+def _feed_forward(
+    card: ModelCard, spec: ArchSpec, layer: int, build: Build
+) -> GatedMLP | PlainMLP | ExpertBlock:
+    if card.experts is not None and layer not in card.experts.dense_layers:
+        return ExpertBlock(card.hidden_size, card.experts, card.hidden_act, build)
+    return (GatedMLP if spec.gated else PlainMLP)(
+        card.hidden_size,
+        card.intermediate_size,
+        card.hidden_act,
+        card.mlp_bias,
+        build.groups.ffn,
+        build,
+    )
+
+
+def _attention(
+    card: ModelCard, spec: ArchSpec, layer: int, build: Build
+) -> Attention | LatentAttention:
+    if card.latent is not None:
+        shape = LatentShape(
+            layer=layer,
+            dim=card.hidden_size,
+            heads=card.num_heads,
+            facts=card.latent,
+            scale=card.attention_scale or card.head_dim**-0.5,
+            norm_eps=card.norm_eps,
+            has_bias=card.attention_bias,
+        )
+        return LatentAttention(shape, build)
+    shape = AttentionShape(
         layer=layer,
         dim=card.hidden_size,
         heads=card.num_heads,
@@ -137,7 +159,9 @@ def _attention_shape(card: ModelCard, spec: ArchSpec, layer: int) -> AttentionSh
         has_output_bias=card.output_bias,
         qk_norm=spec.qk_norm,
         norm_eps=card.norm_eps,
+        rotary_dim=card.rotary_dim,
     )
+    return Attention(shape, build)
 
 
 def _stream_eps(card: ModelCard) -> float:

@@ -3,6 +3,7 @@
 from banyan.models.spec import (
     GGUF_NAMES,
     GGUF_QK_NORM,
+    HUB_EXPERTS,
     HUB_NAMES,
     HUB_QK_NORM,
     ArchSpec,
@@ -31,4 +32,8 @@ OLMO2 = ArchSpec(
     pre_norm=False,
     post_norm=True,
     qk_norm="width",
+)
+
+OLMOE = ArchSpec(
+    names={"safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_EXPERTS)}, qk_norm="width"
 )

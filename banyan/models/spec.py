@@ -36,6 +36,14 @@ GGUF_NAMES = {
 }
 """Names that most families share in GGUF (gguf-py constants)."""
 
+HUB_EXPERTS = {
+    "model.layers.{}.mlp.gate": "layers.{}.mlp.router",
+    "model.layers.{}.mlp.experts.{}.gate_proj": "layers.{}.mlp.experts.gate_up:gate{}",
+    "model.layers.{}.mlp.experts.{}.up_proj": "layers.{}.mlp.experts.gate_up:up{}",
+    "model.layers.{}.mlp.experts.{}.down_proj": "layers.{}.mlp.experts.down:{}",
+}
+"""Names that most families of experts share in Hugging Face's form."""
+
 HUB_QK_NORM = {
     "model.layers.{}.self_attn.q_norm": "layers.{}.attention.q_norm",
     "model.layers.{}.self_attn.k_norm": "layers.{}.attention.k_norm",
@@ -52,10 +60,12 @@ class NameMap:
     """Checkpoint names of one format.
 
     Attributes:
-        modules: name without its last part and with {} for the layer -> module of DecoderLM,
+        modules: name without its last part and with {} for every number -> module of DecoderLM,
             "module:part" when several tensors make one weight, "module:part+part" when one tensor
-            holds several parts over one another.
-        ignored: names, {} for the layer, that carry nothing the model needs.
+            holds several parts over one another, "*" in a part when the tensor's first dimension
+            counts the experts. A name with its last part -> "module.slot".
+        ignored: names, {} for every number, that carry nothing the model needs.
+        has_more_layers: layers past the model's own are for drafting and not read.
         paired: modules ("module:part") whose rows come in interleaved RoPE pairs.
         rope_divisors: tensor that holds factors for the RoPE frequencies, "" for none.
         norm_offset: added to every norm weight (Gemma stores them minus one).
@@ -66,6 +76,7 @@ class NameMap:
     paired: tuple[str, ...] = ()
     rope_divisors: str = ""
     norm_offset: float = 0.0
+    has_more_layers: bool = False
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,19 @@ class Recording(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose among experts; the words are those of `config.card.ExpertFacts`."""
+
+    per_token: int
+    scoring: str = "softmax"
+    is_normalised: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    group_best: int = 1
+
+
 class NotRecordable(Exception):
     """The work does something that is not one of the recorder's ops."""
 
@@ -225,6 +238,65 @@ class Ops(Protocol):
         """
         ...
 
+    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Each head through a matrix of its own: x[t, h] · weight[h]ᵀ, summed in fp32 or better.
+
+        x: [tokens, heads, in] T, heads may lie apart; weight: [heads, out, in] T.
+        returns: [tokens, heads, out] T.
+        """
+        ...
+
+    def route(
+        self, x: Tensor, weight: Tensor, correction: Tensor | None, rule: Routing
+    ) -> tuple[Tensor, Tensor]:
+        """Which experts each token goes through, and with what weight.
+
+        Scores are softmax or sigmoid of x · weightᵀ in fp32. The choice is by score + correction,
+        among the best groups; the lower id wins a tie. The weights are the scores of the chosen,
+        divided by their sum if `is_normalised`, times the scale.
+
+        x: [tokens, dim] T; weight: [experts, dim] fp32; correction: [experts] fp32 or None.
+        returns: ids [tokens, per_token] int64, best first; weights [tokens, per_token] fp32.
+        """
+        ...
+
+    def write_latent(
+        self,
+        latent: Tensor,
+        key: Tensor,
+        latent_pages: Tensor,
+        key_pages: Tensor,
+        flat_locations: Tensor,
+    ) -> None:
+        """Store what latent attention keeps of this step's tokens; the pages change in place.
+
+        latent: [tokens, rank] T; key: [tokens, rope_dim] T, both may lie apart by token;
+        latent_pages, key_pages: [num_pages, page_size, stored_width] of the cache dtype;
+        flat_locations: as for write_kv.
+        """
+        ...
+
+    def latent_attention(
+        self,
+        q: Tensor,
+        q_turned: Tensor,
+        latent_pages: Tensor,
+        key_pages: Tensor,
+        page_tables: Tensor,
+        row_starts: Tensor,
+        context_lengths: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """As paged_attention without window and cap, where all heads share one latent vector and
+        one rotated key per token: logits are scale · (q · latent + q_turned · key), values are the
+        latents (DeepSeek-V2, arXiv 2405.04434, appendix C).
+
+        q: [tokens, heads, rank] T; q_turned: [tokens, heads, rope_dim] T;
+        latent_pages, key_pages: as for write_latent.
+        returns: [tokens, heads, rank] T, softmax and sums in fp32.
+        """
+        ...
+
     def write_kv(
         self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, flat_locations: Tensor
     ) -> None:
@@ -314,6 +386,10 @@ OP_NAMES = (
     "linear",
     "write_kv",
     "paged_attention",
+    "head_linear",
+    "route",
+    "write_latent",
+    "latent_attention",
     "sample",
     "logprobs",
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.ops.api import PackedEmbedding, PackedLinear
+from banyan.ops.api import PackedEmbedding, PackedLinear, Routing
 from banyan.ops.pages import to_numbers, to_stored
 from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_tokens
 from banyan.ops.stored import StoredWeight
@@ -130,6 +130,60 @@ def pack_linear(
     return DenseLinear(weight.dense.to(device, dtype))
 
 
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.einsum("thi,hoi->tho", x.float(), weight.float()).to(x.dtype)
+
+
+def route(
+    x: Tensor, weight: Tensor, correction: Tensor | None, rule: Routing
+) -> tuple[Tensor, Tensor]:
+    logits = functional.linear(x.float(), weight)
+    scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
+    choice = scores if correction is None else scores + correction
+    if rule.groups > 1:
+        grouped = choice.unflatten(-1, (rule.groups, -1))  # [tokens, groups, experts of a group]
+        worth = grouped.topk(rule.group_best, dim=-1).values.sum(-1)
+        best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
+        is_out = torch.ones_like(worth, dtype=torch.bool).scatter(1, best, False)
+        choice = grouped.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(1)
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.per_token]
+    weights = scores.gather(1, ids)
+    if rule.is_normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return ids, weights * rule.scale
+
+
+def write_latent(
+    latent: Tensor, key: Tensor, latent_pages: Tensor, key_pages: Tensor, flat_locations: Tensor
+) -> None:
+    latent_pages.flatten(0, 1)[flat_locations] = to_stored(latent, latent_pages.dtype)
+    key_pages.flatten(0, 1)[flat_locations] = to_stored(key, key_pages.dtype)
+
+
+def latent_attention(
+    q: Tensor,
+    q_turned: Tensor,
+    latent_pages: Tensor,
+    key_pages: Tensor,
+    page_tables: Tensor,
+    row_starts: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+) -> Tensor:
+    out = torch.empty_like(q)
+    starts = row_starts.tolist()  # sync: the reference walks the rows one by one
+    contexts = context_lengths.tolist()  # sync: as above
+    whole = torch.cat([q, q_turned], dim=-1)
+    latents, keys = latent_pages.unsqueeze(2), key_pages.unsqueeze(2)  # one head
+    for row, context in enumerate(contexts):
+        tokens = slice(starts[row], starts[row + 1])
+        positions = torch.arange(context, context + tokens.stop - tokens.start, device=q.device)
+        v, k, first = gather_row(latents, keys, page_tables[row], positions, 0)
+        seen = visible(positions, first, k.shape[0], 0)
+        out[tokens] = dense_attention(whole[tokens], torch.cat([v, k], -1), v, seen, scale, 0.0)
+    return out
+
+
 def write_kv(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, flat_locations: Tensor
 ) -> None:
@@ -190,8 +244,9 @@ def dense_attention(
 ) -> Tensor:
     """Attention of one row over gathered keys, in fp32.
 
-    q: [count, heads, head_dim]; k, v: [length, kv_heads, head_dim]; seen: [count, length] bool.
-    returns: [count, heads, head_dim], dtype of q.
+    q: [count, heads, head_dim]; k: [length, kv_heads, head_dim];
+    v: [length, kv_heads, value_dim]; seen: [count, length] bool.
+    returns: [count, heads, value_dim], dtype of q.
     """
     count, heads, head_dim = q.shape
     kv_heads = k.shape[1]
@@ -201,7 +256,7 @@ def dense_attention(
         logits = soft_cap * torch.tanh(logits / soft_cap)
     logits = logits.masked_fill(~seen[:, None, None, :], float("-inf"))
     out = torch.einsum("ckgl,lkd->ckgd", logits.softmax(-1), v.float())
-    return out.reshape(count, heads, head_dim).to(q.dtype)
+    return out.reshape(count, heads, v.shape[-1]).to(q.dtype)
 
 
 def sample(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:

@@ -111,15 +111,25 @@ class StoredWeight:
         first, last = (n // storage.values * storage.size_bytes for n in (start, stop))
         return StoredWeight(self.type, shape, self.raw[..., first:last])
 
-    def pair_halves(self, head_dim: int, rotary_dim: int) -> "StoredWeight":
-        """The first `rotary_dim` rows of each head from the order 0, 1, 2, … of interleaved pairs
-        to first halves, then second halves: the pair (2i, 2i + 1) becomes (i, i + rotary_dim/2)."""
+    def pair_halves(self, head_dim: int, first: int, count: int) -> "StoredWeight":
+        """The rows first … first + count − 1 of each head from the order 0, 1, 2, … of interleaved
+        pairs to first halves, then second halves: the pair (2i, 2i + 1) becomes (i, i + count/2).
+        """
         raw = self.raw if len(self.shape) > 1 else self.raw.view(self.shape[0], -1)
         row_bytes = raw.shape[-1]
         heads = raw.reshape(-1, head_dim, row_bytes)
-        pairs = heads[:, :rotary_dim].reshape(-1, rotary_dim // 2, 2, row_bytes).transpose(1, 2)
-        halves = torch.cat([pairs.reshape(-1, rotary_dim, row_bytes), heads[:, rotary_dim:]], dim=1)
+        before, turned, behind = heads.split([first, count, head_dim - first - count], dim=1)
+        pairs = turned.reshape(-1, count // 2, 2, row_bytes).transpose(1, 2)
+        halves = torch.cat([before, pairs.reshape(-1, count, row_bytes), behind], dim=1)
         return StoredWeight(self.type, self.shape, halves.reshape(self.raw.shape))
+
+    def by_piece(self, pieces: tuple[int, ...]) -> "StoredWeight":
+        """Rows of heads, each made of `pieces`, so that the first pieces of all heads come first,
+        then the second ones, and so on."""
+        rows = torch.arange(self.shape[0]).view(-1, sum(pieces))
+        order = torch.cat([piece.flatten() for piece in rows.split(list(pieces), dim=1)])
+        raw = self.raw if len(self.shape) > 1 else self.raw.view(self.shape[0], -1)
+        return StoredWeight(self.type, self.shape, raw[order].view(self.raw.shape))
 
     @cached_property
     def dense(self) -> Tensor:

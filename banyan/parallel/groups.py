@@ -55,7 +55,8 @@ class Groups:
         world: all ranks of the replica, which run the same plans.
         attention: share the heads.
         ffn: share the inner width of feed-forward blocks.
-        experts: share the routed experts.
+        experts: share the routed experts, each of which is whole on …
+        expert_ffn: … the ranks that share its inner width.
         vocabulary: share the token ids of embedding and logits.
     """
 
@@ -63,12 +64,18 @@ class Groups:
     attention: Group
     ffn: Group
     experts: Group
+    expert_ffn: Group
     vocabulary: Group
 
     @classmethod
     def of(cls, group: Group) -> "Groups":
-        """Tensor parallelism: the same ranks share everything."""
-        return cls(group, group, group, group, group)
+        """Tensor parallelism: the same ranks share everything, experts within each of them."""
+        return cls(group, group, group, Group(), group, group)
+
+    @classmethod
+    def with_experts_apart(cls, group: Group) -> "Groups":
+        """As `of`, but each rank holds some of the experts whole."""
+        return cls(group, group, group, group, Group(), group)
 
 
 ALONE = Groups.of(Group())

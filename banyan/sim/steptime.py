@@ -44,11 +44,11 @@ class Roofline:
         self._card = card
         self._device = device
         attention = card.hidden_size * card.head_dim * 2 * (card.num_heads + card.num_kv_heads)
-        mlp = 3 * card.hidden_size * card.intermediate_size
-        self._layer_weights = card.num_layers * (attention + mlp)
+        mlp = sum(3 * card.hidden_size * card.inner_of(i) for i in range(card.num_layers))
+        self._layer_weights = card.num_layers * attention + mlp
         self._head_weights = card.hidden_size * card.vocab_size
         self._weight_bytes = weight_bytes
-        self._position_bytes = 2 * card.num_kv_heads * card.head_dim * cache_bytes
+        self._position_bytes = card.kept_per_token * cache_bytes
         self._position_flops = 4 * card.num_heads * card.head_dim
         self._full_layers = sum(card.kind_of(i) != WINDOW for i in range(card.num_layers))
 

@@ -6,9 +6,15 @@ import pytest
 import torch
 
 from banyan.config.card import ModelCard, RopeFacts
+from banyan.layers.cache import group_caches
 from banyan.layers.step import StepInputs
-from banyan.models.decoder import DecoderLM
+from banyan.models.base import Model
 from banyan.ops.bind import bind
+from banyan.runner.attention.base import GroupView, StepGeometry
+from banyan.runner.attention.reference import ReferenceAttention
+from banyan.runner.kvstore import GroupLayout, KVStore
+
+CPU = torch.device("cpu")
 
 PAGE_SIZE = 4
 MAX_PAGES = 64
@@ -18,16 +24,16 @@ class PagedModel:
     """A model with pages for a few requests; each has its own page table, pages never next to
     each other."""
 
-    def __init__(self, model: DecoderLM, num_requests: int = 1, max_pages: int = MAX_PAGES) -> None:
+    def __init__(self, model: Model, num_requests: int = 1, max_pages: int = MAX_PAGES) -> None:
         self.model = model
-        self.ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16)
-        card = model.card
-        kv_heads = card.num_kv_heads
-        if isinstance(model, DecoderLM):  # a rank's share
-            kv_heads = model.layers[0].attention.spec.kv_heads
-        shape = (1 + num_requests * max_pages, PAGE_SIZE, kv_heads, card.head_dim)
-        self.k_pages = [torch.full(shape, float("nan")) for _ in range(card.num_layers)]
-        self.v_pages = [torch.full(shape, float("nan")) for _ in range(card.num_layers)]
+        self.ops = bind("cpu", CPU, torch.float32, frozenset(), 16)
+        groups = group_caches(model.caches)
+        num_pages = 1 + num_requests * max_pages
+        layouts = tuple(GroupLayout(g.kind, g.window, PAGE_SIZE, num_pages) for g in groups)
+        self.store = KVStore(layouts, model.caches, CPU)
+        for cache in model.caches:
+            for tensor in self.store.tensors(cache.layer).values():
+                tensor.fill_(float("nan"))
         pages = 1 + torch.arange(max_pages) * num_requests
         self.tables = torch.stack([pages + r for r in range(num_requests)]).int()
         self.lengths = [0] * num_requests
@@ -39,7 +45,6 @@ class PagedModel:
 
     def prepare(self, rows: Sequence[tuple[int, Sequence[int]]]) -> StepInputs:
         """The inputs of a step; its tokens count as done."""
-        ops = self.ops
         counts = [len(tokens) for _, tokens in rows]
         contexts = [self.lengths[request] for request, _ in rows]
         positions = torch.cat(
@@ -51,25 +56,13 @@ class PagedModel:
         flat = pages * PAGE_SIZE + positions % PAGE_SIZE
         starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
 
-        def attention(spec, q, k, v):
-            k_pages, v_pages = self.k_pages[spec.layer], self.v_pages[spec.layer]
-            ops.write_kv(k, v, k_pages, v_pages, flat)
-            return ops.paged_attention(
-                q,
-                k_pages,
-                v_pages,
-                tables,
-                starts,
-                torch.tensor(contexts, dtype=torch.int32),
-                spec.scale,
-                spec.window,
-                spec.soft_cap,
-            )
-
+        contexts_on_device = torch.tensor(contexts, dtype=torch.int32)
+        views = (GroupView(tables, flat),) * len(self.store.groups)
+        geometry = StepGeometry(starts, contexts_on_device, views)
         step = StepInputs(
             tokens=torch.tensor([t for _, tokens in rows for t in tokens]),
             positions=positions,
-            attention=attention,
+            attention=ReferenceAttention(self.ops, self.store).bind(geometry),
         )
         for request, tokens in rows:
             self.lengths[request] += len(tokens)

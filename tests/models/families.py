@@ -104,10 +104,97 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "cohere2, bias": ("Cohere2", {**WINDOW, "attention_bias": True, "logit_scale": 0.7}),
 }
 
+_MOE = {"moe_intermediate_size": 20, "num_experts_per_tok": 3}
+_LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 14,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 8,
+    "head_dim": 6,
+    "first_k_dense_replace": 1,
+}
+_YARN = {
+    **YARN,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.2,
+}
+EXPERTS: dict[str, tuple[str, dict]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 3}),
+    "mixtral, window, one of seven": (
+        "Mixtral",
+        {**WINDOW, "num_local_experts": 7, "num_experts_per_tok": 1},
+    ),
+    "olmoe": ("Olmoe", {"num_experts": 5, "num_experts_per_tok": 4, "norm_topk_prob": True}),
+    "qwen2 moe": ("Qwen2Moe", {**_MOE, "num_experts": 5, "shared_expert_intermediate_size": 28}),
+    "qwen2 moe, some dense": (
+        "Qwen2Moe",
+        {
+            **_MOE,
+            "num_experts": 8,
+            "shared_expert_intermediate_size": 12,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen3 moe": ("Qwen3Moe", {**_MOE, "num_experts": 5, "head_dim": 10, "norm_topk_prob": True}),
+    "qwen3 moe, all eight": (
+        "Qwen3Moe",
+        {**_MOE, "num_experts": 8, "num_experts_per_tok": 8, "head_dim": 8},
+    ),
+    "deepseek v2": (
+        "DeepseekV2",
+        {**_MOE, **_LATENT, "n_routed_experts": 5, "n_shared_experts": 2, "q_lora_rank": None},
+    ),
+    "deepseek v2, groups, yarn": (
+        "DeepseekV2",
+        {
+            **_MOE,
+            **_LATENT,
+            "n_routed_experts": 9,
+            "n_shared_experts": 1,
+            "q_lora_rank": 18,
+            "topk_method": "group_limited_greedy",
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "deepseek v3": (
+        "DeepseekV3",
+        {
+            **_MOE,
+            **_LATENT,
+            "n_routed_experts": 12,
+            "n_shared_experts": 1,
+            "q_lora_rank": 18,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+    "deepseek v3, yarn, one group": (
+        "DeepseekV3",
+        {
+            **_MOE,
+            **_LATENT,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_parameters": _YARN,
+        },
+    ),
+}
+
 
 def tiny(variant: str, folder: Path):
     """A random model of a variant, saved to `folder`; norms differ from one, biases from zero."""
-    family, changes = VARIANTS[variant]
+    family, changes = (VARIANTS | EXPERTS)[variant]
     torch.manual_seed(11)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
     config._attn_implementation = "eager"  # the one that knows soft caps
@@ -116,6 +203,9 @@ def tiny(variant: str, folder: Path):
         for parameter in model.parameters():
             spread = 0.2 if parameter.dim() > 1 else 0.5
             parameter.copy_(torch.randn_like(parameter) * spread)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder)
     return model
 

@@ -102,8 +102,10 @@ def test_reordering_paired_rows_undoes_the_gguf_order():
     rows = torch.arange(heads * head_dim, dtype=torch.float).unsqueeze(1).repeat(1, 2)
     interleaved = rows.view(heads, 2, head_dim // 2, 2).transpose(1, 2).reshape(-1, 2)
 
-    again = StoredWeight.from_tensor(interleaved).pair_halves(head_dim, head_dim)
-    bias = StoredWeight.from_tensor(interleaved[:, 0].contiguous()).pair_halves(head_dim, head_dim)
+    again = StoredWeight.from_tensor(interleaved).pair_halves(head_dim, 0, head_dim)
+    bias = StoredWeight.from_tensor(interleaved[:, 0].contiguous()).pair_halves(
+        head_dim, 0, head_dim
+    )
 
     assert torch.equal(again.dense, rows)
     assert torch.equal(bias.dense, rows[:, 0])
@@ -112,7 +114,7 @@ def test_reordering_paired_rows_undoes_the_gguf_order():
 def test_rows_that_do_not_rotate_stay_in_place():
     rows = torch.arange(2 * 6, dtype=torch.float).unsqueeze(1)
 
-    again = StoredWeight.from_tensor(rows).pair_halves(6, 4).dense
+    again = StoredWeight.from_tensor(rows).pair_halves(6, 0, 4).dense
 
     assert again.flatten().tolist() == [0, 2, 1, 3, 4, 5, 6, 8, 7, 9, 10, 11]
 
@@ -123,7 +125,7 @@ def test_paired_rows_of_blocks_move_whole(type_name):
 
     order = np.arange(16).reshape(2, 4, 2).swapaxes(1, 2).reshape(-1)
 
-    assert np.array_equal(weight.pair_halves(8, 8).dense.numpy(), expected[order])
+    assert np.array_equal(weight.pair_halves(8, 0, 8).dense.numpy(), expected[order])
 
 
 def test_a_cut_along_blocks_stays_packed():

@@ -93,6 +93,7 @@ class Filling:
             for name, layer in self.layers.items()
             for slot, declared in layer.slots().items()
         }
+        self.declared = dict(self.open)
         self.waiting: dict[tuple[str, str], dict[str, StoredWeight]] = {}
         self.unknown: list[str] = []
 
@@ -104,8 +105,10 @@ class Filling:
             place = self._place_of(name)
             if place is not None and place.module == "head" and self._is_needless_head():
                 continue
+            if place is not None and self._is_elsewhere(place):
+                continue
             if place is None or not self._is_open(place):
-                if not is_ignored(name, self.names):
+                if not is_ignored(name, self.names, self.model.card.num_layers):
                     self.unknown.append(name)
                 continue
             self._take(name, place, tensor)
@@ -131,6 +134,11 @@ class Filling:
             part in self.open[key].shapes and part not in filled for part in place.parts
         )
 
+    def _is_elsewhere(self, place: Place) -> bool:
+        """Whether other ranks take it."""
+        slot = self.declared.get((place.module, place.slot))
+        return slot is not None and all(part in slot.elsewhere for part in place.parts)
+
     def _divide(self, divisors: StoredWeight) -> None:
         """Slow the plain frequencies; a card that knows the rule behind the factors has done so."""
         assert isinstance(self.model, DecoderLM)
@@ -148,14 +156,15 @@ class Filling:
                 f"configuration asks for {list(whole)}",
                 hint="the weights and the configuration do not belong together",
             )
-        card, start = self.model.card, 0
+        start, turning = 0, self.open[place.module, place.slot].turning
         for part, shape in zip(place.parts, declared, strict=True):
             mine = tensor if len(declared) == 1 else tensor.cut(0, start, start + shape[0])
             start += shape[0]
             if part in place.paired:
-                mine = mine.pair_halves(card.head_dim, card.rotary_dim or card.head_dim)
+                turned = turning[part]
+                mine = mine.pair_halves(turned.head_dim, turned.first, turned.count)
             self._hand_over(place.module, place.slot, part, mine)
-        if place.module == "embedding" and card.tie_embeddings:
+        if place.module == "embedding" and self.model.card.tie_embeddings:
             self._hand_over("head", place.slot, "", tensor)
 
     def _hand_over(self, module: str, slot: str, part: str, tensor: StoredWeight) -> None:

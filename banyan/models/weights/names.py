@@ -24,26 +24,32 @@ class Place:
 
 def place_of(name: str, names: NameMap) -> Place | None:
     """The place of a checkpoint tensor, None when the family has none for it."""
-    stem, _, slot = name.rpartition(".")
-    stem, layer = _split_layer(stem)
-    target = names.modules.get(stem)
-    if target is None:
+    template, numbers = split_numbers(name)
+    stem, _, slot = template.rpartition(".")
+    target = names.modules.get(template)
+    if target is not None:
+        target, _, slot = target.rpartition(".")
+    elif (target := names.modules.get(stem)) is None:
         return None
     module, _, listed = target.partition(":")
-    parts = tuple(listed.split("+"))
-    paired = tuple(part for part in parts if f"{module}:{part}" in names.paired)
-    return Place(module.format(layer), slot, parts, paired)
+    parts = listed.split("+")
+    paired = [(f"{module}:{part}" if part else module) in names.paired for part in parts]
+    filled = target.format(*numbers)
+    module, _, listed = filled.partition(":")
+    parts = listed.split("+")
+    turned = tuple(part for part, is_paired in zip(parts, paired, strict=True) if is_paired)
+    return Place(module, slot, tuple(parts), turned)
 
 
-def is_ignored(name: str, names: NameMap) -> bool:
-    return _split_layer(name)[0] in names.ignored
+def is_ignored(name: str, names: NameMap, num_layers: int) -> bool:
+    template, numbers = split_numbers(name)
+    if names.has_more_layers and template.startswith("model.layers.{}."):
+        return int(numbers[0]) >= num_layers
+    return template in names.ignored
 
 
-def _split_layer(name: str) -> tuple[str, str]:
-    """The name with {} for its first number, and the number: "blk.3.x" -> "blk.{}.x", "3"."""
+def split_numbers(name: str) -> tuple[str, list[str]]:
+    """The name with {} for its numbers, and these: "blk.3.x" -> "blk.{}.x", ["3"]."""
     parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part.isdecimal():
-            parts[index] = "{}"
-            return ".".join(parts), part
-    return name, ""
+    numbers = [part for part in parts if part.isdecimal()]
+    return ".".join("{}" if part.isdecimal() else part for part in parts), numbers

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from banyan.layers.step import AttentionSpec, StepAttention
+from banyan.layers.step import AttentionSpec, LatentSpec, StepAttention
 from banyan.ops.api import Ops
 from banyan.runner.attention.base import StepGeometry
 from banyan.runner.kvstore import KVStore
@@ -43,4 +43,21 @@ class _Bound:
             spec.scale,
             spec.window,
             spec.soft_cap,
+        )
+
+    def latent(
+        self, spec: LatentSpec, q: Tensor, q_turned: Tensor, latent: Tensor, key: Tensor
+    ) -> Tensor:
+        pages = self.store.tensors(spec.layer)
+        view = self.step.groups[self.store.group_of(spec.layer)]
+        self.ops.write_latent(latent, key, pages["latent"], pages["key"], view.locations)
+        return self.ops.latent_attention(
+            q,
+            q_turned,
+            pages["latent"],
+            pages["key"],
+            view.page_tables,
+            self.step.row_starts,
+            self.step.context_lengths,
+            spec.scale,
         )

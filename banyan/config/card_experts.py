@@ -1,0 +1,143 @@
+"""Families whose feed-forward blocks are experts, and DeepSeek's latent attention.
+
+Source: the documented fields and defaults of the families' configuration classes.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from banyan.config.card import ExpertFacts, LatentFacts, ModelCard
+from banyan.config.facts import Facts
+
+MAX_EXPERTS = 1 << 16
+_MAX_WIDTH = 1 << 20
+
+
+def _count(facts: Facts, *keys: str) -> int:
+    """Configurations name the number of experts in several ways."""
+    key = next((key for key in keys if facts.has(key)), keys[0])
+    return facts.integer(key, 1, MAX_EXPERTS)
+
+
+def _per_token(facts: Facts, count: int, default: int | None = None) -> int:
+    return facts.integer("num_experts_per_tok", 1, count, default=default)
+
+
+def _inner(facts: Facts, key: str = "moe_intermediate_size") -> int:
+    return facts.integer(key, 1, _MAX_WIDTH)
+
+
+def mixtral(facts: Facts, card: ModelCard) -> ModelCard:
+    count = _count(facts, "num_local_experts")
+    experts = ExpertFacts(count, _per_token(facts, count, 2), card.intermediate_size)
+    return replace(card, experts=experts)
+
+
+def olmoe(facts: Facts, card: ModelCard) -> ModelCard:
+    if facts.has("clip_qkv"):
+        raise facts.error("clip_qkv", facts.any("clip_qkv"), "null: clipping is not supported")
+    count = _count(facts, "num_experts", "num_local_experts")
+    is_normalised = facts.flag("norm_topk_prob", default=False)
+    per_token = _per_token(facts, count, 8)
+    experts = ExpertFacts(count, per_token, card.intermediate_size, is_normalised=is_normalised)
+    return replace(card, experts=experts)
+
+
+def qwen_moe(facts: Facts, card: ModelCard, has_shared: bool = False) -> ModelCard:
+    """Which layers have experts is told by a period and a list of exceptions."""
+    count = _count(facts, "num_experts", "num_local_experts")
+    period = facts.integer("decoder_sparse_step", 1, 1 << 16, default=1)
+    plain = facts.listed("mlp_only_layers")
+    shared = "shared_expert_intermediate_size"
+    experts = ExpertFacts(
+        count,
+        _per_token(facts, count),
+        _inner(facts),
+        dense_layers=_where(card, lambda layer: layer in plain or (layer + 1) % period > 0),
+        shared_inner=facts.integer(shared, 1, _MAX_WIDTH) if has_shared else 0,
+        has_shared_gate=has_shared,
+        is_normalised=facts.flag("norm_topk_prob", default=False),
+    )
+    return replace(card, experts=experts)
+
+
+def deepseek_v2(facts: Facts, card: ModelCard) -> ModelCard:
+    """Softmax scores; a group is as good as its best expert."""
+    method = facts.text("topk_method", default="greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise facts.error("topk_method", method, "greedy or group_limited_greedy")
+    is_normalised = facts.flag("norm_topk_prob", default=False)
+    scale = 1.0 if is_normalised else _scale(facts, 1.0)
+    experts = replace(_deepseek_experts(facts, card), is_normalised=is_normalised, scale=scale)
+    if method == "greedy":
+        experts = replace(experts, groups=1, top_groups=1)
+    return replace(_latent(facts, card), experts=experts)
+
+
+def deepseek_v3(facts: Facts, card: ModelCard) -> ModelCard:
+    """Sigmoid scores with a correction; a group is as good as its two best experts."""
+    for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if facts.text(key, default=known) != known:
+            raise facts.error(key, facts.any(key), known)
+    experts = replace(
+        _deepseek_experts(facts, card),
+        scoring="sigmoid",
+        is_normalised=facts.flag("norm_topk_prob", default=True),
+        scale=_scale(facts, 2.5),
+        group_best=2,
+        has_correction=True,
+    )
+    if experts.groups > 1 and experts.count // experts.groups < experts.group_best:
+        raise facts.error("n_group", experts.groups, f"at most {experts.count // 2}")
+    return replace(_latent(facts, card), experts=experts)
+
+
+def _scale(facts: Facts, default: float) -> float:
+    return facts.number("routed_scaling_factor", 1e-6, 1e6, default=default)
+
+
+def _deepseek_experts(facts: Facts, card: ModelCard) -> ExpertFacts:
+    count = _count(facts, "n_routed_experts", "num_local_experts")
+    inner = _inner(facts)
+    first = facts.integer("first_k_dense_replace", 0, card.num_layers, default=0)
+    period = facts.integer("moe_layer_freq", 1, 1 << 16, default=1)
+    groups = facts.integer("n_group", 1, count, default=1)
+    if count % groups:
+        raise facts.error("n_group", groups, f"a divisor of {count} experts")
+    return ExpertFacts(
+        count,
+        _per_token(facts, count),
+        inner,
+        dense_layers=_where(card, lambda layer: layer < first or layer % period > 0),
+        shared_inner=facts.integer("n_shared_experts", 0, MAX_EXPERTS, default=0) * inner,
+        groups=groups,
+        top_groups=facts.integer("topk_group", 1, groups, default=1),
+    )
+
+
+def _where(card: ModelCard, is_dense: Callable[[int], bool]) -> tuple[int, ...]:
+    return tuple(layer for layer in range(card.num_layers) if is_dense(layer))
+
+
+def _latent(facts: Facts, card: ModelCard) -> ModelCard:
+    latent = LatentFacts(
+        query_rank=facts.integer("q_lora_rank", 1, _MAX_WIDTH) if facts.has("q_lora_rank") else 0,
+        rank=facts.integer("kv_lora_rank", 1, _MAX_WIDTH),
+        plain_dim=facts.integer("qk_nope_head_dim", 1, _MAX_WIDTH),
+        rope_dim=facts.integer("qk_rope_head_dim", 2, _MAX_WIDTH),
+        value_dim=facts.integer("v_head_dim", 1, _MAX_WIDTH),
+    )
+    if latent.rope_dim % 2:
+        raise facts.error("qk_rope_head_dim", latent.rope_dim, "even, so that it can be paired")
+    rope, head_dim = card.rope, latent.plain_dim + latent.rope_dim
+    sharpness = 1.0  # YaRN's, which is for q and k alike (DeepSeek-V2, section 3.1.4)
+    if rope.kind != "default" and rope.mscale_all_dim and rope.factor > 1:
+        sharpness = 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+    return replace(
+        card,
+        latent=latent,
+        head_dim=head_dim,
+        rotary_dim=latent.rope_dim,
+        attention_scale=head_dim**-0.5 * sharpness**2,
+    )

@@ -1,0 +1,150 @@
+"""A feed-forward block of many experts, of which each token goes through a few.
+
+Experts run one after another in the order of their numbers, each over its own tokens, and a token
+adds up its experts in that order: its value depends on nothing but itself. No token is dropped.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from banyan.config.card import ExpertFacts
+from banyan.layers.build import Build
+from banyan.layers.linear import ColumnLinear
+from banyan.layers.mlp import GatedMLP, gate_of
+from banyan.layers.quant import pack
+from banyan.layers.slot import Layer, ShardRule, WeightSlot, single
+from banyan.ops.api import PackedLinear, Routing
+from banyan.ops.stored import StoredWeight
+from banyan.parallel.groups import Group
+
+
+class Router(Layer):
+    """Scores of all experts for each token; every rank chooses for itself, and the same."""
+
+    def __init__(self, dim: int, facts: ExpertFacts, build: Build) -> None:
+        super().__init__()
+        self.shape = (facts.count, dim)
+        self.has_correction = facts.has_correction
+        self.ops = build.ops
+        self.rule = Routing(
+            facts.per_token,
+            facts.scoring,
+            facts.is_normalised,
+            facts.scale,
+            facts.groups,
+            facts.top_groups,
+            facts.group_best,
+        )
+        self.weight = torch.empty(0, device=build.device)  # [experts, dim] fp32 once filled
+        self.correction: Tensor | None = None
+
+    def slots(self) -> dict[str, WeightSlot]:
+        slots = {"weight": single(self.shape)}
+        return slots | {"correction": single(self.shape[:1])} if self.has_correction else slots
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        values = parts[0].dense.to(self.weight)
+        if slot == "weight":
+            self.weight = values
+        else:
+            self.correction = values
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """returns: ids [tokens, per_token] int64, weights [tokens, per_token] fp32."""
+        return self.ops.route(x, self.weight, self.correction, self.rule)
+
+
+class ExpertWeights(Layer):
+    """One projection of this rank's experts.
+
+    Args:
+        parts: names of what lies over one another in it, "gate" and "up", or "".
+        rule: how the ranks of `build.groups.expert_ffn` share one expert.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        shape: tuple[int, int],
+        parts: tuple[str, ...],
+        rule: ShardRule,
+        build: Build,
+    ) -> None:
+        super().__init__()
+        self.mine = range(*ShardRule(0).span(count, build.groups.experts))
+        self.count, self.shape, self.parts, self.rule = count, shape, parts, rule
+        self.group = build.groups.expert_ffn
+        self.ops = build.ops
+        self.packed: dict[int, PackedLinear] = {}
+
+    def slots(self) -> dict[str, WeightSlot]:
+        names = self._names(self.mine)
+        others = self._names(e for e in range(self.count) if e not in self.mine)
+        shapes, rules = dict.fromkeys(names, self.shape), dict.fromkeys(names, self.rule)
+        return {"weight": WeightSlot(shapes, rules, self.group, elsewhere=frozenset(others))}
+
+    def _names(self, experts: Iterable[int]) -> list[str]:
+        return [f"{part}{expert}" for expert in experts for part in self.parts]
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        mine = [self.rule.cut(part, self.group) for part in parts]
+        size = len(self.parts)
+        for at, expert in enumerate(self.mine):
+            self.packed[expert] = pack(mine[at * size : (at + 1) * size], self.ops)
+
+
+class Experts(nn.Module):
+    """
+    Args:
+        activation: as for GatedMLP.
+    """
+
+    def __init__(self, dim: int, facts: ExpertFacts, activation: str, build: Build) -> None:
+        super().__init__()
+        self.gate = gate_of(activation, build.ops)
+        inner, parts = facts.inner, ("gate", "up")
+        self.gate_up = ExpertWeights(facts.count, (inner, dim), parts, ShardRule(0), build)
+        self.down = ExpertWeights(facts.count, (dim, inner), ("",), ShardRule(1), build)
+        self.groups = (build.groups.experts, build.groups.expert_ffn)
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x: [tokens, dim]; ids, weights: of the router; returns [tokens, dim]."""
+        out = torch.zeros_like(x)
+        for expert in self.gate_up.mine:
+            tokens, places = torch.where(ids == expert)
+            if not len(tokens):
+                continue
+            inner = self.gate(self.gate_up.packed[expert](x[tokens]))
+            scaled = self.down.packed[expert](inner) * weights[tokens, places].unsqueeze(1)
+            out.index_add_(0, tokens, scaled.to(out.dtype))
+        for group in self.groups:
+            out = group.all_reduce(out)
+        return out
+
+
+class ExpertBlock(nn.Module):
+    """Router, experts, and the block beside them that every token goes through."""
+
+    def __init__(self, dim: int, facts: ExpertFacts, activation: str, build: Build) -> None:
+        super().__init__()
+        self.ops = build.ops
+        self.router = Router(dim, facts, build)
+        self.experts = Experts(dim, facts, activation, build)
+        self.shared: GatedMLP | None = None
+        self.shared_gate: ColumnLinear | None = None
+        if facts.shared_inner:
+            group = build.groups.ffn
+            self.shared = GatedMLP(dim, facts.shared_inner, activation, False, group, build)
+        if facts.has_shared_gate:
+            self.shared_gate = ColumnLinear(dim, {"": 1}, {"": ShardRule()}, False, Group(), build)
+
+    def forward(self, x: Tensor) -> Tensor:
+        routed = self.experts(x, *self.router(x))
+        if self.shared is None:
+            return routed
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate(x).sigmoid()
+        return self.ops.add(routed, shared)

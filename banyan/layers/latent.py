@@ -1,0 +1,137 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1 and appendix C).
+
+The cache keeps one latent vector and one rotated key of each token for all heads. The matrices that
+would expand it to keys and values per head are moved to the other side of the products: queries are
+brought into the latent space, and values leave it after the weighted sum.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from banyan.config.card import LatentFacts
+from banyan.layers.build import Build
+from banyan.layers.cache import CacheTensor, Caching, LayerCache
+from banyan.layers.linear import ColumnLinear, RowLinear
+from banyan.layers.norm import RMSNorm
+from banyan.layers.rotary import Angles
+from banyan.layers.slot import Layer, ShardRule, Turning, WeightSlot
+from banyan.layers.step import LatentSpec, StepInputs
+from banyan.ops.pages import stored_width
+from banyan.ops.stored import StoredWeight
+from banyan.parallel.groups import Group
+
+_WHOLE = {"": ShardRule()}
+
+
+@dataclass(frozen=True)
+class LatentShape:
+    """Sizes of a latent attention block over all ranks."""
+
+    layer: int
+    dim: int
+    heads: int
+    facts: LatentFacts
+    scale: float
+    norm_eps: float
+    has_bias: bool = False
+
+
+class HeadExpansion(Layer):
+    """The matrix that expands latents to keys and values, kept as two matrices per head.
+
+    Filled with the checkpoint's [heads · (plain_dim + value_dim), rank].
+    """
+
+    def __init__(self, shape: LatentShape, build: Build) -> None:
+        super().__init__()
+        self.group = build.groups.attention
+        self.facts = shape.facts
+        head = shape.facts.plain_dim + shape.facts.value_dim
+        self.shape = (shape.heads * head, shape.facts.rank)
+        self.rule = ShardRule(0, head)
+        self.ops = build.ops
+        self.into = torch.empty(0, dtype=build.dtype, device=build.device)
+        """[heads, rank, plain_dim] once filled: queries into the latent space."""
+        self.back = torch.empty(0, dtype=build.dtype, device=build.device)
+        """[heads, value_dim, rank] once filled."""
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {"weight": WeightSlot({"": self.shape}, {"": self.rule}, self.group)}
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        facts = self.facts
+        whole = self.rule.cut(parts[0], self.group).dense.to(self.into)
+        heads = whole.view(-1, facts.plain_dim + facts.value_dim, facts.rank)
+        keys, values = heads.split([facts.plain_dim, facts.value_dim], dim=1)
+        self.into = keys.transpose(1, 2).contiguous()
+        self.back = values.contiguous()
+
+
+class LatentAttention(Caching):
+    def __init__(self, shape: LatentShape, build: Build) -> None:
+        super().__init__()
+        facts, group, bias = shape.facts, build.groups.attention, shape.has_bias
+        self.facts = facts
+        self.ops = build.ops
+        head = facts.plain_dim + facts.rope_dim
+        first, last = ShardRule(0, head).span(shape.heads * head, group)
+        self.heads = (last - first) // head
+        self.spec = LatentSpec(shape.layer, shape.scale)
+        self.cache = _cache(shape, build)
+        self.squeeze: ColumnLinear | None = None
+        if facts.query_rank:
+            outputs = {"": facts.query_rank}
+            self.squeeze = ColumnLinear(shape.dim, outputs, _WHOLE, bias, Group(), build)
+            self.query_norm = RMSNorm(facts.query_rank, shape.norm_eps, build)
+        self.query = ColumnLinear(
+            facts.query_rank or shape.dim,
+            {"": shape.heads * head},
+            {"": ShardRule(0, head)},
+            False,
+            group,
+            build,
+            turning={"": Turning(head, facts.plain_dim, facts.rope_dim)},
+            pieces=(facts.plain_dim, facts.rope_dim),
+        )
+        kept = facts.rank + facts.rope_dim
+        self.latent = ColumnLinear(
+            shape.dim,
+            {"": kept},
+            _WHOLE,
+            bias,
+            Group(),
+            build,
+            turning={"": Turning(kept, facts.rank, facts.rope_dim)},
+        )
+        self.latent_norm = RMSNorm(facts.rank, shape.norm_eps, build)
+        self.expansion = HeadExpansion(shape, build)
+        rule = ShardRule(1, facts.value_dim)
+        self.out = RowLinear(shape.heads * facts.value_dim, shape.dim, rule, bias, group, build)
+
+    def forward(self, x: Tensor, angles: Angles | None, step: StepInputs) -> Tensor:
+        """x: [tokens, dim]; angles: of every token's position, rope_dim / 2 of them;
+        returns [tokens, dim]."""
+        assert angles is not None, "latent attention knows positions by rotation alone"
+        facts, ops = self.facts, self.ops
+        squeezed = x if self.squeeze is None else self.query_norm(self.squeeze(x))
+        widths = [self.heads * facts.plain_dim, self.heads * facts.rope_dim]
+        plain, turned = self.query(squeezed).split(widths, dim=-1)
+        plain = plain.unflatten(-1, (self.heads, facts.plain_dim))  # [tokens, heads, plain_dim]
+        turned = turned.unflatten(-1, (self.heads, facts.rope_dim))
+        latent, key = self.latent(x).split([facts.rank, facts.rope_dim], dim=-1)
+        turned, key = ops.rotary(turned, key.unsqueeze(1), *angles)
+        q = ops.head_linear(plain, self.expansion.into)  # [tokens, heads, rank]
+        latent = self.latent_norm(latent)
+        attended = step.attention.latent(self.spec, q, turned, latent, key.squeeze(1))
+        values = ops.head_linear(attended, self.expansion.back)  # [tokens, heads, value_dim]
+        return self.out(values.flatten(1))
+
+
+def _cache(shape: LatentShape, build: Build) -> LayerCache:
+    """One vector and one rotated key for all heads; every rank keeps all of it."""
+    dtype = build.ops.cache_dtype
+    widths = {"latent": shape.facts.rank, "key": shape.facts.rope_dim}
+    kept = {name: CacheTensor((stored_width(w, dtype),), dtype) for name, w in widths.items()}
+    return LayerCache(shape.layer, kept)

@@ -1,0 +1,154 @@
+"""Families of experts, and latent attention, against transformers and against themselves."""
+
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from banyan.base.errors import ModelError
+from banyan.config.checkpoint import read_card
+from banyan.layers.build import Build
+from banyan.models.weights.loader import load_model
+from banyan.ops import reference
+from banyan.ops.api import Routing
+from banyan.ops.bind import bind
+from banyan.parallel.groups import Groups, open_groups
+from tests.models.conftest import PagedModel
+from tests.models.families import EXPERTS, rewrite_config, tiny
+from tests.models.test_families import PROMPT, expected_logits, load
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+def test_logits_equal_those_of_transformers(variant, ops, paged, tmp_path):
+    model = tiny(variant, tmp_path)
+
+    (logits,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
+
+    expected = expected_logits(model)
+    assert expected.std() > 0.02
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+def test_a_prompt_in_chunks_beside_another_gives_the_same_logits(variant, ops, paged, tmp_path):
+    tiny(variant, tmp_path)
+    model = load(tmp_path, ops)
+    (whole,) = paged(model).step([(0, PROMPT)])
+
+    pages = paged(model, num_requests=2)
+    chunks = [
+        pages.step([(1, PROMPT[first + 3 : first + 3 + count]), (0, PROMPT[first : first + count])])
+        for first, count in ((0, 13), (13, 1), (14, 30))
+    ]
+
+    torch.testing.assert_close(torch.cat([c[1] for c in chunks]), whole[:44], atol=1e-4, rtol=0)
+
+
+def test_latent_attention_keeps_one_vector_per_token(ops, tmp_path):
+    tiny("deepseek v3", tmp_path)
+    card = read_card(str(tmp_path))
+
+    caches = load_model(card, Build(ops)).caches
+
+    kept = [{name: tensor.shape for name, tensor in c.tensors.items()} for c in caches]
+    assert kept == [{"latent": (14,), "key": (6,)}] * card.num_layers
+    assert card.kept_per_token == 20 < 2 * card.num_kv_heads * 8
+
+
+@pytest.mark.parametrize("taken", ["tp", "experts apart"])
+def test_two_ranks_give_the_logits_of_one(taken, ops, tmp_path):
+    variants = ["mixtral", "deepseek v2", "deepseek v3", "qwen2 moe", "qwen3 moe, all eight"]
+    if taken == "experts apart":
+        variants = ["deepseek v3", "qwen2 moe, some dense", "qwen3 moe, all eight"]
+    for variant in variants:
+        tiny(variant, tmp_path / variant)
+    cards = [read_card(str(tmp_path / variant)) for variant in variants]
+    context = get_context("spawn")
+    results = context.Queue()
+    address = f"file://{tmp_path}/meet"
+    ranks = [
+        context.Process(target=_rank, args=(r, cards, taken, address, results)) for r in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+
+    answers = dict(results.get(timeout=120) for _ in ranks)
+
+    for rank in ranks:
+        rank.join(60)
+    for index, card in enumerate(cards):
+        (expected,) = PagedModel(load_model(card, Build(ops))).step([(0, PROMPT)])
+        for rank in range(2):
+            logits = torch.tensor(answers[rank][index])
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+def _rank(rank, cards, taken, address, results):
+    torch.set_num_threads(1)
+    groups = open_groups(rank, 2, address, timeout_s=60)
+    if taken == "experts apart":
+        groups = Groups.with_experts_apart(groups.world)
+    ops = bind("cpu", CPU, torch.float32, frozenset(), 16)
+    found = []
+    for card in cards:
+        model = load_model(card, Build(ops, groups))
+        found.append(PagedModel(model).step([(0, PROMPT)])[0].tolist())
+    results.put((rank, found))
+
+
+def test_the_lower_expert_wins_a_tie():
+    x, weight = torch.ones(2, 3), torch.ones(5, 3)
+
+    ids, weights = reference.route(x, weight, None, Routing(per_token=2))
+
+    assert ids.tolist() == [[0, 1], [0, 1]]
+    assert weights.tolist() == [[0.5, 0.5], [0.5, 0.5]]
+
+
+def test_layers_past_the_last_are_for_drafting_and_not_read(ops, paged, tmp_path):
+    model = tiny("deepseek v3", tmp_path)
+    with torch.no_grad():
+        whole = expected_logits(model)
+        del model.model.layers[3]
+        less = expected_logits(model)
+    rewrite_config(tmp_path, num_hidden_layers=3)
+
+    (logits,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
+
+    torch.testing.assert_close(logits, less, atol=1e-4, rtol=0)
+    assert (logits - whole).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"n_group": 5}, "n_group.*divisor of 12 experts"),
+        ({"topk_group": 9}, "topk_group"),
+        ({"num_experts_per_tok": 13}, "num_experts_per_tok"),
+        ({"qk_rope_head_dim": 7}, "qk_rope_head_dim.*even"),
+        ({"scoring_func": "softmax"}, "scoring_func.*sigmoid"),
+        ({"n_routed_experts": 0}, "n_routed_experts"),
+        ({"kv_lora_rank": None}, "kv_lora_rank"),
+    ],
+)
+def test_experts_that_cannot_be_are_refused_by_name(changes, match, tmp_path):
+    tiny("deepseek v3", tmp_path)
+    rewrite_config(tmp_path, **changes)
+
+    with pytest.raises(ModelError, match=match):
+        read_card(str(tmp_path))
+
+
+def test_a_missing_expert_is_named(ops, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    tiny("qwen3 moe", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.2.mlp.experts.4.up_proj.weight"]
+    save_file(tensors, path)
+
+    with pytest.raises(ModelError, match=r"lacks 1 weights.*layers\.2\.mlp.*up4"):
+        load(tmp_path, ops)
