@@ -6,15 +6,17 @@ they load their libraries first, so that a child may be started before its order
 """
 
 import gc
+import itertools
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from banyan.base.errors import BanyanError
 from banyan.base.log import logger, start_logging
+from banyan.base.slow_gc import report_slow_gc
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.engine.orders import ENGINE, RANK, Orders
@@ -53,9 +55,11 @@ def waiting_engines(
     """`start_engine_process` for a caller that needs time to find out what will run: `count`
     processes load their libraries meanwhile. Those that got no orders end with the block."""
     waiting = [_engine_child() for _ in range(count)]
+    numbers = itertools.count()
 
     def start(config: Config, card: ModelCard, address: str, on_death: OnDeath) -> EngineHandle:
         child = waiting.pop() if waiting else _engine_child()
+        config = replace(config, parallel=replace(config.parallel, replica=next(numbers)))
         return _start(child, config, card, address, on_death)
 
     try:
@@ -122,6 +126,7 @@ def main() -> None:
     gc.enable()
     orders = Orders.decode(take_orders())
     start_logging(orders.process_name, orders.config.observe.log_level)
+    report_slow_gc(orders.config.observe.slow_gc_s)
     try:
         if orders.role == RANK:
             Pulse(orders.pulse).keep_beating()

@@ -24,10 +24,12 @@ from banyan.engine.journal import Journal
 from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.orders import RANK, Orders
+from banyan.engine.placement import is_placed, place_rank
 from banyan.engine.processes import Child, Pulse, spawn
 from banyan.engine.spec import core_spec
+from banyan.engine.step_log import StepLog
 from banyan.frontend.tokenizer import load_tokenizer
-from banyan.grammar.base import stand_ins
+from banyan.grammar.base import BACKENDS, stand_ins
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
 from banyan.grammar.workshop import GrammarLimits
@@ -95,13 +97,16 @@ def open_model(
     config: Config, card: ModelCard, rank: int, mesh_address: str, phases: Phases
 ) -> OpenModel:
     """Open the device, meet the other ranks, load this rank's share of the weights."""
+    place_rank(config.device, config.parallel, rank)
     name = config.device.name if config.device.name != "auto" else "cpu"
     platform = PLATFORMS.load(name)()
     traits = platform.traits
     tp = config.parallel.tp
-    threads = config.parallel.threads or max(1, traits.cores // (tp * config.parallel.dp))
+    sharers = 1 if is_placed(config.device) else tp * config.parallel.dp
+    threads = config.parallel.threads or max(1, traits.cores // sharers)
     device = platform.open(rank, threads)
-    groups = open_groups(rank, tp, mesh_address, traits.collectives)
+    meet_timeout_s = config.parallel.meet_timeout_s
+    groups = open_groups(rank, tp, mesh_address, traits.collectives, meet_timeout_s)
     phases.done("device")
     dtype = torch.float32
     ops = bind(
@@ -114,6 +119,7 @@ def open_model(
         exact=config.model.cpu_activations == "fp32",
         cache_dtype=_CACHE_DTYPES[config.cache.dtype],
         page_size=config.cache.page_size,
+        exact_head=config.device.exact_head,
         options=ToolkitOptions(
             threads, config.device.compiler, config.device.isa, config.model.quantization
         ),
@@ -171,7 +177,7 @@ def run_engine(
         phases.done("other ranks")
         opened = open_model(config, card, 0, ranks.mesh_address, phases)
         memory = _plan_memory(config, card, opened)
-        sizes = _runner_sizes(memory, config.schedule.chunk_tokens)
+        sizes = _runner_sizes(config, opened, memory)
         ranks.send_sizes(sizes)
         runner = ModelRunner(opened.model, opened.build, sizes)
         kernels = opened.kernels
@@ -206,18 +212,20 @@ def run_engine(
             reload,
             ranks if config.parallel.tp > 1 else None,
             config.schedule.watchdog_s,
+            StepLog(config.observe.step_log_interval),
         )
         ranks.watch(loop.fail)
         started(loop)
         phases.done("scheduler")
-        loop.run(_ready(memory, phases, kernels))
+        steps = "recorded" if runner.is_recorded else "eager"
+        loop.run(_ready(memory, phases, kernels, steps))
 
 
 def open_meter(config: Config, card: ModelCard) -> OpMeter:
     """A model with a cache of its own, to time the ops of its steps. One rank only."""
     opened = open_model(config, card, 0, "", Phases(WallClock()))
     memory = _plan_memory(config, card, opened)
-    sizes = _runner_sizes(memory, config.schedule.chunk_tokens)
+    sizes = _runner_sizes(config, opened, memory)
     recorder = opened.build.ops.recorder
     device = opened.platform.traits.name
 
@@ -346,6 +354,11 @@ def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> Gram
     grammar = config.grammar
     if grammar.backend in ("", "none"):
         return None
+    if grammar.backend not in BACKENDS:
+        known = ", ".join([*BACKENDS, "none"])
+        raise ConfigError(
+            f"--grammar-backend {grammar.backend!r} is unknown", hint=f"choose one of: {known}"
+        )
 
     def read() -> tuple[Vocabulary, Encode]:
         tokenizer = load_tokenizer(config.model.tokenizer_path)
@@ -379,21 +392,29 @@ def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPl
     )
 
 
-def _runner_sizes(memory: MemoryPlan, chunk_tokens: int) -> RunnerSizes:
+def _runner_sizes(config: Config, opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
+    chunk_tokens = config.schedule.chunk_tokens
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
     return RunnerSizes(
         max_slots=memory.max_running,
         max_length=memory.max_request_tokens,
         groups=tuple(
-            GroupLayout(group.kind, group.window, group.page_tokens, group.num_pages)
-            for group in memory.groups
+            GroupLayout(declared.kind, declared.window, group.page_tokens, group.num_pages)
+            for declared, group in zip(
+                group_caches(opened.model.caches), memory.groups, strict=True
+            )
         ),
-        max_tokens=chunk + memory.max_running,
+        max_tokens=0 if config.device.is_eager else chunk + memory.max_running,
     )
 
 
-def _ready(memory: MemoryPlan, phases: Phases, kernels: str) -> Ready:
-    facts = {"phases": phases.seconds, "memory": asdict(memory), "kernels": kernels}
+def _ready(memory: MemoryPlan, phases: Phases, kernels: str, steps: str) -> Ready:
+    facts = {
+        "phases": phases.seconds,
+        "memory": asdict(memory),
+        "kernels": kernels,
+        "steps": steps,
+    }
     return Ready(
         max_total_tokens=memory.max_total_tokens,
         max_request_tokens=memory.max_request_tokens,

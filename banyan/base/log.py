@@ -2,10 +2,17 @@
 
 import logging
 import sys
-from collections.abc import Iterable
 
-_ALWAYS = logging.CRITICAL + 1
 _FORMAT = "[%(asctime)s %(role)s] %(message)s"
+BARE = {"is_bare": True}
+"""`extra` of a line that stands without time and role: records that programs read."""
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        if record.__dict__.get("is_bare"):
+            return record.getMessage()
+        return super().format(record)
 
 
 class _RoleFilter(logging.Filter):
@@ -26,18 +33,12 @@ def logger(name: str) -> logging.Logger:
 def start_logging(role: str, level: str = "info") -> None:
     """Send the package's log lines to stderr, marked with this process's role ("rank1")."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
+    handler.setFormatter(_Formatter(_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
     handler.addFilter(_RoleFilter(role))
     root = logging.getLogger("banyan")
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     root.propagate = False
-
-
-def tell(log: logging.Logger, lines: Iterable[str]) -> None:
-    """Log what everybody has to see, whatever level is shown."""
-    for line in lines:
-        log.log(_ALWAYS, "%s", line)
 
 
 def set_level(level: str) -> None:

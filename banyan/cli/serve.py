@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from banyan.base.log import logger, printable, start_logging, tell
+from banyan.base.log import logger, printable, start_logging
+from banyan.base.slow_gc import report_slow_gc
 from banyan.config.cli import help_text, parse
 from banyan.config.disposal import ANY
 from banyan.config.env import read_environment
@@ -28,13 +29,15 @@ def serve(argv: Sequence[str]) -> int:
     environment = read_environment()
     config = parse(argv, environment)
     start_logging("server", config.observe.log_level)
-    tell(log, config.observe.notes)
+    report_slow_gc(config.observe.slow_gc_s)
+    for note in config.observe.notes:
+        log.warning("%s", note)
     if config.model.deletes and sys.stdin.isatty() and _agrees(config.model.source):
         config = replace(config, model=replace(config.model, deletes=ANY))
     from banyan.compose import waiting_engines
 
     with waiting_engines(config.parallel.dp) as start_engine:
-        from banyan.prepare import prepare
+        from banyan.config.resolve import prepare
         from banyan.server.serve import run_server
 
         return run_server(config, partial(prepare, config, environment), start_engine)

@@ -15,6 +15,7 @@ from banyan.config.file import read_flag_file
 from banyan.config.flags.flag import BELONGS, LISTS, REFUSED, SWITCH, Absent, Flag, Replaced
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
 from banyan.config.schema import Config
+from banyan.config.variables import SETTINGS
 from banyan.config.words import MODEL_HINT, plain, split
 
 
@@ -201,6 +202,9 @@ def _read_variables(environment: Environment, reading: _Reading) -> _Layer:
         else:
             words = [text] if known.kind not in LISTS else text.split()
             _take(known, words, name, spelled, layer, reading)
+    for name, text in environment.settings.items():
+        setting = SETTINGS[name]
+        layer.put(setting, setting.from_words([text], name), name)
     for note in environment.notes:
         reading.note(note)
     return layer

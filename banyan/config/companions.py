@@ -25,7 +25,7 @@ class _Idle:
 
 _RULES = (
     _Idle(
-        "log-requests-format",
+        "log-requests-format log-requests-level",
         lambda c: not c.observe.log_requests,
         "no request is logged without --log-requests",
     ),
@@ -68,6 +68,16 @@ _RULES = (
         "preferred-sampling-params sampling-defaults",
         lambda c: c.model.is_embedding,
         "nothing is sampled for embeddings",
+    ),
+    _Idle(
+        "attention-backend",
+        lambda c: c.device.attention not in ("auto", "torch_native"),
+        "the kernel of the device at hand attends; torch_native takes the one that is torch's",
+    ),
+    _Idle(
+        "enable-fp32-lm-head",
+        lambda c: c.model.cpu_activations == "fp32",
+        "with --cpu-activations fp32 nothing is rounded",
     ),
     _Idle("install-model", lambda c: not c.model.source.startswith("pypi:"), "no pypi: is named"),
 )

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from banyan.config.variables import notes_on, refusals_of
+from banyan.config.variables import SETTINGS, notes_on, refusals_of
 
 _PREFIX = "BANYAN_"
 _TRUE = ("1", "true", "yes", "on")
@@ -22,12 +22,14 @@ class Environment:
 
     Attributes:
         flags: flag name -> text, from BANYAN_<FLAG>.
+        settings: name -> text of the variables that set a field.
         hf_cache: folder of the hub cache, "" = the library's own choice.
         notes: a line for each variable that is set and has no effect.
         refusals: a line for each variable that must not be ignored.
     """
 
     flags: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
     hf_token: str = field(default="", repr=False)
     hf_endpoint: str = ""
     hf_cache: str = ""
@@ -53,6 +55,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     home = given.get("HF_HOME", "")
     return Environment(
         flags=flags,
+        settings={name: given[name] for name in SETTINGS if given.get(name)},
         hf_token=given.get("HF_TOKEN", ""),
         hf_endpoint=given.get("HF_ENDPOINT", "").rstrip("/"),
         hf_cache=given.get("HF_HUB_CACHE", "") or (os.path.join(home, "hub") if home else ""),

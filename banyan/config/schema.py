@@ -55,12 +55,30 @@ class CacheConfig:
     """Of K and V; "auto" = fp16 beside kernels that round activations, else the model's."""
     disable_radix: bool = False
     eviction: str = "lru"
+    window_ratio: float = 0.0
+    """Tokens that groups of window layers hold, per token of the others; 0 = what all running
+    requests need at their peak, and a quarter beyond."""
+    window_mix: float = -1.0
+    """The same from 0, as many tokens as the others, to 1, the window's share of the context;
+    -1 = not given."""
+    keeps_windows: bool = False
+    """Window layers keep every position too, instead of giving back what lies below the window."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
     policy: str = "fcfs"
     conservativeness: float = 1.0
+    new_token_ratio: float = 0.7
+    """Share of its allowed output that a request is at first expected to produce."""
+    new_token_floor: float = 0.14
+    """Share of that below which the expectation does not fall."""
+    new_token_decay: int = 600
+    """Steps with decode rows from the one to the other."""
+    retract_steps: int = 20
+    """Decode steps of room that a retraction should have made."""
+    clip_new_tokens: int = 4096
+    """Longer remaining outputs are counted as this many."""
     chunk_tokens: int = 512
     """Prompt tokens per step; -1 = no chunking."""
     prefill_tokens: int = 16384
@@ -69,6 +87,8 @@ class ScheduleConfig:
     """Requests whose prompts one step computes; 0 = unbounded."""
     max_running: int = 0
     """Requests running at once; 0 = from the KV capacity."""
+    micro_batch: int = 0
+    """Requests of one stage's step, of which there is one; 0 = as many as run."""
     max_queued: int = 0
     """Waiting requests before 503; 0 = unbounded."""
     priorities: bool = False
@@ -92,9 +112,13 @@ class ParallelConfig:
     tp: int = 1
     dp: int = 1
     """Replicas behind one server."""
+    replica: int = 0
+    """Which of them this is; every engine is told its own."""
     load_balance: str = "round_robin"
     threads: int = 0
     """CPU threads of one rank; 0 = cores / (ranks · replicas)."""
+    meet_timeout_s: float = 300.0
+    """How long a rank waits for the others, at the start and in each sum."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +130,18 @@ class DeviceConfig:
     """C++ compiler for the CPU kernels, tried before those that are found."""
     isa: str = ""
     """Highest instruction set for the CPU kernels; "" = the machine's best."""
+    is_eager: bool = False
+    """The model is called anew at every step, also where steps can be recorded and replayed."""
+    attention: str = "auto"
+    """"torch_native" takes the attention that is written in torch."""
+    exact_head: bool = False
+    """Logits are computed from fp32 activations, whatever the other projections round."""
+    is_deterministic: bool = False
+    """Refuse what would let a token depend on the requests beside it."""
+    numa_nodes: tuple[int, ...] = ()
+    """Memory node whose cores replica i · tp + rank runs on; one for all of them, or one each."""
+    pins_cores: bool = False
+    """Each rank keeps to cores of its own."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +169,12 @@ class ServerConfig:
     """/generate streams only the new text of each chunk instead of the whole so far."""
     skip_tokenizer: bool = False
     drain_timeout_s: float = 30.0
+    keep_alive_s: int = 30
+    """How long a connection without a request stays open."""
+    heartbeat_timeout_s: float = 20.0
+    """Silence of the engine after which /health is 503."""
+    max_new_tokens: int = 0
+    """Most tokens of an answer, whatever is asked; 0 = what fits the context."""
     max_body_bytes: int = 32 << 20
     storage_path: str = ""
     """Folder of uploaded files and batches; "" = one of the user's own for each port."""
@@ -166,6 +208,15 @@ class ObserveConfig:
     """File that records every message, plan and result; "" = none."""
     journal_bytes: int = 256 << 20
     log_requests: bool = False
+    log_detail: int = 2
+    """What those lines tell: 0 = lengths and times, 1 = sampling parameters too, 2 = the beginning
+    of prompt and answer too, 3 = all of them."""
+    http_level: str = "warning"
+    """"info" and "debug" show one line for each HTTP request."""
+    step_log_interval: int = 40
+    """Steps with decode rows between two lines about the load; 0 = none."""
+    slow_gc_s: float = 0.0
+    """Collections of garbage that take longer are reported; 0 = none are."""
     log_format: str = "text"
     """Of the lines that `log_requests` asks for: "text" or "json"."""
     notes: tuple[str, ...] = ()

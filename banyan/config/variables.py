@@ -7,6 +7,8 @@ never shown.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from banyan.config.flags.flag import FLOAT, INT, SWITCH, Flag
+
 _PREFIXES = ("SGLANG_", "SGL_")
 _OFF = ("", "0", "false", "no", "off")
 
@@ -29,7 +31,6 @@ _NO_PROFILER = "there is no profiler"
 _NO_DRAFTS = "tokens are not drafted"
 
 IDLE = {
-    "SGLANG_SET_CPU_AFFINITY": "--threads bounds the cores of a rank, and taskset binds them",
     "PYTORCH_NPU_ALLOC_CONF": _NO_ASCEND,
     "STREAMS_PER_DEVICE": _NO_ASCEND,
     "HCCL_BUFFSIZE": _NO_ASCEND,
@@ -55,12 +56,10 @@ IDLE = {
     "VLLM_TARGET_DEVICE": "no part of vLLM is used",
     "SGLANG_TEST_RETRACT": "tests make the cache small instead",
     "SGLANG_FORCE_STREAM_INTERVAL": "answers are decoded as their tokens come",
-    "SGLANG_HEALTH_CHECK_TIMEOUT": "health waits for nothing: it asks how old the step is",
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "/health looks at the engine's heartbeat, and "
     "/health_generate generates",
     "SGLANG_WAIT_WEIGHTS_READY_TIMEOUT": "weights are read from files only",
     "SGLANG_WARMUP_TIMEOUT": "a start takes as long as its model needs",
-    "SGLANG_TIMEOUT_KEEP_ALIVE": "idle connections end after 30 seconds",
     "SGLANG_TORCH_PROFILER_DIR": _NO_PROFILER,
     "SGLANG_PROFILE_WITH_STACK": _NO_PROFILER,
     "SGLANG_GRAMMAR_POLL_INTERVAL": _NO_POLLING,
@@ -81,24 +80,6 @@ IDLE = {
 """Name -> why nothing depends on it."""
 
 REFUSED = {
-    "SGLANG_INIT_NEW_TOKEN_RATIO": Refusal(
-        "the share is fixed", "scale it with --schedule-conservativeness", ("0.7",)
-    ),
-    "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR": Refusal(
-        "the share is fixed", "scale it with --schedule-conservativeness", ("0.14",)
-    ),
-    "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS": Refusal(
-        "the share is fixed", "scale it with --schedule-conservativeness", ("600",)
-    ),
-    "SGLANG_RETRACT_DECODE_STEPS": Refusal(
-        "the room is fixed", "raise --schedule-conservativeness", ("20",)
-    ),
-    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": Refusal(
-        "the estimate is fixed", "raise --schedule-conservativeness", ("4096",)
-    ),
-    "SGLANG_MAX_NEW_TOKENS_LIMIT": Refusal(
-        "answers are bounded by the context alone", "lower --context-length", ("",)
-    ),
     "SGLANG_REQ_WAITING_TIMEOUT": Refusal(
         "requests wait until they run", "use --max-queued-requests", ("", "-1")
     ),
@@ -135,11 +116,93 @@ REFUSED = {
     },
 }
 
+SETTINGS = {
+    setting.name: setting
+    for setting in (
+        Flag(
+            "SGLANG_INIT_NEW_TOKEN_RATIO",
+            "schedule.new_token_ratio",
+            "share of its allowed output that a request is at first expected to produce",
+            kind=FLOAT,
+            low=0.0,
+            high=1.0,
+            proof="tests/scheduler/test_growth.py::test_the_first_expectation_is_the_one_given",
+        ),
+        Flag(
+            "SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR",
+            "schedule.new_token_floor",
+            "share of that below which the expectation does not fall",
+            kind=FLOAT,
+            low=0.0,
+            high=1.0,
+            proof="tests/scheduler/test_growth.py::test_the_expectation_falls_to_the_floor_given",
+        ),
+        Flag(
+            "SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS",
+            "schedule.new_token_decay",
+            "steps that generate from the one to the other",
+            kind=INT,
+            low=1,
+            proof="tests/scheduler/test_growth.py::test_the_expectation_falls_in_the_steps_given",
+        ),
+        Flag(
+            "SGLANG_RETRACT_DECODE_STEPS",
+            "schedule.retract_steps",
+            "steps of room that a retraction should have made",
+            kind=INT,
+            low=0,
+            proof="tests/scheduler/test_growth.py::test_a_retraction_makes_the_room_given",
+        ),
+        Flag(
+            "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
+            "schedule.clip_new_tokens",
+            "longer remaining outputs are counted as this many tokens",
+            kind=INT,
+            low=1,
+            proof="tests/scheduler/test_growth.py::test_longer_outputs_are_counted_as_those_given",
+        ),
+        Flag(
+            "SGLANG_MAX_NEW_TOKENS_LIMIT",
+            "server.max_new_tokens",
+            "most tokens of an answer; a request that asks for more gets these and a warning",
+            kind=INT,
+            low=1,
+            proof="tests/frontend/test_sampling.py::test_no_answer_is_longer_than_the_operator_s_limit",
+        ),
+        Flag(
+            "SGLANG_TIMEOUT_KEEP_ALIVE",
+            "server.keep_alive_s",
+            "seconds that a connection without a request stays open",
+            kind=INT,
+            low=1,
+            proof="tests/server/test_serve.py::test_idle_connections_end_after_the_seconds_given",
+        ),
+        Flag(
+            "SGLANG_HEALTH_CHECK_TIMEOUT",
+            "server.heartbeat_timeout_s",
+            "seconds of the engine's silence after which /health is 503",
+            kind=FLOAT,
+            low=0.5,
+            proof="tests/server/test_serve.py::test_an_engine_may_be_silent_for_the_seconds_given",
+        ),
+        Flag(
+            "SGLANG_SET_CPU_AFFINITY",
+            "device.pins_cores",
+            "each rank keeps to cores of its own",
+            kind=SWITCH,
+            proof="tests/engine/test_placement.py"
+            "::test_a_variable_gives_each_rank_cores_of_its_own",
+        ),
+    )
+}
+"""Variables that set a field, as a flag would; empty ones set nothing."""
+
 HONOURED = (
     "SGLANG_USE_MODELSCOPE",
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN",
+    *SETTINGS,
 )
-"""Variables of SGLang's that `config/env.py` reads."""
+"""Variables of SGLang's that count."""
 
 LIBRARIES = ("HF_TOKEN", "GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR")
 """Variables of the documents that the libraries beneath honour by themselves."""

@@ -20,6 +20,7 @@ from banyan.engine.core import EngineCore
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.forecast import StepForecast
 from banyan.engine.launcher import Handle, Job, Launcher
+from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import Watchdog
 from banyan.messages.events import Event, Fatal, Ready, Reply
 from banyan.messages.plan import Mask, StepPlan, StepResult
@@ -82,6 +83,7 @@ class EngineLoop:
         ranks: None when there is one rank only. A step that fails is the end of several: the
             others may wait in the middle of it for ever.
         watchdog_s: without progress for this long, the log is told where everything stands.
+        step_log: told of every step.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class EngineLoop:
         reload: Callable[[str], None] | None = None,
         ranks: OtherRanks | None = None,
         watchdog_s: float = 300.0,
+        step_log: StepLog | None = None,
     ) -> None:
         self._core = core
         self._launcher = launcher
@@ -107,6 +110,7 @@ class EngineLoop:
         self._reload = reload
         self._ranks = ranks
         self._watchdog = Watchdog(watchdog_s, self._stuck_s, self._plans)
+        self._step_log = step_log or StepLog(0)
         self._reloading: tuple[int, Job] | None = None
         """The call that asked for other weights, and the work on it."""
         self._flying: deque[Handle] = deque()
@@ -232,6 +236,8 @@ class EngineLoop:
             if handle.copies is not None:
                 self._core.receive(handle.copies, now)
             self._started_s = now
+            if self._step_log.counts(handle.plan):
+                self._step_log.tell(self._core.stats(now), now)
             if self._check_ledger:
                 self._core.check()
 
@@ -259,6 +265,7 @@ class EngineLoop:
                 return
             if not self._flying:
                 self._started_s = now
+                self._step_log.wakes(now)
             self._flying.append(self._launcher.launch(plan))
             self._forecast.planned(self._clock.now() - now)
 
@@ -277,6 +284,7 @@ class EngineLoop:
         is_idle = self._core.is_idle
         if is_idle and not self._was_idle:
             self._audit()
+            self._step_log.rests(now)
         if now - self._beat_s >= HEARTBEAT_S or (is_idle and not self._was_idle):
             self._beat_s = now
             stats = self._core.stats(now)

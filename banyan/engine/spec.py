@@ -14,7 +14,7 @@ from banyan.memory.cache import KVCache
 from banyan.memory.eviction import EVICTION
 from banyan.memory.groups import CacheGroup
 from banyan.memory.sizing import MemoryPlan
-from banyan.scheduler.budget import Limits, Priorities
+from banyan.scheduler.budget import Growth, Limits, Priorities
 from banyan.scheduler.order import ORDERS
 from banyan.scheduler.scheduler import Scheduler
 
@@ -62,6 +62,13 @@ def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
             ),
             whole_prompts=card.needs_whole_prompts or not is_chunked,
             max_prompts=schedule.prefill_requests,
+            growth=Growth(
+                start=schedule.new_token_ratio,
+                floor_share=schedule.new_token_floor,
+                decay_steps=schedule.new_token_decay,
+                retract_steps=schedule.retract_steps,
+                clip_tokens=schedule.clip_new_tokens,
+            ),
         ),
         order=schedule.policy,
         eviction=config.cache.eviction,

@@ -17,6 +17,7 @@ from banyan.frontend.embeds import PLACEHOLDER, namespace_with, parse_embeds
 from banyan.frontend.generation import ALL_HIDDEN, LAST_HIDDEN, ScoreOptions, TextRequest
 from banyan.frontend.sampling import (
     NATIVE_DEFAULTS,
+    NOT_USED,
     DrawSeed,
     Limits,
     fit_prompt,
@@ -102,7 +103,8 @@ class NativeSequence:
     show_picked: bool = False
     show_score_text: bool = False
     show_prompt_ids: bool = False
-    not_honoured: list[str] = field(default_factory=list)
+    not_honoured: Mapping[str, str] = field(default_factory=dict)
+    """Fields without their effect, and why."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def parse_native(
                 show_picked=bool(shown[i].options.ids),
                 show_score_text=show_text,
                 show_prompt_ids=show_prompt_ids,
-                not_honoured=[*ignored, *options.ignored],
+                not_honoured={**dict.fromkeys(ignored, NOT_USED), **options.ignored},
             )
             sequences.append(sequence)
     return NativeRequest(sequences, is_list, fields.flag("stream"))

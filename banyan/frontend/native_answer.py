@@ -118,7 +118,7 @@ class NativeService:
         if sequence.show_prompt_ids:
             meta["prompt_token_ids"] = sequence.request.prompt
         if sequence.not_honoured:
-            meta["not_honoured"] = sequence.not_honoured
+            meta["not_honoured"] = list(sequence.not_honoured)
         return {"text": chunk.text, "output_ids": chunk.tokens, "meta_info": meta}
 
     def _scores(self, sequence: NativeSequence, chunk: TextChunk) -> dict[str, object]:

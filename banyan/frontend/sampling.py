@@ -6,8 +6,9 @@ here. Nothing is guessed: a wrong type, an unknown name or a missing capability 
 
 import difflib
 import math
+import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
@@ -31,6 +32,9 @@ MAX_PARAMS_BYTES = 64 << 10
 """JSON of `custom_params`: it is read at every token."""
 MAX_BIAS = 1e6
 
+NOT_USED = "not used"
+"""Why a field is ignored of which there is nothing else to say."""
+_DECIMAL = re.compile(r"-?[0-9]{1,10}")
 _INT64 = 2**63
 SEED_BITS = 63
 
@@ -85,6 +89,7 @@ class Limits:
         hidden_size: width of a hidden state and of an input embedding.
         hidden_states: requests may ask for hidden states.
         takes_embeds: prompts may be embeddings instead of tokens.
+        max_new_tokens: most tokens of an answer, whatever is asked; 0 = what fits.
         processors: logit processors that requests may name; None = none at all.
     """
 
@@ -100,6 +105,7 @@ class Limits:
     hidden_size: int = 0
     hidden_states: bool = False
     takes_embeds: bool = True
+    max_new_tokens: int = 0
     processors: tuple[str, ...] | None = None
 
     @property
@@ -124,8 +130,8 @@ class ParsedSampling:
     """What the output must look like (`Generate.grammar`)."""
     stream_interval: int = 1
     """Tokens per streamed chunk."""
-    ignored: list[str] = field(default_factory=list)
-    """Fields without effect here, to be named in the answer."""
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    """Fields without their effect, and why; to be named in the answer."""
 
     def for_sequence(self, i: int) -> SamplingParams:
         """Parameters of the i-th of n sequences: the same, with a seed of its own."""
@@ -156,12 +162,12 @@ def parse_sampling(
     _refuse_unavailable(raw)
     values = _Values(raw, defaults)
     text, ignored = _text_options(values, limits)
-    max_new_tokens = _output_room(values, prompt_len, limits)
+    max_new_tokens = _output_room(values, prompt_len, limits, ignored)
     seed = values.integer_or_none("sampling_seed")
     if seed is not None and not 0 <= seed < _INT64:
         raise _violation("sampling_seed", "in [0, 2^63)", seed)
     ignore_eos = values.boolean("ignore_eos", False)
-    own_stop_ids = _stop_ids(values, limits.vocab_size)
+    own_stop_ids = _stop_ids(values, limits.vocab_size, ignored)
     n = values.integer("n", 1)
     if not 1 <= n <= limits.max_n:
         raise _violation("n", f"in [1, {limits.max_n}]", n)
@@ -170,7 +176,7 @@ def parse_sampling(
         raise _violation("stream_interval", "at least 1", stream_interval)
     processor, processor_params = _processor(values, limits)
     if not processor and values.is_given("custom_params"):
-        ignored.append("custom_params")
+        ignored["custom_params"] = NOT_USED
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=values.integer("min_new_tokens", 0),
@@ -182,7 +188,7 @@ def parse_sampling(
         frequency_penalty=values.number("frequency_penalty", 0.0),
         presence_penalty=values.number("presence_penalty", 0.0),
         repetition_penalty=values.number("repetition_penalty", 1.0),
-        logit_bias=_logit_bias(values, limits.vocab_size),
+        logit_bias=_logit_bias(values, limits.vocab_size, ignored),
         seed=draw_seed() if seed is None else seed,
         stop_ids=tuple(dict.fromkeys([*(() if ignore_eos else limits.eos_ids), *own_stop_ids])),
         ignore_eos=ignore_eos,
@@ -192,6 +198,11 @@ def parse_sampling(
     sampling.check(limits.vocab_size)
     grammar = parse_constraint({kind: values.get(kind) for kind in KINDS})
     return ParsedSampling(sampling, text, n, grammar, stream_interval, ignored)
+
+
+def merged(ignored: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """What several prompts or sequences have to report, each field once."""
+    return {name: why for each in ignored for name, why in each.items()}
 
 
 def fit_prompt(prompt: list[int], limits: Limits) -> list[int]:
@@ -221,15 +232,23 @@ def _check_prompt_len(prompt_len: int, limits: Limits) -> None:
         )
 
 
-def _output_room(values: "_Values", prompt_len: int, limits: Limits) -> int:
-    """max_new_tokens: what was asked, checked against what fits; null = all that fits."""
+def _output_room(
+    values: "_Values", prompt_len: int, limits: Limits, ignored: dict[str, str]
+) -> int:
+    """max_new_tokens: what was asked, checked against what fits; null = all that fits.
+
+    The operator's limit cuts what was asked before it is checked, and is reported."""
     _check_prompt_len(prompt_len, limits)
     room = limits.total - prompt_len
     asked = values.integer_or_none("max_new_tokens")
+    most = limits.max_new_tokens or room
     if asked is None:
-        return room
+        return min(room, most)
     if asked < 0:
         raise _violation("max_new_tokens", "at least 0", asked)
+    if limits.max_new_tokens and asked > most:
+        ignored["max_new_tokens"] = f"this server gives at most {most} tokens"
+        asked = most
     if asked <= room:
         return asked
     if limits.auto_truncate:
@@ -273,7 +292,7 @@ def _refuse_unavailable(raw: Mapping[str, object]) -> None:
         )
 
 
-def _text_options(values: "_Values", limits: Limits) -> tuple[TextOptions, list[str]]:
+def _text_options(values: "_Values", limits: Limits) -> tuple[TextOptions, dict[str, str]]:
     stop, stop_regex = values.texts("stop"), values.texts("stop_regex")
     check_stops(stop, stop_regex)
     options = TextOptions(
@@ -284,7 +303,7 @@ def _text_options(values: "_Values", limits: Limits) -> tuple[TextOptions, list[
         spaces_between_special_tokens=values.boolean("spaces_between_special_tokens", True),
     )
     if limits.has_tokenizer:
-        return options, []
+        return options, {}
     for name, given in (("stop", stop), ("stop_regex", stop_regex)):
         if given:
             raise RequestError(
@@ -292,7 +311,7 @@ def _text_options(values: "_Values", limits: Limits) -> tuple[TextOptions, list[
                 param=name,
                 hint="Use stop_token_ids.",
             )
-    return options, [name for name in _TEXT_FIELDS if values.is_given(name)]
+    return options, {name: NOT_USED for name in _TEXT_FIELDS if values.is_given(name)}
 
 
 def _processor(values: "_Values", limits: Limits) -> tuple[str, bytes]:
@@ -327,7 +346,8 @@ def _processor(values: "_Values", limits: Limits) -> tuple[str, bytes]:
     return str(name), encoded
 
 
-def _stop_ids(values: "_Values", vocab_size: int) -> list[int]:
+def _stop_ids(values: "_Values", vocab_size: int, ignored: dict[str, str]) -> list[int]:
+    """Ids that no token has stop nothing: they are left out, and reported."""
     name, given = "stop_token_ids", values.get("stop_token_ids")
     if given is None:
         return []
@@ -335,33 +355,43 @@ def _stop_ids(values: "_Values", vocab_size: int) -> list[int]:
     if not isinstance(given, list | tuple) or len(given) > MAX_STOP_IDS:
         raise _violation(name, rule, given)
     for id in given:
-        if type(id) is not int or not 0 <= id < vocab_size:
+        if type(id) is not int or not -_INT64 <= id < _INT64:
             raise _violation(name, rule, id)
-    return list(given)
+    return _within(name, given, vocab_size, ignored)
 
 
-def _logit_bias(values: "_Values", vocab_size: int) -> dict[int, float]:
+def _within(name: str, ids: Iterable[int], vocab_size: int, ignored: dict[str, str]) -> list[int]:
+    """The ids that are in the vocabulary; the others are reported."""
+    found = list(ids)
+    outside = [id for id in found if not 0 <= id < vocab_size]
+    if outside:
+        ignored[name] = f"no token of [0, {vocab_size}) has the id {_short(outside)}"
+    return [id for id in found if 0 <= id < vocab_size]
+
+
+def _logit_bias(values: "_Values", vocab_size: int, ignored: dict[str, str]) -> dict[int, float]:
+    """As for stop ids: what is not in the vocabulary is left out, and reported."""
     name, given = "logit_bias", values.get("logit_bias")
     if given is None:
         return {}
     if not isinstance(given, Mapping) or len(given) > MAX_BIASES:
         raise _violation(name, f"a map of at most {MAX_BIASES} token ids to numbers", given)
-    biases = {}
+    biases: dict[int, float] = {}
     for key, bias in given.items():
         id = _token_id(key)
-        if id is None or id >= vocab_size:
+        if id is None:
             raise _violation(name, f"keyed by token ids in [0, {vocab_size})", key)
         if not _is_number(bias) or not abs(bias) <= MAX_BIAS:
             raise _violation(name, f"numbers in [{-MAX_BIAS:g}, {MAX_BIAS:g}]", bias)
         biases[id] = float(bias)
-    return biases
+    return {id: biases[id] for id in _within(name, biases, vocab_size, ignored)}
 
 
 def _token_id(key: object) -> int | None:
     """A token id, also as decimal text (JSON keys are text)."""
-    if type(key) is int and key >= 0:
+    if type(key) is int and -_INT64 <= key < _INT64:
         return key
-    if isinstance(key, str) and len(key) <= 10 and key.isascii() and key.isdigit():
+    if isinstance(key, str) and _DECIMAL.fullmatch(key):
         return int(key)
     return None
 

@@ -154,10 +154,16 @@ def open_generator(
     client: Engines, tokenizer: Tokenizer | None, limits: Limits, observe: ObserveConfig
 ) -> Generator:
     """The generator that serves every route, logging the end of each request if asked to."""
-    generator = TextGenerator(client, tokenizer, limits)
+    return with_log(TextGenerator(client, tokenizer, limits), tokenizer, observe)
+
+
+def with_log(
+    generator: Generator, tokenizer: Tokenizer | None, observe: ObserveConfig
+) -> Generator:
+    """`generator`, whose every end is logged if that is asked for."""
     if not observe.log_requests:
         return generator
-    return RequestLog(generator, as_json=observe.log_format == "json")
+    return RequestLog(generator, observe, None if tokenizer is None else tokenizer.decode)
 
 
 class Words:

@@ -4,12 +4,12 @@ Knows bytes per page as a number; `runner/kvstore.py` says what that number is.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from banyan.base.errors import CapacityError, ConfigError
 from banyan.config.schema import CacheConfig, ScheduleConfig
-from banyan.memory.groups import WINDOW, CacheGroup
+from banyan.memory.groups import FULL, WINDOW, CacheGroup
 
 MIB = 1 << 20
 
@@ -19,6 +19,8 @@ ours alone."""
 MAX_RUNNING = 128
 """Running requests when nobody says otherwise; more only lengthens everybody's step on a CPU."""
 FEW_PAGES = 2
+SPARE_WINDOWS = 4
+"""Window groups keep one page for prefixes to come, for this many of the groups beside them."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,17 @@ def plan_memory(
     """
     budget = _budget(cache, weight_bytes, total_bytes, free_bytes)
     size = cache.page_size
+    if cache.keeps_windows:
+        groups = [GroupBytes(FULL, group.page_bytes) for group in groups]
     most = MAX_RUNNING * -(-context_length // size)
     if cache.max_total_tokens:
         most = cache.max_total_tokens // size
-    running = schedule.max_running or max(1, min(MAX_RUNNING, most // 2))
-    peaks = [_peak(group, size, schedule.chunk_tokens, running) for group in groups]
+    running = _running(schedule, most)
+    chunk = schedule.chunk_tokens
+    shares = [_share_of(group, cache, context_length, chunk, running) for group in groups]
 
     def cost(pages: int) -> int:
-        shares = (_share(pages, peak) for peak in peaks)
-        return sum(n * g.page_bytes for n, g in zip(shares, groups, strict=True))
+        return sum(share(pages) * g.page_bytes for share, g in zip(shares, groups, strict=True))
 
     pages = bisect_right(range(most + 1), budget, key=cost) - 1
     if cache.max_total_tokens:
@@ -100,8 +104,8 @@ def plan_memory(
             hint="Free memory, or raise --mem-fraction-static or --max-total-tokens.",
         )
     laid_out = tuple(
-        CacheGroup(group.kind, size, _share(pages, peak) + 1, group.window)
-        for group, peak in zip(groups, peaks, strict=True)
+        CacheGroup(group.kind, size, share(pages) + 1, group.window)
+        for group, share in zip(groups, shares, strict=True)
     )
     return MemoryPlan(
         weight_bytes=weight_bytes,
@@ -110,22 +114,33 @@ def plan_memory(
         groups=laid_out,
         max_total_tokens=pages * size,
         max_request_tokens=min(context_length, pages * size),
-        max_running=schedule.max_running or max(1, min(MAX_RUNNING, pages // 2)),
+        max_running=_running(schedule, pages),
     )
 
 
-def _peak(group: GroupBytes, page_size: int, chunk: int, running: int) -> int:
-    """Pages beyond which more only serve as cache; 0 = every page of the budget is wanted."""
-    if group.kind != WINDOW or chunk <= 0:
-        return 0
-    one = CacheGroup(WINDOW, page_size, FEW_PAGES, group.window)
-    return running * one.peak_pages(1 << 62, chunk)
+def _running(schedule: ScheduleConfig, pages: int) -> int:
+    """Requests that run at once over so many pages."""
+    found = schedule.max_running or max(1, min(MAX_RUNNING, pages // 2))
+    return min(found, schedule.micro_batch or found)
 
 
-def _share(pages: int, peak: int) -> int:
-    """Pages of one group when full groups have `pages`: what all requests need at their peak, and
-    a quarter of what full groups keep for prefixes to come."""
-    return min(pages, peak + pages // 4) if peak else pages
+def _share_of(
+    group: GroupBytes, cache: CacheConfig, context_length: int, chunk: int, running: int
+) -> Callable[[int], int]:
+    """Pages of one group when groups that keep every position have so many."""
+    if group.kind != WINDOW:
+        return lambda pages: pages
+    size = cache.page_size
+    one = CacheGroup(WINDOW, size, FEW_PAGES, group.window)
+    alone = one.peak_pages(1 << 62, chunk) if chunk > 0 else one.pages_for(context_length)
+    ratio = cache.window_ratio
+    if cache.window_mix >= 0:
+        ratio = 1 - cache.window_mix * (1 - min(1.0, group.window / context_length))
+    if ratio:  # a request that runs alone must find what it needs at its peak
+        return lambda pages: min(pages, max(alone, int(pages * ratio)))
+    if chunk <= 0:
+        return lambda pages: pages
+    return lambda pages: min(pages, running * alone + pages // SPARE_WINDOWS)
 
 
 def _budget(cache: CacheConfig, weight_bytes: int, total_bytes: int, free_bytes: int) -> int:

@@ -12,10 +12,13 @@ from typing import Any, cast
 import torch
 
 from banyan.base.errors import ConfigError
+from banyan.base.log import logger
 from banyan.base.table import Table
 from banyan.ops import reference
 from banyan.ops.api import OP_NAMES, PACKED_OPS, Ops
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+
+log = logger(__name__)
 
 REFERENCE = "reference"
 PLAIN_PAGES = "token by token"
@@ -37,6 +40,7 @@ class OpSpec:
         exact: activations must not be rounded below `dtype`.
         cache_dtype: dtype of the K/V pages.
         page_size: tokens of a page.
+        is_head: the outputs are logits.
         toolkit: what this device's kernels share (a compiled library), or in words why there is
             none.
     """
@@ -50,11 +54,13 @@ class OpSpec:
     exact: bool = False
     cache_dtype: torch.dtype = torch.float32
     page_size: int = 16
+    is_head: bool = False
     toolkit: object = "compiled kernels were not asked for"
 
     @property
     def label(self) -> str:
-        return f"{self.op}[{self.weight_type}]" if self.weight_type else self.op
+        op = f"{self.op} to logits" if self.is_head else self.op
+        return f"{op}[{self.weight_type}]" if self.weight_type else op
 
 
 @dataclass(frozen=True)
@@ -174,6 +180,7 @@ def bind(
     cache_dtype: torch.dtype | None = None,
     options: ToolkitOptions | None = None,
     page_size: int = 16,
+    exact_head: bool = False,
 ) -> Ops:
     """Choose the kernels of one rank.
 
@@ -184,7 +191,8 @@ def bind(
         cache_dtype: dtype of the K/V pages; None = half precision beside compiled kernels that
             may round activations, else `dtype`.
         options: for the device's compiled kernels; None = do without them.
-        page_size: tokens of a K/V page.
+        page_size: tokens of a K/V page; a size that costs the best kernel is reported.
+        exact_head: the projection to logits takes no kernel that rounds activations.
 
     Raises:
         ConfigError: a forced op or kernel that does not exist, or that declines; options that this
@@ -208,13 +216,19 @@ def bind(
     choices: list[Choice] = []
     for op in OP_NAMES:
         packers: dict[str, Callable[..., object]] = {}
+        head_packers: dict[str, Callable[..., object]] = {}
         for weight_type in STORAGE_TYPES if op in PACKED_OPS else ("",):
             asked = replace(spec, op=op, weight_type=weight_type)
             choice, run = _choose(platform, table.get(op, []), asked, forced.get(op, ""))
             choices.append(choice)
-            packers[weight_type] = run
+            packers[weight_type] = head_packers[weight_type] = run
+            if exact_head and op == "linear":
+                asked = replace(asked, exact=True, is_head=True)
+                choice, run = _choose(platform, table.get(op, []), asked, forced.get(op, ""))
+                choices.append(choice)
+                head_packers[weight_type] = run
         if op in PACKED_OPS:
-            functions[f"pack_{op}"] = partial(_pack, packers, dtype, device)
+            functions[f"pack_{op}"] = partial(_pack, packers, head_packers, dtype, device)
         else:
             functions[op] = packers[""]
     layouts = {choice.label: choice.pages for choice in choices if choice.label in ON_PAGES}
@@ -224,7 +238,31 @@ def bind(
             + ", ".join(f"{op}: {layout}" for op, layout in layouts.items()),
             hint=f"force both of {', '.join(ON_PAGES)}, or none",
         )
+    _warn_of_slow_pages(platform, table, spec, forced)
     return cast(Ops, BoundOps(functions, tuple(choices), spec))
+
+
+def _warn_of_slow_pages(
+    platform: str, table: KernelTable, spec: OpSpec, forced: Mapping[str, str]
+) -> None:
+    """Say so when another size of pages would have a quicker kernel, and which sizes have it."""
+    op = "paged_attention"
+    if op in forced:
+        return
+
+    def kernel(page_size: int) -> str:
+        asked = replace(spec, op=op, page_size=page_size)
+        return _choose(platform, table.get(op, []), asked, "")[0].kernel
+
+    mine = kernel(spec.page_size)
+    by_size = {size: kernel(size) for size in (1 << n for n in range(11))}
+    best = min(by_size.values(), key=[*table.get(op, []), REFERENCE].index)
+    if mine != best:
+        fast = ", ".join(str(size) for size, found in by_size.items() if found == best)
+        log.warning(
+            "--page-size %d is slow: %s attends in place of %s; these sizes are fast: %s",
+            *(spec.page_size, mine, best, fast),
+        )
 
 
 def kernel_table(choices: tuple[Choice, ...]) -> str:
@@ -269,10 +307,12 @@ def _choose(
 
 def _pack(
     packers: Mapping[str, Callable[..., object]],
+    head_packers: Mapping[str, Callable[..., object]],
     dtype: torch.dtype,
     device: torch.device,
     weight: StoredWeight,
     *more: object,
     **named: object,
 ) -> object:
-    return packers[weight.type](weight, dtype, device, *more, **named)
+    chosen = head_packers if named.get("is_head") else packers
+    return chosen[weight.type](weight, dtype, device, *more, **named)

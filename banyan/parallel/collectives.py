@@ -63,7 +63,9 @@ class Gloo:
 def _open_store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
     parts = urlsplit(address)
     if parts.scheme == "file" and parts.path:
-        return dist.FileStore(parts.path, size)
+        store = dist.FileStore(parts.path, size)
+        store.set_timeout(timeout)
+        return store
     if parts.scheme == "tcp" and parts.hostname and parts.port:
         return dist.TCPStore(parts.hostname, parts.port, size, rank == 0, timeout)
     raise ConfigError(

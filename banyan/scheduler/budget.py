@@ -1,21 +1,32 @@
 """How much a step may take on, and how much room running requests are expected to need.
 
 The expectation is SGLang's new-token ratio: the share of its allowed output that a request is
-assumed to produce. It starts at 0.7 × conservativeness, falls over 600 steps with decode rows to
-14 % of that, and rises after a retraction to what the running requests have really used.
+assumed to produce. It falls while steps go by without trouble, and rises after a retraction to what
+the running requests have really used.
 """
 
 from dataclasses import dataclass
 
 from banyan.scheduler.request import Request
 
-START = 0.7
-FLOOR_SHARE = 0.14
-DECAY_STEPS = 600
-RETRACT_STEPS = 20
-"""Decode steps of room that a retraction should have made."""
-CLIP_TOKENS = 4096
-"""Longer remaining outputs are counted as this many."""
+
+@dataclass(frozen=True)
+class Growth:
+    """What running requests are expected to add.
+
+    Attributes:
+        start: share of its allowed output that a request is assumed to produce at first.
+        floor_share: share of `start` below which the expectation does not fall.
+        decay_steps: steps with decode rows from `start` to there.
+        retract_steps: decode steps of room that a retraction should have made.
+        clip_tokens: longer remaining outputs are counted as this many.
+    """
+
+    start: float = 0.7
+    floor_share: float = 0.14
+    decay_steps: int = 600
+    retract_steps: int = 20
+    clip_tokens: int = 4096
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class Limits:
         token_gap: steps between sampling a token and a row that needs it (stages − 1).
         drafts: tokens the runner drafts after each sampled one; 0 = no speculation.
         conservativeness: scales the new-token ratio.
+        growth: what that ratio is made of.
         priorities: who goes before whom.
     """
 
@@ -71,15 +83,18 @@ class Limits:
     priorities: Priorities = Priorities()
     whole_prompts: bool = False
     max_prompts: int = 0
+    growth: Growth = Growth()
 
 
 class NewTokenRatio:
     """Expected share of the allowed output."""
 
-    def __init__(self, conservativeness: float) -> None:
-        self._start = min(1.0, START * conservativeness)
-        self._floor = self._start * FLOOR_SHARE
-        self._step = (self._start - self._floor) / DECAY_STEPS
+    def __init__(self, conservativeness: float, growth: Growth = Growth()) -> None:
+        self._start = min(1.0, growth.start * conservativeness)
+        self._floor = min(1.0, self._start * growth.floor_share)
+        self._step = (self._start - self._floor) / growth.decay_steps
+        self._room = growth.retract_steps
+        self._clip = growth.clip_tokens
         self.value = self._start
 
     def reset(self) -> None:
@@ -94,9 +109,9 @@ class NewTokenRatio:
         """Room ran out: expect what is really being used."""
         decoded = sum(r.output_len for r in running)
         allowed = sum(r.sampling.max_new_tokens for r in running)
-        self.value = min(1.0, (decoded + RETRACT_STEPS * len(running)) / (allowed + 1))
+        self.value = min(1.0, (decoded + self._room * len(running)) / (allowed + 1))
 
     def expects(self, request: Request) -> int:
         """Tokens the request is still expected to add."""
-        left = min(request.limit - request.known, CLIP_TOKENS)
+        left = min(request.limit - request.known, self._clip)
         return int(left * (1.0 if request.sampling.ignore_eos else self.value))

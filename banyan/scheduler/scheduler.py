@@ -49,7 +49,7 @@ class Scheduler:
         self._grammars = grammars
         self._flights: dict[StepId, list[Flight]] = {}
         self._planner = RowPlanner(cache, limits)
-        self._ratio = NewTokenRatio(limits.conservativeness)
+        self._ratio = NewTokenRatio(limits.conservativeness, limits.growth)
         self._has_suspects = False
         self._arrivals = 0
         self._now = 0.0

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable
 from banyan.server import auth
+from banyan.server.access_log import AccessLog
 from banyan.server.dialect import OPENAI, Dialect
 from banyan.server.errors import internal, unavailable
 from banyan.server.exchange import SEND_TIMEOUT_S, Exchange, Scope, Send
@@ -51,6 +52,7 @@ class App:
         self._max_body = server.max_body_bytes
         self._root = server.root_path.rstrip("/")
         self._send_timeout_s = send_timeout_s
+        self._access = AccessLog(state.config.observe.http_level)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -94,6 +96,8 @@ class App:
         finally:
             del self.exchanges[exchange]
             self._ended.set()
+            has_begun = exchange.work is not None and self.state.open.has_held(exchange.work)
+            self._access.tell(exchange, has_begun, self.state.config.observe)
 
     async def _admit(self, exchange: Exchange) -> Route | None:
         """The route, or None when a refusal was sent. A key is needed before a path is known."""

@@ -5,7 +5,8 @@ routes and no models.
 """
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, Generator, Mapping, MutableMapping
+import time
+from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping
 from urllib.parse import parse_qsl
 
 import orjson
@@ -55,6 +56,11 @@ class Exchange:
         self.is_probe = False
         """A health check; draining does not wait for it."""
         self.warnings: list[str] = []
+        self.began_s = time.monotonic()
+        self.status = 0
+        """Of the answer; 0 until it starts."""
+        self.refusal = ""
+        """Code of the error that was the answer."""
         self.started = False
         self.streaming = False
         self.ended = False
@@ -125,15 +131,6 @@ class Exchange:
         self.ended = True
         await self._put(b"" if self.method == "HEAD" else body, more=False)
 
-    async def pieces(self, pieces: AsyncIterable[bytes], size: int, kind: str) -> None:
-        """Answer with one body of `size` bytes, which is never in memory as a whole."""
-        await self._start(200, [*self._head(kind), (b"content-length", b"%d" % size)])
-        if self.method != "HEAD":
-            async for piece in pieces:
-                await self._put(piece)
-        self.ended = True
-        await self._put(b"", more=False)
-
     async def begin_events(self) -> None:
         """Start a stream; the status is 200 from here on."""
         await self._start(200, self._head(self.dialect.media) + [(b"cache-control", b"no-cache")])
@@ -151,6 +148,7 @@ class Exchange:
         """End with an error: a status and a body, or the last event of a stream that has begun."""
         if self.ended:
             return
+        self.refusal = error.code
         if self.streaming:
             await self.event(self.dialect.error_event(error))
             await self.end_events()
@@ -172,7 +170,7 @@ class Exchange:
         return lines
 
     async def _start(self, status: int, lines: list[tuple[bytes, bytes]]) -> None:
-        self.started = True
+        self.started, self.status = True, status
         await self._send({"type": "http.response.start", "status": status, "headers": lines})
 
     async def _put(self, body: bytes, more: bool = True) -> None:

@@ -8,6 +8,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.frontend.native_answer import NativeService
+from banyan.frontend.sampling import merged
 from banyan.server.exchange import Exchange
 from banyan.server.openai.fields import typed
 from banyan.server.state import ServerState, Service
@@ -44,8 +45,8 @@ async def generate(exchange: Exchange, state: ServerState) -> None:
     request = await native.read(body if turn is None else turn.body, exchange.tenant)
     if turn is not None and len(request.sequences) > 1:
         raise RequestError("A turn of a session has one answer.", param="n")
-    for name in dict.fromkeys(n for s in request.sequences for n in s.not_honoured):
-        exchange.warn_or_refuse(name, "not used", state.config.server.strict_requests)
+    for name, why in merged(s.not_honoured for s in request.sequences).items():
+        exchange.warn_or_refuse(name, why, state.config.server.strict_requests)
     output: list[int] = []
     with state.open.holding([s.request for s in request.sequences], exchange.tenant):
         if not request.stream:

@@ -6,7 +6,9 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable, set_level
+from banyan.config.schema import ObserveConfig
 from banyan.frontend.request_log import RequestLog
+from banyan.frontend.text_generator import with_log
 from banyan.server.exchange import Exchange
 from banyan.server.openai.fields import typed
 from banyan.server.state import ServerState
@@ -45,6 +47,8 @@ class VersionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class LoggingRequest(msgspec.Struct, frozen=True, kw_only=True):
     log_requests: bool | None = None
+    log_requests_level: int | None = None
+    log_requests_format: str | None = None
     log_level: str | None = None
 
 
@@ -124,20 +128,35 @@ async def configure_logging(exchange: Exchange, state: ServerState) -> None:
                 f"{name[:80]} is not available in this build",
                 param=name[:80],
                 code="not_available",
-                hint="log_requests and log_level can be set; requests are never dumped.",
+                hint="log_requests, log_requests_level, log_requests_format and log_level can be "
+                "set; requests are never dumped.",
             )
     asked = typed(raw, LoggingRequest)
     if asked.log_level is not None:
         if asked.log_level.lower() not in _LEVELS:
             raise RequestError(f"log_level must be one of {', '.join(_LEVELS)}.", param="log_level")
         set_level(asked.log_level)
-    if asked.log_requests is not None:
-        generator = service.generator
-        bare = generator.inner if isinstance(generator, RequestLog) else generator
-        as_json = state.config.observe.log_format == "json"
-        wanted = RequestLog(bare, as_json=as_json) if asked.log_requests else bare
-        state.service = replace(service, generator=wanted)
+    observe = _observed(state.config.observe, asked)
+    generator = service.generator
+    bare = generator.inner if isinstance(generator, RequestLog) else generator
+    state.config = replace(state.config, observe=observe)
+    state.service = replace(service, generator=with_log(bare, service.tokenizer, observe))
     await exchange.whole(b"", 200, "text/plain")
+
+
+def _observed(observe: ObserveConfig, asked: LoggingRequest) -> ObserveConfig:
+    """What lines about requests are, now that an operator has asked for others."""
+    level, form = asked.log_requests_level, asked.log_requests_format
+    if level not in (None, 0, 1, 2, 3):
+        raise RequestError("log_requests_level must be 0, 1, 2 or 3.", param="log_requests_level")
+    if form not in (None, "text", "json"):
+        raise RequestError("log_requests_format must be text or json.", param="log_requests_format")
+    return replace(
+        observe,
+        log_requests=observe.log_requests if asked.log_requests is None else asked.log_requests,
+        log_detail=observe.log_detail if level is None else level,
+        log_format=form or observe.log_format,
+    )
 
 
 async def version(exchange: Exchange, state: ServerState) -> None:

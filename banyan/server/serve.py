@@ -12,7 +12,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Protocol, TypeVar
@@ -159,6 +158,15 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+def open_client(config: Config, address: str) -> EngineClient:
+    """The front's end of the link to the engine that will connect to `address`."""
+    return EngineClient(
+        ZmqFrontLink(address),
+        heartbeat_timeout_s=config.server.heartbeat_timeout_s,
+        watchdog_s=config.schedule.watchdog_s,
+    )
+
+
 class Server:
     """One server process with its engine."""
 
@@ -169,8 +177,7 @@ class Server:
         listener: socket.socket,
         start_engine: StartEngine,
     ) -> None:
-        port = listener.getsockname()[1]  # files lie in a folder of the port, which 0 is not
-        self.state = ServerState(replace(config, server=replace(config.server, port=port)))
+        self.state = ServerState(config)
         end_phase(self.state.phases, "server process")
         self.app: App = create_app(self.state)
         self._config = config
@@ -191,7 +198,7 @@ class Server:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                timeout_keep_alive=30,
+                timeout_keep_alive=config.server.keep_alive_s,
                 timeout_graceful_shutdown=int(CLOSING_S),
             )
         )
@@ -203,10 +210,7 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled, number)
         web = asyncio.create_task(self._web.serve([self._listener]))
-        engines = [
-            EngineClient(ZmqFrontLink(address), watchdog_s=self._config.schedule.watchdog_s)
-            for address in self._addresses()
-        ]
+        engines = [open_client(self._config, address) for address in self._addresses()]
         fleet = Fleet(engines, ROUTES.load(self._config.parallel.load_balance))
         await fleet.start()
         watch = asyncio.create_task(self._watch_engines(fleet))
@@ -258,7 +262,7 @@ class Server:
         self._folder.close()  # both ends have met: nothing remains, not even after SIGKILL
         host = self._config.server.host
         shown = f"[{host}]" if ":" in host else host
-        await resume_batches(self.state)
+        resume_batches(self.state)
         report(self.state, service, f"http://{shown}:{self._listener.getsockname()[1]}")
 
     async def _drain(self) -> None:

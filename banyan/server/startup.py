@@ -15,6 +15,7 @@ from banyan.config.schema import Config
 from banyan.frontend.chat import Chat, load_chat
 from banyan.frontend.client import Engines
 from banyan.frontend.parser_choice import Parsers, choose_parsers
+from banyan.frontend.request_log import WITH_BEGINNINGS
 from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
 from banyan.frontend.templates import FillIn, fill_in_form, template_source
 from banyan.frontend.text_generator import open_generator
@@ -22,7 +23,7 @@ from banyan.frontend.threads import use_threads
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready
 from banyan.server.state import ServerState, Service
-from banyan.server.warmup import warm_up
+from banyan.server.warmup import chosen_warmups, warm_up
 
 log = logger(__name__)
 
@@ -39,6 +40,7 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
         BanyanError: the engine died, or the tokenizer or template is refused.
     """
     config = state.config
+    chosen_warmups(config)  # a wrong name is told before the model is loaded
     use_threads(config.server.tokenizer_threads)
     loading = asyncio.create_task(asyncio.to_thread(_load_words, config))
     try:
@@ -143,6 +145,11 @@ def report(state: ServerState, service: Service, address: str) -> None:
     lines.append(f"parsers: tool calls = {parsers.tool_name}, reasoning = {parsers.reasoning_name}")
     for line in lines:
         log.info("%s", line)
+    observe = state.config.observe
+    if observe.log_requests and observe.log_detail >= WITH_BEGINNINGS:
+        log.info(
+            "lines of --log-requests hold texts of requests; --log-requests-level 1 leaves them out"
+        )
     log.info("%s", READY_LINE)
     log.info("listening on %s", address)
     body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})

@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -79,6 +80,8 @@ class OpenRequests:
 
     def __init__(self) -> None:
         self._live: dict[RequestId, bytes] = {}
+        self._holders: weakref.WeakSet[asyncio.Task[object]] = weakref.WeakSet()
+        """Tasks whose requests have begun."""
         self._dropped = asyncio.Event()
 
     def __len__(self) -> int:
@@ -94,11 +97,17 @@ class OpenRequests:
                     raise RequestError(f"Duplicate request ID detected: {request.id}", param="rid")
                 self._live[request.id] = owner
                 added.append(request.id)
+            if (task := asyncio.current_task()) is not None:
+                self._holders.add(task)
             yield
         finally:
             for id in added:
                 del self._live[id]
             self._dropped.set()
+
+    def has_held(self, work: "asyncio.Task[None]") -> bool:
+        """Whether requests of this task have begun."""
+        return work in self._holders
 
     def called(self, rid: str) -> list[RequestId]:
         """The request of this id, or the sequences of one (their ids are `rid`_NUMBER)."""

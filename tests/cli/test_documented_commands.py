@@ -11,6 +11,8 @@ from banyan.base.errors import ConfigError
 from banyan.cli.main import VERBS, main
 from banyan.config.cli import parse
 from banyan.config.env import Environment, read_environment
+from banyan.config.flags.flag import Absent
+from banyan.config.flags.table import known_flags
 
 CONFIG = """model-path: M
 host: 0.0.0.0
@@ -103,7 +105,8 @@ MODULES = {
 def test_a_documented_line_is_a_start(line: str) -> None:
     config = parse(line.split(), Environment())
     assert config.model.source == "M"
-    given = [word for word in line.split() if word.startswith(("--enable-", "--attention-"))]
+    absent = [flag.name for flag in known_flags() if isinstance(flag, Absent)]
+    given = [word for word in line.split() if word[2:] in (*absent, "attention-backend")]
     assert all(any(flag in note for note in config.observe.notes) for flag in given)
 
 

@@ -171,7 +171,7 @@ def test_a_folder_as_flag_file_is_told(start: Callable, tmp_path: Path) -> None:
     [
         ("BANYAN_PORT", "x"),
         ("BANYAN_ENABLE_LORA", "1"),
-        ("SGLANG_MAX_NEW_TOKENS_LIMIT", "100"),
+        ("SGLANG_MAX_NEW_TOKENS_LIMIT", "many"),
         ("SGLANG_EXTERNAL_MODEL_PACKAGE", "mine"),
     ],
 )
@@ -308,6 +308,7 @@ def test_a_model_that_cannot_be_had_is_told(mistake: str, start: Callable) -> No
 CONTRADICTIONS: dict[str, tuple[str, ...]] = {
     "a context beyond the model's": ("--context-length 999999", "--context-length 999,999"),
     "ranks that do not divide": ("--tp 3", "--tensor-parallel-size 3"),
+    "a chunk of nothing": ("--chunked-prefill-size 0", "--chunked-prefill-size"),
     "a tokenizer that is not there": ("--tokenizer-path ./gone", "--tokenizer-path"),
     "a template that is not there": ("--chat-template ./gone.jinja", "--chat-template"),
     "a journal where no folder is": ("--journal /dev/null/x", "--journal", "/dev/null"),

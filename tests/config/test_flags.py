@@ -9,7 +9,7 @@ from banyan.base.errors import ConfigError
 from banyan.config.cli import default_of, help_text, parse
 from banyan.config.env import Environment
 from banyan.config.flags.absent import REPLACED
-from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, WORDS, Absent, Flag
+from banyan.config.flags.flag import FLOAT, INT, INTS, JSON, SWITCH, WORDS, Absent, Flag
 from banyan.config.flags.table import GROUPS, find, known_flags
 from banyan.config.schema import Config
 
@@ -25,7 +25,9 @@ def another_value(flag: Flag) -> object:
         return next(choice for choice in flag.choices if choice != default)
     if flag.kind == INT:
         return next(n for n in (1, 2, 2048, 1 << 21) if n != default and flag.low <= n <= flag.high)
-    return {FLOAT: 0.5, JSON: {"a": "b"}, WORDS: ("a:b", "c:d")}.get(flag.kind, "text")
+    return {FLOAT: 0.5, JSON: {"a": "b"}, WORDS: ("a:b", "c:d"), INTS: (0, 1)}.get(
+        flag.kind, "text"
+    )
 
 
 @pytest.mark.parametrize("flag", ALL, ids=lambda flag: flag.name)
@@ -52,7 +54,8 @@ def test_both_values_of_a_flag_reach_its_field(flag: Flag) -> None:
         given, expected = [f"--{flag.name}"], flag.sets
     else:
         expected = another_value(flag)
-        texts = {JSON: ['{"a": "b"}'], WORDS: ["a:b", "c:d"]}.get(flag.kind, [str(expected)])
+        words = {JSON: ['{"a": "b"}'], WORDS: ["a:b", "c:d"], INTS: ["0", "1"]}
+        texts = words.get(flag.kind, [str(expected)])
         given = [f"--{flag.name}", *texts]
     assert value_of(parse(given, Environment())) == expected
     assert value_of(parse([], Environment())) == default_of(flag) != expected

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from banyan.base.errors import RequestError
+from banyan.config.cli import parse as config_parse
+from banyan.config.env import read_environment
 from banyan.config.schema import ServerConfig
 from banyan.frontend.sampling import Limits, fit_prompt, parse_sampling
 from banyan.frontend.settings import seed_source
@@ -201,11 +203,10 @@ def test_min_new_tokens_may_not_exceed_the_maximum_also_when_that_is_null(bound)
         "spaces_between_special_tokens": [0, "no"],
         "stop": ["", [""], ["a"] * 10_000, "x" * 2**20, [1], 5, True, {"a": 1}, [["a"]]],
         "stop_regex": ["", ["a"] * 33, "x" * 257, "(a+", [3]],
-        "stop_token_ids": [5, [-1], [50], ["5"], [True], [1.0], [1] * 2000, "5", {"5": 1}],
+        "stop_token_ids": [5, [2**63], ["5"], [True], [1.0], [1] * 2000, "5", {"5": 1}],
         "logit_bias": [
             {str(i): 1 for i in range(200_000)},
-            {"50": 1},
-            {"-1": 1},
+            {10**5000: 1},
             {"x": 1},
             {"1.0": 1},
             {"١": 1},
@@ -237,6 +238,39 @@ def test_what_this_build_cannot_do_is_refused_and_empty_values_ask_for_nothing(f
     parse(max_new_tokens=1, **{field: None})
 
 
+def test_ids_outside_the_vocabulary_are_left_out_and_reported():
+    parsed = parse(
+        max_new_tokens=1,
+        ignore_eos=True,
+        stop_token_ids=[5, -1, 50, 2**40],
+        logit_bias={"49": 1, "50": 1, -1: 2, "-7": 1},
+    )
+    assert parsed.sampling.stop_ids == (5,)
+    assert parsed.sampling.logit_bias == {49: 1.0}
+    why = "no token of [0, 50) has the id "
+    assert parsed.ignored == {
+        "stop_token_ids": why + "[-1, 50, 1099511627776]",
+        "logit_bias": why + "[50, -1, -7]",
+    }
+    many = parse(max_new_tokens=1, stop_token_ids=list(range(50, 150))).ignored
+    assert many == {"stop_token_ids": why + "100 entries"}
+
+
+def test_no_answer_is_longer_than_the_operator_s_limit():
+    given = {"SGLANG_MAX_NEW_TOKENS_LIMIT": "7"}
+    server = config_parse([], read_environment(given)).server
+    limits = replace(LIMITS, max_new_tokens=server.max_new_tokens)
+    parsed = parse(limits, max_new_tokens=5)
+    assert (parsed.sampling.max_new_tokens, parsed.ignored) == (5, {})
+    for asked in (8, 10**6):
+        parsed = parse(limits, max_new_tokens=asked)
+        assert parsed.sampling.max_new_tokens == 7
+        assert parsed.ignored == {"max_new_tokens": "this server gives at most 7 tokens"}
+    parsed = parse(limits, max_new_tokens=None)
+    assert (parsed.sampling.max_new_tokens, parsed.ignored) == (7, {})
+    assert parse(limits, _prompt_len=97, max_new_tokens=None).sampling.max_new_tokens == 3
+
+
 def test_an_unknown_field_is_refused_with_the_nearest_name():
     assert "Did you mean temperature?" in str(refused(temprature=1))
     assert refused(**{"x" * 10_000: 1}).param == "x" * 64
@@ -247,7 +281,7 @@ def test_without_a_tokenizer_stops_are_refused_and_text_options_reported():
     assert "Use stop_token_ids" in str(refused(limits, stop="a"))
     assert "stop_regex needs a tokenizer" in refused(limits, stop_regex="a").text
     parsed = parse(limits, max_new_tokens=1, skip_special_tokens=False)
-    assert parsed.ignored == ["skip_special_tokens"]
+    assert list(parsed.ignored) == ["skip_special_tokens"]
 
 
 def test_a_logit_processor_is_named_with_its_parameters():
@@ -255,7 +289,7 @@ def test_a_logit_processor_is_named_with_its_parameters():
     params = {"custom_params": {"a": [1]}, "max_new_tokens": 1}
     sampling = parse(limits, custom_logit_processor="banner", **params).sampling
     assert (sampling.processor, sampling.processor_params) == ("banner", b'{"a":[1]}')
-    assert parse(limits, **params).ignored == ["custom_params"]
+    assert list(parse(limits, **params).ignored) == ["custom_params"]
     assert "--enable-custom-logit-processor" in str(refused(custom_logit_processor="banner"))
     for code in ('{"callable": "80049500"}', "gASV", "os:system", 7, ["banner"], {"a": 1}):
         error = refused(limits, custom_logit_processor=code)

@@ -59,6 +59,74 @@ def test_pages_of_a_window_make_room_for_more_tokens():
     assert mixed.max_total_tokens > 2 * full.max_total_tokens
 
 
+def windows_of(*flags: str, tokens: int = 100_000) -> float:
+    """Tokens of the window group per token of the full one, under these flags."""
+    laid = plan_memory(
+        config_of("--max-total-tokens", str(tokens), *flags).cache,
+        ScheduleConfig(max_running=2),
+        context_length=32768,
+        groups=(FULL_LAYERS, WINDOW_LAYERS),
+        weight_bytes=0,
+        total_bytes=16 * GIB,
+        free_bytes=8 * GIB,
+    )
+    full, window = laid.groups
+    assert laid.max_total_tokens == tokens - tokens % 16 == (full.num_pages - 1) * 16
+    return (window.num_pages - 1) / (full.num_pages - 1)
+
+
+def test_a_ratio_decides_what_window_layers_hold():
+    assert windows_of() == pytest.approx(0.25 + 2 * 66 / 6250, abs=0.001)
+    assert windows_of("--swa-full-tokens-ratio", "0.8") == pytest.approx(0.8, abs=0.001)
+    assert windows_of("--swa-full-tokens-ratio", "0.1") == pytest.approx(0.1, abs=0.001)
+
+
+def test_no_ratio_takes_from_a_window_what_one_request_needs():
+    assert windows_of("--swa-full-tokens-ratio", "0.001") == pytest.approx(66 / 6250, abs=0.001)
+    assert windows_of("--swa-full-tokens-ratio", "0.001", tokens=320) == 1
+
+
+def test_a_mix_lies_between_equal_groups_and_the_window_s_share_of_the_context():
+    assert windows_of("--hybrid-kvcache-ratio", "0") == 1
+    assert windows_of("--hybrid-kvcache-ratio", "0.5") == pytest.approx(0.508, abs=0.001)
+    assert windows_of("--hybrid-kvcache-ratio", "1") == pytest.approx(512 / 32768, abs=0.001)
+
+
+def test_a_micro_batch_bounds_what_runs_at_once():
+    def running(*flags: str) -> int:
+        return plan_memory(
+            CacheConfig(max_total_tokens=4096),
+            config_of(*flags).schedule,
+            context_length=32768,
+            groups=(FULL_LAYERS,),
+            weight_bytes=0,
+            total_bytes=16 * GIB,
+            free_bytes=8 * GIB,
+        ).max_running
+
+    assert (running(), running("--max-running-requests", "5")) == (128, 5)
+    assert running("--pp-max-micro-batch-size", "3") == 3
+    assert running("--pp-max-micro-batch-size", "3", "--max-running-requests", "5") == 3
+    assert running("--pp-max-micro-batch-size", "9", "--max-running-requests", "5") == 5
+
+
+def test_window_layers_keep_every_position_when_told_so():
+    laid = [
+        plan_memory(
+            config_of("--max-total-tokens", "4096", *flags).cache,
+            ScheduleConfig(),
+            context_length=32768,
+            groups=(FULL_LAYERS, WINDOW_LAYERS),
+            weight_bytes=0,
+            total_bytes=16 * GIB,
+            free_bytes=8 * GIB,
+        ).groups[1]
+        for flags in ([], ["--disable-hybrid-swa-memory"])
+    ]
+    assert [(group.kind, group.window) for group in laid] == [(WINDOW, 512), (FULL, 0)]
+    assert laid[1].num_pages == 4096 // 16 + 1
+
+
 def test_a_share_of_memory_decides_what_weights_and_cache_may_take():
     def cache_bytes(share: float) -> int:
         return plan_memory(

@@ -14,11 +14,13 @@ import pytest
 
 from banyan.config.flags.table import CONFIG_FILE, GROUPS
 from banyan.config.reference import CONFIG_FILE_PROOF
+from banyan.config.variables import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHOUT = ROOT / "tests" / "proofs" / "without"
 PROOFS = {CONFIG_FILE: CONFIG_FILE_PROOF}
 PROOFS |= {flag.name: flag.proof for _, flags in GROUPS for flag in flags}
+PROOFS |= {setting.name: setting.proof for setting in SETTINGS.values()}
 QUICK = ("config", "scheduler", "memory")
 """Rooms whose proofs take about a second each."""
 SAMPLE = 5

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import inspect
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from banyan.base.ids import RequestId
 from banyan.config.card import ModelCard
-from banyan.config.schema import Config, ModelConfig, ServerConfig
+from banyan.config.schema import Config, ModelConfig, ObserveConfig, ServerConfig
 from banyan.frontend.chat import load_chat
 from banyan.frontend.client import Health, Replica
 from banyan.frontend.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
@@ -162,7 +161,12 @@ class FakeClient:
 class Site:
     """The application with its fakes, served on a loopback port by a thread of its own."""
 
-    def __init__(self, config: ServerConfig | None = None, send_timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        config: ServerConfig | None = None,
+        send_timeout_s: float = 30.0,
+        observe: ObserveConfig | None = None,
+    ) -> None:
         self.tokenizer = byte_tokenizer()
         self.generator = FakeGenerator(self.tokenizer)
         self.client = FakeClient()
@@ -170,6 +174,7 @@ class Site:
             Config(
                 model=ModelConfig(source="tiny", path=CARD.path, served_name="tiny"),
                 server=config or ServerConfig(),
+                observe=observe or ObserveConfig(),
             )
         )
         self.service = Service(
@@ -218,9 +223,7 @@ class Site:
         """Run a function on the server's loop, and wait for it."""
 
         async def run() -> None:
-            found = function(*args)
-            if inspect.isawaitable(found):
-                await found
+            function(*args)
 
         asyncio.run_coroutine_threadsafe(run(), self.loop).result(5)
 

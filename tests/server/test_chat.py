@@ -204,7 +204,6 @@ def test_a_bug_is_a_500_without_details(site: Site, http: httpx.Client) -> None:
         ({"stop": ""}, "stop"),
         ({"stop": "x" * (1 << 20)}, "stop"),
         ({"logit_bias": {str(i): 1 for i in range(200_000)}}, "logit_bias"),
-        ({"logit_bias": {"999999": 1}}, "logit_bias"),
         ({"temperature": -1}, "temperature"),
         ({"temperature": 1e308}, "temperature"),
         ({"top_p": 0}, "top_p"),

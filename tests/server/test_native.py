@@ -39,6 +39,15 @@ def test_fields_without_effect_are_in_header_and_body(http: httpx.Client) -> Non
     assert answer.json()["meta_info"]["not_honoured"] == ["frobnicate"]
 
 
+def test_ids_that_no_token_has_are_reported_in_the_header(http: httpx.Client) -> None:
+    answer = post(http, sampling_params={"stop_token_ids": [999_999], "logit_bias": {"-1": 1}})
+    assert answer.status_code == 200
+    assert answer.headers["x-banyan-warnings"] == (
+        "stop_token_ids: no token of [0, 261) has the id [999999]; "
+        "logit_bias: no token of [0, 261) has the id [-1]"
+    )
+
+
 def test_errors_have_the_native_message(http: httpx.Client) -> None:
     answer = post(http, sampling_params={"temperature": -1})
     assert answer.status_code == 400

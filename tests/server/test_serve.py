@@ -15,8 +15,11 @@ import httpx
 import pytest
 
 from banyan.base.errors import CapacityError, ConfigError, ModelError
+from banyan.config.cli import parse
+from banyan.config.env import read_environment
 from banyan.config.schema import Config, ServerConfig
-from banyan.server.serve import Server, bind, check_exposure
+from banyan.messages.events import Ready
+from banyan.server.serve import Server, bind, check_exposure, open_client
 from tests.flags import config_of
 from tests.server.fakes import TEMPLATE, byte_tokenizer
 from tests.server.scripted_server import DEADLY_TOKENS
@@ -209,6 +212,37 @@ def test_a_dead_engine_is_a_503_then_an_exit_with_its_own_code(model: Path) -> N
         assert out[-1] == "data: [DONE]" and "SIGKILL" in out[-2]
 
 
+def under(**variables: str) -> Config:
+    return parse([], read_environment({f"SGLANG_{name}": v for name, v in variables.items()}))
+
+
+def test_idle_connections_end_after_the_seconds_given() -> None:
+    """uvicorn's own tests show that it keeps to its number."""
+
+    def kept_s(config: Config) -> float:
+        with contextlib.closing(bind(ServerConfig(port=0))) as listener:
+            return Server(config, never, listener, never)._web.config.timeout_keep_alive
+
+    assert (kept_s(under()), kept_s(under(TIMEOUT_KEEP_ALIVE="7"))) == (30, 7)
+
+
+def test_an_engine_may_be_silent_for_the_seconds_given(tmp_path: Path) -> None:
+    def is_well(silent_s: float, config: Config) -> bool:
+        client = open_client(config, f"ipc://{tmp_path}/front")
+        client._deliver(Ready(max_total_tokens=1, max_request_tokens=1, max_running=1))
+        client.stats_at_s -= silent_s
+        client._link.close()
+        return client.health().progressing
+
+    assert is_well(10, under()) and not is_well(30, under())
+    assert not is_well(10, under(HEALTH_CHECK_TIMEOUT="5"))
+    assert is_well(30, under(HEALTH_CHECK_TIMEOUT="60"))
+
+
+def never(*_: object) -> None:
+    raise AssertionError("nothing is served")
+
+
 def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -227,14 +261,3 @@ def test_an_open_server_warns_and_require_key_refuses(caplog: pytest.LogCaptureF
     with pytest.raises(ConfigError, match="--require-key"):
         check_exposure(config_of("--host", "0.0.0.0", "--require-key").server)
     check_exposure(ServerConfig(host="0.0.0.0", require_key=True, api_key="k"))
-
-
-def test_servers_on_any_free_port_keep_their_files_apart() -> None:
-    config = Config(server=ServerConfig(port=0))
-    found = []
-    for _ in range(2):
-        with contextlib.closing(bind(config.server)) as listener:
-            made = Server(config, lambda: None, listener, lambda *_: None)
-            made._folder.close()
-            found.append((made.state.storage._folder.path.name, listener.getsockname()[1]))
-    assert all(name == str(port) and port for name, port in found)

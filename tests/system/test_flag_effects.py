@@ -23,7 +23,7 @@ CHANGED = (
     *("--preferred-sampling-params", '{"max_new_tokens": 3}', "--allow-auto-truncate"),
     *("--context-length", "256", "--skip-server-warmup", "--log-level", "warning"),
     *("--reasoning-parser", "deepseek-r1", "--completion-template", "qwen_coder", "--dp-size", "2"),
-    *("--grammar-backend", "none", "--disable-cuda-graph", "--trust-remote-code"),
+    *("--grammar-backend", "none", "--disable-cuda-graph-padding", "--trust-remote-code"),
 )
 PROMPT = list(range(5, 45))
 EIGHT = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -177,7 +177,10 @@ def test_what_has_no_effect_is_listed_among_the_facts(pair: Pair) -> None:
         s.http.get("/get_server_info").json()["notes"] for s in (pair.plain, pair.changed)
     )
     assert plain == []
-    assert [note.split()[0] for note in changed] == ["--disable-cuda-graph", "--trust-remote-code"]
+    assert [note.split()[0] for note in changed] == [
+        "--disable-cuda-graph-padding",
+        "--trust-remote-code",
+    ]
     assert all(note in pair.changed.log.read_text() for note in changed)
 
 
@@ -288,6 +291,56 @@ def test_the_exact_path_declines_kernels_that_round(tiny_model: Path) -> None:
     declined = "exact ones were asked for"
     assert declined not in kernels_of(tiny_model)
     assert declined in kernels_of(tiny_model, cpu_activations="fp32")
+
+
+def test_an_exact_head_rounds_no_activations(tiny_model: Path) -> None:
+    """Of four-bit weights, and beside projections that go on rounding."""
+    rounded, exact, whole = (
+        prompt_scores(tiny_model, quantization="q4_0", **flags)
+        for flags in ({}, {"enable_fp32_lm_head": True}, {"cpu_activations": "fp32"})
+    )
+    if np.array_equal(rounded, whole):
+        pytest.skip("no compiled kernels here: nothing is rounded")
+    assert np.any(rounded != exact) and np.any(exact != whole)
+
+
+def test_steps_are_recorded_unless_that_is_switched_off(tiny_model: Path) -> None:
+    def steps(**flags: object) -> tuple[str, list[int]]:
+        with engine(tiny_model, **flags) as it:
+            tokens = it.generate(input_ids=PROMPT, sampling_params=EIGHT)["output_ids"]
+            return it.get_server_info()["facts"]["steps"], tokens
+
+    recorded, tokens = steps()
+    if recorded != "recorded":
+        pytest.skip("no compiled kernels here: every step calls the model anew")
+    assert steps(disable_cuda_graph=True) == ("eager", tokens)
+
+
+def test_torch_attends_when_it_is_named(tiny_model: Path) -> None:
+    lines = kernels_of(tiny_model, attention_backend="torch_native").splitlines()
+    assert any(x.split() == ["torch_attention", "paged_attention"] for x in lines), lines
+    if "not compiled" in kernels_of(tiny_model):
+        pytest.skip("no compiled kernels here: torch attends anyway")
+    lines = kernels_of(tiny_model).splitlines()
+    assert not any(x.startswith("torch_attention") for x in lines), lines
+
+
+@pytest.mark.parametrize(("size", "is_slow"), [(1, True), (16, False), (512, True)])
+def test_pages_that_no_quick_kernel_reads_are_reported_with_those_that_one_does(
+    tiny_model: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    is_slow: bool,
+) -> None:
+    told = logging.getLogger("banyan.ops.bind")
+    monkeypatch.setattr(told, "handlers", [caplog.handler])
+    monkeypatch.setattr(told, "propagate", False)
+    if "not compiled" in kernels_of(tiny_model, page_size=size):
+        pytest.skip("no compiled kernels here: all pages are read alike")
+    found = [m for m in caplog.messages if m.startswith(f"--page-size {size} is slow: ")]
+    assert bool(found) == is_slow
+    assert all(m.endswith("these sizes are fast: 16, 32, 64, 128, 256") for m in found)
 
 
 def test_no_higher_instructions_are_used_than_allowed(

@@ -57,10 +57,38 @@ FLAGS = (
     Flag(
         "radix-eviction-policy",
         "cache.eviction",
-        "which cached prefix goes first when room is needed",
-        choices=("lru", "lfu", "fifo"),
+        "which cached prefix goes first when room is needed; priority = of the lowest request",
+        choices=("lru", "lfu", "fifo", "priority"),
         elsewhere=(Elsewhere("slru tlru", "there is no such order here", "use lru, lfu or fifo"),),
         proof="tests/scheduler/test_scheduler.py"
         "::test_the_eviction_policy_decides_what_stays_in_the_cache",
+    ),
+    Flag(
+        "swa-full-tokens-ratio",
+        "cache.window_ratio",
+        "tokens that layers with a window hold, per token of the others; default: what all running "
+        "requests need, and a quarter beyond",
+        kind=FLOAT,
+        low=0.001,
+        high=1.0,
+        proof="tests/memory/test_sizing.py::test_a_ratio_decides_what_window_layers_hold",
+    ),
+    Flag(
+        "hybrid-kvcache-ratio",
+        "cache.window_mix",
+        "the same as a mix: 0 = layers with a window hold as many tokens as the others, 1 = the "
+        "window's share of the context, -1 = no mix",
+        kind=FLOAT,
+        low=-1.0,
+        high=1.0,
+        proof="tests/memory/test_sizing.py"
+        "::test_a_mix_lies_between_equal_groups_and_the_window_s_share_of_the_context",
+    ),
+    Flag(
+        "disable-hybrid-swa-memory",
+        "cache.keeps_windows",
+        "layers with a window keep every position, so that longer prefixes can be reused",
+        kind=SWITCH,
+        proof="tests/memory/test_sizing.py::test_window_layers_keep_every_position_when_told_so",
     ),
 )

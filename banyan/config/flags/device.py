@@ -1,6 +1,14 @@
 """Flags of the machine: device, ranks, threads and kernels."""
 
-from banyan.config.flags.flag import INT, JSON, Elsewhere, Flag
+from banyan.config.flags.flag import FLOAT, INT, INTS, JSON, SWITCH, Elsewhere, Flag
+
+OTHER_ATTENTION = (
+    *("ascend", "triton", "flex_attention", "dsa", "nsa", "qsa", "dsv4", "compressed", "fa3"),
+    *("flashinfer", "llada2_cfg_flashinfer", "flashmla", "trtllm_mla", "cutedsl_mla", "fa4"),
+    *("tokenspeed_mla", "trtllm_mha", "hpc_ops", "minicpm_flashattn", "minicpm_flashinfer"),
+    *("aiter", "wave", "intel_amx", "intel_xpu", "cutlass_mla", "dual_chunk_flash_attn"),
+)
+"""Kernels of devices that are not served; the device's own attend in their place."""
 
 FLAGS = (
     Flag(
@@ -92,5 +100,54 @@ FLAGS = (
         documented=False,
         proof="tests/system/test_flag_effects.py"
         "::test_forced_kernels_threads_and_depth_are_what_the_engine_reports",
+    ),
+    Flag(
+        "dist-timeout",
+        "parallel.meet_timeout_s",
+        "seconds that a rank waits for the others",
+        kind=FLOAT,
+        low=0.1,
+        high=1e6,
+        proof="tests/parallel/test_groups.py::test_a_rank_waits_for_the_others_as_long_as_told",
+    ),
+    Flag(
+        "disable-cuda-graph",
+        "device.is_eager",
+        "call the model anew at every step instead of replaying one that was recorded (slower)",
+        kind=SWITCH,
+        proof="tests/system/test_flag_effects.py"
+        "::test_steps_are_recorded_unless_that_is_switched_off",
+    ),
+    Flag(
+        "attention-backend",
+        "device.attention",
+        "torch_native = the attention that is written in torch, to bisect a wrong answer (slower); "
+        "auto and every other name = the kernel of the device",
+        choices=("auto", "torch_native", *OTHER_ATTENTION),
+        proof="tests/system/test_flag_effects.py::test_torch_attends_when_it_is_named",
+    ),
+    Flag(
+        "enable-fp32-lm-head",
+        "device.exact_head",
+        "compute logits from activations that are not rounded (slower)",
+        kind=SWITCH,
+        proof="tests/system/test_flag_effects.py::test_an_exact_head_rounds_no_activations",
+    ),
+    Flag(
+        "enable-deterministic-inference",
+        "device.is_deterministic",
+        "refuse what would let a token depend on the requests beside it: three ranks and more, and "
+        "--model-impl transformers",
+        kind=SWITCH,
+        proof="tests/config/test_execution.py"
+        "::test_a_promise_that_cannot_be_kept_is_refused_with_the_reason",
+    ),
+    Flag(
+        "numa-node",
+        "device.numa_nodes",
+        "memory nodes whose cores the ranks run on: one for all, or one for each",
+        kind=INTS,
+        low=0,
+        proof="tests/engine/test_placement.py::test_a_rank_runs_on_the_cores_of_its_node",
     ),
 )

@@ -30,7 +30,10 @@ REFUSED = "refused"
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
-_METAVAR = {TEXT: "TEXT", INT: "N", FLOAT: "X", JSON: "JSON", WORDS: "WORD …", COMMAS: "NAME,…"}
+_METAVAR = {
+    **{TEXT: "TEXT", INT: "N", FLOAT: "X", JSON: "JSON"},
+    **{WORDS: "WORD …", INTS: "N …", FLOATS: "X …", COMMAS: "NAME,…"},
+}
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Flags of what people see: logs and the journal."""
 
-from banyan.config.flags.flag import INT, SWITCH, Flag
+from banyan.config.flags.flag import FLOAT, INT, SWITCH, Flag
 
 FLAGS = (
     Flag(
@@ -14,7 +14,7 @@ FLAGS = (
     Flag(
         "log-requests",
         "observe.log_requests",
-        "one line when a request ends: lengths, reason and seconds, never its text",
+        "one line when a request ends or is refused; --log-requests-level says what it tells",
         kind=SWITCH,
         proof="tests/frontend/test_request_log.py::test_nothing_is_logged_unless_asked_for",
     ),
@@ -41,5 +41,40 @@ FLAGS = (
         low=1 << 20,
         documented=False,
         proof="tests/engine/test_journal.py::test_the_journal_is_as_large_as_the_flag_says",
+    ),
+    Flag(
+        "log-requests-level",
+        "observe.log_detail",
+        "what a line of --log-requests tells: 0 = lengths and times, 1 = sampling parameters too, "
+        "2 = the beginning of prompt and answer too, 3 = all of both",
+        kind=INT,
+        low=0,
+        high=3,
+        proof="tests/frontend/test_request_log.py::test_a_level_decides_what_a_line_tells",
+    ),
+    Flag(
+        "log-level-http",
+        "observe.http_level",
+        "info or debug = one line for each HTTP request",
+        choices=("debug", "info", "warning", "error"),
+        translate=(("warn", "warning"), ("critical", "error")),
+        proof="tests/server/test_access_log.py::test_each_request_leaves_a_line_when_asked_for",
+    ),
+    Flag(
+        "decode-log-interval",
+        "observe.step_log_interval",
+        "steps that generate between two lines about the load: requests, tokens/s, pages, hits; "
+        "0 = none",
+        kind=INT,
+        low=0,
+        proof="tests/engine/test_step_log.py::test_so_many_steps_pass_between_two_lines",
+    ),
+    Flag(
+        "gc-warning-threshold-secs",
+        "observe.slow_gc_s",
+        "report collections of garbage that take longer; 0 = none",
+        kind=FLOAT,
+        low=0.0,
+        proof="tests/engine/test_slow_gc.py::test_a_collection_that_takes_long_is_reported",
     ),
 )

@@ -144,4 +144,12 @@ FLAGS = (
         proof="tests/engine/test_loop.py"
         "::test_the_ledger_is_checked_after_every_step_when_that_is_asked_for",
     ),
+    Flag(
+        "pp-max-micro-batch-size",
+        "schedule.micro_batch",
+        "requests of one stage's step; there is one stage, so it bounds --max-running-requests",
+        kind=INT,
+        low=1,
+        proof="tests/memory/test_sizing.py::test_a_micro_batch_bounds_what_runs_at_once",
+    ),
 )

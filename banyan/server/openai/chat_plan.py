@@ -68,6 +68,8 @@ async def plan_chat(
         defaults=service.chat_defaults,
         draw_seed=service.draw_seed,
     )
+    for name, why in parsed.ignored.items():
+        warn(name, why)
     form = _form(service, request, use, ids)
     parsed = await _guided(service, parsed, form, use, ids)
 

@@ -2,15 +2,17 @@
 
 import time
 from contextlib import aclosing
+from functools import partial
 from typing import cast
 
 from banyan.base.errors import RequestError
 from banyan.frontend.generation import ScoreOptions, TextChunk, TextRequest, collect, run
-from banyan.frontend.sampling import fit_prompt, parse_sampling
+from banyan.frontend.sampling import fit_prompt, merged, parse_sampling
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.openai.fields import (
     Origin,
+    Report,
     check_model,
     in_openai_words,
     native_sampling,
@@ -41,7 +43,8 @@ async def completions(exchange: Exchange, state: ServerState) -> None:
     model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
     origin = origin_of(exchange, request, "completion")
     try:
-        plan = await _plan(service, raw, request, origin)
+        report = partial(exchange.warn_or_refuse, strict=server.strict_requests)
+        plan = await _plan(service, raw, request, origin, report)
     except RequestError as error:
         raise in_openai_words(error) from None
     answer = CompletionAnswer(service, origin.rid, plan, request, model, server.cache_report)
@@ -67,7 +70,9 @@ class Plan:
         return self.echoes[index // self.best_of]
 
 
-async def _plan(service: Service, raw: Json, request: CompletionRequest, origin: Origin) -> Plan:
+async def _plan(
+    service: Service, raw: Json, request: CompletionRequest, origin: Origin, report: Report
+) -> Plan:
     prompts = _prompts(request.prompt)
     if len(prompts) > service.limits.max_sequences:
         raise RequestError(
@@ -92,6 +97,8 @@ async def _plan(service: Service, raw: Json, request: CompletionRequest, origin:
             draw_seed=service.draw_seed,
         )
         found.append((ids, parsed))
+    for name, why in merged(parsed.ignored for _, parsed in found).items():
+        report(name, why)
     n = found[0][1].n
     best_of = _best_of(request, n, service.limits.max_n)
     if len(found) * best_of > service.limits.max_sequences:

@@ -10,8 +10,6 @@ from banyan.server.tool_servers.demo import DemoServer
 
 log = logger(__name__)
 
-DEMO = "demo"
-"""The tool server of this process."""
 _PATHS = ("/sse", "/mcp")
 """Where a server that is named by host and port alone is looked for, in this order."""
 
@@ -23,7 +21,10 @@ async def start_tool_servers(names: str) -> ToolServers:
         ConfigError: a name is none, a server does not answer, two have one label, or the package
             that speaks the protocol is not installed.
     """
-    servers = await asyncio.gather(*(_start(name) for name in named_servers(names)))
+    if not names:
+        return ToolServers()
+    wanted = [name.strip() for name in names.split(",")]
+    servers = await asyncio.gather(*(_start(name) for name in wanted))
     found: dict[str, ToolServer] = {}
     for server in servers:
         if server.label in found:
@@ -34,13 +35,8 @@ async def start_tool_servers(names: str) -> ToolServers:
     return ToolServers(found)
 
 
-def named_servers(names: str) -> list[str]:
-    """The names of a comma-separated list."""
-    return [name.strip() for name in names.split(",")] if names else []
-
-
 async def _start(name: str) -> ToolServer:
-    if name == DEMO:
+    if name == "demo":
         return DemoServer()
     urls = addresses(name)
     try:

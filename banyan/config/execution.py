@@ -1,0 +1,87 @@
+"""Rules about how a model is carried out: windows of the cache, kernels, and what is promised of
+them. Part of `config/resolve.py`; knows no kernels and no devices.
+"""
+
+from dataclasses import replace
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.config.card import WINDOW, ModelCard
+from banyan.config.env import Environment
+from banyan.config.schema import Config
+
+log = logger(__name__)
+
+TORCH_NATIVE = "torch_native"
+TORCH_ATTENTION = "torch_attention:paged_attention"
+FAITHFUL_RANKS = 2
+"""With more, a sum over the ranks adds in an order that depends on how many rows there are."""
+
+
+def lay_out_the_windows(config: Config, card: ModelCard, environment: Environment) -> Config:
+    """Three flags say how much layers with a window hold; one of them is enough."""
+    cache = config.cache
+    if -1 < cache.window_mix < 0:
+        raise ConfigError(
+            f"--hybrid-kvcache-ratio must be in [0, 1], or -1 for none, got {cache.window_mix:g}"
+        )
+    given = {
+        "--swa-full-tokens-ratio": cache.window_ratio > 0,
+        "--hybrid-kvcache-ratio": cache.window_mix >= 0,
+        "--disable-hybrid-swa-memory": cache.keeps_windows,
+    }
+    names = [name for name, is_given in given.items() if is_given]
+    if len(names) > 1:
+        raise ConfigError(
+            f"{' and '.join(names)} all say how much layers with a window hold",
+            hint="give only one of them",
+        )
+    if names and WINDOW not in card.layer_kinds:
+        log.warning("%s has no effect: no layer of this model has a window", names[0])
+    return config
+
+
+def rank_what_is_cached(config: Config, card: ModelCard, environment: Environment) -> Config:
+    if config.cache.eviction == "priority" and not config.schedule.priorities:
+        raise ConfigError(
+            "--radix-eviction-policy priority: all requests are equal",
+            hint="give --enable-priority-scheduling as well, or choose another policy",
+        )
+    return config
+
+
+def choose_the_attention(config: Config, card: ModelCard, environment: Environment) -> Config:
+    device = config.device
+    if device.attention != TORCH_NATIVE or "paged_attention" in device.kernels:
+        return config
+    kernels = {**device.kernels, "paged_attention": TORCH_ATTENTION}
+    log.info("set kernels=%s because --attention-backend %s", kernels, device.attention)
+    return replace(config, device=replace(device, kernels=kernels))
+
+
+def keep_tokens_apart(config: Config, card: ModelCard, environment: Environment) -> Config:
+    """--enable-deterministic-inference promises that a token depends on its own sequence only."""
+    if not config.device.is_deterministic:
+        return config
+    tp = config.parallel.tp
+    if tp > FAITHFUL_RANKS:
+        raise ConfigError(
+            f"--enable-deterministic-inference: {tp} ranks add their parts in an order that "
+            "depends on how many requests run together",
+            hint=f"use --tp {FAITHFUL_RANKS} or less",
+        )
+    if config.model.implementation == "transformers":
+        raise ConfigError(
+            "--enable-deterministic-inference: the sums of --model-impl transformers are its own, "
+            "and may depend on how many requests run together",
+            hint="leave --model-impl at auto",
+        )
+    return config
+
+
+EXECUTION_RULES = (
+    lay_out_the_windows,
+    rank_what_is_cached,
+    choose_the_attention,
+    keep_tokens_apart,
+)

@@ -1,0 +1,72 @@
+"""How a model is carried out: what flags ask for together, and what cannot be promised."""
+
+from dataclasses import replace
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.config.card import FULL, WINDOW
+from banyan.config.resolve import resolve
+from banyan.config.schema import Config
+from tests.config.test_resolve import CARD, NOTHING, heard
+from tests.flags import config_of
+
+__all__ = ["heard"]
+
+
+def resolved(*flags: str) -> Config:
+    card = replace(CARD, num_heads=6, num_kv_heads=6, intermediate_size=120)
+    return resolve(config_of(*flags), card, NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--tp", "3"), "3 ranks add their parts in an order"),
+        (("--model-impl", "transformers"), "the sums of --model-impl transformers"),
+    ],
+)
+def test_a_promise_that_cannot_be_kept_is_refused_with_the_reason(
+    flags: tuple[str, ...], reason: str
+) -> None:
+    assert resolved(*flags).device.is_deterministic is False
+    with pytest.raises(ConfigError, match=reason):
+        resolved(*flags, "--enable-deterministic-inference")
+
+
+def test_priorities_decide_on_evictions_only_where_they_count() -> None:
+    with pytest.raises(ConfigError, match="all requests are equal.*--enable-priority-scheduling"):
+        resolved("--radix-eviction-policy", "priority")
+    priorities = ("--radix-eviction-policy", "priority", "--enable-priority-scheduling")
+    assert resolved(*priorities).cache.eviction == "priority"
+
+
+def test_a_promise_that_can_be_kept_is_accepted() -> None:
+    assert resolved("--enable-deterministic-inference", "--tp", "2").device.is_deterministic
+
+
+def test_two_flags_about_windows_are_one_too_many() -> None:
+    with pytest.raises(ConfigError, match="--swa-full-tokens-ratio and --hybrid-kvcache-ratio"):
+        resolved("--swa-full-tokens-ratio", "0.5", "--hybrid-kvcache-ratio", "0.5")
+
+
+def test_a_mix_below_zero_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"in \[0, 1\], or -1 for none, got -0.5"):
+        resolved("--hybrid-kvcache-ratio", "-0.5")
+
+
+def test_a_flag_about_windows_is_reported_where_there_are_none(
+    heard: pytest.LogCaptureFixture,
+) -> None:
+    flags = config_of("--disable-hybrid-swa-memory")
+    kinds = (FULL, WINDOW)
+    resolve(flags, replace(CARD, layer_kinds=kinds, window=8), NOTHING)
+    assert "window" not in heard.text
+    resolve(flags, CARD, NOTHING)
+    assert "--disable-hybrid-swa-memory has no effect: no layer of this model" in heard.text
+
+
+def test_a_kernel_that_is_forced_by_name_goes_before_a_backend() -> None:
+    mine = '{"paged_attention": "reference"}'
+    device = resolved("--attention-backend", "torch_native", "--kernels", mine).device
+    assert device.kernels == {"paged_attention": "reference"}
