@@ -30,7 +30,7 @@ ARROWS = {
     "ops": "platform base",
     "parallel": "platform ops base",
     "layers": "parallel ops base config.card",
-    "models": "layers parallel config.card formats ops base",
+    "models": "layers parallel config.card config.facts formats ops base",
     "transfer": "base config messages platform",
     "runner": "base config messages models layers parallel ops platform transfer memory.groups",
 }

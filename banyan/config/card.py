@@ -92,6 +92,19 @@ class ExpertFacts:
     has_correction: bool = False
 
 
+@dataclass(frozen=True)
+class QuantFacts:
+    """How a checkpoint was quantised.
+
+    Attributes:
+        method: the name that the checkpoint gives ("fp8", "gptq" …).
+        settings: its `quantization_config`, as JSON text; the method reads it.
+    """
+
+    method: str
+    settings: str
+
+
 LAST = "last"
 MEAN = "mean"
 CLS = "cls"
@@ -163,6 +176,8 @@ class ModelCard:
     latent: LatentFacts | None = None
     """Latent attention in the place of keys and values per head."""
     experts: ExpertFacts | None = None
+    quant: QuantFacts | None = None
+    """None when the weights are plain, or in blocks that say so themselves (GGUF)."""
     dtype: str = "float32"
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()

@@ -4,6 +4,7 @@ Source: the configuration classes' documented keys; `rope_parameters` is the lat
 `rope_scaling` plus `rope_theta`.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +12,7 @@ from difflib import get_close_matches
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
-from banyan.config.card import ModelCard, RopeFacts
+from banyan.config.card import ModelCard, QuantFacts, RopeFacts
 from banyan.config.card_families import FAMILIES, MAX_LENGTH, MAX_WIDTH, Family, plain_kinds
 from banyan.config.encoders import is_bare, is_classifier, labels_of, read_pooling, separator_of
 from banyan.config.facts import Facts, read_json
@@ -46,6 +47,7 @@ def read_hub_folder(
     architecture = _architecture(facts, path)
     family = FAMILIES[architecture]
     card = family.more(facts, _card(facts, path, architecture, family))
+    card = replace(card, quant=_quant(facts))
     if is_classifier(architecture):
         card = replace(card, labels=labels_of(facts))
         if card.num_segments > 1:
@@ -280,6 +282,14 @@ def _eos_ids(facts: Facts, path: str, vocab_size: int) -> tuple[int, ...]:
     generation = Facts(read_json(file, is_needed=False), file)
     ids = facts.token_ids("eos_token_id", vocab_size)
     return tuple(dict.fromkeys(ids + generation.token_ids("eos_token_id", vocab_size)))
+
+
+def _quant(facts: Facts) -> QuantFacts | None:
+    own = facts.part("quantization_config")
+    if own is None:
+        return None
+    settings = json.dumps(facts.any("quantization_config"), sort_keys=True)
+    return QuantFacts(own.text("quant_method"), settings)
 
 
 def _pad_id(facts: Facts, vocab_size: int) -> int | None:

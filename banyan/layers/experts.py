@@ -13,7 +13,7 @@ from banyan.config.card import ExpertFacts
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP, gate_of
-from banyan.layers.quant import pack
+from banyan.layers.pack import pack
 from banyan.layers.slot import Layer, ShardRule, WeightSlot, single
 from banyan.ops.api import PackedLinear, Routing
 from banyan.ops.stored import StoredWeight

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from banyan.layers.build import Build
-from banyan.layers.quant import pack
+from banyan.layers.pack import pack
 from banyan.layers.slot import Layer, ShardRule, Turning, WeightSlot, single
 from banyan.ops.api import PackedLinear
 from banyan.ops.stored import StoredWeight, stack

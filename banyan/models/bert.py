@@ -35,7 +35,8 @@ _BODY = {
     "encoder.layer.{}.output.LayerNorm": "layers.{}.mlp_norm",
     "pooler.dense": "head.dense",
 }
-_NEEDLESS = ("pooler.dense.weight", "pooler.dense.bias")
+_NEEDLESS = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids")
+"""Some checkpoints keep 0, 1, 2 … among their weights."""
 
 
 def _spec(prefix: str, head: dict[str, str]) -> ArchSpec:

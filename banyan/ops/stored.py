@@ -58,6 +58,42 @@ STORAGE_TYPES = {
 }
 
 
+RAW_TYPES = {
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""What a checkpoint may hold besides weights: the parts of formats that only say together what a
+weight is (`models/weights/quant`)."""
+FLOAT8_TYPES = ("F8_E4M3", "F8_E5M2")
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """A tensor of a checkpoint that is no weight by itself.
+
+    Attributes:
+        type: a name of RAW_TYPES.
+        raw: its bytes, [size] uint8; may alias a read-only file.
+    """
+
+    type: str
+    shape: tuple[int, ...]
+    raw: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        """The numbers, in `shape`."""
+        return self.raw.clone().view(RAW_TYPES[self.type]).view(self.shape)
+
+
 @dataclass(frozen=True)
 class StoredWeight:
     """One tensor of a checkpoint, or a cut of it.
@@ -130,6 +166,10 @@ class StoredWeight:
         order = torch.cat([piece.flatten() for piece in rows.split(list(pieces), dim=1)])
         raw = self.raw if len(self.shape) > 1 else self.raw.view(self.shape[0], -1)
         return StoredWeight(self.type, self.shape, raw[order].view(self.raw.shape))
+
+    @property
+    def values(self) -> Tensor:
+        return self.dense
 
     @cached_property
     def dense(self) -> Tensor:

@@ -37,6 +37,10 @@ VARIANTS: dict[str, tuple[str, dict]] = {
         "Qwen2",
         {**WINDOW, "use_sliding_window": True, "max_window_layers": 2, "tie_word_embeddings": True},
     ),
+    "qwen2, eight heads": (
+        "Qwen2",
+        {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4},
+    ),
     "qwen2, yarn": (
         "Qwen2",
         {"rope_parameters": {**YARN, "original_max_position_embeddings": 32}},

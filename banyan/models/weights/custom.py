@@ -11,9 +11,9 @@ from importlib import import_module
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
-from banyan.ops.stored import StoredWeight
+from banyan.models.weights.quant.base import Stored
 
-Tensors = Iterator[tuple[str, StoredWeight]]
+Tensors = Iterator[tuple[str, Stored]]
 Transform = Callable[[Tensors], Tensors]
 
 

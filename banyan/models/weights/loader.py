@@ -21,8 +21,10 @@ from banyan.models.decoder import DecoderLM
 from banyan.models.spec import NameMap
 from banyan.models.weights.custom import Transform
 from banyan.models.weights.names import Place, is_ignored, place_of
+from banyan.models.weights.quant import open_method
+from banyan.models.weights.quant.base import Stored, restored
 from banyan.models.weights.reader import read_tensors
-from banyan.ops.stored import StoredWeight
+from banyan.ops.stored import RawTensor, StoredWeight
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -72,6 +74,8 @@ def load_model(
         _fill_dummy(model, build, seed)
     else:
         tensors = read_tensors(card, is_mapped)
+        if card.quant is not None:
+            tensors = restored(tensors, open_method(card.quant, card.path))
         for transform in transforms:
             tensors = transform(tensors)
         Filling(model, spec.names[card.format]).run(tensors)
@@ -97,7 +101,7 @@ class Filling:
         self.waiting: dict[tuple[str, str], dict[str, StoredWeight]] = {}
         self.unknown: list[str] = []
 
-    def run(self, tensors: Iterator[tuple[str, StoredWeight]]) -> None:
+    def run(self, tensors: Iterator[tuple[str, Stored]]) -> None:
         for name, tensor in tensors:
             if name == self.names.rope_divisors:
                 self._divide(tensor)
@@ -111,6 +115,13 @@ class Filling:
                 if not is_ignored(name, self.names, self.model.card.num_layers):
                     self.unknown.append(name)
                 continue
+            if isinstance(tensor, RawTensor):
+                raise ModelError(
+                    f"tensor {printable(name)!r} holds numbers of type {tensor.type}, which are no "
+                    "weights by themselves",
+                    hint="the checkpoint is quantised and its config.json lacks "
+                    "quantization_config, or that does not describe this tensor",
+                )
             self._take(name, place, tensor)
         self._settle()
 

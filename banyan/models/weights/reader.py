@@ -18,10 +18,11 @@ from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import weight_files
-from banyan.ops.stored import StoredWeight
+from banyan.models.weights.quant.base import Stored
+from banyan.ops.stored import RAW_TYPES, RawTensor, StoredWeight
 
 
-def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str, StoredWeight]]:
+def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str, Stored]]:
     """Every tensor of the checkpoint, by file and place within the file.
 
     A tensor lives as long as its file is mapped: until the iterator has moved to the next file,
@@ -46,13 +47,13 @@ def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str,
                         f"tensor {tensor.name!r} is in both {seen[tensor.name]} and {path.name}"
                     )
                 seen[tensor.name] = path.name
-                if tensor.name.endswith(".position_ids"):
-                    continue  # 0, 1, 2 … in integers, which some encoders keep among their weights
                 raw = _as_tensor(file.bytes_of(tensor.name))
                 yield tensor.name, _stored(tensor.name, tensor.type, tensor.shape, raw)
 
 
-def _stored(name: str, type: str, shape: tuple[int, ...], raw: Tensor) -> StoredWeight:
+def _stored(name: str, type: str, shape: tuple[int, ...], raw: Tensor) -> Stored:
+    if type in RAW_TYPES:
+        return RawTensor(type, shape, raw)
     try:
         return StoredWeight.from_bytes(type, shape, raw)
     except ModelError as error:

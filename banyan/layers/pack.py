@@ -1,13 +1,15 @@
-"""Weights stored in GGUF blocks: kept as blocks for a kernel that multiplies with them.
+"""From the stored parts of a projection to one packed weight.
 
-Parts of different types (a file may store v finer than q and k) stay apart when their kernel wants
+Parts of different types (a file may store v finer than q and k) stay apart when their kernels want
 blocks, because stacking them would mean unpacking; one packed weight answers for all of them.
 """
+
+from itertools import groupby
 
 from torch import Tensor
 
 from banyan.ops.api import Ops, PackedLinear
-from banyan.ops.stored import StoredWeight, stack
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight, stack
 
 
 class SideBySide:
@@ -25,12 +27,10 @@ class SideBySide:
 
 
 def pack(parts: list[StoredWeight], ops: Ops) -> PackedLinear:
-    runs: list[list[StoredWeight]] = []
-    for part in parts:
-        if runs and runs[-1][0].type == part.type:
-            runs[-1].append(part)
-        else:
-            runs.append([part])
+    """Bring the parts [out of the part, in] into the bound kernel's form, stacked in this order."""
+    if all(STORAGE_TYPES[part.type].is_float for part in parts):
+        return ops.pack_linear(stack(parts))
+    runs = [list(run) for _, run in groupby(parts, key=lambda part: part.type)]
     packed = [ops.pack_linear(stack(run)) for run in runs]
     widths = [sum(part.shape[0] for part in run) for run in runs]
     return packed[0] if len(packed) == 1 else SideBySide(packed, widths, ops)

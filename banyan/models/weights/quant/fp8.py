@@ -1,0 +1,78 @@
+"""8-bit floats with scales: one per tensor, per output, or per block of 128 × 128 (DeepSeek-V3).
+
+The numbers become bf16: every fp8 number times its scale is one bf16 number but for the rounding of
+the scale. Activations are not rounded; a configuration that asks for that is told so.
+
+Source: the `quantization_config` of deepseek-ai/DeepSeek-V3 and of transformers' FineGrainedFP8.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from banyan.base.errors import ModelError
+from banyan.config.facts import Facts
+from banyan.models.weights.quant.base import Parts, Stored
+from banyan.ops.stored import FLOAT8_TYPES, RawTensor, StoredWeight
+
+_SCALES = ("weight_scale_inv", "weight_scale")
+_ACTIVATION_SCALES = ("input_scale", "activation_scale")
+_MAX_BLOCK = 1 << 16
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """
+    Attributes:
+        block: rows and columns that share a scale; None when the scale's shape tells.
+    """
+
+    block: tuple[int, int] | None
+
+    def claims(self, last: str, tensor: Stored) -> bool:
+        return last in (*_SCALES, *_ACTIVATION_SCALES) or (
+            last == "weight" and tensor.type in FLOAT8_TYPES
+        )
+
+    def is_whole(self, parts: Parts) -> bool:
+        return "weight" in parts and any(scale in parts for scale in _SCALES)
+
+    def restore(self, parts: Parts) -> StoredWeight:
+        weight = parts["weight"]
+        scale = next(parts[name] for name in _SCALES if name in parts)
+        assert isinstance(weight, RawTensor)
+        values = weight.values.float()
+        factors = self._spread(scale.values.float(), weight.shape)
+        return StoredWeight.from_tensor((values * factors).to(torch.bfloat16))
+
+    def _spread(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The scale of every number, or what broadcasts to it."""
+        if scale.numel() == 1:
+            return scale.reshape(())
+        if self.block is None:
+            if scale.numel() != shape[0]:
+                raise ModelError(f"a scale of shape {list(scale.shape)} for {list(shape)} numbers")
+            return scale.reshape(-1, 1)
+        blocks = tuple(-(-size // side) for size, side in zip(shape, self.block, strict=True))
+        if tuple(scale.shape) != blocks:
+            raise ModelError(
+                f"scales of shape {list(scale.shape)}; {list(shape)} numbers in blocks of "
+                f"{list(self.block)} need {list(blocks)}"
+            )
+        rows, columns = self.block
+        tall = scale.repeat_interleave(rows, 0)[: shape[0]]
+        return tall.repeat_interleave(columns, 1)[:, : shape[1]]
+
+
+def open_fp8(facts: Facts) -> Fp8:
+    scheme = facts.text("activation_scheme", default="dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise facts.error("activation_scheme", scheme, "dynamic or static")
+    if not facts.has("weight_block_size"):
+        return Fp8(None)
+    sides = facts.listed("weight_block_size")
+    good = [side for side in sides if isinstance(side, int) and 1 <= side <= _MAX_BLOCK]
+    if len(sides) != 2 or len(good) != 2:
+        raise facts.error("weight_block_size", sides, "two whole numbers")
+    return Fp8((good[0], good[1]))
