@@ -6,6 +6,7 @@ results wait, others when their result is asked for. Between steps the kit carri
 back by copies of its own: "after" the step that wrote them, "before" the next one.
 """
 
+from array import array
 from collections import Counter, deque
 from dataclasses import dataclass
 from functools import partial
@@ -14,16 +15,19 @@ from random import Random
 import msgspec
 import numpy as np
 
-from banyan.base.ids import PADDING_PAGE, PageId
+from banyan.base.ids import PADDING_PAGE, PageId, SlotId, StepId
 from banyan.messages.plan import (
+    POOL,
     SAMPLE,
     CopyResult,
     Join,
     Mask,
     PageCopy,
+    Row,
     StepPlan,
     StepResult,
 )
+from banyan.messages.sampling import SamplingParams
 from banyan.runner.runner import ModelRunner, PendingStep
 from tests.border.fake_runner import Faults
 from tests.border.faults import InjectedError, Injector
@@ -129,6 +133,8 @@ class RealRunner:
 
     def _start(self, launched: Launched) -> None:
         plan = launched.plan
+        if self._random.random() < 0.1:
+            self._trespass(plan.step)
         self.laws.start(launched)
         self._spoil_fresh(launched)
         copies = self._bring_back()
@@ -150,11 +156,13 @@ class RealRunner:
         """A mask that came with no plan; the runner waits for it here, in the middle of a step."""
         key = (launched.plan.step, index)
         self.seen["late masks"] += 1
-        while key not in self.laws.masks:
-            if not self._hurry(bool(self._started)):
-                where = launched.where(index)
-                self._broken = AssertionError(f"{where}: no mask came before sampling")
-                raise self._broken
+        try:
+            while key not in self.laws.masks:
+                is_hurried = self._hurry(bool(self._started))
+                require(is_hurried, f"{launched.where(index)}: no mask came before sampling")
+        except Exception as error:  # the runner would make a failed row of it
+            self._broken = self._broken or error
+            raise
         if self._random.random() < self._faults.row:
             self._blame(launched, index, "failed masks")
             raise InjectedError("injected into a mask")
@@ -242,6 +250,22 @@ class RealRunner:
             )
         }
 
+    def _trespass(self, step: StepId) -> None:
+        """A request that takes a free slot has no pages, whoever held the slot before."""
+        free = [slot for slot in range(1, self._device.slots + 1) if slot not in self.laws.slots]
+        if not free:
+            return
+        slot = SlotId(self._random.choice(free))
+        join = Join(slot, array("i", [1, 2]).tobytes(), 2, SamplingParams(max_new_tokens=1))
+        row, before = Row(slot, 0, 2, want=POOL * self._runner.abilities.vectors), self._snapshot()
+        result = self._runner.launch(StepPlan(step=step, joins=[join], rows=[row])).result()
+        where = f"step {step}: slot {slot}"
+        require(len(result.failed) == 1, f"{where}: a row without pages does not fail")
+        self._require_same(where, before, [{PADDING_PAGE}] * len(before))
+        result = self._runner.launch(StepPlan(step=step, leaves=[slot], rows=[row])).result()
+        require(len(result.failed) == 1, f"{where}: a row of an empty slot does not fail")
+        self.seen["trespassing rows"] += 2
+
     # -- copies of the kit's own --------------------------------------------------------------
 
     def _carry_away(self, launched: Launched) -> list[PageCopy]:
@@ -295,14 +319,23 @@ class RealRunner:
     ) -> None:
         """A step writes the pages of its own rows, those it copies to, and padding."""
         self.seen["checked writes"] += 1
+        allowed = [
+            self._touched(launched, g, reads=False)
+            | {PADDING_PAGE}
+            | {copy.dst for copy in copies if copy.group == g}
+            for g in range(len(before))
+        ]
+        self._require_same(f"step {launched.plan.step}", before, allowed)
+
+    def _require_same(
+        self, where: str, before: list[list[np.ndarray]], allowed: list[set[int]]
+    ) -> None:
         for g, old in enumerate(before):
-            allowed = self._touched(launched, g, reads=False) | {PADDING_PAGE}
-            allowed |= {copy.dst for copy in copies if copy.group == g}
             for tensor, then in zip(self._pages(g), old, strict=True):
                 differ = tensor.numpy().view(np.uint32) != then
                 changed = set(np.flatnonzero(differ.any(axis=(1, 2, 3))).tolist())
-                stray = sorted(changed - allowed)
-                require(not stray, f"step {launched.plan.step} writes pages {stray} of group {g}")
+                stray = sorted(changed - allowed[g])
+                require(not stray, f"{where} writes pages {stray} of group {g}")
 
     def _check_result(self, launched: Launched, result: StepResult) -> None:
         plan = launched.plan

@@ -43,6 +43,7 @@ MUST_HAPPEN = (
     "scored requests",
     "shared page reads",
     "stops by the front",
+    "trespassing rows",
 )
 
 

@@ -1,0 +1,204 @@
+"""The border kit notices broken runners: each case spoils one place of the real one."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+
+from banyan.runner import runner
+from banyan.runner.attention import reference
+from banyan.runner.inputs import Batch
+from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.pooling import Pooler
+from banyan.runner.runner import ModelRunner
+from banyan.runner.sampling.logprobs import Scores
+from banyan.runner.sampling.sampler import Sampler
+from banyan.runner.slots import SlotTable
+from tests.border.driver import play, random_actions
+from tests.border.real_kit import REAL
+
+WORLDS = range(1, 61)
+
+Patch = pytest.MonkeyPatch
+Defect = Callable[[Patch], None]
+
+
+def _wrap(owner: object, name: str, spoil: Callable[..., object]) -> Defect:
+    """`spoil` is called in place of owner.name, with the original before the other arguments."""
+    original = getattr(owner, name)
+    return lambda patch: patch.setattr(owner, name, lambda *a, **k: spoil(original, *a, **k))
+
+
+def _changed(owner: object, name: str, change: Callable[..., tuple]) -> Defect:
+    """owner.name is called with what `change` makes of its arguments."""
+    return _wrap(owner, name, lambda original, *a: original(*change(*a)))
+
+
+def _grants(change: Callable[[list], list]) -> Defect:
+    return _changed(SlotTable, "grant", lambda self, grants: (self, change(grants)))
+
+
+def _copies(change: Callable[[str], str]) -> Defect:
+    return _changed(KVStore, "copy", lambda self, copies, when: (self, copies, change(when)))
+
+
+def _seen(window: int) -> Defect:
+    """A window layer sees `window` positions more."""
+    bound = reference._Bound
+
+    def change(self, spec, *more):
+        wrong = max(1, spec.window + window) if spec.window else 0
+        return self, replace(spec, window=wrong), *more
+
+    return _changed(bound, "__call__", change)
+
+
+def _copies_no_keys(original, self, copies, when):
+    kept = {layer: pages["k"].clone() for layer, pages in self._tensors.items()}
+    original(self, copies, when)
+    for layer, pages in self._tensors.items():
+        pages["k"].copy_(kept[layer])
+
+
+def _keeps_pages(original, self, leaves):
+    granted = [list(counts) for counts in self._granted]
+    tables = [table.clone() for table in self.pages]
+    original(self, leaves)
+    for mine, counts, pages, table in zip(self._granted, granted, self.pages, tables, strict=True):
+        mine[:] = counts
+        pages.copy_(table)
+
+
+def _keeps_parameters(original, self, join):
+    """The second request of a slot is sampled as the first was."""
+    before = self.params[join.slot].copy()
+    original(self, join)
+    if before["temperature"]:
+        self.params[join.slot] = before
+
+
+def _forgets_its_token(original, self, logits, slots, positions, masks):
+    before = self._table.tokens.clone()
+    sampled = original(self, logits, slots, positions, masks)
+    self._table.tokens.copy_(before)
+    return sampled
+
+
+def _keeps_failed_tokens(original, plan, batch, failed, sampled, *more):
+    result = original(plan, batch, failed, sampled, *more)
+    tokens = [
+        bytes(4) if f.row == i else t for f in result.failed for i, t in enumerate(result.tokens)
+    ]
+    return msgspec.structs.replace(result, tokens=tokens[: len(plan.rows)] or result.tokens)
+
+
+def _forgets_failures(original, *parts):
+    result = original(*parts)
+    tokens = [tokens or bytes(4) for tokens in result.tokens]
+    return msgspec.structs.replace(result, tokens=tokens, failed=[])
+
+
+def _masks_of_others(self, count, masks):
+    return self, count, {(i + 1) % count: mask for i, mask in masks.items()}
+
+
+def _starts_at_zero(original, rows):
+    batch = original(rows)
+    return replace(batch, starts=np.zeros_like(batch.starts))
+
+
+def _is_read_late(original, self, plan, mask_of):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "is_recorded", False)
+        return original(self, plan, mask_of)
+
+
+def _shifted(original, self, without):
+    """Each score stands where the next one belongs."""
+    found = original(self, without)
+    return [
+        msgspec.structs.replace(score, logprobs=score.logprobs[4:] + score.logprobs[:4])
+        for score in found
+    ]
+
+
+def _one_later(original, self, without):
+    return [
+        msgspec.structs.replace(score, first=score.first + 1) for score in original(self, without)
+    ]
+
+
+DEFECTS: dict[str, Defect] = {
+    "a page table is off by one": _grants(
+        lambda grants: [msgspec.structs.replace(g, first=g.first + 1) for g in grants]
+    ),
+    "page numbers are off by one": _grants(
+        lambda grants: [
+            msgspec.structs.replace(g, pages=[max(0, p - 1) for p in g.pages]) for g in grants
+        ]
+    ),
+    "a grant is dropped": _grants(lambda grants: grants[:-1]),
+    "the pages of a grant are swapped": _grants(
+        lambda grants: [msgspec.structs.replace(g, pages=g.pages[::-1]) for g in grants]
+    ),
+    "a slot keeps its pages when its request leaves": _wrap(SlotTable, "leave", _keeps_pages),
+    "nobody leaves": _changed(SlotTable, "leave", lambda self, leaves: (self, [])),
+    "copies after the rows come before them": _copies(lambda when: "before"),
+    "copies before the rows come after them": _copies(lambda when: "after"),
+    "copies leave the keys out": _wrap(KVStore, "copy", _copies_no_keys),
+    "a window is one too short": _seen(-1),
+    "a window is one too long": _seen(1),
+    "all layers use the tables of the first group": _wrap(
+        KVStore, "group_of", lambda original, self, layer: 0
+    ),
+    "K and V lie one place further in a page": _changed(
+        GroupLayout, "locate", lambda self, pages, positions: (self, pages, positions + 1)
+    ),
+    "the last token of a join stays stale": _changed(
+        SlotTable, "_write", lambda self, slot, first, tokens: (self, slot, first, tokens[:-1])
+    ),
+    "the start of a row is ignored": _wrap(Batch, "of", _starts_at_zero),
+    "a sampled token is lost to the next step": _wrap(Sampler, "sample", _forgets_its_token),
+    "a late result is read from memory in use": _wrap(ModelRunner, "_execute", _is_read_late),
+    "a request is sampled with another's parameters": _wrap(SlotTable, "_take", _keeps_parameters),
+    "masks bind the next row": _changed(Sampler, "_masks", _masks_of_others),
+    "masks bind nobody": _changed(Sampler, "_masks", lambda self, count, masks: (self, count, {})),
+    "scores are those of the next position": _wrap(Scores, "rows", _shifted),
+    "scores begin one position late": _wrap(Scores, "rows", _one_later),
+    "a failed row keeps a token": _wrap(runner, "_result", _keeps_failed_tokens),
+    "a failed row is not told": _wrap(runner, "_result", _forgets_failures),
+    "given tokens are not taken": _changed(
+        SlotTable,
+        "prepare",
+        lambda self, row, samples: (self, msgspec.structs.replace(row, given=b""), samples),
+    ),
+    "the copies of a failed step are told as done": _wrap(
+        runner, "PendingStep", lambda original, *a, is_broken=False: original(*a)
+    ),
+    "a vector is that of the first token": lambda patch: patch.setattr(
+        Pooler, "_pool", lambda self, forward, batch, rows: forward.hidden(batch.offsets[rows])
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_broken_runner_is_noticed(defect: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    with pytest.MonkeyPatch.context() as patch:
+        DEFECTS[defect](patch)
+        found = verdict()
+        assert found, f"{len(WORLDS)} worlds went well although {defect}"
+
+
+def verdict() -> str:
+    """What the kit says; "" when it sees nothing."""
+    for seed in WORLDS:
+        try:
+            play(seed, random_actions(Random(seed), 250), kit=REAL)
+        except Exception as error:
+            return f"world {seed}: {type(error).__name__}: {error}"
+    return ""
