@@ -76,7 +76,8 @@ def _engine_child() -> Child:
 def _start(
     child: Child, config: Config, card: ModelCard, address: str, on_death: OnDeath
 ) -> EngineHandle:
-    child.order(Orders(ENGINE, config, card, address).encode())
+    server = replace(config.server, api_key="", admin_api_key="")  # an engine lets nobody in
+    child.order(Orders(ENGINE, replace(config, server=server), card, address).encode())
     child.watch(on_death)
     if config.model.load_format != "dummy":
         threading.Thread(target=read_ahead, args=(card.path,), daemon=True).start()

@@ -14,7 +14,7 @@ from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.log import logger, start_logging
 from banyan.compose import start_engine_process
 from banyan.config.cli import parse
-from banyan.config.env import read_environment
+from banyan.config.env import forget_secrets, read_environment
 from banyan.config.resolve import prepare
 from banyan.config.schema import Config
 from banyan.frontend.client import EngineClient
@@ -52,6 +52,7 @@ def batch(argv: Sequence[str]) -> int:
     if out.exists() and out.samefile(source):
         raise ConfigError(f"{source} and {out} are the same file", hint="name another for answers")
     environment = read_environment()
+    forget_secrets()
     config = parse(argv[2:], environment)
     quiet = not any(word.startswith("--log-level") for word in argv)
     start_logging("batch", "warning" if quiet else config.observe.log_level)

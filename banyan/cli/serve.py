@@ -1,5 +1,6 @@
 """`banyan serve [MODEL]`: flags to Config, then the server with its engine."""
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from banyan.base.log import logger, printable, start_logging
 from banyan.base.slow_gc import report_slow_gc
 from banyan.config.cli import help_text, parse
 from banyan.config.disposal import ANY
-from banyan.config.env import read_environment
+from banyan.config.env import forget_secrets, read_environment
 
 log = logger(__name__)
 
@@ -26,7 +27,9 @@ def serve(argv: Sequence[str]) -> int:
         print(USAGE)
         print(help_text())
         return 0
+    signal.signal(signal.SIGTERM, _leave)  # until the server runs and drains
     environment = read_environment()
+    forget_secrets()
     config = parse(argv, environment)
     start_logging("server", config.observe.log_level)
     report_slow_gc(config.observe.slow_gc_s)
@@ -41,6 +44,11 @@ def serve(argv: Sequence[str]) -> int:
         from banyan.server.serve import run_server
 
         return run_server(config, partial(prepare, config, environment), start_engine)
+
+
+def _leave(number: int, frame: object) -> None:
+    """A signal that comes before there is anything to drain."""
+    raise SystemExit(0)
 
 
 def _agrees(model: str) -> bool:

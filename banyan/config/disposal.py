@@ -5,6 +5,8 @@ so at a terminal. Only files of weights go; what else lies with them stays.
 """
 
 import os
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from banyan.base.errors import ConfigError
@@ -19,13 +21,35 @@ KEEP, OWN, ANY = 0, 1, 2
 """Values of `ModelConfig.deletes`: nothing; what this start downloaded; whatever was loaded."""
 _COARSE_S = 0.1
 """File systems stamp with a clock that may be this far behind."""
+_MAX_DRIFT_S = 1.0
+"""Between wall and machine in one start; a clock that is set goes further."""
 
 
-def check_disposal(config: Config, card: ModelCard, began_s: float) -> None:
+@dataclass(frozen=True)
+class Moment:
+    """A moment by two clocks: the wall's, which stamps files and may be set, and the machine's."""
+
+    wall_s: float
+    machine_s: float
+
+    @classmethod
+    def now(cls) -> "Moment":
+        return cls(time.time(), time.clock_gettime(time.CLOCK_BOOTTIME))
+
+    def is_before(self, path: Path) -> bool:
+        """Whether a file has surely come later: stamped since, by a clock that nobody has set."""
+        now = Moment.now()
+        drift_s = (now.wall_s - self.wall_s) - (now.machine_s - self.machine_s)
+        stamped_s = path.stat().st_ctime
+        is_between = self.wall_s - _COARSE_S <= stamped_s <= now.wall_s + _COARSE_S
+        return is_between and abs(drift_s) < _MAX_DRIFT_S
+
+
+def check_disposal(config: Config, card: ModelCard, began: Moment) -> None:
     """Refuse, before anything is loaded, what must not be deleted.
 
     Args:
-        began_s: wall time at which the search for the model began.
+        began: when the search for the model began.
 
     Raises:
         ConfigError: the files belong to somebody else, or are read again later.
@@ -49,7 +73,7 @@ def check_disposal(config: Config, card: ModelCard, began_s: float) -> None:
             f"{flag}: the tokenizer lies in {card.path!r} and is read again for constraints",
             hint="name another --tokenizer-path",
         )
-    old = [path for path in _weights(config, card) if _is_older(path, began_s)]
+    old = [path for path in _weights(config, card) if not began.is_before(path)]
     if old and config.model.deletes != ANY:
         raise ConfigError(
             f"{flag}: {str(old[0])!r} was here before this start, and there is no terminal to ask",
@@ -66,10 +90,6 @@ def dispose(config: Config, card: ModelCard) -> None:
         for each in {path.resolve(), path}:
             each.unlink(missing_ok=True)
         log.warning("deleted %s bytes=%d", path, size)
-
-
-def _is_older(path: Path, began_s: float) -> bool:
-    return path.stat().st_ctime < began_s - _COARSE_S
 
 
 def _weights(config: Config, card: ModelCard) -> list[Path]:

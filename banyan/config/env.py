@@ -13,6 +13,7 @@ from banyan.config.variables import SETTINGS, notes_on, refusals_of
 _PREFIX = "BANYAN_"
 _TRUE = ("1", "true", "yes", "on")
 
+_SECRETS = ("BANYAN_API_KEY", "BANYAN_ADMIN_API_KEY", "HF_TOKEN")
 _OWN_SWITCHES = ("BANYAN_USE_MODELSCOPE", "BANYAN_ALLOW_LONGER_CONTEXT")
 
 
@@ -38,6 +39,12 @@ class Environment:
     allow_longer_context: bool = False
     notes: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
+
+
+def forget_secrets() -> None:
+    """Take the keys out of this process's environment, so that no child inherits them."""
+    for name in _SECRETS:
+        os.environ.pop(name, None)
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:

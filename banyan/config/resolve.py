@@ -4,7 +4,6 @@ After this a Config does not change.
 """
 
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
-from banyan.config.disposal import check_disposal
+from banyan.config.disposal import Moment, check_disposal
 from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
 from banyan.config.execution import EXECUTION_RULES
@@ -39,7 +38,7 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
     Raises:
         ConfigError, ModelError: named after the flag or the key of the checkpoint that is wrong.
     """
-    began_s = time.time()
+    began = Moment.now()
     path = fetch(config.model, environment)
     card = read_card(
         path,
@@ -54,7 +53,7 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
                 hint="leave --model-impl at auto",
             )
         card = replace(card, pooling=read_pooling(card), tie_embeddings=False)
-    check_disposal(config, card, began_s)
+    check_disposal(config, card, began)
     reads_mapped = config.model.load_format != "dummy" and not config.model.disable_mmap
     if card.format == "safetensors" and reads_mapped:
         check_weight_files(card.path)

@@ -106,12 +106,14 @@ def spawn(module: str, role: str, orders: bytes = b"") -> Child:
 
 
 def follow_parent() -> None:
-    """In a child: die with the parent, and leave Ctrl-C, which reaches the whole group, to it."""
+    """In a child: die with the parent, and leave to it what reaches the whole group: Ctrl-C, and
+    the end of the terminal."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if _is_abandoned():
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _is_abandoned() -> bool:

@@ -8,13 +8,17 @@ dropped and counted, never raised.
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import select
 import shutil
+import stat
 import tempfile
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import zmq
@@ -36,6 +40,10 @@ T = TypeVar("T")
 
 _LINGER_MS = 1000
 """How long a closing engine waits for its last words (Fatal) to leave."""
+
+_FOLDER = "banyan-link-"
+_FRESH_S = 60.0
+"""A folder younger than this may be one that is about to be locked."""
 
 _NO_PEER_S = 0.01
 """How often a front that has no engine yet tries to send."""
@@ -170,10 +178,17 @@ def local_pair() -> tuple[LocalFrontLink, LocalEngineLink]:
 
 
 class PrivateFolder:
-    """A folder that only this user may enter (mode 0700), for the sockets of one server."""
+    """A folder that only this user may enter (mode 0700), for the sockets of one server.
+
+    It is locked while its process lives. A process that was killed leaves it, and the next one to
+    make a folder takes that away.
+    """
 
     def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix="banyan-")
+        self.path = tempfile.mkdtemp(prefix=_FOLDER)
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        _sweep(Path(self.path).parent)
 
     def address(self, name: str) -> str:
         """ZMQ address of the socket called `name` in this folder."""
@@ -181,6 +196,25 @@ class PrivateFolder:
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _sweep(place: Path) -> None:
+    """Remove the folders of processes that were killed: of this user, and locked by nobody."""
+    for path in place.glob(f"{_FOLDER}????????"):
+        with contextlib.suppress(OSError):  # others come and go meanwhile
+            found = path.lstat()
+            is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            if not is_mine or time.time() - found.st_mtime < _FRESH_S:
+                continue
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 class _Socket:

@@ -207,8 +207,11 @@ class Server:
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
         use_threads(self._config.server.tokenizer_threads)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled, number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+                loop.add_signal_handler(number, self._signalled, number)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, log.info, "%s means nothing here", number.name)
         web = asyncio.create_task(self._web.serve([self._listener]))
         engines = [open_client(self._config, address) for address in self._addresses()]
         fleet = Fleet(engines, ROUTES.load(self._config.parallel.load_balance))
@@ -279,13 +282,13 @@ class Server:
         idle.cancel()
 
     def _signalled(self, number: int) -> None:
-        """First SIGTERM: drain. SIGINT, or any second signal: stop now."""
+        """First SIGTERM or SIGHUP: drain. SIGINT, or any second signal: stop now."""
         assert self._ending is not None
         is_first = not self._ending.done()
         log.info("received %s", signal.Signals(number).name)
         self.state.draining = True
         if is_first:
-            drains = number == signal.SIGTERM and self.state.service is not None
+            drains = number != signal.SIGINT and self.state.service is not None
             self._ending.set_result(Ending.DRAIN if drains else Ending.NOW)
         if not is_first or number == signal.SIGINT:
             self._now.set()

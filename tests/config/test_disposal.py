@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.disposal import ANY, OWN, check_disposal, dispose
+from banyan.config.disposal import ANY, OWN, Moment, check_disposal, dispose
 from banyan.config.schema import Config, ModelConfig
 from tests.config.test_resolve import CARD
 
@@ -29,11 +29,24 @@ def card_of(blob: Path):
 
 
 def test_what_was_here_before_goes_only_when_somebody_agreed(blob: Path) -> None:
-    later = blob.stat().st_ctime + 60
+    began = Moment(blob.stat().st_ctime, Moment.now().machine_s)
+    later = replace(began, wall_s=began.wall_s + 60)
     with pytest.raises(ConfigError, match="was here before this start, and there is no terminal"):
         check_disposal(ASKED, card_of(blob), later)
     check_disposal(AGREED, card_of(blob), later)
-    check_disposal(ASKED, card_of(blob), blob.stat().st_ctime)
+    check_disposal(ASKED, card_of(blob), began)
+
+
+def test_a_clock_that_was_set_makes_nothing_new(blob: Path) -> None:
+    now = Moment.now()
+    set_forward = Moment(0.0, now.machine_s - 5)  # it said 1970 when the start began
+    with pytest.raises(ConfigError, match="was here before this start"):
+        check_disposal(ASKED, card_of(blob), set_forward)
+    still_behind = Moment(blob.stat().st_ctime - 3600, now.machine_s)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("banyan.config.disposal.time.time", lambda: blob.stat().st_ctime - 3599)
+        with pytest.raises(ConfigError, match="was here before this start"):
+            check_disposal(ASKED, card_of(blob), still_behind)
 
 
 def test_a_link_goes_with_what_it_leads_to_and_nothing_else(blob: Path) -> None:
@@ -54,7 +67,7 @@ def test_what_others_need_is_never_deleted(config: Config, why: str, tmp_path: P
     card = replace(CARD, path=str(tmp_path / "model.gguf"))
     (tmp_path / "model.gguf").write_bytes(b"weights")
     with pytest.raises(ConfigError, match=why):
-        check_disposal(config, card, 0.0)
+        check_disposal(config, card, Moment(0.0, 0.0))
 
 
 def test_nothing_goes_that_was_not_loaded_or_not_asked_for(blob: Path) -> None:

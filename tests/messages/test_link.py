@@ -5,7 +5,11 @@ import os
 import random
 import select
 import stat
+import subprocess
+import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import zmq
@@ -208,3 +212,30 @@ def test_a_mailbox_descriptor_outlives_a_front_that_closed_first():
     del engine
     with pytest.raises(OSError):
         os.fstat(fd)
+
+
+def test_the_folder_of_a_killed_process_goes_with_the_next_and_no_other_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    alive = PrivateFolder()
+    code = "from banyan.messages.link import PrivateFolder as F; import os; f = F(); os._exit(9)"
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 9
+    for name in ("banyan-link-notes", "banyan-linkabcdefgh", "banyan-checkpoints"):
+        (tmp_path / name).mkdir()
+    (left,) = set(tmp_path.glob("banyan-link-????????")) - {Path(alive.path)}
+    fresh = PrivateFolder()
+    assert left.exists(), "it is too young to be sure"
+    fresh.close()
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1))
+    last = PrivateFolder()
+    assert not left.exists()
+    assert {p.name for p in tmp_path.iterdir()} == {
+        Path(alive.path).name,
+        Path(last.path).name,
+        "banyan-link-notes",
+        "banyan-linkabcdefgh",
+        "banyan-checkpoints",
+    }
+    alive.close()
+    last.close()

@@ -1,6 +1,8 @@
 """The processes of a server: what they load, how they notice each other's end, how they leave."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -212,6 +214,24 @@ def test_an_engine_that_pauses_shorter_than_the_deadline_causes_no_error(server)
             assert finished(stream.end(CALL_S)) == ["length"]
 
 
+def test_no_child_inherits_a_key_or_is_given_one(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("BANYAN_API_KEY", "sesame-in-the-environment")
+    monkeypatch.setenv("HF_TOKEN", "hf-in-the-environment")
+    running = launch(tmp_path / "server.log", "--model-path", str(tiny_model))
+    try:
+        wait_ready(running)
+        headers = {"authorization": "Bearer sesame-in-the-environment"}
+        asked = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2, "regex": "a+"}}
+        assert running.http.post("/generate", json=asked, headers=headers).status_code != 401
+        assert running.http.post("/generate", json=asked).status_code == 401
+        assert len(running.members()) >= 1
+        for pid in running.members():
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            assert b"in-the-environment" not in environment and b"PATH=" in environment
+    finally:
+        running.kill()
+
+
 # -- the server leaves ------------------------------------------------------------------------
 
 
@@ -241,6 +261,31 @@ def test_a_stream_that_outlives_the_drain_timeout_gets_a_final_event(server):
         assert running.members() == []
 
 
+def test_the_end_of_the_terminal_drains_like_sigterm(server):
+    with server(*ENDLESS) as running:
+        streams = load(running, count=2, max_new_tokens=3000)
+        os.killpg(running.pid, signal.SIGHUP)
+        wait_until(lambda: status_of(running, "/readyz") in (0, 503), 5.0, "/readyz to be 503")
+        for stream in streams:
+            assert finished(stream.end(CALL_S)) == ["length"]
+        assert running.exit_code(10.0) == 0
+        assert running.members() == []
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.4])
+def test_sigterm_while_a_server_starts_ends_it_in_order(tiny_model, tmp_path, delay_s):
+    running = launch(tmp_path / "server.log", "--model-path", str(tiny_model))
+    try:
+        # By its name the child tells that the program has begun.
+        wait_until(lambda: running.members() != [], CALL_S, "the engine to start")
+        time.sleep(delay_s)  # the moment is what is tested
+        os.kill(running.pid, signal.SIGTERM)
+        assert running.exit_code(10.0) == 0
+        wait_until(lambda: running.members() == [], 5.0, "the children to end")
+    finally:
+        running.kill()
+
+
 def test_a_second_sigterm_ends_the_server_within_two_seconds(server):
     with server(*ENDLESS) as running:
         load(running)
@@ -253,6 +298,10 @@ def test_a_second_sigterm_ends_the_server_within_two_seconds(server):
 
 def test_an_idle_server_leaves_at_once_on_sigterm(server):
     with server() as running:
+        for number in ("USR1", "USR2"):
+            subprocess.run(["kill", f"-{number}", str(running.pid)], check=True)
+        wait_until(lambda: "SIGUSR2 means nothing" in running.log.read_text(), 5.0, "the log")
+        assert status_of(running, "/health") == 200
         subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
         assert running.exit_code(5.0) == 0
         assert running.members() == []
