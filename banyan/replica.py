@@ -105,8 +105,6 @@ def open_model(
     sharers = 1 if is_placed(config.device) else tp * config.parallel.dp
     threads = config.parallel.threads or max(1, traits.cores // sharers)
     device = platform.open(rank, threads)
-    meet_timeout_s = config.parallel.meet_timeout_s
-    groups = open_groups(rank, tp, mesh_address, traits.collectives, meet_timeout_s)
     phases.done("device")
     dtype = torch.float32
     ops = bind(
@@ -125,6 +123,13 @@ def open_model(
         ),
     )
     phases.done("kernels")
+    groups = open_groups(
+        *(rank, tp, mesh_address, traits.collectives, config.parallel.meet_timeout_s),
+        recorder=ops.recorder,
+        is_crowded=threads * sharers > traits.cores,
+    )
+    if tp > 1:
+        phases.done("meeting")
     build = Build(ops, groups, dtype, device)
     with _lone_torch(ops):
         model = _load(config, card, build)

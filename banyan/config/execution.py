@@ -14,8 +14,6 @@ log = logger(__name__)
 
 TORCH_NATIVE = "torch_native"
 TORCH_ATTENTION = "torch_attention:paged_attention"
-FAITHFUL_RANKS = 2
-"""With more, a sum over the ranks adds in an order that depends on how many rows there are."""
 
 
 def lay_out_the_windows(config: Config, card: ModelCard, environment: Environment) -> Config:
@@ -63,13 +61,6 @@ def keep_tokens_apart(config: Config, card: ModelCard, environment: Environment)
     """--enable-deterministic-inference promises that a token depends on its own sequence only."""
     if not config.device.is_deterministic:
         return config
-    tp = config.parallel.tp
-    if tp > FAITHFUL_RANKS:
-        raise ConfigError(
-            f"--enable-deterministic-inference: {tp} ranks add their parts in an order that "
-            "depends on how many requests run together",
-            hint=f"use --tp {FAITHFUL_RANKS} or less",
-        )
     if config.model.implementation == "transformers":
         raise ConfigError(
             "--enable-deterministic-inference: the sums of --model-impl transformers are its own, "

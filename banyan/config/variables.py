@@ -31,6 +31,7 @@ _NO_PROFILER = "there is no profiler"
 _NO_DRAFTS = "tokens are not drafted"
 
 IDLE = {
+    "GLOO_SOCKET_IFNAME": "the ranks of a replica are on one machine and use no other network",
     "PYTORCH_NPU_ALLOC_CONF": _NO_ASCEND,
     "STREAMS_PER_DEVICE": _NO_ASCEND,
     "HCCL_BUFFSIZE": _NO_ASCEND,
@@ -204,7 +205,7 @@ HONOURED = (
 )
 """Variables of SGLang's that count."""
 
-LIBRARIES = ("HF_TOKEN", "GLOO_SOCKET_IFNAME", "TORCHINDUCTOR_CACHE_DIR")
+LIBRARIES = ("HF_TOKEN", "TORCHINDUCTOR_CACHE_DIR")
 """Variables of the documents that the libraries beneath honour by themselves."""
 
 

@@ -1,6 +1,6 @@
 """Token embedding and logits, cut along the vocabulary: rank r holds the r-th share of the ids.
 
-The shares are equal; ids past the vocabulary on the last rank exist as zeros and are cut off.
+The shares are equal, but for the last ones, which have what is left.
 """
 
 import torch
@@ -94,6 +94,4 @@ class Logits(Layer):
             logits = self.ops.scale_logits(logits, self.scale, self.soft_cap)
         if self.group.size == 1:
             return logits
-        missing = self.share.room - logits.shape[1]
-        logits = torch.nn.functional.pad(logits, (0, missing))
-        return self.group.all_gather(logits)[:, : self.shape[0]]  # [n, vocab]
+        return self.group.all_gather(logits, self.shape[0])  # [n, vocab]

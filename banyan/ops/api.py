@@ -93,6 +93,11 @@ class NotRecordable(Exception):
 class Recorder(Protocol):
     """What a toolkit offers whose ops can be recorded."""
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether what is called is recorded and does not run."""
+        ...
+
     def record(self, work: Callable[[], Tensor], tokens: int, outputs: int) -> Recording:
         """Record the ops and views that `work` consists of.
 

@@ -1,73 +1,140 @@
-"""Collectives between the ranks of a mesh, one small class per library, without process globals.
+"""What the ranks of a group do together, and the choice of the library that does it.
 
-The rendezvous is given explicitly: tcp://host:port (rank 0 listens) or file:///path.
+The place where they meet is given explicitly: tcp://host:port (rank 0 listens) or file:///path,
+which says that all of them are on this machine.
 """
 
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from torch import Tensor
-from torch import distributed as dist
 
 from banyan.base.errors import ConfigError
+from banyan.base.log import logger
 from banyan.base.table import Table
+from banyan.ops.api import Recorder
+
+log = logger(__name__)
 
 
 class Collectives(Protocol):
-    """What ranks do together. Every rank calls the same methods in the same order."""
+    """What ranks do together. Every rank calls the same methods in the same order, with as many
+    rows. Sums are added in the order of the ranks: the same bits everywhere, for any number of
+    rows. Where the ops have a recorder, a collective is recorded or raises NotRecordable.
 
-    def sum(self, x: Tensor) -> None:
+    x: [n, width], rows contiguous inside; whole tensors for all_reduce, broadcast, send and recv.
+    """
+
+    def all_reduce(self, x: Tensor) -> None:
         """Replace x on every rank by the sum over the ranks."""
         ...
 
-    def gather(self, x: Tensor) -> list[Tensor]:
-        """x of every rank, in rank order; shapes and dtypes are equal."""
+    def all_gather(self, x: Tensor, columns: int) -> Tensor:
+        """The x of all ranks side by side, [n, columns]: each has ⌈columns / ranks⌉ of them, the
+        last ones what is left."""
+        ...
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's columns of the sum over the ranks, [n, width / ranks]."""
+        ...
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Block r of x's columns goes to rank r; that of the result came from rank r."""
+        ...
+
+    def all_to_all_rows(self, x: Tensor, counts: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        """Rows of x, those for rank 0 first, to their ranks; x may have more rows than are sent.
+
+        counts: [ranks] int64, rows for each rank; room: rows of the result, the same everywhere.
+        returns: [room, width], filled with the rows from rank 0, then from rank 1 …; and how many
+        of each, [ranks] int64.
+        """
         ...
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """Replace x on every rank by that of rank `source`."""
         ...
 
+    def send(self, x: Tensor, to: int) -> None:
+        """Give x to rank `to`, which calls `recv`; nobody else takes part."""
+        ...
 
-COLLECTIVES: Table[type] = Table(
-    "collective library", {"gloo": "banyan.parallel.collectives:Gloo"}, "banyan.collectives"
+    def recv(self, x: Tensor, source: int) -> None:
+        """Replace x by what rank `source` sends next."""
+        ...
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Who meets where.
+
+    Attributes:
+        timeout_s: a rank that waits longer than this for another one raises.
+        recorder: of the ops beside which the collectives run; None where nothing is recorded.
+        is_crowded: this machine's ranks have more threads than cores.
+    """
+
+    rank: int
+    size: int
+    address: str
+    timeout_s: float
+    recorder: Recorder | None = None
+    is_crowded: bool = False
+
+    @property
+    def path(self) -> str:
+        """The file that the ranks of one machine meet at; "" when they may be on several.
+
+        Raises:
+            ConfigError: an address of neither kind.
+        """
+        parts = urlsplit(self.address)
+        if parts.scheme == "file" and parts.path:
+            return parts.path
+        if parts.scheme == "tcp" and parts.hostname and parts.port:
+            return ""
+        raise ConfigError(
+            f"ranks cannot meet at {self.address!r}", hint="use tcp://host:port or file:///path"
+        )
+
+
+@dataclass(frozen=True)
+class Transport:
+    """A library of collectives.
+
+    Attributes:
+        declines: why it cannot serve a meeting; None when it can. The same on every rank.
+        open: meet the other ranks; returns when all have come.
+    """
+
+    declines: Callable[[Meeting], str | None]
+    open: Callable[[Meeting], Collectives]
+
+
+COLLECTIVES: Table[Transport] = Table(
+    "collective library",
+    {"shared": "banyan.parallel.shared:SHARED", "gloo": "banyan.parallel.gloo:GLOO"},
+    "banyan.collectives",
 )
 
 
-class Gloo:
-    """Collectives of host memory.
+def open_collectives(meeting: Meeting, names: Sequence[str]) -> Collectives:
+    """Meet the other ranks over the first of these libraries that can serve.
 
-    Args:
-        timeout_s: a collective that waits longer for another rank raises.
+    Raises:
+        ConfigError: none of them can.
     """
-
-    def __init__(self, rank: int, size: int, address: str, timeout_s: float) -> None:
-        timeout = timedelta(seconds=timeout_s)
-        store = _open_store(rank, size, address, timeout)
-        self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._size = size
-
-    def sum(self, x: Tensor) -> None:
-        self._group.allreduce([x]).wait()
-
-    def gather(self, x: Tensor) -> list[Tensor]:
-        parts = [x.new_empty(x.shape) for _ in range(self._size)]
-        self._group.allgather([parts], [x]).wait()
-        return parts
-
-    def broadcast(self, x: Tensor, source: int) -> None:
-        self._group.broadcast(x, source).wait()
-
-
-def _open_store(rank: int, size: int, address: str, timeout: timedelta) -> dist.Store:
-    parts = urlsplit(address)
-    if parts.scheme == "file" and parts.path:
-        store = dist.FileStore(parts.path, size)
-        store.set_timeout(timeout)
-        return store
-    if parts.scheme == "tcp" and parts.hostname and parts.port:
-        return dist.TCPStore(parts.hostname, parts.port, size, rank == 0, timeout)
-    raise ConfigError(
-        f"ranks cannot meet at {address!r}", hint="use tcp://host:port or file:///path"
-    )
+    declined: list[str] = []
+    for name in names:
+        transport = COLLECTIVES.load(name)
+        reason = transport.declines(meeting)
+        if reason is not None:
+            declined.append(f"{name}: {reason}")
+            continue
+        if meeting.rank == 0:
+            why = f" ({'; '.join(declined)})" if declined else ""
+            log.info("%d ranks work together by %s%s", meeting.size, name, why)
+        return transport.open(meeting)
+    raise ConfigError(f"no collectives for {meeting.size} ranks: {'; '.join(declined)}")

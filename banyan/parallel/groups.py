@@ -4,12 +4,15 @@ A layer is handed the one group that its weights are cut over and knows no other
 ranks is a choice made here and nowhere else. A group of one needs no library and costs nothing.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from banyan.parallel.collectives import COLLECTIVES, Collectives
+from banyan.ops.api import Recorder
+from banyan.parallel.collectives import Collectives, Meeting, open_collectives
+
+DEFAULT_TIMEOUT_S = 300.0
 
 
 class Group:
@@ -31,19 +34,44 @@ class Group:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks; x itself is used for it and must not be needed any more."""
         if self._collectives is not None:
-            self._collectives.sum(x)
+            self._collectives.all_reduce(x)
         return x
 
-    def all_gather(self, x: Tensor) -> Tensor:
-        """The x of all ranks side by side along the last dimension."""
+    def all_gather(self, x: Tensor, columns: int) -> Tensor:
+        """The x of all ranks side by side, [n, columns]; see `Collectives.all_gather`."""
         if self._collectives is None:
             return x
-        return torch.cat(self._collectives.gather(x.contiguous()), dim=-1)
+        return self._collectives.all_gather(x, columns)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This rank's columns of the sum over the ranks, [n, width / size]."""
+        return x if self._collectives is None else self._collectives.reduce_scatter(x)
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """Block r of x's columns goes to rank r; that of the result came from rank r."""
+        return x if self._collectives is None else self._collectives.all_to_all(x)
+
+    def all_to_all_rows(self, x: Tensor, counts: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        """Rows to the ranks that shall have them; see `Collectives.all_to_all_rows`."""
+        if self._collectives is None:
+            return x, counts
+        return self._collectives.all_to_all_rows(x, counts, room)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """x of rank `source`, written into x on every rank."""
         if self._collectives is not None:
             self._collectives.broadcast(x, source)
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Give x to rank `to`, which calls `recv`; nobody else takes part."""
+        assert self._collectives is not None, "a group of one has nobody to talk to"
+        self._collectives.send(x, to)
+
+    def recv(self, x: Tensor, source: int) -> Tensor:
+        """What rank `source` sends next, written into x."""
+        assert self._collectives is not None, "a group of one has nobody to talk to"
+        self._collectives.recv(x, source)
         return x
 
 
@@ -83,14 +111,24 @@ ALONE = Groups.of(Group())
 
 
 def open_groups(
-    rank: int, size: int, address: str, library: str = "gloo", timeout_s: float = 300.0
+    rank: int,
+    size: int,
+    address: str,
+    libraries: Sequence[str] = ("shared", "gloo"),
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    recorder: Recorder | None = None,
+    is_crowded: bool = False,
 ) -> Groups:
     """Meet the other ranks at `address`; returns when all have come.
 
     Args:
         address: tcp://host:port or file:///path, the same on every rank; "" for one rank.
-        library: name of the collective library (`Traits.collectives`).
+        libraries: names of collective libraries, best first (`Traits.collectives`).
+        timeout_s: a rank that waits longer than this for another one raises.
+        recorder: of the ops beside which the collectives run (`Ops.recorder`).
+        is_crowded: the ranks of this machine have more threads than cores.
     """
     if size == 1:
         return ALONE
-    return Groups.of(Group(rank, size, COLLECTIVES.load(library)(rank, size, address, timeout_s)))
+    meeting = Meeting(rank, size, address, timeout_s, recorder, is_crowded)
+    return Groups.of(Group(rank, size, open_collectives(meeting, libraries)))

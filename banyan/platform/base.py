@@ -12,7 +12,7 @@ class Traits:
 
     Attributes:
         name: also names the kernel table ("cpu", "null").
-        collectives: library by which ranks talk ("gloo").
+        collectives: libraries by which ranks talk, best first ("shared", "gloo").
         dtypes: activation dtypes, preferred first.
         page_sizes: tokens per KV page, preferred first.
         async_launch: a launched step runs on while the host goes on.
@@ -22,7 +22,7 @@ class Traits:
 
     name: str
     torch_device: str
-    collectives: str
+    collectives: tuple[str, ...]
     dtypes: tuple[str, ...]
     page_sizes: tuple[int, ...]
     async_launch: bool

@@ -28,7 +28,7 @@ class CpuPlatform:
         self.traits = Traits(
             name="cpu",
             torch_device="cpu",
-            collectives="gloo",
+            collectives=("shared", "gloo"),
             dtypes=("float32", "bfloat16"),
             page_sizes=(16, 32, 64, 128),
             async_launch=False,

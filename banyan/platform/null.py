@@ -12,7 +12,7 @@ class NullPlatform:
         self.traits = Traits(
             name="null",
             torch_device="meta",
-            collectives="gloo",
+            collectives=("gloo",),
             dtypes=("float32",),
             page_sizes=(16,),
             async_launch=False,

@@ -233,7 +233,7 @@ class ModelRunner:
         if not batch.wanted & SAMPLE:
             return None, scores
         sampled, logits = self._forward.next_tokens(), None
-        if sampled is None or self._ranks.size > 1:
+        if sampled is None:
             logits = self._forward.next_logits(batch)
             sampled = self._sample(plan, batch, logits, mask_of)
         self._table.grow(batch.to_slots)
@@ -307,9 +307,6 @@ def open_forward(
     eager = EagerForward(model, table, store.groups, attention, build.device)
     recorder = build.ops.recorder
     if recorder is None or not sizes.max_tokens:
-        return eager
-    if build.groups.world.size > 1:
-        log.info("steps are not recorded: the ranks talk through a library that is no op")
         return eager
     try:
         return RecordedForward(

@@ -196,9 +196,14 @@ EXPERTS: dict[str, tuple[str, dict]] = {
 }
 
 
-def tiny(variant: str, folder: Path):
-    """A random model of a variant, saved to `folder`; norms differ from one, biases from zero."""
+def tiny(variant: str, folder: Path, **more):
+    """A random model of a variant, saved to `folder`; norms differ from one, biases from zero.
+
+    Args:
+        more: further keys of its configuration.
+    """
     family, changes = (VARIANTS | EXPERTS)[variant]
+    changes = changes | more
     torch.manual_seed(11)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
     config._attn_implementation = "eager"  # the one that knows soft caps

@@ -1,59 +1,57 @@
-"""Groups of one and of several processes."""
-
-from multiprocessing import get_context
+"""A group of one, and places where several cannot meet."""
 
 import pytest
 import torch
 
 from banyan.base.clock import WallClock
-from banyan.base.errors import ConfigError
+from banyan.base.errors import ConfigError, DeviceError
+from banyan.parallel.collectives import COLLECTIVES, Meeting, open_collectives
 from banyan.parallel.groups import Group, open_groups
 from banyan.replica import Phases, open_model
 from tests.config.test_resolve import CARD
 from tests.flags import config_of
+from tests.parallel.ranks import LIBRARIES, meet, needs_compiler
 
 
-def _meet(rank, address, results):
-    group = open_groups(rank, 2, address, timeout_s=60).world
-    x = torch.tensor([[1.0, 2.0]]) * (rank + 1)
-    results.put(
-        (
-            rank,
-            group.all_reduce(x.clone()).tolist(),
-            group.all_gather(x).tolist(),
-            group.broadcast(x.clone(), source=1).tolist(),
-        )
-    )
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_rank_whose_others_do_not_come_ends_in_an_error(library, tmp_path):
+    with pytest.raises((RuntimeError, DeviceError), match="(?i)time|rank 1 did not come within"):
+        meet(library, 0, 2, f"file://{tmp_path}/meet", timeout_s=0.2)
+    assert not (tmp_path / "meet.segment").exists()
 
 
-def test_two_processes_reduce_gather_and_broadcast(tmp_path):
-    context = get_context("spawn")
-    results = context.Queue()
-    address = f"file://{tmp_path}/meet"
-    ranks = [context.Process(target=_meet, args=(r, address, results)) for r in range(2)]
-    for rank in ranks:
-        rank.start()
-
-    answers = sorted(results.get(timeout=60) for _ in ranks)
-
-    for rank in ranks:
-        rank.join(60)
-    expected = ([[3.0, 6.0]], [[1.0, 2.0, 2.0, 4.0]], [[2.0, 4.0]])
-    assert answers == [(0, *expected), (1, *expected)]
+@needs_compiler
+def test_a_rank_that_rank_0_does_not_meet_ends_in_an_error(tmp_path):
+    with pytest.raises(DeviceError, match=r"rank 0 did not come to .* within 0\.2 s"):
+        meet("shared", 1, 2, f"file://{tmp_path}/meet", timeout_s=0.2)
 
 
-def test_a_rank_whose_others_do_not_come_ends_in_an_error(tmp_path):
-    with pytest.raises(RuntimeError, match="(?i)time"):
-        open_groups(0, 2, f"file://{tmp_path}/meet", timeout_s=0.2)
+@needs_compiler
+def test_a_segment_for_others_is_refused(tmp_path):
+    (tmp_path / "meet.segment").write_bytes(b"bytes of somebody else")
+    with pytest.raises(DeviceError, match="has 22 bytes, .* were expected"):
+        meet("shared", 1, 2, f"file://{tmp_path}/meet")
+
+
+def test_the_choice_of_a_library_says_why_the_others_declined(tmp_path):
+    """Between machines, and beside plain torch, ranks do not share memory."""
+    for address, reason in (
+        (f"file://{tmp_path}/meet", "it needs the compiled kernels"),
+        ("tcp://127.0.0.1:9", "ranks may be on several machines"),
+    ):
+        meeting = Meeting(0, 2, address, 1.0)
+        assert COLLECTIVES.load("shared").declines(meeting) == reason
+        with pytest.raises(ConfigError, match=f"no collectives for 2 ranks: shared: {reason}"):
+            open_collectives(meeting, ("shared",))
 
 
 def test_a_rank_waits_for_the_others_as_long_as_told(monkeypatch):
     """The model is opened with the seconds of the flag; meeting is all that it is left to do."""
 
-    def meet(rank, size, address, library, timeout_s):
+    def wait(rank, size, address, libraries, timeout_s, recorder, is_crowded):
         raise TimeoutError(f"waited {timeout_s:g} s")
 
-    monkeypatch.setattr("banyan.replica.open_groups", meet)
+    monkeypatch.setattr("banyan.replica.open_groups", wait)
     for flags, text in ((), "waited 300 s"), (("--dist-timeout", "7"), "waited 7 s"):
         with pytest.raises(TimeoutError, match=text):
             open_model(config_of("--tp", "2", *flags), CARD, 0, "", Phases(WallClock()))
@@ -63,7 +61,9 @@ def test_a_group_of_one_returns_what_it_was_given():
     group, x = Group(), torch.ones(2, 3)
 
     assert group.all_reduce(x) is x
-    assert group.all_gather(x) is x
+    assert group.all_gather(x, 3) is x
+    assert group.reduce_scatter(x) is x
+    assert group.all_to_all(x) is x
     assert group.broadcast(x) is x
 
 

@@ -1,4 +1,4 @@
-"""Two ranks over gloo give the tokens of one."""
+"""Several ranks give the tokens of one."""
 
 from pathlib import Path
 

@@ -136,8 +136,7 @@ FLAGS = (
     Flag(
         "enable-deterministic-inference",
         "device.is_deterministic",
-        "refuse what would let a token depend on the requests beside it: three ranks and more, and "
-        "--model-impl transformers",
+        "refuse what would let a token depend on the requests beside it: --model-impl transformers",
         kind=SWITCH,
         proof="tests/config/test_execution.py"
         "::test_a_promise_that_cannot_be_kept_is_refused_with_the_reason",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from banyan.base.errors import DeviceError
 from banyan.ops.api import NotRecordable, OpTime
 from banyan.ops.cpu.build import ISAS, SOURCES
 
@@ -123,6 +124,10 @@ class Library:
         return self._functions["bn_pool_threads"](self._pool)
 
     @property
+    def is_recording(self) -> bool:
+        return self._recording is not None
+
+    @property
     def recording(self) -> "Recording | None":
         """What is being recorded, if anything is."""
         return self._recording
@@ -159,11 +164,11 @@ class Library:
             return
         builder(self._scratch, TOKENS, *arguments)
         sizes = (ctypes.c_int64 * 3)(leading, rows, leading)
-        self._functions["bn_program_run_once"](self._pool, self._scratch, sizes)
+        _succeed(self._functions["bn_program_run_once"](self._pool, self._scratch, sizes))
 
     def _run(self, program: Pointer, tokens: int, rows: int, outputs: int) -> None:
         sizes = (ctypes.c_int64 * 3)(tokens, rows, outputs)
-        self._functions["bn_program_run"](self._pool, program, sizes, None)
+        _succeed(self._functions["bn_program_run"](self._pool, program, sizes, None))
 
     def record(self, work: Callable[[], Tensor], tokens: int, outputs: int) -> "Recording":
         """Record the ops that `work` calls, for any number of tokens and outputs up to these.
@@ -233,7 +238,7 @@ class Recording:
         get = self._functions
         sizes = (ctypes.c_int64 * 3)(tokens, rows, outputs)
         seconds = (ctypes.c_double * get["bn_program_stages"](self.program))()
-        get["bn_program_run"](self._library.pool, self.program, sizes, seconds)
+        _succeed(get["bn_program_run"](self._library.pool, self.program, sizes, seconds))
         stages: dict[int, OpTime] = {}
         moved, done = ctypes.c_double(), ctypes.c_double()
         for op in range(get["bn_program_ops"](self.program)):
@@ -274,6 +279,15 @@ def signatures() -> dict[str, tuple[type | None, list[type]]]:
             words = [a for a in re.sub(r"//[^\n]*", "", arguments).split(",") if a.strip()]
             found[name] = (_type_of(result), [_type_of(_without_name(a)) for a in words])
     return found
+
+
+def _succeed(failure: bytes | None) -> None:
+    """
+    Raises:
+        DeviceError: a run has said why it failed.
+    """
+    if failure:
+        raise DeviceError(failure.decode(), hint="the replica ends; start it again")
 
 
 def _without_name(argument: str) -> str:

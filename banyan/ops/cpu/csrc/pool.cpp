@@ -90,7 +90,7 @@ struct Op {
 
 struct Stage {
   int32_t first, count;  // ops
-  int32_t row_size;      // NOT_ROW_WISE: a single op with units of its own
+  int32_t row_size;      // NOT_ROW_WISE, ON_CALLER: a single op with units of its own
 };
 
 // One thread's share of a stage. It is claimed in pieces that shrink with what is left, so that
@@ -189,7 +189,7 @@ struct Pool {
 
   Pool(int count, const int32_t* where);
   ~Pool();
-  void run(Program* program, const Sizes& sizes, double* seconds);
+  const char* run(Program* program, const Sizes& sizes, double* seconds);
   int64_t walk(Run& run, Worker& worker);
   void serve(int index);
   void adapt(int64_t late, int64_t took);
@@ -292,7 +292,7 @@ bool Run::deal_out() {
     int64_t from = 0, grains = (units + grain - 1) / grain;
     for (int t = 0; t < threads; t++) {  // whole grains, so that nobody wakes for half a piece
       int64_t to = grains * (t + 1) / threads * grain;
-      if (to > units) to = units;
+      if (to > units || stage.row_size == ON_CALLER) to = units;
       Share& share = shares[s * threads + t];
       share.next.store(from, std::memory_order_relaxed);
       share.end = to;
@@ -310,7 +310,8 @@ int64_t Pool::walk(Run& run, Worker& worker) {
     Progress& progress = run.stages[s];
     if (!progress.units) continue;
     int64_t done = 0, grain = progress.grain;
-    for (int turn = 0; turn < run.threads; turn++) {
+    bool mine = p.stages[s].row_size != ON_CALLER || worker.index == 0;
+    for (int turn = 0; turn < run.threads && mine; turn++) {
       Share& share = run.shares[s * run.threads + (worker.index + turn) % run.threads];
       for (int64_t begin, count; (count = share.claim(grain, begin)); done += count)
         do_units(run, p.stages[s], begin, begin + count, worker);
@@ -329,7 +330,8 @@ int64_t Pool::walk(Run& run, Worker& worker) {
   return late;
 }
 
-void Pool::run(Program* program, const Sizes& sizes, double* seconds) {
+// Returns null, or why an op of the calling thread failed.
+const char* Pool::run(Program* program, const Sizes& sizes, double* seconds) {
   uint32_t number = started.value.load(std::memory_order_relaxed) + 1;
   Run& run = runs[number & 1];
   run.await_empty();
@@ -349,6 +351,9 @@ void Pool::run(Program* program, const Sizes& sizes, double* seconds) {
   complete.set(run.base + (uint32_t)program->stages.size());
   if (together) run.door.fetch_and(0x7fff, std::memory_order_acq_rel);
   if (threads > 1 && !seconds) adapt(late, now_ns() - run.began);
+  const char* failure = workers[0].failure;
+  workers[0].failure = nullptr;
+  return failure;
 }
 
 void Pool::adapt(int64_t late, int64_t took) {
@@ -420,16 +425,19 @@ BN_EXPORT int32_t bn_program_op_cost(const Program* program, int32_t op, const i
   while (program->stages[stage].first + program->stages[stage].count <= op) stage++;
   return stage;
 }
-// Run all ops. seconds: null, or [stages], to which each stage's wall time is added.
-BN_EXPORT void bn_program_run(Pool* pool, Program* program, const int64_t* sizes, double* seconds) {
+// Run all ops. seconds: null, or [stages], to which each stage's wall time is added. Returns null, or
+// why the run failed.
+BN_EXPORT const char* bn_program_run(Pool* pool, Program* program, const int64_t* sizes,
+                                     double* seconds) {
   Sizes s;
   std::memcpy(s.n, sizes, sizeof s.n);
-  pool->run(program, s, seconds);
+  return pool->run(program, s, seconds);
 }
 // Run all ops once and forget them.
-BN_EXPORT void bn_program_run_once(Pool* pool, Program* program, const int64_t* sizes) {
-  bn_program_run(pool, program, sizes, nullptr);
+BN_EXPORT const char* bn_program_run_once(Pool* pool, Program* program, const int64_t* sizes) {
+  const char* failure = bn_program_run(pool, program, sizes, nullptr);
   pool->await_empty();
   program->ops.clear();
   program->stages.clear();
+  return failure;
 }

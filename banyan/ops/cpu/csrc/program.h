@@ -7,6 +7,6 @@ banyan::Pool* bn_pool_new(int32_t threads, const int32_t* cpus);
 void bn_pool_free(banyan::Pool* pool);
 banyan::Program* bn_program_new();
 void bn_program_free(banyan::Pool* pool, banyan::Program* program);
-void bn_program_run(banyan::Pool* pool, banyan::Program* program, const int64_t* sizes,
-                    double* seconds);
+const char* bn_program_run(banyan::Pool* pool, banyan::Program* program, const int64_t* sizes,
+                           double* seconds);
 }

@@ -35,6 +35,8 @@ struct Program;
 struct Worker {
   int32_t index;  // 0 is the thread that called
   int32_t count;
+  // Set by an op that could not do its work: why. The run then fails as a whole.
+  const char* failure = nullptr;
   // Memory of this thread, 64-byte aligned, kept between ops; contents are not.
   uint8_t* scratch(size_t bytes);
 
@@ -62,8 +64,9 @@ struct Kernel {
 // With `row_size` >= 0 the op is *row-wise*: its units are exactly the rows 0 ... sizes.n[row_size] - 1
 // and row i depends on row i of its inputs alone. Row-wise ops of one size that follow each other run
 // as one stage, a thread taking its rows through all of them while they are in its cache.
-// Any other op begins when everything before it is complete.
-constexpr int32_t NOT_ROW_WISE = -1;
+// Any other op begins when everything before it is complete. With ON_CALLER it has one unit, and the
+// thread that called does it: others may wait there for something outside of the pool.
+constexpr int32_t NOT_ROW_WISE = -1, ON_CALLER = -2;
 void append(Program* program, const Kernel& kernel, const void* args, size_t args_bytes,
             int32_t row_size);
 

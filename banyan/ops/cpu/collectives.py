@@ -1,0 +1,152 @@
+"""Collectives as ops of the compiled library: recorded like every other op, or run at once.
+
+Has the face of `parallel.collectives.Collectives`. Knows the mapped memory that the ranks share,
+and not how they came by it (`parallel/shared.py`).
+"""
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from banyan.base.errors import DeviceError
+from banyan.ops.cpu.library import Library
+
+SLOT_BYTES = 1 << 20
+"""What a rank puts into the segment at once; longer tensors take several turns."""
+_SPIN_NS, _CROWDED_SPIN_NS = 40_000, 2_000
+"""How long a waiting rank spins before it sleeps, and where it takes a core from another one."""
+
+
+class SharedMemory:
+    """One rank's seat in a segment.
+
+    Args:
+        file: the open segment; it is mapped here, and open for as long as the seat is held.
+        timeout_s: a rank that waits longer than this for another one fails, and so do the others.
+        is_crowded: the ranks have more threads than there are cores.
+
+    Raises:
+        DeviceError: the segment is not one for these ranks and slots, or the seat is taken.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        file: int,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        is_crowded: bool,
+        slot_bytes: int = SLOT_BYTES,
+    ) -> None:
+        self._library = library
+        self._size = size
+        spin_ns = _CROWDED_SPIN_NS if is_crowded else _SPIN_NS
+        memory = mmap.mmap(file, segment_bytes(library, size, slot_bytes))
+        view = ctypes.c_char.from_buffer(memory)
+        why = ctypes.create_string_buffer(200)
+        self._group = library.function("bn_shared_open")(
+            *(ctypes.addressof(view), file, rank, size, slot_bytes, timeout_s, spin_ns),
+            *(why, len(why)),
+        )
+        if not self._group:
+            raise DeviceError(f"the ranks' shared memory cannot be used: {why.value.decode()}")
+        free = library.function("bn_shared_free")
+        # At exit all of it goes with the process; a step may still be running.
+        weakref.finalize(self, _leave, free, self._group, file, view).atexit = False
+
+    def meet(self) -> None:
+        """Wait until every rank has come here."""
+        self._library.call("bn_meet", 1, self._group)
+
+    def all_reduce(self, x: Tensor) -> None:
+        assert x.dtype == torch.float32 and x.is_contiguous(), "sums are of contiguous fp32"
+        self._library.call("bn_all_reduce", len(x), self._group, x.data_ptr(), _width(x))
+
+    def all_gather(self, x: Tensor, columns: int) -> Tensor:
+        rows, item = len(x), x.element_size()
+        out = self._library.empty((rows, columns), x.dtype)
+        room = -(-columns // self._size) * item
+        self._library.call(
+            *("bn_all_gather", rows, self._group, *_rows(x), out.data_ptr()),
+            *(x.shape[1] * item, room, columns * item),
+        )
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        assert x.dtype == torch.float32, "sums are of fp32"
+        share = self._share(x)
+        out = self._library.empty((len(x), share))
+        self._library.call(
+            "bn_reduce_scatter", len(x), self._group, *_rows(x), out.data_ptr(), share * 4
+        )
+        return out
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        share = self._share(x) * x.element_size()
+        out = self._library.empty(x.shape, x.dtype)
+        self._library.call("bn_all_to_all", len(x), self._group, *_rows(x), out.data_ptr(), share)
+        return out
+
+    def all_to_all_rows(self, x: Tensor, counts: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        assert x.is_contiguous() and counts.dtype == torch.int64 and counts.is_contiguous()
+        assert counts.shape == (self._size,), f"{counts.shape} counts for {self._size} ranks"
+        out = self._library.empty((room, x.shape[1]), x.dtype)
+        received = self._library.empty((self._size,), torch.int64)
+        self._library.call(
+            *("bn_all_to_all_rows", len(x), self._group, x.data_ptr(), counts.data_ptr()),
+            *(out.data_ptr(), received.data_ptr(), x.shape[1] * x.element_size(), room),
+        )
+        return out, received
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        self._whole("bn_broadcast", x, source)
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._whole("bn_send", x, to)
+
+    def recv(self, x: Tensor, source: int) -> None:
+        self._whole("bn_recv", x, source)
+
+    def _whole(self, op: str, x: Tensor, other: int) -> None:
+        assert x.is_contiguous() and 0 <= other < self._size
+        row_bytes = _width(x) * x.element_size()
+        self._library.call(op, len(x), self._group, x.data_ptr(), row_bytes, other)
+
+    def _share(self, x: Tensor) -> int:
+        assert x.shape[1] % self._size == 0, f"{x.shape[1]} columns for {self._size} ranks"
+        return x.shape[1] // self._size
+
+
+def segment_bytes(library: Library, size: int, slot_bytes: int = SLOT_BYTES) -> int:
+    """Size of the segment of so many ranks; memory is taken only for what is used of it."""
+    return library.function("bn_shared_bytes")(size, slot_bytes)
+
+
+def most_ranks(library: Library) -> int:
+    return library.function("bn_shared_most_ranks")()
+
+
+def _width(x: Tensor) -> int:
+    """Elements of a row of any shape."""
+    width = 1
+    for extent in x.shape[1:]:
+        width *= extent
+    return width
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """Address and stride in bytes of rows whose inside is contiguous."""
+    assert x.dim() == 2 and (x.stride(1) == 1 or x.shape[1] == 1), f"rows lie apart: {x.stride()}"
+    return x.data_ptr(), x.stride(0) * x.element_size()
+
+
+def _leave(free: Callable[..., int], group: int, file: int, view: object) -> None:
+    """view: what keeps the memory mapped; it goes last."""
+    free(group)
+    os.close(file)

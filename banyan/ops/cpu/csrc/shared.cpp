@@ -1,0 +1,639 @@
+// Collectives between the ranks of one machine, over memory that all of them have mapped.
+//
+// Every rank has a seat and two slots in the segment. A collective works in pieces of a slot, and a
+// piece is one *turn*: write your slot, say so in your seat, wait for all others, read their slots.
+// Turns use the two slots alternately: who has come to a turn has read all of the turn before it,
+// so nobody writes into what is still read, and no second meeting is needed. `send` and `recv` have
+// a lane per pair of ranks, which the others do not see.
+//
+// Sums add the ranks' numbers in the order of the ranks, one element like another: they have the
+// same bits on every rank and for any number of rows.
+//
+// Ranks wait on a word in their seats: a short spin, then sleep. Who sleeps looks up from time to
+// time whether the one it waits for still holds the lock on its byte of the file (the system takes
+// it away from the dead), whether somebody has given up, and whether its own time is over. Then the
+// segment is lost: every collective on it fails, with the number of the rank that did not come.
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "runtime.h"
+
+namespace banyan {
+
+constexpr int MAX_RANKS = 64;
+constexpr uint64_t MAGIC = 0x316b6e61726e7962ull;  // "bynrank1"
+constexpr int64_t LOOK_NS = 50000000;              // how often a sleeper looks up
+constexpr int64_t LINE = 64;
+constexpr int64_t SUM_BLOCK = 2048;  // floats that stay in the first cache while ranks are added
+
+namespace {
+
+enum Kind : uint64_t {
+  MEET = 1, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ROWS, BROADCAST, SEND
+};
+constexpr const char* KINDS[] = {"nothing",        "meet",       "all_reduce",
+                                 "all_gather",     "reduce_scatter", "all_to_all",
+                                 "all_to_all_rows", "broadcast", "send"};
+
+int64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1000000000ll + t.tv_nsec;
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// A number that grows, in memory of several processes.
+struct alignas(LINE) Signal {
+  std::atomic<uint32_t> value, sleepers;
+
+  void set(uint32_t v) {
+    value.store(v, std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_seq_cst))
+      syscall(SYS_futex, &value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+  bool has_come_to(uint32_t v) const {
+    return (int32_t)(value.load(std::memory_order_acquire) - v) >= 0;
+  }
+  void sleep_below(uint32_t v) {
+    timespec slice{0, LOOK_NS};
+    sleepers.fetch_add(1, std::memory_order_seq_cst);
+    uint32_t seen = value.load(std::memory_order_seq_cst);
+    if ((int32_t)(seen - v) < 0) syscall(SYS_futex, &value, FUTEX_WAIT, seen, &slice, nullptr, 0);
+    sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  }
+};
+
+struct alignas(LINE) Seat {
+  Signal arrived;  // the newest turn
+  std::atomic<uint32_t> is_taken;
+  uint64_t what[2];                // by parity of the turn: what this rank is doing
+  int64_t counts[2][MAX_RANKS];    // rows for each rank, in all_to_all_rows
+};
+
+// From one rank to another.
+struct alignas(LINE) Lane {
+  Signal posted, taken;  // pieces
+  uint64_t what[2];
+};
+
+struct alignas(LINE) Header {
+  uint64_t magic;
+  int64_t ranks, slot_bytes;
+  alignas(LINE) std::atomic<uint32_t> lost;  // 0, or 1 + the rank that did not come
+  Seat seats[MAX_RANKS];
+};
+
+static_assert(std::atomic<uint32_t>::is_always_lock_free, "other processes have no such lock");
+
+uint64_t what_of(Kind kind, int64_t bytes) { return (uint64_t)kind << 56 | (uint64_t)bytes; }
+
+int64_t lanes_at() { return sizeof(Header); }
+int64_t slots_at(int64_t ranks) {
+  int64_t end = lanes_at() + ranks * ranks * (int64_t)sizeof(Lane);
+  return (end + 4095) / 4096 * 4096;
+}
+
+}  // namespace
+
+// One rank's end of a segment.
+struct Shared {
+  Header* header;
+  Lane* lanes;
+  uint8_t* slots;  // [2][ranks] of turns, then [from][to][2] of lanes
+  int32_t rank, ranks, fd;
+  int64_t slot, timeout_ns, spin_ns;
+  uint32_t turn = 0;
+  uint32_t sent[MAX_RANKS] = {}, received[MAX_RANKS] = {};
+  char failure[240] = "";
+
+  Seat& seat(int32_t r) { return header->seats[r]; }
+  uint8_t* slot_of(int32_t r) { return slots + ((turn & 1) * ranks + r) * slot; }
+  const float* floats_of(int32_t r) { return (const float*)slot_of(r); }
+  Lane& lane(int32_t from, int32_t to) { return lanes[from * ranks + to]; }
+  uint8_t* lane_slot(int32_t from, int32_t to, uint32_t piece) {
+    return slots + (2 * ranks + (from * ranks + to) * 2 + (piece & 1)) * slot;
+  }
+
+  // Whether collectives are possible at all; else the worker learns why not.
+  bool begin(Worker& worker) {
+    if (!failure[0] && header->lost.load(std::memory_order_relaxed)) is_lost();
+    if (failure[0]) worker.failure = failure;
+    return !failure[0];
+  }
+  uint8_t* open_turn() {
+    turn++;
+    return slot_of(rank);
+  }
+  bool meet(uint64_t what, Worker& worker);
+  bool await(Signal& signal, uint32_t v, int32_t whom);
+  bool agree(uint64_t mine, uint64_t theirs, int32_t whom);
+  bool is_lost();
+  bool is_gone(int32_t whom);
+  bool lose(int32_t whom, const char* how);
+};
+
+// Returns false when that will not happen; `failure` says why.
+bool Shared::await(Signal& signal, uint32_t v, int32_t whom) {
+  bool slept = false;
+  for (int64_t round = 0, began = 0;; round++) {
+    if (signal.has_come_to(v)) return true;
+    relax();
+    if (round % 64 != 63) continue;
+    int64_t now = now_ns();
+    if (!began) began = now;
+    if (now - began < spin_ns) continue;
+    if (header->lost.load(std::memory_order_acquire)) return is_lost();
+    if (now - began >= timeout_ns) {
+      char how[60];
+      std::snprintf(how, sizeof how, "did not come within %.3g s", (double)timeout_ns * 1e-9);
+      return lose(whom, how);
+    }
+    // It may have come and then ended.
+    if (slept && is_gone(whom)) return signal.has_come_to(v) || lose(whom, "has ended");
+    signal.sleep_below(v);
+    slept = true;
+    round = -1;
+  }
+}
+
+// Bring everybody's slots of this turn together.
+bool Shared::meet(uint64_t what, Worker& worker) {
+  Seat& mine = seat(rank);
+  mine.what[turn & 1] = what;
+  mine.arrived.set(turn);
+  bool good = true;
+  for (int32_t i = 1; i < ranks && good; i++) {
+    int32_t r = (rank + i) % ranks;
+    good = await(seat(r).arrived, turn, r) && agree(what, seat(r).what[turn & 1], r);
+  }
+  if (!good) worker.failure = failure;
+  return good;
+}
+
+bool Shared::agree(uint64_t mine, uint64_t theirs, int32_t whom) {
+  if (mine == theirs) return true;
+  constexpr uint64_t BYTES = (1ull << 56) - 1;
+  uint64_t kind = theirs >> 56;
+  std::snprintf(failure, sizeof failure,
+                "ranks are not in step: rank %d is in %s of %lld bytes, rank %d in %s of %lld",
+                rank, KINDS[mine >> 56], (long long)(mine & BYTES), whom,
+                kind <= SEND ? KINDS[kind] : "?", (long long)(theirs & BYTES));
+  uint32_t none = 0;
+  header->lost.compare_exchange_strong(none, 1 + (uint32_t)whom);
+  return false;
+}
+
+bool Shared::lose(int32_t whom, const char* how) {
+  uint32_t none = 0;
+  if (!header->lost.compare_exchange_strong(none, 1 + (uint32_t)whom)) return is_lost();
+  std::snprintf(failure, sizeof failure, "rank %d %s; rank %d waited for it", whom, how, rank);
+  return false;
+}
+
+bool Shared::is_lost() {
+  std::snprintf(failure, sizeof failure,
+                "the ranks can no longer work together: another rank waited for rank %d in vain",
+                (int)header->lost.load(std::memory_order_acquire) - 1);
+  return false;
+}
+
+bool Shared::is_gone(int32_t whom) {
+  if (!seat(whom).is_taken.load(std::memory_order_acquire)) return false;  // it has yet to come
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = whom;
+  lock.l_len = 1;
+  return fcntl(fd, F_OFD_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+}
+
+namespace {
+
+// Every op's arguments begin with these.
+struct Args {
+  Shared* group;
+  int32_t size;  // of the leading dimension
+};
+struct BlockArgs : Args {  // bytes; one block of a row is what one rank gives or gets
+  const uint8_t* x;
+  uint8_t* out;
+  int64_t x_stride, mine, room, total;
+};
+struct RowsArgs : Args {
+  const uint8_t* x;
+  const int64_t* counts;
+  uint8_t* out;
+  int64_t* received;
+  int64_t row_bytes, room;
+};
+struct WholeArgs : Args {
+  uint8_t* x;
+  int64_t row_bytes;
+  int32_t other;
+};
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// out = the sum over the ranks, rank 0 first; theirs(r) is where rank r has its numbers.
+template <class Theirs>
+void add_up(float* out, int64_t count, int32_t ranks, Theirs theirs) {
+  for (int64_t at = 0; at < count; at += SUM_BLOCK) {
+    int64_t n = least(SUM_BLOCK, count - at);
+    float* __restrict to = out + at;
+    const float* __restrict first = theirs(0) + at;
+    const float* __restrict second = theirs(1) + at;
+    for (int64_t i = 0; i < n; i++) to[i] = first[i] + second[i];
+    for (int32_t r = 2; r < ranks; r++) {
+      const float* __restrict next = theirs(r) + at;
+      for (int64_t i = 0; i < n; i++) to[i] += next[i];
+    }
+  }
+}
+
+void all_reduce(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
+  const WholeArgs& a = *(const WholeArgs*)args;
+  Shared& g = *a.group;
+  if (!g.begin(worker)) return;
+  int64_t bytes = sizes.n[a.size] * a.row_bytes;
+  for (int64_t at = 0; at < bytes; at += g.slot) {
+    int64_t piece = least(g.slot, bytes - at);
+    std::memcpy(g.open_turn(), a.x + at, piece);
+    if (!g.meet(what_of(ALL_REDUCE, bytes), worker)) return;
+    add_up((float*)(a.x + at), piece / 4, g.ranks, [&](int32_t r) { return g.floats_of(r); });
+  }
+}
+
+// Rows of `blocks` blocks of `room` bytes, in tiles that fill a slot at most:
+// tile(row, rows, column, columns), columns in bytes of a block. Stops at the first false.
+template <class Tile>
+void in_tiles(int64_t slot, int64_t rows, int64_t blocks, int64_t room, Tile tile) {
+  int64_t wide = least(room, slot / blocks / LINE * LINE);
+  int64_t high = wide ? slot / (blocks * wide) : 0;
+  for (int64_t row = 0; row < rows && wide; row += high)
+    for (int64_t column = 0; column < room; column += wide)
+      if (!tile(row, least(high, rows - row), column, least(wide, room - column))) return;
+}
+
+void all_gather(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
+  const BlockArgs& a = *(const BlockArgs*)args;
+  Shared& g = *a.group;
+  if (!g.begin(worker)) return;
+  int64_t rows = sizes.n[a.size];
+  in_tiles(g.slot, rows, 1, a.room, [&](int64_t row, int64_t high, int64_t column, int64_t wide) {
+    uint8_t* slot = g.open_turn();
+    int64_t mine = least(wide, a.mine - column);
+    for (int64_t i = 0; i < high && mine > 0; i++)
+      std::memcpy(slot + i * wide, a.x + (row + i) * a.x_stride + column, mine);
+    if (!g.meet(what_of(ALL_GATHER, rows * a.total), worker)) return false;
+    for (int32_t r = 0; r < g.ranks; r++) {
+      int64_t first = r * a.room + column, count = least(wide, a.total - first);
+      for (int64_t i = 0; i < high && count > 0; i++)
+        std::memcpy(a.out + (row + i) * a.total + first, g.slot_of(r) + i * wide, count);
+    }
+    return true;
+  });
+}
+
+// My columns of every block of some rows, side by side as [rows][ranks][wide].
+void post_blocks(const BlockArgs& a, int64_t row, int64_t high, int64_t column, int64_t wide) {
+  Shared& g = *a.group;
+  uint8_t* slot = g.open_turn();
+  for (int64_t i = 0; i < high; i++)
+    for (int32_t r = 0; r < g.ranks; r++)
+      std::memcpy(slot + (i * g.ranks + r) * wide,
+                  a.x + (row + i) * a.x_stride + r * a.room + column, wide);
+}
+
+void reduce_scatter(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
+  const BlockArgs& a = *(const BlockArgs*)args;
+  Shared& g = *a.group;
+  if (!g.begin(worker)) return;
+  int64_t n = sizes.n[a.size];
+  in_tiles(g.slot, n, g.ranks, a.room, [&](int64_t row, int64_t high, int64_t column,
+                                           int64_t wide) {
+    post_blocks(a, row, high, column, wide);
+    if (!g.meet(what_of(REDUCE_SCATTER, n * a.room), worker)) return false;
+    for (int64_t i = 0; i < high; i++)
+      add_up((float*)(a.out + (row + i) * a.room + column), wide / 4, g.ranks, [&](int32_t r) {
+        return g.floats_of(r) + (i * g.ranks + g.rank) * (wide / 4);
+      });
+    return true;
+  });
+}
+
+void all_to_all(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
+  const BlockArgs& a = *(const BlockArgs*)args;
+  Shared& g = *a.group;
+  if (!g.begin(worker)) return;
+  int64_t n = sizes.n[a.size];
+  in_tiles(g.slot, n, g.ranks, a.room, [&](int64_t row, int64_t high, int64_t column,
+                                           int64_t wide) {
+    post_blocks(a, row, high, column, wide);
+    if (!g.meet(what_of(ALL_TO_ALL, n * a.room), worker)) return false;
+    for (int64_t i = 0; i < high; i++)
+      for (int32_t r = 0; r < g.ranks; r++)
+        std::memcpy(a.out + (row + i) * a.total + r * a.room + column,
+                    g.slot_of(r) + (i * g.ranks + g.rank) * wide, wide);
+    return true;
+  });
+}
+
+// Who sends how many rows to whom; every rank leaves with the same table.
+struct Traffic {
+  int64_t rows[MAX_RANKS][MAX_RANKS];  // [from][to]
+};
+
+bool exchange_counts(const RowsArgs& a, int64_t mine, Traffic& traffic, Worker& worker) {
+  Shared& g = *a.group;
+  int64_t sum = 0;
+  g.open_turn();
+  int64_t* counts = g.seat(g.rank).counts[g.turn & 1];
+  bool good = true;
+  for (int32_t r = 0; r < g.ranks; r++) {
+    counts[r] = a.counts[r];
+    good = good && counts[r] >= 0 && counts[r] <= mine - sum;
+    sum += good ? counts[r] : 0;
+  }
+  if (!good) counts[0] = -1;
+  if (!g.meet(what_of(ROWS, a.room * a.row_bytes), worker)) return false;
+  for (int32_t r = 0; r < g.ranks; r++) {
+    std::memcpy(traffic.rows[r], g.seat(r).counts[g.turn & 1], g.ranks * sizeof(int64_t));
+    if (traffic.rows[r][0] >= 0) continue;
+    std::snprintf(g.failure, sizeof g.failure, "rank %d would send other rows than it has", r);
+    worker.failure = g.failure;
+    return false;
+  }
+  for (int32_t to = 0; to < g.ranks; to++) {
+    int64_t coming = 0;
+    for (int32_t r = 0; r < g.ranks; r++) coming += traffic.rows[r][to];
+    if (coming <= a.room) continue;
+    std::snprintf(g.failure, sizeof g.failure, "rank %d would get %lld rows, it has room for %lld",
+                  to, (long long)coming, (long long)a.room);
+    worker.failure = g.failure;
+    return false;
+  }
+  return true;
+}
+
+void all_to_all_rows(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
+  const RowsArgs& a = *(const RowsArgs*)args;
+  Shared& g = *a.group;
+  Traffic t;
+  if (!g.begin(worker) || !exchange_counts(a, sizes.n[a.size], t, worker)) return;
+  int64_t longest = 0, mine = 0, next = 0;  // bytes of the longest stream, of my own; rows so far
+  int64_t first[MAX_RANKS], to[MAX_RANKS];  // where my part of a stream begins, where it goes
+  for (int32_t r = 0; r < g.ranks; r++) {
+    int64_t all = 0;
+    for (int32_t d = 0; d < g.ranks; d++) {
+      if (d == g.rank) first[r] = all;
+      all += t.rows[r][d] * a.row_bytes;
+    }
+    if (r == g.rank) mine = all;
+    if (all > longest) longest = all;
+    a.received[r] = t.rows[r][g.rank];
+    to[r] = next * a.row_bytes;
+    next += t.rows[r][g.rank];
+  }
+  for (int64_t at = 0; at < longest; at += g.slot) {
+    uint8_t* slot = g.open_turn();
+    if (at < mine) std::memcpy(slot, a.x + at, least(g.slot, mine - at));
+    if (!g.meet(what_of(ROWS, longest), worker)) return;
+    for (int32_t r = 0; r < g.ranks; r++) {
+      int64_t last = least(first[r] + t.rows[r][g.rank] * a.row_bytes, at + g.slot);
+      int64_t from = first[r] > at ? first[r] : at;
+      if (from < last)
+        std::memcpy(a.out + to[r] + from - first[r], g.slot_of(r) + from - at, last - from);
+    }
+  }
+}
+
+void broadcast(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
+  const WholeArgs& a = *(const WholeArgs*)args;
+  Shared& g = *a.group;
+  if (!g.begin(worker)) return;
+  int64_t bytes = sizes.n[a.size] * a.row_bytes;
+  for (int64_t at = 0; at < bytes; at += g.slot) {
+    int64_t piece = least(g.slot, bytes - at);
+    uint8_t* slot = g.open_turn();
+    if (g.rank == a.other) std::memcpy(slot, a.x + at, piece);
+    if (!g.meet(what_of(BROADCAST, bytes), worker)) return;
+    if (g.rank != a.other) std::memcpy(a.x + at, g.slot_of(a.other), piece);
+  }
+}
+
+void send(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
+  const WholeArgs& a = *(const WholeArgs*)args;
+  Shared& g = *a.group;
+  if (!g.begin(worker)) return;
+  Lane& lane = g.lane(g.rank, a.other);
+  int64_t bytes = sizes.n[a.size] * a.row_bytes;
+  for (int64_t at = 0; at < bytes; at += g.slot) {
+    uint32_t piece = ++g.sent[a.other];
+    if (!g.await(lane.taken, piece - 2, a.other)) {
+      worker.failure = g.failure;
+      return;
+    }
+    std::memcpy(g.lane_slot(g.rank, a.other, piece), a.x + at, least(g.slot, bytes - at));
+    lane.what[piece & 1] = what_of(SEND, bytes);
+    lane.posted.set(piece);
+  }
+}
+
+void recv(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
+  const WholeArgs& a = *(const WholeArgs*)args;
+  Shared& g = *a.group;
+  if (!g.begin(worker)) return;
+  Lane& lane = g.lane(a.other, g.rank);
+  int64_t bytes = sizes.n[a.size] * a.row_bytes;
+  for (int64_t at = 0; at < bytes; at += g.slot) {
+    uint32_t piece = ++g.received[a.other];
+    if (!g.await(lane.posted, piece, a.other) ||
+        !g.agree(what_of(SEND, bytes), lane.what[piece & 1], a.other)) {
+      worker.failure = g.failure;
+      return;
+    }
+    std::memcpy(a.x + at, g.lane_slot(a.other, g.rank, piece), least(g.slot, bytes - at));
+    lane.taken.set(piece);
+  }
+}
+
+void meet_all(const void* args, const Sizes&, int64_t, int64_t, Worker& worker) {
+  Shared& g = *((const Args*)args)->group;
+  if (!g.begin(worker)) return;
+  g.open_turn();
+  g.meet(what_of(MEET, 0), worker);
+}
+
+// All ranks have the same number of rows, so all of them leave out what has none.
+int64_t if_any(const void* args, const Sizes& sizes) {
+  return sizes.n[((const Args*)args)->size] > 0;
+}
+int64_t always(const void*, const Sizes&) { return 1; }
+
+void cost_of_blocks(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  const BlockArgs& a = *(const BlockArgs*)args;
+  *bytes = (double)(sizes.n[a.size] * a.room) * a.group->ranks * 4;  // in, slot, slot, out
+  *operations = 0;
+}
+void cost_of_sums(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  const BlockArgs& a = *(const BlockArgs*)args;
+  double block = (double)(sizes.n[a.size] * a.room);
+  *bytes = block * (3 * a.group->ranks + 1);
+  *operations = block / 4 * (a.group->ranks - 1);
+}
+void cost_of_whole(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  const WholeArgs& a = *(const WholeArgs*)args;
+  *bytes = (double)(sizes.n[a.size] * a.row_bytes) * 2;
+  *operations = 0;
+}
+void cost_of_all_reduce(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  const WholeArgs& a = *(const WholeArgs*)args;
+  double whole = (double)(sizes.n[a.size] * a.row_bytes);
+  *bytes = whole * (a.group->ranks + 3);
+  *operations = whole / 4 * (a.group->ranks - 1);
+}
+void cost_of_rows(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  const RowsArgs& a = *(const RowsArgs*)args;
+  *bytes = (double)(sizes.n[a.size] * a.row_bytes) * 4;
+  *operations = 0;
+}
+void cost_of_nothing(const void*, const Sizes&, double* bytes, double* operations) {
+  *bytes = *operations = 0;
+}
+
+const Kernel ALL_REDUCE_KERNEL = {"all_reduce", if_any, always, all_reduce, cost_of_all_reduce};
+const Kernel ALL_GATHER_KERNEL = {"all_gather", if_any, always, all_gather, cost_of_blocks};
+const Kernel REDUCE_SCATTER_KERNEL = {"reduce_scatter", if_any, always, reduce_scatter,
+                                      cost_of_sums};
+const Kernel ALL_TO_ALL_KERNEL = {"all_to_all", if_any, always, all_to_all, cost_of_blocks};
+const Kernel ROWS_KERNEL = {"all_to_all_rows", always, always, all_to_all_rows, cost_of_rows};
+const Kernel BROADCAST_KERNEL = {"broadcast", if_any, always, broadcast, cost_of_whole};
+const Kernel SEND_KERNEL = {"send", if_any, always, send, cost_of_whole};
+const Kernel RECV_KERNEL = {"recv", if_any, always, recv, cost_of_whole};
+const Kernel MEET_KERNEL = {"meet", always, always, meet_all, cost_of_nothing};
+
+template <class A>
+void add(Program* program, const Kernel& kernel, const A& args) {
+  append(program, kernel, &args, sizeof args, ON_CALLER);
+}
+
+}  // namespace
+
+}  // namespace banyan
+
+using namespace banyan;
+
+// Bytes of a segment.
+BN_EXPORT int64_t bn_shared_bytes(int32_t ranks, int64_t slot_bytes) {
+  return slots_at(ranks) + (2 * (int64_t)ranks + 2 * (int64_t)ranks * ranks) * slot_bytes;
+}
+BN_EXPORT int32_t bn_shared_most_ranks() { return MAX_RANKS; }
+
+// Take this rank's seat in a segment that is mapped at `memory` from the open file `fd`. Rank 0
+// comes first, to memory of zeros. Null and the reason when that is impossible.
+BN_EXPORT Shared* bn_shared_open(uint8_t* memory, int32_t fd, int32_t rank, int32_t ranks,
+                                 int64_t slot_bytes, double timeout_s, int64_t spin_ns, char* why,
+                                 int32_t room) {
+  Header* header = (Header*)memory;
+  if (ranks < 2 || ranks > MAX_RANKS || slot_bytes < LINE * ranks || slot_bytes % LINE) {
+    std::snprintf(why, room, "%d ranks with slots of %lld bytes: 2 to %d ranks, 64 bytes for each",
+                  ranks, (long long)slot_bytes, MAX_RANKS);
+    return nullptr;
+  }
+  if (rank == 0) {
+    header->ranks = ranks;
+    header->slot_bytes = slot_bytes;
+    header->magic = MAGIC;
+  }
+  if (header->magic != MAGIC || header->ranks != ranks || header->slot_bytes != slot_bytes) {
+    std::snprintf(why, room, "it was not made for %d ranks and slots of %lld bytes", ranks,
+                  (long long)slot_bytes);
+    return nullptr;
+  }
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  if (fcntl(fd, F_OFD_SETLK, &lock)) {
+    std::snprintf(why, room, "the seat of rank %d is taken, or cannot be locked", rank);
+    return nullptr;
+  }
+  header->seats[rank].is_taken.store(1, std::memory_order_release);
+  Shared* group = new Shared;
+  group->header = header;
+  group->lanes = (Lane*)(memory + lanes_at());
+  group->slots = memory + slots_at(ranks);
+  group->rank = rank, group->ranks = ranks, group->fd = fd;
+  group->slot = slot_bytes;
+  group->timeout_ns = (int64_t)(timeout_s * 1e9), group->spin_ns = spin_ns;
+  return group;
+}
+BN_EXPORT void bn_shared_free(Shared* group) { delete group; }
+
+// Wait until all ranks have come here.
+BN_EXPORT void bn_meet(Program* program, int32_t size, Shared* group) {
+  add(program, MEET_KERNEL, Args{group, size});
+}
+// x: contiguous fp32, replaced by its sum over the ranks.
+BN_EXPORT void bn_all_reduce(Program* program, int32_t size, Shared* group, float* x, int64_t dim) {
+  add(program, ALL_REDUCE_KERNEL, WholeArgs{{group, size}, (uint8_t*)x, dim * 4, 0});
+}
+// In the next three all widths and strides are in bytes.
+// x: [n, mine], rows x_stride apart; out: [n, total], of which each rank has `room`, the last less.
+BN_EXPORT void bn_all_gather(Program* program, int32_t size, Shared* group, const void* x,
+                             int64_t x_stride, void* out, int64_t mine, int64_t room,
+                             int64_t total) {
+  add(program, ALL_GATHER_KERNEL,
+      BlockArgs{{group, size}, (const uint8_t*)x, (uint8_t*)out, x_stride, mine, room, total});
+}
+// x: [n, ranks · room] fp32; out: [n, room], this rank's share of the sum.
+BN_EXPORT void bn_reduce_scatter(Program* program, int32_t size, Shared* group, const void* x,
+                                 int64_t x_stride, void* out, int64_t room) {
+  add(program, REDUCE_SCATTER_KERNEL,
+      BlockArgs{{group, size}, (const uint8_t*)x, (uint8_t*)out, x_stride, room, room,
+                room * group->ranks});
+}
+// x: [n, ranks · room]; out: the same, its block r from rank r.
+BN_EXPORT void bn_all_to_all(Program* program, int32_t size, Shared* group, const void* x,
+                             int64_t x_stride, void* out, int64_t room) {
+  add(program, ALL_TO_ALL_KERNEL,
+      BlockArgs{{group, size}, (const uint8_t*)x, (uint8_t*)out, x_stride, room, room,
+                room * group->ranks});
+}
+// x: contiguous rows, those for rank 0 first; counts: [ranks], rows for each; out: room for `room`
+// rows, those of rank 0 first; received: [ranks], rows of each.
+BN_EXPORT void bn_all_to_all_rows(Program* program, int32_t size, Shared* group, const void* x,
+                                  const int64_t* counts, void* out, int64_t* received,
+                                  int64_t row_bytes, int64_t room) {
+  add(program, ROWS_KERNEL,
+      RowsArgs{{group, size}, (const uint8_t*)x, counts, (uint8_t*)out, received, row_bytes, room});
+}
+BN_EXPORT void bn_broadcast(Program* program, int32_t size, Shared* group, void* x,
+                            int64_t row_bytes, int32_t source) {
+  add(program, BROADCAST_KERNEL, WholeArgs{{group, size}, (uint8_t*)x, row_bytes, source});
+}
+BN_EXPORT void bn_send(Program* program, int32_t size, Shared* group, const void* x,
+                       int64_t row_bytes, int32_t to) {
+  add(program, SEND_KERNEL, WholeArgs{{group, size}, (uint8_t*)x, row_bytes, to});
+}
+BN_EXPORT void bn_recv(Program* program, int32_t size, Shared* group, void* x, int64_t row_bytes,
+                       int32_t from) {
+  add(program, RECV_KERNEL, WholeArgs{{group, size}, (uint8_t*)x, row_bytes, from});
+}

@@ -1,0 +1,110 @@
+"""Collectives by torch's gloo: between machines, and where the compiled library is missing.
+
+Ranks that meet at a file are on one machine, and listen on its loopback alone.
+"""
+
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from banyan.ops.api import NotRecordable
+from banyan.parallel.collectives import Meeting, Transport
+
+_LOOPBACK = "127.0.0.1"
+
+
+class Gloo:
+    """Implements `Collectives`; nothing here can be recorded."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        rank, size = meeting.rank, meeting.size
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=meeting.timeout_s)
+        if meeting.path:
+            device = dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)
+            store: dist.Store = dist.FileStore(meeting.path, size)
+            store.set_timeout(options._timeout)
+        else:
+            device = dist.ProcessGroupGloo.create_default_device()
+            parts = urlsplit(meeting.address)
+            store = dist.TCPStore(
+                str(parts.hostname), parts.port or 0, size, rank == 0, options._timeout
+            )
+        options._devices = [device]
+        self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        self._rank, self._size = rank, size
+        self._recorder = meeting.recorder
+
+    def all_reduce(self, x: Tensor) -> None:
+        # gloo's own sum adds in an order that depends on the size of x.
+        x.copy_(_sum(self._parts(x)))
+
+    def all_gather(self, x: Tensor, columns: int) -> Tensor:
+        missing = -(-columns // self._size) - x.shape[1]
+        whole = torch.nn.functional.pad(x, (0, missing))
+        return torch.cat(self._parts(whole), dim=1)[:, :columns]
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return _sum([part.chunk(self._size, 1)[self._rank] for part in self._parts(x)])
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return torch.cat([part.chunk(self._size, 1)[self._rank] for part in self._parts(x)], dim=1)
+
+    def all_to_all_rows(self, x: Tensor, counts: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        table = torch.stack(self._parts(counts))  # [from, to]
+        received = table[:, self._rank].contiguous()
+        coming = table.sum(0).tolist()
+        for rank, rows in enumerate(coming):
+            if rows > room:
+                raise ValueError(f"rank {rank} would get {rows} rows, it has room for {room}")
+        out = x.new_empty((room, x.shape[1]))
+        self._group.alltoall_base(
+            out[: int(received.sum())],
+            x[: int(counts.sum())].contiguous(),
+            received.tolist(),
+            counts.tolist(),
+            dist.AllToAllOptions(),
+        ).wait()
+        return out, received
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        self._refuse_recording()
+        self._group.broadcast(x, source).wait()
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._refuse_recording()
+        self._group.send([x], to, 0).wait()
+
+    def recv(self, x: Tensor, source: int) -> None:
+        self._refuse_recording()
+        self._group.recv([x], source, 0).wait()
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """The x of every rank, in the order of the ranks."""
+        self._refuse_recording()
+        x = x.contiguous()
+        parts = [x.new_empty(x.shape) for _ in range(self._size)]
+        self._group.allgather([parts], [x]).wait()
+        return parts
+
+    def _refuse_recording(self) -> None:
+        """Its work goes past torch's dispatcher: a recording would not notice that it is missing.
+
+        Raises:
+            NotRecordable: something is being recorded.
+        """
+        if self._recorder is not None and self._recorder.is_recording:
+            raise NotRecordable("gloo's collectives are no compiled ops")
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+GLOO = Transport(declines=lambda meeting: None, open=Gloo)

@@ -1,0 +1,200 @@
+"""Each collective of each library against its plain definition, in processes of their own."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from banyan.parallel.groups import Group
+from tests.parallel.ranks import LIBRARIES, meet, needs_compiler, together
+
+SLOT = 1024
+"""Bytes: smaller than most of what is exchanged here."""
+SHAPES = ((1, 1), (3, 7), (5, 64), (2, 300), (33, 129), (1, 2000))
+COUNTS = (1, 2, 3, 17, 64)
+
+
+def matrix(rank: int, rows: int, columns: int) -> torch.Tensor:
+    """Numbers of a rank that are its own, of sizes whose sum depends on the order."""
+    draw = torch.Generator().manual_seed(1000 * rows + columns + 7 * rank)
+    sizes = 10.0 ** torch.randint(-3, 4, (rows, columns), generator=draw)
+    return torch.randn(rows, columns, generator=draw) * sizes
+
+
+def in_order(parts: list[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def exercise(rank: int, size: int, address: str, threads: int) -> tuple[list[str], dict]:
+    """Call everything in all shapes: what is wrong, and the sums of one row in many batches."""
+    wrong: list[str] = []
+    sums: dict[str, list[list[float]]] = {}
+    for name in LIBRARIES:
+        group = meet(name, rank, size, address, slot_bytes=SLOT, threads=threads)
+        for rows, columns in SHAPES:
+            for what in (reduce, gather, scatter, exchange, tell, pass_on):
+                found, wanted = what(group, rows, columns)
+                if found.shape != wanted.shape or not torch.equal(found, wanted):
+                    wrong.append(f"{name}: {what.__name__} of {rows}x{columns} on rank {rank}")
+        wrong += [f"{name}: rows, {text}" for text in send_rows(group)]
+        sums[name] = add_in_batches(group)
+    return wrong, sums
+
+
+def reduce(group: Group, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [matrix(r, rows, columns) for r in range(group.size)]
+    return group.all_reduce(parts[group.rank].clone()), in_order(parts)
+
+
+def gather(group: Group, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = matrix(99, rows, group.size * columns - (columns > 1))
+    share = -(-whole.shape[1] // group.size)
+    mine = whole[:, group.rank * share : (group.rank + 1) * share]  # rows that lie apart
+    return group.all_gather(mine, whole.shape[1]), whole
+
+
+def scatter(group: Group, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [matrix(r, rows, group.size * columns) for r in range(group.size)]
+    mine = slice(group.rank * columns, (group.rank + 1) * columns)
+    return group.reduce_scatter(parts[group.rank]), in_order([part[:, mine] for part in parts])
+
+
+def exchange(group: Group, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [matrix(r, rows, group.size * columns) for r in range(group.size)]
+    mine = slice(group.rank * columns, (group.rank + 1) * columns)
+    return group.all_to_all(parts[group.rank]), torch.cat([part[:, mine] for part in parts], 1)
+
+
+def tell(group: Group, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.arange(rows * columns).view(rows, columns)
+    found = [group.broadcast(x * (group.rank + 1), source) for source in range(group.size)]
+    return torch.stack(found), torch.stack([x * (source + 1) for source in range(group.size)])
+
+
+def pass_on(group: Group, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Around the ring, twice."""
+    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    x, found = matrix(group.rank, rows, columns), torch.zeros(2, rows, columns)
+    for i in range(2):
+        if group.rank % 2:
+            group.recv(found[i], before)
+            group.send(x, after)
+        else:
+            group.send(x, after)
+            group.recv(found[i], before)
+    return found, matrix(before, rows, columns).expand(2, -1, -1)
+
+
+def send_rows(group: Group) -> list[str]:
+    """all_to_all_rows in five patterns, the first without any row."""
+    size, wrong = group.size, []
+    for pattern in range(5):
+        table = torch.tensor(
+            [[(3 * a + 5 * b + pattern * a * b) % 9 for b in range(size)] for a in range(size)]
+        ) * min(pattern, 1)
+        sent = [
+            torch.split(matrix(a, 70, 37)[: table[a].sum()], table[a].tolist()) for a in range(size)
+        ]
+        counts = table[group.rank].contiguous()
+        found, received = group.all_to_all_rows(matrix(group.rank, 70, 37), counts, 60)
+        wanted = torch.cat([sent[a][group.rank] for a in range(size)])
+        if not torch.equal(received, table[:, group.rank]):
+            wrong.append(f"counts of pattern {pattern}")
+        if not torch.equal(found[: len(wanted)], wanted):
+            wrong.append(f"pattern {pattern}")
+    return wrong
+
+
+def add_in_batches(group: Group) -> list[list[float]]:
+    """Sums of the first row of one matrix, in batches of every size."""
+    whole = matrix(group.rank, max(COUNTS), 576)
+    return [group.all_reduce(whole[:rows].clone())[0].tolist() for rows in COUNTS]
+
+
+@pytest.mark.parametrize(("size", "threads"), [(2, 2), (3, 1), (4, 1)])
+def test_every_collective_does_what_its_definition_says(size, threads, tmp_path):
+    answers = together(size, tmp_path, exercise, threads)
+    assert [wrong for wrong, _ in answers] == [[]] * size
+    # One row's sum has the same bits on every rank, in every batch, by either library.
+    rows = [row for _, sums in answers for by in sums.values() for row in by]
+    assert len(rows) == size * len(LIBRARIES) * len(COUNTS)
+    assert all(row == rows[0] for row in rows)
+
+
+def die_in_the_middle(rank: int, size: int, address: str, victim: int, how: str) -> float:
+    group = meet("shared", rank, size, address, timeout_s=1.0 if how == "hangs" else 60.0)
+    x = torch.ones(4, 4)
+    group.all_reduce(x)
+    if rank == victim:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hangs":
+            time.sleep(3)
+            return 0.0
+        group.broadcast(x, 0)  # something else
+    group.all_reduce(x)
+    return 0.0
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("dies", "rank {} has ended"),
+        ("hangs", "rank {} did not come within 1 s"),
+        ("strays", "rank {} in broadcast of 64"),
+    ],
+)
+def test_a_rank_that_does_not_come_is_named_by_all_others(how, text, tmp_path):
+    began = time.monotonic()
+    answers = together(3, tmp_path, die_in_the_middle, 1, how)
+    assert time.monotonic() - began < 40, "nobody waits for the dead until the deadline"
+    others = [answers[0], answers[2]]
+    assert all(isinstance(text, str) and "DeviceError" in text for text in others)
+    assert any(text.format(1) in answer for answer in others), others
+    assert all("rank 1" in answer for answer in others), others
+    if how == "dies":
+        assert answers[1] is None
+
+
+def too_many_rows(rank: int, size: int, address: str) -> None:
+    group = meet("shared", rank, size, address)
+    counts = torch.tensor([3, 3] if rank else [2, 0])
+    group.all_to_all_rows(torch.ones(6, 4), counts, 4)
+
+
+@needs_compiler
+def test_more_rows_than_there_is_room_for_fail_on_every_rank(tmp_path):
+    for answer in together(2, tmp_path, too_many_rows):
+        assert "rank 0 would get 5 rows, it has room for 4" in answer
+
+
+def files_and_ports(rank: int, size: int, address: str, name: str) -> tuple[list[str], list[str]]:
+    group = meet(name, rank, size, address)
+    group.all_reduce(torch.ones(2, 2))
+    mine = psutil.Process()
+    ports = [c.laddr.ip for c in mine.net_connections() if c.status == psutil.CONN_LISTEN]
+    folder = Path(address.removeprefix("file://")).parent
+    left = [p.name for p in folder.iterdir()]
+    group.broadcast(torch.ones(2, 2), 0)  # nobody leaves before all have looked
+    return ports, left
+
+
+@needs_compiler
+def test_shared_memory_leaves_no_file_and_no_port(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    assert together(2, tmp_path, files_and_ports, "shared") == [([], [])] * 2
+    assert set(os.listdir("/dev/shm")) <= before
+    assert os.listdir(tmp_path) == []
+
+
+def test_gloo_listens_on_loopback_alone_where_the_ranks_meet_at_a_file(tmp_path):
+    for ports, _ in together(2, tmp_path, files_and_ports, "gloo"):
+        assert ports and set(ports) == {"127.0.0.1"}

@@ -1,0 +1,158 @@
+"""Steps of several ranks, recorded over shared memory or called over gloo: the answers are those of
+one rank, and a request's own bits do not depend on its company.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from banyan.config.card import ModelCard, Pooling
+from banyan.config.checkpoint import read_card
+from banyan.layers.build import Build
+from banyan.layers.cache import group_caches
+from banyan.messages.plan import POOL, Row, StepPlan
+from banyan.messages.sampling import SamplingParams
+from banyan.models.weights.loader import load_model
+from banyan.ops.bind import ToolkitOptions, bind
+from banyan.parallel.groups import ALONE, open_groups
+from banyan.runner.kvstore import GroupLayout
+from banyan.runner.runner import ModelRunner, RunnerSizes
+from tests.models.families import tiny
+from tests.parallel.ranks import needs_compiler, together
+from tests.runner.driver import PAGE, Driver, Request, greedy
+
+SIZES = {
+    "head_dim": 8,
+    "num_key_value_heads": 6,
+    "intermediate_size": 96,
+    "tie_word_embeddings": True,
+}
+"""That two and three ranks can share, with compiled kernels."""
+MODELS = {"mistral": "text", "gemma3": "text", "qwen3": "vectors"}
+"""Variant -> what it is served for; gemma3 has layers with windows and some without."""
+VOCAB, LENGTHS = 97, (1, 5, 17, 30, 44, 71)
+
+
+@dataclass
+class Answers:
+    """What one rank found, request by request."""
+
+    is_recorded: bool
+    alone: list[tuple]
+    together: list[tuple]
+
+
+class Grouped(Driver):
+    """Gives the same pages in every cache group."""
+
+    def __init__(self, runner: ModelRunner, num_groups: int) -> None:
+        super().__init__(runner)
+        self.num_groups = num_groups
+
+    def plan(self, **parts) -> StepPlan:
+        grants = parts.pop("grants", [])
+        mine = [
+            type(g)(g.slot, group, g.first, g.pages)
+            for g in grants
+            for group in range(self.num_groups)
+        ]
+        return super().plan(grants=mine, **parts)
+
+
+def requests() -> list[Request]:
+    kinds = (
+        greedy(8),
+        SamplingParams(max_new_tokens=8, temperature=0.8, top_p=0.9, seed=4),
+        SamplingParams(max_new_tokens=8, temperature=0.0, frequency_penalty=0.7),
+    )
+    draw = np.random.default_rng(2)
+    return [
+        Request(draw.integers(3, VOCAB, n).tolist(), kinds[i % 3], score_from=0)
+        for i, n in enumerate(LENGTHS)
+    ]
+
+
+def write_text(driver: Driver, asked: list[Request]) -> list[tuple]:
+    driver.run(asked, chunk=24)
+    assert not any(request.failure for request in asked)
+    return [(r.output, [r.scores[p] for p in sorted(r.scores)]) for r in asked]
+
+
+def make_vectors(driver: Driver, asked: list[Request]) -> list[tuple]:
+    entered = [driver.enter(request) for request in asked]
+    rows = [Row(r.slot, 0, len(r.prompt), want=POOL) for r in asked]
+    joins, grants = [e[0] for e in entered], [e[1] for e in entered]
+    result = driver.runner.launch(driver.plan(joins=joins, grants=grants, rows=rows)).result()
+    assert not result.error and not result.failed
+    return [([], np.frombuffer(v, np.float32).tolist()) for v in result.vectors]
+
+
+def answer(card: ModelCard, rank: int = 0, size: int = 1, address: str = "", by: str = "shared"):
+    """Run the requests one by one, then all together."""
+    ops = bind(
+        *("cpu", torch.device("cpu"), torch.float32, frozenset(), card.head_dim),
+        options=ToolkitOptions(threads=1),
+        page_size=PAGE,
+    )
+    groups = ALONE
+    if size > 1:
+        groups = open_groups(rank, size, address, (by,), timeout_s=60, recorder=ops.recorder)
+    build = Build(ops, groups)
+    model = load_model(card, build)
+    kinds = group_caches(model.caches)
+    layouts = tuple(GroupLayout(kind.kind, kind.window, PAGE, 128) for kind in kinds)
+    runner = ModelRunner(model, build, RunnerSizes(16, 120, layouts, max_tokens=300))
+    driver = Grouped(runner, len(kinds))
+    ask = write_text if card.pooling is None else make_vectors
+    alone = [ask(driver, [request])[0] for request in requests()]
+    return Answers(runner.is_recorded, alone, ask(driver, requests()))
+
+
+def answer_all(rank: int, size: int, address: str, cards: list[ModelCard]) -> list[Answers]:
+    """Over shared memory for every card, then over gloo."""
+    return [
+        answer(card, rank, size, f"{address}-{by}-{i}", by)
+        for by in ("shared", "gloo")
+        for i, card in enumerate(cards)
+    ]
+
+
+@pytest.fixture(scope="module")
+def cards(tmp_path_factory: pytest.TempPathFactory) -> list[ModelCard]:
+    found = []
+    for variant, purpose in MODELS.items():
+        folder = tmp_path_factory.mktemp(variant)
+        tiny(variant, folder, **SIZES)
+        card = read_card(str(folder))
+        if purpose == "vectors":
+            card = replace(card, pooling=Pooling(), tie_embeddings=False)
+        found.append(card)
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(cards: list[ModelCard]) -> list[Answers]:
+    """Of one rank."""
+    return [answer(card) for card in cards]
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_ranks_answer_as_one_does_and_company_changes_no_bit(
+    size: int, cards: list[ModelCard], expected: list[Answers], tmp_path: Path
+):
+    assert all(one.is_recorded for one in expected)
+    for answers in together(size, tmp_path, answer_all, cards):
+        recorded, called = answers[: len(cards)], answers[len(cards) :]
+        assert all(mine.is_recorded for mine in recorded)
+        assert not any(mine.is_recorded for mine in called), "gloo's work cannot be recorded"
+        for mine, one in zip((*recorded, *called), (*expected, *expected), strict=True):
+            assert mine.alone == mine.together
+            for (tokens, numbers), (same, close) in zip(mine.alone, one.alone, strict=True):
+                assert tokens == same and len(numbers) == len(close) > 0
+                assert np.allclose(numbers, close, rtol=0, atol=2e-4)
+        # Both libraries add in the same order: recorded or not, the bits are the same.
+        assert [mine.alone for mine in recorded] == [mine.alone for mine in called]
