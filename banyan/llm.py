@@ -9,23 +9,22 @@ import atexit
 import json
 import threading
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 
 import banyan
 from banyan.base.errors import ConfigError, RequestError
-from banyan.base.log import logger
+from banyan.base.log import logger, tell
 from banyan.compose import EngineHandle, start_engine_process, start_engine_thread
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.disposal import dispose
 from banyan.config.env import read_environment
-from banyan.config.resolve import prepare
 from banyan.config.schema import Config
 from banyan.frontend.client import EngineClient, Engines
 from banyan.frontend.fleet import Fleet
@@ -38,6 +37,7 @@ from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.frontend.vectors import Origin, VectorService, prompts_of
 from banyan.messages.events import Ready
 from banyan.messages.link import FrontLink, PrivateFolder, ZmqFrontLink, local_pair
+from banyan.prepare import prepare
 from banyan.scheduler.routing import ROUTES
 
 log = logger(__name__)
@@ -76,10 +76,19 @@ class Engine:
             raise ConfigError(
                 f"engine_mode {engine_mode!r} is unknown", hint='choose "normal" or "inprocess"'
             )
+        self._begin(_arguments(model_path, server_args), engine_mode)
+
+    @classmethod
+    def from_words(cls, words: Sequence[str], engine_mode: str = "normal") -> Self:
+        """The engine of a server that is started with these words of a command line."""
+        engine = cls.__new__(cls)
+        engine._begin(words, engine_mode)
+        return engine
+
+    def _begin(self, words: Sequence[str], engine_mode: str) -> None:
         environment = read_environment()
-        config = parse(_arguments(model_path, server_args), environment)
-        for note in config.observe.notes:
-            log.warning("%s", note)
+        config = parse(words, environment)
+        tell(log, config.observe.notes)
         config, card = prepare(config, environment)
         self._config = config
         self._loop = _LoopThread()

@@ -29,7 +29,7 @@ from banyan.engine.processes import Child, Pulse, spawn
 from banyan.engine.spec import core_spec
 from banyan.engine.step_log import StepLog
 from banyan.frontend.tokenizer import load_tokenizer
-from banyan.grammar.base import BACKENDS, stand_ins
+from banyan.grammar.base import stand_ins
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
 from banyan.grammar.workshop import GrammarLimits
@@ -359,11 +359,6 @@ def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> Gram
     grammar = config.grammar
     if grammar.backend in ("", "none"):
         return None
-    if grammar.backend not in BACKENDS:
-        known = ", ".join([*BACKENDS, "none"])
-        raise ConfigError(
-            f"--grammar-backend {grammar.backend!r} is unknown", hint=f"choose one of: {known}"
-        )
 
     def read() -> tuple[Vocabulary, Encode]:
         tokenizer = load_tokenizer(config.model.tokenizer_path)

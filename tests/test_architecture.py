@@ -42,7 +42,7 @@ DOOR_IMPORTS = (
     *(f"frontend.generation.{name}" for name in ("run", "TextChunk", "Finish", "Usage")),
 )
 COMPOSITION_ROOTS = (
-    *("cli", "replica.py", "compose.py", "llm.py", "__main__.py", "check_env.py"),
+    *("cli", "prepare.py", "replica.py", "compose.py", "llm.py", "__main__.py", "check_env.py"),
     *("launch_server.py", "launch_router.py", "launch_lb.py"),
     *("bench_serving.py", "bench_one_batch.py", "bench_offline_throughput.py"),
 )

@@ -2,7 +2,9 @@
 
 import logging
 import sys
+from collections.abc import Iterable
 
+_ALWAYS = logging.CRITICAL + 1
 _FORMAT = "[%(asctime)s %(role)s] %(message)s"
 BARE = {"is_bare": True}
 """`extra` of a line that stands without time and role: records that programs read."""
@@ -39,6 +41,12 @@ def start_logging(role: str, level: str = "info") -> None:
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     root.propagate = False
+
+
+def tell(log: logging.Logger, lines: Iterable[str]) -> None:
+    """Log what everybody has to see, whatever level is shown."""
+    for line in lines:
+        log.log(_ALWAYS, "%s", line)
 
 
 def set_level(level: str) -> None:

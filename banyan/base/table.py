@@ -25,7 +25,7 @@ class Table(Generic[T]):
         self._plugins = plugins
 
     def __contains__(self, name: str) -> bool:
-        return name in self.names()
+        return name in self._entries or name in self.names()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())

@@ -11,15 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from banyan.base.errors import ConfigError, DeviceError
-from banyan.base.log import logger, start_logging
+from banyan.base.log import logger, start_logging, tell
 from banyan.compose import start_engine_process
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
-from banyan.config.resolve import prepare
 from banyan.config.schema import Config
 from banyan.frontend.client import EngineClient
 from banyan.frontend.fleet import Fleet
 from banyan.messages.link import PrivateFolder, ZmqFrontLink
+from banyan.prepare import prepare
 from banyan.scheduler.routing import ROUTES
 from banyan.server.openai.batch_lines import Line, ServerEnding, read_lines, run_lines
 from banyan.server.startup import open_service
@@ -56,8 +56,7 @@ def batch(argv: Sequence[str]) -> int:
     config = parse(argv[2:], environment)
     quiet = not any(word.startswith("--log-level") for word in argv)
     start_logging("batch", "warning" if quiet else config.observe.log_level)
-    for note in config.observe.notes:
-        log.warning("%s", note)
+    tell(log, config.observe.notes)
     answers = AnswerLog(out, out)
     try:
         try:

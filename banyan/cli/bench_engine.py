@@ -8,7 +8,7 @@ from random import Random
 from typing import TypeVar, cast
 
 from banyan.base.errors import BanyanError, ConfigError
-from banyan.base.log import start_logging
+from banyan.base.log import logger, start_logging, tell
 from banyan.bench import batch as one_batch
 from banyan.bench import report
 from banyan.bench.datasets import load_prompts
@@ -21,12 +21,14 @@ from banyan.compose import start_engine_thread
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.config.resolve import prepare
 from banyan.config.schema import Config
 from banyan.messages.events import Ready
 from banyan.messages.link import FrontLink, local_pair
+from banyan.prepare import prepare
 
 T = TypeVar("T")
+
+log = logger(__name__)
 
 _WARM_OUTPUT_LEN = 32
 
@@ -54,7 +56,9 @@ def batch(argv: Sequence[str]) -> int:
         raise ConfigError("--batch-size, --input-len and --output-len must be at least 1")
     environment = read_environment()
     config = parse(rest, environment)
-    start_logging("bench", config.observe.log_level if "--log-level" in rest else "warning")
+    is_level_given = any(word.startswith("--log") for word in rest)
+    start_logging("bench", config.observe.log_level if is_level_given else "warning")
+    tell(log, config.observe.notes)
     config, card = prepare(config, environment)
     rooflines = measure(config, card, options) if options.roofline else None
     asyncio.run(_batches(options, config, card, rooflines))
@@ -75,7 +79,7 @@ def throughput(argv: Sequence[str]) -> int:
     tokenizer = find_tokenizer(options.tokenizer or config.model.source)
     prompts = load_prompts(options, lexicon_of(options, tokenizer))
     start_logging("bench", "error")
-    with Engine(**_as_arguments(rest)) as engine:
+    with Engine.from_words(["--log-level=error", *rest]) as engine:
 
         def generate(
             ids: list[list[int]], sampling: list[dict[str, object]]
@@ -183,19 +187,3 @@ async def _until(work: Coroutine[object, object, T], death: "asyncio.Future[str]
         return task.result()
     task.cancel()
     raise BanyanError(death.result())
-
-
-def _as_arguments(words: Sequence[str]) -> dict[str, object]:
-    """Server flags as the keyword arguments of Engine."""
-    found: dict[str, list[str]] = {}
-    values = found.setdefault("model_path", [])
-    for word in words:
-        if word.startswith("--"):
-            name, equals, text = word.removeprefix("--").partition("=")
-            values = found.setdefault(name.replace("-", "_"), [])
-            values += [text] if equals else []
-        else:
-            values.append(word)
-    if not found["model_path"]:
-        del found["model_path"]
-    return {n: v if len(v) > 1 else v[0] if v else True for n, v in found.items()}

@@ -8,20 +8,21 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from banyan.base.log import start_logging
-from banyan.config.checkpoint import read_card
 from banyan.config.cli import Given, read, value_of
 from banyan.config.env import read_environment
 from banyan.config.flags.flag import Flag
 from banyan.config.flags.table import GROUPS
-from banyan.config.reference import reference
-from banyan.config.resolve import resolve_with_origins
-from banyan.config.sources import fetch
+from banyan.config.reference import count_line, reference
+from banyan.prepare import prepare_with_origins
+from banyan.server.serve import check_exposure
 
 USAGE = """banyan config [MODEL] [flags of banyan serve]
-banyan config --reference
+banyan config --reference | --count
 
 Shows the configuration that `banyan serve` would have with these flags, as a file for --config;
-after each value stands where it came from. --reference prints docs/server_arguments.md instead.
+after each value stands where it came from. What `banyan serve` would refuse before it loads the
+model is refused here too. --reference prints docs/server_arguments.md instead, and --count how many
+of the documented flags work.
 """
 
 _SECRET = ("api-key", "admin-api-key")
@@ -36,12 +37,14 @@ def config(argv: Sequence[str]) -> int:
     if list(argv) == ["--reference"]:
         print(reference(), end="")
         return 0
+    if list(argv) == ["--count"]:
+        print(count_line())
+        return 0
     environment = read_environment()
     given = read(argv, environment)
     start_logging("config", "warning")
-    path = fetch(given.config.model, environment)
-    card = read_card(path, given.config.model.load_format, given.config.model.overrides)
-    resolved, rules = resolve_with_origins(given.config, card, environment)
+    check_exposure(given.config.server)
+    resolved, _, rules = prepare_with_origins(given.config, environment)
     origins = {**given.origins, **{field: f"rule {rule}" for field, rule in rules.items()}}
     for line in _lines(Given(resolved, origins)):
         print(line)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from banyan.base.log import logger, printable, start_logging
+from banyan.base.log import logger, printable, start_logging, tell
 from banyan.base.slow_gc import report_slow_gc
 from banyan.config.cli import help_text, parse
 from banyan.config.disposal import ANY
@@ -33,14 +33,13 @@ def serve(argv: Sequence[str]) -> int:
     config = parse(argv, environment)
     start_logging("server", config.observe.log_level)
     report_slow_gc(config.observe.slow_gc_s)
-    for note in config.observe.notes:
-        log.warning("%s", note)
+    tell(log, config.observe.notes)
     if config.model.deletes and sys.stdin.isatty() and _agrees(config.model.source):
         config = replace(config, model=replace(config.model, deletes=ANY))
     from banyan.compose import waiting_engines
 
     with waiting_engines(config.parallel.dp) as start_engine:
-        from banyan.config.resolve import prepare
+        from banyan.prepare import prepare
         from banyan.server.serve import run_server
 
         return run_server(config, partial(prepare, config, environment), start_engine)

@@ -32,33 +32,50 @@ _FLOATS = ("float32", "bfloat16", "float16", "f32", "f16", "bf16")
 _DEMO_SAMPLING = MappingProxyType({"temperature": 0.2, "top_p": 0.9})
 
 
-def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard]:
+def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard, dict[str, str]]:
     """Fetch the model that `config` names, read its facts and resolve the rest. Loads no weights.
+
+    Returns:
+        the resolved Config, the card, and the rule behind each schema field that a rule has set.
 
     Raises:
         ConfigError, ModelError: named after the flag or the key of the checkpoint that is wrong.
     """
     began = Moment.now()
+    is_foreign = config.model.implementation == "transformers"
+    if is_foreign:
+        _check_the_library(config)
     path = fetch(config.model, environment)
-    card = read_card(
-        path,
-        config.model.load_format,
-        config.model.overrides,
-        is_foreign=config.model.implementation == "transformers",
-    )
+    card = read_card(path, config.model.load_format, config.model.overrides, is_foreign=is_foreign)
     if config.model.is_embedding and card.pooling is None:
-        if config.model.implementation == "transformers":
-            raise ConfigError(
-                "--is-embedding and --model-impl transformers do not go together",
-                hint="leave --model-impl at auto",
-            )
         card = replace(card, pooling=read_pooling(card), tie_embeddings=False)
     check_disposal(config, card, began)
     reads_mapped = config.model.load_format != "dummy" and not config.model.disable_mmap
     if card.format == "safetensors" and reads_mapped:
         check_weight_files(card.path)
     located = replace(config, model=replace(config.model, path=card.path))
-    return resolve(located, card, environment), card
+    resolved, rules = resolve_with_origins(located, card, environment)
+    return resolved, card, rules
+
+
+def _check_the_library(config: Config) -> None:
+    """Refuse what goes not together with --model-impl transformers."""
+    flag = "--model-impl transformers"
+    if config.model.is_embedding:
+        raise ConfigError(
+            f"--is-embedding and {flag} do not go together", hint="leave --model-impl at auto"
+        )
+    if config.model.load_format not in ("auto", "safetensors"):
+        raise ConfigError(
+            f"{flag} cannot load the format {config.model.load_format}",
+            hint="leave --load-format at auto",
+        )
+    if config.parallel.tp > 1:
+        raise ConfigError(f"{flag} cannot share a model between ranks", hint="use --tp 1")
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            f"{flag} needs the package transformers", hint="run: pip install transformers"
+        )
 
 
 def resolve(config: Config, card: ModelCard, environment: Environment) -> Config:
@@ -99,17 +116,6 @@ def find_the_tokenizer(config: Config, card: ModelCard, environment: Environment
     return replace(config, model=replace(config.model, tokenizer_path=path or card.path))
 
 
-def check_the_template(config: Config, card: ModelCard, environment: Environment) -> Config:
-    given = config.server.chat_template
-    is_path = "/" in given or "." in given  # other words may be names of templates
-    if is_path and "{" not in given and not os.path.isfile(given):
-        raise ConfigError(
-            f"--chat-template {given!r} is neither a file nor a template",
-            hint="name a Jinja file",
-        )
-    return config
-
-
 def check_the_journal(config: Config, card: ModelCard, environment: Environment) -> Config:
     path = config.observe.journal
     folder = os.path.dirname(os.path.abspath(path))
@@ -142,6 +148,8 @@ def match_the_format(config: Config, card: ModelCard, environment: Environment) 
 
 def check_the_quantization(config: Config, card: ModelCard, environment: Environment) -> Config:
     wanted = config.model.quantization
+    if wanted == "unquant":
+        return replace(config, model=replace(config.model, quantization=""))
     if wanted == "gguf":
         if card.format != "gguf":
             raise ConfigError(
@@ -159,12 +167,10 @@ def check_the_quantization(config: Config, card: ModelCard, environment: Environ
 
 
 def check_the_chunk(config: Config, card: ModelCard, environment: Environment) -> Config:
-    chunk = config.schedule.chunk_tokens
-    if chunk == 0:
-        raise ConfigError(
-            "--chunked-prefill-size must be -1 or at least 1, got 0", hint="-1 is no chunking"
-        )
-    return config
+    if config.schedule.chunk_tokens != 0:
+        return config
+    _log("chunked-prefill-size", -1, "0 asks for whole prompts")
+    return replace(config, schedule=replace(config.schedule, chunk_tokens=-1))
 
 
 def bound_the_prompts(config: Config, card: ModelCard, environment: Environment) -> Config:
@@ -181,17 +187,23 @@ def bound_the_prompts(config: Config, card: ModelCard, environment: Environment)
 
 def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -> Config:
     tp = config.parallel.tp
-    for count, what in (
-        (card.num_heads, "attention heads"),
-        (card.intermediate_size, "MLP columns"),
-        (card.experts.inner if card.experts else 0, "columns of an expert"),
-    ):
-        if count % tp:
-            raise ConfigError(
-                f"--tensor-parallel-size {tp} does not divide the model's {count:,} {what}",
-                hint="choose a divisor",
-            )
-    return config
+    if _fits(card, tp):
+        return config
+    counts = [n for n in range(1, card.num_heads + 1) if _fits(card, n)]
+    raise ConfigError(
+        f"--tensor-parallel-size {tp} does not divide the model's {card.num_heads:,} attention "
+        f"heads, {card.num_kv_heads:,} KV heads and {card.intermediate_size:,} MLP columns"
+        + (f" ({card.experts.inner:,} of an expert)" if card.experts else ""),
+        hint=f"choose one of: {', '.join(map(str, counts))}",
+    )
+
+
+def _fits(card: ModelCard, tp: int) -> bool:
+    """Whether `tp` ranks can share the model; KV heads may also be had by several ranks each."""
+    kv_heads = card.num_kv_heads
+    columns = (card.intermediate_size, card.experts.inner if card.experts else 0)
+    shares_kv = kv_heads % tp == 0 or tp % kv_heads == 0
+    return shares_kv and not any(size % tp for size in (card.num_heads, *columns))
 
 
 def sample_the_demo_as_its_makers_do(
@@ -227,7 +239,6 @@ def choose_the_grammar_backend(config: Config, card: ModelCard, environment: Env
 RULES = (
     name_the_model,
     find_the_tokenizer,
-    check_the_template,
     check_the_journal,
     bound_the_context,
     match_the_format,

@@ -2,9 +2,17 @@
 
 import random
 
+from banyan.base.errors import ConfigError, RequestError
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ServerConfig
-from banyan.frontend.sampling import NATIVE_DEFAULTS, SEED_BITS, DrawSeed, Limits, fresh_seed
+from banyan.frontend.sampling import (
+    NATIVE_DEFAULTS,
+    SEED_BITS,
+    DrawSeed,
+    Limits,
+    fresh_seed,
+    parse_sampling,
+)
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.events import Ready
 from banyan.messages.processors import LOGIT_PROCESSORS
@@ -34,6 +42,20 @@ def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenize
         max_new_tokens=config.server.max_new_tokens,
         takes_embeds=config.model.implementation != "transformers",
     )
+
+
+def check_preferred(server: ServerConfig) -> None:
+    """Refuse --preferred-sampling-params that no request could have.
+
+    Raises:
+        ConfigError: names the parameter and what is wrong with it.
+    """
+    processors = tuple(LOGIT_PROCESSORS.names()) if server.logit_processors else None
+    limits = Limits(context_length=1 << 40, vocab_size=1 << 31, processors=processors)
+    try:
+        parse_sampling(server.preferred_sampling, prompt_len=1, limits=limits)
+    except RequestError as error:
+        raise ConfigError(f"--preferred-sampling-params: {error.text}", hint=error.hint) from None
 
 
 def sampling_defaults(server: ServerConfig) -> dict[str, object]:

@@ -23,7 +23,7 @@ from banyan.frontend.threads import use_threads
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.messages.events import Ready
 from banyan.server.state import ServerState, Service
-from banyan.server.warmup import chosen_warmups, warm_up
+from banyan.server.warmup import warm_up
 
 log = logger(__name__)
 
@@ -40,7 +40,6 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
         BanyanError: the engine died, or the tokenizer or template is refused.
     """
     config = state.config
-    chosen_warmups(config)  # a wrong name is told before the model is loaded
     use_threads(config.server.tokenizer_threads)
     loading = asyncio.create_task(asyncio.to_thread(_load_words, config))
     try:

@@ -30,18 +30,18 @@ WARMUPS: Table[WarmUp] = Table(
 )
 
 
-def chosen_warmups(config: Config) -> dict[str, WarmUp]:
-    """What --warmups names, in its order; ConfigError for a name that nothing has."""
+def named_warmups(config: Config) -> list[str]:
+    """What --warmups names, in its order."""
     names = [name.strip() for name in config.server.warmups.split(",")]
-    return {name: WARMUPS.load(name) for name in names if name}
+    return [name for name in names if name]
 
 
 async def warm_up(service: Service, config: Config) -> None:
     """Run what was chosen; RequestError when one of them fails."""
     if not config.server.skip_warmup:
         await generate_one(service)
-    for name, run in chosen_warmups(config).items():
-        await run(service, config)
+    for name in named_warmups(config):
+        await WARMUPS.load(name)(service, config)
         log.info("warm-up done name=%s", name)
 
 

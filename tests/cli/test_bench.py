@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from banyan.cli.bench_engine import _as_arguments
 from banyan.cli.main import main
 from tests.bench.scripted import Script, Scripted, scripted_server, whole
 from tests.bench.test_serving import SMALL, banyan
@@ -94,14 +93,3 @@ def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("serving", "batch", "throughput"))
-
-
-def test_server_flags_become_the_arguments_of_the_engine() -> None:
-    line = "demo --page-size 32 --disable-radix-cache --stop a b --threads=1"
-    assert _as_arguments(line.split()) == {
-        "model_path": "demo",
-        "page_size": "32",
-        "disable_radix_cache": True,
-        "stop": ["a", "b"],
-        "threads": "1",
-    }

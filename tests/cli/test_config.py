@@ -9,6 +9,7 @@ import yaml
 from banyan.cli.main import main
 from banyan.config.cli import parse
 from banyan.config.env import Environment
+from banyan.config.reference import count_line
 from tests.config.test_checkpoint import LLAMA, folder
 
 
@@ -63,6 +64,11 @@ def test_what_has_no_effect_is_told_beside_it(
 ) -> None:
     assert main(["config", model, "--disable-cuda-graph-padding"]) == 0
     assert "--disable-cuda-graph-padding is accepted without an effect" in capsys.readouterr().err
+
+
+def test_the_count_of_the_readme_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--count"]) == 0
+    assert capsys.readouterr().out.strip() == count_line()
 
 
 def test_a_mistake_ends_it_as_it_would_end_the_start(capsys: pytest.CaptureFixture[str]) -> None:

@@ -308,7 +308,6 @@ def test_a_model_that_cannot_be_had_is_told(mistake: str, start: Callable) -> No
 CONTRADICTIONS: dict[str, tuple[str, ...]] = {
     "a context beyond the model's": ("--context-length 999999", "--context-length 999,999"),
     "ranks that do not divide": ("--tp 3", "--tensor-parallel-size 3"),
-    "a chunk of nothing": ("--chunked-prefill-size 0", "--chunked-prefill-size"),
     "a tokenizer that is not there": ("--tokenizer-path ./gone", "--tokenizer-path"),
     "a template that is not there": ("--chat-template ./gone.jinja", "--chat-template"),
     "a journal where no folder is": ("--journal /dev/null/x", "--journal", "/dev/null"),

@@ -76,9 +76,16 @@ def test_ranks_that_do_not_divide_the_heads_are_refused() -> None:
         resolve(Config(parallel=ParallelConfig(tp=3)), CARD, NOTHING)
 
 
-def test_a_chunk_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--chunked-prefill-size"):
-        resolve(Config(schedule=ScheduleConfig(chunk_tokens=0)), CARD, NOTHING)
+def test_the_numbers_of_ranks_that_fit_are_listed() -> None:
+    card = replace(CARD, num_heads=9, num_kv_heads=3, intermediate_size=1536)
+    with pytest.raises(ConfigError, match="Choose one of: 1, 3$"):
+        resolve(Config(parallel=ParallelConfig(tp=2)), card, NOTHING)
+    assert resolve(Config(parallel=ParallelConfig(tp=3)), card, NOTHING)
+
+
+def test_a_chunk_of_nothing_is_no_chunking() -> None:
+    config = resolve(Config(schedule=ScheduleConfig(chunk_tokens=0)), CARD, NOTHING)
+    assert config.schedule.chunk_tokens == -1
 
 
 @pytest.mark.parametrize(
@@ -86,6 +93,7 @@ def test_a_chunk_of_nothing_is_refused() -> None:
     [
         ("q4_0", {"dtype": "bfloat16"}, "q4_0"),
         ("gguf", {"format": "gguf", "dtype": "q4_1"}, ""),
+        ("unquant", {"format": "gguf", "dtype": "q4_1"}, ""),
         ("gguf", {"format": "safetensors"}, "holds safetensors"),
         ("int8", {"format": "gguf", "dtype": "q4_1"}, "are q4_1 already"),
     ],
@@ -105,25 +113,16 @@ def test_a_tokenizer_that_is_not_there_is_refused() -> None:
         resolve(Config(model=ModelConfig(tokenizer_path="gone")), CARD, NOTHING)
 
 
-def test_a_chat_template_is_a_file_or_a_text(tmp_path: Path) -> None:
-    file = tmp_path / "chat.jinja"
-    file.write_text("{{ messages }}")
-    for given in (str(file), "{{ messages }}"):
-        assert resolve(Config(server=ServerConfig(chat_template=given)), CARD, NOTHING)
-    with pytest.raises(ConfigError, match="--chat-template 'gone.jinja'"):
-        resolve(Config(server=ServerConfig(chat_template="gone.jinja")), CARD, NOTHING)
-
-
 def test_preparing_finds_the_model_reads_its_card_and_resolves(tmp_path: Path) -> None:
     path = folder(tmp_path, LLAMA)
-    config, card = prepare(config_of("--model-path", path), NOTHING)
+    config, card, _ = prepare(config_of("--model-path", path), NOTHING)
     assert (config.model.path, config.model.served_name) == (path, path)
     assert card.num_layers == 2 and config.model.load_format == "safetensors"
 
 
 def test_overrides_reach_the_card_of_the_model(tmp_path: Path) -> None:
     path = folder(tmp_path, LLAMA)
-    _, card = prepare(
+    _, card, _ = prepare(
         config_of(path, "--json-model-override-args", '{"rope_theta": 777.0}'), NOTHING
     )
     assert card.rope.theta == 777.0

@@ -2,10 +2,7 @@
 
 import asyncio
 
-import pytest
-
-from banyan.base.errors import ConfigError
-from banyan.server.warmup import chosen_warmups, warm_up
+from banyan.server.warmup import warm_up
 from tests.flags import config_of
 from tests.server.fakes import Site
 
@@ -25,8 +22,3 @@ def test_the_trial_request_is_sent_unless_it_is_skipped() -> None:
     assert asked(Site()) == [(1, "")]
     assert asked(Site(), "--skip-server-warmup") == []
     assert asked(Site(), "--skip-server-warmup", "--warmups", "chunk") == [(512, "")]
-
-
-def test_an_unknown_warm_up_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ConfigError, match="unknown warm-up 'voice'.*chunk, constraint"):
-        chosen_warmups(config_of("--warmups", "chunk,voice"))

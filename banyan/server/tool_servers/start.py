@@ -10,6 +10,8 @@ from banyan.server.tool_servers.demo import DemoServer
 
 log = logger(__name__)
 
+DEMO = "demo"
+"""The tool server of this process."""
 _PATHS = ("/sse", "/mcp")
 """Where a server that is named by host and port alone is looked for, in this order."""
 
@@ -21,10 +23,7 @@ async def start_tool_servers(names: str) -> ToolServers:
         ConfigError: a name is none, a server does not answer, two have one label, or the package
             that speaks the protocol is not installed.
     """
-    if not names:
-        return ToolServers()
-    wanted = [name.strip() for name in names.split(",")]
-    servers = await asyncio.gather(*(_start(name) for name in wanted))
+    servers = await asyncio.gather(*(_start(name) for name in named_servers(names)))
     found: dict[str, ToolServer] = {}
     for server in servers:
         if server.label in found:
@@ -35,8 +34,13 @@ async def start_tool_servers(names: str) -> ToolServers:
     return ToolServers(found)
 
 
+def named_servers(names: str) -> list[str]:
+    """The names of a comma-separated list."""
+    return [name.strip() for name in names.split(",")] if names else []
+
+
 async def _start(name: str) -> ToolServer:
-    if name == "demo":
+    if name == DEMO:
         return DemoServer()
     urls = addresses(name)
     try:

@@ -1,0 +1,128 @@
+"""From flags to a Config that can be served, for every way to start: serve, batch, bench, Engine,
+and `banyan config`, which shows the outcome.
+
+Looks up every name that a flag gives, then finds the model and resolves the rest. Loads no weights,
+and no torch. A composition root: the names are those of several rooms.
+"""
+
+import ast
+import sys
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import printable
+from banyan.config import resolve
+from banyan.config.card import ModelCard
+from banyan.config.env import Environment
+from banyan.config.schema import Config
+from banyan.frontend.parser_choice import NONE
+from banyan.frontend.reasoning import REASONING_PARSERS
+from banyan.frontend.settings import check_preferred
+from banyan.frontend.templates import fill_in_form, template_source
+from banyan.frontend.tools import TOOL_PARSERS
+from banyan.grammar.base import BACKENDS
+from banyan.server.tool_servers.start import DEMO, addresses, named_servers
+from banyan.server.warmup import WARMUPS, named_warmups
+
+
+def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard]:
+    """The resolved Config, and the facts of its model.
+
+    Raises:
+        ConfigError, ModelError: named after the flag or the key of the checkpoint that is wrong.
+    """
+    config, card, _ = prepare_with_origins(config, environment)
+    return config, card
+
+
+def prepare_with_origins(
+    config: Config, environment: Environment
+) -> tuple[Config, ModelCard, dict[str, str]]:
+    """As `prepare`, with the name of the rule behind each schema field that a rule has set."""
+    check_names(config)
+    return resolve.prepare(config, environment)
+
+
+def check_names(config: Config) -> None:
+    """Refuse a name that nothing has, before anything is fetched or loaded."""
+    server = config.server
+    _check("--tool-call-parser", server.tool_parser, ("auto", NONE, *TOOL_PARSERS))
+    _check("--reasoning-parser", server.reasoning_parser, ("auto", NONE, *REASONING_PARSERS))
+    if config.grammar.backend:
+        _check("--grammar-backend", config.grammar.backend, (*BACKENDS, NONE))
+    for name in named_warmups(config):
+        _check("--warmups", name, tuple(WARMUPS))
+    for name in named_servers(server.tool_servers):
+        if name != DEMO:
+            addresses(name)
+            if find_spec("mcp") is None:
+                raise ConfigError(
+                    f"--tool-server {name} needs the package mcp",
+                    hint="run: pip install 'banyan[tools]'",
+                )
+    template_source(server.chat_template)
+    fill_in_form(server.completion_template)
+    for name in config.model.loader_functions:
+        _check_function("--custom-weight-loader", name)
+    check_preferred(server)
+
+
+def _check(flag: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise ConfigError(
+            f"{flag} {printable(name, 60)!r} is unknown", hint=f"choose one of: {', '.join(known)}"
+        )
+
+
+def _check_function(flag: str, name: str) -> None:
+    """Refuse a function that is not there; nothing of its module is run to find out."""
+    module, _, function = name.rpartition(":" if ":" in name else ".")
+    spec = _locate(module)
+    if spec is None:
+        raise ConfigError(
+            f"{flag} {printable(name)}: there is no module {printable(module)!r}",
+            hint="name it module:function, with the module on the Python path",
+        )
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return  # compiled: only its import can tell
+    with open(spec.origin, "rb") as file:
+        names = _top_names(file.read())
+    if function not in names and "*" not in names:
+        raise ConfigError(
+            f"{flag} {printable(name)}: {module} has no function {printable(function)!r}",
+            hint="name it module:function",
+        )
+
+
+def _locate(module: str) -> ModuleSpec | None:
+    """Where `module` lies; `find_spec` would import the packages around it."""
+    path = None
+    spec: ModuleSpec | None = None
+    parts = module.split(".")
+    for count in range(1, len(parts) + 1):
+        name = ".".join(parts[:count])
+        found = (finder.find_spec(name, path) for finder in sys.meta_path)
+        spec = next((each for each in found if each is not None), None)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return spec
+
+
+def _top_names(source: bytes) -> set[str]:
+    """What a module's own lines name; "*" where it takes all of another."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return {"*"}  # the import says it better
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
