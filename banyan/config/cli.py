@@ -4,8 +4,10 @@ The command line wins over the environment, which wins over the file. Every flag
 accepted with a line that says why it needs none, or is refused; unknown ones are errors.
 """
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
@@ -140,13 +142,14 @@ def default_of(flag: Flag) -> object:
 
 def help_text() -> str:
     """Every flag that has an effect, by group, with its default."""
+    wrapped = partial(textwrap.wrap, width=98, break_on_hyphens=False, subsequent_indent=" " * 6)
     lines = [f"  --{CONFIG_FILE} FILE", "      YAML or JSON file of flags; the command line wins"]
     for title, flags in GROUPS:
         lines += ["", f"{title}:"]
         for flag in flags:
             names = ", ".join(f"--{n}" for n in (flag.name, *flag.aliases))
-            lines.append(f"  {names} {flag.metavar}".rstrip())
-            lines.append(f"      {flag.help}{_default_text(flag)}")
+            lines += wrapped(f"  {names} {flag.metavar.replace('|', ' | ')}")
+            lines += wrapped(f"      {flag.help}{_default_text(flag)}")
     return "\n".join(lines)
 
 
@@ -282,10 +285,12 @@ def _meet(
     known: Known, value: object, name: str, spelled: str, layer: _Layer, reading: _Reading
 ) -> None:
     """Take the value in, accept it with a note, or keep the refusal for the end."""
+    old = ""
     if isinstance(known, Replaced):
         if value is False:
             reading.note(f"{spelled} false is accepted: it asks for nothing")
             return
+        old = f" (--{known.successor} {known.value})"
         reading.note(f"{spelled} is an old name of --{known.successor} {known.value}")
         known, value = find(known.successor, abbreviate=False), known.value
         value = known.check(value, spelled)
@@ -295,14 +300,15 @@ def _meet(
         layer.put(known, value, spelled)
     elif isinstance(known, Absent):
         layer.compare(known.name, value, spelled)
-        _meet_absent(known, value, spelled, reading)
+        _meet_absent(known, value, spelled + old, reading)
 
 
 def _meet_absent(known: Absent, value: object, spelled: str, reading: _Reading) -> None:
     if known.asks_for_nothing(value):
         reading.note(f"{spelled} {_as_text(value)} is accepted: it asks for nothing")
     elif known.outcome == REFUSED:
-        named = f"{spelled} {_as_text(value)}" if known.neutral or known.choices else spelled
+        has_values = (known.neutral or known.choices) and not spelled.endswith(")")
+        named = f"{spelled} {_as_text(value)}" if has_values else spelled
         reading.refusals[named] = known
     elif known.outcome == BELONGS:
         what = f"it belongs to a feature that is absent ({known.why})"

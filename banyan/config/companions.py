@@ -83,6 +83,22 @@ _RULES = (
 )
 
 
+_FAST_PAGES = (16, 32, 64, 128, 256)
+
+
+def _remarks(config: Config) -> Iterator[str]:
+    """What a flag does otherwise than its users may expect."""
+    size = config.cache.page_size
+    if size not in _FAST_PAGES:
+        sizes = ", ".join(map(str, _FAST_PAGES))
+        yield f"--page-size {size} is slow: attention has fast kernels for pages of {sizes}"
+    if config.server.logit_processors:
+        yield (
+            "--enable-custom-logit-processor lets requests name processors that are installed "
+            "(entry points banyan.logit_processors); code that a request brings is never run"
+        )
+
+
 def check_companions(
     config: Config, origins: Mapping[str, str], environment: Environment
 ) -> Iterator[str]:
@@ -106,6 +122,7 @@ def check_companions(
         if rule.holds(config):
             given = [f for f in rule.flags.split() if _is_given(f, config, origins)]
             yield from (f"--{flag} is accepted without an effect: {rule.why}" for flag in given)
+    yield from _remarks(config)
 
 
 def _is_given(name: str, config: Config, origins: Mapping[str, str]) -> bool:

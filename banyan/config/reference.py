@@ -25,6 +25,19 @@ CONFIG_FILE_PROOF = (
     "tests/config/test_file.py::test_a_file_in_the_form_of_the_documents_is_understood"
 )
 
+_DIFFERENCES = """## Defaults that differ from SGLang's
+
+| flag | here | SGLang |
+|---|---|---|
+| `--mem-fraction-static` | not given: the cache takes a quarter of the free memory | 0.7 to 0.9 |
+| `--chunked-prefill-size` | 512 | 2,048 to 16,384, by the device |
+| `--max-running-requests` | at most 128 | by the cache |
+| `--page-size` | 16 | 1, on Ascend 128 |
+| `--kv-cache-dtype` | fp16 beside kernels that round activations, else the model's | the model's |
+| `--tool-call-parser`, `--reasoning-parser` | as the chat template shows | none |
+| `--tokenizer-worker-num` | threads, some more than cores, for long texts | 1 process |
+"""
+
 _PROOF_LEGEND = """
 *Proof* names the test that fails when the flag has no effect; `make test-proofs` takes each flag's
 effect away and sees to it.
@@ -54,6 +67,7 @@ def reference() -> str:
             *_refused(),
             *_replaced(),
             *_variables(),
+            _DIFFERENCES,
         ]
     )
 
@@ -121,6 +135,8 @@ def _variables() -> Iterator[str]:
     yield "Every flag can be set as `BANYAN_<FLAG>`. Of other tools' variables these count:\n"
     for name in (*variables.HONOURED, *variables.LIBRARIES):
         yield f"- `{name}`"
+    for name, meaning in variables.READ.items():
+        yield f"- `{name}`: {meaning}"
     yield "\nRefused when they ask for something:\n"
     yield from _table("variable", "why", "what to use")
     for name, refusal in variables.REFUSED.items():

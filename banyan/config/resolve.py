@@ -112,7 +112,10 @@ def name_the_model(config: Config, card: ModelCard, environment: Environment) ->
 def find_the_tokenizer(config: Config, card: ModelCard, environment: Environment) -> Config:
     path = config.model.tokenizer_path
     if path and not os.path.exists(path):
-        raise ConfigError(f"--tokenizer-path {path!r} does not exist", hint="name a file or folder")
+        raise ConfigError(
+            f"--tokenizer-path {path!r} does not exist",
+            hint="name one on this machine",
+        )
     return replace(config, model=replace(config.model, tokenizer_path=path or card.path))
 
 

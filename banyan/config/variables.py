@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from banyan.config.flags.flag import FLOAT, INT, SWITCH, Flag
 
-_PREFIXES = ("SGLANG_", "SGL_")
+_PREFIXES = ("SGLANG_", "SGL_", "HCCL_", "ASCEND_")
 _OFF = ("", "0", "false", "no", "off")
 
 
@@ -73,9 +73,9 @@ IDLE = {
     "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE": _NO_TRANSFER,
     "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": _NO_TIERS,
     "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE": _NO_TIERS,
-    "SGLANG_CACHE_DIR": "nothing is cached in a folder of its own",
+    "SGLANG_CACHE_DIR": "compiled kernels lie in ~/.cache/banyan, and nothing else is cached",
+    "TORCHINDUCTOR_CACHE_DIR": "torch.compile compiles nothing here",
     "SGLANG_IS_IN_CI": "tests and servers run alike everywhere",
-    "SGLANG_LOG_REQUEST_HEADERS": "headers are never logged",
     "PROMETHEUS_MULTIPROC_DIR": "there are no Prometheus metrics",
 }
 """Name -> why nothing depends on it."""
@@ -93,6 +93,7 @@ REFUSED = {
     "SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES": Refusal(
         "headers never change a request", "set the fields in the body"
     ),
+    "SGLANG_LOG_REQUEST_HEADERS": Refusal("headers are never logged", "let a proxy log them"),
     "SGLANG_RADIX_FORCE_MISS": Refusal(
         "a prefix that is cached is used", "use --disable-radix-cache"
     ),
@@ -205,8 +206,21 @@ HONOURED = (
 )
 """Variables of SGLang's that count."""
 
-LIBRARIES = ("HF_TOKEN", "TORCHINDUCTOR_CACHE_DIR")
+LIBRARIES = ("HF_TOKEN",)
 """Variables of the documents that the libraries beneath honour by themselves."""
+
+
+READ = {
+    "HF_HOME": "folder whose `hub` holds what the hub has given",
+    "HF_HUB_CACHE": "that folder itself",
+    "HF_ENDPOINT": "address of the hub",
+    "HF_HUB_OFFLINE": "1 = never ask the hub, as `--offline`",
+    "TRANSFORMERS_OFFLINE": "the same",
+    "BANYAN_CONFIG": "a file of flags, as `--config`, before those of the command line",
+    "BANYAN_USE_MODELSCOPE": "1 = hub ids are names on ModelScope",
+    "BANYAN_ALLOW_LONGER_CONTEXT": "1 = `--context-length` may be more than the model's own",
+}
+"""Variables that `config/env.py` reads besides, and what they say."""
 
 
 def notes_on(given: Mapping[str, str]) -> tuple[str, ...]:

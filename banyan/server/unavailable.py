@@ -63,6 +63,7 @@ _ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/unload_lora_adapter": (_POST, _ADAPTERS),
 }
 
+_LOADS = "/v1/loads?format=prometheus shows the load."
 _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/generate_from_file": (_POST, "Prompts as embeddings are not available in this build."),
     "/get_hicache_l3_cache_layout": (_GET, _TIERS),
@@ -70,7 +71,7 @@ _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/v1/realtime": (_GET, _AUDIO),
     "/v1/decisions": (_POST, "Typed questions are not available in this build."),
     "/v1/systemone": (_POST, "Typed questions are not available in this build."),
-    "/metrics": (_GET, "Metrics are not available in this build; /get_load shows the load."),
+    "/metrics": (_GET, f"There are no metrics in this build; {_LOADS}"),
     "/docs": (_GET, "There is no generated page; docs/ of the project describes the routes."),
     "/openapi.json": (_GET, "There is no generated page; docs/ of the project describes them."),
 }

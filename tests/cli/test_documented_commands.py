@@ -76,7 +76,11 @@ REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
             "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "24",
             "SGLANG_NPU_USE_MLAPO": "1",
         },
-        ("--disaggregation-mode decode", "--enable-deepep-moe deepep", "--ep-size 16"),
+        (
+            "--disaggregation-mode decode",
+            "--enable-deepep-moe (--moe-a2a-backend deepep)",
+            "--ep-size 16",
+        ),
     ),
     (
         GUIDE + "--enable-nsa-prefill-context-parallel --nsa-prefill-cp-mode in-seq-split "
@@ -159,7 +163,7 @@ def test_a_module_of_the_documents_is_a_verb(
 @pytest.mark.parametrize(
     ("module", "line", "culprit"),
     [
-        ("launch_router", "--model-path M --dp 2 --tp 2", "there is no router"),
+        ("launch_router", "--model-path M --dp 2 --tp 2", "launch_server takes the same line"),
         (
             "launch_lb",
             "--prefill http://h:8000 --decode http://h:8001 --host 127.0.0.1 --port 5000",
@@ -178,6 +182,32 @@ def test_a_module_that_is_absent_is_refused(
     with pytest.raises(SystemExit, match=str(ConfigError.exit_code)):
         runpy.run_module(f"banyan.{module}", run_name="__main__")
     assert culprit in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", ["launch_router", "launch_lb"])
+def test_a_module_that_is_absent_has_help_that_says_what_to_start(
+    module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_module(f"banyan.{module}", run_name="__main__")
+    assert "banyan.launch_server" in capsys.readouterr().out
+
+
+def test_the_version_is_told_by_serve_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--version"]) == 0 == main(["version"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == second
+
+
+def test_help_is_no_wider_than_a_terminal_and_names_what_can_be_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 98
+    for name in ("qwen25", "deepseek-r1", "chatml", "star_coder", "config --reference"):
+        assert name in out
 
 
 def test_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

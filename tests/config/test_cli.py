@@ -117,7 +117,9 @@ def test_a_replaced_switch_is_read_as_its_successor() -> None:
     (note, why) = notes("--enable-triton-kernel-moe")
     assert note == "--enable-triton-kernel-moe is an old name of --moe-runner-backend triton_kernel"
     assert "accepted without an effect" in why
-    with pytest.raises(ConfigError, match="--enable-deepep-moe deepep is not available"):
+    with pytest.raises(
+        ConfigError, match=r"--enable-deepep-moe \(--moe-a2a-backend deepep\) is not"
+    ):
         parse(["--enable-deepep-moe"], NOTHING)
 
 

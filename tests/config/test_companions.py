@@ -1,5 +1,7 @@
 """A flag that has no effect beside the others is told, whatever its value."""
 
+import re
+
 import pytest
 
 from banyan.base.errors import ConfigError
@@ -50,6 +52,18 @@ def test_a_flag_that_another_makes_idle_is_told(idle: str, beside: str) -> None:
     assert notes(idle) == []
     (note,) = notes(f"{idle} {beside}")
     assert note.startswith(idle.split()[0] + " is accepted without an effect")
+
+
+@pytest.mark.parametrize(
+    ("line", "remark"),
+    [
+        ("--page-size 8", "--page-size 8 is slow: .*16, 32, 64, 128, 256"),
+        ("--enable-custom-logit-processor", "code that a request brings is never run"),
+    ],
+)
+def test_what_users_may_not_expect_is_said_at_start(line: str, remark: str) -> None:
+    (note,) = parse(line.split(), Environment()).observe.notes
+    assert re.search(remark, note)
 
 
 def test_a_default_is_not_worth_a_line() -> None:

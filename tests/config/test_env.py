@@ -25,6 +25,12 @@ def test_switches_are_read_as_words(text: str, is_on: bool) -> None:
     assert read_environment({"SGLANG_USE_MODELSCOPE": text}).use_modelscope is is_on
 
 
+@pytest.mark.parametrize("name", ["HCCL_CONNECT_TIMEOUT", "ASCEND_RT_VISIBLE_DEVICES"])
+def test_variables_of_devices_that_are_absent_are_reported(name: str) -> None:
+    (note,) = read_environment({name: "7"}).notes
+    assert note.startswith(name)
+
+
 def test_honoured_variables_are_not_reported() -> None:
     given = {"SGLANG_USE_MODELSCOPE": "1", "SGLANG_OTHER": "1", "PATH": "/bin"}
     assert read_environment(given).notes == ("SGLANG_OTHER is set and has no effect in this build",)

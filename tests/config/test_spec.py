@@ -129,6 +129,28 @@ def test_a_known_flag_works_or_is_noted_or_is_refused(name: str, tmp_path: Path)
         assert outcome(["--config", str(file)], flag) == expected(flag)
 
 
+def documented_values() -> list[tuple[str, str]]:
+    """(flag that works, value that the documents give it)."""
+    found = []
+    for row in rows_of(DOCUMENTED):
+        name = row["flag"].removeprefix("--")
+        known = spellings().get(name)
+        if isinstance(known, Flag) and known.choices:
+            cells = (row[k] for k in ("choices", "sglang_0523_choices", "sglang_2025_12_choices"))
+            words = {w for cell in cells for w in re.findall(r"[\w-]+", cell.replace("001:", ","))}
+            found += [(name, word) for word in sorted(words)]
+    return found
+
+
+@pytest.mark.parametrize(("name", "value"), documented_values())
+def test_a_documented_value_works_or_is_refused_with_a_reason(name: str, value: str) -> None:
+    try:
+        parse([f"--{name}", value], Environment())
+    except ConfigError as error:
+        what = f"--{name} {value} is not available in this build"
+        assert re.search(rf"^{re.escape(what)}: .* \(.+\)$", str(error))
+
+
 @pytest.mark.parametrize("name", list(filter(is_picky, NAMES)))
 def test_a_known_flag_of_the_wrong_type_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=f"--{name} must be"):
