@@ -18,6 +18,9 @@ MAX_HEADER_BYTES = 1 << 29
 """Metadata and tensor table together; a vocabulary of 250,000 words needs about 10 MB."""
 
 MAX_KEYS = 65_536
+MAX_ITEMS = 4_000_000
+"""Items of all arrays together; a vocabulary of 260,000 words with its scores, types and merges
+has 1.3 million. In memory an item takes up to fifty times its bytes in the file."""
 MAX_NAME_BYTES = 65_535
 DEFAULT_ALIGNMENT = 32
 SUPPORTED_VERSIONS = (2, 3)
@@ -79,6 +82,7 @@ class GGUFFile(MappedFile):
         super().__init__(path, "GGUF", is_mapped)
         self.metadata: dict[str, object] = {}
         self._has_words = has_words
+        self._num_items = 0
         self._at = 0
         self._limit = min(self.size_bytes, MAX_HEADER_BYTES)
 
@@ -148,13 +152,24 @@ class GGUFFile(MappedFile):
             raise self.error(f"metadata key {printable(key)!r} is {what}")
         number = _NUMBERS[kind]
         self._need(count * number.size, f"array {printable(key)!r} of {count:,} numbers")
+        self._count(key, count)
         values = struct.unpack_from(f"<{count}{number.format[1:]}", self._map, self._at)
         self._at += count * number.size
         return [bool(v) for v in values] if kind == _BOOL else list(values)
 
+    def _count(self, key: str, count: int) -> None:
+        """Account for the items of an array before they are made."""
+        self._num_items += count
+        if self._num_items > MAX_ITEMS:
+            raise self.error(
+                f"array {printable(key)!r} of {count:,} items brings its metadata to "
+                f"{self._num_items:,} of them, limit {MAX_ITEMS:,}"
+            )
+
     def _strings(self, key: str, count: int) -> list[object]:
         """The vocabulary reader: tight loops, because they run for several 100,000 strings."""
         self._need(8 * count, f"array {printable(key)!r} of {count:,} strings")
+        self._count(key, count)
         mapped, start, limit, unpack = self._map, self._at, self._limit, _U64.unpack_from
         ends: list[int] = []
         at = start

@@ -50,7 +50,7 @@ class Codec(Generic[T]):
             raise WireError(f"protocol {frame[0]}, this build speaks {PROTOCOL}")
         try:
             return self._decoder.decode(memoryview(frame)[1:])
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # bad UTF-8 is no DecodeError
             raise WireError(f"frame does not decode: {error}") from None
 
 

@@ -139,6 +139,15 @@ HOSTILE = {
     "array of unknown type 99": build((key("k", ARRAY, struct.pack("<IQ", 99, 1)),)),
     f"of {HUGE:,} numbers": build((key("k", ARRAY, struct.pack("<IQ", 0, HUGE)),)),
     f"of {HUGE:,} strings": build((key("k", ARRAY, struct.pack("<IQ", STRING, HUGE)),)),
+    "to 4,000,001 of them": build(
+        (
+            key("k", ARRAY, struct.pack("<IQ", 0, 2_000_000) + bytes(2_000_000)),
+            key("l", ARRAY, struct.pack("<IQ", 7, 2_000_001) + bytes(2_000_001)),
+        )
+    ),
+    "array 'k' of 4,000,001 items": build(
+        (key("k", ARRAY, struct.pack("<IQ", STRING, 4_000_001) + bytes(8 * 4_000_001)),)
+    ),
     "string 1 of 2": build(
         (key("k", ARRAY, struct.pack("<IQ", STRING, 2) + text("a") + struct.pack("<Q", HUGE)),)
     ),

@@ -20,6 +20,7 @@ from banyan.messages.events import Fatal, Stats, Tokens
 from banyan.messages.link import PrivateFolder, local_pair, zmq_pair
 from banyan.messages.requests import Abort, Control, Generate, StopAt
 from banyan.messages.sampling import SamplingParams
+from banyan.messages.wire import WireError
 
 
 @pytest.fixture
@@ -144,6 +145,7 @@ def test_frames_of_nonsense_are_dropped_and_counted_and_the_next_good_one_arrive
     good = links.message_codec().encode([abort(0)])
     bad = [b"", good[:-1], b"\xff" + good[1:], good + b"\0", b"\1\xdd\xff\xff\xff\xff"]
     bad += [rng.randbytes(rng.randrange(1, 60)) for _ in range(200)]
+    bad += [good.replace(b"r0", b"\xffr")]
     for frame in bad:
         raw.send(frame)
     raw.send(good)
@@ -155,6 +157,27 @@ def test_frames_of_nonsense_are_dropped_and_counted_and_the_next_good_one_arrive
     engine.close()
     raw.close(linger=0)
     context.term()
+
+
+def test_a_damaged_frame_decodes_or_is_a_wire_error():
+    rng = random.Random(2)
+    sampling = SamplingParams(max_new_tokens=3)
+    generate = Generate(
+        request=RequestId("é"), tokens=b"\1\0\0\0", sampling=sampling, namespace="space"
+    )
+    control = Control(7, "flush", args={"timeout": 1.5, "text": "é"})
+    codec = links.message_codec()
+    num_refused = 0
+    for frame in (codec.encode([generate]), codec.encode([control, abort(1)])):
+        for _ in range(20_000):
+            damaged = bytearray(frame)
+            for _ in range(rng.randint(1, 3)):
+                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+            try:
+                codec.decode(bytes(damaged))
+            except WireError:
+                num_refused += 1
+    assert num_refused > 20_000
 
 
 def test_frames_of_nonsense_do_not_end_the_front(folder):
