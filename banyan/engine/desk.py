@@ -2,11 +2,12 @@
 them. Others pass by; decisions and the journal never see the waiting.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.grammar.compiler import GrammarCompiler
+from banyan.grammar.compiler import GrammarCompiler, bare_of
 from banyan.memory.cache import TOKEN_BYTES
 from banyan.messages.events import Event, Failed, Finished
 from banyan.messages.requests import Abort, Control, Generate, Message
@@ -23,6 +24,8 @@ class GrammarDesk:
         self._compiler = compiler
         self._waiting: dict[RequestId, Generate] = {}
         """In order of arrival."""
+        self._num_waiting: Counter[str] = Counter()
+        """Requests by the constraint that they wait for."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -48,6 +51,7 @@ class GrammarDesk:
             for request, generate in list(self._waiting.items()):
                 if self._compiler.has(generate.grammar):
                     del self._waiting[request]
+                    del self._num_waiting[bare_of(generate.grammar)]
                     receive(generate)
 
     def _take(self, generate: Generate, events: list[Event]) -> bool:
@@ -63,12 +67,18 @@ class GrammarDesk:
             events.append(Failed(generate.request, error.status, str(error), error.code))
         else:
             self._waiting[generate.request] = generate
+            self._num_waiting[bare_of(generate.grammar)] += 1
         return True
 
     def _drop(self, request: RequestId, events: list[Event]) -> bool:
         generate = self._waiting.pop(request, None)
         if generate is None:
             return False
+        bare = bare_of(generate.grammar)
+        self._num_waiting[bare] -= 1
+        if not self._num_waiting[bare]:
+            del self._num_waiting[bare]
+            self._compiler.cancel(bare)
         prompt_tokens = len(generate.tokens) // TOKEN_BYTES
         events.append(
             Finished(

@@ -23,6 +23,11 @@ class Grammar(Protocol):
         """The output is complete: an end token has been accepted."""
         ...
 
+    @property
+    def problem(self) -> str:
+        """Why the library follows the constraint no further, in its words; "" while it does."""
+        ...
+
     def mask(self) -> bytes:
         """Which tokens may come next; no bit is set at a dead end."""
         ...
@@ -46,6 +51,11 @@ GrammarFactory = Callable[[str], Grammar]
 
 class Matcher(Protocol):
     """A library's view of one output. It sees tokens as text and never an end token."""
+
+    @property
+    def problem(self) -> str:
+        """As of Grammar."""
+        ...
 
     def fill(self, mask: np.ndarray) -> None:
         """Write which tokens may come next: int32 [words], bit i of the whole = token i."""

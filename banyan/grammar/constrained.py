@@ -68,6 +68,10 @@ class Constrained:
     def is_ended(self) -> bool:
         return self._num_ends > 0
 
+    @property
+    def problem(self) -> str:
+        return self._matcher.problem
+
     def mask(self) -> bytes:
         if self._is_free:
             return self._masks.free.tobytes()

@@ -86,7 +86,12 @@ class _Tokens:
 
 def _refuse_error(matcher: llguidance.LLMatcher) -> None:
     if matcher.is_error():
-        raise RequestError(matcher.get_error().partition("\n<state>")[0])
+        raise RequestError(_reason(matcher))
+
+
+def _reason(matcher: llguidance.LLMatcher) -> str:
+    text = matcher.get_error().partition("\n<state>")[0]
+    return printable(text.removesuffix("\n<non-verbose/>"), 400)
 
 
 class _Program:
@@ -102,6 +107,11 @@ class _Program:
 class _Matcher:
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
+
+    @property
+    def problem(self) -> str:
+        """Some of its limits are met only as the output grows."""
+        return _reason(self._matcher) if self._matcher.is_error() else ""
 
     def fill(self, mask: np.ndarray) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -124,6 +124,7 @@ class _Program:
 class _Matcher:
     def __init__(self, guide: outlines_core.Guide) -> None:
         self._guide = guide
+        self.problem = ""
 
     def fill(self, mask: np.ndarray) -> None:
         self._guide.write_mask_into(mask.ctypes.data, mask.size, mask.itemsize)

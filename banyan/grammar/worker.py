@@ -55,12 +55,21 @@ def encode_frame(message: Setup | Job | Outcome) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+MAX_FRAME_BYTES = 512 << 20
+
+
 def read_frame(read: Callable[[int], bytes], kind: type[T]) -> T | None:
-    """The next message; None at the end of the stream."""
+    """The next message; None at the end of the stream.
+
+    Raises:
+        ValueError: it is longer than MAX_FRAME_BYTES, or no such message.
+    """
     head = read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
     (length,) = _LENGTH.unpack(head)
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {length:,} bytes; {MAX_FRAME_BYTES:,} are legal")
     body = read(length)
     return msgspec.msgpack.decode(body, type=kind) if len(body) == length else None
 

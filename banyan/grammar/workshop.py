@@ -25,6 +25,8 @@ log = logger(__name__)
 
 NEVER = "invalid_grammar"
 """Code of a constraint that cannot be compiled however often one tries."""
+LIMIT = "grammar_limit"
+"""Code of one that takes more time or memory than it may."""
 _PREFIX = "The constraint cannot be compiled: "
 _START_S = 60.0
 """Loading a library on a busy machine."""
@@ -37,6 +39,8 @@ class GrammarLimits:
     """What compiling may cost."""
 
     time_s: float = 20.0
+    quick_s: float = 2.0
+    """What takes longer goes on behind the others, where it has `time_s`."""
     memory_bytes: int = 1 << 30
     cache_bytes: int = 256 << 20
     max_waiting: int = 1024
@@ -44,7 +48,27 @@ class GrammarLimits:
 
 
 Read = Callable[[], tuple[Vocabulary, Encode]]
-"""Reads the vocabulary, when the first constraint needs it."""
+"""Reads the vocabulary."""
+
+
+class Words:
+    """The vocabulary and what follows from it, read when the first constraint needs it. For all
+    workshops and their threads."""
+
+    def __init__(self, read: Read) -> None:
+        self._read = read
+        self._found: tuple[Vocabulary, Encode, TokenMasks] | None = None
+        self._lock = threading.Lock()
+
+    def get(self) -> tuple[Vocabulary, Encode, TokenMasks]:
+        """RequestError when the model cannot be constrained."""
+        with self._lock:
+            if self._found is None:
+                vocabulary, encode = self._read()
+                if not vocabulary.end_ids:
+                    raise _refusal("the model has no end-of-sequence token")
+                self._found = vocabulary, encode, TokenMasks(vocabulary)
+            return self._found
 
 
 class Workshop:
@@ -55,20 +79,14 @@ class Workshop:
     """
 
     def __init__(
-        self, backends: Sequence[str], read: Read, compact: bool, limits: GrammarLimits
+        self, backends: Sequence[str], words: Words, compact: bool, limits: GrammarLimits
     ) -> None:
         self._names = backends
-        self._read = read
+        self._words = words
         self._compact = compact
         self._limits = limits
-        self._vocabulary: tuple[Vocabulary, Encode, TokenMasks] | None = None
         self._libraries: dict[str, _Library] = {}
         self._lock = threading.Lock()
-
-    @property
-    def masks(self) -> TokenMasks:
-        assert self._vocabulary is not None
-        return self._vocabulary[2]
 
     def make(self, grammar: str) -> Program | RequestError:
         """The program, or why there is none; whatever fails, fails this constraint alone."""
@@ -102,19 +120,15 @@ class Workshop:
         program = library.make(
             grammar, limit_s if name == self._names[-1] else min(limit_s, _PATIENCE_S)
         )
-        text = self.masks.text(Constraint.decode(grammar))
-        if not any(Constrained(program.start(), self.masks, text).mask()):
+        masks = self._words.get()[2]
+        text = masks.text(Constraint.decode(grammar))
+        if not any(Constrained(program.start(), masks, text).mask()):
             raise _refusal(f"no output matches it ({name})")
         return program
 
     def _library(self, name: str) -> "_Library":
-        if self._vocabulary is None:
-            vocabulary, encode = self._read()
-            if not vocabulary.end_ids:
-                raise _refusal("the model has no end-of-sequence token")
-            self._vocabulary = vocabulary, encode, TokenMasks(vocabulary)
+        vocabulary, encode, _ = self._words.get()
         if name not in self._libraries:
-            vocabulary, encode, _ = self._vocabulary
             backend = BACKENDS.load(name)(vocabulary, encode, self._compact)
             setup = Setup(name, vocabulary, self._compact, self._limits.memory_bytes)
             self._libraries[name] = _Library(backend, setup)
@@ -152,7 +166,7 @@ class _Library:
             self._worker = None
             bounds = f"{time_s:g} s, {setup.memory_bytes >> 20} MiB"
             text = f"{lost} ({setup.backend}; limits: {bounds})"
-            raise _refusal(text, code="grammar_limit") from None
+            raise _refusal(text, code=LIMIT) from None
 
 
 class _Lost(Exception):
@@ -199,7 +213,10 @@ class _Worker:
     def _answer(self, time_s: float, late: str) -> Outcome:
         assert self._process.stdout is not None
         reader = _Deadline(self._process.stdout.fileno(), time_s, late)
-        outcome = read_frame(reader.read, Outcome)
+        try:
+            outcome = read_frame(reader.read, Outcome)
+        except ValueError as error:
+            raise _Lost(f"the compiler sends nonsense: {error}") from None
         if outcome is None:
             raise _Lost("it needs too much memory to compile, or breaks the compiler")
         return outcome

@@ -132,6 +132,7 @@ class _Matcher:
         self._matcher = matcher
         self._writing = writing
         self._tokens: list[int] = []
+        self.problem = ""
 
     def fill(self, mask: np.ndarray) -> None:
         self._matcher.fill_next_token_bitmask(mask[None])

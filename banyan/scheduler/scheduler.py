@@ -328,8 +328,12 @@ class Scheduler:
             return True
         for token in tokens:
             if not request.grammar.accept(token):
-                text = f"token {token} does not fit the grammar"
-                self.roster.fail(request, 500, text, "grammar_error")
+                if problem := request.grammar.problem:
+                    text = f"The constraint cannot be followed further: {problem}"
+                    self.roster.fail(request, 400, text, "invalid_grammar")
+                else:
+                    text = f"token {token} does not fit the grammar"
+                    self.roster.fail(request, 500, text, "grammar_error")
                 return False
         return True
 

@@ -73,6 +73,10 @@ class HashGrammar:
     def is_ended(self) -> bool:
         return False
 
+    @property
+    def problem(self) -> str:
+        return ""
+
     def mask(self) -> bytes:
         return mask_at(self._states[-1])
 

@@ -294,3 +294,15 @@ def test_what_cannot_be_compiled_is_refused_with_a_reason(backend: Backend, kind
 @cache
 def _cached(name: str) -> Backend:
     return backend_or_skip(name)
+
+
+def test_limits_that_a_library_meets_while_it_writes_are_told_in_its_words():
+    names = [[f"q{i}_{j}" for j in range(50)] for i in range(50)]
+    schema = {"anyOf": [{"type": "object", "properties": {n: {} for n in own}} for own in names]}
+    grammar = started(backend_or_skip("llguidance"), JSON_SCHEMA, json.dumps(schema))
+    assert not grammar.problem
+    random = Random(1)
+    for _ in range(300):
+        if not grammar.accept(random.choice(allowed(grammar) or [0])):
+            break
+    assert "items" in grammar.problem or "expressions" in grammar.problem

@@ -1,8 +1,13 @@
 """The compiler process and its cache: limits, failures, and that nothing but the culprit pays."""
 
+import io
+import json
 import re
+import struct
 import threading
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import cast
 
 import msgspec
 import pytest
@@ -10,9 +15,10 @@ import pytest
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.engine.desk import GrammarDesk
-from banyan.grammar.compiler import GrammarCompiler
+from banyan.grammar.compiler import GrammarCompiler, _Lane
 from banyan.grammar.vocabulary import longest_first
-from banyan.grammar.workshop import GrammarLimits
+from banyan.grammar.worker import Outcome, read_frame
+from banyan.grammar.workshop import GrammarLimits, Workshop
 from banyan.messages.constraint import Constraint
 from banyan.messages.events import Event, Failed, Finished
 from banyan.messages.requests import Abort, Control, Generate
@@ -221,9 +227,71 @@ def test_a_waiting_request_can_be_aborted(opened: Open):
         ("a", "abort"),
         ("b", "abort"),
     ]
-    bell.wait()
-    desk.release(got.append)
-    assert not got
+    desk.keeps(generate("c", regex("x")), events)
+    while not got:
+        bell.wait()
+        desk.release(got.append)
+    assert [g.request for g in got] == ["c"]
+
+
+class Slow:
+    """A workshop whose first constraint takes until it is told."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.made: list[str] = []
+
+    def make(self, grammar: str) -> RequestError:
+        self.made.append(grammar)
+        self.has_begun.set()
+        assert self.may_end.wait(60)
+        return RequestError(grammar)
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_lane_makes_the_shortest_first_and_nothing_that_nobody_waits_for():
+    slow, done = Slow(), SimpleQueue[str]()
+    lane = _Lane(cast(Workshop, slow), lambda bare, outcome: done.put(bare))
+    lane.put("first")
+    assert slow.has_begun.wait(60)
+    for bare in ("longest", "gone", "abc", "ab", "again"):
+        lane.put(bare)
+    for bare in ("gone", "again", "first", "unknown"):
+        lane.drop(bare)
+    lane.put("again")
+    slow.may_end.set()
+    assert [done.get(timeout=60) for _ in range(5)] == ["first", "ab", "abc", "again", "longest"]
+    lane.close()
+    assert done.empty() and "gone" not in slow.made
+
+
+def test_short_constraints_pass_by_long_ones(opened: Open):
+    compiler, bell = opened()
+    properties = {f"property_{i}": {"type": "string"} for i in range(5_000)}
+    long = Constraint("json_schema", json.dumps({"type": "object", "properties": properties}))
+    for number in range(3):
+        compiler.prepare(Constraint(long.kind, long.text + " " * number).encode())
+    for grammar in (DIGITS, regex("[a-z]"), regex("[A-Z]")):
+        compiler.prepare(grammar)
+        while not compiler.has(grammar):
+            bell.wait()
+            while compiler.collect():
+                pass
+    assert not compiler.has(Constraint(long.kind, long.text + "  ").encode())
+
+
+def test_what_is_not_made_in_a_moment_is_made_beside_the_others(opened: Open):
+    compiler, bell = opened(GrammarLimits(quick_s=0.0))
+    prepared(compiler, bell, DIGITS)
+    assert allowed(compiler(DIGITS))
+
+
+def test_a_frame_without_end_from_the_compiler_is_not_awaited():
+    stream = io.BytesIO(struct.pack("<Q", 1 << 40) + b"x")
+    with pytest.raises(ValueError, match="are legal"):
+        read_frame(stream.read, Outcome)
 
 
 def test_a_name_that_waits_already_and_a_full_desk_are_refused(opened: Open):

@@ -61,6 +61,7 @@ class Driver:
         max_running=8,
         recorder=None,
         spec=None,
+        grammars=None,
         **limits,
     ) -> None:
         honoured = Priorities(are_honoured=True, preemption_gap=0)
@@ -75,7 +76,7 @@ class Driver:
             limits=Limits(max_running=max_running, **limits),
             order=policy,
         )
-        self.core = self.spec.build(recorder=recorder and recorder(self.spec))
+        self.core = self.spec.build(recorder=recorder and recorder(self.spec), grammars=grammars)
         self.flying: deque[StepPlan] = deque()
         self.plans: list[StepPlan] = []
         self.slots: dict[int, list[int]] = {}

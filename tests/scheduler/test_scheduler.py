@@ -173,6 +173,49 @@ def test_a_failed_row_fails_its_request_alone():
     assert driver.outputs["good"] == continuation([50, 51], 5)
 
 
+class Limited:
+    """A constraint that a library follows for some tokens only. Satisfies grammar.base.Grammar."""
+
+    is_ended = False
+
+    def __init__(self, most: int, problem: str) -> None:
+        self._left = most
+        self._problem = problem
+
+    @property
+    def problem(self) -> str:
+        return self._problem if self._left < 0 else ""
+
+    def mask(self) -> bytes:
+        return b"\xff" * 16
+
+    def forced(self) -> list[int]:
+        return []
+
+    def accept(self, token: int) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+    def rollback(self, count: int) -> None:
+        self._left += count
+
+
+@pytest.mark.parametrize(
+    ("problem", "status", "code"),
+    [("too many rows", 400, "invalid_grammar"), ("", 500, "grammar_error")],
+)
+def test_a_constraint_that_the_library_gives_up_is_the_fault_of_its_sender(problem, status, code):
+    driver = Driver(grammars=lambda text: Limited(2, problem))
+    driver.submit("free", PROMPT)
+    sampling = SamplingParams(max_new_tokens=9)
+    tokens = array("i", PROMPT).tobytes()
+    driver.receive(Generate(request="bound", tokens=tokens, sampling=sampling, grammar="regex:x"))
+    driver.run()
+    end = driver.ends["bound"]
+    assert (end.status, end.code) == (status, code) and problem in end.text
+    assert reason(driver, "free") == "length"
+
+
 def test_a_failed_step_is_traced_to_the_request_that_breaks_it():
     driver = Driver(depth=2)
     driver.broken_tokens = {90}
