@@ -15,7 +15,8 @@ PACKAGE = ROOT / "banyan"
 ARROWS = {
     "base": "",
     "formats": "base",
-    "config": "base formats",
+    "config": "base formats families",
+    "families": "base config.card config.facts",
     "messages": "base",
     "memory": "base config messages.plan",
     "grammar": "base messages.constraint",
@@ -30,7 +31,7 @@ ARROWS = {
     "ops": "platform base",
     "parallel": "platform ops base",
     "layers": "parallel ops base config.card",
-    "models": "layers parallel config.card config.facts formats ops base",
+    "models": "layers parallel config.card config.facts families formats ops base",
     "transfer": "base config messages platform",
     "runner": "base config messages models layers parallel ops platform transfer memory.groups",
 }
@@ -47,7 +48,18 @@ COMPOSITION_ROOTS = (
     *("bench_serving.py", "bench_one_batch.py", "bench_offline_throughput.py"),
 )
 NO_TORCH = (
-    *("base", "formats", "config", "messages", "memory", "scheduler", "engine", "grammar", "sim"),
+    *(
+        "base",
+        "formats",
+        "config",
+        "families",
+        "messages",
+        "memory",
+        "scheduler",
+        "engine",
+        "grammar",
+        "sim",
+    ),
     *("frontend", "server"),
 )
 PURE = ("scheduler", "memory")

@@ -6,14 +6,11 @@ Source: the standardized keys of the GGUF specification (docs/gguf.md of ggml-or
 import math
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
 from banyan.config.card import FULL, WINDOW, ModelCard, RopeFacts
-from banyan.config.card_families import MAX_LENGTH, MAX_WIDTH, no_more
 from banyan.config.card_hub import (
     MAX_HEADS,
     MAX_LAYERS,
@@ -22,83 +19,9 @@ from banyan.config.card_hub import (
     unknown_architecture,
 )
 from banyan.config.facts import Facts
+from banyan.families import FAMILIES, GGUF, known_gguf
+from banyan.families.base import MAX_LENGTH, MAX_WIDTH, GgufForm
 from banyan.formats.gguf import GGUFFile
-
-
-@dataclass(frozen=True)
-class Family:
-    """
-    Attributes:
-        architecture: class name the same model has in Hugging Face's form.
-        eps_key: key of the norms' eps.
-        window_period: with a window, every n-th layer sees everything; 0 = none does.
-        more: fills in what only this family has.
-    """
-
-    architecture: str
-    activation: str = "silu"
-    eps_key: str = "attention.layer_norm_rms_epsilon"
-    window_period: int = 0
-    more: Callable[[Facts, ModelCard], ModelCard] = no_more
-
-
-def _gemma(facts: Facts, card: ModelCard, largest: int) -> ModelCard:
-    """The largest model of a generation scales by its hidden size per head, and no key says so."""
-    is_largest = card.num_layers == largest
-    size = card.hidden_size / card.num_heads if is_largest else card.head_dim
-    return replace(
-        card,
-        attention_scale=facts.number("attention.scale", 1e-9, 1e6, default=size**-0.5),
-        embedding_scale=card.hidden_size**0.5,
-        attention_cap=facts.number("attn_logit_softcapping", 0.0, 1e9, default=0.0),
-        logit_cap=facts.number("final_logit_softcapping", 0.0, 1e9, default=0.0),
-    )
-
-
-def _gemma3(facts: Facts, card: ModelCard) -> ModelCard:
-    theta = facts.number("rope.freq_base_swa", 1.0, 1e12, default=10000.0)
-    card = _gemma(facts, card, largest=62)
-    return replace(card, window_rope=RopeFacts(theta=theta) if card.window else None)
-
-
-def _granite(facts: Facts, card: ModelCard) -> ModelCard:
-    default = card.head_dim**-0.5
-    return replace(
-        card,
-        embedding_scale=facts.number("embedding_scale", 1e-6, 1e6, default=1.0),
-        residual_scale=facts.number("residual_scale", 1e-6, 1e6, default=1.0),
-        attention_scale=facts.number("attention.scale", 1e-9, 1e6, default=default),
-        logit_scale=1 / facts.number("logit_scale", 1e-6, 1e6, default=1.0),
-    )
-
-
-def _cohere(facts: Facts, card: ModelCard) -> ModelCard:
-    """Only window layers know positions."""
-    return replace(
-        card,
-        logit_scale=facts.number("logit_scale", 1e-6, 1e6, default=1.0),
-        rope=RopeFacts(kind="none"),
-        window_rope=card.rope,
-    )
-
-
-_LAYER_EPS = "attention.layer_norm_epsilon"
-_GELU = "gelu_pytorch_tanh"
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM"),
-    "qwen2": Family("Qwen2ForCausalLM"),
-    "qwen3": Family("Qwen3ForCausalLM"),
-    "gemma2": Family("Gemma2ForCausalLM", _GELU, window_period=2, more=partial(_gemma, largest=46)),
-    "gemma3": Family("Gemma3ForCausalLM", _GELU, window_period=6, more=_gemma3),
-    "phi3": Family("Phi3ForCausalLM"),
-    "olmo2": Family("Olmo2ForCausalLM"),
-    "granite": Family("GraniteForCausalLM", more=_granite),
-    "glm4": Family("Glm4ForCausalLM"),
-    "starcoder2": Family("Starcoder2ForCausalLM", _GELU, _LAYER_EPS),
-    "cohere2": Family("Cohere2ForCausalLM", "silu", _LAYER_EPS, window_period=4, more=_cohere),
-}
-"""GGUF architecture -> its family."""
 
 _ORIGINAL_LENGTH = "rope.scaling.original_context_length"
 _UNSCALED = ("none", "default", "")
@@ -121,19 +44,21 @@ def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> Model
         metadata = {**file.metadata, **overrides}
         general = Facts(metadata, path, asked=asked)
         name = general.text("general.architecture")
-        if name not in FAMILIES:
-            raise unknown_architecture(name, path, list(FAMILIES))
+        if name not in known_gguf():
+            raise unknown_architecture(name, path, known_gguf())
+        family = FAMILIES.load(GGUF + name).gguf
+        assert family is not None, f"{name} is listed for GGUF and has no such form"
         facts = Facts(metadata, path, f"{name}.", asked)
         tokens = Facts(metadata, path, "tokenizer.ggml.", asked)
-        card = FAMILIES[name].more(facts, _card(file, facts, tokens, name, FAMILIES[name]))
+        card = family.more(facts, _card(file, facts, tokens, name, family))
         refuse_unread(overrides, asked)
         return card
 
 
-def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: Family) -> ModelCard:
+def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufForm) -> ModelCard:
     """What every family has."""
     if facts.has("expert_count") and facts.integer("expert_count", 0, 1 << 16) > 0:
-        raise unknown_architecture(f"{name} with experts", file.path, list(FAMILIES))
+        raise unknown_architecture(f"{name} with experts", file.path, known_gguf())
     num_heads, num_kv_heads, head_dim = _heads(facts)
     vocab_size = _vocab_size(file, facts, tokens)
     context_length = facts.integer("context_length", 1, MAX_LENGTH)

@@ -13,9 +13,10 @@ from difflib import get_close_matches
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import printable
 from banyan.config.card import ModelCard, QuantFacts, RopeFacts
-from banyan.config.card_families import FAMILIES, MAX_LENGTH, MAX_WIDTH, Family, plain_kinds
 from banyan.config.encoders import is_bare, is_classifier, labels_of, read_pooling, separator_of
 from banyan.config.facts import Facts, read_json
+from banyan.families import FAMILIES, known_classes
+from banyan.families.base import MAX_LENGTH, MAX_WIDTH, HubForm, window_everywhere
 
 MAX_LAYERS = 1024
 MAX_HEADS = 4096
@@ -45,7 +46,7 @@ def read_hub_folder(
     if is_foreign:
         return _foreign_card(facts, path)
     architecture = _architecture(facts, path)
-    family = FAMILIES[architecture]
+    family = FAMILIES.load(architecture).hub
     card = family.more(facts, _card(facts, path, architecture, family))
     card = replace(card, quant=_quant(facts))
     if is_classifier(architecture):
@@ -65,10 +66,10 @@ def _foreign_card(facts: Facts, path: str) -> ModelCard:
         raise facts.error("architectures", architecture, "a list that names the model's class")
     if facts.has("auto_map"):
         raise _own_code(path, architecture)
-    num_heads, num_kv_heads, head_dim = _heads(facts, Family())
+    num_heads, num_kv_heads, head_dim = _heads(facts, HubForm())
     num_layers = facts.integer("num_hidden_layers", 1, MAX_LAYERS)
     vocab_size = facts.integer("vocab_size", 1, MAX_VOCAB)
-    kinds, window = plain_kinds(facts, num_layers)
+    kinds, window = window_everywhere(facts, num_layers)
     return ModelCard(
         path=path,
         format="safetensors",
@@ -105,19 +106,19 @@ def refuse_unread(overrides: Mapping[str, object], asked: set[str]) -> None:
 
 def _architecture(facts: Facts, path: str) -> str:
     listed = [name for name in facts.listed("architectures") if isinstance(name, str)]
-    known = [name for name in listed if name in FAMILIES]
+    known = [name for name in listed if name in known_classes()]
     if known:
         return known[0]
     if facts.has("auto_map"):
         raise _own_code(path, str(listed[:1]))
-    raise unknown_architecture(", ".join(listed) or "none named", path, list(FAMILIES))
+    raise unknown_architecture(", ".join(listed) or "none named", path, known_classes())
 
 
 def _own_code(path: str, name: str) -> ModelError:
     return ModelError(
         f"{printable(path)!r} brings its own code ({printable(name)}), and code of a model "
         "repository is never run",
-        hint=f"known here: {', '.join(FAMILIES)}",
+        hint=f"known here: {', '.join(known_classes())}",
     )
 
 
@@ -128,7 +129,7 @@ def unknown_architecture(name: str, path: str, known: list[str]) -> ModelError:
     )
 
 
-def _card(facts: Facts, path: str, architecture: str, family: Family) -> ModelCard:
+def _card(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelCard:
     """What every family has."""
     vocab_size = facts.integer("vocab_size", 1, MAX_VOCAB)
     context_length = facts.integer("max_position_embeddings", 1, MAX_LENGTH, default=2048)
@@ -168,7 +169,7 @@ def _card(facts: Facts, path: str, architecture: str, family: Family) -> ModelCa
     )
 
 
-def _heads(facts: Facts, family: Family) -> tuple[int, int, int]:
+def _heads(facts: Facts, family: HubForm) -> tuple[int, int, int]:
     """Heads, kv heads and head size."""
     hidden_size = facts.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = facts.integer("num_attention_heads", 1, MAX_HEADS)
@@ -184,7 +185,7 @@ def _heads(facts: Facts, family: Family) -> tuple[int, int, int]:
     return num_heads, num_kv_heads, head_dim
 
 
-def _rotary_dim(facts: Facts, family: Family, head_dim: int) -> int:
+def _rotary_dim(facts: Facts, family: HubForm, head_dim: int) -> int:
     own = facts.part("rope_parameters")
     where = own if own is not None and own.has("partial_rotary_factor") else facts
     share = where.number("partial_rotary_factor", 0.0, 1.0, default=family.rotary)
@@ -194,7 +195,7 @@ def _rotary_dim(facts: Facts, family: Family, head_dim: int) -> int:
     return rotary_dim if rotary_dim != head_dim else 0
 
 
-def _activation(facts: Facts, family: Family) -> str:
+def _activation(facts: Facts, family: HubForm) -> str:
     name = facts.text(family.activation_key, default=family.activation)
     if name != family.activation:
         rule = f"{family.activation}, the one this family is built with"
@@ -209,7 +210,9 @@ def _dtype(facts: Facts) -> str:
     return name
 
 
-def _ropes(facts: Facts, family: Family, context_length: int) -> tuple[RopeFacts, RopeFacts | None]:
+def _ropes(
+    facts: Facts, family: HubForm, context_length: int
+) -> tuple[RopeFacts, RopeFacts | None]:
     """RoPE of full layers, and of window layers where theirs is another."""
     own = facts.part("rope_parameters")
     nested = own is not None and (own.has("full_attention") or own.has("sliding_attention"))
@@ -229,13 +232,13 @@ def _ropes(facts: Facts, family: Family, context_length: int) -> tuple[RopeFacts
 
 
 def _rope(
-    facts: Facts, own: Facts | None, family: Family, theta: float, context_length: int
+    facts: Facts, own: Facts | None, family: HubForm, theta: float, context_length: int
 ) -> RopeFacts:
     """`own`: the part of `facts` that describes this rope, None when nothing does."""
     if own is None:
         return RopeFacts(theta=theta)
     kind = own.text("rope_type" if own.has("rope_type") else "type", default="default")
-    kind = (family.rope_kinds or {}).get(kind, kind)
+    kind = family.rope_kinds.get(kind, kind)
     if kind not in ROPE_KINDS:
         raise own.error("rope_type", kind, f"one of: {', '.join(ROPE_KINDS)}")
     theta = own.number("rope_theta", 1.0, 1e12, default=theta)

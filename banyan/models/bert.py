@@ -17,37 +17,7 @@ from banyan.layers.mlp import PlainMLP
 from banyan.layers.norm import LayerNorm
 from banyan.layers.slot import ShardRule
 from banyan.layers.step import StepInputs
-from banyan.models.spec import ArchSpec, NameMap
 from banyan.parallel.groups import Group
-
-_BODY = {
-    "embeddings.word_embeddings": "embedding",
-    "embeddings.position_embeddings": "positions",
-    "embeddings.token_type_embeddings": "segments",
-    "embeddings.LayerNorm": "norm",
-    "encoder.layer.{}.attention.self.query": "layers.{}.attention.qkv:q",
-    "encoder.layer.{}.attention.self.key": "layers.{}.attention.qkv:k",
-    "encoder.layer.{}.attention.self.value": "layers.{}.attention.qkv:v",
-    "encoder.layer.{}.attention.output.dense": "layers.{}.attention.out",
-    "encoder.layer.{}.attention.output.LayerNorm": "layers.{}.attention_norm",
-    "encoder.layer.{}.intermediate.dense": "layers.{}.mlp.up",
-    "encoder.layer.{}.output.dense": "layers.{}.mlp.down",
-    "encoder.layer.{}.output.LayerNorm": "layers.{}.mlp_norm",
-    "pooler.dense": "head.dense",
-}
-_NEEDLESS = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids")
-"""Some checkpoints keep 0, 1, 2 … among their weights."""
-
-
-def _spec(prefix: str, head: dict[str, str]) -> ArchSpec:
-    """Names of a family, alone or below `prefix`, as models with a head write them."""
-    modules = {start + name: place for start in ("", prefix) for name, place in _BODY.items()}
-    ignored = tuple(start + name for start in ("", prefix) for name in _NEEDLESS)
-    return ArchSpec({"safetensors": NameMap(modules | head, ignored)}, norm="layer+bias")
-
-
-BERT = _spec("bert.", {"classifier": "head.out"})
-ROBERTA = _spec("roberta.", {"classifier.dense": "head.dense", "classifier.out_proj": "head.out"})
 
 
 class EncoderLayer(nn.Module):

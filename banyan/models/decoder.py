@@ -1,4 +1,4 @@
-"""DecoderLM: the common decoder-only transformer, its sizes from the card, its form from a spec.
+"""DecoderLM: the common decoder-only transformer, its sizes from the card, its form from a family.
 
 Blocks of attention and feed-forward around a residual stream. Constants that only scale are folded
 where they cost nothing: a factor r on what joins the stream is a stream that is r times smaller,
@@ -8,6 +8,7 @@ which a norm does not see but for its eps. Knows no files.
 from torch import Tensor, nn
 
 from banyan.config.card import WINDOW, ModelCard
+from banyan.families.base import Family
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
 from banyan.layers.cache import LayerCache, caches_of
@@ -20,28 +21,27 @@ from banyan.layers.norm import LayerNorm, RMSNorm, Stream, Sum
 from banyan.layers.rotary import Angles, Rotary
 from banyan.layers.slot import ShardRule
 from banyan.layers.step import StepInputs
-from banyan.models.spec import ArchSpec
 from banyan.parallel.groups import Group
 
 
 class DecoderLayer(nn.Module):
     """
     Args:
-        card, spec: of the whole model.
+        card, family: of the whole model.
         layer: index of this block.
     """
 
-    def __init__(self, card: ModelCard, spec: ArchSpec, layer: int, build: Build) -> None:
+    def __init__(self, card: ModelCard, family: Family, layer: int, build: Build) -> None:
         super().__init__()
         self.ops = build.ops
         self.rope = card.rope_of(layer)
-        self.is_parallel = spec.parallel
-        self.attention_norm = _stream(card, spec, build)
-        self.attention = _attention(card, spec, layer, build)
-        self.attention_post_norm = _post_norm(card, spec, build)
-        self.mlp_norm = None if spec.parallel else _stream(card, spec, build)
-        self.mlp = _feed_forward(card, spec, layer, build)
-        self.mlp_post_norm = _post_norm(card, spec, build)
+        self.is_parallel = family.parallel
+        self.attention_norm = _stream(card, family, build)
+        self.attention = _attention(card, family, layer, build)
+        self.attention_post_norm = _post_norm(card, family, build)
+        self.mlp_norm = None if family.parallel else _stream(card, family, build)
+        self.mlp = _feed_forward(card, family, layer, build)
+        self.mlp_post_norm = _post_norm(card, family, build)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, angles: Angles | None, step: StepInputs
@@ -67,7 +67,7 @@ class DecoderLM(nn.Module):
     """
 
     def __init__(
-        self, card: ModelCard, spec: ArchSpec, build: Build, served_length: int = 0
+        self, card: ModelCard, family: Family, build: Build, served_length: int = 0
     ) -> None:
         super().__init__()
         self.card = card
@@ -76,7 +76,7 @@ class DecoderLM(nn.Module):
         scale = card.embedding_scale / card.residual_scale
         self.embedding = Embedding(vocab, size, build, scale)
         self.layers = nn.ModuleList(
-            DecoderLayer(card, spec, layer, build) for layer in range(card.num_layers)
+            DecoderLayer(card, family, layer, build) for layer in range(card.num_layers)
         )
         self.caches: list[LayerCache] = caches_of(self)
         self.rotaries = {
@@ -91,7 +91,7 @@ class DecoderLM(nn.Module):
             for rope in dict.fromkeys(layer.rope for layer in self.layers)
             if rope.kind != "none"
         }
-        self.norm = _norm(card, spec, _stream_eps(card), build)
+        self.norm = _norm(card, family, _stream_eps(card), build)
         self.head: Logits | ColumnLinear | None = None
         if card.labels:
             rules = {"": ShardRule()}
@@ -118,11 +118,11 @@ class DecoderLM(nn.Module):
 
 
 def _feed_forward(
-    card: ModelCard, spec: ArchSpec, layer: int, build: Build
+    card: ModelCard, family: Family, layer: int, build: Build
 ) -> GatedMLP | PlainMLP | ExpertBlock:
     if card.experts is not None and layer not in card.experts.dense_layers:
         return ExpertBlock(card.hidden_size, card.experts, card.hidden_act, build)
-    return (GatedMLP if spec.gated else PlainMLP)(
+    return (GatedMLP if family.gated else PlainMLP)(
         card.hidden_size,
         card.intermediate_size,
         card.hidden_act,
@@ -133,7 +133,7 @@ def _feed_forward(
 
 
 def _attention(
-    card: ModelCard, spec: ArchSpec, layer: int, build: Build
+    card: ModelCard, family: Family, layer: int, build: Build
 ) -> Attention | LatentAttention:
     if card.latent is not None:
         shape = LatentShape(
@@ -157,7 +157,7 @@ def _attention(
         soft_cap=card.attention_cap,
         has_bias=card.attention_bias,
         has_output_bias=card.output_bias,
-        qk_norm=spec.qk_norm,
+        qk_norm=family.qk_norm,
         norm_eps=card.norm_eps,
         rotary_dim=card.rotary_dim,
     )
@@ -169,17 +169,17 @@ def _stream_eps(card: ModelCard) -> float:
     return card.norm_eps / card.residual_scale**2
 
 
-def _stream(card: ModelCard, spec: ArchSpec, build: Build) -> Stream:
-    if not spec.pre_norm:
+def _stream(card: ModelCard, family: Family, build: Build) -> Stream:
+    if not family.pre_norm:
         return Sum(build.ops)
-    return _norm(card, spec, _stream_eps(card), build)
+    return _norm(card, family, _stream_eps(card), build)
 
 
-def _post_norm(card: ModelCard, spec: ArchSpec, build: Build) -> RMSNorm | LayerNorm | None:
-    return _norm(card, spec, card.norm_eps, build) if spec.post_norm else None
+def _post_norm(card: ModelCard, family: Family, build: Build) -> RMSNorm | LayerNorm | None:
+    return _norm(card, family, card.norm_eps, build) if family.post_norm else None
 
 
-def _norm(card: ModelCard, spec: ArchSpec, eps: float, build: Build) -> RMSNorm | LayerNorm:
-    if spec.norm == "rms":
+def _norm(card: ModelCard, family: Family, eps: float, build: Build) -> RMSNorm | LayerNorm:
+    if family.norm == "rms":
         return RMSNorm(card.hidden_size, eps, build)
-    return LayerNorm(card.hidden_size, eps, spec.norm == "layer+bias", build)
+    return LayerNorm(card.hidden_size, eps, family.norm == "layer+bias", build)

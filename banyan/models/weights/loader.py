@@ -11,14 +11,14 @@ import torch
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
+from banyan.families import FAMILIES
+from banyan.families.names import NameMap
 from banyan.layers.build import Build
 from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.slot import Layer, WeightSlot
-from banyan.models import ARCHITECTURES
 from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
-from banyan.models.spec import NameMap
 from banyan.models.weights.custom import Transform
 from banyan.models.weights.names import Place, is_ignored, place_of
 from banyan.models.weights.quant import open_method
@@ -64,12 +64,12 @@ def load_model(
             f"load format {load_format!r} was asked for, {card.path!r} is {card.format}",
             hint="leave it at auto",
         )
-    spec = ARCHITECTURES.load(card.architecture)
+    family = FAMILIES.load(card.architecture)
     model: DecoderLM | EncoderLM
     if card.is_encoder:
         model = EncoderLM(card, build)
     else:
-        model = DecoderLM(card, spec, build, served_length)
+        model = DecoderLM(card, family, build, served_length)
     if load_format == "dummy":
         _fill_dummy(model, build, seed)
     else:
@@ -78,7 +78,7 @@ def load_model(
             tensors = restored(tensors, open_method(card.quant, card.path))
         for transform in transforms:
             tensors = transform(tensors)
-        Filling(model, spec.names[card.format]).run(tensors)
+        Filling(model, family.names[card.format]).run(tensors)
     return model.eval()
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from banyan.models.spec import NameMap
+from banyan.families.names import NameMap
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,20 @@
 Llama 3: arXiv 2407.21783. GGUF names: gguf-py constants, architecture "llama".
 """
 
-from banyan.models.spec import GGUF_NAMES, HUB_NAMES, QK, ArchSpec, NameMap
+from dataclasses import replace
 
-LLAMA = ArchSpec(
+from banyan.families.base import Family, GgufForm, HubForm, without_logits
+from banyan.families.names import GGUF_NAMES, HUB_NAMES, QK, NameMap
+
+LLAMA = Family(
+    gguf=GgufForm("LlamaForCausalLM"),
     names={
         "safetensors": NameMap(
             HUB_NAMES, ignored=("model.layers.{}.self_attn.rotary_emb.inv_freq",)
         ),
         "gguf": NameMap(GGUF_NAMES, paired=QK, rope_divisors="rope_freqs.weight"),
-    }
+    },
 )
+
+LLAMA_BODY = replace(LLAMA, hub=HubForm(more=without_logits), gguf=None)
+"""Served for vectors."""

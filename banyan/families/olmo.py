@@ -1,16 +1,21 @@
-"""OLMo 2 (arXiv 2501.00656): norms only after each block; q and k are normed over all heads."""
+"""OLMo 2 (arXiv 2501.00656): norms only after each block; q and k are normed over all heads.
+OLMoE (arXiv 2409.02060): experts behind Llama's norms.
+"""
 
-from banyan.models.spec import (
+from banyan.families.base import Family, GgufForm, HubForm
+from banyan.families.experts import olmoe
+from banyan.families.names import (
     GGUF_NAMES,
     GGUF_QK_NORM,
     HUB_EXPERTS,
     HUB_NAMES,
     HUB_QK_NORM,
-    ArchSpec,
     NameMap,
 )
 
-OLMO2 = ArchSpec(
+OLMO2 = Family(
+    hub=HubForm(eps=1e-5),
+    gguf=GgufForm("Olmo2ForCausalLM"),
     names={
         "safetensors": NameMap(
             HUB_NAMES
@@ -34,6 +39,8 @@ OLMO2 = ArchSpec(
     qk_norm="width",
 )
 
-OLMOE = ArchSpec(
-    names={"safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_EXPERTS)}, qk_norm="width"
+OLMOE = Family(
+    hub=HubForm(eps=1e-5, more=olmoe),
+    names={"safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_EXPERTS)},
+    qk_norm="width",
 )

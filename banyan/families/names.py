@@ -1,7 +1,7 @@
-"""ArchSpec: what a dense family must say about itself. Everything else is in the model card."""
+"""Names of weights in checkpoints, and where each goes in the model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 HUB_NAMES = {
     "model.embed_tokens": "embedding",
@@ -77,26 +77,3 @@ class NameMap:
     rope_divisors: str = ""
     norm_offset: float = 0.0
     has_more_layers: bool = False
-
-
-@dataclass(frozen=True)
-class ArchSpec:
-    """A family of dense decoders.
-
-    Attributes:
-        names: checkpoint format ("gguf", "safetensors") -> its names.
-        norm: "rms" | "layer" | "layer+bias".
-        pre_norm: attention and feed-forward read a normed residual stream.
-        post_norm: what they give is normed before it joins the stream.
-        parallel: both read the same norm of the stream and join it together.
-        gated: the feed-forward block has a gate.
-        qk_norm: "" | "head" (each head of q and k by itself) | "width" (all heads together).
-    """
-
-    names: Mapping[str, NameMap] = field(default_factory=dict)
-    norm: str = "rms"
-    pre_norm: bool = True
-    post_norm: bool = False
-    parallel: bool = False
-    gated: bool = True
-    qk_norm: str = ""

@@ -3,9 +3,17 @@
 Source: the published configuration of THUDM/GLM-4-9B-0414; GGUF architecture "glm4".
 """
 
-from banyan.models.spec import GGUF_NAMES, HUB_NAMES, QK, ArchSpec, NameMap
+from banyan.families.base import Biases, Family, GgufForm, HubForm
+from banyan.families.names import GGUF_NAMES, HUB_NAMES, QK, NameMap
 
-GLM4 = ArchSpec(
+GLM4 = Family(
+    hub=HubForm(
+        eps=1.5625e-7,
+        head_dim=128,
+        rotary=0.5,
+        biases=lambda facts: Biases(qkv=facts.flag("attention_bias", default=True)),
+    ),
+    gguf=GgufForm("Glm4ForCausalLM"),
     names={
         "safetensors": NameMap(
             HUB_NAMES

@@ -3,7 +3,11 @@
 The first layers have plain feed-forward blocks; layers past the last one are for drafting.
 """
 
-from banyan.models.spec import HUB_EXPERTS, HUB_NAMES, ArchSpec, NameMap
+from dataclasses import replace
+
+from banyan.families.base import Family, HubForm
+from banyan.families.experts import deepseek_v2, deepseek_v3
+from banyan.families.names import HUB_EXPERTS, HUB_NAMES, NameMap
 
 _ATTENTION = {
     "model.layers.{}.self_attn.q_proj": "layers.{}.attention.query",
@@ -21,12 +25,15 @@ _FEED_FORWARD = {
     "model.layers.{}.mlp.shared_experts.down_proj": "layers.{}.mlp.shared.down",
 }
 
-DEEPSEEK = ArchSpec(
+DEEPSEEK_V2 = Family(
+    hub=HubForm(head_dim=64, more=deepseek_v2),
     names={
         "safetensors": NameMap(
             HUB_NAMES | HUB_EXPERTS | _ATTENTION | _FEED_FORWARD,
             paired=("layers.{}.attention.query", "layers.{}.attention.latent"),
             has_more_layers=True,
         )
-    }
+    },
 )
+
+DEEPSEEK_V3 = replace(DEEPSEEK_V2, hub=HubForm(head_dim=64, more=deepseek_v3))

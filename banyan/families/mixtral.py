@@ -1,8 +1,11 @@
 """Mixtral (arXiv 2401.04088): Llama's attention, and experts under names of their own."""
 
-from banyan.models.spec import HUB_NAMES, ArchSpec, NameMap
+from banyan.families.base import Family, HubForm
+from banyan.families.experts import mixtral
+from banyan.families.names import HUB_NAMES, NameMap
 
-MIXTRAL = ArchSpec(
+MIXTRAL = Family(
+    hub=HubForm(eps=1e-5, rope_theta=1e6, more=mixtral),
     names={
         "safetensors": NameMap(
             HUB_NAMES
@@ -17,5 +20,5 @@ MIXTRAL = ArchSpec(
                 "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.down:{}",
             }
         )
-    }
+    },
 )

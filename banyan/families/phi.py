@@ -1,8 +1,15 @@
 """Phi-3 (arXiv 2404.14219) and Phi-4, which have one tensor for q, k, v and one for gate and up."""
 
-from banyan.models.spec import GGUF_NAMES, HUB_NAMES, ArchSpec, NameMap
+from banyan.families.base import Biases, Family, GgufForm, HubForm
+from banyan.families.names import GGUF_NAMES, HUB_NAMES, NameMap
 
-PHI3 = ArchSpec(
+PHI3 = Family(
+    hub=HubForm(
+        eps=1e-5,
+        biases=lambda facts: Biases(),
+        rope_kinds={"su": "longrope", "yarn": "longrope"},
+    ),
+    gguf=GgufForm("Phi3ForCausalLM"),
     names={
         "safetensors": NameMap(
             HUB_NAMES
@@ -20,5 +27,5 @@ PHI3 = ArchSpec(
             # The card holds these two already.
             ignored=("rope_factors_long.weight", "rope_factors_short.weight"),
         ),
-    }
+    },
 )

@@ -1,0 +1,144 @@
+"""What a model family says about itself, in one object: how its configurations are read, how its
+weights are called, and how its blocks are put together. Knows no tensors.
+
+The sizes are in the model card; a family says only where it departs from Llama.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from banyan.config.card import FULL, WINDOW, ModelCard
+from banyan.config.facts import Facts
+from banyan.families.names import NameMap
+
+MAX_WIDTH = 1 << 20
+MAX_LENGTH = 1 << 26
+GELU_TANH = "gelu_pytorch_tanh"
+
+_LAYER_KINDS = {"full_attention": FULL, "sliding_attention": WINDOW}
+
+Kinds = tuple[tuple[str, ...], int]
+"""Kind of each layer and the window in tokens; ((), 0) when every layer sees everything."""
+More = Callable[[Facts, ModelCard], ModelCard]
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Which projections have a bias."""
+
+    qkv: bool = False
+    output: bool = False
+    mlp: bool = False
+
+
+def llama_biases(facts: Facts) -> Biases:
+    has_bias = facts.flag("attention_bias", default=False)
+    return Biases(has_bias, has_bias, facts.flag("mlp_bias", default=False))
+
+
+def window_everywhere(facts: Facts, num_layers: int) -> Kinds:
+    """A window that is named holds for every layer, unless `layer_types` says otherwise."""
+    if not facts.has("sliding_window"):
+        return (), 0
+    return window_where(facts, num_layers, lambda layer: True)
+
+
+def full_at_every(facts: Facts, num_layers: int, period: int) -> Kinds:
+    """Every `period`-th layer sees everything."""
+    period = facts.integer("sliding_window_pattern", 1, MAX_LENGTH, default=period)
+    return window_where(facts, num_layers, lambda layer: (layer + 1) % period > 0)
+
+
+def window_where(facts: Facts, num_layers: int, has_window: Callable[[int], bool]) -> Kinds:
+    """`layer_types` decides where it is given."""
+    window = facts.integer("sliding_window", 1, MAX_LENGTH, default=4096)
+    listed = facts.listed("layer_types")
+    if not listed:
+        kinds = tuple(WINDOW if has_window(layer) else FULL for layer in range(num_layers))
+    else:
+        kinds = tuple(_LAYER_KINDS.get(str(name), "") for name in listed)
+        if len(kinds) != num_layers or "" in kinds:
+            raise facts.error("layer_types", listed, f"{num_layers} of {', '.join(_LAYER_KINDS)}")
+    return (kinds, window) if WINDOW in kinds else ((), 0)
+
+
+def no_more(facts: Facts, card: ModelCard) -> ModelCard:
+    return card
+
+
+def without_logits(facts: Facts, card: ModelCard) -> ModelCard:
+    """The head, if there is one, scores classes: it is no copy of the embedding."""
+    return replace(card, tie_embeddings=False)
+
+
+@dataclass(frozen=True)
+class HubForm:
+    """How a family's config.json departs from Llama's.
+
+    Attributes:
+        eps_key, eps: key of the norms' eps and its default.
+        activation_key, activation: key of the activation, and the one this family is built with.
+        head_dim: default; 0 = hidden size / heads.
+        rope_theta: default.
+        rotary: default share of a head that rotates.
+        window_theta: default base of window layers when they have a RoPE of their own; 0 = no.
+        rope_kinds: other names of RoPE kinds.
+        more: fills in what only this family has.
+    """
+
+    eps_key: str = "rms_norm_eps"
+    eps: float = 1e-6
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+    tied: bool = False
+    head_dim: int = 0
+    rope_theta: float = 10000.0
+    rotary: float = 1.0
+    window_theta: float = 0.0
+    rope_kinds: Mapping[str, str] = field(default_factory=dict)
+    biases: Callable[[Facts], Biases] = llama_biases
+    kinds: Callable[[Facts, int], Kinds] = window_everywhere
+    more: More = no_more
+
+
+@dataclass(frozen=True)
+class GgufForm:
+    """How a family's GGUF metadata departs from Llama's.
+
+    Attributes:
+        architecture: class name the same model has in Hugging Face's form.
+        eps_key: key of the norms' eps.
+        window_period: with a window, every n-th layer sees everything; 0 = none does.
+        more: fills in what only this family has.
+    """
+
+    architecture: str
+    activation: str = "silu"
+    eps_key: str = "attention.layer_norm_rms_epsilon"
+    window_period: int = 0
+    more: More = no_more
+
+
+@dataclass(frozen=True)
+class Family:
+    """
+    Attributes:
+        hub, gguf: how its configurations are read; None where it has no such form.
+        names: checkpoint format ("safetensors", "gguf") -> names of its weights.
+        norm: "rms" | "layer" | "layer+bias".
+        pre_norm: attention and feed-forward read a normed residual stream.
+        post_norm: what they give is normed before it joins the stream.
+        parallel: both read the same norm of the stream and join it together.
+        gated: the feed-forward block has a gate.
+        qk_norm: "" | "head" (each head of q and k by itself) | "width" (all heads together).
+    """
+
+    hub: HubForm = field(default_factory=HubForm)
+    gguf: GgufForm | None = None
+    names: Mapping[str, NameMap] = field(default_factory=dict)
+    norm: str = "rms"
+    pre_norm: bool = True
+    post_norm: bool = False
+    parallel: bool = False
+    gated: bool = True
+    qk_norm: str = ""

@@ -1,0 +1,70 @@
+"""BERT (arXiv 1810.04805) and RoBERTa / XLM-R, which differ in names and in how positions count."""
+
+from dataclasses import replace
+from functools import partial
+
+from banyan.config.card import ModelCard, RopeFacts
+from banyan.config.facts import Facts
+from banyan.families.base import Biases, Family, HubForm
+from banyan.families.names import NameMap
+
+_BODY = {
+    "embeddings.word_embeddings": "embedding",
+    "embeddings.position_embeddings": "positions",
+    "embeddings.token_type_embeddings": "segments",
+    "embeddings.LayerNorm": "norm",
+    "encoder.layer.{}.attention.self.query": "layers.{}.attention.qkv:q",
+    "encoder.layer.{}.attention.self.key": "layers.{}.attention.qkv:k",
+    "encoder.layer.{}.attention.self.value": "layers.{}.attention.qkv:v",
+    "encoder.layer.{}.attention.output.dense": "layers.{}.attention.out",
+    "encoder.layer.{}.attention.output.LayerNorm": "layers.{}.attention_norm",
+    "encoder.layer.{}.intermediate.dense": "layers.{}.mlp.up",
+    "encoder.layer.{}.output.dense": "layers.{}.mlp.down",
+    "encoder.layer.{}.output.LayerNorm": "layers.{}.mlp_norm",
+    "pooler.dense": "head.dense",
+}
+_NEEDLESS = ("pooler.dense.weight", "pooler.dense.bias", "embeddings.position_ids")
+"""Some checkpoints keep 0, 1, 2 … among their weights."""
+
+
+def _encoder(facts: Facts, card: ModelCard, has_offset: bool) -> ModelCard:
+    """RoBERTa counts positions from behind the padding id."""
+    if facts.text("position_embedding_type", default="absolute") != "absolute":
+        raise facts.error(
+            "position_embedding_type", facts.any("position_embedding_type"), "absolute"
+        )
+    first = (1 if card.pad_id is None else card.pad_id) + 1 if has_offset else 0
+    if first >= card.context_length:
+        raise facts.error("max_position_embeddings", card.context_length, f"above {first}")
+    return replace(
+        card,
+        is_encoder=True,
+        tie_embeddings=False,
+        rope=RopeFacts(kind="none"),
+        num_segments=facts.integer("type_vocab_size", 1, 16, default=2),
+        first_position=first,
+        context_length=card.context_length - first,
+    )
+
+
+def _family(prefix: str, head: dict[str, str], has_offset: bool) -> Family:
+    """Names of a family, alone or below `prefix`, as models with a head write them."""
+    modules = {start + name: place for start in ("", prefix) for name, place in _BODY.items()}
+    ignored = tuple(start + name for start in ("", prefix) for name in _NEEDLESS)
+    form = HubForm(
+        eps_key="layer_norm_eps",
+        eps=1e-12,
+        activation="gelu",
+        biases=lambda facts: Biases(True, True, True),
+        kinds=lambda facts, num_layers: ((), 0),
+        more=partial(_encoder, has_offset=has_offset),
+    )
+    return Family(form, names={"safetensors": NameMap(modules | head, ignored)}, norm="layer+bias")
+
+
+BERT = _family("bert.", {"classifier": "head.out"}, has_offset=False)
+ROBERTA = _family(
+    "roberta.",
+    {"classifier.dense": "head.dense", "classifier.out_proj": "head.out"},
+    has_offset=True,
+)

@@ -1,0 +1,111 @@
+"""Gemma 2 (arXiv 2408.00118) and the text models of Gemma 3 (arXiv 2503.19786).
+
+Norms before and after each block. Hugging Face's form stores norm weights minus one, GGUF does not.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+from banyan.config.card import ModelCard, RopeFacts
+from banyan.config.facts import Facts
+from banyan.families.base import GELU_TANH, Family, GgufForm, HubForm, full_at_every
+from banyan.families.names import (
+    GGUF_NAMES,
+    GGUF_QK_NORM,
+    HUB_NAMES,
+    HUB_QK_NORM,
+    NameMap,
+)
+
+_HUB = HUB_NAMES | {
+    "model.layers.{}.post_attention_layernorm": "layers.{}.attention_post_norm",
+    "model.layers.{}.pre_feedforward_layernorm": "layers.{}.mlp_norm",
+    "model.layers.{}.post_feedforward_layernorm": "layers.{}.mlp_post_norm",
+}
+_GGUF = GGUF_NAMES | {
+    "blk.{}.post_attention_norm": "layers.{}.attention_post_norm",
+    "blk.{}.post_ffw_norm": "layers.{}.mlp_post_norm",
+}
+
+
+def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+    if facts.flag("use_bidirectional_attention", default=False):
+        raise facts.error("use_bidirectional_attention", True, "false, for text generation")
+    size = facts.number("query_pre_attn_scalar", 1e-3, 1e9, default=256.0)
+    return replace(
+        card,
+        attention_scale=size**-0.5,
+        embedding_scale=card.hidden_size**0.5,
+        attention_cap=_cap(facts, "attn_logit_softcapping"),
+        logit_cap=_cap(facts, "final_logit_softcapping"),
+    )
+
+
+def _gemma2_of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+    """The caps have defaults, which null turns off."""
+    return replace(
+        _of_hub(facts, card),
+        attention_cap=_cap(facts, "attn_logit_softcapping", 50.0),
+        logit_cap=_cap(facts, "final_logit_softcapping", 30.0),
+    )
+
+
+def _cap(facts: Facts, key: str, default: float = 0.0) -> float:
+    if facts.states(key) and not facts.has(key):
+        return 0.0
+    return facts.number(key, 0.0, 1e9, default=default)
+
+
+def _of_gguf(facts: Facts, card: ModelCard, largest: int) -> ModelCard:
+    """The largest model of a generation scales by its hidden size per head, and no key says so."""
+    is_largest = card.num_layers == largest
+    size = card.hidden_size / card.num_heads if is_largest else card.head_dim
+    return replace(
+        card,
+        attention_scale=facts.number("attention.scale", 1e-9, 1e6, default=size**-0.5),
+        embedding_scale=card.hidden_size**0.5,
+        attention_cap=facts.number("attn_logit_softcapping", 0.0, 1e9, default=0.0),
+        logit_cap=facts.number("final_logit_softcapping", 0.0, 1e9, default=0.0),
+    )
+
+
+def _gemma3_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    theta = facts.number("rope.freq_base_swa", 1.0, 1e12, default=10000.0)
+    card = _of_gguf(facts, card, largest=62)
+    return replace(card, window_rope=RopeFacts(theta=theta) if card.window else None)
+
+
+_FORM = HubForm(
+    activation_key="hidden_activation",
+    activation=GELU_TANH,
+    tied=True,
+    head_dim=256,
+    kinds=partial(full_at_every, period=2),
+    more=_gemma2_of_hub,
+)
+
+GEMMA2 = Family(
+    hub=_FORM,
+    gguf=GgufForm(
+        "Gemma2ForCausalLM", GELU_TANH, window_period=2, more=partial(_of_gguf, largest=46)
+    ),
+    names={"safetensors": NameMap(_HUB, norm_offset=1.0), "gguf": NameMap(_GGUF)},
+    post_norm=True,
+)
+
+GEMMA3 = Family(
+    hub=replace(
+        _FORM,
+        rope_theta=1e6,
+        window_theta=1e4,
+        kinds=partial(full_at_every, period=6),
+        more=_of_hub,
+    ),
+    gguf=GgufForm("Gemma3ForCausalLM", GELU_TANH, window_period=6, more=_gemma3_of_gguf),
+    names={
+        "safetensors": NameMap(_HUB | HUB_QK_NORM, norm_offset=1.0),
+        "gguf": NameMap(_GGUF | GGUF_QK_NORM),
+    },
+    post_norm=True,
+    qk_norm="head",
+)

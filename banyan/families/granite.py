@@ -1,0 +1,42 @@
+"""Granite 3 (dense): Llama with factors on embedding, residual, attention and logits (the card's).
+
+Source: the published configuration of ibm-granite/granite-3.x; GGUF architecture "granite".
+"""
+
+from dataclasses import replace
+
+from banyan.config.card import ModelCard
+from banyan.config.facts import Facts
+from banyan.families.base import Family, GgufForm, HubForm
+from banyan.families.names import GGUF_NAMES, HUB_NAMES, QK, NameMap
+
+
+def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+    return replace(
+        card,
+        embedding_scale=facts.number("embedding_multiplier", 1e-6, 1e6, default=1.0),
+        residual_scale=facts.number("residual_multiplier", 1e-6, 1e6, default=1.0),
+        attention_scale=facts.number("attention_multiplier", 1e-9, 1e6, default=1.0),
+        logit_scale=1 / facts.number("logits_scaling", 1e-6, 1e6, default=1.0),
+    )
+
+
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    default = card.head_dim**-0.5
+    return replace(
+        card,
+        embedding_scale=facts.number("embedding_scale", 1e-6, 1e6, default=1.0),
+        residual_scale=facts.number("residual_scale", 1e-6, 1e6, default=1.0),
+        attention_scale=facts.number("attention.scale", 1e-9, 1e6, default=default),
+        logit_scale=1 / facts.number("logit_scale", 1e-6, 1e6, default=1.0),
+    )
+
+
+GRANITE = Family(
+    hub=HubForm(more=_of_hub),
+    gguf=GgufForm("GraniteForCausalLM", more=_of_gguf),
+    names={
+        "safetensors": NameMap(HUB_NAMES),
+        "gguf": NameMap(GGUF_NAMES, paired=QK, rope_divisors="rope_freqs.weight"),
+    },
+)

@@ -1,0 +1,78 @@
+"""Qwen2, Qwen2.5 (arXiv 2412.15115) and Qwen3 (arXiv 2505.09388), dense and with experts."""
+
+from dataclasses import replace
+from functools import partial
+
+from banyan.config.facts import Facts
+from banyan.families.base import (
+    MAX_LENGTH,
+    Biases,
+    Family,
+    GgufForm,
+    HubForm,
+    Kinds,
+    window_where,
+    without_logits,
+)
+from banyan.families.experts import qwen_moe
+from banyan.families.names import (
+    GGUF_NAMES,
+    GGUF_QK_NORM,
+    HUB_EXPERTS,
+    HUB_NAMES,
+    HUB_QK_NORM,
+    NameMap,
+)
+
+
+def _kinds(facts: Facts, num_layers: int) -> Kinds:
+    """The window must be asked for, and begins above the first `max_window_layers`."""
+    if not facts.flag("use_sliding_window", default=False):
+        return (), 0
+    first = facts.integer("max_window_layers", 0, MAX_LENGTH, default=28)
+    return window_where(facts, num_layers, lambda layer: layer >= first)
+
+
+_HUB2 = HubForm(biases=lambda facts: Biases(qkv=True), kinds=_kinds)
+_HUB3 = HubForm(head_dim=128, kinds=_kinds)
+
+QWEN2 = Family(
+    hub=_HUB2,
+    gguf=GgufForm("Qwen2ForCausalLM"),
+    names={"safetensors": NameMap(HUB_NAMES), "gguf": NameMap(GGUF_NAMES)},
+)
+
+QWEN3 = Family(
+    hub=_HUB3,
+    gguf=GgufForm("Qwen3ForCausalLM"),
+    names={
+        "safetensors": NameMap(HUB_NAMES | HUB_QK_NORM),
+        "gguf": NameMap(GGUF_NAMES | GGUF_QK_NORM),
+    },
+    qk_norm="head",
+)
+
+QWEN2_BODY = replace(QWEN2, hub=replace(_HUB2, more=without_logits), gguf=None)
+QWEN3_BODY = replace(QWEN3, hub=replace(_HUB3, more=without_logits), gguf=None)
+
+_SHARED = {
+    "model.layers.{}.mlp.shared_expert.gate_proj": "layers.{}.mlp.shared.gate_up:gate",
+    "model.layers.{}.mlp.shared_expert.up_proj": "layers.{}.mlp.shared.gate_up:up",
+    "model.layers.{}.mlp.shared_expert.down_proj": "layers.{}.mlp.shared.down",
+    "model.layers.{}.mlp.shared_expert_gate": "layers.{}.mlp.shared_gate",
+}
+
+QWEN2_MOE = Family(
+    hub=HubForm(
+        biases=lambda facts: Biases(qkv=facts.flag("qkv_bias", default=True)),
+        kinds=_kinds,
+        more=partial(qwen_moe, has_shared=True),
+    ),
+    names={"safetensors": NameMap(HUB_NAMES | HUB_EXPERTS | _SHARED)},
+)
+
+QWEN3_MOE = Family(
+    hub=replace(_HUB3, more=qwen_moe),
+    names={"safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_EXPERTS)},
+    qk_norm="head",
+)
