@@ -39,6 +39,16 @@ def lay_out_the_windows(config: Config, card: ModelCard, environment: Environmen
     return config
 
 
+def check_the_delimiter(config: Config, card: ModelCard, environment: Environment) -> Config:
+    given = config.server.score_delimiter
+    if given >= card.vocab_size:
+        raise ConfigError(
+            f"--multi-item-scoring-delimiter {given}: the model's tokens are 0 to "
+            f"{card.vocab_size - 1}"
+        )
+    return config
+
+
 def rank_what_is_cached(config: Config, card: ModelCard, environment: Environment) -> Config:
     if config.cache.eviction == "priority" and not config.schedule.priorities:
         raise ConfigError(
@@ -72,6 +82,7 @@ def keep_tokens_apart(config: Config, card: ModelCard, environment: Environment)
 
 EXECUTION_RULES = (
     lay_out_the_windows,
+    check_the_delimiter,
     rank_what_is_cached,
     choose_the_attention,
     keep_tokens_apart,

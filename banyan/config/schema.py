@@ -186,6 +186,8 @@ class ServerConfig:
     strict_requests: bool = False
     sampling_defaults: str = "model"
     preferred_sampling: dict[str, object] = field(default_factory=dict)
+    score_delimiter: int = -1
+    """Token between query and item of /v1/score; -1 = none."""
     skip_warmup: bool = False
     warmups: str = ""
     """Names of what runs before the server is ready, separated by commas."""

@@ -65,7 +65,7 @@ async def score(exchange: Exchange, state: ServerState) -> None:
     request = typed(raw, ScoreRequest)
     model = check_model(request.model, state.served_name, exchange.warn, strict)
     queries, _ = prompts_of(request.query, "query")
-    items, _ = prompts_of(request.items, "items")
+    items = [] if request.items == [] else prompts_of(request.items, "items")[0]
     if len(queries) != 1:
         raise RequestError("query must be one text or one list of token ids.", param="query")
     if service.card.labels:
@@ -144,10 +144,13 @@ async def _label_tokens(
     sampling = SamplingParams(max_new_tokens=1, temperature=request.temperature)
     sampling.check(service.limits.vocab_size)
     first = await _plain_ids(service, query, is_first=not request.item_first)
+    delimiter = state.config.server.score_delimiter
+    between = [] if delimiter < 0 else [delimiter]
     prompts = []
     for item in items:
         second = await _plain_ids(service, item, is_first=request.item_first)
-        prompts.append(second + first if request.item_first else first + second)
+        parts = (second, between, first) if request.item_first else (first, between, second)
+        prompts.append([id for part in parts for id in part])
         _check_length(prompts[-1], service)
     origin = origin_of(exchange, request, "score")
     base = TextRequest(

@@ -14,14 +14,14 @@ from tests.system.serving import Server, serving, settled
 QUERY = [5 + 3 * i % 250 for i in range(320)]
 ITEMS = [[7 + i + j * j % 200 for j in range(1 + 5 * i)] for i in range(8)]
 LABELS = [11, 12, 200]
-DELIMITER = ("--multi-item-scoring-delimiter", "1")
+DELIMITER = 1
 
 
 @pytest.fixture(scope="module")
 def scoring(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("scoring") / "server.log"
     model = ("--model-path", str(tiny_model), "--threads", "1", "--max-total-tokens", "8192")
-    with serving(log, *model, "--cpu-activations", "fp32", *DELIMITER) as running:
+    with serving(log, *model, "--cpu-activations", "fp32") as running:
         yield running
 
 
@@ -56,7 +56,27 @@ def test_items_score_alone_as_they_do_together_and_as_the_reference_says(scoring
     assert np.allclose(score(scoring, ITEMS, apply_softmax=True), among, rtol=1e-4, atol=1e-7)
 
 
-def test_the_delimiter_of_items_is_told_to_have_nothing_left_to_do():
-    for flags in (list(DELIMITER), ["--enable-mis"]):
-        (note,) = parse(flags, Environment()).observe.notes
-        assert flags[0] in note and "the query from the cache" in note
+def test_no_items_have_no_scores(scoring):
+    body = {"query": QUERY, "items": [], "label_token_ids": LABELS}
+    answer = scoring.http.post("/v1/score", json=body)
+    assert answer.status_code == 200 and answer.json()["scores"] == []
+    assert answer.json()["usage"]["prompt_tokens"] == 0
+
+
+def test_a_delimiter_stands_between_query_and_item(scoring, tiny_model, tmp_path):
+    """Whoever puts it there by hand gets the same scores."""
+    flags = ("--threads", "1", "--cpu-activations", "fp32", "--max-total-tokens", "8192")
+    own = ("--multi-item-scoring-delimiter", str(DELIMITER))
+    with serving(tmp_path / "log", "--model-path", str(tiny_model), *flags, *own) as server:
+        found = score(server, ITEMS[:3])
+        backwards = score(server, ITEMS[:3], item_first=True)
+    assert (
+        found == score(scoring, ITEMS[:3], query=[*QUERY, DELIMITER]) != score(scoring, ITEMS[:3])
+    )
+    by_hand = [[*item, DELIMITER] for item in ITEMS[:3]]
+    assert backwards == score(scoring, by_hand, item_first=True)
+
+
+def test_the_switch_for_many_items_is_told_to_have_nothing_left_to_do():
+    (note,) = parse(["--enable-mis"], Environment()).observe.notes
+    assert "the query from the cache" in note

@@ -218,4 +218,12 @@ FLAGS = (
         proof="tests/system/test_processes.py"
         "::test_a_stream_that_outlives_the_drain_timeout_gets_a_final_event",
     ),
+    Flag(
+        "multi-item-scoring-delimiter",
+        "server.score_delimiter",
+        "token id that /v1/score puts between query and item; -1 = none",
+        kind=INT,
+        low=-1,
+        proof="tests/system/test_items.py::test_a_delimiter_stands_between_query_and_item",
+    ),
 )
