@@ -16,6 +16,7 @@ from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.heap import give_back
 from banyan.base.log import logger
+from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
 from banyan.config.schema import Config
@@ -26,6 +27,7 @@ from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.orders import RANK, Orders
 from banyan.engine.placement import is_placed, place_rank
 from banyan.engine.processes import Child, Pulse, spawn
+from banyan.engine.profiler import Profiler
 from banyan.engine.spec import core_spec
 from banyan.engine.step_log import StepLog
 from banyan.frontend.tokenizer import load_tokenizer
@@ -206,6 +208,7 @@ def run_engine(
             desk = GrammarDesk(grammars)
         core = spec.build(grammars, recorder=journal)
         check_ledger = config.schedule.check_ledger
+        marks = Marks("engine")
         loop = EngineLoop(
             core,
             launcher,
@@ -218,6 +221,12 @@ def run_engine(
             ranks if config.parallel.tp > 1 else None,
             config.schedule.watchdog_s,
             StepLog(config.observe.step_log_interval),
+            Profiler(
+                [marks, runner.marks],
+                config.observe.profile_dir,
+                f"engine{config.parallel.replica}",
+            ),
+            marks,
         )
         ranks.watch(loop.fail)
         started(loop)

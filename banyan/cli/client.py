@@ -39,6 +39,28 @@ class Client:
             return False
         return is_healthy
 
+    def post(self, route: str, body: dict[str, object]) -> str:
+        """What a route answers.
+
+        Raises:
+            BanyanError: the server cannot be reached, or refuses.
+        """
+        connection = self._connect(_ANSWER_TIMEOUT_S)
+        try:
+            raw = json.dumps(body).encode()
+            connection.request("POST", self._path(route), raw, self._headers)
+            response = connection.getresponse()
+            text = response.read(1 << 16)
+        except (OSError, http.client.HTTPException) as error:
+            raise BanyanError(
+                f"{self._url} does not answer: {error}", hint="is the server running?"
+            ) from None
+        finally:
+            connection.close()
+        if response.status != 200:
+            raise BanyanError(_error_text(text, response.status))
+        return text.decode(errors="replace")
+
     def answer(self, body: dict[str, object]) -> Iterator[str]:
         """Pieces of the answer to one chat-completion request, as they come.
 

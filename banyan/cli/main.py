@@ -15,6 +15,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "replay": "banyan.cli.replay:replay",
         "batch": "banyan.cli.batch:batch",
         "bench": "banyan.cli.bench:main",
+        "profile": "banyan.cli.profile:profile",
         "config": "banyan.cli.config:config",
         "doctor": "banyan.cli.doctor:doctor",
         "version": "banyan.cli.doctor:version",
@@ -28,6 +29,7 @@ HELP = """banyan VERB [flags]
   batch IN OUT    answer a file of requests (JSONL) without a server
   bench WHAT      measure a server or this machine's engine: serving, batch, throughput
   replay FILE     check a journal against this build
+  profile [URL]   record what a running server's steps do, as a trace file
   config [MODEL]  show the resolved configuration, and where each value came from
   doctor          show what this machine offers and what is missing
   version         the version; --json for more

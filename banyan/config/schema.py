@@ -217,6 +217,8 @@ class ObserveConfig:
     """"info" and "debug" show one line for each HTTP request."""
     step_log_interval: int = 40
     """Steps with decode rows between two lines about the load; 0 = none."""
+    profile_dir: str = ""
+    """Folder of profiles; "" = that of temporary files."""
     slow_gc_s: float = 0.0
     """Collections of garbage that take longer are reported; 0 = none are."""
     log_format: str = "text"

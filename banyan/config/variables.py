@@ -27,7 +27,6 @@ _NO_TRANSFER = "one server both reads prompts and writes answers"
 _NO_EXPERTS = "no model here is a mixture of experts"
 _NO_POLLING = "a request is told when its grammar is compiled; --grammar-timeout bounds the wait"
 _NO_TIERS = "the cache has one tier, in memory"
-_NO_PROFILER = "there is no profiler"
 _NO_DRAFTS = "tokens are not drafted"
 
 IDLE = {
@@ -61,8 +60,7 @@ IDLE = {
     "/health_generate generates",
     "SGLANG_WAIT_WEIGHTS_READY_TIMEOUT": "weights are read from files only",
     "SGLANG_WARMUP_TIMEOUT": "a start takes as long as its model needs",
-    "SGLANG_TORCH_PROFILER_DIR": _NO_PROFILER,
-    "SGLANG_PROFILE_WITH_STACK": _NO_PROFILER,
+    "SGLANG_PROFILE_WITH_STACK": "a profile has the phases of a step and its ops, never stacks",
     "SGLANG_GRAMMAR_POLL_INTERVAL": _NO_POLLING,
     "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS": _NO_POLLING,
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": _NO_TRANSFER,
@@ -186,6 +184,12 @@ SETTINGS = {
             kind=FLOAT,
             low=0.5,
             proof="tests/server/test_serve.py::test_an_engine_may_be_silent_for_the_seconds_given",
+        ),
+        Flag(
+            "SGLANG_TORCH_PROFILER_DIR",
+            "observe.profile_dir",
+            "folder of the files that /stop_profile writes",
+            proof="tests/system/test_profile.py::test_a_profile_lies_in_the_folder_of_the_variable",
         ),
         Flag(
             "SGLANG_SET_CPU_AFFINITY",

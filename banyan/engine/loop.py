@@ -15,11 +15,13 @@ import msgspec
 from banyan.base.clock import Clock
 from banyan.base.errors import DeviceError
 from banyan.base.log import logger
+from banyan.base.trace import Marks
 from banyan.engine.control import answer
 from banyan.engine.core import EngineCore
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.forecast import StepForecast
 from banyan.engine.launcher import Handle, Job, Launcher
+from banyan.engine.profiler import START, STOP, Profiler
 from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import Watchdog
 from banyan.messages.events import Event, Fatal, Ready, Reply
@@ -84,6 +86,7 @@ class EngineLoop:
             others may wait in the middle of it for ever.
         watchdog_s: without progress for this long, the log is told where everything stands.
         step_log: told of every step.
+        profiler: records what the loop does when it is told to; with it the loop's own `marks`.
     """
 
     def __init__(
@@ -99,6 +102,8 @@ class EngineLoop:
         ranks: OtherRanks | None = None,
         watchdog_s: float = 300.0,
         step_log: StepLog | None = None,
+        profiler: Profiler | None = None,
+        marks: Marks | None = None,
     ) -> None:
         self._core = core
         self._launcher = launcher
@@ -111,6 +116,8 @@ class EngineLoop:
         self._ranks = ranks
         self._watchdog = Watchdog(watchdog_s, self._stuck_s, self._plans)
         self._step_log = step_log or StepLog(0)
+        self._marks = marks or Marks("engine")
+        self._profiler = profiler or Profiler([self._marks])
         self._reloading: tuple[int, Job] | None = None
         """The call that asked for other weights, and the work on it."""
         self._flying: deque[Handle] = deque()
@@ -164,20 +171,25 @@ class EngineLoop:
         if self._failure:
             raise DeviceError(self._failure)
         now = self._turned_s = self._clock.now()
+        self._marks.begin()
         events: list[Event] = []
         if self._link.poll_fd() in ready:
             for message in self._link.receive():
                 self._receive(message, events, now)
         if self._desk is not None:
             self._desk.release(lambda generate: self._core.receive(generate, now))
+        self._marks.end("receive")
         self._collect(events)
         self._end_reload(events)
+        self._marks.end("commit")
         self._launch()
+        self._marks.end("plan")
         events += self._core.take_events()
         self._deliver(self._core.take_masks())
         self._beat(events)
         if events:
             self._link.send(events)
+        self._marks.end("send", events=len(events))
 
     def _receive(self, message: Message, events: list[Event], now: float) -> None:
         if self._desk is not None and self._desk.keeps(message, events):
@@ -186,6 +198,9 @@ class EngineLoop:
             refusal = self._begin_reload(message, now)
             if refusal:
                 events.append(Reply(message.call, False, refusal))
+            return
+        if isinstance(message, Control) and message.verb in (START, STOP):
+            events.append(self._profiler.answer(message))
             return
         if isinstance(message, Control):
             events.append(answer(self._core, message, now))
@@ -236,6 +251,7 @@ class EngineLoop:
             if handle.copies is not None:
                 self._core.receive(handle.copies, now)
             self._started_s = now
+            self._profiler.stepped()
             if self._step_log.counts(handle.plan):
                 self._step_log.tell(self._core.stats(now), now)
             if self._check_ledger:

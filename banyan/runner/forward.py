@@ -4,6 +4,7 @@
 place, and replays it for any batch without Python in between. Both give the same numbers.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -116,6 +117,8 @@ class RecordedForward:
         max_tokens: int,
         max_rows: int,
     ) -> None:
+        self.watch: Callable[[list[OpTime]], None] | None = None
+        """Told what the stages of each step took; None = they are not timed."""
         self._eager = eager
         self._is_eager = False
         self._last = (0, 0)
@@ -194,7 +197,10 @@ class RecordedForward:
         self._chosen[:count] = batch.last[:count]
         self._to_slots[:count] = batch.to_slots[:count] if self._is_sampled else _NOWHERE
         self._to_positions[:count] = batch.to_positions[:count]
-        self._step.run(num_tokens, num_rows, count)
+        if self.watch is None:
+            self._step.run(num_tokens, num_rows, count)
+        else:
+            self.watch(self._step.times(num_tokens, num_rows, count))
         self._last = (num_tokens, num_rows)
 
     def _is_sampled_plainly(self, batch: Batch) -> bool:

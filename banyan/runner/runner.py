@@ -17,6 +17,7 @@ from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
+from banyan.base.trace import Marks
 from banyan.config.card import FULL, WINDOW
 from banyan.layers.build import Build
 from banyan.messages.plan import (
@@ -132,6 +133,8 @@ class ModelRunner:
         self.store = KVStore(sizes.groups, model.caches, device)
         self._card = card
         self._sizes = sizes
+        self.marks = Marks("runner")
+        """Of the thread that launches; what a profiler records."""
         self._sampler = Sampler(self._table, card.vocab_size, build.ops)
         self._processors = Processors(self._table)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
@@ -185,15 +188,17 @@ class ModelRunner:
         return self._forward.op_times()
 
     def _execute(self, plan: StepPlan, mask_of: MaskOf | None) -> Callable[[], StepResult]:
-        table = self._table
+        table, marks = self._table, self.marks
+        marks.begin()
         table.leave(plan.leaves)
         table.join(plan.joins)
         table.grant(plan.grants)
         self.store.copy(plan.copies, "before")
         batch, failed = self._admit(plan.rows)
+        marks.end("enter", step=plan.step)
         sampled, scores, vectors, hidden = None, None, None, None
         if batch.rows:
-            self._forward.run(batch)
+            self._run(batch)
             sampled, scores = self._read_out(plan, batch, mask_of)
             if self._pooler is not None:
                 vectors = self._pooler.read(self._forward, batch)
@@ -204,7 +209,21 @@ class ModelRunner:
         if not self.is_recorded:
             return finish
         result = finish()  # the step has ended, and the next one writes into the same memory
+        marks.end("read out")
         return lambda: result
+
+    def _run(self, batch: Batch) -> None:
+        """The forward pass; with its ops, one after another, while a trace is recorded."""
+        times: list[OpTime] = []
+        trace = self.marks.trace
+        if isinstance(self._forward, RecordedForward):
+            self._forward.watch = None if trace is None else times.extend
+        self._forward.run(batch)
+        at = self.marks.end("forward", rows=len(batch.rows), tokens=int(batch.offsets[-1]))
+        for stage in times:
+            if trace is not None and at:
+                trace.add("ops", stage.name, at, stage.seconds, bytes=stage.bytes)
+            at += stage.seconds
 
     def _admit(self, rows: list[Row]) -> tuple[Batch, dict[int, str]]:
         """The rows that can run, and why the others cannot. The same on every rank."""

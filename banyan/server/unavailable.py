@@ -18,7 +18,7 @@ _WEIGHTS = "Weights are taken from disk only; POST /update_weights_from_disk nam
 _ADAPTERS = "LoRA adapters are not available in this build."
 _TIERS = "There is no host or disk cache tier in this build."
 _CORPUS = "N-gram speculation is not available in this build."
-_PROFILE = "There is no profiler behind HTTP; set --journal and read it with `banyan replay`."
+_PROFILE = "No traces are sent; /start_profile and /stop_profile record the steps in a file."
 _EXPERTS = "Expert parallelism is not available in this build."
 _MEMORY = "Memory cannot be released while the server runs; there is no --enable-memory-saver."
 _PEERS = "Prefill-decode disaggregation is not available in this build."
@@ -34,8 +34,6 @@ _ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/add_external_corpus": (_POST, _CORPUS),
     "/remove_external_corpus": (_POST, _CORPUS),
     "/list_external_corpora": (_GET, _CORPUS),
-    "/start_profile": (_BOTH, _PROFILE),
-    "/stop_profile": (_BOTH, _PROFILE),
     "/set_trace_level": (_BOTH, _PROFILE),
     "/freeze_gc": (_BOTH, _GC),
     "/start_expert_distribution_record": (_BOTH, _EXPERTS),
