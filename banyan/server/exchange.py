@@ -6,7 +6,7 @@ routes and no models.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Generator, Mapping, MutableMapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Generator, Mapping, MutableMapping
 from urllib.parse import parse_qsl
 
 import orjson
@@ -130,6 +130,15 @@ class Exchange:
         await self._start(status, lines)
         self.ended = True
         await self._put(b"" if self.method == "HEAD" else body, more=False)
+
+    async def pieces(self, pieces: AsyncIterable[bytes], size: int, kind: str) -> None:
+        """Answer with one body of `size` bytes, which is never in memory as a whole."""
+        await self._start(200, [*self._head(kind), (b"content-length", b"%d" % size)])
+        if self.method != "HEAD":
+            async for piece in pieces:
+                await self._put(piece)
+        self.ended = True
+        await self._put(b"", more=False)
 
     async def begin_events(self) -> None:
         """Start a stream; the status is 200 from here on."""

@@ -12,6 +12,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import Protocol, TypeVar
@@ -177,7 +178,8 @@ class Server:
         listener: socket.socket,
         start_engine: StartEngine,
     ) -> None:
-        self.state = ServerState(config)
+        port = listener.getsockname()[1]  # files lie in a folder of the port, which 0 is not
+        self.state = ServerState(replace(config, server=replace(config.server, port=port)))
         end_phase(self.state.phases, "server process")
         self.app: App = create_app(self.state)
         self._config = config
@@ -265,7 +267,7 @@ class Server:
         self._folder.close()  # both ends have met: nothing remains, not even after SIGKILL
         host = self._config.server.host
         shown = f"[{host}]" if ":" in host else host
-        resume_batches(self.state)
+        await resume_batches(self.state)
         report(self.state, service, f"http://{shown}:{self._listener.getsockname()[1]}")
 
     async def _drain(self) -> None:

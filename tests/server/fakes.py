@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, replace
@@ -223,7 +224,9 @@ class Site:
         """Run a function on the server's loop, and wait for it."""
 
         async def run() -> None:
-            function(*args)
+            found = function(*args)
+            if inspect.isawaitable(found):
+                await found
 
         asyncio.run_coroutine_threadsafe(run(), self.loop).result(5)
 

@@ -18,6 +18,7 @@ from banyan.messages.sampling import SamplingParams
 from banyan.server.openai.batch_lines import MAX_FAULTS, MAX_LINES, read_lines
 from banyan.server.openai.batches import resume_batches
 from banyan.server.store.answers import AnswerLog, answer_line
+from tests.flags import config_of
 from tests.server.fakes import Site, refusal, steps
 from tests.system.serving import wait_until
 
@@ -325,8 +326,10 @@ def test_a_line_on_which_the_engine_dies_twice_has_failed_and_the_others_go_on(
             asked.append([site.tokenizer.decode(r.prompt) for r in site.generator.asked])
             found = client.batches.retrieve(batch.id)
             if start == 1:
-                assert store.find(batch.id).deaths["deadly"] == 2
-                assert all(n < 2 for id, n in store.find(batch.id).deaths.items() if id != "deadly")
+                assert store.batches[batch.id].deaths["deadly"] == 2
+                assert all(
+                    n < 2 for id, n in store.batches[batch.id].deaths.items() if id != "deadly"
+                )
             if start == 2:
                 good = answers(client, found.output_file_id)
                 failed = answers(client, found.error_file_id)
@@ -397,3 +400,72 @@ def test_a_list_of_nothing_touches_no_disk(tmp_path: Path) -> None:
         assert httpx.get(f"{site.url}/v1/batches").json()["data"] == []
         assert httpx.get(f"{site.url}/v1/files").json()["data"] == []
     assert not folder.exists()
+
+
+def test_answers_beyond_the_room_for_files_end_their_batch_and_not_the_next(
+    site: Site, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banyan.server.store.files.MAX_TOTAL_BYTES", 30_000)
+    site.generator.script = lambda _: steps("x" * 6000)
+    full = ended(client, begin(client, [line(f"l{i}") for i in range(20)]))
+    assert full.status == "failed" and full.errors.data[0].code == "storage_full"
+    assert 0 < full.request_counts.completed < 20
+    kept = answers(client, full.output_file_id)
+    assert len(kept) == full.request_counts.completed, "what was answered is there"
+    client.files.delete(full.output_file_id)
+    site.generator.script = lambda _: steps("y")
+    assert ended(client, begin(client, [line("a")])).status == "completed"
+
+
+def test_lines_share_the_cache_of_the_key_that_made_their_batch(tmp_path: Path) -> None:
+    flags = ["--api-key", "alice-key bob-key", "--file-storage-path", str(tmp_path)]
+    with Site(config_of(*flags).server).serving() as site:
+        alice, bob = (
+            openai.OpenAI(base_url=f"{site.url}/v1", api_key=f"{name}-key", max_retries=0)
+            for name in ("alice", "bob")
+        )
+        batch = ended(alice, begin(alice, [line("a")]))
+        from_batch = site.generator.asked[-1].namespace
+        for client in (alice, bob):
+            client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "a"}]
+            )
+        by_alice, by_bob = (r.namespace for r in site.generator.asked[-2:])
+        assert from_batch == by_alice != by_bob
+        with pytest.raises(openai.NotFoundError):
+            bob.batches.retrieve(batch.id)
+        for id in (batch.input_file_id, batch.output_file_id):
+            with pytest.raises(openai.NotFoundError):
+                bob.files.content(id)
+        assert list(bob.batches.list()) == [] == list(bob.files.list())
+        with pytest.raises(openai.NotFoundError):
+            begin_on(bob, batch.input_file_id)
+        assert alice.files.content(batch.output_file_id).content
+
+
+def begin_on(client: openai.OpenAI, input_file_id: str) -> openai.types.Batch:
+    return client.batches.create(
+        input_file_id=input_file_id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+
+
+def test_a_damaged_output_fails_its_batch_and_is_left_as_it_is(tmp_path: Path) -> None:
+    with Site(ServerConfig(storage_path=str(tmp_path))).serving() as site:
+        client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
+        site.generator.hold_after = 0
+        batch = begin(client, [line("a")])
+        wait_until(lambda: site.generator.asked, 20, "the line to run")
+        site.call(site.state.storage.close)
+        site.call(site.state.storage.release)
+    output = next(
+        p
+        for p in tmp_path.iterdir()
+        if p.suffix == "" and b"custom" not in p.read_bytes() and p.name.startswith("file-")
+    )
+    output.write_bytes(b"something else\nand more\n")
+    with Site(ServerConfig(storage_path=str(tmp_path))).serving() as site:
+        client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
+        site.call(resume_batches, site.state)
+        found = ended(client, batch)
+        assert found.status == "failed" and found.errors.data[0].code == "output_damaged"
+    assert output.read_bytes() == b"something else\nand more\n"

@@ -1,6 +1,11 @@
 """/v1/files through the official client: kept, listed, given back, bounded, and never a path."""
 
+import asyncio
+import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from pathlib import Path
 
 import httpx
@@ -11,6 +16,7 @@ from openai.types import FileDeleted, FileObject
 from banyan.base.errors import RequestError
 from banyan.config.schema import ServerConfig
 from banyan.server.multipart import read_form
+from banyan.server.store.files import PIECE_BYTES
 from banyan.server.store.storage import Storage, storage_path
 from tests.flags import config_of
 from tests.server.fakes import Site
@@ -105,6 +111,53 @@ def test_files_beyond_the_bound_are_refused(
     assert caught.value.status_code == 507
 
 
+def test_parallel_uploads_do_not_pass_the_bound_together(folder: Path) -> None:
+    async def scenario() -> list[object]:
+        storage = await Storage(folder).ready()
+        adds = (storage.files.add("f", "batch", b"x" * 60, "") for _ in range(5))
+        return await asyncio.gather(*adds, return_exceptions=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("banyan.server.store.files.MAX_TOTAL_BYTES", 130)
+        found = asyncio.run(scenario())
+    refused = [f for f in found if isinstance(f, RequestError)]
+    assert len(refused) == 3 and {error.status for error in refused} == {507}
+    assert sum(p.stat().st_size for p in folder.iterdir() if p.suffix == "") == 120
+
+
+def test_a_file_is_given_in_pieces_however_slowly_it_is_taken(folder: Path) -> None:
+    content = os.urandom(PIECE_BYTES * 2 + 5)
+
+    async def scenario() -> list[bytes]:
+        files = (await Storage(folder).ready()).files
+        stored = await files.add("f", "batch", content, "")
+        async with aclosing(files.pieces(stored)) as pieces:
+            return [piece async for piece in pieces]
+
+    found = asyncio.run(scenario())
+    assert [len(piece) for piece in found] == [PIECE_BYTES, PIECE_BYTES, 5]
+    assert b"".join(found) == content
+
+
+def test_a_disk_that_hangs_holds_up_nobody_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop answers while a thread waits for the disk, whatever it waits for."""
+    gate, reached = threading.Event(), threading.Event()
+    monkeypatch.setattr(Storage, "open", lambda _: (reached.set(), gate.wait(20)))
+    config = config_of("--file-storage-path", str(folder)).server
+    folder.mkdir()
+    (folder / "lock").touch()
+    with Site(config).serving() as site, ThreadPoolExecutor(1) as pool:
+        listing = pool.submit(httpx.get, f"{site.url}/v1/files", timeout=30)
+        try:
+            assert reached.wait(10)
+            assert site.http.get("/livez").status_code == 200
+        finally:
+            gate.set()
+        assert listing.result(20).status_code == 200
+
+
 def test_a_file_for_another_purpose_is_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="purpose must be 'batch'"):
         client.files.create(file=("a", CONTENT), purpose="user_data")
@@ -127,7 +180,7 @@ def test_files_outlive_the_server_and_torn_uploads_do_not(folder: Path) -> None:
     facts = b'{"id":"file-cc","filename":"f","purpose":"batch","num_bytes":5,"created_at":7}'
     (folder / "file-cc.json").write_bytes(facts)
     storage = Storage(folder).open()
-    assert [f.id for f in storage.files.all()] == ["file-cc"]
+    assert [f.id for f in storage.files.all("")] == ["file-cc"]
     assert sorted(p.name for p in folder.iterdir()) == ["file-cc", "file-cc.json", "lock"]
 
 

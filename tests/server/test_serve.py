@@ -261,3 +261,14 @@ def test_an_open_server_warns_and_require_key_refuses(caplog: pytest.LogCaptureF
     with pytest.raises(ConfigError, match="--require-key"):
         check_exposure(config_of("--host", "0.0.0.0", "--require-key").server)
     check_exposure(ServerConfig(host="0.0.0.0", require_key=True, api_key="k"))
+
+
+def test_servers_on_any_free_port_keep_their_files_apart() -> None:
+    config = Config(server=ServerConfig(port=0))
+    found = []
+    for _ in range(2):
+        with contextlib.closing(bind(config.server)) as listener:
+            made = Server(config, lambda: None, listener, lambda *_: None)
+            made._folder.close()
+            found.append((made.state.storage._folder.path.name, listener.getsockname()[1]))
+    assert all(name == str(port) and port for name, port in found)

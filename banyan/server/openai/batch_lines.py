@@ -78,13 +78,18 @@ class Line:
     custom_id: str
     url: str
     body: Json
+    tenant: bytes = b""
+    """Whose request it is: of the credential that made the batch."""
 
 
-def read_lines(content: bytes, endpoint: str = "") -> tuple[list[Line], list[Fault]]:
+def read_lines(
+    content: bytes, endpoint: str = "", tenant: bytes = b""
+) -> tuple[list[Line], list[Fault]]:
     """The requests of an input file, and what is wrong with it; with faults none may run.
 
     Args:
         endpoint: the only route that lines may name; "" = any of `endpoints`.
+        tenant: who asks.
     """
     lines: list[Line] = []
     faults: list[Fault] = []
@@ -96,7 +101,7 @@ def read_lines(content: bytes, endpoint: str = "") -> tuple[list[Line], list[Fau
             faults.append(Fault("too_many_lines", f"more than {MAX_LINES} lines", number))
             break
         try:
-            line = _line(text, endpoint)
+            line = _line(text, endpoint, tenant)
         except RequestError as error:
             faults.append(Fault(error.code, error.text, number, error.param))
         else:
@@ -112,7 +117,7 @@ def read_lines(content: bytes, endpoint: str = "") -> tuple[list[Line], list[Fau
     return lines, faults
 
 
-def _line(text: bytes, endpoint: str) -> Line:
+def _line(text: bytes, endpoint: str, tenant: bytes) -> Line:
     line = strict_json(text)
     if not isinstance(line, dict):
         raise RequestError("the line is no JSON object", code="invalid_json_line")
@@ -131,7 +136,7 @@ def _line(text: bytes, endpoint: str) -> Line:
     for name in ("stream", "background"):
         if body.get(name):
             raise RequestError(f"a line of a batch has one answer; leave out {name}", param="body")
-    return Line(custom_id, url, body)
+    return Line(custom_id, url, body, tenant)
 
 
 async def run_lines(
@@ -155,14 +160,15 @@ async def run_lines(
     Raises:
         ServerEnding: the server is shutting down, or its engine has died.
         CapacityError: the answers cannot be written.
+        RequestError: 507, no room is left for them.
     """
-    seats = state.admit().ready.max_running
+    seats = state.started().ready.max_running
     deaths = deaths or {}
     left = [line for line in lines if line.custom_id not in answers.answered]
     deadly = [line for line in left if deaths.get(line.custom_id, 0) >= MAX_DEATHS]
     suspected = [line for line in left if 0 < deaths.get(line.custom_id, 0) < MAX_DEATHS]
     if deadly:
-        await asyncio.to_thread(answers.append, [_given_up(line) for line in deadly])
+        await answers.keep([_given_up(line) for line in deadly])
         told()
     await _run_group(state, suspected, answers, told, 1, seats)
     others = [line for line in left if line.custom_id not in deaths]
@@ -191,7 +197,7 @@ async def _run_group(
                 group.append(done.get_nowait())
             ready = [a for a in group if isinstance(a, tuple)]
             if ready:
-                await asyncio.to_thread(answers.append, ready)
+                await answers.keep(ready)
                 told()
             for ended in (a for a in group if not isinstance(a, tuple)):
                 if ended is not None:
@@ -252,7 +258,7 @@ def _given_up(line: Line) -> tuple[str, bool, bytes]:
     told = f"The engine has died {MAX_DEATHS} times while it ran this line; it is not asked again"
     error = RequestError(told, status=500, code="engine_died")
     response: Json = {"status_code": 500, "request_id": fresh_id(), "body": error_body(error)}
-    id = "batch_req_" + os.urandom(16).hex()
+    id = os.urandom(16).hex()
     return line.custom_id, False, answer_line(id, line.custom_id, response)
 
 
@@ -296,6 +302,7 @@ async def _ask(state: ServerState, line: Line) -> _Reply:
     reply = _Reply("", [])
     exchange = Exchange({"method": "POST", "path": line.url, "headers": []}, reply.send)
     reply.id, reply.warnings = exchange.id, exchange.warnings
+    exchange.tenant = line.tenant
     exchange.body = json.dumps(_body(state, line, exchange)).encode()
     try:
         await endpoints()[line.url](exchange, state)

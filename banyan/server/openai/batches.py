@@ -8,10 +8,11 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 
-from banyan.base.errors import BanyanError, RequestError
+from banyan.base.errors import BanyanError, ConfigError, RequestError
 from banyan.base.log import logger
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
@@ -21,6 +22,8 @@ from banyan.server.openai.files import PURPOSE, listed, page
 from banyan.server.state import ServerState
 from banyan.server.store.answers import AnswerLog
 from banyan.server.store.batches import Batch, BatchStore, Fault
+from banyan.server.store.files import STORAGE_FULL
+from banyan.server.store.folder import owner_of
 from banyan.server.store.storage import Storage
 
 log = logger(__name__)
@@ -44,16 +47,16 @@ async def batches(exchange: Exchange, state: ServerState) -> None:
     if exchange.method == "POST":
         await _create(exchange, state)
         return
-    found = list(state.storage.open_if_used().batches.batches.values())
+    found = (await state.storage.ready_if_used()).batches.all(owner_of(exchange.tenant))
     shown, has_more = page(found, exchange.query, lambda b: b.id, _PAGE)
     await exchange.json(listed([_shown(b, state.storage) for b in shown], has_more))
 
 
 async def batch(exchange: Exchange, state: ServerState) -> None:
     """One batch: show it, or cancel it."""
-    storage = state.storage.open_if_used()
+    storage = await state.storage.ready_if_used()
     id, _, verb = exchange.tail.partition("/")
-    found = storage.batches.find(id)
+    found = storage.batches.find(id, owner_of(exchange.tenant))
     if exchange.method == "POST":
         if verb != "cancel":
             raise RequestError("POST goes to /v1/batches/ID/cancel", status=404, code="not_found")
@@ -63,10 +66,10 @@ async def batch(exchange: Exchange, state: ServerState) -> None:
     await exchange.json(_shown(found, storage))
 
 
-def resume_batches(state: ServerState) -> None:
+async def resume_batches(state: ServerState) -> None:
     """Go on with what an earlier process has left, if there is anything."""
     try:
-        store = state.storage.open_if_used().batches
+        store = (await state.storage.ready_if_used()).batches
     except RequestError as error:
         log.warning("batches cannot go on: %s", error)
         return
@@ -84,8 +87,8 @@ async def _create(exchange: Exchange, state: ServerState) -> None:
         why = "not used; nothing expires here"
         exchange.warn_or_refuse(name, why, state.config.server.strict_requests)
     asked = typed(raw, BatchRequest)
-    storage = state.storage.open()
-    _check(asked, storage)
+    storage, owner = await state.storage.ready(), owner_of(exchange.tenant)
+    _check(asked, storage, owner)
     await storage.batches.make_room()
     made = Batch(
         id=storage.batches.fresh_id(),
@@ -97,13 +100,14 @@ async def _create(exchange: Exchange, state: ServerState) -> None:
         created_at=int(time.time()),
         metadata=asked.metadata,
         model=state.served_name,
+        owner=owner,
     )
     await storage.batches.save(made)
     _start(state, storage.batches)
     await exchange.json(_shown(made, storage))
 
 
-def _check(asked: BatchRequest, storage: Storage) -> None:
+def _check(asked: BatchRequest, storage: Storage, owner: str) -> None:
     if asked.endpoint not in endpoints():
         raise RequestError(
             f"endpoint must be one of {', '.join(endpoints())}, got {asked.endpoint[:60]!r}",
@@ -111,7 +115,7 @@ def _check(asked: BatchRequest, storage: Storage) -> None:
         )
     if asked.completion_window != _WINDOW:
         raise RequestError(f"completion_window must be {_WINDOW!r}", param="completion_window")
-    if storage.files.find(asked.input_file_id).purpose != PURPOSE:
+    if storage.files.find(asked.input_file_id, owner).purpose != PURPOSE:
         raise RequestError(
             f"the input file must have been uploaded for {PURPOSE!r}", param="input_file_id"
         )
@@ -153,7 +157,7 @@ async def _work(state: ServerState, store: BatchStore) -> None:
         while (found := store.next(state.served_name)) is not None:
             log.info("batch started id=%s status=%s", found.id, found.status)
             await _run(state, found.id)
-            log.info("batch ended id=%s status=%s", found.id, store.find(found.id).status)
+            log.info("batch ended id=%s status=%s", found.id, store.batches[found.id].status)
     except ServerEnding:
         log.info("batches go on at the next start")
     except BanyanError as error:
@@ -165,35 +169,54 @@ async def _work(state: ServerState, store: BatchStore) -> None:
 async def _run(state: ServerState, id: str) -> None:
     """One batch from where it is to its end."""
     storage, store = state.storage, state.storage.batches
-    lines, faults = await _read(storage, store.find(id))
+    lines, faults = await _read(storage, store.batches[id])
     if faults:
-        await store.save(msgspec.structs.replace(_entered(store.find(id), "failed"), faults=faults))
+        await store.save(
+            msgspec.structs.replace(_entered(store.batches[id], "failed"), faults=faults)
+        )
         return
-    if store.find(id).status == "validating":
-        started = _entered(store.find(id), "in_progress")
+    if store.batches[id].status == "validating":
+        started = _entered(store.batches[id], "in_progress")
         await store.save(msgspec.structs.replace(started, total=len(lines)))
-    found = store.find(id)
+    found = store.batches[id]
     files = storage.files
-    answers = AnswerLog(files.path(found.output_file_id), files.path(found.error_file_id))
+    answers = AnswerLog(
+        files.path(found.output_file_id),
+        files.path(found.error_file_id),
+        partial(files.grow, id),
+    )
 
     def told() -> None:
         store.batches[id] = msgspec.structs.replace(
-            store.find(id), succeeded=answers.num_succeeded, failed=answers.num_failed
+            store.batches[id], succeeded=answers.num_succeeded, failed=answers.num_failed
         )
 
     try:
         await asyncio.to_thread(answers.recover)
+        files.has_grown_to(id, answers.num_found)
         told()
         if found.status == "in_progress":
             work = run_lines(state, lines, answers, told, deaths=found.deaths)
             await _until_cancelled(store, id, asyncio.create_task(work))
     except ServerEnding as ending:
         if ending.running:
-            await store.save(_with_deaths(store.find(id), ending.running))
+            await store.save(_with_deaths(store.batches[id], ending.running))
         raise
+    except RequestError as error:
+        if error.code != STORAGE_FULL:
+            raise
+        # This batch ends with what it has, and the next one goes on.
+        fault = Fault(error.code, str(error))
+        store.batches[id] = msgspec.structs.replace(store.batches[id], faults=[fault])
+    except ConfigError as error:
+        fault = Fault("output_damaged", str(error))
+        broken = msgspec.structs.replace(_entered(store.batches[id], "failed"), faults=[fault])
+        await store.save(broken)
+        return
     finally:
         answers.close()
     await _finish(storage, id)
+    files.grown(id)
 
 
 async def _read(storage: Storage, batch: Batch) -> tuple[list[Line], list[Fault]]:
@@ -201,13 +224,14 @@ async def _read(storage: Storage, batch: Batch) -> tuple[list[Line], list[Fault]
         content = await storage.files.content(batch.input_file_id)
     except (RequestError, OSError) as error:
         return [], [Fault("input_file_missing", f"the input file cannot be read: {error}")]
-    return await asyncio.to_thread(read_lines, content, batch.endpoint)
+    tenant = bytes.fromhex(batch.owner)
+    return await asyncio.to_thread(read_lines, content, batch.endpoint, tenant)
 
 
 async def _until_cancelled(store: BatchStore, id: str, work: "asyncio.Task[None]") -> None:
     """Wait for `work`, or end it when the batch `id` is cancelled."""
     try:
-        while not work.done() and store.find(id).status != "cancelling":
+        while not work.done() and store.batches[id].status != "cancelling":
             store.cancelled.clear()
             notice = asyncio.create_task(store.cancelled.wait())
             try:
@@ -225,19 +249,21 @@ async def _until_cancelled(store: BatchStore, id: str, work: "asyncio.Task[None]
 async def _finish(storage: Storage, id: str) -> None:
     """Publish what was answered, and close the batch. May be repeated after a crash."""
     store, files = storage.batches, storage.files
-    if store.find(id).status == "in_progress":
-        await store.save(_entered(store.find(id), "finalizing"))
-    found = store.find(id)
+    if store.batches[id].status == "in_progress":
+        await store.save(_entered(store.batches[id], "finalizing"))
+    found = store.batches[id]
     for file_id, count, kind in (
         (found.output_file_id, found.succeeded, "output"),
         (found.error_file_id, found.failed, "error"),
     ):
         if count:
-            await files.publish(file_id, f"{id}_{kind}.jsonl", "batch_output")
+            await files.publish(file_id, f"{id}_{kind}.jsonl", "batch_output", found.owner)
         else:
-            files.path(file_id).unlink(missing_ok=True)
+            await store.folder.discard(file_id)
     ended = "cancelled" if found.status == "cancelling" else "completed"
-    await store.save(_entered(store.find(id), ended))
+    if found.faults:
+        ended = "failed"
+    await store.save(_entered(store.batches[id], ended))
 
 
 def _with_deaths(batch: Batch, running: Sequence[str]) -> Batch:
@@ -257,7 +283,6 @@ def _shown(batch: Batch, storage: Storage) -> Json:
         {"code": f.code, "message": f.message, "line": f.line or None, "param": f.param or None}
         for f in batch.faults
     ]
-    ended = batch.status in ("completed", "cancelled")
     return {
         "id": batch.id,
         "object": "batch",
@@ -266,8 +291,8 @@ def _shown(batch: Batch, storage: Storage) -> Json:
         "input_file_id": batch.input_file_id,
         "completion_window": batch.completion_window,
         "status": batch.status,
-        "output_file_id": batch.output_file_id if ended and batch.succeeded else None,
-        "error_file_id": batch.error_file_id if ended and batch.failed else None,
+        "output_file_id": batch.output_file_id if batch.is_over and batch.succeeded else None,
+        "error_file_id": batch.error_file_id if batch.is_over and batch.failed else None,
         "created_at": batch.created_at,
         "expires_at": None,
         "expired_at": None,

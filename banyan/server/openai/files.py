@@ -1,6 +1,7 @@
 """/v1/files: the inputs of batches come here, and their outputs are fetched here."""
 
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 from banyan.base.errors import RequestError
@@ -9,6 +10,7 @@ from banyan.server.exchange import Exchange
 from banyan.server.multipart import Part, read_form
 from banyan.server.state import ServerState
 from banyan.server.store.files import StoredFile
+from banyan.server.store.folder import owner_of
 
 T = TypeVar("T")
 
@@ -27,16 +29,18 @@ async def files(exchange: Exchange, state: ServerState) -> None:
 
 async def file(exchange: Exchange, state: ServerState) -> None:
     """One file: show it, delete it, or give its content."""
-    store = state.storage.open_if_used().files
+    store = (await state.storage.ready_if_used()).files
     id, _, verb = exchange.tail.partition("/")
-    stored = store.find(id)
+    owner = owner_of(exchange.tenant)
+    stored = store.find(id, owner)
     if verb == "content" and exchange.method != "DELETE":
-        await exchange.whole(await store.content(id), 200, "application/octet-stream")
+        async with aclosing(store.pieces(stored)) as pieces:
+            await exchange.pieces(pieces, stored.num_bytes, "application/octet-stream")
     elif verb:
         raise RequestError(f"no route below a file: {verb[:40]!r}", status=404, code="not_found")
     elif exchange.method == "DELETE":
         _check_unused(state, id)
-        await store.remove(id)
+        await store.remove(id, owner)
         await exchange.json({"id": id, "object": "file", "deleted": True})
     else:
         await exchange.json(_shown(stored))
@@ -86,13 +90,14 @@ async def _upload(exchange: Exchange, state: ServerState) -> None:
     given = _only(parts, "file")
     if not given.content:
         raise RequestError("the file is empty", param="file")
-    store = state.storage.open().files
-    stored = await store.add(given.filename or "upload.jsonl", purpose, given.content)
+    store = (await state.storage.ready()).files
+    name, owner = given.filename or "upload.jsonl", owner_of(exchange.tenant)
+    stored = await store.add(name, purpose, given.content, owner)
     await exchange.json(_shown(stored))
 
 
 async def _list(exchange: Exchange, state: ServerState) -> None:
-    found = state.storage.open_if_used().files.all()
+    found = (await state.storage.ready_if_used()).files.all(owner_of(exchange.tenant))
     if purpose := exchange.query.get("purpose"):
         found = [f for f in found if f.purpose == purpose]
     shown, has_more = page(found, exchange.query, lambda f: f.id, MAX_PAGE)

@@ -2,9 +2,10 @@
 groups. What was synced is never lost nor written again; what was not is asked again.
 """
 
+import asyncio
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import orjson
@@ -21,13 +22,19 @@ class AnswerLog:
     Args:
         output: file of the answers that succeeded.
         errors: file of the others.
+        take_room: asked for bytes before they are written; raises when there is no room.
     """
 
-    def __init__(self, output: Path, errors: Path) -> None:
+    def __init__(
+        self, output: Path, errors: Path, take_room: Callable[[int], None] | None = None
+    ) -> None:
         self._paths = (output, errors)
         self._open: dict[Path, int] = {}
         self.answered: dict[str, bool] = {}
         """custom_id of every answer in the files -> whether it succeeded."""
+        self.num_found = 0
+        """Bytes that an earlier process has left."""
+        self._take_room = take_room
 
     def recover(self) -> None:
         """Read what an earlier process has left; a last line it did not finish is cut off.
@@ -43,7 +50,9 @@ class AnswerLog:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise CapacityError(f"another process writes to {path.name}") from None
-            os.ftruncate(fd, self._read(path))
+            length = self._read(path)
+            self.num_found += length
+            os.ftruncate(fd, length)
             os.fsync(fd)
 
     def _read(self, path: Path) -> int:
@@ -63,6 +72,16 @@ class AnswerLog:
                     self.answered[answer[0]] = answer[1]
                     whole += len(line)
         return whole
+
+    async def keep(self, answers: Sequence[tuple[str, bool, bytes]]) -> None:
+        """As `append`, in a thread, once there is room.
+
+        Raises:
+            RequestError: 507, there is none.
+        """
+        if self._take_room is not None:
+            self._take_room(sum(len(line) for _, _, line in answers))
+        await asyncio.to_thread(self.append, answers)
 
     def append(self, answers: Sequence[tuple[str, bool, bytes]]) -> None:
         """Write (custom_id, whether it succeeded, line) of a group; on the disk at return.

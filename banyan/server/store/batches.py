@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.server.store.folder import Folder
+from banyan.server.store.folder import EVERYBODY, Folder, may_see
 
 MAX_BATCHES = 1000
 
@@ -32,6 +32,7 @@ class Batch(msgspec.Struct, frozen=True):
     Attributes:
         model: that was served when it was made; no other goes on with it.
         times: status -> when it was entered, in seconds of the epoch.
+        owner: the credential that made it.
         succeeded, failed: answered lines; while it runs, counted in memory only.
         deaths: custom_id -> engines that died while they ran this line.
     """
@@ -52,6 +53,7 @@ class Batch(msgspec.Struct, frozen=True):
     failed: int = 0
     model: str = ""
     deaths: dict[str, int] = {}
+    owner: str = EVERYBODY
 
     @property
     def is_over(self) -> bool:
@@ -79,16 +81,20 @@ class BatchStore:
         found = self.folder.read_all(f"{_PREFIX}*.json", Batch)
         self.batches = {b.id: b for b in sorted(found, key=lambda b: (b.created_at, b.id))}
 
-    def find(self, id: str) -> Batch:
-        """RequestError 404 when there is none."""
-        if id not in self.batches:
+    def all(self, owner: str) -> list[Batch]:
+        return [b for b in self.batches.values() if may_see(b.owner, owner)]
+
+    def find(self, id: str, owner: str) -> Batch:
+        """RequestError 404 when there is none that `owner` may see."""
+        found = self.batches.get(id)
+        if found is None or not may_see(found.owner, owner):
             raise RequestError(
                 f"No batch found with id {id[:80]!r}",
                 param="batch_id",
                 status=404,
                 code="not_found",
             )
-        return self.batches[id]
+        return found
 
     def next(self, model: str) -> Batch | None:
         """The oldest batch that a server of `model` can bring further."""
@@ -113,7 +119,7 @@ class BatchStore:
                 code="too_many_batches",
             )
         del self.batches[oldest.id]
-        self.folder.remove(oldest.id + ".json")
+        await self.folder.discard(oldest.id + ".json")
 
     def fresh_id(self) -> str:
         return _PREFIX + os.urandom(16).hex()

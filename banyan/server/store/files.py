@@ -7,17 +7,19 @@ Without the second the first is not (yet) a file. Names that clients give are ne
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.server.store.folder import Folder
+from banyan.server.store.folder import EVERYBODY, Folder, may_see
 
 MAX_FILES = 1000
 MAX_TOTAL_BYTES = 4 << 30
 MAX_NAME_CHARS = 255
+STORAGE_FULL = "storage_full"
+PIECE_BYTES = 256 << 10
 
 _FACTS = ".json"
 _PREFIX = "file-"
@@ -31,6 +33,7 @@ class StoredFile(msgspec.Struct, frozen=True):
     purpose: str
     num_bytes: int
     created_at: int
+    owner: str = EVERYBODY
 
 
 class FileStore:
@@ -39,6 +42,8 @@ class FileStore:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         self._files: dict[str, StoredFile] = {}
+        self._growing: dict[str, int] = {}
+        """Bytes of what is being written: uploads by id, the outputs of a batch by the batch's."""
 
     def load(self) -> None:
         """Read what lies in the folder."""
@@ -52,16 +57,15 @@ class FileStore:
             if path.name not in kept:
                 self._folder.remove(path.name)
 
-    def all(self) -> list[StoredFile]:
-        return list(self._files.values())
+    def all(self, owner: str) -> list[StoredFile]:
+        return [f for f in self._files.values() if may_see(f.owner, owner)]
 
-    def find(self, id: str) -> StoredFile:
-        """RequestError 404 when there is none."""
-        if id not in self._files:
-            raise RequestError(
-                f"No such file: {id[:80]!r}", param="file_id", status=404, code="not_found"
-            )
-        return self._files[id]
+    def find(self, id: str, owner: str) -> StoredFile:
+        """RequestError 404 when there is none that `owner` may see."""
+        found = self._files.get(id)
+        if found is None or not may_see(found.owner, owner):
+            raise _no_such(id)
+        return found
 
     def path(self, id: str) -> Path:
         """Where the content of a file of this id lies, or will lie."""
@@ -69,46 +73,81 @@ class FileStore:
 
     async def content(self, id: str) -> bytes:
         """The whole content; RequestError 404 when there is no such file."""
-        return await asyncio.to_thread(self.path(self.find(id).id).read_bytes)
+        if id not in self._files:
+            raise _no_such(id)
+        return await asyncio.to_thread(self.path(id).read_bytes)
 
-    async def add(self, filename: str, purpose: str, content: bytes) -> StoredFile:
+    async def pieces(self, stored: StoredFile) -> AsyncGenerator[bytes, None]:
+        """The content, a bounded part at a time, however slowly it is taken."""
+        file = await asyncio.to_thread(self.path(stored.id).open, "rb")
+        try:
+            while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+                yield piece
+        finally:
+            file.close()
+
+    async def add(self, filename: str, purpose: str, content: bytes, owner: str) -> StoredFile:
         """Keep a new file; on the disk when this returns.
 
         Raises:
             RequestError: 507, there is no room.
         """
-        self.check_room(len(content))
         id = self.fresh_id()
-        await asyncio.to_thread(self._folder.write, id, content)
-        return await self.publish(id, filename, purpose)
+        self.grow(id, len(content))  # before anything is waited for: others ask for room as well
+        try:
+            await asyncio.to_thread(self._folder.write, id, content)
+            return await self.publish(id, filename, purpose, owner)
+        finally:
+            self.grown(id)
 
-    async def publish(self, id: str, filename: str, purpose: str) -> StoredFile:
+    async def publish(self, id: str, filename: str, purpose: str, owner: str) -> StoredFile:
         """Make a file of the content that lies under `id`."""
-        size = self.path(id).stat().st_size
-        stored = StoredFile(id, filename[:MAX_NAME_CHARS], purpose, size, int(time.time()))
-        await asyncio.to_thread(self._folder.write, id + _FACTS, msgspec.json.encode(stored))
-        self._files[id] = stored
+        name = filename[:MAX_NAME_CHARS]
+
+        def write() -> StoredFile:
+            size = self.path(id).stat().st_size
+            stored = StoredFile(id, name, purpose, size, int(time.time()), owner)
+            self._folder.write(id + _FACTS, msgspec.json.encode(stored))
+            return stored
+
+        self._files[id] = stored = await asyncio.to_thread(write)
         return stored
 
-    async def remove(self, id: str) -> None:
-        """Forget a file; RequestError 404 when there is none."""
-        del self._files[self.find(id).id]
+    async def remove(self, id: str, owner: str) -> None:
+        """Forget a file; RequestError 404 when there is none that `owner` may see."""
+        del self._files[self.find(id, owner).id]
         # The facts go first: a crash in between leaves content that nobody can ask for.
-        self._folder.remove(id + _FACTS)
-        self._folder.remove(id)
-        await asyncio.to_thread(self._folder.sync)
+        await self._folder.discard(id + _FACTS, id)
 
-    def check_room(self, num_bytes: int) -> None:
-        """RequestError 507 when a file of this size has no room."""
-        total = sum(f.num_bytes for f in self._files.values())
-        if len(self._files) >= MAX_FILES or total + num_bytes > MAX_TOTAL_BYTES:
+    def grow(self, what: str, num_bytes: int) -> None:
+        """Take room for bytes that `what` writes, until it has `grown` into a file.
+
+        Raises:
+            RequestError: 507, there is none.
+        """
+        num_files = len(self._files.keys() | self._growing.keys() | {what})
+        total = sum(f.num_bytes for f in self._files.values()) + sum(self._growing.values())
+        if num_files > MAX_FILES or total + num_bytes > MAX_TOTAL_BYTES:
             raise RequestError(
-                f"{len(self._files)} files of {total} bytes are kept; at most {MAX_FILES} files "
-                f"and {MAX_TOTAL_BYTES} bytes are",
+                f"no room for {num_bytes} bytes: {len(self._files)} files and {total} bytes are "
+                f"kept; at most {MAX_FILES} files and {MAX_TOTAL_BYTES} bytes are",
                 status=507,
-                code="storage_full",
+                code=STORAGE_FULL,
                 hint="Delete files that are no longer needed",
             )
+        self._growing[what] = self._growing.get(what, 0) + num_bytes
+
+    def grown(self, what: str) -> None:
+        """What grew is a file now, or nothing."""
+        self._growing.pop(what, None)
+
+    def has_grown_to(self, what: str, num_bytes: int) -> None:
+        """Count what an earlier process has left."""
+        self._growing[what] = num_bytes
 
     def fresh_id(self) -> str:
         return _PREFIX + os.urandom(16).hex()
+
+
+def _no_such(id: str) -> RequestError:
+    return RequestError(f"No such file: {id[:80]!r}", param="file_id", status=404, code="not_found")

@@ -4,6 +4,7 @@ Made at the first use and locked, so that two servers never work on the same bat
 are replaced whole, so that a crash leaves the old one or the new one. Knows no HTTP.
 """
 
+import asyncio
 import fcntl
 import os
 from pathlib import Path
@@ -14,6 +15,9 @@ import msgspec
 from banyan.base.errors import RequestError
 
 T = TypeVar("T")
+
+EVERYBODY = ""
+"""Owner of what was made without a key."""
 
 _LOCK = "lock"
 _DRAFT = ".draft"
@@ -101,8 +105,25 @@ class Folder:
         finally:
             os.close(fd)
 
-    def remove(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
+    def remove(self, *names: str) -> None:
+        """Remove files, in this order; their names are off the disk at return."""
+        for name in names:
+            (self.path / name).unlink(missing_ok=True)
+        self.sync()
+
+    async def discard(self, *names: str) -> None:
+        """As `remove`, in a thread."""
+        await asyncio.to_thread(self.remove, *names)
+
+
+def owner_of(tenant: bytes) -> str:
+    """What is written on the disk of a credential: its digest, never the key."""
+    return tenant.hex()
+
+
+def may_see(owner: str, asker: str) -> bool:
+    """Whether what `owner` has made is shown to `asker`."""
+    return owner in (EVERYBODY, asker)
 
 
 def _private(path: str, flags: int) -> int:

@@ -1,5 +1,6 @@
 """Storage: files and batches of one server, opened at their first use."""
 
+import asyncio
 from pathlib import Path
 
 from banyan.config.schema import ServerConfig
@@ -20,8 +21,22 @@ class Storage:
     def __init__(self, path: Path) -> None:
         self._folder = Folder(path)
         self._is_open = False
+        self._opening = asyncio.Lock()
         self.files = FileStore(self._folder)
         self.batches = BatchStore(self._folder)
+
+    async def ready(self) -> "Storage":
+        """As `open`, with the disk's time spent in a thread."""
+        if not self._is_open:
+            async with self._opening:
+                await asyncio.to_thread(self.open)
+        return self
+
+    async def ready_if_used(self) -> "Storage":
+        """As `ready` where something is kept; else the stores are empty and the disk untouched."""
+        if not self._is_open and not await asyncio.to_thread(self._folder.has_content):
+            return self
+        return await self.ready()
 
     def open(self) -> "Storage":
         """Claim the folder and read it; RequestError 503 when that cannot be."""
@@ -33,10 +48,6 @@ class Storage:
             self.files.sweep([id for b in growing for id in (b.output_file_id, b.error_file_id)])
             self._is_open = True
         return self
-
-    def open_if_used(self) -> "Storage":
-        """As `open` where something is kept; else the stores are empty and the disk untouched."""
-        return self.open() if self._folder.has_content() else self
 
     def close(self) -> None:
         """Stop working on batches; what is unfinished goes on at the next start."""
