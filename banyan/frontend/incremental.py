@@ -153,7 +153,7 @@ class Arriving:
             Malformed: it is more than `limit` characters away; nothing was consumed.
         """
         while True:
-            start, mark = self._find(marks)
+            start, mark = self._find(marks, limit=limit)
             if start - self._at > limit:
                 raise Malformed
             if mark:
@@ -163,9 +163,17 @@ class Arriving:
                 raise Cut
             yield
 
-    def _find(self, marks: Marks, may_be_cut: bool = False) -> tuple[int, str]:
-        """Where the first mark is, and which; else where one may begin, and ""."""
-        match = marks.pattern.search(self._text, self._at)
+    def _find(
+        self, marks: Marks, may_be_cut: bool = False, limit: int | None = None
+    ) -> tuple[int, str]:
+        """Where the first mark is, and which; else where one may begin, and "".
+
+        Args:
+            limit: marks that begin more than so many characters away are not looked for: who gives
+                up behind that many must not read all that follows at each new beginning.
+        """
+        end = len(self._text) if limit is None else self._at + limit + marks.reach
+        match = marks.pattern.search(self._text, self._at, end)
         is_all = self._ended and not may_be_cut
         open_at = len(self._text) if is_all else marks.open_at(self._text, self._at)
         if match is not None and match.start() < open_at:

@@ -22,6 +22,9 @@ from banyan.server.state import ServerState
 
 T = TypeVar("T")
 
+MAX_TEXT_CHARS = 4 << 20
+"""More than an answer has that fills the longest context."""
+
 
 class ParseCallsRequest(msgspec.Struct, frozen=True, kw_only=True):
     text: str
@@ -37,6 +40,7 @@ class SeparateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 async def parse_function_call(exchange: Exchange, state: ServerState) -> None:
     request = typed(await exchange.json_object(), ParseCallsRequest)
+    _check_length(request.text)
     name = request.tool_call_parser
     if name is None and state.service is not None:
         name = state.service.parsers.tool_name
@@ -59,6 +63,7 @@ async def parse_function_call(exchange: Exchange, state: ServerState) -> None:
 
 async def separate_reasoning(exchange: Exchange, state: ServerState) -> None:
     request = typed(await exchange.json_object(), SeparateRequest)
+    _check_length(request.text)
     format = _load(REASONING_PARSERS, request.reasoning_parser, "reasoning_parser")
     parser = ReasoningParser(format, format.always)
 
@@ -89,3 +94,10 @@ def _load(table: Table[T], name: str | None, param: str) -> T:
         return table.load(name)
     except ConfigError as error:
         raise RequestError(str(error), param=param) from None
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MAX_TEXT_CHARS:
+        raise RequestError(
+            f"text has {len(text):,} characters, limit {MAX_TEXT_CHARS:,}", param="text"
+        )

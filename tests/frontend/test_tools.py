@@ -6,6 +6,8 @@
 import json
 import os
 import random
+import subprocess
+import sys
 import zlib
 
 import pytest
@@ -219,6 +221,26 @@ def test_forced_calls_are_a_bare_list(is_split: bool) -> None:
     parser = ToolParser(JSON_LIST, TOOLS)
     found = [p for piece in (answer if is_split else [answer]) for p in parser.feed(piece)]
     assert calls(found + parser.finish()) == [("f", {"days": 1}), ("search", {})]
+
+
+def test_openers_without_calls_are_read_once() -> None:
+    """In a process of its own: reading on to the end at each of them would take many minutes."""
+    code = f"""
+from banyan.frontend.tools import TOOL_PARSERS
+from banyan.frontend.tools.base import ToolParser
+from banyan.frontend.tools.definitions import Tools
+for name in {list(WRITERS)!r}:
+    format = TOOL_PARSERS.load(name)
+    for marker in [m for m in format.markers if "end" not in m and "/" not in m]:
+        parser = ToolParser(format, Tools({{}}))
+        parser.feed(marker * 40_000)
+        parser.finish()
+print("done")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=90, check=True
+    )
+    assert done.stdout == "done\n"
 
 
 def test_every_parser_has_a_writer() -> None:

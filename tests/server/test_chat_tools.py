@@ -351,6 +351,13 @@ def test_a_parser_that_is_not_there_is_named(
     assert answer.status_code == 400 and answer.json()["param"] == param
 
 
+@pytest.mark.parametrize("path", ["/parse_function_call", "/separate_reasoning"])
+def test_a_text_longer_than_any_answer_is_not_parsed(http: httpx.Client, path: str) -> None:
+    body = {"text": "x" * ((4 << 20) + 1), "tool_call_parser": "qwen", "reasoning_parser": "qwen3"}
+    answer = http.post(path, json=body)
+    assert answer.status_code == 400 and "4,194,305 characters" in answer.json()["message"]
+
+
 def test_the_official_client_puts_a_stream_of_calls_together(model: Site) -> None:
     says(model, THOUGHT + "Let me see.\n" + CALL + CALL, pieces=60)
     with (

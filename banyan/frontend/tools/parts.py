@@ -1,6 +1,7 @@
 """What parsers make of an answer's text: said, thought, or a call of a tool. Deltas concatenate."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +41,16 @@ Part = Said | Thought | CallStart | CallArguments
 def joined(parts: list[Part]) -> list[Part]:
     """The same parts with neighbours of one kind as one."""
     found: list[Part] = []
-    for part in parts:
-        match (found[-1] if found else None, part):
-            case (Said(a), Said(b)):
-                found[-1] = Said(a + b)
-            case (Thought(a), Thought(b)):
-                found[-1] = Thought(a + b)
-            case (CallArguments(i, a), CallArguments(j, b)) if i == j:
-                found[-1] = CallArguments(i, a + b)
-            case _:
-                found.append(part)
+    for _, group in groupby(parts, key=_kind):
+        run = list(group)
+        if len(run) == 1 or isinstance(run[0], CallStart):
+            found += run
+        else:
+            text = "".join(part.text for part in run if not isinstance(part, CallStart))
+            found.append(replace(run[0], text=text))
     return found
+
+
+def _kind(part: Part) -> tuple[type[Part], int]:
+    """What parts must share to be one."""
+    return type(part), part.index if isinstance(part, CallArguments) else 0
