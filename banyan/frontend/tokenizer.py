@@ -5,14 +5,16 @@ folder) and gguf_tokenizer (a GGUF file). Knows no chat, no requests, no devices
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import tokenizers
 
-from banyan.base.errors import ModelError, RequestError
+from banyan.base.errors import BanyanError, ModelError, RequestError
 from banyan.base.log import printable
 from banyan.frontend.literals import any_of
 from banyan.frontend.pieces import PieceTable
@@ -28,9 +30,21 @@ NAMED_TOKENS = (
 )
 
 _SPACES = re.compile(r"\s*")
+_SEQUENCES = ("normalizers", "pretokenizers", "decoders")
 
 # Runs of one kind of character, long enough for a pattern with exponential backtracking to give up.
 _PROBES = tuple(c * 48 + e for c in ("a", "1", " ", "!", "\n", "é") for e in ("", "\x00", "b"))
+
+
+MAX_PROBED = 64
+MAX_PARTS = 64
+"""Steps of a normalizer or decoder."""
+MAX_GROWTH = 64
+"""By how much their replacements together may lengthen a text."""
+
+T = TypeVar("T")
+Part = Mapping[str, object]
+"""One part of a tokenizer as its file describes it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +75,7 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
+        check_growth(backend, facts.source)
         self._backend = backend
         self._bare = _without_added_tokens(backend)
         backend.no_truncation()
@@ -178,6 +193,14 @@ class Tokenizer:
         skipped = self.special_ids if skip_special_tokens else frozenset()
         return self.pieces.text([id for id in ids if id not in skipped])
 
+    def own_probes(self) -> list[str]:
+        """As _PROBES, with the letters that the pre-tokenizer's patterns name."""
+        part = self._backend.pre_tokenizer
+        state = json.loads(part.__getstate__()) if part is not None else {}
+        patterns = "".join(p for part in _parts_of(state) if (p := _regex_of(part)))
+        letters = list(dict.fromkeys(c for c in patterns if c.isalnum()))[:MAX_PROBED]
+        return [letter * 48 + end for letter in letters for end in ("", "\x00")]
+
     def _frame(self) -> tuple[list[int], list[int]]:
         """The ids that the model wants before and after a plain prompt."""
         bare = self._backend.encode("a", add_special_tokens=False).ids
@@ -229,13 +252,14 @@ def load_tokenizer(path: str) -> Tokenizer:
     if path.endswith(".gguf"):
         from banyan.frontend.gguf_tokenizer import load_gguf_tokenizer
 
-        tokenizer = load_gguf_tokenizer(path)
+        load = load_gguf_tokenizer
     else:
         from banyan.frontend.folder_tokenizer import load_folder_tokenizer
 
-        tokenizer = load_folder_tokenizer(path)
+        load = load_folder_tokenizer
+    tokenizer = build_backend(path, lambda: load(path))
     try:
-        for probe in _PROBES:
+        for probe in (*_PROBES, *tokenizer.own_probes()):
             tokenizer.encode(probe)
     except RequestError as error:
         raise ModelError(
@@ -245,17 +269,61 @@ def load_tokenizer(path: str) -> Tokenizer:
     return tokenizer
 
 
-def build_backend(path: str, build: Callable[[], tokenizers.Tokenizer]) -> tokenizers.Tokenizer:
+def build_backend(path: str, build: Callable[[], T]) -> T:
     """Call `build`, turning everything the library can throw into a ModelError."""
     try:
         return build()
     except BaseException as error:
-        if not _is_library_error(error):
+        if isinstance(error, BanyanError) or not _is_library_error(error):
             raise
         raise ModelError(
             f"the tokenizer of {printable(path)!r} cannot be read: {printable(str(error))}",
             "download it again, or take it from the model's publisher",
         ) from None
+
+
+def check_growth(backend: tokenizers.Tokenizer, source: str) -> None:
+    """ModelError when replacements, one upon the other, could make any text endless."""
+    for part in (backend.normalizer, backend.decoder):
+        steps = _parts_of(json.loads(part.__getstate__())) if part is not None else []
+        growth = math.prod(map(_growth, steps))
+        if len(steps) > MAX_PARTS or growth > MAX_GROWTH:
+            raise ModelError(
+                f"the tokenizer of {printable(source)!r} rewrites text in {len(steps):,} steps "
+                f"that make it up to {growth:,.0f} times as long; limits {MAX_PARTS} and "
+                f"{MAX_GROWTH}",
+                "take the tokenizer from the model's publisher",
+            )
+
+
+def _parts_of(state: Part) -> list[Part]:
+    """The parts that a sequence consists of, in order; any other part alone."""
+    found: list[Part] = []
+    waiting: list[object] = [state]
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, Mapping):
+            continue
+        inner = next((part[name] for name in _SEQUENCES if isinstance(part.get(name), list)), None)
+        if inner is None:
+            found.append(part)
+        else:
+            waiting += reversed(inner)
+    return found
+
+
+def _regex_of(part: Part) -> str:
+    pattern = part.get("pattern")
+    return str(pattern.get("Regex", "")) if isinstance(pattern, Mapping) else ""
+
+
+def _growth(part: Part) -> float:
+    """How many characters a part makes of one, at most."""
+    pattern, content = part.get("pattern"), part.get("content")
+    if part.get("type") != "Replace" or not isinstance(content, str):
+        return 1.0
+    old = pattern.get("String", "") if isinstance(pattern, Mapping) else ""
+    return max(1.0, len(content) / max(1, len(str(old))))
 
 
 def _is_library_error(error: BaseException) -> bool:

@@ -1,6 +1,9 @@
 """Ids and text as the models' publishers have them; hostile files end in a ModelError."""
 
+import base64
 import json
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -130,6 +133,15 @@ def tokenizer_json(**parts: object) -> dict[str, object]:
     return {"version": "1.0", "added_tokens": [], "model": model, **parts}
 
 
+def precompiled(charsmap: bytes) -> dict[str, object]:
+    text = base64.b64encode(charsmap).decode()
+    return {"type": "Precompiled", "precompiled_charsmap": text}
+
+
+def replacement(old: str, new: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
 def write(path: Path, **files: object) -> str:
     for name, content in files.items():
         text = content if isinstance(content, str) else json.dumps(content)
@@ -163,11 +175,49 @@ def write(path: Path, **files: object) -> str:
                 "invert": False,
             }
         ),
+        tokenizer_json(
+            pre_tokenizer={
+                "type": "Split",
+                "pattern": {"Regex": "(z+)+$"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        ),
+        tokenizer_json(normalizer=precompiled(bytes(10))),
+        tokenizer_json(normalizer=precompiled(b"\x08\0\0\0" + b"\xff" * 8 + b"abc")),
+        tokenizer_json(
+            normalizer={"type": "Sequence", "normalizers": [replacement("z", "zz")] * 7}
+        ),
+        tokenizer_json(
+            normalizer={"type": "Sequence", "normalizers": [replacement("z", "z")] * 65}
+        ),
+        tokenizer_json(decoder={"type": "Sequence", "decoders": [replacement("a", "aa")] * 40}),
+        tokenizer_json(normalizer=replacement("z", "z" * 65)),
     ],
 )
 def test_a_broken_or_hostile_tokenizer_file_is_refused(content: object, tmp_path: Path) -> None:
     with pytest.raises(ModelError):
         load_tokenizer(write(tmp_path, tokenizer=content))
+
+
+def test_twenty_doublings_are_refused_before_a_text_meets_them(tmp_path: Path) -> None:
+    """In a process of its own: one letter would become a million, and then the memory's end."""
+    doublings = {"type": "Sequence", "normalizers": [replacement("a", "aa")] * 40}
+    write(tmp_path, tokenizer=tokenizer_json(normalizer=doublings))
+    code = f"""
+import resource
+from banyan.base.errors import ModelError
+from banyan.frontend.tokenizer import load_tokenizer
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+try:
+    load_tokenizer({str(tmp_path)!r})
+except ModelError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "in 40 steps" in done.stdout, done.stderr
 
 
 def test_a_folder_without_a_tokenizer_says_what_to_do(tmp_path: Path) -> None:
