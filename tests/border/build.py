@@ -25,6 +25,7 @@ class World:
     Attributes:
         abilities: of the runner; requests and plans ask for nothing else.
         scale: how many times as large pages, prompts and pieces of prompts are.
+        has_hidden: some requests want hidden states.
     """
 
     core: CoreSpec
@@ -33,6 +34,7 @@ class World:
     has_peers: bool
     abilities: Abilities
     scale: int = 1
+    has_hidden: bool = False
 
 
 def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
@@ -70,7 +72,8 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
     quiet = random.random() < 0.4
     faults = Faults() if quiet else Faults(row=0.01, step=0.01, copy=0.1)
     has_peers = random.random() < 0.15 and abilities.peers
-    return World(core, device, faults, has_peers, abilities, scale)
+    has_hidden = random.random() < 0.3 and abilities.hidden and not drafts
+    return World(core, device, faults, has_peers, abilities, scale, has_hidden)
 
 
 def _groups(random: Random, kind: str, scale: int) -> list[CacheGroup]:

@@ -19,7 +19,7 @@ from banyan.messages.sampling import SamplingParams
 from tests.border.build import RandomPeers, World, build_core
 from tests.border.kit import FAKE, Kit
 from tests.border.laws import BorderError, require
-from tests.border.oracle import STOP_IDS, VOCAB, Answer
+from tests.border.oracle import BARRED, STOP_IDS, VOCAB, Answer
 
 Action = tuple[str, int]
 WEIGHTS = {
@@ -50,6 +50,8 @@ class Client:
     vectors: int = 0
     scored: int = 0
     """Positions whose scores came."""
+    hidden: int = 0
+    """Positions whose hidden states came."""
     end: Finished | Failed | None = None
     kept: int | None = None
     """Output tokens after a StopAt."""
@@ -131,6 +133,9 @@ class Play:
         namespace = random.choice((b"", b"", b"", b"tenant"))
         priority = random.choice((0, 0, 0, 1, 5))
         grammar = "hash:" if random.random() < 0.25 else ""
+        hidden_from = -1
+        if self.world.has_hidden:
+            hidden_from = random.choice((-1, -1, 0, len(prompt) // 2, len(prompt)))
         sampling = SamplingParams(
             max_new_tokens=new,
             min_new_tokens=least,
@@ -150,6 +155,7 @@ class Play:
                 score_from=score_from if abilities.text else -1,
                 grammar=grammar,
                 pool=new == 0 and abilities.vectors,
+                hidden_from=hidden_from,
             ),
         )
 
@@ -268,6 +274,8 @@ class Play:
                 f"{name}: the vector of another sequence",
             )
             client.vectors += 1
+        if event.hidden:
+            self._hidden_states(client, event)
         for score in event.scores:
             require(generate.score_from >= 0, f"{name}: scores nobody asked for")
             first = max(1, generate.score_from) + client.scored
@@ -278,6 +286,19 @@ class Play:
                 is_right = abs(value - right) <= 1e-5
                 require(is_right, f"{name}: score {value} of {position}, {right} is right")
                 client.scored += 1
+
+    def _hidden_states(self, client: Client, event: Tokens) -> None:
+        name, start = event.request, client.answer.generate.hidden_from
+        require(start >= 0, f"{name}: hidden states nobody asked for")
+        size = len(client.answer.hidden(0))
+        for at in range(0, len(event.hidden), size):
+            position = start + client.hidden
+            told = event.hidden_first + at // size
+            require(told == position, f"{name}: hidden state of {told}, {position} is next")
+            right = client.answer.hidden(position)
+            is_right = event.hidden[at : at + size] == right
+            require(is_right, f"{name}: the hidden state of {position} is another's")
+            client.hidden += 1
 
     def _finished(self, client: Client, event: Finished) -> None:
         name, answer = event.request, client.answer
@@ -300,6 +321,10 @@ class Play:
             want = answer.prompt_len + length - max(1, answer.generate.score_from)
             require(client.scored == max(0, want), f"{name}: {client.scored} scores of {want}")
             self.seen["scored requests"] += 1
+        if answer.generate.hidden_from >= 0:
+            want = answer.prompt_len + max(0, length - 1) - answer.generate.hidden_from
+            require(client.hidden == max(0, want), f"{name}: {client.hidden} states of {want}")
+            self.seen["requests for hidden states"] += 1
 
     def _failed(self, client: Client, event: Failed) -> None:
         generate = client.answer.generate
@@ -308,6 +333,10 @@ class Play:
             is_full = len(self.core.scheduler.roster.waiting) >= self.world.core.limits.max_queued
             require(is_full and not client.got, f"{event}: the queue is not full")
             self.seen["refused: queue full"] += 1
+        elif event.status == 400 and "banned" in event.text:
+            barred = ("barred", len(client.got), BARRED)
+            require(client.answer.end() == barred, f"{event}, but there is a choice")
+            self.seen["failed without a choice"] += 1
         elif event.status == 400:
             total = client.answer.prompt_len + generate.sampling.max_new_tokens
             core = self.world.core

@@ -15,6 +15,7 @@ from random import Random
 
 from banyan.memory.groups import FULL, STATE, WINDOW
 from banyan.messages.plan import (
+    HIDDEN,
     POOL,
     SAMPLE,
     SCORE,
@@ -52,7 +53,7 @@ ABILITIES = Abilities(
     adapters=True,
     text=True,
     vectors=True,
-    hidden=False,
+    hidden=True,
 )
 
 
@@ -318,7 +319,7 @@ class Execution:
     # -- results ------------------------------------------------------------------------------
 
     def _finish(self, pairs: list[tuple[Row, Slot]]) -> StepResult:
-        tokens, drafts, vectors = (list[bytes]() for _ in range(3))
+        tokens, drafts, vectors, hidden = (list[bytes]() for _ in range(4))
         scores: list[RowScores] = []
         failed: list[RowFailure] = []
         for index, (row, slot) in enumerate(pairs):
@@ -335,6 +336,7 @@ class Execution:
             is_pooled = row.want & POOL and not is_bad
             state = slot.hashes[row.start + row.count] if is_pooled else 0
             vectors.append(oracle.vector(state) if is_pooled else b"")
+            hidden.append(b"" if is_bad else self._hidden(row, slot))
             slot.drafts = self._propose(row, slot)
             drafts.append(array("i", slot.drafts).tobytes())
             if is_bad:
@@ -354,7 +356,15 @@ class Execution:
             failed=failed,
             seconds=0.001,
             vectors=vectors if any(vectors) else [],
+            hidden=hidden if any(hidden) else [],
         )
+
+    def _hidden(self, row: Row, slot: Slot) -> bytes:
+        if not row.want & HIDDEN:
+            return b""
+        wanted = slot.hashes[max(row.start, row.hidden_from) + 1 : row.start + row.count + 1]
+        self.laws.seen["rows with hidden states"] += 1
+        return b"".join(map(oracle.vector, wanted))
 
     def _blame(self, index: int, slot: Slot) -> None:
         if self.is_broken or self.broken_rows[index] == "chance":

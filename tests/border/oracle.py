@@ -12,6 +12,8 @@ from banyan.memory.cache import TOKEN_BYTES
 from banyan.messages.requests import Generate
 
 VOCAB = 32
+BARRED = -1
+"""In place of a token where everything is forbidden."""
 STOP_IDS = (3, 11)
 _MODULUS = (1 << 61) - 1
 
@@ -103,7 +105,7 @@ class Story(Protocol):
 
     def append(self, token: int) -> None: ...
     def next_token(self, mask: bytes) -> int:
-        """The token after the whole sequence; `mask` b"" = no constraint."""
+        """The token after the whole sequence, or BARRED; `mask` b"" = no constraint."""
         ...
 
     def logprob(self, position: int) -> float:
@@ -163,10 +165,13 @@ class Answer:
         return len(self.generate.tokens) // TOKEN_BYTES
 
     def output(self, index: int) -> int:
-        """The output token at `index`, as if nothing ever ended the request."""
+        """The output token at `index`, as if nothing ever ended the request; BARRED from where
+        no token may follow."""
         while len(self.tokens) <= self.prompt_len + index:
             mask = mask_at(self.grammar_state) if self.generate.grammar else b""
             token = self.story.next_token(mask)
+            if token == BARRED:
+                return BARRED
             self._append(token)
             self.grammar_state = mix(self.grammar_state, token)
         return self.tokens[self.prompt_len + index]
@@ -184,6 +189,8 @@ class Answer:
         sampling = self.generate.sampling
         for index in range(sampling.max_new_tokens):
             token = self.output(index)
+            if token == BARRED:
+                return "barred", index, BARRED
             if token in sampling.stop_ids and index + 1 > sampling.min_new_tokens:
                 return "stop", index + 1, token
         return "length", sampling.max_new_tokens, -1

@@ -6,7 +6,8 @@ import numpy as np
 
 from banyan.memory.cache import TOKEN_BYTES
 from banyan.messages.requests import Generate
-from banyan.ops.sampling import banned, draw, log_softmax_at, quantile
+from banyan.ops.sampling import banned, draw, log_softmax_at, penalise, quantile
+from tests.border.oracle import BARRED
 from tests.border.page_numbers import VOCAB, Prefix
 
 
@@ -20,17 +21,36 @@ class PageStory:
         self._sampling = generate.sampling
         self._prompt_len = len(generate.tokens) // TOKEN_BYTES
         self._prefix = Prefix(windows)
+        self._is_barred = False
+        """The runner cannot take the sequence: a token is none of the vocabulary."""
 
     def append(self, token: int) -> None:
-        self._prefix.append(token)
+        if token < VOCAB:
+            self._prefix.append(token)
+        else:
+            self._is_barred = True
 
     def next_token(self, mask: bytes) -> int:
+        if self._is_barred:
+            return BARRED
         sampling, position = self._sampling, len(self._prefix.tokens)
         logits = self._prefix.logits(position - 1)
+        penalise(
+            logits,
+            np.array(self._prefix.tokens, np.int32),
+            self._prompt_len,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+            sampling.repetition_penalty,
+        )
         if mask:
             logits[banned(np.frombuffer(mask, np.uint8), VOCAB)] = -np.inf
         if position - self._prompt_len < sampling.min_new_tokens:
             logits[list(sampling.stop_ids)] = -np.inf
+        for token, bias in sampling.logit_bias.items():
+            logits[token] += np.float32(bias)
+        if np.isneginf(logits).all():
+            return BARRED
         if sampling.is_greedy:
             return int(np.argmax(logits))
         filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p

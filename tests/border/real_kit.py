@@ -1,12 +1,14 @@
 """The worlds of the real runner: those that it says it can live in."""
 
 import math
+from array import array
 from dataclasses import dataclass, fields
 from functools import cache
 from random import Random
 
 import msgspec
 
+from banyan.memory.cache import TOKEN_BYTES
 from banyan.memory.groups import FULL, CacheGroup
 from banyan.messages.requests import Generate
 from banyan.ops.api import Ops
@@ -15,7 +17,7 @@ from banyan.runner.runner import ModelRunner
 from tests.border.build import World, random_world
 from tests.border.faults import FaultyModel, FaultyOps, Injector
 from tests.border.kit import Hurry, Runner
-from tests.border.oracle import Story
+from tests.border.oracle import VOCAB, Story
 from tests.border.page_oracle import PageStory
 from tests.border.page_runner import COMPILED_PAGE, Shape, bind_ops, build_runner
 from tests.border.real_runner import SPARE, RealRunner
@@ -86,10 +88,18 @@ class RealKit:
             top_k=random.choice((-1, -1, 5)),
             top_p=random.choice((1.0, 1.0, 0.9)),
             min_p=random.choice((0.0, 0.0, 0.05)),
-            # A mask and a ban together may forbid everything.
-            min_new_tokens=0 if generate.grammar else generate.sampling.min_new_tokens,
+            frequency_penalty=random.choice((0.0, 0.0, 0.0, 0.5)),
+            presence_penalty=random.choice((0.0, 0.0, 0.0, -0.5)),
+            repetition_penalty=random.choice((1.0, 1.0, 1.0, 1.25)),
+            logit_bias=random.choice(({}, {}, {}, {5: 2.0, 11: -1.0})),
         )
-        return msgspec.structs.replace(generate, sampling=sampling)
+        if sampling.max_new_tokens and random.random() < 0.01:  # nothing may be chosen
+            everything = tuple(range(VOCAB))
+            sampling = msgspec.structs.replace(sampling, stop_ids=everything, min_new_tokens=1)
+        tokens = generate.tokens
+        if random.random() < 0.02:  # the runner cannot take it, and nobody else shall notice
+            tokens = tokens[:-TOKEN_BYTES] + array("i", [VOCAB + 3]).tobytes()
+        return msgspec.structs.replace(generate, sampling=sampling, tokens=tokens)
 
 
 @cache

@@ -33,7 +33,7 @@ from tests.border.fake_runner import Faults
 from tests.border.faults import InjectedError, Injector
 from tests.border.kit import Hurry
 from tests.border.laws import Device, Launched, Laws, Tenancy, require
-from tests.border.page_numbers import LAYERS
+from tests.border.page_numbers import LAYERS, VOCAB
 
 SPARE = 3
 """Pages per group that the engine does not know: where pages are carried to."""
@@ -68,7 +68,7 @@ class RealRunner:
         random: Random,
         hurry: Hurry,
     ) -> None:
-        self.laws = Laws(device, _enter)
+        self.laws = Laws(device, self._enter)
         self.failed_seeds: set[int] = set()
         self._runner = runner
         self._device = device
@@ -122,6 +122,12 @@ class RealRunner:
 
     def report_copies(self, count: int) -> CopyResult:
         raise AssertionError("the kit's own copies are not the engine's")
+
+    def _enter(self, join: Join, life: int, tokens: list[int]) -> Tenancy:
+        if max(tokens) >= VOCAB:
+            self.failed_seeds.add(join.sampling.seed)
+            self.seen["refused joins"] += 1
+        return Tenancy(join, life, len(tokens))
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -181,7 +187,9 @@ class RealRunner:
         if self._runner.is_recorded:
             return
         spoiled, first = list[int](), 0
-        for index, row in enumerate(plan.rows):
+        for index, (row, slot) in enumerate(zip(plan.rows, launched.rows, strict=True)):
+            if max(array("i", slot.join.tokens)) >= VOCAB:
+                continue  # the runner leaves it out
             first += row.count
             if row.want & SAMPLE and self._random.random() < self._faults.row:
                 spoiled.append(first - 1)
@@ -351,7 +359,3 @@ class RealRunner:
         self.seen["failed rows"] += len(failed)
         self.seen["masked rows"] += sum(row.masked for row in plan.rows)
         self.seen["jumps"] += sum(bool(row.given) for row in plan.rows)
-
-
-def _enter(join: Join, life: int, tokens: list[int]) -> Tenancy:
-    return Tenancy(join, life, len(tokens))

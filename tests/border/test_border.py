@@ -34,6 +34,7 @@ MUST_HAPPEN = (
     "refused: too long",
     "rejected drafts",
     "rejoins with output",
+    "requests for hidden states",
     "jumps",
     "restored states",
     "retractions",

@@ -111,6 +111,24 @@ def _starts_at_zero(original, rows):
     return replace(batch, starts=np.zeros_like(batch.starts))
 
 
+def _hides_nothing(original, forward, batch):
+    rows = [msgspec.structs.replace(row, hidden_from=0) for row in batch.rows]
+    return original(forward, replace(batch, rows=rows))
+
+
+def _forgets_penalties(original, self, join):
+    original(self, join)
+    self.params[join.slot]["penalised"] = False
+
+
+def _joins_first_only(original, self, joins):
+    """A refused request makes those that join after it in the same step stay out."""
+    for at, join in enumerate(joins):
+        original(self, joins[at : at + 1])
+        if join.slot in self._refused:
+            return
+
+
 def _is_read_late(original, self, plan, mask_of):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "is_recorded", False)
@@ -178,6 +196,14 @@ DEFECTS: dict[str, Defect] = {
     ),
     "the copies of a failed step are told as done": _wrap(
         runner, "PendingStep", lambda original, *a, is_broken=False: original(*a)
+    ),
+    "hidden states are those of the whole row": _wrap(runner, "_hidden_states", _hides_nothing),
+    "penalties are forgotten": _wrap(SlotTable, "_take", _forgets_penalties),
+    "biases and bans are forgotten": _changed(
+        Sampler, "_addends", lambda self, slots, positions: (self, slots[:0], positions[:0])
+    ),
+    "a refused request keeps out those that join with it": _wrap(
+        SlotTable, "join", _joins_first_only
     ),
     "a vector is that of the first token": lambda patch: patch.setattr(
         Pooler, "_pool", lambda self, forward, batch, rows: forward.hidden(batch.offsets[rows])
