@@ -23,6 +23,7 @@ from banyan.base.log import logger, tell
 from banyan.compose import EngineHandle, start_engine_process, start_engine_thread
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
+from banyan.config.defaults import with_settings
 from banyan.config.disposal import dispose
 from banyan.config.env import read_environment
 from banyan.config.schema import Config
@@ -218,7 +219,9 @@ class Engine:
     def get_server_info(self) -> dict[str, object]:
         """Every resolved setting by name, and what the engine found out; no keys."""
         opened = self._live()
-        parts: dict[str, dict[str, object]] = asdict(self._config)
+        facts = json.loads(opened.ready.facts)
+        settled = with_settings(self._config, facts.get("settings", {}))
+        parts: dict[str, dict[str, object]] = asdict(settled)
         settings = {k: v for part in parts.values() for k, v in part.items() if k not in _SECRETS}
         return {
             **settings,
@@ -228,7 +231,7 @@ class Engine:
             "max_total_num_tokens": opened.ready.max_total_tokens,
             "max_req_input_len": opened.ready.max_request_tokens,
             "internal_states": [{"stats": msgspec.structs.asdict(opened.client.stats)}],
-            "facts": json.loads(opened.ready.facts),
+            "facts": facts,
         }
 
     def get_all_child_pids(self) -> list[int]:

@@ -19,6 +19,7 @@ from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
+from banyan.config.defaults import settings_of, settle
 from banyan.config.schema import Config
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.journal import Journal
@@ -47,15 +48,20 @@ from banyan.models.foreign import load_foreign
 from banyan.models.weights.custom import load_transforms
 from banyan.models.weights.loader import load_model
 from banyan.ops.api import Ops
-from banyan.ops.bind import PROBES, ToolkitOptions, bind, kernel_table
+from banyan.ops.bind import PROBES, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
-from banyan.platform import PLATFORMS
-from banyan.platform.base import Platform
+from banyan.platform import open_platform
+from banyan.platform.base import Platform, Traits
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.meter import OpMeter
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.worker import serve_rank
 
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 _CACHE_DTYPES = {
     "auto": None,
     "fp32": torch.float32,
@@ -86,8 +92,15 @@ class Phases:
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A device with the model's weights on it; the cache is not laid out yet."""
+    """A device with the model's weights on it; the cache is not laid out yet.
 
+    Attributes:
+        config: what was asked for, with nothing left open.
+        settings: the fields that the device has decided, "part.field" -> its value.
+    """
+
+    config: Config
+    settings: dict[str, object]
     platform: Platform
     build: Build
     model: Model
@@ -100,30 +113,16 @@ def open_model(
 ) -> OpenModel:
     """Open the device, meet the other ranks, load this rank's share of the weights."""
     place_rank(config.device, config.parallel, rank)
-    name = config.device.name if config.device.name != "auto" else "cpu"
-    platform = PLATFORMS.load(name)()
+    platform = open_platform(config.device.name)
     traits = platform.traits
+    config, origins = settle(config, platform.defaults(card))
     tp = config.parallel.tp
     sharers = 1 if is_placed(config.device) else tp * config.parallel.dp
     threads = config.parallel.threads or max(1, traits.cores // sharers)
     device = platform.open(rank, threads)
     phases.done("device")
-    dtype = torch.float32
-    ops = bind(
-        traits.name,
-        device,
-        dtype,
-        traits.features,
-        card.head_dim,
-        config.device.kernels,
-        exact=config.model.cpu_activations == "fp32",
-        cache_dtype=_CACHE_DTYPES[config.cache.dtype],
-        page_size=config.cache.page_size,
-        exact_head=config.device.exact_head,
-        options=ToolkitOptions(
-            threads, config.device.compiler, config.device.isa, config.model.quantization
-        ),
-    )
+    dtype = _DTYPES[config.model.activation_dtype]
+    ops = _bind(config, card, traits, device, threads)
     phases.done("kernels")
     groups = open_groups(
         *(rank, tp, mesh_address, traits.collectives, config.parallel.meet_timeout_s),
@@ -139,7 +138,32 @@ def open_model(
     gc.freeze()  # the model's objects live as long as the process: never walk them again
     give_back()
     phases.done("weights")
-    return OpenModel(platform, build, model, kernel_table(ops.choices), threads)
+    settings = settings_of(config, origins)
+    return OpenModel(config, settings, platform, build, model, kernel_table(ops.choices), threads)
+
+
+def _bind(
+    config: Config, card: ModelCard, traits: Traits, device: torch.device, threads: int
+) -> Ops:
+    """The kernels of this rank, as the flags about them wish."""
+    wishes = {
+        "quantization": config.model.quantization,
+        "cpu-compiler": config.device.compiler,
+        "cpu-isa": config.device.isa,
+    }
+    return bind(
+        traits.name,
+        device,
+        _DTYPES[config.model.activation_dtype],
+        traits.features,
+        card.head_dim,
+        config.device.kernels,
+        exact=config.model.cpu_activations == "fp32",
+        cache_dtype=_CACHE_DTYPES[config.cache.dtype],
+        page_size=config.cache.page_size,
+        exact_head=config.device.exact_head,
+        toolkit=open_toolkit(traits.name, threads, {k: v for k, v in wishes.items() if v}),
+    )
 
 
 @contextmanager
@@ -183,8 +207,9 @@ def run_engine(
         cleanup.callback(ranks.close)
         phases.done("other ranks")
         opened = open_model(config, card, 0, ranks.mesh_address, phases)
-        memory = _plan_memory(config, card, opened)
-        sizes = _runner_sizes(config, opened, memory)
+        config, settings = opened.config, opened.settings
+        memory = _plan_memory(card, opened)
+        sizes = _runner_sizes(opened, memory)
         ranks.send_sizes(sizes)
         runner = ModelRunner(opened.model, opened.build, sizes)
         kernels = opened.kernels
@@ -232,14 +257,14 @@ def run_engine(
         started(loop)
         phases.done("scheduler")
         steps = "recorded" if runner.is_recorded else "eager"
-        loop.run(_ready(memory, phases, kernels, steps))
+        loop.run(_ready(memory, phases, kernels, steps, settings))
 
 
 def open_meter(config: Config, card: ModelCard) -> OpMeter:
     """A model with a cache of its own, to time the ops of its steps. One rank only."""
     opened = open_model(config, card, 0, "", Phases(WallClock()))
-    memory = _plan_memory(config, card, opened)
-    sizes = _runner_sizes(config, opened, memory)
+    memory = _plan_memory(card, opened)
+    sizes = _runner_sizes(opened, memory)
     recorder = opened.build.ops.recorder
     device = opened.platform.traits.name
 
@@ -381,15 +406,14 @@ def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> Gram
     return GrammarCompiler(stand_ins(grammar.backend), read, grammar.compact, limits, wake)
 
 
-def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPlan:
-    found = opened.platform.memory()
+def _plan_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:
+    config, found = opened.config, opened.platform.memory()
     groups = [
         GroupBytes(group.kind, group.page_bytes(config.cache.page_size), group.window)
         for group in group_caches(opened.model.caches)
     ]
-    sharers = 1  # ranks and replicas share the memory of a host
-    if opened.build.device.type == "cpu":
-        sharers = config.parallel.tp * config.parallel.dp
+    is_host = opened.platform.traits.is_host  # ranks and replicas share its memory
+    sharers = config.parallel.tp * config.parallel.dp if is_host else 1
     return plan_memory(
         config.cache,
         config.schedule,
@@ -401,7 +425,8 @@ def _plan_memory(config: Config, card: ModelCard, opened: OpenModel) -> MemoryPl
     )
 
 
-def _runner_sizes(config: Config, opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
+def _runner_sizes(opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
+    config = opened.config
     chunk_tokens = config.schedule.chunk_tokens
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
     return RunnerSizes(
@@ -417,12 +442,19 @@ def _runner_sizes(config: Config, opened: OpenModel, memory: MemoryPlan) -> Runn
     )
 
 
-def _ready(memory: MemoryPlan, phases: Phases, kernels: str, steps: str) -> Ready:
+def _ready(
+    memory: MemoryPlan,
+    phases: Phases,
+    kernels: str,
+    steps: str,
+    settings: dict[str, object],
+) -> Ready:
     facts = {
         "phases": phases.seconds,
         "memory": asdict(memory),
         "kernels": kernels,
         "steps": steps,
+        "settings": settings,
     }
     return Ready(
         max_total_tokens=memory.max_total_tokens,

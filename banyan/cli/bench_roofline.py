@@ -14,6 +14,7 @@ from banyan.bench.options import BatchOptions
 from banyan.bench.probe import Machine, probe
 from banyan.bench.roofline import FP32, INT8, OpCost
 from banyan.config.card import ModelCard
+from banyan.config.defaults import settle
 from banyan.config.schema import Config
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import TensorInfo
@@ -100,8 +101,10 @@ class Rooflines:
 def measure(config: Config, card: ModelCard, options: BatchOptions) -> Rooflines:
     """Load the model, time the ops of every phase that `options` asks for, and probe the machine
     with the same kernels."""
+    from banyan.platform import open_platform
     from banyan.replica import open_meter
 
+    config, _ = settle(config, open_platform(config.device.name).defaults(card))
     chunk = config.schedule.chunk_tokens
     combinations = product(options.batch_size, options.input_len, options.output_len)
     phases = {phase for sizes in combinations for phase in _phases(*sizes, chunk)}

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 
 from banyan.base.log import start_logging
 from banyan.config.cli import Given, read, value_of
+from banyan.config.defaults import settle
 from banyan.config.env import read_environment
 from banyan.config.flags.flag import Flag
 from banyan.config.flags.table import GROUPS
 from banyan.config.reference import count_line, reference
+from banyan.platform import open_platform
 from banyan.prepare import prepare_with_origins
 from banyan.server.serve import check_exposure
 
@@ -44,8 +46,10 @@ def config(argv: Sequence[str]) -> int:
     given = read(argv, environment)
     start_logging("config", "warning")
     check_exposure(given.config.server)
-    resolved, _, rules = prepare_with_origins(given.config, environment)
-    origins = {**given.origins, **{field: f"rule {rule}" for field, rule in rules.items()}}
+    resolved, card, rules = prepare_with_origins(given.config, environment)
+    resolved, settled = settle(resolved, open_platform(resolved.device.name).defaults(card))
+    ruled = {field: f"rule {rule}" for field, rule in rules.items()}
+    origins = {**given.origins, **ruled, **settled}
     for line in _lines(Given(resolved, origins)):
         print(line)
     for note in resolved.observe.notes:

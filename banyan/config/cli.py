@@ -16,7 +16,7 @@ from banyan.config.env import Environment
 from banyan.config.file import read_flag_file
 from banyan.config.flags.flag import BELONGS, LISTS, REFUSED, SWITCH, Absent, Flag, Replaced
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
-from banyan.config.schema import Config
+from banyan.config.schema import UNSAID, Config
 from banyan.config.variables import SETTINGS
 from banyan.config.words import MODEL_HINT, plain, split
 
@@ -155,7 +155,7 @@ def help_text() -> str:
 
 def _default_text(flag: Flag) -> str:
     default = default_of(flag)
-    unset = default in ("", 0) and "default:" in flag.help
+    unset = default in ("", 0, UNSAID) and "default:" in flag.help
     if flag.kind == SWITCH or unset or default in ("", {}, ()):
         return ""
     return f" [{'no bound' if flag.name == 'max-queued-requests' else default}]"

@@ -8,6 +8,7 @@ from banyan.config.cli import default_of
 from banyan.config.flags.absent import REPLACED
 from banyan.config.flags.flag import BELONGS, IDLE, REFUSED, SWITCH, Absent, Flag
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, known_flags
+from banyan.config.schema import UNSAID
 
 _HEAD = """# Server arguments
 
@@ -169,7 +170,8 @@ def _default(flag: Flag) -> str:
     default = default_of(flag)
     if flag.kind == SWITCH:
         return "off"
-    if default in ("", (), {}) or (default == 0 and flag.low > 0):
+    is_told = "default:" in flag.help
+    if default in ("", (), {}) or (default in (0, UNSAID) and (flag.low > 0 or is_told)):
         return ""
     return f"`{default}`"
 

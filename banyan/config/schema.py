@@ -7,6 +7,9 @@ unit; the flag of a field is its name with dashes unless the flag table says oth
 
 from dataclasses import dataclass, field
 
+UNSAID = -2
+"""Left open, where 0 and -1 have meanings."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -33,6 +36,8 @@ class ModelConfig:
     """Which files of weights go once they are loaded: KEEP, OWN or ANY of `config/disposal.py`."""
     context_length: int = 0
     """Longest prompt + output in tokens; 0 = the model's own."""
+    activation_dtype: str = "auto"
+    """"auto" = the device's own."""
     quantization: str = ""
     """What float weights of projections are rounded to at load; "" = kept as they are."""
     cpu_activations: str = "auto"
@@ -46,11 +51,14 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    page_size: int = 16
+    page_size: int = 0
+    """Tokens per page; 0 = the device's own."""
     max_total_tokens: int = 0
     """KV capacity in tokens; 0 = from free memory."""
     memory_fraction: float = 0.0
     """Share of memory for weights and KV; 0 = decided from what is free."""
+    free_share: float = 0.0
+    """Share of the free memory that the cache then takes; 0 = the device's own."""
     dtype: str = "auto"
     """Of K and V; "auto" = fp16 beside kernels that round activations, else the model's."""
     disable_radix: bool = False
@@ -79,14 +87,16 @@ class ScheduleConfig:
     """Decode steps of room that a retraction should have made."""
     clip_new_tokens: int = 4096
     """Longer remaining outputs are counted as this many."""
-    chunk_tokens: int = 512
-    """Prompt tokens per step; -1 = no chunking."""
+    chunk_tokens: int = UNSAID
+    """Prompt tokens per step; -1 = no chunking, UNSAID = the device's own."""
     prefill_tokens: int = 16384
     """Prompt tokens per step, over all prompts of it, whether they are cut or not."""
     prefill_requests: int = 0
     """Requests whose prompts one step computes; 0 = unbounded."""
     max_running: int = 0
-    """Requests running at once; 0 = from the KV capacity."""
+    """Requests running at once; 0 = from the KV capacity, up to `running_cap`."""
+    running_cap: int = 0
+    """0 = the device's own."""
     micro_batch: int = 0
     """Requests of one stage's step, of which there is one; 0 = as many as run."""
     max_queued: int = 0
@@ -142,6 +152,10 @@ class DeviceConfig:
     """Memory node whose cores replica i · tp + rank runs on; one for all of them, or one each."""
     pins_cores: bool = False
     """Each rank keeps to cores of its own."""
+    shapes: tuple[int, ...] = ()
+    """Rows of the steps to capture, where steps are captured by shape; () = the device's own."""
+    largest_shape: int = 0
+    """Rows of the largest of them; 0 = the device's own."""
 
 
 @dataclass(frozen=True)

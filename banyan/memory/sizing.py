@@ -13,11 +13,6 @@ from banyan.memory.groups import FULL, WINDOW, CacheGroup
 
 MIB = 1 << 20
 
-CACHE_SHARE = 0.25
-"""Share of the free memory that the cache takes when nobody says otherwise: the machine is rarely
-ours alone."""
-MAX_RUNNING = 128
-"""Running requests when nobody says otherwise; more only lengthens everybody's step on a CPU."""
 FEW_PAGES = 2
 SPARE_WINDOWS = 4
 """Window groups keep one page for prefixes to come, for this many of the groups beside them."""
@@ -78,7 +73,7 @@ def plan_memory(
     size = cache.page_size
     if cache.keeps_windows:
         groups = [GroupBytes(FULL, group.page_bytes) for group in groups]
-    most = MAX_RUNNING * -(-context_length // size)
+    most = schedule.running_cap * -(-context_length // size)
     if cache.max_total_tokens:
         most = cache.max_total_tokens // size
     running = _running(schedule, most)
@@ -120,7 +115,7 @@ def plan_memory(
 
 def _running(schedule: ScheduleConfig, pages: int) -> int:
     """Requests that run at once over so many pages."""
-    found = schedule.max_running or max(1, min(MAX_RUNNING, pages // 2))
+    found = schedule.max_running or max(1, min(schedule.running_cap, pages // 2))
     return min(found, schedule.micro_batch or found)
 
 
@@ -145,7 +140,7 @@ def _share_of(
 
 def _budget(cache: CacheConfig, weight_bytes: int, total_bytes: int, free_bytes: int) -> int:
     if not cache.memory_fraction:
-        return int(free_bytes * CACHE_SHARE)
+        return int(free_bytes * cache.free_share)
     if not 0 < cache.memory_fraction < 1:
         raise ConfigError(f"--mem-fraction-static must be in (0, 1), got {cache.memory_fraction}")
     return min(int(total_bytes * cache.memory_fraction) - weight_bytes, free_bytes)

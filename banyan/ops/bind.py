@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -15,7 +15,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.base.table import Table
 from banyan.ops import reference
-from banyan.ops.api import OP_NAMES, PACKED_OPS, Ops
+from banyan.ops.api import OP_NAMES, PACKED_OPS, Ops, Recorder
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 log = logger(__name__)
@@ -25,6 +25,38 @@ PLAIN_PAGES = "token by token"
 """Page layout of the reference: [page_size, kv_heads, head_dim]."""
 ON_PAGES = ("write_kv", "paged_attention")
 """Ops that must agree on the layout of a page."""
+
+
+class Toolkit(Protocol):
+    """What the kernels of a device share, a compiled library for one."""
+
+    @property
+    def absence(self) -> str:
+        """Why its compiled kernels are not there; "" when they are."""
+        ...
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Records work of its ops as programs for any size; None where it cannot."""
+        ...
+
+    def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
+        """Of K/V pages where nobody says otherwise; dtype: of activations."""
+        ...
+
+
+@dataclass(frozen=True)
+class NoToolkit:
+    """Of a device whose kernels share nothing."""
+
+    absence: str = "compiled kernels were not asked for"
+    recorder: Recorder | None = None
+
+    def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
+        return dtype
+
+
+NO_TOOLKIT = NoToolkit()
 
 
 @dataclass(frozen=True)
@@ -41,8 +73,7 @@ class OpSpec:
         cache_dtype: dtype of the K/V pages.
         page_size: tokens of a page.
         is_head: the outputs are logits.
-        toolkit: what this device's kernels share (a compiled library), or in words why there is
-            none.
+        toolkit: what this device's kernels share.
     """
 
     op: str
@@ -55,7 +86,7 @@ class OpSpec:
     cache_dtype: torch.dtype = torch.float32
     page_size: int = 16
     is_head: bool = False
-    toolkit: object = "compiled kernels were not asked for"
+    toolkit: Toolkit = NO_TOOLKIT
 
     @property
     def label(self) -> str:
@@ -107,23 +138,6 @@ class Choice:
     pages: str = PLAIN_PAGES
 
 
-@dataclass(frozen=True)
-class ToolkitOptions:
-    """How a device's shared kernel library is opened.
-
-    Attributes:
-        threads: threads of one rank.
-        compiler: C++ compiler to try first, "" for none in particular.
-        isa: highest instruction set to use, "" = the machine's best.
-        quantization: what float weights of projections are rounded to at load, "" = kept.
-    """
-
-    threads: int
-    compiler: str = ""
-    isa: str = ""
-    quantization: str = ""
-
-
 KernelTable = Mapping[str, list[str]]
 
 KERNEL_TABLES: Table[KernelTable] = Table(
@@ -131,17 +145,35 @@ KERNEL_TABLES: Table[KernelTable] = Table(
     {"cpu": "banyan.ops.cpu:KERNELS", "null": "banyan.ops.null:KERNELS"},
     plugins="banyan.kernels",
 )
+"""Device -> op -> "module:attribute" of its candidates, the best first."""
 
-TOOLKITS: Table[Callable[[ToolkitOptions], object]] = Table(
-    "device toolkit", {"cpu": "banyan.ops.cpu:open_toolkit"}
+OpenToolkit = Callable[[int, Mapping[str, str]], Toolkit]
+TOOLKITS: Table[OpenToolkit] = Table(
+    "device toolkit", {"cpu": "banyan.ops.cpu:open_toolkit"}, plugins="banyan.toolkits"
 )
-"""Opens what the kernels of a device share; gives the reason as a text when it cannot."""
+"""Opens what the kernels of a device share, for (threads of a rank, wishes)."""
 
 PROBES: Table[Callable[[Any], tuple[float, float, float]]] = Table(
-    "device probe", {"cpu": "banyan.ops.cpu.probe:measure_peaks"}
+    "device probe", {"cpu": "banyan.ops.cpu.probe:measure_peaks"}, plugins="banyan.probes"
 )
 """Measures what a device's toolkit can do at most, per second: bytes read, fp32 operations, int8
 operations (0 where the instruction set has none)."""
+
+
+def open_toolkit(platform: str, threads: int, wishes: Mapping[str, str]) -> Toolkit:
+    """What the kernels of a device share.
+
+    Args:
+        wishes: flag -> its value, of the flags about kernels that were given.
+
+    Raises:
+        ConfigError: a wish that this device cannot honour.
+    """
+    if platform in TOOLKITS:
+        return TOOLKITS.load(platform)(threads, wishes)
+    for flag, value in wishes.items():
+        raise ConfigError(f"--{flag} {value} does not exist on {platform}", hint="leave it out")
+    return NO_TOOLKIT
 
 
 class BoundOps:
@@ -161,9 +193,8 @@ class BoundOps:
         for name, function in functions.items():
             object.__setattr__(self, name, function)
         object.__setattr__(self, "choices", choices)
-        recorder = spec.toolkit if hasattr(spec.toolkit, "record") else None
         object.__setattr__(self, "cache_dtype", spec.cache_dtype)
-        object.__setattr__(self, "recorder", recorder)
+        object.__setattr__(self, "recorder", spec.toolkit.recorder)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} is bound: kernels are chosen once")
@@ -178,7 +209,7 @@ def bind(
     forced: Mapping[str, str] | None = None,
     exact: bool = False,
     cache_dtype: torch.dtype | None = None,
-    options: ToolkitOptions | None = None,
+    toolkit: Toolkit = NO_TOOLKIT,
     page_size: int = 16,
     exact_head: bool = False,
 ) -> Ops:
@@ -188,28 +219,22 @@ def bind(
         platform: name of the kernel table (`Traits.name`).
         forced: op -> kernel name or "reference", overriding the order of the table.
         exact: take no kernel that rounds activations.
-        cache_dtype: dtype of the K/V pages; None = half precision beside compiled kernels that
-            may round activations, else `dtype`.
-        options: for the device's compiled kernels; None = do without them.
+        cache_dtype: dtype of the K/V pages; None = the toolkit's choice.
+        toolkit: what the device's kernels share (`open_toolkit`).
         page_size: tokens of a K/V page; a size that costs the best kernel is reported.
         exact_head: the projection to logits takes no kernel that rounds activations.
 
     Raises:
-        ConfigError: a forced op or kernel that does not exist, or that declines; options that this
-            device cannot honour.
+        ConfigError: a forced op or kernel that does not exist, or that declines.
     """
     forced = forced or {}
     for op in forced:
         if op not in OP_NAMES:
             raise ConfigError(f"no op is called {op!r}", hint=f"choose: {', '.join(OP_NAMES)}")
     table = KERNEL_TABLES.load(platform)
-    spec = OpSpec("", device, dtype, features, head_dim, exact=exact, page_size=page_size)
-    if options is not None and platform in TOOLKITS.names():
-        spec = replace(spec, toolkit=TOOLKITS.load(platform)(options))
-    elif options is not None and options.quantization:
-        raise ConfigError(f"--quantization {options.quantization} does not exist on {platform}")
-    may_halve = not exact and hasattr(spec.toolkit, "record")
-    spec = replace(spec, cache_dtype=cache_dtype or (torch.float16 if may_halve else dtype))
+    cached = cache_dtype or toolkit.cache_dtype(dtype, exact)
+    spec = OpSpec("", device, dtype, features, head_dim, "", exact, cached, page_size)
+    spec = replace(spec, toolkit=toolkit)
     if any(op in forced for op in ON_PAGES):  # whoever forces one has the other in its layout
         forced = dict.fromkeys(ON_PAGES, REFERENCE) | dict(forced)
     functions: dict[str, object] = {}
@@ -256,7 +281,7 @@ def _warn_of_slow_pages(
 
     mine = kernel(spec.page_size)
     by_size = {size: kernel(size) for size in (1 << n for n in range(11))}
-    best = min(by_size.values(), key=[*table.get(op, []), REFERENCE].index)
+    best = min(by_size.values(), key=[*map(_short, table.get(op, [])), REFERENCE].index)
     if mine != best:
         fast = ", ".join(str(size) for size, found in by_size.items() if found == best)
         log.warning(
@@ -283,17 +308,18 @@ def kernel_table(choices: tuple[Choice, ...]) -> str:
 def _choose(
     platform: str, candidates: list[str], spec: OpSpec, forced: str
 ) -> tuple[Choice, Callable[..., object]]:
-    if forced and forced not in (*candidates, REFERENCE):
+    names = {_short(path): path for path in candidates}
+    if forced and forced not in (*names, *candidates, REFERENCE):
         raise ConfigError(
             f"op {spec.op} has no kernel {forced!r} on {platform}",
-            hint=f"choose: {', '.join((*candidates, REFERENCE))}",
+            hint=f"choose: {', '.join((*names, REFERENCE))}",
         )
     declined: list[tuple[str, str]] = []
-    for name in [forced] if forced else candidates:
+    for name in [_short(forced)] if forced else names:
         if name == REFERENCE:
             break
-        module, _, attribute = name.partition(":")
-        kernel: Kernel = getattr(import_module(f"banyan.ops.{platform}.{module}"), attribute)
+        module, _, attribute = names[name].partition(":")
+        kernel: Kernel = getattr(import_module(module), attribute)
         reason = kernel.declines(spec)
         if reason is None:
             choice = Choice(spec.label, name, tuple(declined), kernel.pages)
@@ -303,6 +329,12 @@ def _choose(
         raise ConfigError(f"kernel {forced} cannot serve {spec.label}: {declined[0][1]}")
     run = getattr(reference, f"pack_{spec.op}" if spec.op in PACKED_OPS else spec.op)
     return Choice(spec.label, REFERENCE, tuple(declined)), run
+
+
+def _short(path: str) -> str:
+    """ "package.module:attribute" as people name it: module:attribute."""
+    module, colon, attribute = path.rpartition(":")
+    return module.rpartition(".")[2] + colon + attribute
 
 
 def _pack(

@@ -1,9 +1,20 @@
-"""What the engine asks of a device: facts, memory, and how to open it. Nothing about models."""
+"""What the engine asks of a device: facts, memory, how to open it, and how work is ordered on it.
+Nothing about models."""
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
+
+from banyan.config.card import ModelCard
+from banyan.config.defaults import Defaults
+
+ANY_SIZE, BY_SHAPE = "any size", "by shape"
+"""How work of a device can be done again without Python: a program for steps of any size, which its
+kernels' toolkit records, or a graph of one shape, which `Platform.capture` makes."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +29,8 @@ class Traits:
         async_launch: a launched step runs on while the host goes on.
         features: what kernels may ask for ("avx2", "avx512_vnni").
         cores: cores this process may use, 0 when the notion does not apply.
+        is_host: its memory is the host's: all ranks share it, and numpy sees its tensors.
+        programs: ANY_SIZE, BY_SHAPE, or "" where every step is launched anew.
     """
 
     name: str
@@ -28,6 +41,8 @@ class Traits:
     async_launch: bool
     features: frozenset[str]
     cores: int
+    is_host: bool = True
+    programs: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,14 @@ class Memory:
     total_bytes: int
     free_bytes: int
     ours_bytes: int
+
+
+class Graph(Protocol):
+    """Work that was captured once; it reads and writes the memory that it had then."""
+
+    def replay(self) -> None:
+        """Launch it again."""
+        ...
 
 
 class Platform(Protocol):
@@ -51,3 +74,30 @@ class Platform(Protocol):
         ...
 
     def memory(self) -> Memory: ...
+
+    def defaults(self, card: ModelCard) -> Defaults:
+        """What suits this device where nobody says otherwise."""
+        ...
+
+    def stream(self) -> AbstractContextManager[object]:
+        """Work inside it is done in order on the stream that steps run on."""
+        ...
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host that copies to and from the device need not wait for."""
+        ...
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Begin to bring tensors to the host, as they are after the work launched so far.
+
+        returns: what waits for that and gives them; callable from any thread, once.
+        """
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Do `work` and keep it as a graph; only where `traits.programs` is BY_SHAPE."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything that was launched."""
+        ...

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import torch
 
-from banyan.platform.base import Memory, Traits
+from banyan.config.card import ModelCard
+from banyan.config.defaults import Defaults
+from banyan.platform.base import ANY_SIZE, Memory, Traits
+from banyan.platform.host import Host
 
 _FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16")
 _MORE_FEATURES = ("avx_vnni", "amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "sve")
 
 
-class CpuPlatform:
+class CpuPlatform(Host):
     """
     Args:
         root: where /proc and /sys are found; a test gives its own.
@@ -34,6 +37,7 @@ class CpuPlatform:
             async_launch=False,
             features=_features(root),
             cores=self._cores(),
+            programs=ANY_SIZE,
         )
 
     def open(self, local_rank: int, threads: int) -> torch.device:
@@ -53,6 +57,16 @@ class CpuPlatform:
             total = limit
             free = min(free, limit - used + cached)
         return Memory(total, max(0, free), self._ours())
+
+    def defaults(self, card: ModelCard) -> Defaults:
+        return Defaults(
+            device=self.traits.name,
+            dtypes=self.traits.dtypes,
+            page_size=self.traits.page_sizes[0],
+            chunk_tokens=512,
+            running_cap=128,  # more only lengthens everybody's step
+            free_share=0.25,  # the machine is rarely ours alone
+        )
 
     def _ours(self) -> int:
         pages = _text(self._root / "proc/self/statm").split()

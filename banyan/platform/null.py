@@ -2,12 +2,15 @@
 
 import torch
 
+from banyan.config.card import ModelCard
+from banyan.config.defaults import Defaults
 from banyan.platform.base import Memory, Traits
+from banyan.platform.host import Host
 
 _ENDLESS_BYTES = 1 << 40
 
 
-class NullPlatform:
+class NullPlatform(Host):
     def __init__(self) -> None:
         self.traits = Traits(
             name="null",
@@ -18,6 +21,7 @@ class NullPlatform:
             async_launch=False,
             features=frozenset(),
             cores=0,
+            is_host=False,
         )
 
     def open(self, local_rank: int, threads: int) -> torch.device:
@@ -25,3 +29,6 @@ class NullPlatform:
 
     def memory(self) -> Memory:
         return Memory(_ENDLESS_BYTES, _ENDLESS_BYTES, 0)
+
+    def defaults(self, card: ModelCard) -> Defaults:
+        return Defaults("null", self.traits.dtypes, 16, 512, 128, 0.25)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from banyan.base.heap import give_back
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
+from banyan.config.defaults import with_settings
 from banyan.config.disposal import dispose
 from banyan.config.schema import Config
 from banyan.frontend.chat import Chat, load_chat
@@ -47,6 +48,7 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
     finally:
         loading.cancel()
     end_phase(state.phases, "tokenizer")
+    config = state.config = with_settings(config, json.loads(ready.facts).get("settings", {}))
     limits = limits_of(config, card, ready, words.tokenizer)
     defaults = sampling_defaults(config.server)
     recommended = _model_defaults(config, card)

@@ -8,7 +8,7 @@ from banyan.config.card import FULL, LAST, WINDOW, ModelCard, Pooling
 from banyan.layers.build import Build
 from banyan.memory.groups import CacheGroup
 from banyan.ops.api import Ops
-from banyan.ops.bind import ToolkitOptions, bind
+from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from tests.border.page_model import HEAD_DIM, HEADS, KV_HEADS, PageModel
@@ -48,7 +48,7 @@ def bind_ops(is_recorded: bool, page_size: int) -> Ops:
         *("cpu", CPU, torch.float32, frozenset(), HEAD_DIM),
         exact=True,
         cache_dtype=torch.float32,
-        options=ToolkitOptions(threads=1) if is_recorded else None,
+        toolkit=open_toolkit("cpu", 1, {}) if is_recorded else NO_TOOLKIT,
         page_size=page_size,
     )
 

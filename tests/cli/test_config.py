@@ -38,7 +38,7 @@ def test_each_value_tells_where_it_came_from(
     assert found["tensor-parallel-size"] == (1, "flag --tp")
     assert found["host"] == ("127.0.0.2", f"file {file}")
     assert found["stream-interval"] == (4, "variable BANYAN_STREAM_INTERVAL")
-    assert found["page-size"] == (16, "default")
+    assert found["page-size"] == (16, "device cpu")
     assert found["context-length"] == (LLAMA["max_position_embeddings"], "rule bound_the_context")
 
 

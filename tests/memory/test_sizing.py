@@ -3,7 +3,8 @@
 import pytest
 
 from banyan.base.errors import CapacityError
-from banyan.config.schema import CacheConfig, ScheduleConfig
+from banyan.config.defaults import Defaults, settle
+from banyan.config.schema import CacheConfig, Config, ScheduleConfig
 from banyan.memory.groups import FULL, WINDOW
 from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
 from tests.flags import config_of
@@ -11,6 +12,11 @@ from tests.flags import config_of
 GIB = 1 << 30
 FULL_LAYERS = GroupBytes(FULL, 1 << 16)
 WINDOW_LAYERS = GroupBytes(WINDOW, 5 << 16, window=512)
+
+
+def settled(*words: str) -> Config:
+    """What a server started with these words has on a device of modest taste."""
+    return settle(config_of(*words), Defaults("abacus", ("float32",), 16, 512, 128, 0.25))[0]
 
 
 def plan(
@@ -22,8 +28,8 @@ def plan(
     context: int = 32768,
 ) -> MemoryPlan:
     return plan_memory(
-        CacheConfig(max_total_tokens=tokens),
-        ScheduleConfig(max_running=running, chunk_tokens=chunk),
+        CacheConfig(page_size=16, max_total_tokens=tokens, free_share=0.25),
+        ScheduleConfig(max_running=running, running_cap=128, chunk_tokens=chunk),
         context_length=context,
         groups=groups,
         weight_bytes=0,
@@ -62,8 +68,8 @@ def test_pages_of_a_window_make_room_for_more_tokens():
 def windows_of(*flags: str, tokens: int = 100_000) -> float:
     """Tokens of the window group per token of the full one, under these flags."""
     laid = plan_memory(
-        config_of("--max-total-tokens", str(tokens), *flags).cache,
-        ScheduleConfig(max_running=2),
+        settled("--max-total-tokens", str(tokens), *flags).cache,
+        settled("--max-running-requests", "2").schedule,
         context_length=32768,
         groups=(FULL_LAYERS, WINDOW_LAYERS),
         weight_bytes=0,
@@ -95,8 +101,8 @@ def test_a_mix_lies_between_equal_groups_and_the_window_s_share_of_the_context()
 def test_a_micro_batch_bounds_what_runs_at_once():
     def running(*flags: str) -> int:
         return plan_memory(
-            CacheConfig(max_total_tokens=4096),
-            config_of(*flags).schedule,
+            settled("--max-total-tokens", "4096").cache,
+            settled(*flags).schedule,
             context_length=32768,
             groups=(FULL_LAYERS,),
             weight_bytes=0,
@@ -113,8 +119,8 @@ def test_a_micro_batch_bounds_what_runs_at_once():
 def test_window_layers_keep_every_position_when_told_so():
     laid = [
         plan_memory(
-            config_of("--max-total-tokens", "4096", *flags).cache,
-            ScheduleConfig(),
+            settled("--max-total-tokens", "4096", *flags).cache,
+            settled().schedule,
             context_length=32768,
             groups=(FULL_LAYERS, WINDOW_LAYERS),
             weight_bytes=0,
@@ -130,8 +136,8 @@ def test_window_layers_keep_every_position_when_told_so():
 def test_a_share_of_memory_decides_what_weights_and_cache_may_take():
     def cache_bytes(share: float) -> int:
         return plan_memory(
-            config_of("--mem-fraction-static", str(share)).cache,
-            ScheduleConfig(),
+            settled("--mem-fraction-static", str(share)).cache,
+            settled().schedule,
             context_length=32768,
             groups=(FULL_LAYERS,),
             weight_bytes=GIB,

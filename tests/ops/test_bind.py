@@ -6,7 +6,7 @@ import torch
 from banyan.base.errors import ConfigError
 from banyan.ops import reference
 from banyan.ops.api import OP_NAMES, PACKED_OPS
-from banyan.ops.bind import TOOLKITS, Kernel, OpSpec, ToolkitOptions, bind, kernel_table
+from banyan.ops.bind import Kernel, OpSpec, bind, kernel_table, open_toolkit
 from banyan.ops.cpu import torch_attention
 
 
@@ -73,11 +73,11 @@ def test_a_kernel_that_rounds_activations_serves_only_where_that_is_welcome(monk
 
 @pytest.mark.parametrize(("size", "is_compiled"), [(16, True), (1, False), (24, False)])
 def test_pages_of_a_size_that_compiled_attention_cannot_read_go_to_another(size, is_compiled):
-    options = ToolkitOptions(1)
-    if isinstance(TOOLKITS.load("cpu")(options), str):
+    toolkit = open_toolkit("cpu", 1, {})
+    if toolkit.absence:
         pytest.skip("the compiled kernels cannot be built here")
     device = torch.device("cpu")
-    ops = bind("cpu", device, torch.float32, frozenset(), 16, options=options, page_size=size)
+    ops = bind("cpu", device, torch.float32, frozenset(), 16, toolkit=toolkit, page_size=size)
     chosen = {choice.label: choice.kernel for choice in ops.choices}
     assert (chosen["paged_attention"] == "paged_attention:paged_attention") == is_compiled
     assert (f"pages of {size} tokens" in kernel_table(ops.choices)) != is_compiled

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError
-from banyan.ops.bind import TOOLKITS, ToolkitOptions, bind
+from banyan.ops.bind import bind, open_toolkit
 from banyan.ops.cpu.embedding import StoredEmbedding
 from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.linear import PlainLinear, RoundedLinear, pack_linear
@@ -230,8 +230,8 @@ def test_rounding_at_load_is_as_good_as_rounding_in_the_file(library, quantizati
     ("exact", "kernel"), [(False, "linear:rounded"), (True, "linear:plain")], ids=str
 )
 def test_a_rank_rounds_its_float_weights_and_leaves_the_head_eight_bits(path, exact, kernel):
-    options = ToolkitOptions(1, quantization="q4_1")
-    ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16, {}, exact, None, options)
+    toolkit = open_toolkit("cpu", 1, {"quantization": "q4_1"})
+    ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16, {}, exact, None, toolkit)
     weight = stored("BF16", 40, 200)
 
     chosen = {choice.label: choice.kernel for choice in ops.choices}
@@ -242,22 +242,14 @@ def test_a_rank_rounds_its_float_weights_and_leaves_the_head_eight_bits(path, ex
 
 
 def test_what_a_device_cannot_round_to_is_refused_with_what_it_can(monkeypatch):
-    device = torch.device("cpu")
     with pytest.raises(ConfigError, match="q2_k does not exist on cpu.*q4_0, q4_1"):
-        TOOLKITS.load("cpu")(ToolkitOptions(1, quantization="q2_k"))
+        open_toolkit("cpu", 1, {"quantization": "q2_k"})
     with pytest.raises(ConfigError, match="q4_0 does not exist on null"):
-        bind(
-            "null",
-            device,
-            torch.float32,
-            frozenset(),
-            16,
-            options=ToolkitOptions(1, "", "", "q4_0"),
-        )
+        open_toolkit("null", 1, {"quantization": "q4_0"})
     monkeypatch.setattr("banyan.ops.cpu.build.compilers", lambda named: iter(()))
     monkeypatch.setattr("banyan.ops.cpu.build._fingerprint", lambda highest: "not there")
     with pytest.raises(ConfigError, match="needs the compiled CPU kernels: no C.. compiler"):
-        TOOLKITS.load("cpu")(ToolkitOptions(1, quantization="q4_0"))
+        open_toolkit("cpu", 1, {"quantization": "q4_0"})
 
 
 def test_threads_and_cuts_leave_the_bits_alone(path):

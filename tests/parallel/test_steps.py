@@ -16,7 +16,7 @@ from banyan.layers.cache import group_caches
 from banyan.messages.plan import POOL, Row, StepPlan
 from banyan.messages.sampling import SamplingParams
 from banyan.models.weights.loader import load_model
-from banyan.ops.bind import ToolkitOptions, bind
+from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import ALONE, open_groups
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
@@ -94,7 +94,7 @@ def answer(card: ModelCard, rank: int = 0, size: int = 1, address: str = "", by:
     """Run the requests one by one, then all together."""
     ops = bind(
         *("cpu", torch.device("cpu"), torch.float32, frozenset(), card.head_dim),
-        options=ToolkitOptions(threads=1),
+        toolkit=open_toolkit("cpu", 1, {}),
         page_size=PAGE,
     )
     groups = ALONE

@@ -11,7 +11,7 @@ from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import load_model
-from banyan.ops.bind import ToolkitOptions, bind
+from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
@@ -29,12 +29,12 @@ def build_runner(
 ) -> ModelRunner:
     """A fresh runner, over compiled kernels whose steps are recorded or over torch's; `wrap` may
     spoil or watch the model."""
-    options = ToolkitOptions(threads=2) if is_recorded else None
+    toolkit = open_toolkit("cpu", 2, {}) if is_recorded else NO_TOOLKIT
     ops = bind(
         *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
         exact=True,
         cache_dtype=torch.float32,
-        options=options,
+        toolkit=toolkit,
         page_size=PAGE,
     )
     build = Build(ops, groups)

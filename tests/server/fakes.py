@@ -14,7 +14,13 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from banyan.base.ids import RequestId
 from banyan.config.card import ModelCard
-from banyan.config.schema import Config, ModelConfig, ObserveConfig, ServerConfig
+from banyan.config.schema import (
+    CacheConfig,
+    Config,
+    ModelConfig,
+    ObserveConfig,
+    ServerConfig,
+)
 from banyan.frontend.chat import load_chat
 from banyan.frontend.client import Health, Replica
 from banyan.frontend.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
@@ -174,6 +180,7 @@ class Site:
         self.state = ServerState(
             Config(
                 model=ModelConfig(source="tiny", path=CARD.path, served_name="tiny"),
+                cache=CacheConfig(page_size=16),
                 server=config or ServerConfig(),
                 observe=observe or ObserveConfig(),
             )

@@ -343,6 +343,18 @@ def test_pages_that_no_quick_kernel_reads_are_reported_with_those_that_one_does(
     assert all(m.endswith("these sizes are fast: 16, 32, 64, 128, 256") for m in found)
 
 
+def test_activations_have_the_number_type_that_was_named(tiny_model: Path) -> None:
+    with engine(tiny_model, dtype="bfloat16") as it:
+        facts = it.get_server_info()
+        answer = it.generate(input_ids=PROMPT, sampling_params=EIGHT)
+    assert facts["activation_dtype"] == "bfloat16"
+    assert "activations are torch.bfloat16" in facts["facts"]["kernels"]
+    assert len(answer["output_ids"]) == 8
+    assert "activations are" not in kernels_of(tiny_model)
+    with pytest.raises(BanyanError, match="--dtype float16: no kernel of cpu"):
+        kernels_of(tiny_model, dtype="half")
+
+
 def test_no_higher_instructions_are_used_than_allowed(
     tiny_model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

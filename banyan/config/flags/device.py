@@ -14,7 +14,7 @@ FLAGS = (
     Flag(
         "device",
         "device.name",
-        "device to run on",
+        "device to run on; auto = an accelerator where torch finds one, else the CPU",
         choices=("auto", "cpu"),
         elsewhere=(
             Elsewhere(

@@ -113,6 +113,15 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_the_version_of_the_weights_is_shown",
     ),
     Flag(
+        "dtype",
+        "model.activation_dtype",
+        "number type of activations; auto = what suits the device, float32 on a CPU",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        translate=(("half", "float16"), ("float", "float32")),
+        proof="tests/system/test_flag_effects.py"
+        "::test_activations_have_the_number_type_that_was_named",
+    ),
+    Flag(
         "quantization",
         "model.quantization",
         "what float weights are rounded to at load, the head to 8 bits; gguf = the file is one, "

@@ -1,6 +1,7 @@
 """Flags of the scheduler: how many requests run, in which order, in which chunks."""
 
 from banyan.config.flags.flag import FLOAT, INT, SWITCH, Elsewhere, Flag
+from banyan.config.schema import UNSAID
 
 FLAGS = (
     Flag(
@@ -22,9 +23,9 @@ FLAGS = (
     Flag(
         "chunked-prefill-size",
         "schedule.chunk_tokens",
-        "prompt tokens per step; -1 = whole prompts",
+        "prompt tokens per step; -1 = whole prompts; default: what suits the device, 512 on a CPU",
         kind=INT,
-        low=-1,
+        low=UNSAID,
         proof="tests/scheduler/test_scheduler.py::test_a_prompt_is_taken_in_chunks_of_the_budget",
     ),
     Flag(

@@ -1,49 +1,67 @@
 """Kernels of the CPU, best first; what is not listed runs the plain torch reference."""
 
+from collections.abc import Mapping
+
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.ops.bind import ToolkitOptions
+from banyan.ops.bind import NoToolkit, Toolkit
 
 _ROWS = (
     *("rms_norm", "add_rms_norm", "layer_norm", "add", "rotary_angles", "rotary"),
     *("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "concat"),
     *("scale_logits", "select_rows"),
 )
+_HERE = "banyan.ops.cpu"
 KERNELS = {
-    "linear": ["linear:rounded", "linear:plain", "linear_onednn:onednn"],
-    "embedding": ["embedding:stored"],
-    "write_kv": ["paged_attention:write_kv"],
-    "paged_attention": ["paged_attention:paged_attention", "torch_attention:paged_attention"],
-    "sample": ["sampling:sample"],
-    "logprobs": ["sampling:logprobs"],
-    **{op: [f"rows:{op}"] for op in _ROWS},
+    "linear": [
+        f"{_HERE}.linear:rounded",
+        f"{_HERE}.linear:plain",
+        f"{_HERE}.linear_onednn:onednn",
+    ],
+    "embedding": [f"{_HERE}.embedding:stored"],
+    "write_kv": [f"{_HERE}.paged_attention:write_kv"],
+    "paged_attention": [
+        f"{_HERE}.paged_attention:paged_attention",
+        f"{_HERE}.torch_attention:paged_attention",
+    ],
+    "sample": [f"{_HERE}.sampling:sample"],
+    "logprobs": [f"{_HERE}.sampling:logprobs"],
+    **{op: [f"{_HERE}.rows:{op}"] for op in _ROWS},
 }
 
 _log = logger(__name__)
 
 
-def open_toolkit(options: ToolkitOptions) -> object:
-    """The compiled library, built when this is the first time; or why there is none."""
+def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
+    """The compiled library, built when this is the first time; or why there is none.
+
+    Args:
+        wishes: "cpu-compiler", the C++ compiler to try first; "cpu-isa", the highest instruction
+            set to use; "quantization", what float weights of projections are rounded to at load.
+
+    Raises:
+        ConfigError: a rounding that does not exist, or that has no kernels here.
+    """
     from banyan.ops.cpu.build import BuildError, cached_library
     from banyan.ops.cpu.library import Library
     from banyan.ops.cpu.weights import QUANTIZATIONS
 
-    wanted = options.quantization
+    wanted = wishes.get("quantization", "")
     if wanted and wanted not in QUANTIZATIONS:
         raise ConfigError(
             f"--quantization {wanted} does not exist on cpu",
             hint=f"choose: {', '.join(QUANTIZATIONS)}",
         )
     try:
-        path = cached_library(options.compiler)
+        path = cached_library(wishes.get("cpu-compiler", ""))
     except BuildError as error:
         if wanted:
             raise ConfigError(
                 f"--quantization {wanted} needs the compiled CPU kernels: {error}"
             ) from None
         _log.warning("no compiled CPU kernels, plain torch serves: %s", error)
-        return f"not compiled: {error}"
-    library = Library(path, options.threads, options.isa, quantization=wanted)
+        return NoToolkit(f"not compiled: {error}")
+    library = Library(path, threads, wishes.get("cpu-isa", ""), quantization=wanted)
     for line in library.settle():
         _log.warning("%s", line)
     _log.info("compiled CPU kernels: %s, %d threads", library.isa, library.threads)

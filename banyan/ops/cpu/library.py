@@ -63,7 +63,7 @@ Pointer = int
 
 
 class Library:
-    """One loaded library with threads of its own.
+    """One loaded library with threads of its own; a `Toolkit`.
 
     Args:
         path: the shared library (`build.cached_library`).
@@ -96,6 +96,18 @@ class Library:
         self._scratch = self._functions["bn_program_new"]()
         self._recording: Recording | None = None
         self._close = weakref.finalize(self, _free, self._functions, self._pool, self._scratch)
+
+    @property
+    def absence(self) -> str:
+        return ""
+
+    @property
+    def recorder(self) -> "Library":
+        return self
+
+    def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
+        """Half precision beside kernels that may round activations anyway."""
+        return dtype if exact or dtype != torch.float32 else torch.float16
 
     @property
     def isa(self) -> str:

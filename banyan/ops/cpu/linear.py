@@ -92,8 +92,8 @@ def _arguments(weight: PackedWeight, bias: Tensor | None) -> tuple[int, ...]:
 
 def supports(spec: OpSpec) -> str | None:
     """Why packed weights cannot be used; None when they can."""
-    if isinstance(spec.toolkit, str):
-        return spec.toolkit
+    if spec.toolkit.absence:
+        return spec.toolkit.absence
     if spec.dtype != torch.float32:
         return f"computes in fp32, activations are {spec.dtype}"
     return None if spec.weight_type in SOURCES else f"does not read {spec.weight_type}"

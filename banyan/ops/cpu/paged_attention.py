@@ -138,8 +138,8 @@ def _whole(x: Tensor) -> int:
 
 
 def _supports(spec: OpSpec) -> str | None:
-    if isinstance(spec.toolkit, str):
-        return spec.toolkit
+    if spec.toolkit.absence:
+        return spec.toolkit.absence
     if spec.dtype != torch.float32:
         return f"computes in fp32, activations are {spec.dtype}"
     if spec.cache_dtype not in _CACHE_TYPES:

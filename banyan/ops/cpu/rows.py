@@ -194,8 +194,8 @@ def _whole(x: Tensor) -> int:
 
 
 def _supports(spec: OpSpec) -> str | None:
-    if isinstance(spec.toolkit, str):
-        return spec.toolkit
+    if spec.toolkit.absence:
+        return spec.toolkit.absence
     return (
         None if spec.dtype == torch.float32 else f"computes in fp32, activations are {spec.dtype}"
     )

@@ -89,7 +89,7 @@ def _address(array: np.ndarray) -> int:
 def _supports(spec: OpSpec) -> str | None:
     if spec.device.type != "cpu":
         return f"tensors are on {spec.device.type}"
-    return None if isinstance(spec.toolkit, Library) else str(spec.toolkit)
+    return spec.toolkit.absence or None
 
 
 sample = Kernel(supports=_supports, make=lambda library: Sampling(library).sample)

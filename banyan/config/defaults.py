@@ -1,0 +1,100 @@
+"""What a device suggests where the flags left something open, and how a Config takes it.
+
+The engine learns its device when it opens it, so these are filled in there; it tells the front with
+its first message. Until then 0, UNSAID and "auto" stand for "the
+device's own".
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.config.schema import UNSAID, Config
+
+log = logger(__name__)
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """
+    Attributes:
+        device: its name.
+        dtypes: number types that activations may have, the one to take first.
+        page_size: tokens per cache page.
+        chunk_tokens: prompt tokens per step.
+        running_cap: requests that run at once, when the cache has room for more.
+        free_share: share of the free memory that the cache takes.
+        shapes: rows of the steps to capture, rising; () where steps are not captured by shape.
+    """
+
+    device: str
+    dtypes: tuple[str, ...]
+    page_size: int
+    chunk_tokens: int
+    running_cap: int
+    free_share: float
+    shapes: tuple[int, ...] = ()
+
+
+def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
+    """`config` with nothing left open, and the origin of each field that the device has set.
+
+    Raises:
+        ConfigError: a number type that activations cannot have on this device.
+    """
+    _check_dtype(config.model.activation_dtype, defaults)
+    found: dict[str, object] = {
+        "device.name": defaults.device,
+        "model.activation_dtype": defaults.dtypes[0],
+        "cache.page_size": defaults.page_size,
+        "cache.free_share": defaults.free_share,
+        "schedule.chunk_tokens": min(defaults.chunk_tokens, config.schedule.prefill_tokens),
+        "schedule.running_cap": defaults.running_cap,
+    }
+    is_open = {
+        name: value for name, value in found.items() if _value(config, name) in (0, AUTO, UNSAID)
+    }
+    if defaults.shapes:
+        is_open["device.shapes"] = _shapes(config, defaults)
+    for name, value in is_open.items():
+        log.info("set %s=%s because that suits %s", name.split(".")[1], value, defaults.device)
+    origins = dict.fromkeys(is_open, f"device {defaults.device}")
+    return with_settings(config, is_open), origins
+
+
+def settings_of(config: Config, names: Mapping[str, str]) -> dict[str, object]:
+    """The values of some fields, "part.field" each."""
+    return {name: _value(config, name) for name in names}
+
+
+def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
+    """`config` with some fields changed, "part.field" each."""
+    for name, value in settings.items():
+        part, _, field = name.partition(".")
+        kept = tuple(value) if isinstance(value, list) else value
+        config = replace(config, **{part: replace(getattr(config, part), **{field: kept})})
+    return config
+
+
+def _value(config: Config, name: str) -> object:
+    part, _, field = name.partition(".")
+    return getattr(getattr(config, part), field)
+
+
+def _check_dtype(dtype: str, defaults: Defaults) -> None:
+    if dtype not in (AUTO, *defaults.dtypes):
+        raise ConfigError(
+            f"--dtype {dtype}: no kernel of {defaults.device} computes on such activations",
+            hint=f"choose: {', '.join((AUTO, *defaults.dtypes))}",
+        )
+
+
+def _shapes(config: Config, defaults: Defaults) -> tuple[int, ...]:
+    """Rows of the steps to capture: those that are named, or the device's up to a bound."""
+    device = config.device
+    most = device.largest_shape or max(device.shapes or defaults.shapes)
+    named = device.shapes or (*defaults.shapes, most)
+    return tuple(sorted({rows for rows in named if rows <= most}))

@@ -1,0 +1,64 @@
+"""What a device suggests: taken where nothing was said, told with its origin, refused never."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.config.defaults import Defaults, settings_of, settle, with_settings
+from banyan.config.schema import Config
+from tests.flags import config_of
+
+DEVICE = Defaults("abacus", ("float32", "bfloat16"), 32, 1024, 64, 0.5)
+SHAPED = replace(DEVICE, shapes=(1, 2, 4, 8, 16))
+
+
+def test_what_was_left_open_is_taken_from_the_device_with_its_name_as_origin() -> None:
+    config, origins = settle(Config(), DEVICE)
+
+    assert (config.device.name, config.model.activation_dtype) == ("abacus", "float32")
+    assert (config.cache.page_size, config.cache.free_share) == (32, 0.5)
+    assert (config.schedule.chunk_tokens, config.schedule.running_cap) == (1024, 64)
+    assert set(origins.values()) == {"device abacus"}
+    assert origins.keys() >= {"cache.page_size", "schedule.chunk_tokens", "model.activation_dtype"}
+
+
+def test_what_was_said_stays_and_has_no_new_origin() -> None:
+    words = ("--page-size", "64", "--chunked-prefill-size", "-1", "--dtype", "bfloat16")
+    config, origins = settle(config_of(*words), DEVICE)
+
+    assert (config.cache.page_size, config.schedule.chunk_tokens) == (64, -1)
+    assert config.model.activation_dtype == "bfloat16"
+    said = {"cache.page_size", "schedule.chunk_tokens", "model.activation_dtype"}
+    assert not said & origins.keys()
+
+
+def test_each_choice_is_logged_with_its_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("banyan"), "propagate", True)
+    with caplog.at_level(logging.INFO, "banyan"):
+        settle(Config(), DEVICE)
+    assert "set page_size=32 because that suits abacus" in caplog.text
+
+
+def test_settling_twice_changes_nothing() -> None:
+    once, _ = settle(Config(), SHAPED)
+    assert settle(once, SHAPED)[0] == once
+
+
+def test_a_chunk_is_never_larger_than_the_prompts_of_a_step() -> None:
+    config, _ = settle(config_of("--max-prefill-tokens", "100"), DEVICE)
+    assert config.schedule.chunk_tokens == 100
+
+
+@pytest.mark.parametrize("word", ["half", "float16"])
+def test_a_number_type_without_kernels_is_refused_with_those_that_have_some(word: str) -> None:
+    with pytest.raises(ConfigError, match="--dtype float16: no kernel of abacus.*float32, bfloat"):
+        settle(config_of("--dtype", word), DEVICE)
+
+
+def test_the_front_learns_what_the_engine_settled() -> None:
+    config, origins = settle(Config(), SHAPED)
+    assert with_settings(Config(), settings_of(config, origins)) == config
