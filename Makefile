@@ -1,4 +1,4 @@
-# make serve | test | test-border | test-schemas | test-parsers | test-proofs | test-clients | bench
+# make serve | test | test-border | test-faults | test-schemas | test-parsers | test-proofs | test-clients | bench
 #      bench-cpu | lint | format | types | clean
 # Needs a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -13,7 +13,7 @@ TESTS = tests
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed
 
-.PHONY: serve test test-border test-schemas test-parsers test-proofs test-clients bench bench-cpu lint format types clean
+.PHONY: serve test test-border test-faults test-schemas test-parsers test-proofs test-clients bench bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -27,6 +27,11 @@ test: $(VENV)/.test $(VENV)/.demo
 test-border: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m pytest tests/border --border-steps=1000000 --real-border-steps=200000 $(ARGS)
+
+# Processes killed or stopped at twelve moments of each kind instead of one; takes ten minutes.
+test-faults: $(VENV)/.test
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@FAULT_MOMENTS=12 $(BIN)/python -m pytest tests/system/test_faults.py $(ARGS)
 
 # Every parser on 10,000 answers instead of 120; takes some minutes.
 test-parsers: $(VENV)/.test

@@ -1,0 +1,180 @@
+"""Processes that die or stop at a random moment, and full disks: who is told, and what remains.
+
+FAULT_MOMENTS moments of each kind are tried (`make test-faults`: twelve), by default one.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.system.serving import CALL_S, ROOT, launch, status_of, wait_until
+from tests.system.test_processes import ENDLESS, ends_in_one_error, load
+
+MOMENTS = range(int(os.environ.get("FAULT_MOMENTS", "1")))
+RANKS = ("--tp-size", "2", "--watchdog-timeout", "3", *ENDLESS)
+
+
+def some_process(running, moment: int) -> int:
+    """The engine or its other rank, in turn."""
+    (rank,) = running.rank_pids()
+    return (running.engine_pid(), rank)[moment % 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_whatever_dies_under_load_every_stream_ends_once(server, moment):
+    draw = random.Random(moment)
+    with server(*RANKS) as running:
+        streams = load(running, count=4)
+        time.sleep(draw.random())  # the moment is what is tested
+        os.kill(some_process(running, moment), signal.SIGKILL)
+        wait_until(lambda: status_of(running, "/health") == 503, 5.0, "/health to be 503")
+        for stream in streams:
+            assert ends_in_one_error(stream.end(10.0))
+        assert running.exit_code(20.0) != 0
+        wait_until(lambda: running.members() == [], 5.0, "the children to end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_whatever_stops_under_load_is_noticed_and_serves_again_when_it_goes_on(server, moment):
+    draw = random.Random(moment)
+    with server(*RANKS) as running:
+        streams = load(running, count=4)
+        time.sleep(draw.random())  # the moment is what is tested
+        stopped = some_process(running, moment + 1)
+        os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: status_of(running, "/health") == 503, 8.0, "/health to be 503")
+        for stream in streams:
+            assert ends_in_one_error(stream.end(10.0))
+        late = running.http.post("/generate", json={"input_ids": [5], "sampling_params": {}})
+        assert late.status_code == 503 and "retry-after" in late.headers
+        os.kill(stopped, signal.SIGCONT)
+        wait_until(lambda: status_of(running, "/health") == 200, 10.0, "/health to recover")
+        assert running.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 2})
+        wait_until(lambda: running.stats()["held_pages"] == 0, 10.0, "all pages to be let go")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_server_that_is_killed_at_any_moment_leaves_nothing(
+    tiny_model, tmp_path, monkeypatch, moment
+):
+    place = tmp_path / "t"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    flags = ("--tp-size", "2") if moment % 2 else ()
+    running = launch(tmp_path / "server.log", "--model-path", str(tiny_model), *flags)
+    try:
+        time.sleep(4 * random.Random(moment).random())  # the moment is what is tested
+        os.kill(running.pid, signal.SIGKILL)
+        running.exit_code(5.0)
+        wait_until(lambda: running.members() == [], 10.0, "the children to end")
+    finally:
+        running.kill()
+    for path in place.iterdir():
+        os.utime(path, (1, 1))
+    made = "from banyan.messages.link import PrivateFolder as F; F().close()"
+    subprocess.run([sys.executable, "-c", made], cwd=ROOT, check=True)
+    assert [p.name for p in place.glob("banyan-*")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_signal_at_any_moment_of_the_start_is_no_error(tiny_model, tmp_path, moment):
+    running = launch(tmp_path / "server.log", "--model-path", str(tiny_model))
+    try:
+        wait_until(lambda: running.members() != [], CALL_S, "the engine to start")
+        time.sleep(3 * random.Random(moment).random())  # the moment is what is tested
+        os.kill(running.pid, signal.SIGTERM)
+        assert running.exit_code(10.0) == 0
+        wait_until(lambda: running.members() == [], 5.0, "the children to end")
+    finally:
+        running.kill()
+
+
+def on_a_small_disk(folder: Path, code: str) -> str:
+    """What a program prints whose folder DISK has 256 KiB, in a name space of its own."""
+    script = (
+        f"mount -t tmpfs -o size=256k none {folder} && "
+        f"exec {sys.executable} -c {_quoted(textwrap.dedent(code))} {folder}"
+    )
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    if "unshare" in done.stderr or "mount:" in done.stderr:
+        pytest.skip(f"no small disk can be made here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _quoted(code: str) -> str:
+    assert "'" not in code
+    return f"'{code}'"
+
+
+def test_a_journal_on_a_full_disk_is_refused_and_kills_nobody(tmp_path):
+    told = on_a_small_disk(
+        tmp_path,
+        """
+        import sys
+        from banyan.base.errors import ConfigError
+        from banyan.engine.journal import Journal
+        from tests.scheduler.driver import asked
+        try:
+            Journal(sys.argv[1] + "/journal", asked(), 1 << 20)
+        except ConfigError as error:
+            print(error)
+        """,
+    )
+    assert "No space left on device" in told and "--journal-bytes" in told
+
+
+def test_files_and_answers_on_a_full_disk_are_refused_and_what_was_kept_stays(tmp_path):
+    told = on_a_small_disk(
+        tmp_path,
+        """
+        import asyncio, sys
+        from pathlib import Path
+        from banyan.base.errors import CapacityError, RequestError
+        from banyan.server.store.answers import AnswerLog, answer_line
+        from banyan.server.store.storage import Storage
+
+        async def main():
+            folder = Path(sys.argv[1])
+            storage = await Storage(folder / "kept").ready()
+            kept = await storage.files.add("a", "batch", b"x" * 50_000, "")
+            try:
+                await storage.files.add("b", "batch", b"x" * 400_000, "")
+            except RequestError as error:
+                print(error.status, error)
+            log = AnswerLog(folder / "out", folder / "out")
+            log.recover()
+            answer = answer_line("r", "a", {"status_code": 200, "body": "y" * 40_000})
+            written = 0
+            try:
+                for number in range(10):
+                    log.append([(str(number), True, answer)])
+                    written += 1
+            except CapacityError as error:
+                print(written, error)
+            log.close()
+            again = AnswerLog(folder / "out", folder / "out")
+            again.recover()
+            print(len((folder / "out").read_bytes()) == written * len(answer))
+            print(await storage.files.content(kept.id) == b"x" * 50_000)
+            print([f.id for f in storage.files.all("")] == [kept.id])
+
+        asyncio.run(main())
+        """,
+    )
+    lines = told.splitlines()
+    assert lines[0].startswith("507 ") and "No space left" in lines[0]
+    assert "No space left" in lines[1] and int(lines[1].split()[0]) > 0
+    assert lines[2:] == ["True", "True", "True"]
