@@ -403,7 +403,8 @@ def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> Gram
         return vocabulary, lambda text: tokenizer.encode(text, False)
 
     limits = GrammarLimits(time_s=grammar.timeout_s)
-    return GrammarCompiler(stand_ins(grammar.backend), read, grammar.compact, limits, wake)
+    backends = stand_ins(grammar.backend)
+    return GrammarCompiler(backends, read, grammar.between_tokens, limits, wake)
 
 
 def _plan_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:

@@ -44,7 +44,8 @@ _RULES = (
     _Idle("load-balance-method", lambda c: c.parallel.dp == 1, "there is one replica"),
     _Idle("radix-eviction-policy", lambda c: c.cache.disable_radix, "no prefix is cached"),
     _Idle(
-        "constrained-json-disable-any-whitespace grammar-timeout",
+        "constrained-json-disable-any-whitespace constrained-json-whitespace-pattern "
+        "grammar-timeout",
         lambda c: c.grammar.backend == "none",
         "nothing constrains answers",
     ),

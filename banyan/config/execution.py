@@ -2,10 +2,11 @@
 them. Part of `config/resolve.py`; knows no kernels and no devices.
 """
 
+import re
 from dataclasses import replace
 
 from banyan.base.errors import ConfigError
-from banyan.base.log import logger
+from banyan.base.log import logger, printable
 from banyan.config.card import WINDOW, ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
@@ -49,6 +50,25 @@ def check_the_delimiter(config: Config, card: ModelCard, environment: Environmen
     return config
 
 
+def check_the_white_space(config: Config, card: ModelCard, environment: Environment) -> Config:
+    """Its form only; a backend that has no patterns leaves JSON to the one that stands in."""
+    pattern = config.grammar.whitespace
+    if pattern and config.grammar.compact:
+        raise ConfigError(
+            "--constrained-json-whitespace-pattern and --constrained-json-disable-any-whitespace "
+            "say different things about the same white space",
+            hint="give only one of them",
+        )
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"--constrained-json-whitespace-pattern {printable(repr(pattern), 80)} is no regex: "
+            f"{error}"
+        ) from None
+    return config
+
+
 def rank_what_is_cached(config: Config, card: ModelCard, environment: Environment) -> Config:
     if config.cache.eviction == "priority" and not config.schedule.priorities:
         raise ConfigError(
@@ -83,6 +103,7 @@ def keep_tokens_apart(config: Config, card: ModelCard, environment: Environment)
 EXECUTION_RULES = (
     lay_out_the_windows,
     check_the_delimiter,
+    check_the_white_space,
     rank_what_is_cached,
     choose_the_attention,
     keep_tokens_apart,

@@ -163,7 +163,14 @@ class GrammarConfig:
     backend: str = ""
     """Name in the table of grammar backends, or "none"; "" = the best that is installed."""
     compact: bool = False
+    whitespace: str = ""
+    """Regex of the white space that may stand between tokens of JSON; "" = any, in bounds."""
     timeout_s: float = 20.0
+
+    @property
+    def between_tokens(self) -> str | None:
+        """Regex of the white space between tokens of JSON; "" = there is none, None = any."""
+        return "" if self.compact else self.whitespace or None
 
 
 @dataclass(frozen=True)

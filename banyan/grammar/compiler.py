@@ -31,7 +31,7 @@ class GrammarCompiler:
     Args:
         backends: names in BACKENDS; each stands in for what those before it refuse.
         read: how to get the vocabulary.
-        compact: no white space between JSON tokens.
+        whitespace: pattern of white space between JSON tokens; "" = none, None = any.
         wake: called from a lane whenever `collect` has something.
     """
 
@@ -39,15 +39,17 @@ class GrammarCompiler:
         self,
         backends: Sequence[str],
         read: Read,
-        compact: bool = False,
+        whitespace: str | None = None,
         limits: GrammarLimits | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self._limits = limits or GrammarLimits()
         self._words = Words(read)
         hurried = replace(self._limits, time_s=min(self._limits.quick_s, self._limits.time_s))
-        self._quick = _Lane(Workshop(backends, self._words, compact, hurried), self._finish_quick)
-        self._slow = _Lane(Workshop(backends, self._words, compact, self._limits), self._finish)
+        self._quick = _Lane(
+            Workshop(backends, self._words, whitespace, hurried), self._finish_quick
+        )
+        self._slow = _Lane(Workshop(backends, self._words, whitespace, self._limits), self._finish)
         self._wake = wake
         self._cache = _Cache(self._limits.cache_bytes)
         self._pending: set[str] = set()

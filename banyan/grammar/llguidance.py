@@ -29,14 +29,14 @@ def _repeated_keys(schema: Schema) -> str:
 class LLGuidance:
     """Satisfies grammar.base.Backend."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Encode, compact: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, encode: Encode, whitespace: str | None) -> None:
         self._tokens = llguidance.LLTokenizer(
             _Tokens(vocabulary, encode), eos_token=list(vocabulary.end_ids)
         )
+        if whitespace is None:
+            whitespace = rf"[\x20\x0A\x0D\x09]{{1,{WHITESPACE_LIMIT}}}"
         self._json_options = (
-            {"whitespace_flexible": False}
-            if compact
-            else {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{WHITESPACE_LIMIT}}}"}
+            {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
         )
 
     def compile(self, constraint: Constraint) -> bytes:

@@ -84,13 +84,13 @@ _RULES = (
 class Outlines:
     """Satisfies grammar.base.Backend."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Encode, compact: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, encode: Encode, whitespace: str | None) -> None:
         ids: dict[bytes, list[int]] = {}
         for id, token in enumerate(vocabulary.tokens):
             if token and id not in vocabulary.end_ids:
                 ids.setdefault(token, []).append(id)
         self._vocabulary = outlines_core.Vocabulary(vocabulary.end_ids[0], ids)
-        self._whitespace = "" if compact else None
+        self._whitespace = whitespace
 
     def compile(self, constraint: Constraint) -> bytes:
         index = outlines_core.Index(self._regex(constraint), self._vocabulary)

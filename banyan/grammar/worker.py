@@ -33,7 +33,7 @@ T = TypeVar("T")
 class Setup(msgspec.Struct, frozen=True):
     backend: str
     vocabulary: Vocabulary
-    compact: bool
+    whitespace: str | None
     memory_bytes: int
     """What compiling may take on top of the library and the vocabulary."""
 
@@ -130,7 +130,7 @@ def main() -> None:
     if setup is None:
         return
     vocabulary = setup.vocabulary
-    backend = BACKENDS.load(setup.backend)(vocabulary, longest_first(vocabulary), setup.compact)
+    backend = BACKENDS.load(setup.backend)(vocabulary, longest_first(vocabulary), setup.whitespace)
     warnings = Warnings()
     _bound_memory(setup.memory_bytes)
     while (job := read_frame(read, Job)) is not None:

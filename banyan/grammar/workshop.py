@@ -79,11 +79,11 @@ class Workshop:
     """
 
     def __init__(
-        self, backends: Sequence[str], words: Words, compact: bool, limits: GrammarLimits
+        self, backends: Sequence[str], words: Words, whitespace: str | None, limits: GrammarLimits
     ) -> None:
         self._names = backends
         self._words = words
-        self._compact = compact
+        self._whitespace = whitespace
         self._limits = limits
         self._libraries: dict[str, _Library] = {}
         self._lock = threading.Lock()
@@ -129,8 +129,8 @@ class Workshop:
     def _library(self, name: str) -> "_Library":
         vocabulary, encode, _ = self._words.get()
         if name not in self._libraries:
-            backend = BACKENDS.load(name)(vocabulary, encode, self._compact)
-            setup = Setup(name, vocabulary, self._compact, self._limits.memory_bytes)
+            backend = BACKENDS.load(name)(vocabulary, encode, self._whitespace)
+            setup = Setup(name, vocabulary, self._whitespace, self._limits.memory_bytes)
             self._libraries[name] = _Library(backend, setup)
         return self._libraries[name]
 

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import xgrammar
 
+from banyan.base.errors import RequestError
 from banyan.grammar.base import Matcher
 from banyan.grammar.json_schema import (
     Schema,
@@ -66,7 +67,7 @@ _RULES = (
 class XGrammar:
     """Satisfies grammar.base.Backend."""
 
-    def __init__(self, vocabulary: Vocabulary, encode: Encode, compact: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, encode: Encode, whitespace: str | None) -> None:
         self._info = xgrammar.TokenizerInfo(
             vocabulary.tokens,
             xgrammar.VocabType.RAW,
@@ -75,16 +76,21 @@ class XGrammar:
         )
         self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         self._writing = _Writing(vocabulary, encode)
-        self._compact = compact
+        self._whitespace = whitespace
 
     def compile(self, constraint: Constraint) -> bytes:
         text = constraint.text
         if constraint.kind == JSON_SCHEMA:
             check_schema(text, "xgrammar", _RULES)
+            if self._whitespace:
+                raise RequestError(
+                    "xgrammar knows no pattern of white space",
+                    hint="Start the server with --grammar-backend llguidance.",
+                )
             compiled = self._compiler.compile_json_schema(
                 text,
-                any_whitespace=not self._compact,
-                separators=(",", ":") if self._compact else None,
+                any_whitespace=self._whitespace is None,
+                separators=None if self._whitespace is None else (",", ":"),
             )
         elif constraint.kind == REGEX:
             compiled = self._compiler.compile_regex(text)

@@ -37,6 +37,15 @@ def test_a_promise_that_can_be_kept_is_accepted() -> None:
     assert resolved("--enable-deterministic-inference", "--tp", "3").device.is_deterministic
 
 
+def test_white_space_has_one_rule_and_a_pattern_that_is_one() -> None:
+    flag = "--constrained-json-whitespace-pattern"
+    with pytest.raises(ConfigError, match="is no regex"):
+        resolved(flag, "[ ")
+    with pytest.raises(ConfigError, match="say different things"):
+        resolved(flag, " ", "--constrained-json-disable-any-whitespace")
+    assert resolved(flag, "[ ]?").grammar.between_tokens == "[ ]?"
+
+
 def test_two_flags_about_windows_are_one_too_many() -> None:
     with pytest.raises(ConfigError, match="--swa-full-tokens-ratio and --hybrid-kvcache-ratio"):
         resolved("--swa-full-tokens-ratio", "0.5", "--hybrid-kvcache-ratio", "0.5")

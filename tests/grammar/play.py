@@ -33,8 +33,8 @@ VOCABULARY = Vocabulary(
 MASKS = TokenMasks(VOCABULARY)
 
 
-def open_backend(name: str, compact: bool = False) -> Backend:
-    return BACKENDS.load(name)(VOCABULARY, longest_first(VOCABULARY), compact)
+def open_backend(name: str, whitespace: str | None = None) -> Backend:
+    return BACKENDS.load(name)(VOCABULARY, longest_first(VOCABULARY), whitespace)
 
 
 def compiled(backend: Backend, kind: str, text: str) -> Program:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from banyan.base.errors import RequestError
 from banyan.frontend.constraint import Tag, tool_calls_constraint
-from banyan.grammar.base import Backend, masks_for
+from banyan.grammar.base import Backend, masks_for, stand_ins
 from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Constraint
 from tests.flags import config_of
 from tests.grammar.play import END, TOOL, allowed, open_backend, play, started, text_of, write
@@ -26,10 +26,10 @@ PERSON = {
 }
 
 
-def backend_or_skip(name: str, compact: bool = False) -> Backend:
+def backend_or_skip(name: str, whitespace: str | None = None) -> Backend:
     if importlib.util.find_spec(PACKAGES[name]) is None:
         pytest.skip(f"{PACKAGES[name]} is not installed")
-    return open_backend(name, compact)
+    return open_backend(name, whitespace)
 
 
 @pytest.fixture(scope="module", params=PACKAGES)
@@ -130,10 +130,33 @@ def test_compact_json_has_no_white_space(name: str):
     random = Random(7)
     schema = {**PERSON, "properties": {**PERSON["properties"], "name": {"const": "x"}}}
     flags = config_of("--constrained-json-disable-any-whitespace")
-    backend = backend_or_skip(name, compact=flags.grammar.compact)
+    backend = backend_or_skip(name, whitespace=flags.grammar.between_tokens)
     played = [play(started(backend, JSON_SCHEMA, json.dumps(schema)), random) for _ in range(8)]
     assert any(p.is_ended for p in played)
     assert not any(c.isspace() for p in played for c in p.text)
+
+
+SPACED = ("--constrained-json-whitespace-pattern", r"[\n]{0,3}")
+
+
+@pytest.mark.parametrize("name", ["llguidance", "outlines"])
+def test_white_space_in_json_follows_the_pattern(name: str):
+    schema = {**PERSON, "properties": {**PERSON["properties"], "name": {"const": "x"}}}
+    backend = backend_or_skip(name, config_of(*SPACED).grammar.between_tokens)
+    random = Random(7)
+    played = [play(started(backend, JSON_SCHEMA, json.dumps(schema)), random) for _ in range(8)]
+    assert any(p.is_ended for p in played)
+    text = "".join(p.text for p in played)
+    assert "\n" in text and not any(c.isspace() for c in text if c != "\n")
+    assert "\n\n\n\n" not in text
+
+
+def test_xgrammar_leaves_a_pattern_of_white_space_to_the_backend_that_stands_in():
+    backend = backend_or_skip("xgrammar", config_of(*SPACED).grammar.between_tokens)
+    with pytest.raises(RequestError, match="knows no pattern of white space"):
+        started(backend, JSON_SCHEMA, json.dumps(PERSON))
+    started(backend, REGEX, "a+")
+    assert stand_ins("xgrammar")[-1] == "llguidance"
 
 
 @settings(max_examples=25, deadline=None)

@@ -19,6 +19,13 @@ FLAGS = (
         proof="tests/grammar/test_backends.py::test_compact_json_has_no_white_space",
     ),
     Flag(
+        "constrained-json-whitespace-pattern",
+        "grammar.whitespace",
+        "regex of the white space that constrained JSON may have between its parts; without it "
+        "any, in bounds",
+        proof="tests/grammar/test_backends.py::test_white_space_in_json_follows_the_pattern",
+    ),
+    Flag(
         "grammar-timeout",
         "grammar.timeout_s",
         "seconds that compiling one constraint may take before its requests get 400",
