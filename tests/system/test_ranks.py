@@ -8,6 +8,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from banyan.llm import Engine
+from banyan.ops.cpu.build import compilers
+from tests.system.test_numerics import GREEDY, ROOM, SEEDED, alone, check, crowded
 
 PROMPTS = [[2 + (i * j * 5 + i) % 390 for i in range(5 + 40 * j)] for j in range(4)]
 
@@ -57,3 +59,26 @@ def test_two_ranks_read_embeddings_and_tell_hidden_states(tiny_model):
         found.append((answer["output_ids"], np.vstack([states[0], *states[1:]])))
     assert found[0][0] == found[1][0]
     assert np.allclose(found[0][1], found[1][1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(compilers()), reason="no C++ compiler is here")
+def test_company_changes_no_bit_of_what_four_ranks_answer(tiny_model):
+    flags = {"threads": 1, "tp_size": 4, "enable_deterministic_inference": True}
+    with Engine(str(tiny_model), log_level="error", **ROOM, **flags) as engine:
+        for kind, sampling in (("greedy", GREEDY), ("seeded", SEEDED)):
+            expected = alone(engine, sampling)
+            check(alone(engine, sampling), expected, f"{kind}, after a cache hit")
+            engine.flush_cache()
+            check(crowded(engine, sampling), expected, f"{kind}, in a batch")
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_vectors_of_one(tiny_model):
+    found = []
+    for ranks in (1, 2):
+        flags = {"is_embedding": True, "tp_size": ranks, "cpu_activations": "fp32"}
+        with Engine(str(tiny_model), threads=1, log_level="error", **ROOM, **flags) as engine:
+            found.append(np.array([answer["embedding"] for answer in engine.encode(PROMPTS)]))
+    assert np.allclose(found[0], found[1], rtol=0, atol=1e-5)
+    assert np.abs(found[0]).max() > 1e-3

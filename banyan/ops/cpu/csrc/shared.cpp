@@ -33,6 +33,7 @@ constexpr int MAX_RANKS = 64;
 constexpr uint64_t MAGIC = 0x316b6e61726e7962ull;  // "bynrank1"
 constexpr int64_t LOOK_NS = 50000000;              // how often a sleeper looks up
 constexpr int64_t LINE = 64;
+constexpr uint32_t OUT_OF_STEP = 1 + MAX_RANKS;    // nobody knows which of two ranks has strayed
 constexpr int64_t SUM_BLOCK = 2048;  // floats that stay in the first cache while ranks are added
 
 namespace {
@@ -95,7 +96,8 @@ struct alignas(LINE) Lane {
 struct alignas(LINE) Header {
   uint64_t magic;
   int64_t ranks, slot_bytes;
-  alignas(LINE) std::atomic<uint32_t> lost;  // 0, or 1 + the rank that did not come
+  // 0, 1 + the rank that did not come, or OUT_OF_STEP.
+  alignas(LINE) std::atomic<uint32_t> lost;
   Seat seats[MAX_RANKS];
 };
 
@@ -195,7 +197,7 @@ bool Shared::agree(uint64_t mine, uint64_t theirs, int32_t whom) {
                 rank, KINDS[mine >> 56], (long long)(mine & BYTES), whom,
                 kind <= SEND ? KINDS[kind] : "?", (long long)(theirs & BYTES));
   uint32_t none = 0;
-  header->lost.compare_exchange_strong(none, 1 + (uint32_t)whom);
+  header->lost.compare_exchange_strong(none, OUT_OF_STEP);
   return false;
 }
 
@@ -207,9 +209,12 @@ bool Shared::lose(int32_t whom, const char* how) {
 }
 
 bool Shared::is_lost() {
-  std::snprintf(failure, sizeof failure,
-                "the ranks can no longer work together: another rank waited for rank %d in vain",
-                (int)header->lost.load(std::memory_order_acquire) - 1);
+  uint32_t why = header->lost.load(std::memory_order_acquire);
+  if (why == OUT_OF_STEP)
+    std::snprintf(failure, sizeof failure, "ranks are not in step, another rank says how");
+  else
+    std::snprintf(failure, sizeof failure, "another rank waited for rank %d in vain",
+                  (int)why - 1);
   return false;
 }
 
