@@ -30,6 +30,7 @@ from banyan.config.schema import Config
 from banyan.frontend.client import EngineClient, Engines
 from banyan.frontend.fleet import Fleet
 from banyan.frontend.native_answer import NativeService
+from banyan.frontend.sampling import Limits
 from banyan.frontend.sessions import Sessions
 from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
 from banyan.frontend.text_generator import open_generator
@@ -49,6 +50,12 @@ Answer = dict[str, object]
 
 MAX_SEQUENCES = 1 << 20
 """Sequences per call: whole data sets are passed at once here."""
+
+MAX_PROMPT_TOKENS = 1 << 32
+"""Prompt tokens per call."""
+
+MAX_SCORES = 1 << 32
+"""Log-probabilities of prompts, and values of hidden states, per call."""
 
 LOAD_S = 1800.0
 """Longest wait for other weights."""
@@ -287,6 +294,7 @@ class _Opened:
     client: Engines
     ready: Ready
     tokenizer: Tokenizer | None
+    limits: Limits
     native: NativeService
     vectors: VectorService
     sessions: Sessions
@@ -294,7 +302,7 @@ class _Opened:
     closing: AsyncExitStack
 
     async def answer(self, body: Mapping[str, object]) -> Answer | list[Answer]:
-        turn = self.sessions.begin(body, self.tokenizer)
+        turn = await self.sessions.begin(body, self.tokenizer, self.limits)
         if turn is None:
             return await self.native.answer(await self.native.read(body))
         answer = await self.native.answer(await self.native.read(turn.body))
@@ -306,9 +314,9 @@ class _Opened:
     async def encode(
         self, prompt: object, dimensions: int | None, rid: str | None
     ) -> Answer | list[Answer]:
-        prompts, is_list = prompts_of(prompt, "prompt", with_pairs=True)
+        prompts, is_list = prompts_of(prompt, "prompt", self.limits, with_pairs=True)
         origin = Origin(uuid.uuid4().hex if rid is None else rid)
-        requests = await self.vectors.read(prompts, origin)
+        requests = await asyncio.to_thread(self.vectors.read, prompts, origin)
         answers = await self.vectors.answer(requests, dimensions)
         return answers if is_list else answers[0]
 
@@ -344,7 +352,13 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             tokenizer = await asyncio.to_thread(load_tokenizer, path)
         ready = await client.ready()
         dispose(config, card)
-        limits = replace(limits_of(config, card, ready, tokenizer), max_sequences=MAX_SEQUENCES)
+        limits = replace(
+            limits_of(config, card, ready, tokenizer),
+            max_sequences=MAX_SEQUENCES,
+            max_prompt_tokens=MAX_PROMPT_TOKENS,
+            max_scores=MAX_SCORES,
+            max_hidden=MAX_SCORES,
+        )
         generator = open_generator(client, tokenizer, limits, config.observe)
         native = NativeService(
             generator,
@@ -357,7 +371,7 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
         )
         vectors = VectorService(generator, tokenizer, limits, config.model.weight_version)
         return _Opened(
-            client, ready, tokenizer, native, vectors, Sessions(), handles, stack.pop_all()
+            client, ready, tokenizer, limits, native, vectors, Sessions(), handles, stack.pop_all()
         )
 
 

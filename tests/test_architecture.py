@@ -40,7 +40,10 @@ DOORS = ("server/anthropic/", "server/ollama/")
 """Routes in the words of another API. They only translate: what runs is a chat request's plan."""
 DOOR_IMPORTS = (
     *("base.errors", "server", "frontend.chat", "frontend.tools.parts", "frontend.vectors"),
-    *(f"frontend.generation.{name}" for name in ("run", "TextChunk", "Finish", "Usage")),
+    *(
+        f"frontend.generation.{name}"
+        for name in ("run", "TextChunk", "TextRequest", "Finish", "Usage")
+    ),
 )
 COMPOSITION_ROOTS = (
     *("cli", "prepare.py", "replica.py", "compose.py", "llm.py", "__main__.py", "check_env.py"),

@@ -4,7 +4,7 @@ Text inside a message never becomes a control token (see content_marks). Knows n
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 from banyan.base.errors import ModelError, RequestError
@@ -44,6 +44,9 @@ _PROBE_TIME_S = 2.0
 """Processor time of one rendering at load."""
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+NO_VARIABLES: Mapping[str, object] = {}
 
 
 class ChatTemplate:
@@ -98,7 +101,7 @@ class ChatTemplate:
                 beyond a bound; `variables` has a reserved name.
         """
         return self.render_guarded(
-            messages, tools, add_generation_prompt, continue_final_message, **variables
+            messages, tools, add_generation_prompt, continue_final_message, variables
         ).text
 
     def render_guarded(
@@ -107,7 +110,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **variables: object,
+        variables: Mapping[str, object] = NO_VARIABLES,
     ) -> RenderedChat:
         """As `render`, with the places where content looks like a control token."""
         if taken := sorted((RESERVED | {"tokenize"}) & variables.keys()):
@@ -214,13 +217,18 @@ class Chat:
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **variables: object,
+        variables: Mapping[str, object] = NO_VARIABLES,
+        fit: Callable[[str], str] = str,
     ) -> list[int]:
-        """Ids of the rendered prompt; text in messages stays text. Raises RequestError."""
+        """Ids of the rendered prompt; text in messages stays text. Raises RequestError.
+
+        Args:
+            fit: refuses a text that is too long to be tokenised, or gives its beginning.
+        """
         rendered = self.template.render_guarded(
-            messages, tools, add_generation_prompt, continue_final_message, **variables
+            messages, tools, add_generation_prompt, continue_final_message, variables
         )
-        return self.tokenizer.encode_guarded(rendered.text, rendered.guards)
+        return self.tokenizer.encode_guarded(fit(rendered.text), rendered.guards)
 
 
 def load_chat(tokenizer: Tokenizer, source: str | None = None) -> Chat:

@@ -69,14 +69,33 @@ class TextRequest:
     """Tokens that a chunk has at least, unless it is the first or the last."""
 
 
+_SHOWN_BYTES = 32
+"""Of one log-probability as JSON."""
+
+
 @dataclass(frozen=True)
 class TokenScore:
-    """Log-probability of one token at one position. `logprob` is None for the very first token."""
+    """Log-probability of one token at one position. `logprob` is None for the very first token.
+
+    There may be a million of them in an answer, so they are kept as numbers, not as objects.
+    """
 
     logprob: float | None
     token: int
-    top: list[tuple[float, int]] = field(default_factory=list)
-    picked: list[tuple[float, int]] = field(default_factory=list)
+    top_logprobs: Sequence[float] = ()
+    top_ids: Sequence[int] = ()
+    picked_logprobs: Sequence[float] = ()
+    picked_ids: Sequence[int] = ()
+
+    @property
+    def top(self) -> list[tuple[float, int]]:
+        """The best tokens of the position."""
+        return list(zip(self.top_logprobs, self.top_ids, strict=True))
+
+    @property
+    def picked(self) -> list[tuple[float, int]]:
+        """The tokens that were named."""
+        return list(zip(self.picked_logprobs, self.picked_ids, strict=False))
 
 
 @dataclass(frozen=True)
@@ -122,6 +141,21 @@ class Generator(Protocol):
 
     def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]: ...
 
+    def check(self, requests: Sequence[TextRequest]) -> None:
+        """RequestError when these sequences together ask for more than one request may."""
+        ...
+
+
+def shown_bytes(chunks: Sequence[TextChunk]) -> int:
+    """About how large the log-probabilities of these chunks are in an answer, for `off_loop`."""
+    size = 0
+    for chunk in chunks:
+        scores = chunk.output_scores or chunk.prompt_scores
+        if scores:
+            width = 1 + len(scores[-1].top_ids) + len(scores[-1].picked_ids)
+            size += _SHOWN_BYTES * width * (len(chunk.prompt_scores) + len(chunk.output_scores))
+    return size
+
 
 def join(chunks: Sequence[TextChunk]) -> TextChunk:
     """The consecutive chunks of one request as one."""
@@ -165,6 +199,7 @@ async def run(
     Raises:
         RequestError: a request was refused or failed; the others are ended.
     """
+    generator.check(requests)
     if len(requests) == 1:
         async with aclosing(_unfailed(generator, requests[0])) as chunks:
             async for chunk in chunks:

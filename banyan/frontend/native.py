@@ -9,12 +9,13 @@ import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.frontend.embeds import PLACEHOLDER, namespace_with, parse_embeds
 from banyan.frontend.generation import ALL_HIDDEN, LAST_HIDDEN, ScoreOptions, TextRequest
+from banyan.frontend.long_texts import encode_texts
 from banyan.frontend.sampling import (
     NATIVE_DEFAULTS,
     NOT_USED,
@@ -296,7 +297,7 @@ def _prompts(fields: _Fields, tokenizer: Tokenizer | None, limits: Limits) -> li
     if ids is None:
         texts = given if isinstance(given, list) else [given]
         _check_num(len(texts), name, limits)
-        prompts = [_encode(t, tokenizer) for t in texts]
+        prompts = encode_texts(*_checked_texts(texts, tokenizer), limits)
     else:
         if not isinstance(ids, list):
             raise RequestError(
@@ -316,19 +317,21 @@ def _check_num(num: int, name: str, limits: Limits) -> None:
         )
 
 
-def _encode(text: object, tokenizer: Tokenizer | None) -> list[int]:
-    if not isinstance(text, str) or not text:
-        got = type(text).__name__ if not isinstance(text, str) else "''"
-        raise RequestError(
-            f"text must be a text of at least one character, got {got}.", param="text"
-        )
+def _checked_texts(texts: list[object], tokenizer: Tokenizer | None) -> tuple[Tokenizer, list[str]]:
+    """What tokenises, and what it tokenises."""
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            got = type(text).__name__ if not isinstance(text, str) else "''"
+            raise RequestError(
+                f"text must be a text of at least one character, got {got}.", param="text"
+            )
     if tokenizer is None:
         raise RequestError(
             "text needs a tokenizer and this server runs without one",
             param="text",
             hint="Send input_ids.",
         )
-    return tokenizer.encode(text)
+    return tokenizer, cast(list[str], texts)
 
 
 def _check_ids(prompt: object, vocab_size: int) -> None:

@@ -5,6 +5,7 @@ Streams are cumulative unless told otherwise: each chunk repeats the whole answe
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from functools import partial
 
 from banyan.base.clock import Clock, WallClock
 from banyan.frontend.generation import (
@@ -16,6 +17,7 @@ from banyan.frontend.generation import (
     collect,
     join,
     run,
+    shown_bytes,
 )
 from banyan.frontend.native import NativeRequest, NativeSequence, parse_native
 from banyan.frontend.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
@@ -46,28 +48,35 @@ class NativeService:
     ) -> None:
         self._generator = generator
         self._tokenizer = tokenizer
-        self._limits = limits
+        self.limits = limits
         self._defaults = defaults
         self._draw_seed = draw_seed
         self._weight_version = weight_version
         self.is_incremental = incremental
         self._clock = clock or WallClock()
 
-    async def read(self, body: Mapping[str, object], tenant: bytes = b"") -> NativeRequest:
-        """Check a body and tokenise its prompts; RequestError when it is refused."""
-        text = body.get("text")
-        texts = text if isinstance(text, list) else [text]
-        num_chars = sum(len(t) for t in texts if isinstance(t, str))
-        if "input_embeds" in body:
-            num_chars += THREAD_BYTES + 1  # many numbers, whatever they are
-        return await off_loop(num_chars, lambda: self._parse(body, tenant))
+    async def read(
+        self, body: Mapping[str, object], tenant: bytes = b"", size: int | None = None
+    ) -> NativeRequest:
+        """As `parse`, in a thread when the body is long.
+
+        Args:
+            size: of the body in bytes; None = to be told from the length of its prompts.
+        """
+        if size is None:
+            text = body.get("text")
+            size = len(text) if isinstance(text, str) else THREAD_BYTES + 1
+        return await off_loop(size, lambda: self.parse(body, tenant))
 
     async def answer(self, request: NativeRequest) -> dict[str, object] | list[dict[str, object]]:
         """The complete answer; RequestError with the status when a sequence failed."""
         started_s = self._clock.now()
         chunks = await collect(self._generator, [s.request for s in request.sequences])
         pairs = zip(request.sequences, chunks, strict=True)
-        answers = [self._render(sequence, chunk, started_s) for sequence, chunk in pairs]
+        answers = await off_loop(
+            shown_bytes(chunks),
+            lambda: [self._render(sequence, chunk, started_s) for sequence, chunk in pairs],
+        )
         return answers if request.is_list else answers[0]
 
     async def stream(self, request: NativeRequest) -> AsyncGenerator[dict[str, object], None]:
@@ -83,14 +92,16 @@ class NativeService:
             async for i, chunk in chunks:
                 if not self.is_incremental:
                     so_far[i] = chunk = join([so_far[i], chunk]) if i in so_far else chunk
-                answer = self._render(request.sequences[i], chunk, started_s)
+                work = partial(self._render, request.sequences[i], chunk, started_s)
+                answer = await off_loop(shown_bytes([chunk]), work)
                 yield {**answer, "index": i} if request.is_list else answer
 
-    def _parse(self, body: Mapping[str, object], tenant: bytes) -> NativeRequest:
+    def parse(self, body: Mapping[str, object], tenant: bytes = b"") -> NativeRequest:
+        """Check a body and tokenise its prompts; RequestError when it is refused."""
         return parse_native(
             body,
             tokenizer=self._tokenizer,
-            limits=self._limits,
+            limits=self.limits,
             defaults=self._defaults,
             draw_seed=self._draw_seed,
             tenant=tenant,
@@ -138,7 +149,7 @@ class NativeService:
     def _hidden_states(self, sequence: NativeSequence, chunk: TextChunk) -> list[object]:
         """The prompt's states as one list, then one state for each token that was read; of
         "last" the one state."""
-        states = split_states(chunk.hidden, self._limits.hidden_size)
+        states = split_states(chunk.hidden, self.limits.hidden_size)
         if sequence.request.hidden == LAST_HIDDEN:
             return [*states]
         num_prompt = len(sequence.request.prompt)

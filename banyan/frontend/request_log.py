@@ -69,6 +69,9 @@ class RequestLog:
         finally:
             self._log(request, course, self._clock.now())
 
+    def check(self, requests: Sequence[TextRequest]) -> None:
+        self.inner.check(requests)
+
     @property
     def _most_text(self) -> int:
         """Characters of an answer that are kept for its line; -1 = all."""

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
+from banyan.frontend.long_texts import encode_texts
 from banyan.frontend.native import checked_rid
+from banyan.frontend.sampling import Limits
+from banyan.frontend.threads import off_loop
 from banyan.frontend.tokenizer import Tokenizer
 
 MAX_SESSIONS = 4096
@@ -125,8 +128,12 @@ class Sessions:
         """Forget a session; False when there is none of this name."""
         return self._open.pop((tenant, session_id), None) is not None
 
-    def begin(
-        self, body: Mapping[str, object], tokenizer: Tokenizer | None, tenant: bytes = b""
+    async def begin(
+        self,
+        body: Mapping[str, object],
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+        tenant: bytes = b"",
     ) -> Begun | None:
         """The turn that a body asks for; None when it names no session.
 
@@ -148,7 +155,11 @@ class Sessions:
             )
         session.used_s = self._clock.now()
         history = _history(session, params)
-        prompt = history + _new_ids(body, tokenizer, is_first=not history)
+        given = body.get("text") or body.get("input_ids")
+        size = len(given) if isinstance(given, str | list) else 0
+        is_first = not history
+        new = await off_loop(size, lambda: _new_ids(body, tokenizer, limits, is_first))
+        prompt = history + new
         if len(prompt) > session.capacity:
             raise RequestError(
                 f"The session's history has {len(prompt)} tokens, it was opened for "
@@ -212,13 +223,16 @@ def _history(session: _Session, params: Mapping[str, object]) -> list[int]:
     return found[:offset] if offset is not None and offset > 0 else found
 
 
-def _new_ids(body: Mapping[str, object], tokenizer: Tokenizer | None, is_first: bool) -> list[int]:
+def _new_ids(
+    body: Mapping[str, object], tokenizer: Tokenizer | None, limits: Limits, is_first: bool
+) -> list[int]:
     """Tokens that a turn adds; only the first has the model's own start."""
     text, ids = body.get("text"), body.get("input_ids")
     if (text is None) == (ids is None):
         raise RequestError("Exactly one of text and input_ids must be given.", param="text")
     if isinstance(text, str) and tokenizer is not None:
-        return tokenizer.encode(text, add_special_tokens=is_first)
+        (found,) = encode_texts(tokenizer, [text], limits, add_special_tokens=is_first)
+        return found
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise RequestError("A turn of a session has one prompt.", param="session_params")
     return ids

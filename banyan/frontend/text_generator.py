@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.config.schema import ObserveConfig
+from banyan.frontend.budget import check_budget
 from banyan.frontend.client import Engines, StreamEvent
 from banyan.frontend.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
 from banyan.frontend.generation import (
@@ -33,10 +34,6 @@ from banyan.messages.requests import NO_HIDDEN, NO_SCORES, Generate
 log = logger(__name__)
 
 FLOAT_BYTES = 4
-MAX_SCORES = 4_000_000
-"""Log-probabilities that one request may ask for: positions x (1 + top + ids)."""
-MAX_HIDDEN = 4_000_000
-"""Values of hidden states that one request may ask for: positions x width."""
 
 
 class TextGenerator:
@@ -78,6 +75,9 @@ class TextGenerator:
         finally:
             stream.close()
 
+    def check(self, requests: Sequence[TextRequest]) -> None:
+        check_budget(requests, self._limits)
+
     def _check(self, request: TextRequest) -> None:
         """Every request of every route comes by here, and by no other door to the engine."""
         prompt, vocab_size = request.prompt, self._limits.vocab_size
@@ -109,27 +109,15 @@ class TextGenerator:
                 hint="Use /v1/embeddings or /encode.",
             )
         self._check_scores(request)
-        if request.hidden:
-            self._check_hidden(request)
-        if request.embeds:
-            _check_embedded(request)
-
-    def _check_hidden(self, request: TextRequest) -> None:
-        if not self._limits.hidden_states:
+        if request.hidden and not self._limits.hidden_states:
             raise RequestError(
                 "The server is not configured to return the hidden states",
                 param="return_hidden_states",
                 code="not_available",
                 hint="Start the server with --enable-return-hidden-states.",
             )
-        asked = (len(request.prompt) + request.sampling.max_new_tokens) * self._limits.hidden_size
-        if request.hidden == ALL_HIDDEN and asked > MAX_HIDDEN:
-            raise RequestError(
-                f"The request asks for {asked} values of hidden states; at most {MAX_HIDDEN} are "
-                "given",
-                param="return_hidden_states",
-                hint='Ask for "last", or for fewer tokens.',
-            )
+        if request.embeds:
+            _check_embedded(request)
 
     def _check_scores(self, request: TextRequest) -> None:
         scores, vocab_size = request.scores, self._limits.vocab_size
@@ -141,13 +129,6 @@ class TextGenerator:
                     f"token_ids_logprob must be in [0, {vocab_size}), got {id}.",
                     param="token_ids_logprob",
                 )
-        last = len(request.prompt) + request.sampling.max_new_tokens
-        asked = (last - scores.start) * (1 + scores.top + len(scores.ids))
-        if asked > MAX_SCORES:
-            raise RequestError(
-                f"The request asks for {asked} log-probabilities; at most {MAX_SCORES} are given.",
-                param="top_logprobs_num",
-            )
 
 
 def open_generator(
@@ -320,8 +301,10 @@ class OutputReader:
             score = TokenScore(
                 logprobs[i],
                 request.prompt[position] if index < 0 else self._tokens[index],
-                list(zip(top_logprobs[top], top_ids[top], strict=True)),
-                list(zip(picked[own], request.scores.ids, strict=False)),
+                top_logprobs[top],
+                top_ids[top],
+                picked[own],
+                request.scores.ids,
             )
             (self._prompt_scores if index < 0 else self._output_scores).append(score)
             self._scored_to = position + 1

@@ -91,6 +91,7 @@ class Pool(ThreadPoolExecutor):
         while (job := self._jobs.get()) is not None:
             self._since[name] = time.monotonic()
             job()
+            job = None  # it holds what it was about, and the next one may be long in coming
             with self._lock:
                 self._since[name] = None
                 self._num_open -= 1

@@ -12,8 +12,8 @@ from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.frontend.generation import Generator, TextRequest, Usage, collect
+from banyan.frontend.long_texts import check_total, fitted_text
 from banyan.frontend.sampling import Limits
-from banyan.frontend.threads import off_loop
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.sampling import SamplingParams
 
@@ -38,7 +38,9 @@ class Origin:
     route: str = "encode"
 
 
-def prompts_of(value: object, name: str, with_pairs: bool = False) -> tuple[list[Prompt], bool]:
+def prompts_of(
+    value: object, name: str, limits: Limits, with_pairs: bool = False
+) -> tuple[list[Prompt], bool]:
     """Prompts that a field names, and whether it is a list of them.
 
     Args:
@@ -46,7 +48,7 @@ def prompts_of(value: object, name: str, with_pairs: bool = False) -> tuple[list
         with_pairs: lists of two texts each are pairs.
 
     Raises:
-        RequestError: nothing, or something else.
+        RequestError: nothing, too many, or something else.
     """
     rule = f"{name} must be a text, token ids, or a list of either"
     if isinstance(value, str):
@@ -56,6 +58,10 @@ def prompts_of(value: object, name: str, with_pairs: bool = False) -> tuple[list
         raise RequestError(f"{rule}, got {_shown(value)}.", param=name)
     if all(type(v) is int for v in value):
         return [value], False
+    if len(value) > limits.max_sequences:
+        raise RequestError(
+            f"at most {limits.max_sequences} prompts per request, got {len(value)}.", param=name
+        )
     found: list[Prompt] = []
     for item in value:
         if isinstance(item, str):
@@ -104,7 +110,7 @@ class VectorService:
         self._weight_version = weight_version
         self._clock = clock or WallClock()
 
-    async def read(self, prompts: Sequence[Prompt], origin: Origin) -> list[TextRequest]:
+    def read(self, prompts: Sequence[Prompt], origin: Origin) -> list[TextRequest]:
         """One request for the vector of each prompt.
 
         Raises:
@@ -116,8 +122,12 @@ class VectorService:
                 f"at most {limits.max_sequences} prompts per request, got {len(prompts)}.",
                 param="input",
             )
-        size = sum(map(_num_chars, prompts))
-        ids = await off_loop(size, lambda: [_ids(p, tokenizer, limits) for p in prompts])
+        ids: list[list[int]] = []
+        total = 0
+        for prompt in prompts:
+            ids.append(_ids(prompt, tokenizer, limits))
+            total += len(ids[-1])
+            check_total(total, limits)
         base = TextRequest(
             id=RequestId(origin.rid),
             prompt=[],
@@ -161,12 +171,6 @@ class VectorService:
         ]
 
 
-def _num_chars(prompt: Prompt) -> int:
-    if isinstance(prompt, tuple):
-        return len(prompt[0]) + len(prompt[1])
-    return len(prompt) if isinstance(prompt, str) else 0
-
-
 def _ids(prompt: Prompt, tokenizer: Tokenizer | None, limits: Limits) -> list[int]:
     if isinstance(prompt, list):
         wrong = next((t for t in prompt if not 0 <= t < limits.vocab_size), None)
@@ -179,9 +183,10 @@ def _ids(prompt: Prompt, tokenizer: Tokenizer | None, limits: Limits) -> list[in
     elif tokenizer is None:
         raise RequestError("this server runs without a tokenizer", hint="Send token ids.")
     elif isinstance(prompt, tuple):
-        found = tokenizer.encode_pair(*prompt)
+        first, second = (fitted_text(tokenizer, part, limits) for part in prompt)
+        found = tokenizer.encode_pair(first, second)
     else:
-        found = tokenizer.encode(prompt)
+        found = tokenizer.encode(fitted_text(tokenizer, prompt, limits))
     if len(found) > limits.total:
         if limits.auto_truncate:
             return found[: limits.total]

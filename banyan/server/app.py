@@ -5,10 +5,12 @@ Knows no model and no dialect.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
+from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
 from banyan.server import auth
 from banyan.server.access_log import AccessLog
@@ -19,6 +21,10 @@ from banyan.server.limits import ClientGone, Receive, read_body
 from banyan.server.state import ServerState
 
 log = logger(__name__)
+
+TRIM_BYTES = 1 << 20
+"""Requests and answers above this leave many times their size to the allocator, which is told to
+give it back."""
 
 Handler = Callable[[Exchange, ServerState], Awaitable[None]]
 
@@ -86,6 +92,7 @@ class App:
             await self._run(route, exchange, receive)
         except RequestError as error:
             await _quietly(exchange.fail(error))
+            _let_go(error)
         except ClientGone:
             pass
         except Exception:
@@ -98,6 +105,10 @@ class App:
             self._ended.set()
             has_begun = exchange.work is not None and self.state.open.has_held(exchange.work)
             self._access.tell(exchange, has_begun, self.state.config.observe)
+            if len(exchange.body) + exchange.num_sent > TRIM_BYTES:
+                exchange.body = b""
+                with contextlib.suppress(RuntimeError):  # the server ends, and its pool with it
+                    asyncio.get_running_loop().run_in_executor(None, give_back)
 
     async def _admit(self, exchange: Exchange) -> Route | None:
         """The route, or None when a refusal was sent. A key is needed before a path is known."""
@@ -193,6 +204,14 @@ async def _watch(exchange: Exchange, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     exchange.stop(ClientGone())
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what was read of a refused request: the frames of its refusal hold all of it."""
+    while error is not None:
+        context = error.__context__
+        error.__traceback__ = error.__context__ = None
+        error = context
 
 
 async def _quietly(answer: Awaitable[None]) -> None:

@@ -7,24 +7,29 @@ routes and no models.
 import asyncio
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Generator, Mapping, MutableMapping
+from typing import TypeVar
 from urllib.parse import parse_qsl
 
 import orjson
 
 from banyan.base.errors import RequestError
 from banyan.base.log import printable
+from banyan.frontend.threads import THREAD_BYTES, off_loop
 from banyan.server.dialect import OPENAI
 from banyan.server.errors import Json
-from banyan.server.limits import ClientGone, parse_json
+from banyan.server.limits import ClientGone, json_object
 from banyan.server.state import fresh_id
 
 Scope = MutableMapping[str, object]
 Send = Callable[[dict[str, object]], Awaitable[None]]
 
+T = TypeVar("T")
+
 SEND_TIMEOUT_S = 30.0
 """A client that takes nothing for this long is cut off, and its request is aborted."""
 
 RETRY_AFTER_S = 5
+MAX_QUERY_FIELDS = 32
 WARNINGS_CHARS = 1000
 ABORT = "banyan.abort"
 """Key of the scope: a function without arguments that cuts the connection."""
@@ -61,6 +66,8 @@ class Exchange:
         """Of the answer; 0 until it starts."""
         self.refusal = ""
         """Code of the error that was the answer."""
+        self.num_sent = 0
+        """Bytes of the answer so far."""
         self.started = False
         self.streaming = False
         self.ended = False
@@ -77,16 +84,28 @@ class Exchange:
 
     @property
     def query(self) -> dict[str, str]:
-        return dict(parse_qsl(self._query.decode("latin-1"), max_num_fields=32))
+        try:
+            return dict(parse_qsl(self._query.decode("latin-1"), max_num_fields=MAX_QUERY_FIELDS))
+        except ValueError:
+            raise RequestError(
+                f"the query has more than {MAX_QUERY_FIELDS} fields", code="invalid_query"
+            ) from None
 
     async def json_object(self) -> Json:
         """The body as a JSON object; RequestError 400 otherwise."""
-        value = await parse_json(self.body)
-        if not isinstance(value, dict):
-            raise RequestError(
-                f"the body must be a JSON object, got {type(value).__name__}", code="invalid_json"
-            )
-        return value
+        return await self.read(lambda raw: raw)
+
+    async def read(self, work: Callable[[Json], T], waits: bool = False) -> T:
+        """What `work` makes of the body's JSON object; off the event loop when the body is large.
+
+        Whatever grows with what a client sent is done in `work`.
+
+        Args:
+            waits: `work` waits for another process, so that it is off the loop whatever its size.
+        """
+        body = self.body
+        size = len(body) + (THREAD_BYTES + 1 if waits else 0)
+        return await off_loop(size, lambda: work(json_object(body)))
 
     async def optional_object(self) -> Json:
         """As json_object, with an empty body for {}; fields may come as a query string instead."""
@@ -183,6 +202,7 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": lines})
 
     async def _put(self, body: bytes, more: bool = True) -> None:
+        self.num_sent += len(body)
         message = {"type": "http.response.body", "body": body, "more_body": more}
         steps = self._send(message).__await__()
         try:

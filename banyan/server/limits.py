@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import orjson
 
 from banyan.base.errors import RequestError
-from banyan.frontend.threads import off_loop
+from banyan.frontend.constraint import MAX_DEPTH, check_depth
 
 Receive = Callable[[], Awaitable[dict[str, object]]]
 
@@ -20,6 +20,11 @@ BODY_TIMEOUT_S = 10.0
 
 BODY_TOTAL_S = 120.0
 """Longest time for a whole body, however steadily it drips."""
+
+
+MAX_VALUES = 1_000_000
+MAX_CONTAINERS = 250_000
+"""Values, and lists and objects, of one JSON body: parsing as many takes a tenth of a second."""
 
 
 class ClientGone(Exception):
@@ -64,17 +69,23 @@ def _too_large(size: str, max_bytes: int) -> RequestError:
     )
 
 
-async def parse_json(body: bytes) -> object:
-    """The JSON value of `body`, parsed in a thread when large; RequestError 400 otherwise."""
-    return await off_loop(len(body), lambda: strict_json(body))
+def json_object(body: bytes) -> dict[str, object]:
+    """The JSON object that `body` is; RequestError 400 otherwise."""
+    value = strict_json(body)
+    if not isinstance(value, dict):
+        raise bad_json(f"the body must be a JSON object, got {type(value).__name__}")
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH:
+        check_depth(value, "the body")
+    return value
 
 
 def strict_json(body: bytes) -> object:
-    """Parse JSON, refusing what readers disagree on.
+    """Parse JSON, refusing what readers disagree on, and what would take long or much memory.
 
     orjson refuses bad UTF-8, lone surrogates, NaN, infinite numbers and depth above 1024; the
     second pass finds duplicate keys and keeps integers of any size exact.
     """
+    _refuse_many(body)
     try:
         orjson.loads(body)
         return json.loads(body, object_pairs_hook=_unique)
@@ -84,14 +95,24 @@ def strict_json(body: bytes) -> object:
         raise bad_json(f"the body is not acceptable JSON: {error}") from None
 
 
+def _refuse_many(body: bytes) -> None:
+    """Count before parsing, which nothing interrupts. Marks within texts count too."""
+    for marks, most, what in (
+        ((b",",), MAX_VALUES, "values"),
+        ((b"[", b"{"), MAX_CONTAINERS, "lists and objects"),
+    ):
+        if sum(map(body.count, marks)) > most:
+            raise bad_json(f"the body has more than {most} {what}")
+
+
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        seen: list[str] = []
+        seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
                 raise bad_json(f"the key {key[:80]!r} appears twice in one object")
-            seen.append(key)
+            seen.add(key)
     return found
 
 

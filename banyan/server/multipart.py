@@ -2,14 +2,22 @@
 
 import re
 from dataclasses import dataclass
-from email.message import Message
+from urllib.parse import unquote
 
 from banyan.base.errors import RequestError
 
 MAX_PARTS = 32
+MAX_HEAD_BYTES = 8 << 10
+"""Longest head of a part, and longest Content-Type of a form."""
+
+MAX_BOUNDARY = 70
+"""Characters (RFC 2046)."""
 
 _HEAD_END = b"\r\n\r\n"
-_DISPOSITION = re.compile(rb"content-disposition:[ \t]*(.*)", re.IGNORECASE)
+_DISPOSITION = re.compile(r"content-disposition:[ \t]*form-data[ \t]*(?=;|$)", re.IGNORECASE)
+_FORM = re.compile(r"[ \t]*multipart/form-data[ \t]*(?=;|$)", re.IGNORECASE)
+_PARAMETER = re.compile(r';[ \t]*([\w*-]{1,32})=(?:"((?:[^"\\]|\\.)*)"|([^";\s]+))[ \t]*', re.ASCII)
+_ESCAPED = re.compile(r"\\(.)")
 
 
 @dataclass(frozen=True)
@@ -32,12 +40,15 @@ def read_form(body: bytes, content_type: str) -> list[Part]:
         content_type: of the request, with its boundary.
 
     Raises:
-        RequestError: the body is no such form, or has more than MAX_PARTS parts.
+        RequestError: the body is no such form, or goes beyond a bound of this file.
     """
-    kind = _header(content_type)
-    boundary = kind.get_param("boundary")
-    if kind.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
-        raise _refusal("the body must be multipart/form-data with a boundary")
+    kind = _FORM.match(content_type) if len(content_type) <= MAX_HEAD_BYTES else None
+    boundary = _parameters(content_type, kind.end()).get("boundary", "") if kind else ""
+    if not 0 < len(boundary) <= MAX_BOUNDARY:
+        raise _refusal(
+            "the body must be multipart/form-data with a boundary of at most "
+            f"{MAX_BOUNDARY} characters"
+        )
     mark = b"\r\n--" + boundary.encode("latin-1", "replace")
     pieces = (b"\r\n" + body).split(mark, MAX_PARTS + 2)
     if len(pieces) < 2 or len(pieces) > MAX_PARTS + 2:
@@ -48,24 +59,36 @@ def read_form(body: bytes, content_type: str) -> list[Part]:
 
 
 def _part(piece: bytes) -> Part:
-    head, found, content = piece.partition(_HEAD_END)
-    line = next((m for m in map(_DISPOSITION.match, head.split(b"\r\n")) if m), None)
-    if not found or line is None:
+    end = piece.find(_HEAD_END, 0, MAX_HEAD_BYTES + len(_HEAD_END))
+    if end < 0:
+        raise _refusal(f"a part of the form has no head of at most {MAX_HEAD_BYTES} bytes")
+    lines = piece[:end].decode("utf-8", "replace").split("\r\n")
+    found = next((m for m in map(_DISPOSITION.match, lines) if m), None)
+    if found is None:
         raise _refusal("a part of the form has no Content-Disposition")
-    fields = _header(line.group(1).decode("utf-8", "replace"))
-    name, filename = fields.get_param("name"), fields.get_filename()
-    if not isinstance(name, str):
+    fields = _parameters(found.string, found.end())
+    if "name" not in fields:
         raise _refusal("a part of the form has no name")
-    return Part(name, filename, content)
+    return Part(fields["name"], _filename(fields), piece[end + len(_HEAD_END) :])
 
 
-def _header(text: str) -> Message:
-    """A header's value and its parameters."""
-    parsed = Message()
-    parsed["content-type"] = text
-    if not text.lower().startswith("multipart/"):
-        parsed["content-disposition"] = text
-    return parsed
+def _parameters(line: str, at: int) -> dict[str, str]:
+    """The parameters of a header's value behind position `at`; what is no parameter ends them."""
+    found: dict[str, str] = {}
+    while match := _PARAMETER.match(line, at):
+        name, quoted, plain = match.groups()
+        value = plain if quoted is None else _ESCAPED.sub(r"\1", quoted)
+        found.setdefault(name.lower(), value)
+        at = match.end()
+    return found
+
+
+def _filename(fields: dict[str, str]) -> str | None:
+    """The file's name, also in the form of RFC 5987 (charset'language'percent-encoded)."""
+    charset, _, rest = fields.get("filename*", "").partition("'")
+    if charset.lower() == "utf-8" and "'" in rest:
+        return unquote(rest.partition("'")[2])
+    return fields.get("filename")
 
 
 def _refusal(text: str) -> RequestError:

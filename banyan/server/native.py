@@ -8,7 +8,8 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.frontend.native_answer import NativeService
-from banyan.frontend.sampling import merged
+from banyan.frontend.sampling import Limits, merged
+from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.openai.fields import typed
 from banyan.server.state import ServerState, Service
@@ -41,8 +42,9 @@ async def generate(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
     native = native_service(service, state)
     body = await exchange.json_object()
-    turn = state.sessions.begin(body, service.tokenizer, exchange.tenant)
-    request = await native.read(body if turn is None else turn.body, exchange.tenant)
+    turn = await state.sessions.begin(body, service.tokenizer, service.limits, exchange.tenant)
+    asked = body if turn is None else turn.body
+    request = await native.read(asked, exchange.tenant, len(exchange.body))
     if turn is not None and len(request.sequences) > 1:
         raise RequestError("A turn of a session has one answer.", param="n")
     for name, why in merged(s.not_honoured for s in request.sequences).items():
@@ -99,8 +101,23 @@ async def close_session(exchange: Exchange, state: ServerState) -> None:
 async def vertex(exchange: Exchange, state: ServerState) -> None:
     """Vertex AI: `instances` are the prompts, `parameters` the fields that they have in common."""
     native = native_service(state.admit(), state)
-    body = await exchange.json_object()
+    limits = native.limits
+    request = await exchange.read(
+        lambda body: native.parse(_from_vertex(body, limits), exchange.tenant)
+    )
+    with state.open.holding([s.request for s in request.sequences], exchange.tenant):
+        answer = await native.answer(request)
+    await exchange.json({"predictions": answer})
+
+
+def _from_vertex(body: Json, limits: Limits) -> Json:
+    """The native body that means the same."""
     instances, parameters = body.get("instances"), body.get("parameters") or {}
+    if isinstance(instances, list) and len(instances) > limits.max_sequences:
+        raise RequestError(
+            f"at most {limits.max_sequences} instances are accepted, got {len(instances)}",
+            param="instances",
+        )
     names = ("text", "input_ids", "input_embeds")
     name = next((n for n in names if isinstance(instances, list) and _all_have(instances, n)), "")
     if not isinstance(instances, list) or not name or not isinstance(parameters, dict):
@@ -109,11 +126,7 @@ async def vertex(exchange: Exchange, state: ServerState) -> None:
             "input_embeds, and parameters an object",
             param="instances",
         )
-    prompts = [instance[name] for instance in instances]
-    request = await native.read({**parameters, name: prompts, "stream": False}, exchange.tenant)
-    with state.open.holding([s.request for s in request.sequences], exchange.tenant):
-        answer = await native.answer(request)
-    await exchange.json({"predictions": answer})
+    return {**parameters, name: [instance[name] for instance in instances], "stream": False}
 
 
 def _all_have(instances: list[object], name: str) -> bool:

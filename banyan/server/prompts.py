@@ -1,15 +1,16 @@
 """From what a client sends to prompt token ids: chat messages, texts, or ids as they are.
 
-Large texts are rendered and tokenised in a thread, so that other streams go on meanwhile.
+All of it is CPU work that grows with what was sent: routes call it from `off_loop`.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from banyan.base.errors import RequestError
 from banyan.frontend.chat import RESERVED
 from banyan.frontend.constraint import check_depth
-from banyan.frontend.threads import THREAD_BYTES, off_loop
+from banyan.frontend.long_texts import encode_texts, fitted_text
 from banyan.server.errors import Json
 from banyan.server.state import Service
 
@@ -29,11 +30,9 @@ class Conversation:
     continue_final_message: bool = False
     add_generation_prompt: bool = True
     tools: list[Json] | None = None
-    tools_bytes: int = 0
-    """Size of `tools` as JSON."""
 
 
-async def chat_ids(service: Service, chat: Conversation) -> list[int]:
+def chat_ids(service: Service, chat: Conversation) -> list[int]:
     """Token ids of a rendered conversation; text inside messages never becomes a special token."""
     if service.chat is None:
         raise RequestError(
@@ -57,34 +56,36 @@ async def chat_ids(service: Service, chat: Conversation) -> list[int]:
             "continue_final_message needs a last message of the assistant",
             param="continue_final_message",
         )
-    template = service.chat
-
-    def render() -> list[int]:
-        return template.encode(
-            messages,
-            chat.tools,
-            add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
-            continue_final_message=chat.continue_final_message,
-            **chat.options,
-        )
-
-    # In a thread whatever the size: it waits for the process that the template runs in.
-    size = sum(_size(m["content"]) for m in messages) + chat.tools_bytes
-    return await off_loop(THREAD_BYTES + 1 + size, render)
+    tokenizer = service.chat.tokenizer
+    return service.chat.encode(
+        messages,
+        chat.tools,
+        add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
+        continue_final_message=chat.continue_final_message,
+        variables=chat.options,
+        fit=lambda text: fitted_text(tokenizer, text, service.limits),
+    )
 
 
-async def text_ids(service: Service, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a plain prompt, in which the texts of special tokens count as such."""
-    tokenizer = service.words()
-    return await off_loop(len(text), lambda: tokenizer.encode(text, add_special_tokens))
+def text_ids(
+    service: Service, texts: Iterable[str], add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Token ids of plain prompts, in which the texts of special tokens count as such."""
+    return encode_texts(service.words(), texts, service.limits, add_special_tokens)
 
 
-async def ids_text(
+def ids_text(
     service: Service, ids: list[int], skip_special_tokens: bool, param: str = "tokens"
 ) -> str:
     tokenizer = service.words()
-    checked_ids(ids, service, param)
-    return await off_loop(len(ids), lambda: tokenizer.decode(ids, skip_special_tokens))
+    return tokenizer.decode(checked_ids(ids, service, param), skip_special_tokens)
+
+
+def check_count(num: int, service: Service, param: str, what: str = "prompts") -> None:
+    """RequestError when one request may not have so many; asked before any of them is read."""
+    most = service.limits.max_sequences
+    if num > most:
+        raise RequestError(f"at most {most} {what} are accepted, got {num}", param=param)
 
 
 def checked_ids(ids: list[int], service: Service, param: str) -> list[int]:
@@ -100,17 +101,42 @@ def checked_messages(messages: list[Json]) -> list[Json]:
     """Messages that a template can render: known roles, content a text or text parts."""
     if not messages:
         raise RequestError("Messages cannot be empty.", param="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise RequestError(
-            f"at most {MAX_MESSAGES} messages are accepted, got {len(messages)}", param="messages"
-        )
+    check_messages(len(messages))
     return [_message(m, i) for i, m in enumerate(messages)]
+
+
+def check_messages(num: int) -> None:
+    """RequestError when a conversation has so many messages."""
+    if num > MAX_MESSAGES:
+        raise RequestError(
+            f"at most {MAX_MESSAGES} messages are accepted, got {num}", param="messages"
+        )
 
 
 def json_text(value: object, param: str) -> str:
     """`value` as JSON text, integers of any size included; RequestError when it is too deep."""
     check_depth(value, param)
     return json.dumps(value, ensure_ascii=False)
+
+
+class _Growing(list[str]):
+    """Parts of a text that is put together."""
+
+
+def add_text(message: Json, name: str, text: str, between: str) -> None:
+    """Put `text` behind what the field `name` says, at no cost for what is there already. The
+    field is a list of parts until `whole_texts`."""
+    parts = message.get(name)
+    if not isinstance(parts, _Growing):
+        parts = message[name] = _Growing([str(parts)] if parts else [])
+    if parts:
+        parts.append(between)
+    parts.append(text)
+
+
+def whole_texts(message: Json) -> Json:
+    """The message with what `add_text` has put together as texts."""
+    return {k: "".join(v) if isinstance(v, _Growing) else v for k, v in message.items()}
 
 
 def _message(message: Json, index: int) -> Json:
@@ -149,10 +175,3 @@ def _part_text(part: object, index: int) -> str:
     if not isinstance(text, str):
         raise RequestError(f"messages[{index}]: a text part needs a text", param="messages")
     return text
-
-
-def _size(content: object) -> int:
-    """Characters of checked content."""
-    if isinstance(content, list):
-        return sum(len(part["text"]) for part in content)
-    return len(content) if isinstance(content, str) else 0

@@ -1,14 +1,21 @@
 """/tokenize and /detokenize: text or messages to ids and back."""
 
+from dataclasses import replace
+
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.frontend.long_texts import encode_texts
 from banyan.frontend.tools.definitions import read_tools
+from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.openai.fields import typed
 from banyan.server.openai.schema import Message
-from banyan.server.prompts import Conversation, chat_ids, ids_text, text_ids
-from banyan.server.state import ServerState
+from banyan.server.prompts import Conversation, chat_ids, check_count, ids_text
+from banyan.server.state import ServerState, Service
+
+MAX_TOKENIZED = 1 << 17
+"""Tokens of one text that /tokenize counts, where the context is shorter than that."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,7 +37,19 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 async def tokenize(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
-    request = typed(await exchange.json_object(), TokenizeRequest)
+    found, is_list = await exchange.read(lambda raw: _tokenized(service, raw), waits=True)
+    await exchange.json(
+        {
+            "tokens": found if is_list else found[0],
+            "count": [len(f) for f in found] if is_list else len(found[0]),
+            "max_model_len": service.limits.context_length,
+        }
+    )
+
+
+def _tokenized(service: Service, raw: Json) -> tuple[list[list[int]], bool]:
+    """Token ids of each prompt, and whether they are answered as a list."""
+    request = typed(raw, TokenizeRequest)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("exactly one of prompt and messages must be given", param="prompt")
     if request.messages is not None:
@@ -42,27 +61,28 @@ async def tokenize(exchange: Exchange, state: ServerState) -> None:
             True if with_prompt is None else with_prompt,
             list(read_tools(request.tools or []).definitions.values()) or None,
         )
-        found = [await chat_ids(service, chat)]
-    else:
-        texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
-        found = [await text_ids(service, t, request.add_special_tokens) for t in texts]
-    is_list = isinstance(request.prompt, list)
-    await exchange.json(
-        {
-            "tokens": found if is_list else found[0],
-            "count": [len(f) for f in found] if is_list else len(found[0]),
-            "max_model_len": service.limits.context_length,
-        }
-    )
+        return [chat_ids(service, chat)], False
+    texts = [request.prompt] if isinstance(request.prompt, str) else request.prompt or []
+    check_count(len(texts), service, "prompt")
+    # A text that is too long for the model may be counted all the same, to be cut by the caller.
+    limits = service.limits
+    most = replace(limits, context_length=max(limits.context_length, MAX_TOKENIZED))
+    most = replace(most, max_request_tokens=0, auto_truncate=False)
+    found = encode_texts(service.words(), texts, most, request.add_special_tokens)
+    return found, isinstance(request.prompt, list)
 
 
 async def detokenize(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
-    request = typed(await exchange.json_object(), DetokenizeRequest)
+    texts, is_list = await exchange.read(lambda raw: _detokenized(service, raw))
+    await exchange.json({"text": texts if is_list else texts[0]})
+
+
+def _detokenized(service: Service, raw: Json) -> tuple[list[str], bool]:
+    """The text of each list of ids, and whether they are answered as a list."""
+    request = typed(raw, DetokenizeRequest)
     tokens = request.tokens
     is_list = bool(tokens) and all(isinstance(t, list) for t in tokens)
-    texts = [
-        await ids_text(service, ids, request.skip_special_tokens)
-        for ids in (tokens if is_list else [tokens])
-    ]
-    await exchange.json({"text": texts if is_list else texts[0]})
+    given = tokens if is_list else [tokens]
+    check_count(len(given), service, "tokens")
+    return [ids_text(service, ids, request.skip_special_tokens) for ids in given], is_list

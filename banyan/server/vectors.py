@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.frontend.generation import TextRequest
 from banyan.frontend.native import checked_rid, checked_salt, namespace_of
 from banyan.frontend.vectors import (
     Origin,
-    Prompt,
     Vector,
     VectorService,
     prompts_of,
@@ -48,17 +48,20 @@ class ClassifyRequest(VectorRequest, frozen=True, kw_only=True):
 async def encode(exchange: Exchange, state: ServerState) -> None:
     """The vector, or the scores of the model's classes, of each prompt."""
     service = state.admit()
-    raw = await exchange.json_object()
-    known = {*COMMON, "text", "input_ids", "dimensions", "sampling_params"}
-    refuse_fields(raw, known, exchange, state.config.server.strict_requests)
-    request = typed(raw, NativeRequest)
-    if (request.text is None) == (request.input_ids is None):
-        raise RequestError("Exactly one of text and input_ids must be given.", param="text")
-    name = "text" if request.input_ids is None else "input_ids"
-    value = request.text if request.input_ids is None else request.input_ids
-    prompts, is_list = prompts_of(value, name, with_pairs=True)
     vectors = vector_service(service, state)
-    requests = await vectors.read(prompts, origin_of(exchange, request, "encode"))
+
+    def read(raw: Json) -> tuple[NativeRequest, list[TextRequest], bool]:
+        known = {*COMMON, "text", "input_ids", "dimensions", "sampling_params"}
+        refuse_fields(raw, known, exchange, state.config.server.strict_requests)
+        request = typed(raw, NativeRequest)
+        if (request.text is None) == (request.input_ids is None):
+            raise RequestError("Exactly one of text and input_ids must be given.", param="text")
+        name = "text" if request.input_ids is None else "input_ids"
+        value = request.text if request.input_ids is None else request.input_ids
+        prompts, is_list = prompts_of(value, name, service.limits, with_pairs=True)
+        return request, vectors.read(prompts, origin_of(exchange, request, "encode")), is_list
+
+    request, requests, is_list = await exchange.read(read)
     with state.open.holding(requests, exchange.tenant):
         answers = await vectors.answer(requests, request.dimensions)
     await exchange.json(answers if is_list else answers[0])
@@ -67,14 +70,19 @@ async def encode(exchange: Exchange, state: ServerState) -> None:
 async def classify(exchange: Exchange, state: ServerState) -> None:
     """The likeliest class of each input and the probabilities of all."""
     service = state.admit()
-    raw = await exchange.json_object()
-    strict = state.config.server.strict_requests
-    refuse_fields(raw, {*COMMON, "input"}, exchange, strict)
-    request = typed(raw, ClassifyRequest)
-    model = check_model(request.model, state.served_name, exchange.warn, strict)
     labels = labels_of(service)
-    prompts, _ = prompts_of(request.input, "input", with_pairs=True)
-    found = await read_vectors(exchange, state, service, prompts, request, "classify")
+
+    def read(raw: Json) -> tuple[str, list[TextRequest]]:
+        strict = state.config.server.strict_requests
+        refuse_fields(raw, {*COMMON, "input"}, exchange, strict)
+        request = typed(raw, ClassifyRequest)
+        model = check_model(request.model, state.served_name, exchange.warn, strict)
+        prompts, _ = prompts_of(request.input, "input", service.limits, with_pairs=True)
+        vectors, origin = vector_service(service, state), origin_of(exchange, request, "classify")
+        return model, vectors.read(prompts, origin)
+
+    model, requests = await exchange.read(read)
+    found = await vectors_of(exchange, state, service, requests)
     entries: list[Json] = []
     for index, vector in enumerate(found):
         probs = softmax(vector.values)
@@ -116,20 +124,12 @@ def origin_of(exchange: Exchange, request: VectorRequest, route: str) -> Origin:
     )
 
 
-async def read_vectors(
-    exchange: Exchange,
-    state: ServerState,
-    service: Service,
-    prompts: Sequence[Prompt],
-    request: VectorRequest,
-    route: str,
+async def vectors_of(
+    exchange: Exchange, state: ServerState, service: Service, requests: Sequence[TextRequest]
 ) -> list[Vector]:
-    """The vector of each prompt; the request's ids are taken while they run."""
-    origin = origin_of(exchange, request, route)
-    vectors = vector_service(service, state)
-    requests = await vectors.read(prompts, origin)
+    """The vector of each request; their ids are taken while they run."""
     with state.open.holding(requests, exchange.tenant):
-        return await vectors.vectors(requests)
+        return await vector_service(service, state).vectors(requests)
 
 
 def vector_service(service: Service, state: ServerState) -> VectorService:

@@ -133,10 +133,10 @@ def test_scores_follow_positions_from_the_start_of_the_prompt():
     asked = request(scores=ScoreOptions(start=0, top=2, ids=(7, 9)))
     answer, _ = run(say("ok"), asked)
     prompt = ids_of("Hi")
-    assert answer.prompt_scores == [
-        TokenScore(None, prompt[0]),
-        TokenScore(logprob_of(1), prompt[1], [(0.0, 0), (-1.0, 1)], [(-7.0, 7), (-9.0, 9)]),
-    ]
+    first, second = answer.prompt_scores
+    assert first == TokenScore(None, prompt[0]) and first.top == []
+    assert (second.logprob, second.token) == (logprob_of(1), prompt[1])
+    assert second.top == [(0.0, 0), (-1.0, 1)] and second.picked == [(-7.0, 7), (-9.0, 9)]
     assert [s.token for s in answer.output_scores] == [*ids_of("ok"), EOS]
     assert [s.logprob for s in answer.output_scores] == [logprob_of(p) for p in (2, 3, 4)]
 
@@ -234,21 +234,36 @@ def test_prompts_outside_the_vocabulary_are_refused(prompt):
     assert caught.value.status == 400
 
 
-def test_more_scores_than_the_bound_are_refused_with_the_numbers():
-    asked = request("abc", 900, scores=ScoreOptions(start=0, ids=tuple([1] * 5000)))
-    with pytest.raises(RequestError, match="4515903 log-probabilities; at most 4000000"):
-        run(say("hi"), asked)
+@asynchronous
+async def test_what_the_sequences_of_a_request_ask_for_together_is_bounded_with_the_numbers():
+    wide = replace(LIMITS, hidden_size=2048, hidden_states=True)
+    narrow = replace(wide, max_prompt_tokens=1025)
+    scored = ScoreOptions(start=0, top=255)
+    for asked, told, limits in (
+        (
+            request("abc", 900, scores=ScoreOptions(start=3, ids=(1,) * 5000)),
+            "4500900 log-prob",
+            wide,
+        ),
+        (request("a" * 400, 1, scores=scored), "1024000 log-probabilities of its prompts", wide),
+        (replace(request("abc", 900), hidden=ALL_HIDDEN), "18493440 values of hidden states", wide),
+        (request("a" * 103, 1), "1025 tokens in all", narrow),
+    ):
+        async with serving(say("hi")) as (client, engine):
+            several = [replace(asked, id=RequestId(f"r{i}")) for i in range(10)]
+            generator = TextGenerator(client, TOKENIZER, limits)
+            with pytest.raises(RequestError, match=told):
+                await collect(generator, several)
+            assert client.num_open == 0 and not engine.received, "nothing was begun"
 
 
-def test_more_hidden_states_than_the_bound_are_refused_with_the_numbers():
+def test_hidden_states_need_the_flag_and_the_last_one_is_never_too_much():
     async def ask(hidden, limits):
         async with serving(say("hi")) as (client, _):
             asked = replace(request("abc", 900), hidden=hidden)
             return await anext(TextGenerator(client, TOKENIZER, limits).generate(asked))
 
     wide = replace(LIMITS, hidden_size=8192, hidden_states=True)
-    with pytest.raises(RequestError, match="7397376 values of hidden states; at most 4000000"):
-        asyncio.run(ask(ALL_HIDDEN, wide))
     with pytest.raises(RequestError, match="--enable-return-hidden-states"):
         asyncio.run(ask(LAST_HIDDEN, LIMITS))
     assert asyncio.run(ask(LAST_HIDDEN, wide)).tokens, "the last one alone is never too much"

@@ -1,16 +1,25 @@
 """Sessions: which tokens a turn goes on from, and when a session ends."""
 
+import asyncio
+
 import pytest
 
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import RequestError
-from banyan.frontend.sessions import MAX_IDLE_S, Sessions
+from banyan.frontend.sampling import Limits
+from banyan.frontend.sessions import MAX_IDLE_S, Begun, Sessions
+
+LIMITS = Limits(context_length=200, vocab_size=99)
+
+
+def begin(sessions: Sessions, body: dict[str, object], tenant: bytes = b"") -> Begun | None:
+    return asyncio.run(sessions.begin(body, None, LIMITS, tenant))
 
 
 def turn(sessions: Sessions, ids: list[int], output: list[int], name: str, **params) -> list[int]:
     """Play a turn to its end; returns the prompt it had."""
     body = {"input_ids": ids, "rid": name, "session_params": {"id": "s", **params}}
-    begun = sessions.begin(body, None)
+    begun = begin(sessions, body)
     assert begun is not None and begun.body["rid"] == name
     assert "session_params" not in begun.body
     begun.keep(output)
@@ -61,7 +70,7 @@ def test_replacing_forgets_what_came_later(sessions):
 
 
 def test_a_turn_that_has_not_ended_cannot_be_gone_on_from(sessions):
-    sessions.begin({"input_ids": [4], "rid": "b", "session_params": {"id": "s", "rid": "a"}}, None)
+    begin(sessions, {"input_ids": [4], "rid": "b", "session_params": {"id": "s", "rid": "a"}})
     with pytest.raises(RequestError, match="no finished turn"):
         turn(sessions, [5], [], "c", rid="b")
 
@@ -81,14 +90,14 @@ def test_a_turn_that_has_not_ended_cannot_be_gone_on_from(sessions):
 )
 def test_turns_that_make_no_sense_are_refused(sessions, body, text):
     with pytest.raises(RequestError, match=text):
-        sessions.begin(body, None)
+        begin(sessions, body)
 
 
 def test_a_session_belongs_to_who_opened_it(sessions):
     assert sessions.open(5, "s", tenant=b"other") == "s"
     body = {"input_ids": [1], "session_params": {"id": "s", "rid": "a"}}
     with pytest.raises(RequestError, match="no finished turn"):
-        sessions.begin(body, None, tenant=b"other")
+        begin(sessions, body, tenant=b"other")
 
 
 def test_an_id_is_free_again_once_its_session_is_closed(sessions):
@@ -131,7 +140,7 @@ def test_beyond_the_bytes_the_tenant_that_keeps_most_loses_its_oldest_session():
         found.open(1000, name, tenant=tenant)
         params = {"id": name}
         body = {"input_ids": [7] * num_tokens, "rid": "a", "session_params": params}
-        begun = found.begin(body, None, tenant)
+        begun = begin(found, body, tenant)
         clock.advance_to(clock.now() + 1)
         begun.keep([])
 
@@ -146,7 +155,7 @@ def test_a_session_opens_for_its_own_tenant_only():
     found = Sessions(VirtualClock())
     found.open(100, "s", tenant=b"alice")
     body = {"input_ids": [1], "session_params": {"id": "s"}}
-    assert found.begin(body, None, b"alice") is not None
+    assert begin(found, body, b"alice") is not None
     with pytest.raises(RequestError, match="not open"):
-        found.begin(body, None, b"bob")
+        begin(found, body, b"bob")
     assert not found.close("s", b"bob") and found.close("s", b"alice")

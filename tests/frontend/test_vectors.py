@@ -6,7 +6,10 @@ from array import array
 import pytest
 
 from banyan.base.errors import RequestError
+from banyan.frontend.sampling import Limits
 from banyan.frontend.vectors import prompts_of, shortened, sigmoid, softmax
+
+LIMITS = Limits(context_length=64, vocab_size=99, max_sequences=8)
 
 
 @pytest.mark.parametrize(
@@ -20,19 +23,27 @@ from banyan.frontend.vectors import prompts_of, shortened, sigmoid, softmax
     ],
 )
 def test_a_prompt_is_a_text_or_ids_or_a_list_of_either(value, expected, is_list):
-    assert prompts_of(value, "input") == (expected, is_list)
+    assert prompts_of(value, "input", LIMITS) == (expected, is_list)
 
 
 def test_pairs_are_two_texts_where_they_are_welcome():
-    assert prompts_of([["a", "b"], "c"], "text", with_pairs=True) == ([("a", "b"), "c"], True)
+    assert prompts_of([["a", "b"], "c"], "text", LIMITS, with_pairs=True) == (
+        [("a", "b"), "c"],
+        True,
+    )
     with pytest.raises(RequestError, match="input must be"):
-        prompts_of([["a", "b"]], "input")
+        prompts_of([["a", "b"]], "input", LIMITS)
 
 
 @pytest.mark.parametrize("value", [None, 3, "", [], [""], [None], [[]], [True], [["a", ""]], {}])
 def test_anything_else_is_refused(value):
     with pytest.raises(RequestError, match="input"):
-        prompts_of(value, "input", with_pairs=True)
+        prompts_of(value, "input", LIMITS, with_pairs=True)
+
+
+def test_more_prompts_than_are_taken_are_refused_before_any_is_looked_at():
+    with pytest.raises(RequestError, match="at most 8 prompts per request, got 9"):
+        prompts_of([None] * 9, "input", LIMITS)
 
 
 def test_a_shortened_vector_has_length_one():

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import httpx
@@ -21,6 +21,7 @@ from banyan.config.schema import (
     ObserveConfig,
     ServerConfig,
 )
+from banyan.frontend.budget import check_budget
 from banyan.frontend.chat import load_chat
 from banyan.frontend.client import Health, Replica
 from banyan.frontend.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
@@ -88,6 +89,7 @@ class FakeGenerator:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
+        self.limits = Limits(CARD.context_length, CARD.vocab_size, (256,))
         self.script: Callable[[TextRequest], list[Step]] = lambda _: steps("Hel", "lo")
         self.asked: list[TextRequest] = []
         self.started = threading.Semaphore(0)
@@ -95,6 +97,9 @@ class FakeGenerator:
         self.open: dict[RequestId, None] = {}
         self.hold_after: int | None = None
         """Chunks after which generation waits for ever; None = it does not."""
+
+    def check(self, requests: Sequence[TextRequest]) -> None:
+        check_budget(requests, self.limits)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         self.asked.append(request)
@@ -110,7 +115,7 @@ class FakeGenerator:
     async def _chunks(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         num_output, scores = 0, request.scores
         prompt_scores = [
-            TokenScore(None if i == 0 else -float(i), t, [(-0.5, t)] * scores.top)
+            TokenScore(None if i == 0 else -float(i), t, (-0.5,) * scores.top, (t,) * scores.top)
             for i, t in enumerate(request.prompt)
             if 0 <= scores.start <= i
         ]
@@ -120,7 +125,7 @@ class FakeGenerator:
             ids = self.tokenizer.encode(step.text, add_special_tokens=False)
             num_output += len(ids)
             output_scores = [
-                TokenScore(-0.25, t, [(-0.25, t), (-2.0, 1)][: scores.top]) for t in ids
+                TokenScore(-0.25, t, (-0.25, -2.0)[: scores.top], (t, 1)[: scores.top]) for t in ids
             ]
             yield TextChunk(
                 text=step.text,
@@ -190,7 +195,7 @@ class Site:
             ready=READY,
             client=self.client,
             generator=self.generator,
-            limits=Limits(CARD.context_length, CARD.vocab_size, (256,)),
+            limits=self.generator.limits,
             tokenizer=self.tokenizer,
             chat=load_chat(self.tokenizer),
         )

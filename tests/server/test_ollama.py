@@ -3,7 +3,7 @@ client's types."""
 
 import json
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -337,6 +337,9 @@ def test_a_model_for_text_makes_no_vectors(client: ollama.Client) -> None:
 
 class Embedder:
     """A model whose vectors are (number of tokens, 1) for every prompt."""
+
+    def check(self, requests: Sequence[TextRequest]) -> None:
+        assert requests
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
         vector = array("f", [len(request.prompt), 1.0]).tobytes()

@@ -8,13 +8,20 @@ import pytest
 
 from tests.system.conftest import with_tiny_model
 from tests.system.serving import Server, serving, status_of, wait_until
-from tests.system.watch import Canary
+from tests.system.watch import Canary, watched
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 ANTHROPIC = {"model": "x", "max_tokens": 2, "messages": CHAT["messages"]}
 OLLAMA = {"model": "x", "prompt": "hello", "stream": False, "options": {"num_predict": 2}}
 NATIVE = {"text": "hello", "sampling_params": {"max_new_tokens": 2}}
 SCORE = {"model": "x", "query": "q", "items": ["a", "b"], "label_token_ids": [5, 6]}
+
+MAX_BLOCKED_S = 0.2
+MAX_GROWN_MB = 64
+ATTEMPTS = 3
+"""A busy machine slows a thread down beyond its own work; what is wrong in itself is so always."""
+MAX_PEAK_MB = 250
+"""The largest body that is taken, and what it is parsed to, together with what is freed later."""
 
 EDGES = [
     sign * (1 << bits) + more
@@ -104,3 +111,112 @@ def test_a_batch_with_such_a_line_ends_with_one_refusal(shared_server):
     wait_until(lambda: found()["status"] == "completed", 60, "the batch to end")
     counts = found()["request_counts"]
     assert (counts["completed"], counts["failed"]) == (3, 1)
+
+
+def many(item: str, num_bytes: int) -> str:
+    """A JSON list of this item, about this long."""
+    return "[" + ",".join([item] * (num_bytes // (len(item) + 1))) + "]"
+
+
+MB = 1 << 20
+KEYS = ",".join(f'"{i}":1' for i in range(200_000))
+ASSISTANT = '{"role":"assistant","content":"' + "a" * 1000 + '"}'
+CALL = '{"type":"function","id":"c","function":{"name":"f","arguments":{"a":"b"}}}'
+WORDS = "word " * (2 * MB // 5)
+DIGITS = "7" * (4 * MB)
+FORM = 'multipart/form-data; boundary="b"'
+HOSTILE_HEAD = '--b\r\nContent-Disposition: form-data; name="' + ";" * 60_000 + "\r\n\r\nx\r\n--b--"
+
+HOSTILE = {
+    "a key twice among many": ("/generate", f'{{{KEYS},"7":1}}'),
+    "brackets": ("/generate", '{"a":' + many("[]", 16 * MB) + "}"),
+    "numbers": ("/generate", '{"input_ids":' + many("300", 30 * MB) + "}"),
+    "a head of semicolons": ("/v1/files", HOSTILE_HEAD),
+    "many assistant items": ("/v1/responses", '{"input":' + many(ASSISTANT, 16 * MB) + "}"),
+    "short texts": ("/tokenize", '{"prompt":' + many('"a"', 4 * MB) + "}"),
+    "texts of digits": ("/tokenize", '{"prompt":' + many(f'"{"7" * 8000}"', 24 * MB) + "}"),
+    "one text of digits": ("/tokenize", f'{{"prompt":"{DIGITS}"}}'),
+    "ids to text": ("/detokenize", '{"tokens":' + many("[5]", MB) + "}"),
+    "many prompts": ("/v1/completions", '{"prompt":' + many('"a b c"', 4 * MB) + "}"),
+    "prompts x n": (
+        "/v1/completions",
+        '{"n":128,"prompt":' + many(f'"{WORDS[:1000]}"', 3 * MB) + "}",
+    ),
+    "prompts of digits": ("/generate", '{"text":' + many(f'"{DIGITS[:1900]}"', 7 * MB) + "}"),
+    "a long prompt": ("/v1/completions", f'{{"prompt":"{WORDS}"}}'),
+    "a long turn": (
+        "/generate",
+        f'{{"text":"{DIGITS}","session_params":{{"id":"hostile"}}}}',
+    ),
+    "many items to score": (
+        "/v1/score",
+        '{"query":"q","label_token_ids":[5],"items":' + many('"a"', MB) + "}",
+    ),
+    "a long chat": (
+        "/v1/chat/completions",
+        json.dumps({"messages": [{"role": "user", "content": WORDS}]}),
+    ),
+    "many tool calls": (
+        "/v1/chat/completions",
+        '{"messages":[{"role":"assistant","content":"","tool_calls":' + many(CALL, 5 * MB) + "}]}",
+    ),
+    "many messages for Ollama": (
+        "/api/chat",
+        '{"model":"x","messages":'
+        + many('{"role":"assistant","tool_calls":[{"function":{"name":"f","arguments":{}}}]}', MB)
+        + "}",
+    ),
+    "system messages in a row": (
+        "/v1/messages",
+        '{"model":"x","max_tokens":1,"messages":'
+        + many('{"role":"system","content":"' + "a" * 900 + '"}', 14 * MB)
+        + "}",
+    ),
+    "best tokens of every position": (
+        "/generate",
+        json.dumps(
+            {
+                "input_ids": [5] * 2000,
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "top_logprobs_num": 256,
+                "sampling_params": {"n": 128, "max_new_tokens": 1},
+            }
+        ),
+    ),
+    "ids named at every position": (
+        "/generate",
+        json.dumps(
+            {
+                "input_ids": [5] * 900,
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                "token_ids_logprob": list(range(400)),
+                "stream": True,
+                "sampling_params": {"max_new_tokens": 4},
+            }
+        ),
+    ),
+}
+"""Name -> (path, body)."""
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_request_neither_blocks_the_loop_nor_takes_memory(shared_server, name):
+    path, body = HOSTILE[name]
+    kind = FORM if path == "/v1/files" else "application/json"
+    shared_server.http.post(
+        "/open_session", json={"capacity_of_str_len": 9, "session_id": "hostile"}
+    )
+    for _ in range(ATTEMPTS):
+        with watched(shared_server) as seen:
+            answer = shared_server.http.post(
+                path, content=body.encode(), headers={"content-type": kind}
+            )
+            told = answer.text[:300]
+        print(f"{name}: {answer.status_code} {seen} {told[:120]}")
+        assert answer.status_code < 500, told
+        assert seen.peak_mb < MAX_PEAK_MB, seen
+        if seen.blocked_s < MAX_BLOCKED_S and seen.grown_mb < MAX_GROWN_MB:
+            return
+    pytest.fail(f"{name}: {seen}")

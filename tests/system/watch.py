@@ -18,6 +18,8 @@ CANARY = {
     "input_ids": [5, 6, 7],
     "sampling_params": {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True},
 }
+SETTLED_S = 5.0
+GROWN_MB = 20
 PROBE_S = 0.01
 """Pause between two looks at the loop."""
 
@@ -85,7 +87,10 @@ def watched(server: Server) -> Iterator[Seen]:
         connection.close()
 
     _forget_peak(server)
-    before, own_before = _resident_mb(server), process.memory_info().rss / 2**20
+    own_before = process.memory_info().rss / 2**20
+    # Processes that are started meanwhile are not of it: they have limits of their own.
+    members = [psutil.Process(pid) for pid in (server.pid, *server.members())]
+    before = _resident_mb(members)
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()
     try:
@@ -96,7 +101,7 @@ def watched(server: Server) -> Iterator[Seen]:
         assert not thread.is_alive(), f"/livez has been silent for {CALL_S} s"
         with suppress(psutil.NoSuchProcess, FileNotFoundError):
             seen.peak_mb = _peak_mb(server) - own_before
-            seen.grown_mb = _resident_mb(server) - before
+            seen.grown_mb = _settled_mb(members, before + GROWN_MB) - before
 
 
 def _cpu_s(process: psutil.Process) -> float:
@@ -104,9 +109,16 @@ def _cpu_s(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-def _resident_mb(server: Server) -> float:
-    found = [psutil.Process(pid) for pid in (server.pid, *server.members())]
-    return sum(p.memory_info().rss for p in found) / 2**20
+def _resident_mb(processes: list[psutil.Process]) -> float:
+    return sum(p.memory_info().rss for p in processes if p.is_running()) / 2**20
+
+
+def _settled_mb(processes: list[psutil.Process], enough_mb: float) -> float:
+    """Resident memory once it is down to `enough_mb`: what is freed goes back a little later."""
+    deadline_s = time.monotonic() + SETTLED_S
+    while (now := _resident_mb(processes)) > enough_mb and time.monotonic() < deadline_s:
+        time.sleep(PROBE_S)
+    return now
 
 
 def _forget_peak(server: Server) -> None:

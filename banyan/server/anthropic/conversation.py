@@ -11,7 +11,7 @@ from banyan.server.anthropic.schema import Block, Turn
 from banyan.server.anthropic.signature import hidden_in
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Report
-from banyan.server.prompts import json_text
+from banyan.server.prompts import add_text, check_messages, json_text, whole_texts
 
 _BILLING = "x-anthropic-billing-header:"
 _ROLES = ("user", "assistant", "system")
@@ -33,6 +33,7 @@ def chat_messages(
     Raises:
         RequestError: a block is malformed, or of a kind that this server cannot show a model.
     """
+    check_messages(len(turns))
     found: list[Json] = []
     if instructions := _system(system, report):
         found.append({"role": "system", "content": instructions})
@@ -54,7 +55,7 @@ def chat_messages(
                 report(f"{where}.citations", "answers cite nothing")
     if continues(turns) and found[-1].get("tool_calls"):
         raise _refusal("the calls of the last message need a tool_result each before the answer")
-    return found
+    return [whole_texts(message) for message in found]
 
 
 def continues(turns: Sequence[Turn]) -> bool:
@@ -136,7 +137,7 @@ def _add_to_user(found: list[Json], turn: Turn, where: str) -> None:
     texts = [_text(block, f"{where}[{i}]") for i, block in enumerate(blocks)]
     text = turn.content if isinstance(turn.content, str) else "\n".join(texts)
     if found[-1]["role"] == "user":
-        found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{text}"}
+        add_text(found[-1], "content", text, "\n")
     else:
         found.append({"role": "user", "content": text})
 

@@ -17,8 +17,9 @@ from banyan.server.anthropic.schema import (
 )
 from banyan.server.anthropic.translate import WORDS, chat_body
 from banyan.server.app import Route
+from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
-from banyan.server.openai.chat_plan import chat_prompt, plan_chat
+from banyan.server.openai.chat_plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
     account_for,
@@ -38,15 +39,20 @@ async def messages(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
     server = state.config.server
     report = _reporter(exchange, server.strict_requests)
-    request = await _read(exchange, MessagesRequest, report)
-    model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
-    try:
-        body = chat_body(request, service.chat and service.chat.template, report)
-        chat = typed(body, ChatRequest)
-        origin = origin_of(exchange, chat, "messages")
-        plan = await plan_chat(service, body, chat, origin, report, may_shorten=True)
-    except RequestError as error:
-        raise in_words(error, WORDS) from None
+
+    def read(raw: Json) -> tuple[MessagesRequest, str, ChatPlan]:
+        request = _read(raw, MessagesRequest, report)
+        model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
+        try:
+            body = chat_body(request, service.chat and service.chat.template, report)
+            chat = typed(body, ChatRequest)
+            origin = origin_of(exchange, chat, "messages")
+            plan = plan_chat(service, body, chat, origin, report, may_shorten=True)
+        except RequestError as error:
+            raise in_words(error, WORDS) from None
+        return request, model, plan
+
+    request, model, plan = await exchange.read(read, waits=True)
     answer = MessageAnswer(
         plan,
         f"msg_{exchange.id}",
@@ -75,11 +81,14 @@ async def count_tokens(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
     strict = state.config.server.strict_requests
     report = _reporter(exchange, strict)
-    request = await _read(exchange, CountRequest, report)
-    check_model(request.model, state.served_name, exchange.warn, strict)
-    body = chat_body(request, service.chat and service.chat.template, report)
-    chat = typed(body, ChatRequest)
-    ids, _ = await chat_prompt(service, chat, report)
+
+    def read(raw: Json) -> list[int]:
+        request = _read(raw, CountRequest, report)
+        check_model(request.model, state.served_name, exchange.warn, strict)
+        body = chat_body(request, service.chat and service.chat.template, report)
+        return chat_prompt(service, typed(body, ChatRequest), report)[0]
+
+    ids = await exchange.read(read, waits=True)
     await exchange.json({"input_tokens": len(ids)})
 
 
@@ -90,9 +99,8 @@ def _reporter(exchange: Exchange, strict: bool) -> Report:
     return report
 
 
-async def _read(exchange: Exchange, kind: type[R], report: Report) -> R:
+def _read(raw: Json, kind: type[R], report: Report) -> R:
     """The typed request; every field of the body is honoured, refused or reported."""
-    raw = await exchange.json_object()
     account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
     account_for_members(raw, MEMBERS, HARMLESS_MEMBERS, report)
     return typed(raw, kind)

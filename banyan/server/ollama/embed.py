@@ -3,22 +3,30 @@
 import time
 
 from banyan.base.errors import RequestError
-from banyan.frontend.vectors import Prompt, Vector, prompts_of, shortened
+from banyan.frontend.generation import TextRequest
+from banyan.frontend.vectors import Prompt, prompts_of, shortened
+from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
-from banyan.server.ollama.fields import model_of, read, reporter
+from banyan.server.ollama.fields import model_of, reporter, typed_from
 from banyan.server.ollama.schema import EmbedRequest
-from banyan.server.state import ServerState
-from banyan.server.vectors import VectorRequest, read_vectors
+from banyan.server.state import ServerState, Service
+from banyan.server.vectors import VectorRequest, origin_of, vector_service, vectors_of
 
 
 async def embed(exchange: Exchange, state: ServerState) -> None:
     started_ns = time.monotonic_ns()
-    request = await _read(exchange, state)
-    model = model_of(request.model, exchange, state)
-    prompts: list[Prompt] = []
-    if request.input != []:
-        prompts, _ = prompts_of(request.input, "input")
-    found = await _vectors(exchange, state, prompts) if prompts else []
+    service = state.admit()
+
+    def read(raw: Json) -> tuple[EmbedRequest, str, list[TextRequest]]:
+        request = _typed(raw, exchange, state)
+        model = model_of(request.model, exchange, state)
+        if request.input == []:
+            return request, model, []
+        prompts, _ = prompts_of(request.input, "input", service.limits)
+        return request, model, _requests(exchange, state, service, prompts)
+
+    request, model, requests = await exchange.read(read)
+    found = await vectors_of(exchange, state, service, requests) if requests else []
     await exchange.json(
         {
             "model": model,
@@ -34,24 +42,30 @@ async def embed(exchange: Exchange, state: ServerState) -> None:
 
 async def embed_prompt(exchange: Exchange, state: ServerState) -> None:
     """The form of before `input`: one text, one vector."""
-    request = await _read(exchange, state)
-    model_of(request.model, exchange, state)
-    if not request.prompt:
-        raise RequestError("prompt must be a text", param="prompt")
-    (vector,) = await _vectors(exchange, state, [request.prompt])
+    service = state.admit()
+
+    def read(raw: Json) -> list[TextRequest]:
+        request = _typed(raw, exchange, state)
+        model_of(request.model, exchange, state)
+        if not request.prompt:
+            raise RequestError("prompt must be a text", param="prompt")
+        return _requests(exchange, state, service, [request.prompt])
+
+    (vector,) = await vectors_of(exchange, state, service, await exchange.read(read))
     await exchange.json({"embedding": vector.values.tolist()})
 
 
-async def _read(exchange: Exchange, state: ServerState) -> EmbedRequest:
+def _typed(raw: Json, exchange: Exchange, state: ServerState) -> EmbedRequest:
     report = reporter(exchange, state)
-    request = await read(exchange, EmbedRequest, report)
+    request = typed_from(raw, EmbedRequest, report)
     for name in request.options or {}:
         report(f"options.{name}", "not used for vectors")
     return request
 
 
-async def _vectors(exchange: Exchange, state: ServerState, prompts: list[Prompt]) -> list[Vector]:
-    service = state.admit()
+def _requests(
+    exchange: Exchange, state: ServerState, service: Service, prompts: list[Prompt]
+) -> list[TextRequest]:
     if not service.limits.is_embedding:
         raise RequestError(
             "this model is served for text; it makes no vectors",
@@ -59,4 +73,5 @@ async def _vectors(exchange: Exchange, state: ServerState, prompts: list[Prompt]
             code="not_available",
             hint="Start a server with --is-embedding",
         )
-    return await read_vectors(exchange, state, service, prompts, VectorRequest(), "embed")
+    origin = origin_of(exchange, VectorRequest(), "embed")
+    return vector_service(service, state).read(prompts, origin)

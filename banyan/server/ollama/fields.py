@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
+from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.ollama.schema import HARMLESS, REFUSED, Message
 from banyan.server.openai.fields import (
@@ -37,12 +38,16 @@ def reporter(
     return report
 
 
-async def read(exchange: Exchange, kind: type[R], report: Report) -> R:
+def typed_from(raw: Json, kind: type[R], report: Report) -> R:
     """The typed request; every field of the body is honoured, refused or reported."""
-    raw = await exchange.json_object()
     account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
     account_for_members(raw, {"messages": Message}, (), report)
     return typed(raw, kind)
+
+
+async def read(exchange: Exchange, kind: type[R], report: Report) -> R:
+    """The typed request of a body."""
+    return await exchange.read(lambda raw: typed_from(raw, kind, report))
 
 
 def model_of(name: str, exchange: Exchange, state: ServerState) -> str:

@@ -1,17 +1,19 @@
 """/api/chat and /api/generate over the path of chat."""
 
 import time
+from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
 from banyan.frontend.generation import run
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.ollama.answer import OllamaAnswer, now
-from banyan.server.ollama.fields import model_of, read, reporter
+from banyan.server.ollama.fields import model_of, reporter, typed_from
 from banyan.server.ollama.schema import ChatRequest, GenerateRequest, TextRequest
 from banyan.server.ollama.translate import WORDS, chat_body, prompt_body, raw_body
-from banyan.server.openai.chat_plan import plan_chat
+from banyan.server.openai.chat_plan import ChatPlan, plan_chat
 from banyan.server.openai.completions import filled_in
 from banyan.server.openai.fields import Report, in_words, origin_of, typed
 from banyan.server.openai.schema import ChatRequest as OpenAIChatRequest
@@ -24,32 +26,41 @@ _NOTHING: Json = {"role": "assistant", "content": ""}
 async def chat(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
     report = reporter(exchange, state, WORDS)
-    request = await read(exchange, ChatRequest, report)
-    if not request.messages:
-        await _say_loaded(exchange, state, request, {"message": _NOTHING})
-        return
-    try:
+
+    def read(raw: Json) -> tuple[ChatRequest, _Asked | None]:
+        request = typed_from(raw, ChatRequest, report)
+        if not request.messages:
+            return request, None
         body = chat_body(request, report)
-        await _answer(exchange, state, service, request, body, report)
-    except RequestError as error:
-        raise in_words(error, WORDS) from None
+        return request, _asked(exchange, state, service, body, report, "chat")
+
+    await _answer(exchange, state, service, read, {"message": _NOTHING})
 
 
 async def generate(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
     report = reporter(exchange, state, WORDS)
-    request = await read(exchange, GenerateRequest, report)
-    if not request.prompt and not request.suffix:
-        await _say_loaded(exchange, state, request, {"response": ""})
-        return
-    try:
-        body = await _prompt_body(service, request, report)
-        await _answer(exchange, state, service, request, body, report)
-    except RequestError as error:
-        raise in_words(error, WORDS) from None
+
+    def read(raw: Json) -> tuple[GenerateRequest, _Asked | None]:
+        request = typed_from(raw, GenerateRequest, report)
+        if not request.prompt and not request.suffix:
+            return request, None
+        body = _prompt_body(service, request, report)
+        return request, _asked(exchange, state, service, body, report, "generate")
+
+    await _answer(exchange, state, service, read, {"response": ""})
 
 
-async def _prompt_body(service: Service, request: GenerateRequest, report: Report) -> Json:
+@dataclass(frozen=True)
+class _Asked:
+    """A request that runs, as the chat request that it becomes."""
+
+    model: str
+    chat: OpenAIChatRequest
+    plan: ChatPlan
+
+
+def _prompt_body(service: Service, request: GenerateRequest, report: Report) -> Json:
     """A prompt is a user's message, unless it is raw, has a suffix, or there is no template."""
     if not (request.raw or request.suffix or service.chat is None):
         return prompt_body(request, report)
@@ -59,7 +70,8 @@ async def _prompt_body(service: Service, request: GenerateRequest, report: Repor
     prompt = request.prompt or ""
     if request.suffix:
         prompt = filled_in(service, prompt, request.suffix)
-    return raw_body(request, await text_ids(service, prompt), report)
+    (ids,) = text_ids(service, [prompt])
+    return raw_body(request, ids, report)
 
 
 async def _say_loaded(
@@ -71,21 +83,40 @@ async def _say_loaded(
     await exchange.json(body)
 
 
+def _asked(
+    exchange: Exchange,
+    state: ServerState,
+    service: Service,
+    body: Json,
+    report: Report,
+    route: str,
+) -> _Asked:
+    """What the body of a chat request runs."""
+    chat = typed(body, OpenAIChatRequest)
+    model = model_of(chat.model, exchange, state)
+    origin = origin_of(exchange, chat, route)
+    plan = plan_chat(service, body, chat, origin, report, may_shorten=True)
+    return _Asked(model, chat, plan)
+
+
 async def _answer(
     exchange: Exchange,
     state: ServerState,
     service: Service,
-    request: TextRequest,
-    body: Json,
-    report: Report,
+    read: Callable[[Json], tuple[TextRequest, _Asked | None]],
+    empty: Json,
 ) -> None:
+    """Run what `read` makes of the body; `empty` is what a request for nothing is answered."""
     started_ns = time.monotonic_ns()
-    is_chat = isinstance(request, ChatRequest)
-    model = model_of(request.model, exchange, state)
-    chat = typed(body, OpenAIChatRequest)
-    origin = origin_of(exchange, chat, "chat" if is_chat else "generate")
-    plan = await plan_chat(service, body, chat, origin, report, may_shorten=True)
-    answer = OllamaAnswer(service, plan, model, is_chat, started_ns)
+    try:
+        request, asked = await exchange.read(read, waits=True)
+    except RequestError as error:
+        raise in_words(error, WORDS) from None
+    if asked is None:
+        await _say_loaded(exchange, state, request, empty)
+        return
+    chat, plan = asked.chat, asked.plan
+    answer = OllamaAnswer(service, plan, asked.model, isinstance(request, ChatRequest), started_ns)
     kept = []
     with state.open.holding(plan.asked, exchange.tenant):
         async with aclosing(run(service.generator, plan.asked)) as chunks:

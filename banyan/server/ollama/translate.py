@@ -1,6 +1,7 @@
 """From a request of Ollama's API to the chat request that means the same."""
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 
 from banyan.base.errors import RequestError
 from banyan.server.errors import Json
@@ -13,7 +14,7 @@ from banyan.server.ollama.schema import (
     TextRequest,
 )
 from banyan.server.openai.fields import Report
-from banyan.server.prompts import json_text
+from banyan.server.prompts import check_messages, json_text
 
 WORDS: Mapping[str, str] = {
     "max_new_tokens": "num_predict",
@@ -26,14 +27,39 @@ WORDS: Mapping[str, str] = {
 }
 """Field of a chat request -> what the client called it."""
 
-Pending = list[tuple[str, str]]
-"""(id, name) of calls whose results have not come yet."""
+
+class Pending:
+    """(id, name) of calls whose results have not come yet."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[str, str] | None] = []
+        self._places: dict[tuple[str, str], deque[int]] = {}
+        """Indices of calls in order, by ("id", id), ("name", name), and ("", "") for all."""
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, id: str, name: str) -> None:
+        for key in (("id", id), ("name", name), ("", "")):
+            self._places.setdefault(key, deque()).append(len(self._calls))
+        self._calls.append((id, name))
+
+    def take(self, id: str | None, name: str | None) -> tuple[str, str] | None:
+        """The call that a result is of: by its id, else by name, else in order."""
+        places = self._places.get(("id", id) if id else ("name", name) if name else ("", ""))
+        while places:
+            at = places.popleft()
+            call, self._calls[at] = self._calls[at], None
+            if call is not None:
+                return call
+        return None
 
 
 def chat_body(request: ChatRequest, report: Report) -> Json:
     """The body of a chat request; RequestError when a field is malformed."""
     given = request.messages or []
-    pending: Pending = []
+    check_messages(len(given))
+    pending = Pending()
     messages = [_message(message, i, pending) for i, message in enumerate(given)]
     last = given[-1] if given else None
     return {
@@ -144,20 +170,13 @@ def _call(call: Json, index: int, pending: Pending) -> Json:
         )
     given = call.get("id")
     id = given if isinstance(given, str) and given else f"call_{index}_{len(pending)}"
-    pending.append((id, name))
+    pending.add(id, name)
     text = json_text(arguments, "messages")
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def _answered(message: Message, pending: Pending) -> tuple[str, str]:
-    """Id and name of the call that a result is of: by its id, else by name, else in order."""
+    """Id and name of the call that a result is of."""
     wanted, name = message.tool_call_id, message.tool_name
-    fits: Sequence[tuple[str, str]] = [
-        call
-        for call in pending
-        if (call[0] == wanted if wanted else call[1] == name if name else True)
-    ]
-    if not fits:
-        return wanted or "", name or ""
-    pending.remove(fits[0])
-    return fits[0][0], name or fits[0][1]
+    call = pending.take(wanted, name)
+    return (call[0], name or call[1]) if call else (wanted or "", name or "")

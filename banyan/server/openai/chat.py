@@ -4,10 +4,17 @@ from contextlib import aclosing
 
 from banyan.base.errors import RequestError
 from banyan.frontend.generation import run
+from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.openai.chat_answer import ChatAnswer
 from banyan.server.openai.chat_plan import ChatPlan, plan_chat
-from banyan.server.openai.fields import check_model, in_openai_words, origin_of, read_fields
+from banyan.server.openai.fields import (
+    Origin,
+    check_model,
+    in_openai_words,
+    origin_of,
+    read_fields,
+)
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.state import ServerState, Service
 
@@ -15,18 +22,20 @@ from banyan.server.state import ServerState, Service
 async def chat_completions(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
     server = state.config.server
-    raw = await exchange.json_object()
-    request = read_fields(raw, ChatRequest, exchange, server.strict_requests)
-    model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
-    origin = origin_of(exchange, request, "chat")
 
     def report(field: str, why: str) -> None:
         exchange.warn_or_refuse(field, why, server.strict_requests)
 
-    try:
-        plan = await plan_chat(service, raw, request, origin, report)
-    except RequestError as error:
-        raise in_openai_words(error) from None
+    def read(raw: Json) -> tuple[ChatRequest, str, Origin, ChatPlan]:
+        request = read_fields(raw, ChatRequest, exchange, server.strict_requests)
+        model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
+        origin = origin_of(exchange, request, "chat")
+        try:
+            return request, model, origin, plan_chat(service, raw, request, origin, report)
+        except RequestError as error:
+            raise in_openai_words(error) from None
+
+    request, model, origin, plan = await exchange.read(read, waits=True)
     answer = ChatAnswer(service, origin.rid, plan, model, server.cache_report)
     with state.open.holding(plan.asked, exchange.tenant):
         if request.stream:

@@ -1,4 +1,7 @@
-"""From a chat request to what runs and how its answers are read."""
+"""From a chat request to what runs and how its answers are read.
+
+CPU work that grows with the request: routes call it from `off_loop`.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +12,6 @@ from banyan.frontend.constraint import start_after
 from banyan.frontend.generation import ScoreOptions, TextRequest
 from banyan.frontend.reasoning.base import ReasoningFormat
 from banyan.frontend.sampling import ParsedSampling, fit_prompt, parse_sampling
-from banyan.frontend.threads import off_loop
 from banyan.frontend.tokenizer import Tokenizer
 from banyan.messages.requests import NO_SCORES
 from banyan.server.errors import Json
@@ -37,7 +39,7 @@ class ChatPlan:
     """The token that ends the thinking, where it is one."""
 
 
-async def plan_chat(
+def plan_chat(
     service: Service,
     raw: Json,
     request: ChatRequest,
@@ -56,7 +58,7 @@ async def plan_chat(
         RequestError: a field is malformed, or two do not go together.
     """
     top = _top_logprobs(request)
-    ids, use = await chat_prompt(service, request, warn)
+    ids, use = chat_prompt(service, request, warn)
     ids = fit_prompt(ids, service.limits)
     longest = _max_tokens(request)
     if may_shorten and longest is not None:
@@ -71,7 +73,7 @@ async def plan_chat(
     for name, why in parsed.ignored.items():
         warn(name, why)
     form = _form(service, request, use, ids)
-    parsed = await _guided(service, parsed, form, use, ids)
+    parsed = _guided(service, parsed, form, use, ids)
 
     def scores(prompt: list[int]) -> ScoreOptions:
         return ScoreOptions(NO_SCORES if top is None else len(prompt), top or 0)
@@ -80,24 +82,19 @@ async def plan_chat(
     return ChatPlan(sequences(origin, [(ids, parsed)], scores), form, top, end)
 
 
-async def chat_prompt(
-    service: Service, request: ChatRequest, warn: Report
-) -> tuple[list[int], ToolUse]:
+def chat_prompt(service: Service, request: ChatRequest, warn: Report) -> tuple[list[int], ToolUse]:
     """The prompt's token ids, and the tools that it shows."""
     template = service.chat.template if service.chat else None
     use = tool_use(request, service.parsers, bool(template and template.takes_tools), warn)
-    return await _prompt(service, request, use, _options(request, template, warn)), use
+    return _prompt(service, request, use, _options(request, template, warn)), use
 
 
-async def _prompt(service: Service, request: ChatRequest, use: ToolUse, options: Json) -> list[int]:
+def _prompt(service: Service, request: ChatRequest, use: ToolUse, options: Json) -> list[int]:
     if request.input_ids is not None:
         return checked_ids(request.input_ids, service, "input_ids")
     tools = list(use.offered.definitions.values()) or None
     continues = bool(request.continue_final_message)
-    chat = Conversation(
-        request.messages, options, continues, tools=tools, tools_bytes=use.num_bytes
-    )
-    return await chat_ids(service, chat)
+    return chat_ids(service, Conversation(request.messages, options, continues, tools=tools))
 
 
 def _max_tokens(request: ChatRequest) -> int | None:
@@ -185,7 +182,7 @@ def _tail(words: Tokenizer, ids: list[int]) -> str:
     return words.decode(ids[-_TAIL_TOKENS:], skip_special_tokens=False)
 
 
-async def _guided(
+def _guided(
     service: Service, parsed: ParsedSampling, form: AnswerForm, use: ToolUse, ids: list[int]
 ) -> ParsedSampling:
     """The sampling with the tools' grammar, thinking left free, and the parsers' marks shown."""
@@ -202,7 +199,7 @@ async def _guided(
     end, answer = _thinking_marks(service, form, words, ids)
     grammar = start_after(parsed.grammar, answer)
     if not grammar:
-        grammar = await off_loop(use.num_bytes, lambda: use.grammar(end))
+        grammar = use.grammar(end)
     return replace(parsed, text=text, grammar=grammar)
 
 

@@ -6,8 +6,16 @@ from functools import partial
 from typing import cast
 
 from banyan.base.errors import RequestError
-from banyan.frontend.generation import ScoreOptions, TextChunk, TextRequest, collect, run
+from banyan.frontend.generation import (
+    ScoreOptions,
+    TextChunk,
+    TextRequest,
+    collect,
+    run,
+    shown_bytes,
+)
 from banyan.frontend.sampling import fit_prompt, merged, parse_sampling
+from banyan.frontend.threads import off_loop
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.openai.fields import (
@@ -28,7 +36,7 @@ from banyan.server.openai.shapes import (
     hidden_states,
     matched_stop,
 )
-from banyan.server.prompts import checked_ids, ids_text, text_ids
+from banyan.server.prompts import check_count, checked_ids, ids_text, text_ids
 from banyan.server.state import ServerState, Service
 
 DEFAULT_MAX_TOKENS = 16
@@ -38,22 +46,25 @@ MAX_LOGPROBS = 20
 async def completions(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
     server = state.config.server
-    raw = await exchange.json_object()
-    request = read_fields(raw, CompletionRequest, exchange, server.strict_requests)
-    model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
-    origin = origin_of(exchange, request, "completion")
-    try:
-        report = partial(exchange.warn_or_refuse, strict=server.strict_requests)
-        plan = await _plan(service, raw, request, origin, report)
-    except RequestError as error:
-        raise in_openai_words(error) from None
+
+    def read(raw: Json) -> tuple[CompletionRequest, str, Origin, Plan]:
+        request = read_fields(raw, CompletionRequest, exchange, server.strict_requests)
+        model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
+        origin = origin_of(exchange, request, "completion")
+        try:
+            report = partial(exchange.warn_or_refuse, strict=server.strict_requests)
+            return request, model, origin, _plan(service, raw, request, origin, report)
+        except RequestError as error:
+            raise in_openai_words(error) from None
+
+    request, model, origin, plan = await exchange.read(read)
     answer = CompletionAnswer(service, origin.rid, plan, request, model, server.cache_report)
     with state.open.holding(plan.asked, exchange.tenant):
         if request.stream:
             await _stream(exchange, service, request, answer, plan)
         else:
             chunks = await collect(service.generator, plan.asked)
-            await exchange.json(answer.whole(chunks))
+            await exchange.json(await off_loop(shown_bytes(chunks), lambda: answer.whole(chunks)))
 
 
 class Plan:
@@ -70,14 +81,19 @@ class Plan:
         return self.echoes[index // self.best_of]
 
 
-async def _plan(
+def _plan(
     service: Service, raw: Json, request: CompletionRequest, origin: Origin, report: Report
 ) -> Plan:
+    num = len(request.prompt) if isinstance(request.prompt, list) else 1
+    if num and not _is_ids(request.prompt):
+        check_count(num, service, "prompt")
     prompts = _prompts(request.prompt)
-    if len(prompts) > service.limits.max_sequences:
+    best_of = min(_sequences_of(raw, request), service.limits.max_n)
+    if len(prompts) * best_of > service.limits.max_sequences:
         raise RequestError(
-            f"at most {service.limits.max_sequences} prompts are accepted, got {len(prompts)}",
-            param="prompt",
+            f"{len(prompts)} prompts x {best_of} sequences are more than "
+            f"{service.limits.max_sequences}",
+            param="n",
         )
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     if max_tokens <= 0:
@@ -87,8 +103,8 @@ async def _plan(
             f"logprobs must be in [0, {MAX_LOGPROBS}], got {request.logprobs}", param="logprobs"
         )
     found = []
-    for prompt in prompts:
-        ids = fit_prompt(await _ids(service, prompt, request.suffix), service.limits)
+    for ids in _ids(service, prompts, request.suffix):
+        ids = fit_prompt(ids, service.limits)
         parsed = parse_sampling(
             native_sampling(raw, max_tokens),
             prompt_len=len(ids),
@@ -101,13 +117,7 @@ async def _plan(
         report(name, why)
     n = found[0][1].n
     best_of = _best_of(request, n, service.limits.max_n)
-    if len(found) * best_of > service.limits.max_sequences:
-        raise RequestError(
-            f"{len(found)} prompts x {best_of} sequences are more than "
-            f"{service.limits.max_sequences}",
-            param="n",
-        )
-    echoes = [await _echo(service, p) for p in prompts] if request.echo else [""] * len(prompts)
+    echoes = [_echo(service, p) for p in prompts] if request.echo else [""] * len(prompts)
     top = request.logprobs if request.logprobs is not None else (0 if best_of > n else None)
 
     def scores(ids: list[int]) -> ScoreOptions:
@@ -138,12 +148,15 @@ def _is_ids(prompt: object) -> bool:
     return isinstance(prompt, list) and bool(prompt) and all(type(p) is int for p in prompt)
 
 
-async def _ids(service: Service, prompt: str | list[int], suffix: str | None) -> list[int]:
+def _ids(service: Service, prompts: list[str | list[int]], suffix: str | None) -> list[list[int]]:
     if suffix:
-        prompt = filled_in(service, prompt, suffix)
-    if isinstance(prompt, str):
-        return await text_ids(service, prompt)
-    return checked_ids(prompt, service, "prompt")
+        prompts = [filled_in(service, prompt, suffix) for prompt in prompts]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    encoded = iter(text_ids(service, texts) if texts else [])
+    return [
+        next(encoded) if isinstance(prompt, str) else checked_ids(prompt, service, "prompt")
+        for prompt in prompts
+    ]
 
 
 def filled_in(service: Service, prompt: str | list[int], suffix: str) -> str:
@@ -157,10 +170,16 @@ def filled_in(service: Service, prompt: str | list[int], suffix: str) -> str:
     return service.fill_in.prompt(prompt, suffix)
 
 
-async def _echo(service: Service, prompt: str | list[int]) -> str:
+def _echo(service: Service, prompt: str | list[int]) -> str:
     if isinstance(prompt, str):
         return prompt
-    return await ids_text(service, prompt, skip_special_tokens=True, param="prompt")
+    return ids_text(service, prompt, skip_special_tokens=True, param="prompt")
+
+
+def _sequences_of(raw: Json, request: CompletionRequest) -> int:
+    """Sequences of each prompt as far as can be told before a prompt is read."""
+    n = raw.get("n")
+    return max(1, n if type(n) is int else 1, request.best_of or 1)
 
 
 def _best_of(request: CompletionRequest, n: int, max_n: int) -> int:
@@ -276,7 +295,8 @@ async def _stream(
             is_first = index not in opened
             opened.add(index)
             if is_first or chunk.text or chunk.output_scores or chunk.finish:
-                body = answer.chunk(index, chunk, is_first)
+                work = partial(answer.chunk, index, chunk, is_first)
+                body = await off_loop(shown_bytes([chunk]), work)
                 if options and options.continuous_usage_stats:
                     body["usage"] = answer.usage.of(index)
                 await exchange.event(body)

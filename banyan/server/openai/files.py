@@ -5,6 +5,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from banyan.base.errors import RequestError
+from banyan.frontend.threads import off_loop
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.multipart import Part, read_form
@@ -77,7 +78,8 @@ def listed(bodies: list[Json], has_more: bool) -> Json:
 
 
 async def _upload(exchange: Exchange, state: ServerState) -> None:
-    parts = read_form(exchange.body, exchange.header(b"content-type"))
+    body, kind = exchange.body, exchange.header(b"content-type")
+    parts = await off_loop(len(body) + len(kind), lambda: read_form(body, kind))
     for name in {p.name.partition("[")[0]: None for p in parts}:
         if name not in _OWN_FIELDS:
             exchange.warn_or_refuse(name, "not used", state.config.server.strict_requests)

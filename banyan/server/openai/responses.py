@@ -7,7 +7,7 @@ polls, or follows its stream.
 import asyncio
 import re
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import orjson
@@ -45,6 +45,7 @@ from banyan.server.openai.responses_request import (
 from banyan.server.openai.responses_run import Running
 from banyan.server.openai.responses_tools import (
     MAX_CALLS,
+    Offered,
     ServerCalls,
     first_listings,
     offered_tools,
@@ -81,28 +82,49 @@ RESPONSES = replace(OPENAI, frame=_frame, error_event=_error_event)
 """Events carry their type's name; errors before a stream are those of the other OpenAI routes."""
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A request that was read: what it continues, what it brings, and the tools that it offers."""
+
+    request: ResponsesRequest
+    model: str
+    before: list[Json]
+    given: list[Json]
+    offered: Offered
+
+
 async def create(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
     server = state.config.server
     report = _reporter(exchange, server.strict_requests)
-    request = await _read(exchange, ResponsesRequest, report)
-    model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
-    before, given = _before(request, exchange, state), given_items(request.input)
-    offered = offered_tools(request.tools or [], state.tool_servers, report)
 
-    async def plan_turn(
-        request: ResponsesRequest, written: list[Json], report: Report = _told_before
+    def plan_turn(
+        asked: _Asked, request: ResponsesRequest, written: list[Json], report: Report
     ) -> ChatPlan:
-        items = [*before, *given, *written]
+        items = [*asked.before, *asked.given, *written]
         try:
-            body = chat_body(request, items, offered, _template(service), report)
+            body = chat_body(request, items, asked.offered, _template(service), report)
             chat = typed(body, ChatRequest)
             origin = origin_of(exchange, chat, "responses")
-            return await plan_chat(service, body, chat, origin, report)
+            return plan_chat(service, body, chat, origin, report)
         except RequestError as error:
             raise in_words(error, WORDS) from None
 
-    plan = await plan_turn(request, [], report)
+    def read(raw: Json) -> tuple[_Asked, ChatPlan]:
+        request = _read(raw, ResponsesRequest, report)
+        model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
+        before, given = _before(request, exchange, state), given_items(request.input)
+        offered = offered_tools(request.tools or [], state.tool_servers, report)
+        asked = _Asked(request, model, before, given, offered)
+        return asked, plan_turn(asked, request, [], report)
+
+    asked, plan = await exchange.read(read, waits=True)
+    request, model, before, given = asked.request, asked.model, asked.before, asked.given
+    offered = asked.offered
+
+    async def plan_later(request: ResponsesRequest, written: list[Json]) -> ChatPlan:
+        return await asyncio.to_thread(plan_turn, asked, request, written, _told_before)
+
     id = _fresh_id(request, exchange, state)
     listings = first_listings(offered, [*before, *given])
     answer = ResponseAnswer(
@@ -119,7 +141,7 @@ async def create(exchange: Exchange, state: ServerState) -> None:
     calls = ServerCalls(offered, MAX_CALLS)
     if request.max_tool_calls is not None:
         calls.limit = min(MAX_CALLS, request.max_tool_calls)
-    running = Running(service, request, plan, plan_turn, calls, answer, over)
+    running = Running(service, request, plan, plan_later, calls, answer, over)
     if request.background:
         await _in_background(exchange, state, running, stored, bool(request.stream))
         return
@@ -163,12 +185,16 @@ async def input_tokens(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
     strict = state.config.server.strict_requests
     report = _reporter(exchange, strict)
-    request = await _read(exchange, PromptRequest, report)
-    check_model(request.model, state.served_name, exchange.warn, strict)
-    items = [*_before(request, exchange, state), *given_items(request.input)]
-    offered = offered_tools(request.tools or [], state.tool_servers, report)
-    chat = typed(chat_body(request, items, offered, _template(service), report), ChatRequest)
-    ids, _ = await chat_prompt(service, chat, report)
+
+    def read(raw: Json) -> list[int]:
+        request = _read(raw, PromptRequest, report)
+        check_model(request.model, state.served_name, exchange.warn, strict)
+        items = [*_before(request, exchange, state), *given_items(request.input)]
+        offered = offered_tools(request.tools or [], state.tool_servers, report)
+        chat = typed(chat_body(request, items, offered, _template(service), report), ChatRequest)
+        return chat_prompt(service, chat, report)[0]
+
+    ids = await exchange.read(read, waits=True)
     await exchange.json({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
@@ -193,9 +219,8 @@ def _told_before(field: str, why: str) -> None:
     """What a later turn cannot honour was reported for the first."""
 
 
-async def _read(exchange: Exchange, kind: type[R], report: Report) -> R:
+def _read(raw: Json, kind: type[R], report: Report) -> R:
     """The typed request; every field of the body is honoured, refused or reported."""
-    raw = await exchange.json_object()
     try:
         orjson.dumps(raw)
     except TypeError as error:

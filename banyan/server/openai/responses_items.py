@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from banyan.base.errors import RequestError
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Report
-from banyan.server.prompts import json_text
+from banyan.server.prompts import add_text, json_text, whole_texts
 from banyan.server.state import fresh_id
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -150,7 +150,7 @@ def chat_messages(
                     report("input", why)
             case "reasoning":
                 if text := thought(item, "input"):
-                    _join(_turn(found), "reasoning_content", text, "\n")
+                    add_text(_turn(found), "reasoning_content", text, "\n")
                 elif item.get("encrypted_content"):
                     report("input", "reasoning that is encrypted cannot be shown to the model")
             case "function_call":
@@ -168,7 +168,7 @@ def chat_messages(
                 id = str(item["call_id"])
                 message = {"role": "tool", "tool_call_id": id, "content": _output(item, "input")}
                 found.append(message | ({"name": names[id]} if id in names else {}))
-    return found
+    return [whole_texts(message) for message in found]
 
 
 def _say(found: list[Json], item: Json, takes_late_system: bool) -> bool:
@@ -182,21 +182,15 @@ def _say(found: list[Json], item: Json, takes_late_system: bool) -> bool:
     role = "system" if item["role"] == "developer" else item["role"]
     is_moved = role == "system" and bool(found) and not takes_late_system
     if role == "assistant":
-        _join(_turn(found), "content", text, "\n")
+        add_text(_turn(found), "content", text, "\n")
     elif role == "system" and len(found) == 1 and found[0]["role"] == "system":
-        _join(found[0], "content", text, "\n\n")
+        add_text(found[0], "content", text, "\n\n")
         return False
     elif is_moved and found[-1]["role"] == "user":
-        _join(found[-1], "content", text, "\n")
+        add_text(found[-1], "content", text, "\n")
     else:
         found.append({"role": "user" if is_moved else role, "content": text})
     return is_moved
-
-
-def _join(message: Json, name: str, text: str, between: str) -> None:
-    """Put `text` behind what the field of a message says."""
-    said = message.get(name)
-    message[name] = f"{said}{between}{text}" if said else text
 
 
 def _turn(found: list[Json]) -> Json:

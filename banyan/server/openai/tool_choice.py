@@ -6,13 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
-from banyan.frontend.constraint import Tag, json_constraint, tool_calls_constraint
+from banyan.frontend.constraint import (
+    Tag,
+    check_depth,
+    json_constraint,
+    tool_calls_constraint,
+)
 from banyan.frontend.parser_choice import Parsers
 from banyan.frontend.tools.base import ToolFormat
 from banyan.frontend.tools.definitions import Definition, Tools, read_tools
 from banyan.frontend.tools.json_list import FORMAT as JSON_LIST
 from banyan.server.openai.schema import ChatRequest
-from banyan.server.prompts import json_text
 
 _ANY = 1 << 30
 
@@ -31,8 +35,6 @@ class ToolUse:
     format: ToolFormat | None = None
     is_forced: bool = False
     max_calls: int = _ANY
-    num_bytes: int = 0
-    """Size of the tools as JSON."""
 
     @property
     def is_strict(self) -> bool:
@@ -92,7 +94,7 @@ def tool_use(
     Raises:
         RequestError: the tools or the choice are malformed, or do not go together.
     """
-    num_bytes = len(json_text(request.tools, "tools"))
+    check_depth(request.tools, "tools")
     tools = read_tools(request.tools or [])
     choice = request.tool_choice if request.tool_choice is not None else "auto"
     forced = _forced(choice, tools)
@@ -112,7 +114,6 @@ def tool_use(
         format=format,
         is_forced=bool(forced),
         max_calls=1 if single else _ANY,
-        num_bytes=num_bytes,
     )
 
 
