@@ -140,6 +140,24 @@ class BatchOptions:
     log_decode_step: int = option(0, "show every so many decode steps")
 
 
+@dataclass(frozen=True)
+class EvalOptions:
+    """`banyan bench eval`, beside the server's flags."""
+
+    url: str = option("", "a server that runs already; otherwise one is started")
+    against_url: str = option("", "a second server to compare with")
+    against: str = option("", 'flags of a second server that is started: "--cpu-activations fp32"')
+    model_name: str = option("default", "model named in the requests")
+    dataset_path: str = option("", "JSON lines with question and answer; default: our 200")
+    num_prompts: int = option(0, "the first so many questions; 0 = all")
+    output_len: int = option(64, "tokens of each answer at most")
+    temperature: float = option(0.0, "0 = the likeliest token; -1 = the server's default")
+    seed: int = option(1, "of the sampling")
+    max_concurrency: int = option(8, "questions at once")
+    timeout_s: float = option(600.0, "an answer that takes longer ends the run")
+    output_file: str = option("", "append figures and answers to this file as JSON")
+
+
 def read_options(kind: type[K], argv: Sequence[str], prog: str, summary: str) -> K:
     """All of `argv` as options of `kind`; anything else is an error."""
     found, rest = split_options(kind, argv, prog, summary, abbreviate=True)

@@ -22,6 +22,7 @@ KINDS: Table[Callable[[Sequence[str]], int]] = Table(
         "serving": "banyan.cli.bench:serving",
         "batch": "banyan.cli.bench_engine:batch",
         "throughput": "banyan.cli.bench_engine:throughput",
+        "eval": "banyan.cli.bench_eval:evaluate",
     },
 )
 
@@ -30,6 +31,7 @@ HELP = """banyan bench WHAT [flags]
   serving      load on a running server: TTFT, ITL, TPOT, throughput, goodput
   batch        one batch in this program: prefill and decode steps, roofline
   throughput   a whole data set through this program's own engine
+  eval         questions with checkable answers, one server or two side by side
 
 banyan bench WHAT --help shows the flags."""
 

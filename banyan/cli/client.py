@@ -23,7 +23,7 @@ class Client:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url {url!r} is not http://host:port")
-        self._url = url
+        self.url = url
         self._parts = parts
         self._headers = {"content-type": "application/json"}
         if api_key:
@@ -53,7 +53,7 @@ class Client:
             text = response.read(1 << 16)
         except (OSError, http.client.HTTPException) as error:
             raise BanyanError(
-                f"{self._url} does not answer: {error}", hint="is the server running?"
+                f"{self.url} does not answer: {error}", hint="is the server running?"
             ) from None
         finally:
             connection.close()
@@ -80,7 +80,7 @@ class Client:
             yield from _pieces(response)
         except (OSError, http.client.HTTPException) as error:
             raise BanyanError(
-                f"{self._url} does not answer: {error}", hint="is the server running?"
+                f"{self.url} does not answer: {error}", hint="is the server running?"
             ) from None
         finally:
             connection.close()
