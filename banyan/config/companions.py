@@ -84,15 +84,8 @@ _RULES = (
 )
 
 
-_FAST_PAGES = (16, 32, 64, 128, 256)
-
-
 def _remarks(config: Config) -> Iterator[str]:
     """What a flag does otherwise than its users may expect."""
-    size = config.cache.page_size
-    if size and size not in _FAST_PAGES:
-        sizes = ", ".join(map(str, _FAST_PAGES))
-        yield f"--page-size {size} is slow: attention has fast kernels for pages of {sizes}"
     if config.server.logit_processors:
         yield (
             "--enable-custom-logit-processor lets requests name processors that are installed "

@@ -363,6 +363,17 @@ def test_a_request_for_an_adapter_that_is_not_loaded_is_refused_by_its_name():
     assert driver.ends["a"].status == 404 and "'poet'" in driver.ends["a"].text
 
 
+def test_one_plan_is_in_flight_when_overlap_is_switched_off() -> None:
+    def most_in_flight(*flags: str) -> int:
+        driver = Driver(spec=asked(*flags))
+        driver.submit("a", list(range(8)), new=6)
+        while driver.launch() is not None:
+            pass
+        return len(driver.flying)
+
+    assert (most_in_flight("--disable-overlap-schedule"), most_in_flight()) == (1, 2)
+
+
 def test_no_more_requests_run_at_once_than_told():
     driver = Driver(spec=asked("--max-running-requests", "2"))
     for name in "abcde":

@@ -250,6 +250,16 @@ def test_a_taken_port_is_named() -> None:
             bind(ServerConfig(port=port))
 
 
+def test_a_server_listens_where_it_is_told_and_nowhere_else() -> None:
+    config = config_of("--host", "127.0.0.2", "--port", "0")
+    with contextlib.closing(bind(config.server)) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(("127.0.0.2", port), timeout=5):
+            pass
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
 def test_an_address_of_no_machine_is_named() -> None:
     with pytest.raises(ConfigError, match="203.0.113.7"):
         bind(ServerConfig(host="203.0.113.7"))

@@ -23,8 +23,7 @@ FLAGS = (
                 "leave it out, or give --device cpu",
             ),
         ),
-        proof="tests/system/test_flag_effects.py"
-        "::test_forced_kernels_threads_and_depth_are_what_the_engine_reports",
+        proof="tests/system/test_flag_effects.py::test_the_device_is_the_one_that_is_named",
     ),
     Flag(
         "tensor-parallel-size",
@@ -73,8 +72,7 @@ FLAGS = (
         low=1,
         high=4096,
         documented=False,
-        proof="tests/system/test_flag_effects.py"
-        "::test_forced_kernels_threads_and_depth_are_what_the_engine_reports",
+        proof="tests/system/test_flag_effects.py::test_an_engine_has_as_many_threads_as_it_is_told",
     ),
     Flag(
         "cpu-compiler",
@@ -98,8 +96,7 @@ FLAGS = (
         'force implementations to bisect a wrong answer, e.g. {"rms_norm": "reference"}',
         kind=JSON,
         documented=False,
-        proof="tests/system/test_flag_effects.py"
-        "::test_forced_kernels_threads_and_depth_are_what_the_engine_reports",
+        proof="tests/system/test_flag_effects.py::test_kernels_that_are_forced_are_those_that_run",
     ),
     Flag(
         "dist-timeout",

@@ -124,8 +124,8 @@ FLAGS = (
         "one step at a time: plan the next only when the last is complete",
         kind=SWITCH,
         sets=1,
-        proof="tests/system/test_flag_effects.py"
-        "::test_forced_kernels_threads_and_depth_are_what_the_engine_reports",
+        proof="tests/scheduler/test_scheduler.py"
+        "::test_one_plan_is_in_flight_when_overlap_is_switched_off",
     ),
     Flag(
         "watchdog-timeout",

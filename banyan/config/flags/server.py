@@ -7,7 +7,7 @@ FLAGS = (
         "host",
         "server.host",
         "address to listen on",
-        proof="tests/cli/test_mistakes.py::test_a_mistake_in_the_flags_is_told",
+        proof="tests/server/test_serve.py::test_a_server_listens_where_it_is_told_and_nowhere_else",
     ),
     Flag(
         "port",
