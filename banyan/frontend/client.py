@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import BanyanError, DeviceError, RequestError
 from banyan.base.ids import RequestId
@@ -187,6 +189,8 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_numbers = itertools.count(1)
         self._codec = message_codec()
+        self._sendable_text = ""
+        """The constraint of the latest request, which a frame can hold."""
         self._outbox: list[Message] = []
         self._has_mail = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -323,10 +327,15 @@ class EngineClient:
     def _refuse_unless_sendable(self, message: Message) -> None:
         """What no frame can hold is the fault of its sender, and must not reach the outbox, where
         it would end the link for everybody."""
+        checked = message
+        if isinstance(message, Generate) and message.grammar == self._sendable_text:
+            checked = msgspec.structs.replace(message, grammar="")  # of many sequences, once
         try:
-            self._codec.check(message)
+            self._codec.check(checked)
         except WireError as error:
             raise RequestError(f"The request cannot be sent to the engine: {error}") from None
+        if isinstance(message, Generate):
+            self._sendable_text = message.grammar
 
     def _gone(self) -> RequestError:
         return RequestError(self._lost, status=503, code="engine_unavailable")

@@ -25,6 +25,7 @@ import zmq
 
 from banyan.base.log import logger
 from banyan.messages.events import Event
+from banyan.messages.repeats import Receiver, Sender
 from banyan.messages.requests import Message
 from banyan.messages.wire import (
     MAX_FRAME_BYTES,
@@ -267,6 +268,7 @@ class ZmqFrontLink:
         self.dropped = 0
         self._encoder = message_codec()
         self._decoder = event_codec()
+        self._repeats = Sender()
         self._socket = _Socket()
         self._socket.zmq.bind(address)
         self._fd = int(self._socket.zmq.getsockopt(zmq.FD))
@@ -274,7 +276,7 @@ class ZmqFrontLink:
         self._woken = asyncio.Event()
 
     async def send(self, messages: list[Message]) -> None:
-        for frame in _frames(self._encoder, messages):
+        for frame in _frames(self._encoder, [self._repeats.packed(m) for m in messages]):
             while not self._socket.send(frame):
                 await asyncio.sleep(_NO_PEER_S)
         self._wake()
@@ -308,6 +310,7 @@ class ZmqEngineLink:
         self.dropped = 0
         self._encoder = event_codec()
         self._decoder = message_codec()
+        self._repeats = Receiver()
         self._socket = _Socket()
         self._socket.zmq.connect(address)
         # The socket's own descriptor signals edges, and sending may swallow one. Together with an
@@ -325,8 +328,12 @@ class ZmqEngineLink:
         if self._has_missed:
             self._has_missed = False
             os.eventfd_read(self._missed)
-        messages, dropped = self._socket.take(self._decoder)
-        self.dropped += dropped
+        packed, dropped = self._socket.take(self._decoder)
+        found = [self._repeats.unpacked(message) for message in packed]
+        messages = [message for message in found if message is not None]
+        if len(messages) < len(packed):
+            log.warning("dropped %d requests of an unknown text", len(packed) - len(messages))
+        self.dropped += dropped + len(packed) - len(messages)
         return messages
 
     def send(self, events: list[Event]) -> None:

@@ -11,6 +11,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -18,6 +19,7 @@ from banyan.base.ids import RequestId
 from banyan.messages import link as links
 from banyan.messages.events import Fatal, Stats, Tokens
 from banyan.messages.link import PrivateFolder, local_pair, zmq_pair
+from banyan.messages.repeats import Receiver, Sender
 from banyan.messages.requests import Abort, Control, Generate, StopAt
 from banyan.messages.sampling import SamplingParams
 from banyan.messages.wire import WireError
@@ -143,7 +145,7 @@ def test_frames_of_nonsense_are_dropped_and_counted_and_the_next_good_one_arrive
     engine = links.ZmqEngineLink(address)
     rng = random.Random(1)
     good = links.message_codec().encode([abort(0)])
-    bad = [b"", good[:-1], b"\xff" + good[1:], good + b"\0", b"\1\xdd\xff\xff\xff\xff"]
+    bad = [b"", good[:-1], b"\xff" + good[1:], good + b"\0", b"\2\xdd\xff\xff\xff\xff"]
     bad += [rng.randbytes(rng.randrange(1, 60)) for _ in range(200)]
     bad += [good.replace(b"r0", b"\xffr")]
     for frame in bad:
@@ -186,7 +188,7 @@ def test_frames_of_nonsense_do_not_end_the_front(folder):
     context = zmq.Context()
     raw = context.socket(zmq.PAIR)
     raw.connect(address)
-    raw.send(b"\1garbage")
+    raw.send(b"\2garbage")
     raw.send(links.event_codec().encode([]))
     raw.send(links.event_codec().encode([Stats(steps=1)]))
     assert asyncio.run(front.receive()) == [Stats(steps=1)]
@@ -194,6 +196,62 @@ def test_frames_of_nonsense_do_not_end_the_front(folder):
     raw.close(linger=0)
     context.term()
     front.close()
+
+
+def test_a_long_constraint_travels_once_and_every_request_has_it(folder):
+    front, engine = zmq_pair(folder.address("engine"))
+    sent_bytes = 0
+    send = front._socket.send
+
+    def counted(frame):
+        nonlocal sent_bytes
+        is_taken = send(frame)
+        sent_bytes += len(frame) * is_taken
+        return is_taken
+
+    front._socket.send = counted
+    text = "ebnf:" + "x" * 500_000
+    sampling = SamplingParams(max_new_tokens=3)
+    requests = [
+        Generate(request=RequestId(f"r{i}"), tokens=b"\1\0\0\0", sampling=sampling, grammar=text)
+        for i in range(100)
+    ]
+
+    async def scenario():
+        await front.send(requests[:50])
+        await front.send(requests[50:])
+        received = []
+        while len(received) < len(requests):
+            received += await asyncio.to_thread(wait_for_messages, engine)
+        return received
+
+    received = asyncio.run(scenario())
+    front.close()
+    engine.close()
+    assert received == requests
+    assert sent_bytes < 2 * len(text)
+    assert len({id(generate.grammar) for generate in received}) == 1
+
+
+def test_texts_that_are_forgotten_travel_again():
+    rng = random.Random(3)
+    sender, receiver = Sender(), Receiver()
+    sampling = SamplingParams(max_new_tokens=3)
+    num_short = 0
+    for i in range(2_000):
+        grammar = f"ebnf:{rng.choice('ab') * 1024}{int(rng.expovariate(0.1))}"
+        request = Generate(
+            request=RequestId(f"r{i}"),
+            tokens=b"\1\0\0\0",
+            sampling=sampling,
+            grammar=rng.choice([grammar, "", "regex:a"]),
+        )
+        packed = sender.packed(request)
+        num_short += packed is not request
+        assert receiver.unpacked(packed) == request
+    assert 100 < num_short < 1_000
+    for unknown in ("=99999", "=", "=x"):
+        assert receiver.unpacked(msgspec.structs.replace(request, grammar=unknown)) is None
 
 
 def test_what_the_engine_says_before_the_front_exists_is_kept(folder):
