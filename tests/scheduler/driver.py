@@ -3,6 +3,7 @@
 from array import array
 from collections import deque
 
+from banyan.config.defaults import Defaults, settle
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
 from banyan.engine.spec import CoreSpec, core_spec
@@ -17,11 +18,13 @@ from tests.config.test_resolve import CARD
 from tests.flags import config_of
 
 VOCAB = 97
+TASTE = Defaults("abacus", ("float32",), 16, 512, 128, 0.25)
+"""What a device of no particular kind would have."""
 
 
 def asked(*flags: str) -> CoreSpec:
     """What the flags ask of one replica that has plenty of memory."""
-    config = resolve(config_of(*flags), CARD, Environment())
+    config, _ = settle(resolve(config_of(*flags), CARD, Environment()), TASTE)
     memory = plan_memory(
         config.cache,
         config.schedule,

@@ -3,6 +3,7 @@
 import pytest
 
 from banyan.config.cli import parse
+from banyan.config.defaults import settle
 from banyan.config.env import Environment, read_environment
 from banyan.config.resolve import resolve
 from banyan.engine.spec import core_spec
@@ -13,12 +14,13 @@ from banyan.messages.sampling import SamplingParams
 from banyan.scheduler.budget import NewTokenRatio
 from banyan.scheduler.request import Request
 from tests.config.test_resolve import CARD
-from tests.scheduler.driver import Driver
+from tests.scheduler.driver import TASTE, Driver
 
 
 def spec_under(*flags, **variables):
     named = {f"SGLANG_{name}": text for name, text in variables.items()}
-    config = resolve(parse(flags, read_environment(named)), CARD, Environment())
+    asked = resolve(parse(flags, read_environment(named)), CARD, Environment())
+    config, _ = settle(asked, TASTE)
     memory = plan_memory(
         config.cache,
         config.schedule,
