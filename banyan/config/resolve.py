@@ -160,6 +160,14 @@ def check_the_quantization(config: Config, card: ModelCard, environment: Environ
                 hint="leave the flag out, or name a .gguf file",
             )
         return replace(config, model=replace(config.model, quantization=""))
+    if wanted == "fp8":
+        if card.quant is None or card.quant.method != wanted:
+            raise ConfigError(
+                f"--quantization {wanted} is not available for {config.model.source!r}: its "
+                f"weights are not {wanted}, and none are rounded to it",
+                hint="int8 rounds float weights to as many bits",
+            )
+        return replace(config, model=replace(config.model, quantization=""))
     if wanted and card.dtype not in _FLOATS:
         raise ConfigError(
             f"--quantization {wanted}: the weights of {config.model.source!r} are {card.dtype} "

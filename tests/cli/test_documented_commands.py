@@ -43,6 +43,7 @@ STARTS = (
     "--model-path M --tp 2",
     "--model-path M --tp 2 --enable-p2p-check",
     "--model-path M --mem-fraction-static 0.7",
+    "--model-path M --quantization fp8",
     "--model-path M --chunked-prefill-size 4096",
     "--model-path M --enable-torch-compile",
     "--model-path M --enable-deterministic-inference",
@@ -51,7 +52,6 @@ STARTS = (
 
 REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     ("--model-path M --torchao-config int4wo-128", {}, ("--torchao-config",)),
-    ("--model-path M --quantization fp8", {}, ("--quantization",)),
     ("--model-path M --kv-cache-dtype fp8_e5m2", {}, ("--kv-cache-dtype", "fp8_e5m2")),
     *(
         (

@@ -300,7 +300,7 @@ def test_a_value_of_another_name_is_reported(argv: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "instead"),
     [
-        ("--quantization fp8", "int8"),
+        ("--quantization mxfp4", "int8"),
         ("--quantization awq", "GGUF"),
         ("--kv-cache-dtype fp8_e5m2", "int8"),
         ("--device npu", "CPU"),

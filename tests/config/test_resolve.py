@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard
+from banyan.config.card import ModelCard, QuantFacts
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare, resolve
 from banyan.config.schema import Config, ModelConfig, ParallelConfig, ScheduleConfig, ServerConfig
@@ -94,11 +94,15 @@ def test_a_chunk_of_nothing_is_no_chunking() -> None:
         ("q4_0", {"dtype": "bfloat16"}, "q4_0"),
         ("gguf", {"format": "gguf", "dtype": "q4_1"}, ""),
         ("unquant", {"format": "gguf", "dtype": "q4_1"}, ""),
+        ("fp8", {"dtype": "bfloat16", "quant": QuantFacts("fp8", "{}")}, ""),
+        ("fp8", {"dtype": "bfloat16"}, "Int8 rounds float weights"),
         ("gguf", {"format": "safetensors"}, "holds safetensors"),
         ("int8", {"format": "gguf", "dtype": "q4_1"}, "are q4_1 already"),
     ],
 )
-def test_only_float_weights_are_rounded(wanted: str, facts: dict[str, str], becomes: str) -> None:
+def test_only_float_weights_are_rounded(
+    wanted: str, facts: dict[str, object], becomes: str
+) -> None:
     config = Config(model=ModelConfig(source="m", quantization=wanted))
     card = replace(CARD, **facts)
     if " " not in becomes:

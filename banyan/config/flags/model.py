@@ -124,14 +124,14 @@ FLAGS = (
     Flag(
         "quantization",
         "model.quantization",
-        "what float weights are rounded to at load, the head to 8 bits; gguf = the file is one, "
-        "and is kept as it is; default: kept as stored",
-        choices=("int8", "q8_0", "q4_0", "q4_1", "gguf", "unquant"),
+        "what float weights are rounded to at load, the head to 8 bits; gguf, fp8 = the model "
+        "is so already, and is kept as it is; default: kept as stored",
+        choices=("int8", "q8_0", "q4_0", "q4_1", "gguf", "fp8", "unquant"),
         elsewhere=(
             Elsewhere(
-                "fp8 mxfp8 w8a8_fp8 modelopt modelopt_fp8 modelopt_fp4 modelopt_mixed mxfp4 w4afp8 "
+                "mxfp8 w8a8_fp8 modelopt modelopt_fp8 modelopt_fp4 modelopt_mixed mxfp4 w4afp8 "
                 "nvfp4_online petit_nvfp4 mxfp_w4a8 quark quark_int4fp8_moe quark_mxfp4",
-                "there are no fp8 or fp4 weights here",
+                "checkpoints of that form are not read, and no weights are rounded to it",
                 "int8 rounds float weights to as many bits as fp8, q4_0 and q4_1 to four",
             ),
             Elsewhere(
