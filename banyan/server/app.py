@@ -87,7 +87,7 @@ class App:
             if route is None:
                 return
             exchange.body = await read_body(
-                receive, exchange.headers.get(b"content-length"), self._max_body
+                receive, exchange.headers.get(b"content-length"), self._most_body(route, exchange)
             )
             await self._run(route, exchange, receive)
         except RequestError as error:
@@ -109,6 +109,11 @@ class App:
                 exchange.body = b""
                 with contextlib.suppress(RuntimeError):  # the server ends, and its pool with it
                     asyncio.get_running_loop().run_in_executor(None, give_back)
+
+    def _most_body(self, route: Route, exchange: Exchange) -> int:
+        """Bytes of a body; none where nobody reads one, least of all from strangers."""
+        has_none = route.guard == auth.OPEN or exchange.method in ("GET", "HEAD")
+        return 0 if has_none else self._max_body
 
     async def _admit(self, exchange: Exchange) -> Route | None:
         """The route, or None when a refusal was sent. A key is needed before a path is known."""

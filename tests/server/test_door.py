@@ -1,6 +1,7 @@
 """Who is let in and what is read: keys, hosts, bodies, JSON, headers, vanishing clients."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -253,6 +254,69 @@ def test_headers_beyond_the_bounds_are_431(locked: Site) -> None:
     many = b"".join(b"x-%d: 1\r\n" % i for i in range(10_000))
     assert headed(locked, b"GET /livez HTTP/1.1\r\n" + many) == b"431"
     assert headed(locked, b"GET /livez HTTP/1.1\r\nx: " + b"y" * (1 << 17) + b"\r\n") == b"431"
+
+
+def closed_after(site: Site, start: bytes, more: bytes, most: int) -> bool:
+    """Whether the server hangs up on a client that goes on sending, before it has sent `most`."""
+    with socket.create_connection(("127.0.0.1", site.port), timeout=10) as raw:
+        raw.sendall(start)
+        sent = 0
+        try:
+            while sent < most:
+                raw.sendall(more)
+                sent += len(more)
+            raw.settimeout(1)
+            while raw.recv(1 << 16):
+                pass
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+        return True
+
+
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("start", "more"),
+    [
+        (CHUNKED + b"2\r\n{}\r\n0\r\n", b"x: " + b"y" * 8000 + b"\r\n"),
+        (CHUNKED + b"2\r\n{}\r\n0\r\nx: ", b"y" * 8000),
+        (CHUNKED + b"2;x=", b"y" * 8000),
+        (POST + b"x: ", b"y" * 8000),
+    ],
+    ids=["trailers", "one trailer", "a chunk's extension", "one header"],
+)
+def test_what_is_no_body_is_bounded_wherever_it_comes(
+    locked: Site, start: bytes, more: bytes
+) -> None:
+    assert closed_after(locked, start, more, 16 << 20)
+
+
+def test_headers_behind_a_request_that_is_still_answered_are_bounded(site: Site) -> None:
+    site.generator.hold_after = 1
+    body = b'{"text": "a", "stream": true}'
+    head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    second = b"GET /livez HTTP/1.1\r\nHost: localhost\r\nx: "
+    assert closed_after(site, head + body + second, b"y" * 8000, 16 << 20)
+
+
+@pytest.mark.parametrize("path", ["/livez", "/health", "/v1/models"])
+def test_a_body_where_none_is_read_is_refused_unread(site: Site, path: str) -> None:
+    head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\n".encode()
+    assert headed(site, head + b"Content-Length: 1000000\r\n") == b"413"
+    assert headed(site, head + b"Transfer-Encoding: chunked\r\n", b"2\r\n{}\r\n") == b"413"
+    assert headed(site, head + b"Content-Length: 0\r\n") == b"200"
+
+
+def test_connections_beyond_the_bound_are_cut(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 0)
+    address = ("127.0.0.1", site.port)
+    with socket.create_connection(address, timeout=10) as raw, contextlib.suppress(ConnectionError):
+        assert raw.recv(1) == b""
+    monkeypatch.undo()
+    assert headed(site, b"GET /livez HTTP/1.1\r\nHost: localhost\r\n") == b"200"
 
 
 def test_headers_that_never_end_are_408(locked: Site, monkeypatch: pytest.MonkeyPatch) -> None:
