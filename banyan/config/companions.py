@@ -51,7 +51,7 @@ _RULES = (
     ),
     _Idle(
         "chat-template completion-template tool-call-parser reasoning-parser tokenizer-path "
-        "tokenizer-worker-num",
+        "tokenizer-worker-num enable-tokenizer-batch-encode",
         lambda c: c.server.skip_tokenizer,
         "there is no text under --skip-tokenizer-init",
     ),

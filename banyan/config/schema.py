@@ -212,6 +212,8 @@ class ServerConfig:
     skip_warmup: bool = False
     warmups: str = ""
     """Names of what runs before the server is ready, separated by commas."""
+    batch_encode: bool = False
+    """The texts of one request are tokenised in one call, several at a time."""
     tokenizer_threads: int = 0
     """Long requests that are read and tokenised at once; 0 = a few more than there are cores."""
     random_seed: int = -1

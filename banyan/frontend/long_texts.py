@@ -5,6 +5,7 @@ text is counted in pieces first when it may be too long. Knows no chat and no re
 """
 
 from collections.abc import Iterable
+from itertools import islice
 
 from banyan.base.errors import RequestError
 from banyan.frontend.sampling import Limits
@@ -13,6 +14,10 @@ from banyan.frontend.tokenizer import Tokenizer
 PIECE_CHARS = 32 << 10
 _CUT_TOKENS = 16
 """More than a cut between two pieces can add to their tokens."""
+
+
+BATCH_TEXTS = 32
+"""Texts that one call tokenises at most, so that the bound on all of them holds in between."""
 
 
 def encode_texts(
@@ -26,11 +31,16 @@ def encode_texts(
     """
     found: list[list[int]] = []
     total = 0
-    for text in texts:
-        ids = tokenizer.encode(fitted_text(tokenizer, text, limits), add_special_tokens)
-        total += len(ids)
+    size = BATCH_TEXTS if limits.batch_encode else 1
+    fitted = (fitted_text(tokenizer, text, limits) for text in texts)
+    while batch := list(islice(fitted, size)):
+        if limits.batch_encode:
+            encoded = tokenizer.encode_batch(batch, add_special_tokens)
+        else:
+            encoded = [tokenizer.encode(batch[0], add_special_tokens)]
+        total += sum(map(len, encoded))
         check_total(total, limits)
-        found.append(ids)
+        found += encoded
     return found
 
 

@@ -92,6 +92,7 @@ class Limits:
         hidden_size: width of a hidden state and of an input embedding.
         hidden_states: requests may ask for hidden states.
         takes_embeds: prompts may be embeddings instead of tokens.
+        batch_encode: the texts of a request are tokenised several at a time.
         max_new_tokens: most tokens of an answer, whatever is asked; 0 = what fits.
         processors: logit processors that requests may name; None = none at all.
     """
@@ -112,6 +113,7 @@ class Limits:
     hidden_states: bool = False
     takes_embeds: bool = True
     max_new_tokens: int = 0
+    batch_encode: bool = False
     processors: tuple[str, ...] | None = None
 
     @property

@@ -40,6 +40,7 @@ def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenize
         hidden_states=config.server.hidden_states,
         processors=tuple(LOGIT_PROCESSORS.names()) if config.server.logit_processors else None,
         max_new_tokens=config.server.max_new_tokens,
+        batch_encode=config.server.batch_encode,
         takes_embeds=config.model.implementation != "transformers",
     )
 

@@ -139,6 +139,22 @@ class Tokenizer:
         ids = self._parsed(text) if parse_special else self._plain(text, at_start=True)
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """As `encode` for each text, in one call of the library, which works on several at once.
+
+        Raises:
+            RequestError: as `encode`, for any of them.
+        """
+        try:
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except BaseException as error:
+            raise _encode_error(error) from None
+        if not add_special_tokens:
+            return [encoding.ids for encoding in found]
+        return [[*self._prefix, *encoding.ids, *self._suffix] for encoding in found]
+
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Token ids of two texts as the model's own template joins them, special tokens included.
 

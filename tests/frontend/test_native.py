@@ -1,8 +1,10 @@
 """The native form: every field is honoured, refused, or named; streams add up to whole answers."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
+import tokenizers
 
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import RequestError
@@ -11,6 +13,7 @@ from banyan.frontend.native import namespace_of, parse_native
 from banyan.frontend.native_answer import NativeService
 from banyan.frontend.sampling import Limits
 from banyan.frontend.text_generator import TextGenerator
+from tests.flags import config_of
 from tests.frontend.fake_engine import EOS, VOCAB, ids_of, letters, logprob_of, serving, until
 from tests.frontend.test_client import asynchronous
 
@@ -27,6 +30,29 @@ def refused(**body):
         parse(**body)
     assert caught.value.status == 400
     return caught.value
+
+
+def test_texts_of_a_request_are_tokenised_in_one_call(monkeypatch):
+    calls = []
+    plain = tokenizers.Tokenizer.encode_batch_fast
+
+    class Counting:
+        """The library's tokenizer, whose calls are counted."""
+
+        def encode_batch_fast(self, texts, **options):
+            calls.append(len(texts))
+            return plain(backend, texts, **options)
+
+    backend = TOKENIZER._backend
+    monkeypatch.setattr(TOKENIZER, "_backend", Counting())
+    texts = ["abc", "de", "f"]
+    prompts = []
+    for flags in ((), ("--enable-tokenizer-batch-encode",)):
+        limits = replace(LIMITS, batch_encode=config_of(*flags).server.batch_encode)
+        found = parse_native({"text": texts}, tokenizer=TOKENIZER, limits=limits)
+        prompts.append([s.request.prompt for s in found.sequences])
+    assert prompts[0] == prompts[1]
+    assert calls == [1, 1, 1, 3]
 
 
 def echo(message):

@@ -129,6 +129,13 @@ FLAGS = (
         proof="tests/frontend/test_threads.py::test_so_many_threads_work_on_long_texts_as_asked_for",
     ),
     Flag(
+        "enable-tokenizer-batch-encode",
+        "server.batch_encode",
+        "tokenize the texts of one request in one call, several at a time",
+        kind=SWITCH,
+        proof="tests/frontend/test_native.py::test_texts_of_a_request_are_tokenised_in_one_call",
+    ),
+    Flag(
         "allow-auto-truncate",
         "server.allow_auto_truncate",
         "cut prompts that are too long instead of answering 400",
