@@ -21,6 +21,7 @@ from banyan.runner.slots import SlotTable
 from tests.border.driver import play, random_actions
 from tests.border.real_kit import REAL
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS = range(1, 61)
 
 Patch = pytest.MonkeyPatch

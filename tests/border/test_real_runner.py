@@ -14,6 +14,7 @@ from tests.border.driver import Play, play, random_actions, smallest
 from tests.border.fake_runner import ABILITIES
 from tests.border.real_kit import REAL, plain_runner
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 ACTIONS_PER_WORLD = 250
 MUST_HAPPEN = (
     "aborts",
