@@ -21,8 +21,8 @@ log = logger(__name__)
 
 class Collectives(Protocol):
     """What ranks do together. Every rank calls the same methods in the same order, with as many
-    rows. Sums are added in the order of the ranks: the same bits everywhere, for any number of
-    rows. Where the ops have a recorder, a collective is recorded or raises NotRecordable.
+    rows. Sums are added in fp32 in the order of the ranks: the same bits everywhere, for any
+    number of rows. Where the ops have a recorder, a collective is recorded or raises NotRecordable.
 
     x: [n, width], rows contiguous inside; whole tensors for all_reduce, broadcast, send and recv.
     """

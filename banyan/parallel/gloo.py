@@ -101,10 +101,11 @@ class Gloo:
 
 
 def _sum(parts: list[Tensor]) -> Tensor:
-    total = parts[0].clone()
+    """In fp32, rounded once."""
+    total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
         total += part
-    return total
+    return total.to(parts[0].dtype)
 
 
 GLOO = Transport(declines=lambda meeting: None, open=Gloo)

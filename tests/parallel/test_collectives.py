@@ -39,7 +39,7 @@ def exercise(rank: int, size: int, address: str, threads: int) -> tuple[list[str
     for name in LIBRARIES:
         group = meet(name, rank, size, address, slot_bytes=SLOT, threads=threads)
         for rows, columns in SHAPES:
-            for what in (reduce, gather, scatter, exchange, tell, pass_on):
+            for what in (reduce, reduce_halves, gather, scatter, exchange, tell, pass_on):
                 found, wanted = what(group, rows, columns)
                 if found.shape != wanted.shape or not torch.equal(found, wanted):
                     wrong.append(f"{name}: {what.__name__} of {rows}x{columns} on rank {rank}")
@@ -51,6 +51,17 @@ def exercise(rank: int, size: int, address: str, threads: int) -> tuple[list[str
 def reduce(group: Group, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     parts = [matrix(r, rows, columns) for r in range(group.size)]
     return group.all_reduce(parts[group.rank].clone()), in_order(parts)
+
+
+def reduce_halves(group: Group, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of fewer bits: added in fp32 and rounded once."""
+    parts = [matrix(r, rows, columns).bfloat16() for r in range(group.size)]
+    wanted = in_order([part.float() for part in parts]).bfloat16()
+    assert torch.equal(
+        group.reduce_scatter(torch.cat(parts[:1] * group.size, 1)),
+        in_order([parts[0].float()] * group.size).bfloat16(),
+    )
+    return group.all_reduce(parts[group.rank].clone()), wanted
 
 
 def gather(group: Group, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

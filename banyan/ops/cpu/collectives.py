@@ -65,8 +65,10 @@ class SharedMemory:
         self._library.call("bn_meet", 1, self._group)
 
     def all_reduce(self, x: Tensor) -> None:
-        assert x.dtype == torch.float32 and x.is_contiguous(), "sums are of contiguous fp32"
-        self._library.call("bn_all_reduce", len(x), self._group, x.data_ptr(), _width(x))
+        wide = x.float().contiguous()
+        self._library.call("bn_all_reduce", len(x), self._group, wide.data_ptr(), _width(x))
+        if wide is not x:  # rounded once; a recording refuses that
+            x.copy_(wide)
 
     def all_gather(self, x: Tensor, columns: int) -> Tensor:
         rows, item = len(x), x.element_size()
@@ -79,13 +81,12 @@ class SharedMemory:
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        assert x.dtype == torch.float32, "sums are of fp32"
-        share = self._share(x)
+        share, wide = self._share(x), x.float()
         out = self._library.empty((len(x), share))
         self._library.call(
-            "bn_reduce_scatter", len(x), self._group, *_rows(x), out.data_ptr(), share * 4
+            "bn_reduce_scatter", len(x), self._group, *_rows(wide), out.data_ptr(), share * 4
         )
-        return out
+        return out.to(x.dtype)
 
     def all_to_all(self, x: Tensor) -> Tensor:
         share = self._share(x) * x.element_size()
