@@ -1,4 +1,4 @@
-# make serve | test | test-border | test-faults | test-schemas | test-parsers | test-proofs | test-clients | bench
+# make serve | test | test-hostile | test-border | test-faults | test-schemas | test-parsers | test-proofs | test-clients | bench
 #      bench-cpu | lint | format | types | clean
 # Needs a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -13,7 +13,7 @@ TESTS = tests
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed
 
-.PHONY: serve test test-border test-faults test-schemas test-parsers test-proofs test-clients bench bench-cpu lint format types clean
+.PHONY: serve test test-hostile test-border test-faults test-schemas test-parsers test-proofs test-clients bench bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -36,6 +36,10 @@ test-faults: $(VENV)/.test
 # Every parser on 10,000 answers instead of 120; takes some minutes.
 test-parsers: $(VENV)/.test
 	@PARSER_CASES=10000 $(BIN)/python -m pytest tests/frontend/test_tools.py tests/frontend/test_reasoning.py $(ARGS)
+
+# Every numeric field of every route with integers around the bounds of machine types; half a minute.
+test-hostile: $(VENV)/.test
+	@HOSTILE=all $(BIN)/python -m pytest tests/system/test_hostile_requests.py $(ARGS)
 
 # Clients of others against a real server, each in an environment of its own (700 MB in all).
 test-clients: $(VENV)/.test $(VENV)/.demo $(CLIENTS)

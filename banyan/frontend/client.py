@@ -158,6 +158,7 @@ class EngineClient:
         origin: which front this is, when an engine serves several.
         heartbeat_timeout_s: silence of the engine or of one of its ranks after which it counts as
             stuck, and its streams end.
+        max_open: requests that may be open at once, running or waiting; 0 = any number.
         watchdog_s: age of a step after which it does; no silence may be longer.
     """
 
@@ -170,6 +171,7 @@ class EngineClient:
         heartbeat_timeout_s: float = 20.0,
         watchdog_s: float = 300.0,
         max_waiting_events: int = MAX_WAITING_EVENTS,
+        max_open: int = 0,
     ) -> None:
         self.stats = Stats()
         """The latest heartbeat."""
@@ -183,6 +185,7 @@ class EngineClient:
         self._heartbeat_timeout_s = min(heartbeat_timeout_s, watchdog_s)
         self._watchdog_s = watchdog_s
         self._max_waiting_events = max_waiting_events
+        self._max_open = max_open
         self._streams: dict[RequestId, EventStream] = {}
         """By request, until the engine's last word on it: an id that is still being aborted
         cannot be taken again, else the old end would end the new request."""
@@ -236,6 +239,13 @@ class EngineClient:
         self._refuse_unless_ready()
         if generate.request in self._streams:
             raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
+        if self._max_open and len(self._streams) >= self._max_open:
+            raise RequestError(
+                f"{len(self._streams)} sequences are open; at most {self._max_open} are taken",
+                status=429,
+                code="too_many_requests",
+                hint="Try again later",
+            )
         self._refuse_unless_sendable(generate)
         tokens = len(generate.tokens) // TOKEN_BYTES + generate.sampling.max_new_tokens
         stream = EventStream(self, generate.request, tokens, self._max_waiting_events)

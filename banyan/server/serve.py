@@ -45,6 +45,10 @@ log = logger(__name__)
 DEATH_NOTICE_S = 10.0
 """How long a server whose engine has died goes on saying so before it exits."""
 
+MAX_OPEN = 16_384
+"""Sequences of one engine that run or wait; more are told 429, whatever --max-queued-requests says:
+they would take memory of the front for nothing."""
+
 CLOSING_S = 1.0
 """For last events to reach clients, and for connections to close."""
 
@@ -165,6 +169,7 @@ def open_client(config: Config, address: str) -> EngineClient:
         ZmqFrontLink(address),
         heartbeat_timeout_s=config.server.heartbeat_timeout_s,
         watchdog_s=config.schedule.watchdog_s,
+        max_open=MAX_OPEN,
     )
 
 

@@ -105,6 +105,20 @@ async def test_a_request_that_no_frame_can_hold_is_refused_alone(unsendable):
 
 
 @asynchronous
+async def test_more_requests_than_may_be_open_are_refused_with_429():
+    async with serving(counting, max_open=2) as (client, engine):
+        engine.hold = True
+        first = client.submit(generate("a"))
+        client.submit(generate("b"))
+        with pytest.raises(RequestError, match="at most 2") as caught:
+            client.submit(generate("c"))
+        assert caught.value.status == 429
+        first.close()
+        await until(lambda: client.num_open == 1)
+        client.submit(generate("c"))
+
+
+@asynchronous
 async def test_a_request_larger_than_a_frame_is_refused(monkeypatch):
     monkeypatch.setattr("banyan.messages.wire.MAX_FRAME_BYTES", 1000)
     async with serving(counting) as (client, _):

@@ -1,6 +1,7 @@
 """Requests made to end, freeze or bloat the server: each fails alone, and no loop is blocked."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -220,3 +221,79 @@ def test_a_hostile_request_neither_blocks_the_loop_nor_takes_memory(shared_serve
         if seen.blocked_s < MAX_BLOCKED_S and seen.grown_mb < MAX_GROWN_MB:
             return
     pytest.fail(f"{name}: {seen}")
+
+
+COMMON = "top_k priority n seed min_tokens max_tokens temperature top_p min_p frequency_penalty "
+COMMON += "presence_penalty repetition_penalty stop_token_ids logit_bias stop"
+OF_SAMPLING = "max_new_tokens min_new_tokens top_k n stop_token_ids sampling_seed stream_interval "
+OF_SAMPLING += "temperature top_p min_p frequency_penalty repetition_penalty logit_bias"
+EMBED = {"model": "x", "input": "a"}
+NUMBERS = {
+    "/generate": (
+        NATIVE,
+        "priority logprob_start_len top_logprobs_num token_ids_logprob rid stream text "
+        "return_logprob session_params "
+        + " ".join(f"sampling_params.{name}" for name in OF_SAMPLING.split()),
+    ),
+    "/v1/completions": ({"prompt": "hello", "max_tokens": 2}, COMMON + " logprobs best_of prompt"),
+    "/v1/chat/completions": (
+        CHAT,
+        COMMON
+        + " max_completion_tokens top_logprobs input_ids chat_template_kwargs tools messages",
+    ),
+    "/v1/responses": (
+        {"input": "hello", "max_output_tokens": 2},
+        "top_k priority top_logprobs max_output_tokens max_tool_calls temperature input metadata",
+    ),
+    "/v1/messages": (ANTHROPIC, "max_tokens top_k top_p temperature stop_sequences thinking"),
+    "/api/generate": (
+        OLLAMA,
+        "top_logprobs options.top_k options.num_predict options.seed options.temperature "
+        "options.num_ctx options.repeat_penalty keep_alive think",
+    ),
+    "/v1/score": (SCORE, "priority temperature label_token_ids items query"),
+    "/v1/embeddings": (EMBED, "dimensions priority input"),
+    "/tokenize": ({"prompt": "a"}, "prompt"),
+    "/detokenize": ({"tokens": [5]}, "tokens"),
+    "/open_session": ({"capacity_of_str_len": 9}, "capacity_of_str_len timeout"),
+}
+"""Route -> (a body that is served, the fields that become a number, a list of one, or a member)."""
+
+
+def altered(base: dict, field: str, value: object) -> dict:
+    outer, _, inner = field.rpartition(".")
+    return {**base, **({outer: {**base[outer], inner: value}} if outer else {inner: value})}
+
+
+@pytest.mark.parametrize("path", NUMBERS)
+def test_a_number_of_any_size_in_any_field_is_no_failure_of_the_server(shared_server, path):
+    base, fields = NUMBERS[path]
+    is_all = os.environ.get("HOSTILE") == "all"
+    edges = EDGES if is_all else [2**31, 2**63, 2**64, -(2**63) - 1]
+    with watched(shared_server) as seen:
+        for field in fields.split():
+            for edge in edges:
+                for value in (edge, [edge], {"5": edge}, [[edge]]):
+                    answer = shared_server.http.post(path, json=altered(base, field, value))
+                    # 501: vectors, of a model for text
+                    assert answer.status_code in (200, 400, 404, 501), (field, value, answer.text)
+    assert seen.blocked_s < 5 * MAX_BLOCKED_S and seen.peak_mb < MAX_PEAK_MB, seen
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/flush_cache?" + "&".join(f"a{i}=1" for i in range(40)), "{}"),
+        ("/open_session?" + "&".join(f"a{i}=1" for i in range(40)), "{}"),
+        ("/generate", '{"text":"a","x":' + "[" * 500 + "]" * 500 + "}"),
+        (
+            "/v1/chat/completions",
+            json.dumps(CHAT | {"chat_template_kwargs": {"self": 1, "context": 2, "loop": 3}}),
+        ),
+    ],
+    ids=["query", "query of fields", "depth", "self"],
+)
+def test_what_readers_stumble_over_is_refused_or_served(shared_server, path, body):
+    headers = {"content-type": "application/json"}
+    answer = shared_server.http.post(path, content=body, headers=headers)
+    assert answer.status_code < 500, answer.text[:300]
