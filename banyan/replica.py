@@ -38,7 +38,7 @@ from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
 from banyan.grammar.workshop import GrammarLimits
 from banyan.layers.build import Build
 from banyan.layers.cache import group_caches
-from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
+from banyan.memory.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.messages.events import Ready
 from banyan.messages.link import PrivateFolder
 from banyan.messages.plan import StepPlan
@@ -51,7 +51,7 @@ from banyan.ops.api import Ops
 from banyan.ops.bind import PROBES, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
 from banyan.platform import open_platform
-from banyan.platform.base import Platform, Traits
+from banyan.platform.base import Memory, Platform, Traits
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.meter import OpMeter
 from banyan.runner.runner import ModelRunner, RunnerSizes
@@ -128,6 +128,7 @@ def open_model(
         *(rank, tp, mesh_address, traits.collectives, config.parallel.meet_timeout_s),
         recorder=ops.recorder,
         is_crowded=threads * sharers > traits.cores,
+        are_experts_apart=config.parallel.ep > 1,
     )
     if tp > 1:
         phases.done("meeting")
@@ -315,6 +316,7 @@ class Reload:
 def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_address: str) -> None:
     """A rank other than 0: take sizes, then plans, from rank 0 at `address`."""
     opened = open_model(config, card, rank, mesh_address, Phases(WallClock()))
+    _least_memory(opened)
     context = zmq.Context()
     socket = context.socket(zmq.PULL)
     socket.connect(address)
@@ -407,8 +409,21 @@ def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> Gram
     return GrammarCompiler(backends, read, grammar.between_tokens, limits, wake)
 
 
+def _least_memory(opened: OpenModel) -> Memory:
+    """What the rank with least has, once all of them have loaded their weights: a plan is carried
+    out by every rank. All ranks must call this."""
+    world, mine = opened.build.groups.world, opened.platform.memory()
+    if world.size == 1:
+        return mine
+    numbers = (mine.total_bytes, mine.free_bytes, -mine.ours_bytes)
+    in_mib = torch.tensor([[n / MIB for n in numbers]], device=opened.build.device)
+    everyone = world.all_gather(in_mib, in_mib.numel() * world.size).view(world.size, -1)
+    total, free, ours = (int(n * MIB) for n in everyone.amin(0).tolist())  # sync: at the start
+    return Memory(total, free, -ours)
+
+
 def _plan_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:
-    config, found = opened.config, opened.platform.memory()
+    config, found = opened.config, _least_memory(opened)
     groups = [
         GroupBytes(group.kind, group.page_bytes(config.cache.page_size), group.window)
         for group in group_caches(opened.model.caches)

@@ -197,10 +197,12 @@ def bound_the_prompts(config: Config, card: ModelCard, environment: Environment)
 
 
 def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -> Config:
-    tp = config.parallel.tp
-    if _fits(card, tp):
+    tp, ep = config.parallel.tp, config.parallel.ep
+    if ep > 1:
+        _check_the_experts(card, tp, ep)
+    if _fits(card, tp, ep):
         return config
-    counts = [n for n in range(1, card.num_heads + 1) if _fits(card, n)]
+    counts = [n for n in range(1, card.num_heads + 1) if _fits(card, n, n if ep > 1 else 1)]
     raise ConfigError(
         f"--tensor-parallel-size {tp} does not divide the model's {card.num_heads:,} attention "
         f"heads, {card.num_kv_heads:,} KV heads and {card.intermediate_size:,} MLP columns"
@@ -209,10 +211,29 @@ def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -
     )
 
 
-def _fits(card: ModelCard, tp: int) -> bool:
+def _check_the_experts(card: ModelCard, tp: int, ep: int) -> None:
+    if card.experts is None:
+        raise ConfigError(
+            f"--expert-parallel-size {ep}: this model has no experts",
+            hint="use --tensor-parallel-size alone",
+        )
+    if ep != tp:
+        raise ConfigError(
+            f"--expert-parallel-size {ep} with --tensor-parallel-size {tp}: experts are shared out "
+            "among all ranks or none",
+            hint=f"choose 1 or {tp}",
+        )
+    if card.experts.count % ep:
+        raise ConfigError(
+            f"--expert-parallel-size {ep} does not divide the model's {card.experts.count} experts",
+            hint="leave it at 1, or choose a divisor for both",
+        )
+
+
+def _fits(card: ModelCard, tp: int, ep: int) -> bool:
     """Whether `tp` ranks can share the model; KV heads may also be had by several ranks each."""
     kv_heads = card.num_kv_heads
-    columns = (card.intermediate_size, card.experts.inner if card.experts else 0)
+    columns = (card.intermediate_size, card.experts.inner if card.experts and ep == 1 else 0)
     shares_kv = kv_heads % tp == 0 or tp % kv_heads == 0
     return shares_kv and not any(size % tp for size in (card.num_heads, *columns))
 

@@ -120,6 +120,8 @@ class ScheduleConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     tp: int = 1
+    ep: int = 1
+    """Ranks that each hold some of the experts whole: 1, or all of them."""
     dp: int = 1
     """Replicas behind one server."""
     replica: int = 0

@@ -118,6 +118,7 @@ def open_groups(
     timeout_s: float = DEFAULT_TIMEOUT_S,
     recorder: Recorder | None = None,
     is_crowded: bool = False,
+    are_experts_apart: bool = False,
 ) -> Groups:
     """Meet the other ranks at `address`; returns when all have come.
 
@@ -127,8 +128,10 @@ def open_groups(
         timeout_s: a rank that waits longer than this for another one raises.
         recorder: of the ops beside which the collectives run (`Ops.recorder`).
         is_crowded: the ranks of this machine have more threads than cores.
+        are_experts_apart: each rank holds some experts whole, instead of a cut of each.
     """
     if size == 1:
         return ALONE
     meeting = Meeting(rank, size, address, timeout_s, recorder, is_crowded)
-    return Groups.of(Group(rank, size, open_collectives(meeting, libraries)))
+    group = Group(rank, size, open_collectives(meeting, libraries))
+    return Groups.with_experts_apart(group) if are_experts_apart else Groups.of(group)

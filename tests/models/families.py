@@ -144,6 +144,10 @@ EXPERTS: dict[str, tuple[str, dict]] = {
         },
     ),
     "qwen3 moe": ("Qwen3Moe", {**_MOE, "num_experts": 5, "head_dim": 10, "norm_topk_prob": True}),
+    "qwen3 moe, six of 21": (
+        "Qwen3Moe",
+        {**_MOE, "num_experts": 6, "moe_intermediate_size": 21, "head_dim": 8},
+    ),
     "qwen3 moe, all eight": (
         "Qwen3Moe",
         {**_MOE, "num_experts": 8, "num_experts_per_tok": 8, "head_dim": 8},
@@ -207,6 +211,7 @@ def tiny(variant: str, folder: Path, **more):
     torch.manual_seed(11)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
     config._attn_implementation = "eager"  # the one that knows soft caps
+    config._experts_implementation = "eager"  # the one that takes any width
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -9,7 +9,7 @@ from tests.server.fakes import Site
 
 def asked(site: Site, *flags: str) -> list[tuple[int, str]]:
     """(length of the prompt, constraint) of each request that the warm-up sent."""
-    asyncio.run(warm_up(site.service, config_of(*flags)))
+    asyncio.run(warm_up(site.service, config_of("--chunked-prefill-size", "512", *flags)))
     return [(len(request.prompt), request.grammar) for request in site.generator.asked]
 
 

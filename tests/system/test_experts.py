@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import banyan
+from banyan.base.errors import ConfigError
 from tests.models.families import tiny
 
 PROMPTS = [[(5 * i * i + 3 * i + shift) % 97 for i in range(20 + 9 * shift)] for shift in range(5)]
@@ -27,6 +28,12 @@ def served(request, tmp_path):
     )
     with engine:
         yield reference, engine
+
+
+def open_engine(path, **more) -> banyan.Engine:
+    return banyan.Engine(
+        model_path=str(path), skip_tokenizer_init=True, cpu_activations="fp32", **more
+    )
 
 
 def continued(reference, prompt: list[int]) -> list[int]:
@@ -55,3 +62,30 @@ def test_a_shared_beginning_is_computed_once_and_changes_nothing(served):
     for prompt, answer in zip(FIRST, answers, strict=True):
         assert answer["output_ids"] == continued(reference, prompt)
         assert answer["meta_info"]["cached_tokens"] >= 32
+
+
+def test_experts_that_cannot_be_cut_are_shared_out_whole(tmp_path):
+    """Each rank of two holds three of six experts, whose 21 columns no two ranks can share."""
+    reference = tiny("qwen3 moe, six of 21", tmp_path)
+
+    with open_engine(tmp_path, tp_size=2, ep_size=2) as engine:
+        answers = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
+
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        assert answer["output_ids"] == continued(reference, prompt)
+
+
+@pytest.mark.parametrize(
+    ("variant", "flags", "match"),
+    [
+        ("qwen3 moe, six of 21", {"tp_size": 2}, "does not divide .*21 of an expert"),
+        ("qwen3 moe, six of 21", {"tp_size": 2, "ep_size": 3}, "shared out among all ranks"),
+        ("qwen3 moe", {"tp_size": 2, "ep_size": 2}, "does not divide the model's 5 experts"),
+        ("mistral", {"tp_size": 2, "ep_size": 2}, "this model has no experts"),
+    ],
+)
+def test_ranks_that_cannot_share_the_experts_are_refused(variant, flags, match, tmp_path):
+    tiny(variant, tmp_path)
+
+    with pytest.raises(ConfigError, match=match):
+        open_engine(tmp_path, **flags)

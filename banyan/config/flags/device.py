@@ -36,6 +36,17 @@ FLAGS = (
         proof="tests/system/test_ranks.py::test_two_ranks_give_the_tokens_of_one",
     ),
     Flag(
+        "expert-parallel-size",
+        "parallel.ep",
+        "ranks among which whole experts are shared out: 1 (each has a cut of every expert), or as "
+        "many as --tensor-parallel-size",
+        kind=INT,
+        aliases=("ep-size", "ep"),
+        low=1,
+        high=1024,
+        proof="tests/system/test_experts.py::test_experts_that_cannot_be_cut_are_shared_out_whole",
+    ),
+    Flag(
         "data-parallel-size",
         "parallel.dp",
         "replicas of the model behind one server",
