@@ -181,6 +181,10 @@ class ServerConfig:
     port: int = 30000
     api_key: str = ""
     admin_api_key: str = ""
+    allowed_hosts: str = ""
+    """Names beside the server's own that the header Host may have, with commas; "*" = any."""
+    allowed_origins: str = ""
+    """Origins whose web pages may ask and read answers, with commas; "*" = any."""
     chat_template: str = ""
     completion_template: str = ""
     tool_parser: str = "auto"

@@ -6,7 +6,9 @@ Knows no model and no dialect.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import difflib
+import re
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
@@ -26,6 +28,10 @@ TRIM_BYTES = 1 << 20
 """Requests and answers above this leave many times their size to the allocator, which is told to
 give it back."""
 
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1000}")
+_LONGEST_GUESSED = 64
+"""Characters of a path that is compared with those of the routes."""
+
 Handler = Callable[[Exchange, ServerState], Awaitable[None]]
 
 
@@ -37,8 +43,6 @@ class Route:
     methods: tuple[str, ...]
     handler: Handler
     guard: str = auth.KEY
-    json_only: bool = False
-    """The body must be declared as application/json (OpenAI routes)."""
     dialect: Dialect = OPENAI
 
 
@@ -54,7 +58,10 @@ class App:
         assert len(self.routes) == len(routes), "two routes share a path"
         self.exchanges: dict[Exchange, None] = {}
         self._ended = asyncio.Event()
-        self._guard = auth.Guard(server.api_key, server.admin_api_key, server.host)
+        self._guard = auth.Guard(
+            *(server.api_key, server.admin_api_key, server.host),
+            *(server.allowed_hosts, server.allowed_origins),
+        )
         self._max_body = server.max_body_bytes
         self._root = server.root_path.rstrip("/")
         self._send_timeout_s = send_timeout_s
@@ -121,18 +128,18 @@ class App:
         if route is not None:
             exchange.dialect = route.dialect
         host = exchange.header(b"host")
-        self._guard.check_origin(
+        exchange.page = self._guard.check_origin(
             host, exchange.header(b"origin"), exchange.header(b"sec-fetch-site")
         )
         if exchange.method == "OPTIONS":
-            allowed = ", ".join((*route.methods, "OPTIONS")) if route else "OPTIONS"
-            await exchange.whole(b"", 204, "text/plain", {"allow": allowed})
+            await exchange.whole(b"", 204, "text/plain", _options(route, exchange))
             return None
         verdict = self._guard.judge(
             route.guard if route else auth.KEY,
             _credentials(exchange),
             exchange.peer,
             host,
+            exchange.page,
         )
         if verdict.status == auth.UNAUTHORIZED:
             await exchange.json(exchange.dialect.unauthorized, 401, {"www-authenticate": "Bearer"})
@@ -140,8 +147,7 @@ class App:
         if verdict.status != 200:
             raise RequestError(verdict.text, status=verdict.status, code="forbidden")
         if route is None:
-            path = printable(exchange.path, 100)
-            raise RequestError(f"no route {path}", status=404, code="not_found")
+            raise no_route(exchange.path, self.routes)
         exchange.tenant, exchange.is_admin = verdict.tenant, verdict.is_admin
         exchange.is_probe = route.guard == auth.OPEN
         if not await self._accepts(route, exchange):
@@ -173,12 +179,6 @@ class App:
                 exchange.dialect.error_body(error), 405, {"allow": ", ".join(route.methods)}
             )
             return False
-        kind = exchange.header(b"content-type").partition(";")[0].strip().lower()
-        if route.json_only and method == "POST" and kind != "application/json":
-            raise RequestError(
-                "Unsupported Media Type: Only 'application/json' is allowed",
-                code="unsupported_media_type",
-            )
         if exchange.headers.get(b"content-encoding", b"identity") != b"identity":
             raise RequestError("compressed bodies are not accepted", code="unsupported_encoding")
         return True
@@ -196,6 +196,39 @@ class App:
                 await _quietly(exchange.fail(exchange.ending))
         finally:
             watch.cancel()
+
+
+def _options(route: Route | None, exchange: Exchange) -> dict[str, str]:
+    """Headers of the answer to OPTIONS; to a page of others also what it may send."""
+    allowed = ", ".join((*route.methods, "OPTIONS")) if route else "OPTIONS"
+    if not exchange.page:
+        return {"allow": allowed}
+    wanted = exchange.header(b"access-control-request-headers")
+    return {
+        "allow": allowed,
+        "access-control-allow-methods": allowed,
+        "access-control-allow-headers": wanted if _HEADER_NAMES.fullmatch(wanted) else "",
+        "access-control-max-age": "600",
+    }
+
+
+def no_route(path: str, routes: Collection[str]) -> RequestError:
+    """Says that there is no such path, and which one may have been meant."""
+    near = _nearest(path, [known for known in routes if not known.endswith("/")])
+    hint = f"Did you mean {near}?" if near else "GET / lists the routes"
+    return RequestError(f"no route {printable(path, 100)}", status=404, code="not_found", hint=hint)
+
+
+def _nearest(path: str, known: Sequence[str]) -> str:
+    """The path that this one is the end of, ends with, or looks like; "" when there is none."""
+    path = path.lower().rstrip("/")
+    if not 1 < len(path) <= _LONGEST_GUESSED:
+        return ""
+    if longer := [one for one in known if one.endswith(path)]:
+        return min(longer, key=len)
+    if shorter := [one for one in known if path.endswith(one)]:
+        return max(shorter, key=len)
+    return next(iter(difflib.get_close_matches(path, known, n=1, cutoff=0.75)), "")
 
 
 def _credentials(exchange: Exchange) -> bytes:

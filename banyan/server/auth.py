@@ -8,7 +8,8 @@ import hmac
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from banyan.base.errors import RequestError
+from banyan.base.errors import ConfigError, RequestError
+from banyan.base.log import printable
 
 OPEN = "open"
 """Guard of routes that answer without a key: health and metrics."""
@@ -18,6 +19,8 @@ OWN = "own"
 """Guard of routes on what callers have made themselves: any key, the administrator's too."""
 
 UNAUTHORIZED = 401
+ANY = "*"
+"""In the place of hosts or origins."""
 
 _OWN_SITES = ("", "none", "same-origin")
 """Sec-Fetch-Site of programs, of a person who types an address, and of the server's own pages."""
@@ -55,55 +58,80 @@ class Guard:
         api_keys: separated by spaces; "" for none. Who has one sees nothing of the others.
         admin_key: "" for none: then the only API key is the administrator's too.
         host: the address that the server is bound to.
+        hosts: other names in the header Host, with commas; "*" = any.
+        origins: of web pages that may ask, "http://app.example:3000", with commas; "*" = any.
+
+    Raises:
+        ConfigError: one of `origins` is none.
     """
 
-    def __init__(self, api_keys: str, admin_key: str, host: str) -> None:
+    def __init__(
+        self,
+        api_keys: str,
+        admin_key: str,
+        host: str,
+        hosts: str = "",
+        origins: str = "",
+    ) -> None:
         self._keys = tuple(_digest(key) for key in api_keys.split())
         self._admin = _digest(admin_key) if admin_key else b""
         if len(self._keys) == 1 and not admin_key:
             self._admin = self._keys[0]
         self._is_local = is_loopback(host)
-        self._hosts = frozenset({"localhost", "127.0.0.1", "[::1]", host.lower(), f"[{host}]"})
+        own = {"localhost", "127.0.0.1", "[::1]", host.lower(), f"[{host}]"}
+        self._hosts = frozenset(own | {_bare(name) for name in _parts(hosts)})
+        self._checks_hosts = (self._is_local or bool(hosts)) and ANY not in _parts(hosts)
+        self._origins = frozenset(map(_checked_origin, _parts(origins)))
 
-    def check_origin(self, host: str, origin: str, site: str) -> None:
+    def check_origin(self, host: str, origin: str, site: str) -> str:
         """Refuse what web pages of others make a browser ask: RequestError 421, 403.
 
         With a key a page gets no further, because it does not know the key; on loopback it is
         turned away all the same.
 
+        Returns:
+            The origin, where its pages may ask and read what is answered; "" otherwise.
+
         Args:
             host, origin, site: the headers Host, Origin and Sec-Fetch-Site, "" for none. Browsers
                 send the last with every request, also with those that have no Origin.
         """
-        if self._keys and not self._is_local:
-            return
-        if self._is_local and host and _bare(host) not in self._hosts:
+        if self._checks_hosts and host and _bare(host) not in self._hosts:
             raise RequestError(
                 "this server answers to its own names only",
                 status=421,
                 code="unknown_host",
-                hint="Call it as localhost or 127.0.0.1, or bind another --host",
+                hint="Call it as localhost or 127.0.0.1, or start it with this name in "
+                "--allowed-hosts",
             )
+        if origin and (ANY in self._origins or origin.lower() in self._origins):
+            return origin
+        if self._keys and not self._is_local:
+            return ""
         own = self._hosts if self._is_local else (_bare(host),)
         if _bare(origin.partition("://")[2]) in own if origin else site in _OWN_SITES:
-            return
+            return ""
         raise RequestError(
             "web pages of other origins may not call a server without a key, or a local one",
             status=403,
             code="foreign_origin",
+            hint="Start it with the origin of the page in --allowed-origins",
         )
 
-    def judge(self, guard: str, authorization: bytes, peer: str, host: str) -> Verdict:
+    def judge(
+        self, guard: str, authorization: bytes, peer: str, host: str, page: str = ""
+    ) -> Verdict:
         """Whether a request with this Authorization header may use a route with this guard.
 
         Without a key admin routes are for this machine: for a `peer` on it that calls the server by
-        a loopback name in the header `host`. A page's own name, made to point here, is none.
+        a loopback name in the header `host`. A page's own name, made to point here, is none, and
+        no `page` of others (`check_origin`) gets there.
         """
         if guard == OPEN:
             return Verdict(200)
         if not self._keys and not self._admin:
-            is_near = is_loopback(peer) and (not host or is_loopback(_bare(host)))
-            is_admin = self._is_local or is_near
+            is_near = self._is_local or is_loopback(peer)
+            is_admin = is_near and (not host or is_loopback(_bare(host))) and not page
             if guard == ADMIN and not is_admin:
                 return Verdict(403, "admin routes need a key here: start with --admin-api-key")
             return Verdict(200, is_admin=is_admin)
@@ -119,6 +147,22 @@ class Guard:
         if not fits:
             return Verdict(UNAUTHORIZED)
         return Verdict(200, "", given if self._keys else b"", is_admin)
+
+
+def _parts(given: str) -> list[str]:
+    return [part.strip() for part in given.split(",") if part.strip()]
+
+
+def _checked_origin(given: str) -> str:
+    """An origin as browsers write it."""
+    origin = given.lower().rstrip("/")
+    scheme, mark, rest = origin.partition("://")
+    if given not in (ANY, "null") and not (scheme and mark and rest and "/" not in rest):
+        raise ConfigError(
+            f"--allowed-origins {printable(given, 80)!r} is no origin",
+            hint=f"Give them as http://app.example:3000, or {ANY!r} for all",
+        )
+    return origin
 
 
 def _bare(host: str) -> str:

@@ -58,6 +58,8 @@ class Exchange:
         its prefix-cache namespace."""
         self.is_admin = False
         """What others own may be ended."""
+        self.page = ""
+        """Origin of the web page that asks, where it may read the answer."""
         self.is_probe = False
         """A health check; draining does not wait for it."""
         self.warnings: list[str] = []
@@ -95,6 +97,11 @@ class Exchange:
         """The body as a JSON object; RequestError 400 otherwise."""
         return await self.read(lambda raw: raw)
 
+    @property
+    def media(self) -> str:
+        """What the client calls its body, in lower case and without parameters."""
+        return self.header(b"content-type").partition(";")[0].strip().lower()
+
     async def read(self, work: Callable[[Json], T], waits: bool = False) -> T:
         """What `work` makes of the body's JSON object; off the event loop when the body is large.
 
@@ -105,7 +112,7 @@ class Exchange:
         """
         body = self.body
         size = len(body) + (THREAD_BYTES + 1 if waits else 0)
-        return await off_loop(size, lambda: work(json_object(body)))
+        return await off_loop(size, lambda: work(json_object(body, self.media)))
 
     async def optional_object(self) -> Json:
         """As json_object, with an empty body for {}; fields may come as a query string instead."""
@@ -193,6 +200,12 @@ class Exchange:
         ]
         if given := self.headers.get(b"x-request-id"):
             lines.append((b"x-client-request-id", _ascii(given.decode("latin-1"), 128)))
+        if self.page:
+            lines += [
+                (b"access-control-allow-origin", self.page.encode("latin-1")),
+                (b"access-control-expose-headers", b"x-request-id, x-banyan-warnings"),
+                (b"vary", b"origin"),
+            ]
         if self.warnings:
             lines.append((b"x-banyan-warnings", _ascii("; ".join(self.warnings), WARNINGS_CHARS)))
         return lines

@@ -11,9 +11,12 @@ from collections.abc import Awaitable, Callable
 import orjson
 
 from banyan.base.errors import RequestError
+from banyan.base.log import printable
 from banyan.frontend.constraint import MAX_DEPTH, check_depth
 
 Receive = Callable[[], Awaitable[dict[str, object]]]
+
+JSON_MEDIA = "application/json"
 
 BODY_TIMEOUT_S = 10.0
 """Longest wait for the next piece of a body; a slower client is told 408."""
@@ -69,9 +72,20 @@ def _too_large(size: str, max_bytes: int) -> RequestError:
     )
 
 
-def json_object(body: bytes) -> dict[str, object]:
-    """The JSON object that `body` is; RequestError 400 otherwise."""
-    value = strict_json(body)
+def json_object(body: bytes, media: str = JSON_MEDIA) -> dict[str, object]:
+    """The JSON object that `body` is; RequestError 400 otherwise.
+
+    Args:
+        media: what the client calls it; named where that may be the fault.
+    """
+    try:
+        value = strict_json(body)
+    except RequestError as error:
+        if media == JSON_MEDIA:
+            raise
+        given = f"content-type {printable(media, 80)!r}" if media else "no content-type"
+        hint = f"Send JSON, with -H 'Content-Type: {JSON_MEDIA}'; this came with {given}"
+        raise bad_json(error.text, hint) from None
     if not isinstance(value, dict):
         raise bad_json(f"the body must be a JSON object, got {type(value).__name__}")
     if body.count(b"{") + body.count(b"[") > MAX_DEPTH:
@@ -116,5 +130,5 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def bad_json(text: str) -> RequestError:
-    return RequestError(text, code="invalid_json")
+def bad_json(text: str, hint: str = "") -> RequestError:
+    return RequestError(text, code="invalid_json", hint=hint)

@@ -30,7 +30,7 @@ from banyan.frontend.threads import use_threads
 from banyan.messages.link import PrivateFolder, ZmqFrontLink
 from banyan.scheduler.routing import ROUTES
 from banyan.server.app import App
-from banyan.server.auth import is_loopback
+from banyan.server.auth import ANY, is_loopback
 from banyan.server.connection import Connection
 from banyan.server.openai.batches import resume_batches
 from banyan.server.routes import create_app
@@ -130,7 +130,11 @@ def bind(server: ServerConfig) -> socket.socket:
 
 def check_exposure(server: ServerConfig) -> None:
     """Warn, or refuse under --require-key, when strangers could use a server without a key."""
-    if server.api_key or is_loopback(server.host):
+    if server.api_key:
+        return
+    if ANY in server.allowed_origins:
+        log.warning("any web page in a browser here can use this server; give --api-key as well")
+    if is_loopback(server.host):
         return
     advice = "Give --api-key, or bind --host 127.0.0.1"
     if server.require_key:

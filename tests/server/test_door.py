@@ -208,15 +208,6 @@ def test_a_body_that_is_no_object_is_refused(http: httpx.Client, body: bytes) ->
     assert http.post("/generate", content=body).status_code == 400
 
 
-def test_openai_routes_take_json_only(http: httpx.Client) -> None:
-    body = json.dumps({"messages": USER})
-    plain = http.post("/v1/chat/completions", content=body, headers={"content-type": "text/plain"})
-    assert plain.status_code == 400
-    assert "Only 'application/json' is allowed" in plain.json()["message"]
-    with_charset = {"content-type": "application/json; charset=utf-8"}
-    assert http.post("/v1/chat/completions", content=body, headers=with_charset).status_code == 200
-
-
 def test_a_compressed_body_is_refused(http: httpx.Client) -> None:
     answer = http.post("/generate", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
     assert answer.status_code == 400

@@ -121,8 +121,8 @@ class Form:
             return _json_object(value, spelled)
         if self.kind in LISTS:
             return tuple(self._check_word(word, spelled) for word in _listed(value))
-        if self.kind == COMMAS and isinstance(value, list):
-            return ",".join(self._check_text(part, spelled) for part in value)
+        if self.kind == COMMAS:
+            return ",".join(self._check_text(part, spelled) for part in _listed(value))
         return self._check_text(value, spelled)
 
     def _check_number(self, value: object, kind: str, spelled: str) -> object:

@@ -33,6 +33,24 @@ FLAGS = (
         proof="tests/server/test_door.py::test_each_route_takes_only_its_own_key",
     ),
     Flag(
+        "allowed-hosts",
+        "server.allowed_hosts",
+        "other names that clients may call the server by, as behind a proxy that keeps the header "
+        "Host; * = any",
+        kind=COMMAS,
+        documented=False,
+        proof="tests/server/test_pages_of_others.py::test_a_server_answers_to_a_name_it_was_given",
+    ),
+    Flag(
+        "allowed-origins",
+        "server.allowed_origins",
+        "web pages that may call the server, as http://localhost:3000; * = any",
+        kind=COMMAS,
+        documented=False,
+        proof="tests/server/test_pages_of_others.py"
+        "::test_a_page_of_an_allowed_origin_asks_and_reads_the_answer",
+    ),
+    Flag(
         "require-key",
         "server.require_key",
         "refuse to listen on a non-loopback address without --api-key",

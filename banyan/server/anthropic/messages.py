@@ -108,7 +108,7 @@ def _read(raw: Json, kind: type[R], report: Report) -> R:
 
 def anthropic_routes() -> list[Route]:
     return [
-        Route(path, ("POST",), handler, json_only=True, dialect=ANTHROPIC)
+        Route(path, ("POST",), handler, dialect=ANTHROPIC)
         for path, handler in (
             ("/v1/messages", messages),
             ("/v1/messages/count_tokens", count_tokens),

@@ -200,10 +200,8 @@ async def input_tokens(exchange: Exchange, state: ServerState) -> None:
 
 def responses_routes() -> list[Route]:
     return [
-        Route("/v1/responses", ("POST",), create, json_only=True, dialect=RESPONSES),
-        Route(
-            "/v1/responses/input_tokens", ("POST",), input_tokens, json_only=True, dialect=RESPONSES
-        ),
+        Route("/v1/responses", ("POST",), create, dialect=RESPONSES),
+        Route("/v1/responses/input_tokens", ("POST",), input_tokens, dialect=RESPONSES),
         Route("/v1/responses/", ("GET", "POST", "DELETE"), one, dialect=RESPONSES),
     ]
 
