@@ -345,7 +345,7 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
         await client.start()
         stack.push_async_callback(client.close)
         for handle in handles:
-            stack.push_async_callback(asyncio.to_thread, handle.stop)
+            stack.callback(handle.stop)  # here: no thread can be started at the program's end
         tokenizer = None
         if not config.server.skip_tokenizer:
             path = config.model.tokenizer_path or config.model.path

@@ -178,3 +178,17 @@ def test_importing_the_package_is_light():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     with pytest.raises(AttributeError, match="Motor"):
         banyan.Motor  # noqa: B018
+
+
+@pytest.mark.parametrize("mode", ["normal", "inprocess"])
+def test_a_program_that_never_shuts_its_engine_down_ends_quietly(model, mode):
+    code = f"""
+import banyan
+engine = banyan.Engine({str(model)!r}, engine_mode={mode!r}, max_total_tokens=2048)
+print(len(engine.generate("Hi", {GREEDY!r})["output_ids"]), *engine.get_all_child_pids())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    words = done.stdout.split()
+    assert (done.returncode, done.stderr, words[:1]) == (0, "", ["6"])
+    assert len(words) == (2 if mode == "normal" else 1)
+    assert not any(Path("/proc", pid).exists() for pid in words[1:])

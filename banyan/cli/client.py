@@ -4,11 +4,48 @@ import http.client
 import json
 import urllib.parse
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from banyan.base.errors import BanyanError, ConfigError
 
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 600.0
+_MAX_BYTES = 1 << 16
+
+
+class Refused(BanyanError):
+    """An answer of the server that is an error; `code` is the server's word for it."""
+
+    def __init__(self, text: str, code: str = "") -> None:
+        super().__init__(text)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of an answer: some text, why it ended, or how long it was.
+
+    Attributes:
+        finish: "stop", "length" …; "" = it goes on.
+        tokens: tokens of the whole answer, as the server counts; 0 = not told here.
+    """
+
+    text: str = ""
+    finish: str = ""
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server says it serves.
+
+    Attributes:
+        model: "" = it does not say.
+        context: most tokens of a talk, 0 = it does not say.
+    """
+
+    model: str = ""
+    context: int = 0
 
 
 class Client:
@@ -39,30 +76,52 @@ class Client:
             return False
         return is_healthy
 
+    def served(self) -> Served:
+        """The first model that the server lists.
+
+        Raises:
+            BanyanError: it cannot be reached, or refuses.
+        """
+        status, raw = self._exchange("GET", "/v1/models", None, _CONNECT_TIMEOUT_S)
+        if status in (404, 405, 501):
+            return Served()  # a server that lists none may chat all the same
+        if status != 200:
+            raise _refusal(raw, status)
+        try:
+            first = json.loads(raw)["data"][0]
+            return Served(str(first["id"]), int(first.get("max_model_len") or 0))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return Served()
+
     def post(self, route: str, body: dict[str, object]) -> str:
         """What a route answers.
 
         Raises:
             BanyanError: the server cannot be reached, or refuses.
         """
-        connection = self._connect(_ANSWER_TIMEOUT_S)
+        status, raw = self._exchange("POST", route, json.dumps(body).encode(), _ANSWER_TIMEOUT_S)
+        if status != 200:
+            raise _refusal(raw, status)
+        return raw.decode(errors="replace")
+
+    def _exchange(
+        self, method: str, route: str, body: bytes | None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        connection = self._connect(timeout_s)
         try:
-            raw = json.dumps(body).encode()
-            connection.request("POST", self._path(route), raw, self._headers)
+            connection.request(method, self._path(route), body, self._headers)
             response = connection.getresponse()
-            text = response.read(1 << 16)
+            return response.status, response.read(_MAX_BYTES)
         except (OSError, http.client.HTTPException) as error:
-            raise BanyanError(
-                f"{self.url} does not answer: {error}", hint="is the server running?"
-            ) from None
+            raise self._silence(error) from None
         finally:
             connection.close()
-        if response.status != 200:
-            raise BanyanError(_error_text(text, response.status))
-        return text.decode(errors="replace")
 
-    def answer(self, body: dict[str, object]) -> Iterator[str]:
-        """Pieces of the answer to one chat-completion request, as they come.
+    def _silence(self, error: Exception) -> BanyanError:
+        return BanyanError(f"{self.url} does not answer: {error}", hint="is the server running?")
+
+    def answer(self, body: dict[str, object]) -> Iterator[Piece]:
+        """The answer to one chat-completion request, as it comes.
 
         Closing the iterator closes the connection, which makes the server stop generating.
 
@@ -70,18 +129,17 @@ class Client:
             BanyanError: the server cannot be reached, refuses, or fails while it answers.
         """
         connection = self._connect(_ANSWER_TIMEOUT_S)
+        counted = {"stream": True, "stream_options": {"include_usage": True}}
         try:
-            raw = json.dumps({**body, "stream": True}).encode()
+            raw = json.dumps({**body, **counted}).encode()
             path = self._path("/v1/chat/completions")
             connection.request("POST", path, raw, self._headers)
             response = connection.getresponse()
             if response.status != 200:
-                raise BanyanError(_error_text(response.read(1 << 16), response.status))
+                raise _refusal(response.read(_MAX_BYTES), response.status)
             yield from _pieces(response)
         except (OSError, http.client.HTTPException) as error:
-            raise BanyanError(
-                f"{self.url} does not answer: {error}", hint="is the server running?"
-            ) from None
+            raise self._silence(error) from None
         finally:
             connection.close()
 
@@ -95,8 +153,8 @@ class Client:
         return self._parts.path.rstrip("/").removesuffix("/v1") + route
 
 
-def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
-    """The content deltas of a server-sent event stream of chat-completion chunks."""
+def _pieces(response: http.client.HTTPResponse) -> Iterator[Piece]:
+    """What a server-sent event stream of chat-completion chunks says."""
     for line in response:
         if not line.startswith(b"data:"):
             continue
@@ -108,20 +166,26 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
         except ValueError:
             raise BanyanError("the server sent an event that is not JSON") from None
         if "error" in chunk:
-            raise BanyanError(_error_text(event, 500))
+            raise _refusal(event, 500)
         for choice in chunk.get("choices", ()):
-            piece = choice.get("delta", {}).get("content")
-            if piece:
-                yield piece
+            text = choice.get("delta", {}).get("content") or ""
+            finish = choice.get("finish_reason") or ""
+            if text or finish:
+                yield Piece(text, finish)
+        if tokens := (chunk.get("usage") or {}).get("completion_tokens"):
+            yield Piece(tokens=tokens)
     raise BanyanError("the stream ended before the answer did", hint="the server may have died")
 
 
-def _error_text(raw: bytes, status: int) -> str:
+def _refusal(raw: bytes, status: int) -> Refused:
+    """The server's own words, from whichever shape of error it sent."""
+    code = ""
     try:
         error = json.loads(raw)
         while isinstance(error, dict) and isinstance(error.get("error"), dict | str):
             error = error["error"]
         text = error["message"] if isinstance(error, dict) else str(error)
+        code = str(error.get("code", "")) if isinstance(error, dict) else ""
     except (ValueError, KeyError):
         text = raw[:200].decode(errors="replace").strip()
-    return f"the server answered {status}: {text}"
+    return Refused(f"the server answered {status}: {text}", code)

@@ -17,7 +17,7 @@ from banyan.config.disposal import Moment, check_disposal
 from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
 from banyan.config.execution import EXECUTION_RULES
-from banyan.config.schema import Config
+from banyan.config.schema import DEMO, Config
 from banyan.config.sources import fetch
 from banyan.formats.shards import check_weight_files
 
@@ -30,6 +30,8 @@ _GRAMMAR_PACKAGES = MappingProxyType(
 
 _FLOATS = ("float32", "bfloat16", "float16", "f32", "f16", "bf16")
 _DEMO_SAMPLING = MappingProxyType({"temperature": 0.2, "top_p": 0.9})
+_DEMO_TEMPLATE = "chatml"
+_DEMO_CHAT_TOKENS = 1024
 
 
 def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard, dict[str, str]]:
@@ -241,14 +243,26 @@ def _fits(card: ModelCard, tp: int, ep: int) -> bool:
 def sample_the_demo_as_its_makers_do(
     config: Config, card: ModelCard, environment: Environment
 ) -> Config:
-    """The demo's file has no place for its makers' sampling advice (SmolLM2 model card)."""
+    """The demo's file has no place for its makers' sampling advice (SmolLM2 model card); left to
+    itself it may also go on for its whole context."""
     server = config.server
-    if config.model.source != "demo" or server.sampling_defaults != "model":
+    if config.model.source != DEMO or server.sampling_defaults != "model":
         return config
     if server.preferred_sampling:
         return config
     _log("preferred-sampling-params", dict(_DEMO_SAMPLING), "the demo's makers advise it")
-    return replace(config, server=replace(server, preferred_sampling=dict(_DEMO_SAMPLING)))
+    _log("the longest chat answer", _DEMO_CHAT_TOKENS, "the demo does not always come to an end")
+    server = replace(server, preferred_sampling=dict(_DEMO_SAMPLING), chat_tokens=_DEMO_CHAT_TOKENS)
+    return replace(config, server=server)
+
+
+def ask_the_demo_plainly(config: Config, card: ModelCard, environment: Environment) -> Config:
+    """The system line of the demo's own template costs it the easiest questions
+    (docs/fidelity.md)."""
+    if config.model.source != DEMO or config.server.chat_template:
+        return config
+    _log("chat-template", _DEMO_TEMPLATE, "the demo answers better without a system message")
+    return replace(config, server=replace(config.server, chat_template=_DEMO_TEMPLATE))
 
 
 def choose_the_grammar_backend(config: Config, card: ModelCard, environment: Environment) -> Config:
@@ -279,6 +293,7 @@ RULES = (
     bound_the_prompts,
     check_the_ranks,
     sample_the_demo_as_its_makers_do,
+    ask_the_demo_plainly,
     choose_the_grammar_backend,
     *EXECUTION_RULES,
 )

@@ -11,9 +11,15 @@ UNSAID = -2
 """Left open, where 0 and -1 have meanings."""
 
 
+DEMO = "demo"
+"""The name of the model that is served when none is named."""
+
+DEMO_LINE = "the demo model is a toy to try the API; banyan models lists better ones"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    source: str = "demo"
+    source: str = DEMO
     """What the user named: folder, .gguf file, hub id, pypi:PACKAGE or an alias."""
     path: str = ""
     """Where it lies on this machine once fetched."""
@@ -213,6 +219,8 @@ class ServerConfig:
     strict_requests: bool = False
     sampling_defaults: str = "model"
     preferred_sampling: dict[str, object] = field(default_factory=dict)
+    chat_tokens: int = 0
+    """Longest answer of a chat where neither request nor operator bounds it; 0 = what fits."""
     score_delimiter: int = -1
     """Token between query and item of /v1/score; -1 = none."""
     skip_warmup: bool = False

@@ -12,7 +12,7 @@ from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.defaults import with_settings
 from banyan.config.disposal import dispose
-from banyan.config.schema import Config
+from banyan.config.schema import DEMO, DEMO_LINE, Config
 from banyan.frontend.chat import Chat, load_chat
 from banyan.frontend.client import Engines
 from banyan.frontend.parser_choice import Parsers, choose_parsers
@@ -63,7 +63,12 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
         parsers=words.parsers,
         fill_in=words.fill_in,
         native_defaults=defaults,
-        chat_defaults={**defaults, **recommended, **config.server.preferred_sampling},
+        chat_defaults={
+            **defaults,
+            "max_new_tokens": config.server.chat_tokens or None,
+            **recommended,
+            **config.server.preferred_sampling,
+        },
         draw_seed=seed_source(config.server),
     )
     await warm_up(service, config)
@@ -151,6 +156,8 @@ def report(state: ServerState, service: Service, address: str) -> None:
         log.info(
             "lines of --log-requests hold texts of requests; --log-requests-level 1 leaves them out"
         )
+    if state.config.model.source == DEMO:
+        log.info("%s", DEMO_LINE)
     log.info("%s", READY_LINE)
     log.info("listening on %s", address)
     body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})

@@ -53,7 +53,7 @@ class Service:
     native_defaults: Mapping[str, object] = field(default_factory=lambda: NATIVE_DEFAULTS)
     """What sampling fields mean when absent."""
     chat_defaults: Mapping[str, object] = field(default_factory=dict)
-    """The same for chat, where the model may recommend some."""
+    """The same for chat, where the model may recommend some; max_new_tokens null = what fits."""
     draw_seed: DrawSeed = fresh_seed
 
     def words(self) -> Tokenizer:

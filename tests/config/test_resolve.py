@@ -141,3 +141,19 @@ def test_only_the_demo_left_to_itself_samples_as_its_makers_advise() -> None:
     assert resolve(chosen, CARD, NOTHING).server.preferred_sampling == {"top_k": 5}
     openai = Config(server=ServerConfig(sampling_defaults="openai"))
     assert resolve(openai, CARD, NOTHING).server.preferred_sampling == {}
+
+
+def test_only_the_demo_left_to_itself_has_a_bound_on_its_answers() -> None:
+    assert resolve(Config(), CARD, NOTHING).server.chat_tokens == 1024
+    other = Config(model=ModelConfig(source="someone/else"))
+    assert resolve(other, CARD, NOTHING).server.chat_tokens == 0
+    chosen = Config(server=ServerConfig(preferred_sampling={"max_new_tokens": None}))
+    assert resolve(chosen, CARD, NOTHING).server.chat_tokens == 0
+
+
+def test_only_the_demo_left_to_itself_is_asked_without_a_system_message() -> None:
+    assert resolve(Config(), CARD, NOTHING).server.chat_template == "chatml"
+    other = Config(model=ModelConfig(source="someone/else"))
+    assert resolve(other, CARD, NOTHING).server.chat_template == ""
+    chosen = Config(server=ServerConfig(chat_template="llama-3"))
+    assert resolve(chosen, CARD, NOTHING).server.chat_template == "llama-3"

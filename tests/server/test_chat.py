@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import httpx
 import openai
@@ -135,6 +136,17 @@ def test_max_completion_tokens_wins_over_max_tokens(site: Site, http: httpx.Clie
 def test_without_a_limit_the_rest_of_the_context_is_open(site: Site, http: httpx.Client) -> None:
     post(http)
     assert site.generator.asked[-1].sampling.max_new_tokens == 4096 - PROMPT_TOKENS
+
+
+@pytest.mark.parametrize(("usual", "expected"), [(7, 7), (1 << 20, 4096 - PROMPT_TOKENS)])
+def test_the_usual_length_of_an_answer_holds_where_a_request_names_none(
+    site: Site, http: httpx.Client, usual: int, expected: int
+) -> None:
+    site.state.service = replace(site.service, chat_defaults={"max_new_tokens": usual})
+    post(http)
+    assert site.generator.asked[-1].sampling.max_new_tokens == expected
+    post(http, max_tokens=9)
+    assert site.generator.asked[-1].sampling.max_new_tokens == 9
 
 
 def test_special_token_text_in_content_stays_text(site: Site, http: httpx.Client) -> None:

@@ -61,6 +61,9 @@ def plan_chat(
     ids, use = chat_prompt(service, request, warn)
     ids = fit_prompt(ids, service.limits)
     longest = _max_tokens(request)
+    usual = service.chat_defaults.get("max_new_tokens")
+    if longest is None and isinstance(usual, int):
+        longest, may_shorten = usual, True
     if may_shorten and longest is not None:
         longest = min(longest, max(1, service.limits.total - len(ids)))
     parsed = parse_sampling(

@@ -1,0 +1,45 @@
+"""The terminal of `banyan chat`: reads questions with editing and history, shows text inertly."""
+
+import importlib
+import sys
+
+_PROMPT = "> "
+
+
+class Terminal:
+    """Standard input and output of a talk.
+
+    Where Python has GNU readline, lines are edited, arrows bring back earlier ones, and a pasted
+    text of several lines is one question (bracketed paste).
+    """
+
+    def __init__(self) -> None:
+        self.is_person = sys.stdin.isatty()
+        """False = questions come from a file or another program."""
+        if self.is_person:
+            _edit_lines()
+
+    def read(self) -> str:
+        """The next question or command, its ends as they were typed.
+
+        Raises:
+            EOFError, KeyboardInterrupt: as the person pressed.
+        """
+        return input(_PROMPT if self.is_person else "")
+
+    def say(self, text: str) -> None:
+        """A line about the talk, beside it: never on standard output."""
+        print(text, file=sys.stderr, flush=True)
+
+    def show(self, piece: str) -> None:
+        """A piece of an answer, without the control characters that could drive the terminal."""
+        inert = "".join(c for c in piece if c.isprintable() or c in "\n\t")
+        print(inert, end="", flush=True)
+
+
+def _edit_lines() -> None:
+    try:
+        readline = importlib.import_module("readline")
+    except ImportError:
+        return  # a Python without it: lines come as the terminal gives them
+    readline.parse_and_bind("set enable-bracketed-paste on")
