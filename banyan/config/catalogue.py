@@ -1,0 +1,148 @@
+"""The catalogue: good small models by short name, in their makers' own repositories.
+
+`catalogue.tsv` holds facts that do not change: repository, file, architecture, licence, and the
+sampling settings that the maker advises. Sizes are about right: exact sizes, and hashes, come from
+the hub.
+"""
+
+import csv
+import difflib
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from banyan.families import FAMILIES
+
+_FILE = Path(__file__).parent / "catalogue.tsv"
+
+TALK_TOKENS = 4096
+"""Tokens of the talk that `needed_bytes` has room for."""
+_PROGRAM_BYTES = 600 << 20
+"""What the processes of a server take beside weights and cache."""
+_CACHE_NUMBER_BYTES = 2
+
+DEMO_LINE = (
+    "the demo model has 135M parameters: it tries out the API and is often wrong; for real "
+    "answers: banyan serve qwen3-0.6b (640 MB) or qwen3-1.7b (1.8 GB); banyan models lists more"
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model.
+
+    Attributes:
+        name: the short name, in small letters.
+        kind: "chat" | "code" | "embedding".
+        repo, file: the maker's repository; "" where its safetensors are meant.
+        architecture: as `FAMILIES` names it.
+        size_bytes: of what is downloaded, about.
+        token_bytes: what the cache keeps of a token.
+        is_gated: the maker wants terms accepted, by an account of the hub.
+        sampling: what the maker advises, for files that do not say it themselves.
+        note: what else to know, "" for nothing.
+    """
+
+    name: str
+    kind: str
+    repo: str
+    file: str
+    architecture: str
+    size_bytes: int
+    token_bytes: int
+    licence: str
+    is_gated: bool
+    sampling: tuple[tuple[str, float], ...]
+    note: str
+
+    @property
+    def source(self) -> str:
+        """What names this model without the catalogue."""
+        return f"{self.repo}/{self.file}" if self.file else self.repo
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory for the weights, the cache of one talk, and the program."""
+        return self.size_bytes + TALK_TOKENS * self.token_bytes + _PROGRAM_BYTES
+
+    @property
+    def is_served(self) -> bool:
+        return self.architecture in FAMILIES
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """Every model of the catalogue, in its order."""
+    with open(_FILE, encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+        return tuple(_entry(row) for row in rows)
+
+
+def _entry(row: dict[str, str]) -> Entry:
+    layers, heads, dim = (int(n) for n in (row["cache"] or "0x0x0").split("x"))
+    pairs = [pair.split("=") for pair in row["sampling"].split()]
+    return Entry(
+        name=row["name"],
+        kind=row["kind"],
+        repo=row["repo"],
+        file=row["file"],
+        architecture=row["architecture"],
+        size_bytes=int(row["megabytes"]) * 10**6,
+        token_bytes=2 * layers * heads * dim * _CACHE_NUMBER_BYTES,
+        licence=row["licence"],
+        is_gated=row["access"] == "gated",
+        sampling=tuple((name, _number(text)) for name, text in pairs),
+        note=row["note"],
+    )
+
+
+def _number(text: str) -> float:
+    return float(text) if "." in text else int(text)
+
+
+def find(name: str) -> Entry | None:
+    """The model of this short name, in letters of any size."""
+    return next((e for e in entries() if e.name == name.lower()), None)
+
+
+def recognise(source: str, path: str = "") -> Entry | None:
+    """The model that is meant by a short name or by a name on the hub, or that lies in a file of
+    the maker's name."""
+    known = find(source)
+    if known is not None:
+        return known
+    asked = source.removeprefix("hf:").lower()
+    file = os.path.basename(path)
+    return next(
+        (e for e in entries() if asked == e.source.lower() or (e.file and file == e.file)), None
+    )
+
+
+def near(name: str) -> list[str]:
+    """Up to three short names that `name` may have been meant as."""
+    asked = _plain(name.rpartition("/")[2])
+    names = {_plain(e.name): e.name for e in entries()} | {"demo": "demo"}
+    if not asked or asked in names:
+        return [names[asked]] if asked else []
+    begun = [full for plain, full in names.items() if plain.startswith(asked)]
+    close = [names[plain] for plain in difflib.get_close_matches(asked, names, 3, 0.6)]
+    return list(dict.fromkeys([*begun, *close]))[:3]
+
+
+def _plain(name: str) -> str:
+    small = name.lower().removesuffix(".gguf").removesuffix("-gguf").removesuffix("-instruct")
+    return "".join(c for c in small if c.isalnum())
+
+
+def meant(name: str) -> str:
+    """ "did you mean A or B?", "" where nothing is near."""
+    found = near(name)
+    return f"did you mean {' or '.join(found)}?" if found else ""
+
+
+def megabytes(size: int) -> str:
+    """A size as people say it: 639 MB, 1.8 GB."""
+    if size >= 10**9:
+        return f"{size / 10**9:.1f} GB"
+    return f"{size / 10**6:.0f} MB" if size >= 10**6 else f"{size / 1000:.0f} kB"

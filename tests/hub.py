@@ -1,0 +1,201 @@
+"""A hub of our own: one repository over HTTP on the loopback address, with faults on demand."""
+
+import hashlib
+import json
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+from banyan.config.env import Environment
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REPO = "owner/name"
+
+
+@dataclass
+class Fault:
+    """What goes wrong with one request for bytes.
+
+    Attributes:
+        status: answered in the place of the file.
+        headers: sent with that status.
+        keeps: bytes that are sent before the connection breaks; -1 = all.
+        stalls: says nothing more after those bytes, instead of breaking.
+        whole: sends the whole file, whatever range was asked for.
+        damages: changes the first byte that is sent.
+    """
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    keeps: int = -1
+    stalls: bool = False
+    whole: bool = False
+    damages: bool = False
+
+
+class FakeHub(ThreadingHTTPServer):
+    """
+    Attributes:
+        large: names of the files that are kept in LFS: with a hash, and their bytes at `/bytes/`.
+        faults: what goes wrong with the next requests for bytes, one each.
+        refusal: (status, headers) of every answer about the repository; None = as it should be.
+        file_refusal: the same for its files only, as a gated one has it.
+        stated: hashes in the place of the true ones.
+        elsewhere: another host that large files are said to lie on.
+        asked: (method, path, range) of every request so far.
+        tokens: (path, authorization) of every request so far.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes], large: tuple[str, ...]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files, self.large = files, large
+        self.faults: deque[Fault] = deque()
+        self.refusal: tuple[int, dict[str, str]] | None = None
+        self.file_refusal: tuple[int, dict[str, str]] | None = None
+        self.stated: dict[str, str] = {}
+        self.elsewhere = ""
+        self.states_no_hash = False
+        self.asked: list[tuple[str, str, str]] = []
+        self.tokens: list[tuple[str, str]] = []
+        self.ended = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def sha256(self, name: str) -> str:
+        return self.stated.get(name) or hashlib.sha256(self.files[name]).hexdigest()
+
+    def ranges(self) -> list[str]:
+        """The ranges that were asked of large files, in order."""
+        return [r for method, path, r in self.asked if method == "GET" and "/bytes/" in path]
+
+    def environment(self, cache: object, token: str = "") -> Environment:
+        return Environment(hf_endpoint=self.url, hf_cache=str(cache), hf_token=token)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeHub
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def log_message(self, *_: object) -> None:
+        """Keep the test output clean."""
+
+    def _answer(self) -> None:
+        hub, path = self.server, urlsplit(self.path).path
+        hub.asked.append((self.command, path, self.headers.get("range", "")))
+        hub.tokens.append((path, self.headers.get("authorization", "")))
+        if path.startswith("/bytes/"):
+            return self._bytes(path.removeprefix("/bytes/"))
+        if hub.refusal:
+            return self._send(hub.refusal[0], b"{}", hub.refusal[1])
+        if path.startswith(f"/api/models/{REPO}/tree/"):
+            return self._json([self._listed(name) for name in hub.files])
+        if path.startswith(f"/api/models/{REPO}"):
+            files = [self._sibling(name) for name in hub.files]
+            return self._json({"id": REPO, "sha": COMMIT, "siblings": files})
+        name = path.removeprefix(f"/{REPO}/resolve/").partition("/")[2]
+        if not path.startswith(f"/{REPO}/resolve/"):
+            return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        if name not in hub.files:
+            return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+        if hub.file_refusal:
+            return self._send(hub.file_refusal[0], b"{}", hub.file_refusal[1])
+        self._resolve(name)
+
+    def _resolve(self, name: str) -> None:
+        hub, body = self.server, self.server.files[name]
+        if name not in hub.large:
+            return self._send(200, body, self._facts(name))
+        address = {"Location": f"{hub.elsewhere}/bytes/{name}"}
+        self._send(302, b"", self._facts(name) | address)
+
+    def _facts(self, name: str) -> dict[str, str]:
+        hub, body = self.server, self.server.files[name]
+        headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(body).hexdigest()}"'}
+        if name in hub.large:
+            headers["X-Linked-Size"] = str(len(body))
+            if not hub.states_no_hash:
+                headers["X-Linked-ETag"] = f'"{hub.sha256(name)}"'
+        return headers
+
+    def _bytes(self, name: str) -> None:
+        hub, body = self.server, self.server.files[name]
+        fault = hub.faults.popleft() if hub.faults and self.command == "GET" else Fault()
+        if fault.status:
+            return self._send(fault.status, b"", fault.headers)
+        asked = "" if fault.whole else self.headers.get("range", "")
+        start = int(asked.removeprefix("bytes=").rstrip("-") or 0)
+        sent = body[start:]
+        if fault.damages:
+            sent = bytes([sent[0] ^ 1]) + sent[1:]
+        self.send_response(206 if asked else 200)
+        self.send_header("Content-Length", str(len(sent)))
+        for header, text in self._facts(name).items():
+            self.send_header(header, text)
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        self.wfile.write(sent if fault.keeps < 0 else sent[: fault.keeps])
+        if fault.keeps >= 0:
+            self.wfile.flush()
+            self.close_connection = True
+            if fault.stalls:
+                hub.ended.wait(30)
+
+    def _sibling(self, name: str) -> dict[str, object]:
+        body = self.server.files[name]
+        found: dict[str, object] = {"rfilename": name, "size": len(body), "blobId": "0" * 40}
+        if name in self.server.large and not self.server.states_no_hash:
+            lfs = {"sha256": self.server.sha256(name), "size": len(body), "pointerSize": 135}
+            found["lfs"] = lfs
+        return found
+
+    def _listed(self, name: str) -> dict[str, object]:
+        body = self.server.files[name]
+        found: dict[str, object] = {"type": "file", "path": name, "size": len(body)}
+        found["oid"] = hashlib.sha1(body).hexdigest()
+        if name in self.server.large and not self.server.states_no_hash:
+            lfs = {"oid": self.server.sha256(name), "size": len(body), "pointerSize": 135}
+            found["lfs"] = lfs
+        return found
+
+    def _json(self, value: object) -> None:
+        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, text in headers.items():
+            self.send_header(name, text)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+@contextmanager
+def fake_hub(files: dict[str, bytes], large: tuple[str, ...] = ()) -> Iterator[FakeHub]:
+    """A hub that holds `files` as owner/name; those of `large` are kept in LFS."""
+    with FakeHub(files, large) as hub:
+        thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield hub
+        finally:
+            hub.ended.set()
+            hub.shutdown()
+            thread.join()
