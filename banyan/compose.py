@@ -42,15 +42,16 @@ class EngineHandle:
 
 
 def start_engine_process(
-    config: Config, card: ModelCard, address: str, on_death: OnDeath
+    config: Config, card: ModelCard, address: str, on_death: OnDeath, secret: str = ""
 ) -> EngineHandle:
     """Start the engine in a process of its own, connected to `address`."""
-    return _start(_engine_child(), config, card, address, on_death)
+    return _start(_engine_child(), config, card, address, on_death, secret)
 
 
 @contextmanager
 def waiting_engines(
     count: int,
+    secret: str = "",
 ) -> Iterator[Callable[[Config, ModelCard, str, OnDeath], EngineHandle]]:
     """`start_engine_process` for a caller that needs time to find out what will run: `count`
     processes load their libraries meanwhile. Those that got no orders end with the block."""
@@ -60,7 +61,7 @@ def waiting_engines(
     def start(config: Config, card: ModelCard, address: str, on_death: OnDeath) -> EngineHandle:
         child = waiting.pop() if waiting else _engine_child()
         config = replace(config, parallel=replace(config.parallel, replica=next(numbers)))
-        return _start(child, config, card, address, on_death)
+        return _start(child, config, card, address, on_death, secret)
 
     try:
         yield start
@@ -74,10 +75,16 @@ def _engine_child() -> Child:
 
 
 def _start(
-    child: Child, config: Config, card: ModelCard, address: str, on_death: OnDeath
+    child: Child,
+    config: Config,
+    card: ModelCard,
+    address: str,
+    on_death: OnDeath,
+    secret: str,
 ) -> EngineHandle:
     server = replace(config.server, api_key="", admin_api_key="")  # an engine lets nobody in
-    child.order(Orders(ENGINE, replace(config, server=server), card, address).encode())
+    orders = Orders(ENGINE, replace(config, server=server), card, address, secret=secret)
+    child.order(orders.encode())
     child.watch(on_death)
     if config.model.load_format != "dummy":
         threading.Thread(target=read_ahead, args=(card.path,), daemon=True).start()
@@ -149,7 +156,7 @@ def _serve_engine(orders: Orders) -> None:
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())
 
     try:
-        run_engine(orders.config, orders.card, link, started)
+        run_engine(orders.config, orders.card, link, started, orders.secret)
     except BanyanError as error:
         link.send([Fatal(str(error), error.exit_code)])
         raise

@@ -385,7 +385,8 @@ def _start(
     folder = PrivateFolder()
     stack.callback(folder.close)
     address = folder.address("front")
-    return ZmqFrontLink(address), start_engine_process(config, card, address, on_death)
+    secret = read_environment().dist_secret
+    return ZmqFrontLink(address), start_engine_process(config, card, address, on_death, secret)
 
 
 class _LoopThread:

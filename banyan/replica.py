@@ -5,7 +5,7 @@ Rank 0 runs engine and runner in one process; the other ranks only take plans an
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 
 import msgspec
@@ -25,10 +25,11 @@ from banyan.engine.desk import GrammarDesk
 from banyan.engine.journal import Journal
 from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.loop import EngineLoop, Link, Wake
+from banyan.engine.nodes import Nodes, check_secret, own_hello, ranks_of
 from banyan.engine.orders import RANK, Orders
 from banyan.engine.placement import is_placed, place_rank
-from banyan.engine.processes import Child, Pulse, spawn
 from banyan.engine.profiler import Profiler
+from banyan.engine.ranks import LocalRanks
 from banyan.engine.spec import core_spec
 from banyan.engine.step_log import StepLog
 from banyan.frontend.tokenizer import load_tokenizer
@@ -40,7 +41,6 @@ from banyan.layers.build import Build
 from banyan.layers.cache import group_caches
 from banyan.memory.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.messages.events import Ready
-from banyan.messages.link import PrivateFolder
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
 from banyan.models.base import Model
@@ -69,8 +69,6 @@ _CACHE_DTYPES = {
     "bf16": torch.bfloat16,
     "int8": torch.int8,
 }
-_ALIVE_MS = 100
-"""How often a sender that has to wait looks whether the receiver still lives."""
 _WHOLE_PROMPTS = 8192
 """Tokens of the largest step to record where prompts are not cut into chunks."""
 log = logger(__name__)
@@ -112,14 +110,15 @@ def open_model(
     config: Config, card: ModelCard, rank: int, mesh_address: str, phases: Phases
 ) -> OpenModel:
     """Open the device, meet the other ranks, load this rank's share of the weights."""
-    place_rank(config.device, config.parallel, rank)
+    local_tp = config.parallel.local_tp
+    place_rank(config.device, replace(config.parallel, tp=local_tp), rank % local_tp)
     platform = open_platform(config.device.name)
     traits = platform.traits
     config, origins = settle(config, platform.defaults(card))
     tp = config.parallel.tp
-    sharers = 1 if is_placed(config.device) else tp * config.parallel.dp
+    sharers = 1 if is_placed(config.device) else local_tp * config.parallel.dp
     threads = config.parallel.threads or max(1, traits.cores // sharers)
-    device = platform.open(rank, threads)
+    device = platform.open(rank % local_tp, threads)
     phases.done("device")
     dtype = _DTYPES[config.model.activation_dtype]
     ops = _bind(config, card, traits, device, threads)
@@ -194,20 +193,25 @@ def _load(config: Config, card: ModelCard, build: Build) -> Model:
 
 
 def run_engine(
-    config: Config, card: ModelCard, link: Link, started: Callable[[EngineLoop], None]
+    config: Config,
+    card: ModelCard,
+    link: Link,
+    started: Callable[[EngineLoop], None],
+    secret: str = "",
 ) -> None:
     """Load the model and serve `link` until the loop is stopped.
 
     Args:
         started: given the loop before it runs, so that it can be stopped from elsewhere.
+        secret: what the nodes of this replica have in common.
     """
     clock = WallClock()
     phases = Phases(clock)
     with ExitStack() as cleanup:
-        ranks = OtherRanks(config, card)
+        ranks = OtherRanks(config, card, secret)
         cleanup.callback(ranks.close)
         phases.done("other ranks")
-        opened = open_model(config, card, 0, ranks.mesh_address, phases)
+        opened = open_model(config, card, 0, ranks.meeting, phases)
         config, settings = opened.config, opened.settings
         memory = _plan_memory(card, opened)
         sizes = _runner_sizes(opened, memory)
@@ -332,62 +336,59 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
 
 
 class OtherRanks:
-    """The processes of ranks 1 … tp−1, as rank 0 sees them."""
+    """Ranks 1 … tp−1, as rank 0 sees them: on this machine, and on other nodes."""
 
-    def __init__(self, config: Config, card: ModelCard) -> None:
-        self._children: list[Child] = []
-        self._pulses: list[Pulse] = []
-        self._sockets: list[zmq.Socket[bytes]] = []
+    def __init__(self, config: Config, card: ModelCard, secret: str) -> None:
+        parallel = config.parallel
         self._codec = plan_codec()
-        self.mesh_address = ""
-        if config.parallel.tp == 1:
+        self._local: LocalRanks | None = None
+        self._nodes: Nodes | None = None
+        self._remote: list[int] = []
+        self.meeting = ""
+        if parallel.tp == 1:
             return
-        self._folder = PrivateFolder()
-        self._context = zmq.Context()
-        self.mesh_address = f"file://{self._folder.path}/mesh"
-        for rank in range(1, config.parallel.tp):
-            address = self._folder.address(f"rank{rank}")
-            socket = self._context.socket(zmq.PUSH)
-            socket.bind(address)
-            self._sockets.append(socket)
-            beats = f"{self._folder.path}/pulse{rank}"
-            self._pulses.append(Pulse(beats))
-            self._pulses[-1].beat()
-            orders = Orders(RANK, config, card, address, rank, self.mesh_address, beats)
-            self._children.append(spawn("banyan.compose", orders.process_name, orders.encode()))
+        orders = Orders(RANK, config, card, "")
+        if parallel.nodes > 1:
+            check_secret(parallel, secret)
+            host, _, port = parallel.meeting.rpartition(":")
+            self.meeting = f"tcp://{host}:{int(port) + 1}"
+            self._nodes = Nodes(parallel, secret, own_hello(parallel, card))
+            self._nodes.gather()
+            self._remote = list(range(parallel.local_tp, parallel.tp))
+        self._local = LocalRanks(ranks_of(parallel, 0)[1:], orders, self.meeting)
+        self.meeting = self._local.meeting
+        if self._nodes is not None:
+            self._nodes.start(orders, self.meeting)
 
     def watch(self, on_death: Callable[[str], None]) -> None:
-        for child in self._children:
-            child.watch(on_death)
+        for some in (self._local, self._nodes):
+            if some is not None:
+                some.watch(on_death)
 
     def silence(self) -> tuple[int, float]:
         """The rank that has given no sign of life for longest, and for how many seconds."""
-        silent_s = [pulse.silence_s() for pulse in self._pulses]
-        longest = max(range(len(silent_s)), key=silent_s.__getitem__)
-        return longest + 1, silent_s[longest]
+        signs = [some.silence() for some in (self._local, self._nodes) if some is not None]
+        return max(signs, key=lambda sign: sign[1])
 
     def send_sizes(self, sizes: RunnerSizes) -> None:
         self._send(msgspec.json.encode(sizes))
 
     def send_plan(self, plan: StepPlan) -> None:
-        if self._sockets:
-            self._send(self._codec.encode([plan]))
+        self._send(self._codec.encode([plan]))
 
     def close(self) -> None:
-        if not self._children:
-            return
-        for child in self._children:
-            child.stop()
-        self._context.destroy(linger=0)
-        self._folder.close()
+        for some in (self._local, self._nodes):
+            if some is not None:
+                some.close()
 
     def _send(self, frame: bytes) -> None:
-        for child, socket in zip(self._children, self._sockets, strict=True):
-            # Nobody takes the frame of a rank that has died; whoever watches it ends the engine.
-            while not socket.poll(_ALIVE_MS, zmq.POLLOUT) and child.is_alive():
-                pass
-            with suppress(zmq.Again):
-                socket.send(frame, zmq.NOBLOCK)
+        if self._local is None:
+            return
+        for rank in self._remote:
+            assert self._nodes is not None
+            self._nodes.send(rank, frame)
+        for rank in self._local.numbers:
+            self._local.send(rank, frame)
 
 
 def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> GrammarCompiler | None:
@@ -429,7 +430,7 @@ def _plan_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:
         for group in group_caches(opened.model.caches)
     ]
     is_host = opened.platform.traits.is_host  # ranks and replicas share its memory
-    sharers = config.parallel.tp * config.parallel.dp if is_host else 1
+    sharers = config.parallel.local_tp * config.parallel.dp if is_host else 1
     return plan_memory(
         config.cache,
         config.schedule,

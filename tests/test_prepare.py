@@ -132,7 +132,7 @@ def test_notes_are_shown_whatever_the_level(
     monkeypatch: pytest.MonkeyPatch,
     logging_as_before: None,
 ) -> None:
-    monkeypatch.setattr("banyan.compose.waiting_engines", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("banyan.compose.waiting_engines", lambda *_: contextlib.nullcontext())
     words = f"{verb} demo --disable-custom-all-reduce --log-level {level} --context-length 99999999"
     if verb == "bench throughput":
         words += (

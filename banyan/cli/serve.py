@@ -12,7 +12,8 @@ from banyan.base.slow_gc import report_slow_gc
 from banyan.cli.doctor import version
 from banyan.config.cli import help_text, parse
 from banyan.config.disposal import ANY
-from banyan.config.env import forget_secrets, read_environment
+from banyan.config.env import Environment, forget_secrets, read_environment
+from banyan.config.schema import Config
 
 log = logger(__name__)
 
@@ -43,13 +44,27 @@ def serve(argv: Sequence[str]) -> int:
     tell(log, config.observe.notes)
     if config.model.deletes and sys.stdin.isatty() and _agrees(config.model.source):
         config = replace(config, model=replace(config.model, deletes=ANY))
+    if config.parallel.node:
+        return _keep_ranks(config, environment)
     from banyan.compose import waiting_engines
 
-    with waiting_engines(config.parallel.dp) as start_engine:
+    with waiting_engines(config.parallel.dp, environment.dist_secret) as start_engine:
         from banyan.prepare import prepare
         from banyan.server.serve import run_server
 
         return run_server(config, partial(prepare, config, environment), start_engine)
+
+
+def _keep_ranks(config: Config, environment: Environment) -> int:
+    """A node other than the first: no server, only ranks for that one."""
+    from banyan.engine.nodes import check_secret, own_hello, serve_node
+    from banyan.prepare import prepare
+
+    config, card = prepare(config, environment)
+    parallel, secret = config.parallel, environment.dist_secret
+    check_secret(parallel, secret)
+    serve_node(parallel, secret, own_hello(parallel, card), card.path)
+    return 0
 
 
 def _leave(number: int, frame: object) -> None:

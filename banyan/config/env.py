@@ -13,8 +13,11 @@ from banyan.config.variables import SETTINGS, notes_on, refusals_of
 _PREFIX = "BANYAN_"
 _TRUE = ("1", "true", "yes", "on")
 
-_SECRETS = ("BANYAN_API_KEY", "BANYAN_ADMIN_API_KEY", "HF_TOKEN")
-_OWN_SWITCHES = ("BANYAN_USE_MODELSCOPE", "BANYAN_ALLOW_LONGER_CONTEXT")
+_SECRETS = ("BANYAN_API_KEY", "BANYAN_ADMIN_API_KEY", "BANYAN_DIST_SECRET", "HF_TOKEN")
+_OWN_SWITCHES = (
+    *("BANYAN_USE_MODELSCOPE", "BANYAN_ALLOW_LONGER_CONTEXT"),
+    "BANYAN_DIST_SECRET",
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Environment:
     Attributes:
         flags: flag name -> text, from BANYAN_<FLAG>.
         settings: name -> text of the variables that set a field.
+        dist_secret: what the nodes of one replica have in common.
         hf_cache: folder of the hub cache, "" = the library's own choice.
         notes: a line for each variable that is set and has no effect.
         refusals: a line for each variable that must not be ignored.
@@ -32,6 +36,7 @@ class Environment:
     flags: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
     hf_token: str = field(default="", repr=False)
+    dist_secret: str = field(default="", repr=False)
     hf_endpoint: str = ""
     hf_cache: str = ""
     hf_offline: bool = False
@@ -64,6 +69,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         flags=flags,
         settings={name: given[name] for name in SETTINGS if given.get(name)},
         hf_token=given.get("HF_TOKEN", ""),
+        dist_secret=given.get("BANYAN_DIST_SECRET", ""),
         hf_endpoint=given.get("HF_ENDPOINT", "").rstrip("/"),
         hf_cache=given.get("HF_HUB_CACHE", "") or (os.path.join(home, "hub") if home else ""),
         hf_offline=is_on("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"),

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from types import MappingProxyType
 
 from banyan.base.errors import ConfigError
-from banyan.base.log import logger
+from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
 from banyan.config.catalogue import recognise
 from banyan.config.checkpoint import read_card
@@ -224,6 +224,40 @@ def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -
     )
 
 
+def check_the_nodes(config: Config, card: ModelCard, environment: Environment) -> Config:
+    parallel = config.parallel
+    if parallel.nodes == 1:
+        if parallel.node:
+            raise ConfigError(
+                f"--node-rank {parallel.node} of one node", hint="name their number by --nnodes"
+            )
+        return config
+    if parallel.node >= parallel.nodes:
+        raise ConfigError(
+            f"--node-rank {parallel.node} of {parallel.nodes} nodes",
+            hint=f"number them 0 … {parallel.nodes - 1}",
+        )
+    if parallel.tp % parallel.nodes:
+        raise ConfigError(
+            f"--tensor-parallel-size {parallel.tp} ranks cannot be spread evenly over "
+            f"{parallel.nodes} nodes",
+            hint="choose a multiple",
+        )
+    if parallel.dp > 1:
+        raise ConfigError(
+            "--data-parallel-size and --nnodes do not go together",
+            hint="start a server on each machine, and a router before them",
+        )
+    host, _, port = parallel.meeting.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65534:
+        raise ConfigError(
+            f"--nnodes {parallel.nodes} needs --dist-init-addr host:port, "
+            f"got {printable(repr(parallel.meeting), 80)}",
+            hint="name an address of node 0 that the others reach, and a free port",
+        )
+    return config
+
+
 def _check_the_experts(card: ModelCard, tp: int, ep: int) -> None:
     if card.experts is None:
         raise ConfigError(
@@ -319,6 +353,7 @@ RULES = (
     check_the_chunk,
     bound_the_prompts,
     check_the_ranks,
+    check_the_nodes,
     sample_the_demo_as_its_makers_do,
     ask_the_demo_plainly,
     sample_as_the_makers_advise,

@@ -130,6 +130,12 @@ class ParallelConfig:
     """Ranks that each hold some of the experts whole: 1, or all of them."""
     dp: int = 1
     """Replicas behind one server."""
+    nodes: int = 1
+    """Machines that the ranks are spread over."""
+    node: int = 0
+    """Which of them this is; 0 leads and serves."""
+    meeting: str = ""
+    """host:port where node 0 listens for the others; the port above is taken too."""
     replica: int = 0
     """Which of them this is; every engine is told its own."""
     load_balance: str = "round_robin"
@@ -137,6 +143,11 @@ class ParallelConfig:
     """CPU threads of one rank; 0 = cores / (ranks · replicas)."""
     meet_timeout_s: float = 300.0
     """How long a rank waits for the others, at the start and in each sum."""
+
+    @property
+    def local_tp(self) -> int:
+        """Ranks of the replica on one machine."""
+        return self.tp // self.nodes
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ class Orders:
         address: link to the front (engine), or plans from rank 0 (rank).
         mesh_address: where the ranks meet; "" when there is one.
         pulse: file for the signs of life of a rank.
+        secret: what the nodes of this replica have in common.
     """
 
     role: str
@@ -28,6 +29,7 @@ class Orders:
     rank: int = 0
     mesh_address: str = ""
     pulse: str = ""
+    secret: str = ""
 
     @property
     def process_name(self) -> str:

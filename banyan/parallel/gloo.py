@@ -3,6 +3,7 @@
 Ranks that meet at a file are on one machine, and listen on its loopback alone.
 """
 
+import socket
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -14,6 +15,13 @@ from banyan.ops.api import NotRecordable
 from banyan.parallel.collectives import Meeting, Transport
 
 _LOOPBACK = "127.0.0.1"
+
+
+def _own_address(host: str | None) -> str:
+    """The address of this machine from which it reaches the meeting; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return probe.getsockname()[0]
 
 
 class Gloo:
@@ -28,8 +36,8 @@ class Gloo:
             store: dist.Store = dist.FileStore(meeting.path, size)
             store.set_timeout(options._timeout)
         else:
-            device = dist.ProcessGroupGloo.create_default_device()
             parts = urlsplit(meeting.address)
+            device = dist.ProcessGroupGloo.create_device(hostname=_own_address(parts.hostname))
             store = dist.TCPStore(
                 str(parts.hostname), parts.port or 0, size, rank == 0, options._timeout
             )

@@ -42,6 +42,11 @@ GUIDE = (
 STARTS = (
     "--model-path M --tp 2",
     "--model-path M --tp 2 --enable-p2p-check",
+    *(
+        "--model-path M --tp 4 --dist-init-addr sgl-dev-0:50000 --nnodes 2 "
+        f"--node-rank {rank} --disable-cuda-graph"
+        for rank in (0, 1)
+    ),
     "--model-path M --mem-fraction-static 0.7",
     "--model-path M --quantization fp8",
     "--model-path M --chunked-prefill-size 4096",
@@ -53,15 +58,6 @@ STARTS = (
 REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     ("--model-path M --torchao-config int4wo-128", {}, ("--torchao-config",)),
     ("--model-path M --kv-cache-dtype fp8_e5m2", {}, ("--kv-cache-dtype", "fp8_e5m2")),
-    *(
-        (
-            "--model-path M --tp 4 --dist-init-addr sgl-dev-0:50000 --nnodes 2 "
-            f"--node-rank {rank} --disable-cuda-graph",
-            {},
-            ("--nnodes 2", "one machine"),
-        )
-        for rank in (0, 1)
-    ),
     (
         NODE + "--disaggregation-mode prefill --disaggregation-bootstrap-port 6657 --port 8000",
         STORE,
@@ -79,7 +75,6 @@ REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
         (
             "--disaggregation-mode decode",
             "--enable-deepep-moe (--moe-a2a-backend deepep)",
-            "--ep-size 16",
         ),
     ),
     (
@@ -92,7 +87,7 @@ REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
         GUIDE + "--dp-size 8 --ep 32 --enable-dp-attention --enable-dp-lm-head "
         "--cuda-graph-max-bs 4 --deepep-mode low_latency --mem-fraction-static 0.79",
         {"SGLANG_ENABLE_SPEC_V2": "1", "SGLANG_SCHEDULER_SKIP_ALL_GATHER": "1"},
-        ("--speculative-algorithm", "--ep 32", "--enable-dp-attention"),
+        ("--speculative-algorithm", "--enable-dp-attention"),
     ),
 )
 

@@ -110,6 +110,32 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_kernels_that_are_forced_are_those_that_run",
     ),
     Flag(
+        "nnodes",
+        "parallel.nodes",
+        "machines that the ranks are spread over; each is started with the same command line but "
+        "for --node-rank",
+        kind=INT,
+        low=1,
+        high=1024,
+        proof="tests/system/test_nodes.py::test_two_nodes_give_the_tokens_of_one_rank",
+    ),
+    Flag(
+        "node-rank",
+        "parallel.node",
+        "which of the machines this is; 0 serves, the others keep ranks for it",
+        kind=INT,
+        low=0,
+        high=1023,
+        proof="tests/system/test_nodes.py::test_two_nodes_give_the_tokens_of_one_rank",
+    ),
+    Flag(
+        "dist-init-addr",
+        "parallel.meeting",
+        "host:port at which node 0 listens for the others; the port above it is taken too",
+        aliases=("nccl-init-addr",),
+        proof="tests/system/test_nodes.py::test_two_nodes_give_the_tokens_of_one_rank",
+    ),
+    Flag(
         "dist-timeout",
         "parallel.meet_timeout_s",
         "seconds that a rank waits for the others",

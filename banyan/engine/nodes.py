@@ -1,0 +1,384 @@
+"""Ranks on several machines: the first node leads, the others keep ranks for it.
+
+Every node is started with the same command line but for its number. A node says which version and
+which weights it has; the leader takes it or tells it why not, gives it the orders of its ranks, and
+passes frames to them through it. Both sides say that they live, and notice when the other does not.
+
+The connection is encrypted and lets in who knows the secret: the keys of both ends (Curve25519, by
+ZeroMQ's CURVE, rfc.zeromq.org/spec/26) are made of it.
+"""
+
+import hashlib
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import zmq
+import zmq.utils.z85
+
+from banyan.base.errors import ConfigError, DeviceError
+from banyan.base.log import logger, printable
+from banyan.config.card import ModelCard
+from banyan.config.schema import ParallelConfig
+from banyan.engine.orders import Orders
+from banyan.engine.ranks import LocalRanks
+
+log = logger(__name__)
+
+_BEAT_S = 0.5
+SILENT_S = 5.0
+"""A node that is not heard of for so long is lost."""
+_FRAME, _END, _BEAT, _START, _REFUSED, _HELLO, _LOST = (b"F", b"E", b"B", b"S", b"R", b"H", b"L")
+_SAMPLE_BYTES = 1 << 16
+_MAX_SAID_BYTES = 1 << 16
+"""Of what a node tells the leader."""
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """What a node says of itself."""
+
+    node: int
+    nodes: int
+    tp: int
+    version: str
+    weights: str
+
+
+class Sign(msgspec.Struct, frozen=True):
+    """A node's ranks are alive: the one that was silent for longest, and for how long."""
+
+    rank: int
+    silent_s: float
+
+
+def ranks_of(parallel: ParallelConfig, node: int) -> range:
+    """The ranks on one node: each node has as many."""
+    share = parallel.tp // parallel.nodes
+    return range(node * share, (node + 1) * share)
+
+
+def fingerprint(card: ModelCard) -> str:
+    """The same for the same model with the same weights, wherever they lie. Reads the facts, and
+    the sizes and a sample of the files."""
+    facts = asdict(replace(card, path=""))
+    digest = hashlib.sha256(msgspec.json.encode(facts, order="sorted"))
+    path = Path(card.path)
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name if path.is_dir() else ''}:{size};".encode())
+        with file.open("rb") as stream:
+            for at in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+                stream.seek(at)
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def own_hello(parallel: ParallelConfig, card: ModelCard) -> Hello:
+    try:
+        mine = version("banyan")
+    except PackageNotFoundError:
+        mine = "unknown"
+    return Hello(parallel.node, parallel.nodes, parallel.tp, mine, fingerprint(card))
+
+
+def _keys(secret: str, who: str) -> tuple[bytes, bytes]:
+    """(public, secret) key of one end, Z85."""
+    raw = hashlib.scrypt(secret.encode(), salt=f"banyan {who}".encode(), n=1 << 14, r=8, p=1)
+    private = zmq.utils.z85.encode(raw[:32])
+    return zmq.curve_public(private), private
+
+
+def check_secret(parallel: ParallelConfig, secret: str) -> None:
+    """
+    Raises:
+        ConfigError: nodes that are not on this machine alone have no secret in common.
+    """
+    host = parallel.meeting.rpartition(":")[0].strip("[]")
+    try:
+        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not secret and not is_loopback:
+        raise ConfigError(
+            f"the nodes meet at {parallel.meeting}, which others may reach, and have no secret",
+            hint="set BANYAN_DIST_SECRET to the same long random text on every node",
+        )
+
+
+class Nodes:
+    """The other nodes, as the leader sees them.
+
+    Args:
+        parallel: its `meeting` is where this node listens.
+        mine: what the others must have too.
+    """
+
+    def __init__(self, parallel: ParallelConfig, secret: str, mine: Hello) -> None:
+        self._parallel, self._mine = parallel, mine
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_SAID_BYTES)
+        public, private = _keys(secret, "leader")
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, private
+        try:
+            host, _, port = parallel.meeting.rpartition(":")
+            self._socket.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
+        except (zmq.ZMQError, OSError) as error:
+            raise ConfigError(
+                f"--dist-init-addr {parallel.meeting} cannot be listened at: {error}",
+                hint="name an address of this machine and a free port",
+            ) from None
+        self._identity: dict[int, bytes] = {}
+        self._heard: dict[int, float] = {}
+        self._silent: dict[int, Sign] = {}
+        self._outbox = self._context.socket(zmq.PUSH)
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.bind("inproc://frames")
+        self._outbox.connect("inproc://frames")
+        self._on_death: Callable[[str], None] | None = None
+        self._lost = ""
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+
+    def gather(self) -> None:
+        """Wait until every node has come.
+
+        Raises:
+            DeviceError: some did not come in time.
+        """
+        wanted = set(range(1, self._parallel.nodes))
+        deadline = time.monotonic() + self._parallel.meet_timeout_s
+        while wanted - self._identity.keys():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = ", ".join(map(str, sorted(wanted - self._identity.keys())))
+                raise DeviceError(
+                    f"node {missing} of {self._parallel.nodes} did not come within "
+                    f"{self._parallel.meet_timeout_s:g} s",
+                    hint="start the same command line there with its --node-rank, and see its log",
+                )
+            if self._socket.poll(min(left, 1.0) * 1000):
+                identity, kind, *parts = self._socket.recv_multipart()
+                if kind == _HELLO and parts:
+                    self._welcome(identity, parts[0])
+
+    def _welcome(self, identity: bytes, said: bytes) -> None:
+        try:
+            hello = msgspec.json.decode(said, type=Hello)
+            reason = self._objection(hello)
+        except msgspec.MsgspecError:
+            hello, reason = None, "it speaks another protocol"
+        if hello is None or reason:
+            name = f"node {hello.node}" if hello else "a node"
+            log.error("%s was turned away: %s", name, reason)
+            self._socket.send_multipart([identity, _REFUSED, reason.encode()])
+            return
+        self._identity[hello.node] = identity
+        self._heard[hello.node] = time.monotonic()
+        log.info("node %d of %d has come", hello.node, self._parallel.nodes)
+
+    def _objection(self, hello: Hello) -> str:
+        mine = self._mine
+        if hello.version != mine.version:
+            return f"it runs version {printable(hello.version, 40)}, the leader {mine.version}"
+        if (hello.nodes, hello.tp) != (mine.nodes, mine.tp):
+            return (
+                f"it was started with --nnodes {hello.nodes} --tp {hello.tp}, the leader with "
+                f"--nnodes {mine.nodes} --tp {mine.tp}"
+            )
+        if hello.weights != mine.weights:
+            return "it has another model or other weights than the leader"
+        if not 1 <= hello.node < mine.nodes:
+            return f"its --node-rank {hello.node} is not in 1 … {mine.nodes - 1}"
+        if hello.node in self._identity:
+            return f"there is a node {hello.node} already: give each node a --node-rank of its own"
+        return ""
+
+    def start(self, orders: Orders, meeting: str) -> None:
+        """Let every node start its ranks, which meet the others at `meeting`."""
+        for node, identity in self._identity.items():
+            told = msgspec.json.encode((orders, meeting))
+            self._socket.send_multipart([identity, _START, told])
+            log.info("node %d starts its ranks", node)
+        self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
+        self._thread.start()
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        self._on_death = on_death
+        if self._lost:
+            on_death(self._lost)
+
+    def silence(self) -> tuple[int, float]:
+        """As `LocalRanks.silence`, over all nodes."""
+        now = time.monotonic()
+        signs = [
+            (sign.silent_s + now - self._heard[node], sign.rank)
+            for node, sign in list(self._silent.items())
+        ]
+        longest, rank = max(signs, default=(0.0, 0))
+        return rank, longest
+
+    def send(self, rank: int, frame: bytes) -> None:
+        """Give a frame to a rank of another node. From one thread only."""
+        node = rank // (self._parallel.tp // self._parallel.nodes)
+        self._outbox.send_multipart([self._identity[node], _FRAME, b"%d" % rank, frame])
+
+    def close(self) -> None:
+        """Let the others end."""
+        if self._thread is None:
+            self._context.destroy(linger=0)
+            return
+        self._is_closing = True
+        for identity in self._identity.values():
+            self._outbox.send_multipart([identity, _END])
+        self._outbox.send_multipart([b""])
+        self._thread.join(5.0)
+        self._outbox.close(linger=0)
+        self._context.term()
+
+    def _run(self) -> None:
+        """All traffic of the socket, and who lives."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._inbox, zmq.POLLIN)
+        beat_at = 0.0
+        while True:
+            ready = dict(poller.poll(_BEAT_S * 1000))
+            if self._inbox in ready and not self._pass_on():
+                break
+            if self._socket in ready:
+                self._take(*self._socket.recv_multipart())
+            now = time.monotonic()
+            if now >= beat_at:
+                beat_at = now + _BEAT_S
+                for identity in self._identity.values():
+                    self._socket.send_multipart([identity, _BEAT])
+                self._look(now)
+        self._inbox.close(linger=0)
+        self._socket.close()
+
+    def _pass_on(self) -> bool:
+        parts = self._inbox.recv_multipart()
+        if len(parts) == 1:
+            return False
+        self._socket.send_multipart(parts)
+        return True
+
+    def _take(self, identity: bytes, kind: bytes, *parts: bytes) -> None:
+        node = next((n for n, mine in self._identity.items() if mine == identity), 0)
+        if not node:
+            if kind == _HELLO and parts:
+                self._welcome(identity, parts[0])
+            return
+        self._heard[node] = time.monotonic()
+        if kind == _BEAT and parts:
+            self._silent[node] = msgspec.json.decode(parts[0], type=Sign)
+        elif kind == _LOST and parts:
+            self._lose(f"node {node}: {printable(parts[0].decode(errors='replace'), 300)}")
+
+    def _look(self, now: float) -> None:
+        for node, heard in self._heard.items():
+            if now - heard > SILENT_S:
+                self._lose(f"node {node} has not been heard of for {now - heard:.1f} s")
+
+    def _lose(self, what: str) -> None:
+        if self._is_closing or self._lost:
+            return
+        self._lost = what
+        log.error("%s", what)
+        if self._on_death is not None:
+            self._on_death(what)
+
+
+class _Leader:
+    """The leader, as another node sees it."""
+
+    def __init__(self, address: str, secret: str) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.curve_publickey, self._socket.curve_secretkey = _keys(secret, "node")
+        self._socket.curve_serverkey, _ = _keys(secret, "leader")
+        self._socket.connect(f"tcp://{address}")
+
+    def say(self, kind: bytes, *parts: bytes) -> None:
+        self._socket.send_multipart([kind, *parts])
+
+    def hear(self, timeout_s: float) -> list[bytes] | None:
+        return self._socket.recv_multipart() if self._socket.poll(timeout_s * 1000) else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def serve_node(parallel: ParallelConfig, secret: str, mine: Hello, own_path: str) -> None:
+    """Keep this node's ranks for the leader until it ends.
+
+    Args:
+        own_path: where the model lies on this machine.
+
+    Raises:
+        DeviceError: the leader does not answer, turns this node away or is lost, or a rank died.
+    """
+    with _Leader(parallel.meeting, secret) as leader:
+        leader.say(_HELLO, msgspec.json.encode(mine))
+        log.info("node %d of %d waits for %s", mine.node, mine.nodes, parallel.meeting)
+        said = leader.hear(parallel.meet_timeout_s)
+        if said is None:
+            raise DeviceError(
+                f"the leader at {parallel.meeting} did not answer within "
+                f"{parallel.meet_timeout_s:g} s",
+                hint="is node 0 started, is its --dist-init-addr the same, and its secret?",
+            )
+        if said[0] == _REFUSED:
+            reason = printable(said[1].decode(errors="replace"), 300)
+            raise DeviceError(f"the leader turned this node away: {reason}")
+        while said is None or said[0] != _START:
+            said = leader.hear(parallel.meet_timeout_s)
+            if said is None:
+                raise DeviceError("the leader fell silent before it gave orders")
+        orders, meeting = msgspec.json.decode(said[1], type=tuple[Orders, str])
+        orders = replace(orders, card=replace(orders.card, path=own_path))
+        _keep(LocalRanks(ranks_of(parallel, parallel.node), orders, meeting), leader)
+
+
+def _keep(ranks: LocalRanks, leader: _Leader) -> None:
+    """Pass frames on, and say that the ranks live."""
+    died: list[str] = []
+    ranks.watch(died.append)
+    log.info("ranks %s run here; requests go to node 0", ", ".join(map(str, ranks.numbers)))
+    heard, beat_at = time.monotonic(), 0.0
+    try:
+        while True:
+            said = leader.hear(_BEAT_S / 2)
+            now = time.monotonic()
+            if said is not None:
+                heard = now
+                if said[0] == _END:
+                    return
+                if said[0] == _FRAME:
+                    ranks.send(int(said[1]), said[2])
+            if died:
+                leader.say(_LOST, died[0].encode())
+                raise DeviceError(died[0])
+            if now - heard > SILENT_S:
+                raise DeviceError(f"the leader has not been heard of for {now - heard:.1f} s")
+            if now >= beat_at:
+                beat_at = now + _BEAT_S
+                leader.say(_BEAT, msgspec.json.encode(Sign(*ranks.silence())))
+    finally:
+        ranks.close()

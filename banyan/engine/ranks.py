@@ -1,0 +1,72 @@
+"""LocalRanks: processes of ranks on this machine, as the one that started them sees them."""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+
+import zmq
+
+from banyan.engine.orders import Orders
+from banyan.engine.processes import Child, Pulse, spawn
+from banyan.messages.link import PrivateFolder
+
+_ALIVE_MS = 100
+"""How often a sender that has to wait looks whether the receiver still lives."""
+
+
+class LocalRanks:
+    """
+    Args:
+        ranks: their numbers within the replica; there may be none.
+        orders: what each of them is told, but for its number and addresses.
+        meeting: where all ranks of the replica meet; "" = a file that these ranks alone can reach.
+    """
+
+    def __init__(self, ranks: Iterable[int], orders: Orders, meeting: str = "") -> None:
+        self._folder = PrivateFolder()
+        self._context = zmq.Context()
+        self._children: dict[int, Child] = {}
+        self._pulses: dict[int, Pulse] = {}
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self.meeting = meeting or f"file://{self._folder.path}/meeting"
+        for rank in ranks:
+            address = self._folder.address(f"rank{rank}")
+            self._sockets[rank] = self._context.socket(zmq.PUSH)
+            self._sockets[rank].bind(address)
+            beats = f"{self._folder.path}/pulse{rank}"
+            self._pulses[rank] = Pulse(beats)
+            self._pulses[rank].beat()
+            told = replace(
+                orders, address=address, rank=rank, mesh_address=self.meeting, pulse=beats
+            )
+            self._children[rank] = spawn("banyan.compose", told.process_name, told.encode())
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call `on_death` from a thread when one of them ends unasked."""
+        for child in self._children.values():
+            child.watch(on_death)
+
+    def silence(self) -> tuple[int, float]:
+        """The rank that has given no sign of life for longest, and for how many seconds; (0, 0)
+        when there is none."""
+        silent_s = [(pulse.silence_s(), rank) for rank, pulse in self._pulses.items()]
+        longest, rank = max(silent_s, default=(0.0, 0))
+        return rank, longest
+
+    def send(self, rank: int, frame: bytes) -> None:
+        """Give a frame to one of them; dropped when that one has died, which `watch` tells."""
+        child, socket = self._children[rank], self._sockets[rank]
+        while not socket.poll(_ALIVE_MS, zmq.POLLOUT) and child.is_alive():
+            pass
+        with suppress(zmq.Again):
+            socket.send(frame, zmq.NOBLOCK)
+
+    @property
+    def numbers(self) -> list[int]:
+        return list(self._children)
+
+    def close(self) -> None:
+        for child in self._children.values():
+            child.stop()
+        self._context.destroy(linger=0)
+        self._folder.close()

@@ -1,0 +1,106 @@
+"""Ranks on two nodes, which here are two programs that share nothing but a socket."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.system.checkpoint import write_tiny_model
+from tests.system.serving import Server, free_port, launch, serving, wait_ready, wait_until
+
+PROMPTS = [[2 + (i * j * 5 + i) % 390 for i in range(5 + 30 * j)] for j in range(3)]
+FEW = ("--threads", "1", "--max-total-tokens", "2048")
+
+
+@contextmanager
+def node(log: Path, number: int, port: int, model: Path, *flags: str) -> Iterator[Server]:
+    """One of two nodes, started and not waited for."""
+    server = launch(
+        log / f"node{number}.log",
+        *("--model-path", str(model), "--tp-size", "2", "--nnodes", "2", *FEW),
+        *("--node-rank", str(number), "--dist-init-addr", f"127.0.0.1:{port}", *flags),
+    )
+    try:
+        yield server
+    except BaseException:
+        print(f"--- node {number}\n{server.tail()}")
+        raise
+    finally:
+        server.kill()
+
+
+def outputs(server: Server) -> list[list[int]]:
+    sampling = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    found = []
+    for prompt in PROMPTS:
+        found.append(server.generate(input_ids=prompt, sampling_params=sampling)["output_ids"])
+    return found
+
+
+def test_two_nodes_give_the_tokens_of_one_rank(tiny_model, tmp_path):
+    port = free_port()
+    with serving(tmp_path / "one.log", "--model-path", str(tiny_model), *FEW) as one:
+        expected = outputs(one)
+
+    with node(tmp_path, 1, port, tiny_model) as other, node(tmp_path, 0, port, tiny_model) as first:
+        wait_ready(first)
+        ranks = [p for p in other.members() if "banyan.compose" in psutil.Process(p).cmdline()]
+        assert len(first.rank_pids()) == 0 and len(ranks) == 1
+        assert outputs(first) == expected
+        first.signal(signal.SIGTERM)
+        assert first.exit_code(20) == 0
+        assert other.exit_code(20) == 0, other.tail()
+    assert not psutil.pid_exists(ranks[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_of_another_node_ends_the_replica_and_is_named(number, tiny_model, tmp_path):
+    port = free_port()
+    with node(tmp_path, 1, port, tiny_model) as other, node(tmp_path, 0, port, tiny_model) as first:
+        wait_ready(first)
+        if number == signal.SIGKILL:
+            (rank,) = [
+                p for p in other.members() if "banyan.compose" in psutil.Process(p).cmdline()
+            ]
+            os.kill(rank, number)
+            assert first.exit_code(20) != 0
+            assert "node 1: rank1" in first.tail() and "SIGKILL" in first.tail()
+        else:
+            os.kill(other.pid, number)
+            assert first.exit_code(20) != 0
+            assert "node 1 has not been heard of" in first.tail()
+
+
+def test_a_node_whose_leader_is_gone_ends(tiny_model, tmp_path):
+    port = free_port()
+    with node(tmp_path, 1, port, tiny_model) as other:
+        with node(tmp_path, 0, port, tiny_model) as first:
+            wait_ready(first)
+            first.kill()
+            assert other.exit_code(20) != 0
+        assert "the leader has not been heard of" in other.tail()
+
+
+def test_a_node_that_does_not_come_is_named(tiny_model, tmp_path):
+    with node(tmp_path, 0, free_port(), tiny_model, "--dist-timeout", "2") as first:
+        assert first.exit_code(40) != 0
+        assert "node 1 of 2 did not come within 2 s" in first.tail()
+
+
+def test_a_node_with_other_weights_is_turned_away_on_both_sides(tiny_model, tmp_path):
+    port, others = free_port(), write_tiny_model(tmp_path / "others", seed=1)
+    flags = ("--dist-timeout", "8")
+    with node(tmp_path, 1, port, others) as other, node(tmp_path, 0, port, tiny_model, *flags) as a:
+        assert other.exit_code(40) != 0
+        assert "the leader turned this node away: it has another model" in other.tail()
+        wait_until(lambda: "node 1 was turned away" in a.tail(), 5.0, "a line about it")
+
+
+def test_nodes_that_others_may_reach_need_a_secret(tiny_model, tmp_path):
+    with node(tmp_path, 1, 1, tiny_model, "--dist-init-addr", "192.0.2.1:29500") as other:
+        assert other.exit_code(40) == 2
+        assert "Set BANYAN_DIST_SECRET to the same" in other.tail()
