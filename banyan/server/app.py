@@ -8,18 +8,17 @@ import asyncio
 import contextlib
 import difflib
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Collection, Sequence
 
 from banyan.base.errors import RequestError
 from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
 from banyan.server import auth
 from banyan.server.access_log import AccessLog
-from banyan.server.dialect import OPENAI, Dialect
 from banyan.server.errors import internal, unavailable
 from banyan.server.exchange import SEND_TIMEOUT_S, Exchange, Scope, Send
 from banyan.server.limits import ClientGone, Receive, read_body
+from banyan.server.route import Route
 from banyan.server.state import ServerState
 
 log = logger(__name__)
@@ -31,19 +30,6 @@ give it back."""
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1000}")
 _LONGEST_GUESSED = 64
 """Characters of a path that is compared with those of the routes."""
-
-Handler = Callable[[Exchange, ServerState], Awaitable[None]]
-
-
-@dataclass(frozen=True)
-class Route:
-    """One path. A path that ends in "/" also serves everything below it (`Exchange.tail`)."""
-
-    path: str
-    methods: tuple[str, ...]
-    handler: Handler
-    guard: str = auth.KEY
-    dialect: Dialect = OPENAI
 
 
 class App:
@@ -141,6 +127,9 @@ class App:
             host,
             exchange.page,
         )
+        if verdict.status == auth.UNAUTHORIZED and route is not None and route.locked is not None:
+            await route.locked(exchange, self.state)
+            return None
         if verdict.status == auth.UNAUTHORIZED:
             await exchange.json(exchange.dialect.unauthorized, 401, {"www-authenticate": "Bearer"})
             return None

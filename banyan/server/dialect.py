@@ -12,7 +12,7 @@ from banyan.base.errors import RequestError
 from banyan.server.errors import UNAUTHORIZED, Json, error_body, error_event
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dialect:
     """Attributes:
     media: content type of a stream.

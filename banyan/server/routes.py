@@ -1,5 +1,7 @@
 """The table of routes, and the application made of it."""
 
+from dataclasses import replace
+
 from banyan.server import (
     admin,
     auth,
@@ -14,16 +16,19 @@ from banyan.server import (
     vectors,
 )
 from banyan.server.anthropic.messages import anthropic_routes
-from banyan.server.app import App, Route
-from banyan.server.exchange import SEND_TIMEOUT_S, Exchange
+from banyan.server.app import App
+from banyan.server.bodies import CHAT, COMPLETION, FLUSH, GENERATE, UPLOAD, VERTEX
+from banyan.server.exchange import SEND_TIMEOUT_S
 from banyan.server.ollama.routes import ollama_routes
-from banyan.server.openai.batches import batch, batches
+from banyan.server.openai.batches import BatchRequest, batch, batches
 from banyan.server.openai.chat import chat_completions
 from banyan.server.openai.completions import completions
-from banyan.server.openai.embeddings import create_embeddings
+from banyan.server.openai.embeddings import EmbeddingRequest, create_embeddings
 from banyan.server.openai.files import file, files
 from banyan.server.openai.models import list_models, show_model
 from banyan.server.openai.responses import responses_routes
+from banyan.server.pages import page_routes
+from banyan.server.route import Body, Route
 from banyan.server.state import ServerState
 from banyan.server.unavailable import unavailable_routes
 
@@ -33,67 +38,128 @@ _BOTH = ("GET", "POST")
 _PUT = ("POST", "PUT")
 
 
-async def _root(exchange: Exchange, state: ServerState) -> None:
-    await exchange.text("Banyan is running\n")
-
-
 def all_routes() -> list[Route]:
-    open_, adm = auth.OPEN, auth.ADMIN
+    groups = {
+        "Health": _health_routes(),
+        "OpenAI": _openai_routes(),
+        "Anthropic": anthropic_routes(),
+        "Ollama": ollama_routes(),
+        "Native": _native_routes(),
+        "Vectors and scores": _vector_routes(),
+        "Tokens and parsers": _text_routes(),
+        "Facts": _fact_routes(),
+        "Operation": _operation_routes(),
+        "Not in this build": unavailable_routes(),
+    }
+    others = [replace(route, group=name) for name, group in groups.items() for route in group]
+    return page_routes(others)
+
+
+def _health_routes() -> list[Route]:
+    open_ = auth.OPEN
     return [
-        Route("/", _GET, _root),
-        Route("/livez", _GET, health.livez, open_),
-        Route("/readyz", _GET, health.readyz, open_),
-        Route("/ready", _GET, health.readyz, open_),
-        Route("/health", _GET, health.health, open_),
-        Route("/health_generate", _GET, health.health_generate, open_),
-        Route("/ping", _GET, health.health),
-        Route("/v1/chat/completions", _POST, chat_completions),
-        Route("/invocations", _POST, chat_completions),
-        Route("/v1/completions", _POST, completions),
-        Route("/v1/models", _GET, list_models),
-        Route("/v1/models/", _GET, show_model),
+        Route("/livez", _GET, health.livez, open_, about="the process answers"),
+        Route("/readyz", _GET, health.readyz, open_, about="a request would be admitted"),
+        Route("/ready", _GET, health.readyz, open_, about="as /readyz"),
+        Route("/health", _GET, health.health, open_, about="the engine makes progress"),
+        Route("/health_generate", _GET, health.health_generate, open_, about="a token comes"),
+        Route("/ping", _GET, health.health, about="as /health"),
+    ]
+
+
+def _openai_routes() -> list[Route]:
+    by_name = {"{model}": _GET}
+    of_file = {"{file_id}": ("GET", "DELETE"), "{file_id}/content": _GET}
+    of_batch = {"{batch_id}": _GET, "{batch_id}/cancel": _POST}
+    new_batch = Body(BatchRequest)
+    return [
+        Route("/v1/chat/completions", _POST, chat_completions, about="a chat's answer", body=CHAT),
+        Route("/invocations", _POST, chat_completions, about="SageMaker's chat", body=CHAT),
+        Route("/v1/completions", _POST, completions, about="a text goes on", body=COMPLETION),
+        Route("/v1/models", _GET, list_models, about="the model that is served"),
+        Route("/v1/models/", _GET, show_model, about="one model", below=by_name),
         *responses_routes(),
-        Route("/v1/files", _BOTH, files),
-        Route("/v1/files/", ("GET", "DELETE"), file),
-        Route("/v1/batches", _BOTH, batches),
-        Route("/v1/batches/", _BOTH, batch),
-        Route("/generate", ("POST", "PUT"), native.generate),
-        Route("/open_session", _BOTH, native.open_session),
-        Route("/close_session", _BOTH, native.close_session),
-        Route("/encode", _PUT, vectors.encode),
-        Route("/classify", _PUT, vectors.encode),
-        Route("/v1/embeddings", _POST, create_embeddings),
-        Route("/v1/classify", _POST, vectors.classify),
-        Route("/v1/score", _POST, scores.score),
-        Route("/v1/rerank", _PUT, scores.rerank),
-        Route("/tokenize", _POST, tokens.tokenize),
-        Route("/v1/tokenize", _POST, tokens.tokenize),
-        Route("/detokenize", _POST, tokens.detokenize),
-        Route("/v1/detokenize", _POST, tokens.detokenize),
-        Route("/parse_function_call", _POST, parsing.parse_function_call),
-        Route("/separate_reasoning", _POST, parsing.separate_reasoning),
-        Route("/get_model_info", _GET, admin.model_info),
-        Route("/model_info", _GET, admin.model_info),
-        Route("/get_server_info", _GET, admin.server_info),
-        Route("/server_info", _GET, admin.server_info),
-        Route("/get_load", _GET, loads.get_load),
-        Route("/get_weight_version", _GET, admin.weight_version),
-        Route("/weight_version", _GET, admin.weight_version),
-        Route("/flush_cache", _BOTH, admin.flush_cache, adm),
-        Route("/pause_generation", _POST, operate.pause_generation, adm),
-        Route("/continue_generation", _POST, operate.continue_generation, adm),
-        Route("/update_weights_from_disk", _POST, operate.update_weights_from_disk, adm),
-        Route("/update_weight_version", _POST, operate.update_weight_version, adm),
-        Route("/configure_logging", _BOTH, operate.configure_logging, adm),
-        Route("/start_profile", _BOTH, profile.start_profile, adm),
-        Route("/stop_profile", _BOTH, profile.stop_profile, adm),
-        Route("/v1/loads", _GET, loads.show_loads),
-        Route("/version", _GET, operate.version),
-        Route("/abort_request", _POST, admin.abort_request, auth.OWN),
-        *anthropic_routes(),
-        *ollama_routes(),
-        Route("/vertex_generate", _POST, native.vertex),
-        *unavailable_routes(),
+        Route("/v1/files", _BOTH, files, about="list, or take, a batch's files", body=UPLOAD),
+        Route("/v1/files/", ("GET", "DELETE"), file, about="one file", below=of_file),
+        Route("/v1/batches", _BOTH, batches, about="list, or begin, batches", body=new_batch),
+        Route("/v1/batches/", _BOTH, batch, about="one batch", below=of_batch),
+    ]
+
+
+def _native_routes() -> list[Route]:
+    opening = Body(native.OpenSession, is_query=True)
+    closing = Body(native.CloseSession, is_query=True)
+    return [
+        Route("/generate", _PUT, native.generate, about="texts or ids go on", body=GENERATE),
+        Route("/open_session", _BOTH, native.open_session, about="begin turns", body=opening),
+        Route("/close_session", _BOTH, native.close_session, about="forget them", body=closing),
+        Route("/vertex_generate", _POST, native.vertex, about="Vertex AI's form", body=VERTEX),
+    ]
+
+
+def _vector_routes() -> list[Route]:
+    of_native, of_inputs = Body(vectors.NativeRequest), Body(vectors.ClassifyRequest)
+    of_texts, of_pairs = Body(EmbeddingRequest), Body(scores.ScoreRequest)
+    of_documents = Body(scores.RerankRequest)
+    return [
+        Route("/encode", _PUT, vectors.encode, about="vectors of prompts", body=of_native),
+        Route("/classify", _PUT, vectors.encode, about="scores of prompts", body=of_native),
+        Route("/v1/embeddings", _POST, create_embeddings, about="vectors of texts", body=of_texts),
+        Route("/v1/classify", _POST, vectors.classify, about="classes of texts", body=of_inputs),
+        Route("/v1/score", _POST, scores.score, about="how well items fit", body=of_pairs),
+        Route("/v1/rerank", _PUT, scores.rerank, about="documents by fit", body=of_documents),
+    ]
+
+
+def _text_routes() -> list[Route]:
+    text, ids = Body(tokens.TokenizeRequest), Body(tokens.DetokenizeRequest)
+    call, thought = Body(parsing.ParseCallsRequest), Body(parsing.SeparateRequest)
+    calls, thoughts = parsing.parse_function_call, parsing.separate_reasoning
+    return [
+        Route("/tokenize", _POST, tokens.tokenize, about="text to token ids", body=text),
+        Route("/v1/tokenize", _POST, tokens.tokenize, about="text to token ids", body=text),
+        Route("/detokenize", _POST, tokens.detokenize, about="token ids to text", body=ids),
+        Route("/v1/detokenize", _POST, tokens.detokenize, about="token ids to text", body=ids),
+        Route("/parse_function_call", _POST, calls, about="tool calls in a text", body=call),
+        Route("/separate_reasoning", _POST, thoughts, about="thinking in a text", body=thought),
+    ]
+
+
+def _fact_routes() -> list[Route]:
+    model, server = admin.model_info, admin.server_info
+    return [
+        Route("/model_info", _GET, model, about="what is served"),
+        Route("/get_model_info", _GET, model, about="as /model_info"),
+        Route("/server_info", _GET, server, about="settings, memory, counters"),
+        Route("/get_server_info", _GET, server, about="as /server_info"),
+        Route("/v1/loads", _GET, loads.show_loads, about="load; ?format=prometheus for gauges"),
+        Route("/get_load", _GET, loads.get_load, about="load in short"),
+        Route("/weight_version", _GET, admin.weight_version, about="label of the weights"),
+        Route("/get_weight_version", _GET, admin.weight_version, about="as /weight_version"),
+        Route("/version", _GET, operate.version, about="version of the server"),
+    ]
+
+
+def _operation_routes() -> list[Route]:
+    adm = auth.ADMIN
+    begin, end = profile.start_profile, profile.stop_profile
+    weights, label = operate.update_weights_from_disk, operate.update_weight_version
+    pause, go_on = operate.pause_generation, operate.continue_generation
+    logs, ending = operate.configure_logging, admin.abort_request
+    of_disk, of_label = Body(operate.WeightsRequest), Body(operate.VersionRequest)
+    of_logs = Body(operate.LoggingRequest, is_query=True)
+    of_profile = Body(profile.ProfileRequest, is_query=True)
+    of_pause, of_ending = Body(operate.PauseRequest, is_query=True), Body(admin.AbortRequest)
+    return [
+        Route("/abort_request", _POST, ending, auth.OWN, about="end requests", body=of_ending),
+        Route("/flush_cache", _BOTH, admin.flush_cache, adm, about="empty the cache", body=FLUSH),
+        Route("/pause_generation", _POST, pause, adm, about="plan no steps", body=of_pause),
+        Route("/continue_generation", _POST, go_on, adm, about="plan steps again"),
+        Route("/update_weights_from_disk", _POST, weights, adm, about="load others", body=of_disk),
+        Route("/update_weight_version", _POST, label, adm, about="label them", body=of_label),
+        Route("/configure_logging", _BOTH, logs, adm, about="what is logged", body=of_logs),
+        Route("/start_profile", _BOTH, begin, adm, about="record the steps", body=of_profile),
+        Route("/stop_profile", _BOTH, end, adm, about="write the record"),
     ]
 
 

@@ -5,8 +5,8 @@ The table is the promise that no known route is a silent 404.
 
 from banyan.base.errors import RequestError
 from banyan.server import auth
-from banyan.server.app import Handler, Route
 from banyan.server.exchange import Exchange
+from banyan.server.route import Handler, Route
 from banyan.server.state import ServerState
 
 _BOTH = ("GET", "POST")
@@ -70,14 +70,16 @@ _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/v1/decisions": (_POST, "Typed questions are not available in this build."),
     "/v1/systemone": (_POST, "Typed questions are not available in this build."),
     "/metrics": (_GET, f"There are no metrics in this build; {_LOADS}"),
-    "/docs": (_GET, "There is no generated page; docs/ of the project describes the routes."),
-    "/openapi.json": (_GET, "There is no generated page; docs/ of the project describes them."),
 }
 
 
 def unavailable_routes() -> list[Route]:
-    admin = [Route(p, m, _refusal(t), auth.ADMIN) for p, (m, t) in _ADMIN.items()]
-    return admin + [Route(p, m, _refusal(t)) for p, (m, t) in _PLAIN.items()]
+    found = [(auth.ADMIN, *one) for one in _ADMIN.items()]
+    found += [(auth.KEY, *one) for one in _PLAIN.items()]
+    return [
+        Route(path, methods, _refusal(text), guard, about=text, is_available=False)
+        for guard, path, (methods, text) in found
+    ]
 
 
 def _refusal(text: str) -> Handler:

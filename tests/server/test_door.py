@@ -18,7 +18,7 @@ from tests.flags import config_of
 from tests.server.fakes import Site, steps
 
 KEY, ADMIN = "sesame-key", "sesame-admin"
-OPEN_PATHS = {"/livez", "/readyz", "/ready", "/health", "/health_generate"}
+OPEN_PATHS = {"/livez", "/readyz", "/ready", "/health", "/health_generate", "/favicon.ico"}
 ADMIN_SAMPLE = {"/flush_cache", "/load_lora_adapter", "/configure_logging"}
 USER = [{"role": "user", "content": "Hi"}]
 

@@ -16,7 +16,6 @@ from banyan.server.anthropic.schema import (
     MessagesRequest,
 )
 from banyan.server.anthropic.translate import WORDS, chat_body
-from banyan.server.app import Route
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.openai.chat_plan import ChatPlan, chat_prompt, plan_chat
@@ -30,6 +29,7 @@ from banyan.server.openai.fields import (
     typed,
 )
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.route import Body, Route
 from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=CountRequest)
@@ -108,9 +108,9 @@ def _read(raw: Json, kind: type[R], report: Report) -> R:
 
 def anthropic_routes() -> list[Route]:
     return [
-        Route(path, ("POST",), handler, dialect=ANTHROPIC)
-        for path, handler in (
-            ("/v1/messages", messages),
-            ("/v1/messages/count_tokens", count_tokens),
+        Route(path, ("POST",), handler, dialect=ANTHROPIC, about=about, body=Body(kind))
+        for path, handler, about, kind in (
+            ("/v1/messages", messages, "a conversation's next message", MessagesRequest),
+            ("/v1/messages/count_tokens", count_tokens, "length of its prompt", CountRequest),
         )
     ]

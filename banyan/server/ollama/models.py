@@ -17,6 +17,8 @@ from banyan.server.state import ServerState, Service
 API_VERSION = "0.12.11"
 """The release of Ollama whose routes these are. Clients compare it with what they need."""
 
+NO_LIBRARY = "this server has one model, given at its start; it pulls, makes and deletes none"
+
 _NEVER = timedelta(days=36500)
 
 
@@ -55,11 +57,7 @@ async def version(exchange: Exchange, state: ServerState) -> None:
 
 
 async def no_library(exchange: Exchange, state: ServerState) -> None:
-    raise RequestError(
-        "this server has one model, given at its start; it pulls, makes and deletes none",
-        status=501,
-        code="not_available",
-    )
+    raise RequestError(NO_LIBRARY, status=501, code="not_available")
 
 
 def _loaded_at(state: ServerState) -> datetime:

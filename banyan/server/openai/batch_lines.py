@@ -16,7 +16,6 @@ import orjson
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
-from banyan.server.app import Handler
 from banyan.server.errors import Json, error_body, internal
 from banyan.server.exchange import Exchange
 from banyan.server.limits import strict_json
@@ -24,6 +23,7 @@ from banyan.server.openai.chat import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.openai.embeddings import create_embeddings
 from banyan.server.openai.responses import create as create_response
+from banyan.server.route import Handler
 from banyan.server.state import ServerState, fresh_id
 from banyan.server.store.answers import AnswerLog, answer_line
 from banyan.server.store.batches import Fault

@@ -15,7 +15,6 @@ import orjson
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.frontend.chat import ChatTemplate
-from banyan.server.app import Route
 from banyan.server.dialect import OPENAI
 from banyan.server.errors import Json, internal
 from banyan.server.exchange import Exchange
@@ -51,6 +50,7 @@ from banyan.server.openai.responses_tools import (
     offered_tools,
 )
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.route import Body, Route
 from banyan.server.state import ServerState, Service
 from banyan.server.store.responses import StoredResponse
 
@@ -200,9 +200,28 @@ async def input_tokens(exchange: Exchange, state: ServerState) -> None:
 
 def responses_routes() -> list[Route]:
     return [
-        Route("/v1/responses", ("POST",), create, dialect=RESPONSES),
-        Route("/v1/responses/input_tokens", ("POST",), input_tokens, dialect=RESPONSES),
-        Route("/v1/responses/", ("GET", "POST", "DELETE"), one, dialect=RESPONSES),
+        Route(
+            *("/v1/responses", ("POST",), create),
+            dialect=RESPONSES,
+            about="a response, kept unless store is false",
+            body=Body(ResponsesRequest),
+        ),
+        Route(
+            *("/v1/responses/input_tokens", ("POST",), input_tokens),
+            dialect=RESPONSES,
+            about="length of a response's prompt",
+            body=Body(PromptRequest),
+        ),
+        Route(
+            *("/v1/responses/", ("GET", "POST", "DELETE"), one),
+            dialect=RESPONSES,
+            about="a response that was kept",
+            below={
+                "{response_id}": ("GET", "DELETE"),
+                "{response_id}/cancel": ("POST",),
+                "{response_id}/input_items": ("GET",),
+            },
+        ),
     ]
 
 
