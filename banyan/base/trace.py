@@ -19,7 +19,7 @@ class Trace:
 
     began_s: float = field(default_factory=time.perf_counter)
     dropped: int = 0
-    _spans: list[dict[str, object]] = field(default_factory=list)
+    _spans: list[dict[str, object]] = field(default_factory=list[dict[str, object]])
 
     def add(
         self, lane: str, name: str, began_s: float, seconds: float, **facts: int | float | str

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from random import Random
-from typing import Protocol
 
 from banyan.base.errors import ConfigError
+from banyan.bench.options import DataOptions
 from banyan.bench.prompts import Lexicon, Prompt, prompt_of
 
 MOONCAKE_BLOCK = 512
@@ -22,32 +22,7 @@ _AZURE_DIGITS = 26
 """Of a timestamp's digits, those that datetime reads (microseconds)."""
 
 
-class DatasetOptions(Protocol):
-    """The options that data sets read; see options.DataOptions."""
-
-    dataset_name: str
-    dataset_path: str
-    dataset_offset: int
-    num_prompts: int
-    seed: int
-    random_input_len: int
-    random_output_len: int
-    random_range_ratio: float
-    sharegpt_output_len: int | None
-    sharegpt_context_len: int | None
-    prompt_suffix: str
-    gsp_num_groups: int
-    gsp_prompts_per_group: int
-    gsp_system_prompt_len: int
-    gsp_question_len: int
-    gsp_output_len: int
-    gsp_range_ratio: float
-    gsp_ordered: bool
-    trace_block_len: int
-    trace_output_scale: float
-
-
-def load_prompts(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+def load_prompts(options: DataOptions, lexicon: Lexicon) -> list[Prompt]:
     """The prompts that `options` name, in the order in which they are sent.
 
     Raises:
@@ -66,7 +41,7 @@ def load_prompts(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
     return prompts
 
 
-def _random(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+def _random(options: DataOptions, lexicon: Lexicon) -> list[Prompt]:
     """Random words, or with --dataset-path the file's texts, cut or repeated to random lengths."""
     random = Random(options.seed)
     pairs = _lengths(options, random)
@@ -82,13 +57,13 @@ def _random(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
     return prompts
 
 
-def _random_ids(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+def _random_ids(options: DataOptions, lexicon: Lexicon) -> list[Prompt]:
     random = Random(options.seed)
     pairs = _lengths(options, random)
     return [prompt_of(lexicon, lexicon.draw(random, i), o) for i, o in pairs]
 
 
-def _lengths(options: DatasetOptions, random: Random) -> list[tuple[int, int]]:
+def _lengths(options: DataOptions, random: Random) -> list[tuple[int, int]]:
     """(input, output) lengths, uniform between `random_range_ratio` of the length and all of it."""
     inputs, outputs = options.random_input_len, options.random_output_len
     low = options.random_range_ratio
@@ -98,7 +73,7 @@ def _lengths(options: DatasetOptions, random: Random) -> list[tuple[int, int]]:
     return list(zip(ins, outs, strict=True))
 
 
-def _shared_prefix(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+def _shared_prefix(options: DataOptions, lexicon: Lexicon) -> list[Prompt]:
     """Groups of prompts that begin with the same system prompt, shuffled."""
     random = Random(options.seed)
 
@@ -116,7 +91,7 @@ def _shared_prefix(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
     return prompts
 
 
-def _sharegpt(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+def _sharegpt(options: DataOptions, lexicon: Lexicon) -> list[Prompt]:
     """First turns of conversations; the second turn's length is the answer's."""
     if not options.dataset_path:
         raise ConfigError(
@@ -155,7 +130,7 @@ def _conversations(path: str) -> Iterator[tuple[str, str]]:
         ) from None
 
 
-def _openai(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+def _openai(options: DataOptions, lexicon: Lexicon) -> list[Prompt]:
     """One request body a line: messages (their last user text) or prompt; max_tokens."""
     prompts = []
     try:
@@ -173,7 +148,7 @@ def _openai(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
     return prompts[: options.num_prompts]
 
 
-def _mooncake(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+def _mooncake(options: DataOptions, lexicon: Lexicon) -> list[Prompt]:
     """A Mooncake trace: equal hash ids become equal runs of `trace_block_len` tokens."""
     block = options.trace_block_len
     prompts = []
@@ -193,7 +168,7 @@ def _mooncake(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
     return prompts
 
 
-def _trace_rows(options: DatasetOptions) -> list[dict]:
+def _trace_rows(options: DataOptions) -> list[dict]:
     rows = _json_lines(_read(options.dataset_path))
     return rows[options.dataset_offset :][: options.num_prompts]
 
@@ -202,7 +177,7 @@ def _block(lexicon: Lexicon, seed: int, id: int, length: int) -> list[int]:
     return lexicon.draw(Random(f"{seed}/{id}"), length)
 
 
-def _azure(options: DatasetOptions, lexicon: Lexicon) -> list[Prompt]:
+def _azure(options: DataOptions, lexicon: Lexicon) -> list[Prompt]:
     """An Azure LLM trace: lengths and times; no prompt shares anything."""
     random = Random(options.seed)
     scale = options.trace_block_len / MOONCAKE_BLOCK
@@ -240,7 +215,7 @@ def _json_lines(raw: str) -> list[dict]:
     return [json.loads(line) for line in raw.splitlines() if line.strip()]
 
 
-DATASETS: dict[str, Callable[[DatasetOptions, Lexicon], list[Prompt]]] = {
+DATASETS: dict[str, Callable[[DataOptions, Lexicon], list[Prompt]]] = {
     "random": _random,
     "random-ids": _random_ids,
     "generated-shared-prefix": _shared_prefix,

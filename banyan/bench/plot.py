@@ -1,6 +1,8 @@
 """Plot: TTFT, gaps and throughput of a run over time, as a picture. Needs matplotlib."""
 
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
 from banyan.base.errors import ConfigError
 from banyan.bench.dialects import Answer
@@ -56,12 +58,11 @@ def _tokens_by_second(answers: Sequence[Answer], began: float) -> tuple[list[int
     return list(range(len(tokens))), tokens
 
 
-def _figure() -> type:
+def _figure() -> type[Any]:
     """matplotlib's Figure, without its state machine or a display."""
     try:
-        from matplotlib.figure import Figure
+        return import_module("matplotlib.figure").Figure
     except ImportError:
         raise ConfigError(
             "--plot needs matplotlib", hint="install it with pip install 'banyan[plot]'"
         ) from None
-    return Figure

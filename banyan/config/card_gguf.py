@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from banyan.base.errors import ModelError
+from banyan.base.json_types import is_list
 from banyan.base.log import printable
 from banyan.config.card import FULL, WINDOW, ModelCard, RopeFacts
 from banyan.config.card_hub import (
@@ -128,7 +129,7 @@ def _kinds(facts: Facts, num_layers: int, period: int) -> tuple[tuple[str, ...],
         return (), 0
     pattern_key = "attention.sliding_window_pattern"
     pattern = facts.any(pattern_key)
-    if isinstance(pattern, list):
+    if is_list(pattern):
         if len(pattern) != num_layers or not all(isinstance(v, bool) for v in pattern):
             raise facts.error(pattern_key, pattern, f"{num_layers} times true or false")
         return tuple(WINDOW if is_window else FULL for is_window in pattern), window

@@ -40,10 +40,10 @@ class _Layer:
 
     origin: str
     """Where its values come from; {} stands for the spelling."""
-    values: dict[str, object] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict[str, object])
     """By schema field."""
-    origins: dict[str, str] = field(default_factory=dict)
-    seen: dict[str, tuple[str, object]] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict[str, str])
+    seen: dict[str, tuple[str, object]] = field(default_factory=dict[str, tuple[str, object]])
     """Schema field, or absent flag -> (spelling, value), to find contradictions."""
 
     def put(self, flag: Flag, value: object, spelled: str) -> None:
@@ -70,13 +70,13 @@ class _Layer:
 class _Reading:
     """What one start has read so far: notes for people, refusals, and the file that was named."""
 
-    notes: list[str] = field(default_factory=list)
-    refusals: dict[str, Absent] = field(default_factory=dict)
-    illegal: list[ConfigError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list[str])
+    refusals: dict[str, Absent] = field(default_factory=dict[str, Absent])
+    illegal: list[ConfigError] = field(default_factory=list[ConfigError])
     """Values that flags do not take, kept for the end like the refusals."""
-    files: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list[str])
     """Files of flags; what a later one says holds."""
-    open_lists: dict[str, str] = field(default_factory=dict)
+    open_lists: dict[str, str] = field(default_factory=dict[str, str])
     """Flag -> the last word of its list, where that might be the model."""
 
     def note(self, text: str) -> None:

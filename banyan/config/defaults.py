@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from banyan.base.errors import ConfigError
+from banyan.base.json_types import is_list
 from banyan.base.log import logger
 from banyan.config.schema import UNSAID, Config
 
@@ -74,7 +75,7 @@ def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
     """`config` with some fields changed, "part.field" each."""
     for name, value in settings.items():
         part, _, field = name.partition(".")
-        kept = tuple(value) if isinstance(value, list) else value
+        kept = tuple(value) if is_list(value) else value
         config = replace(config, **{part: replace(getattr(config, part), **{field: kept})})
     return config
 

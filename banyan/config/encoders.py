@@ -9,6 +9,7 @@ import os
 from dataclasses import replace
 
 from banyan.base.errors import ModelError
+from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
 from banyan.config.card import CLS, LAST, MEAN, ModelCard, Pooling
 from banyan.config.facts import Facts, read_json
@@ -39,7 +40,7 @@ def labels_of(facts: Facts) -> tuple[str, ...]:
         count = facts.integer("num_labels", 1, MAX_LABELS, default=2)
         return tuple(f"LABEL_{i}" for i in range(count))
     asked = facts.any("id2label")
-    count = len(asked) if isinstance(asked, dict) else 0
+    count = len(asked) if is_object(asked) else 0
     if not 1 <= count <= MAX_LABELS:
         raise facts.error("id2label", count, f"1 to {MAX_LABELS:,} classes")
     return tuple(named.text(str(i)) for i in range(count))
@@ -50,7 +51,7 @@ def separator_of(path: str) -> int:
     file = os.path.join(path, "tokenizer.json")
     facts = Facts(read_json(file, is_needed=False), file)
     for entry in facts.listed("added_tokens"):
-        if isinstance(entry, dict) and entry.get("content") == "[SEP]":
+        if is_object(entry) and entry.get("content") == "[SEP]":
             return Facts(entry, file).integer("id", 0, MAX_IDS)
     return -1
 
@@ -89,12 +90,12 @@ def _modules(path: str) -> list[tuple[str, str]]:
     with open(path, "rb") as file:
         raw = file.read(1 << 16)
     try:
-        listed = json.loads(raw)
+        listed: object = json.loads(raw)
     except (ValueError, RecursionError):
         listed = None
-    if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
+    parts = [Facts(e, path) for e in listed if is_object(e)] if is_list(listed) else []
+    if not is_list(listed) or len(parts) != len(listed):
         raise ModelError(f"{printable(path)!r} is not a list of modules", hint="download it again")
-    parts = [Facts(entry, path) for entry in listed]
     return [(p.text("type").rpartition(".")[2], os.path.basename(p.text("path"))) for p in parts]
 
 

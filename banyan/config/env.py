@@ -33,8 +33,8 @@ class Environment:
         refusals: a line for each variable that must not be ignored.
     """
 
-    flags: Mapping[str, str] = field(default_factory=dict)
-    settings: Mapping[str, str] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict[str, str])
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
     hf_token: str = field(default="", repr=False)
     dist_secret: str = field(default="", repr=False)
     hf_endpoint: str = ""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 
 from banyan.base.errors import ModelError
+from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
 
 MAX_CONFIG_BYTES = 4 << 20
@@ -74,7 +75,7 @@ class Facts:
     def listed(self, key: str) -> list[object]:
         """A list; [] when the key is absent."""
         value = self._get(key, [])
-        if not isinstance(value, list):
+        if not is_list(value):
             raise self.error(key, value, "a list")
         return value
 
@@ -87,7 +88,7 @@ class Facts:
         if not self.has(key):
             return None
         value = self._values[self._prefix + key]
-        if not isinstance(value, dict):
+        if not is_object(value):
             raise self.error(key, value, "a mapping")
         return Facts(value, f"{self._where}, {key}")
 
@@ -96,7 +97,7 @@ class Facts:
         if not self.has(key):
             return ()
         value = self._values[self._prefix + key]
-        ids = value if isinstance(value, list) else [value]
+        ids = value if is_list(value) else [value]
         good = [i for i in ids if isinstance(i, int) and not isinstance(i, bool)]
         if len(good) != len(ids) or len(ids) > 1000 or not all(0 <= i < vocab_size for i in good):
             raise self.error(key, value, f"token ids in [0, {vocab_size:,})")
@@ -132,9 +133,9 @@ def read_json(path: str, *, is_needed: bool) -> dict[str, object]:
     if len(raw) > MAX_CONFIG_BYTES:
         raise ModelError(f"{name!r} is larger than {MAX_CONFIG_BYTES:,} bytes")
     try:
-        content = json.loads(raw)
+        content: object = json.loads(raw)
     except (ValueError, RecursionError):
         raise ModelError(f"{name!r} is not JSON", hint="download it again") from None
-    if not isinstance(content, dict):
+    if not is_object(content):
         raise ModelError(f"{name!r} must hold a JSON object", hint="download it again")
     return content

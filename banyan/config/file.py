@@ -1,5 +1,8 @@
 """A file of flags: YAML (JSON is a subset), one flat mapping from flag name to value."""
 
+from collections.abc import Collection, Hashable
+from typing import TypeGuard, cast
+
 from banyan.base.errors import ConfigError
 
 MAX_BYTES = 1 << 20
@@ -29,7 +32,7 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
 
         def construct_mapping(
             self, node: yaml.MappingNode, deep: bool = False
-        ) -> dict[str, object]:
+        ) -> dict[Hashable, object]:
             mapping = super().construct_mapping(node, deep)
             if len(mapping) != len(node.value):
                 keys = [key.value for key, _ in node.value]
@@ -39,7 +42,7 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
 
     try:
         loader = UniqueKeys(raw)
-        content = loader.get_single_data()
+        content: object = loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path} is not YAML{line}: {error.problem}") from None
@@ -47,6 +50,13 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
         raise ConfigError(f"{path} is not YAML: it does not parse") from None
     if content is None:
         return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+    if not _has_names(content):
         raise ConfigError(f"{path} must be a mapping from flag names to values")
     return content
+
+
+def _has_names(content: object) -> TypeGuard[dict[str, object]]:
+    """Whether it is a mapping all of whose keys are texts; YAML allows other keys too."""
+    return isinstance(content, dict) and all(
+        isinstance(k, str) for k in cast(Collection[object], content)
+    )

@@ -32,7 +32,7 @@ class ModelConfig:
     """"transformers" lets that library run the model, with our attention; else it is ours."""
     is_embedding: bool = False
     """Prompts become vectors; no text is generated."""
-    overrides: dict[str, object] = field(default_factory=dict)
+    overrides: dict[str, object] = field(default_factory=dict[str, object])
     """Facts in the place of the checkpoint's, under its own keys."""
     loader_functions: tuple[str, ...] = ()
     """"module:function" each; they change what the checkpoint holds before the model takes it."""
@@ -153,7 +153,7 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class DeviceConfig:
     name: str = "auto"
-    kernels: dict[str, str] = field(default_factory=dict)
+    kernels: dict[str, str] = field(default_factory=dict[str, str])
     """op -> implementation that the user forced, to bisect a wrong answer."""
     compiler: str = ""
     """C++ compiler for the CPU kernels, tried before those that are found."""
@@ -229,7 +229,7 @@ class ServerConfig:
     allow_auto_truncate: bool = False
     strict_requests: bool = False
     sampling_defaults: str = "model"
-    preferred_sampling: dict[str, object] = field(default_factory=dict)
+    preferred_sampling: dict[str, object] = field(default_factory=dict[str, object])
     chat_tokens: int = 0
     """Longest answer of a chat where neither request nor operator bounds it; 0 = what fits."""
     score_delimiter: int = -1

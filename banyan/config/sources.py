@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import metadata
+from importlib import import_module, metadata
 
 from banyan.base.errors import ModelError
 from banyan.base.log import logger, printable
@@ -131,14 +131,14 @@ def _fetch_known(model: ModelConfig, environment: Environment) -> str:
 def _fetch_modelscope(model: ModelConfig, environment: Environment) -> str:
     repo = model.source.removeprefix("modelscope:")
     try:
-        from modelscope import snapshot_download
+        download: Callable[..., str] = import_module("modelscope").snapshot_download
     except ModuleNotFoundError:
         raise ModelError(
             f"{printable(repo)!r} is to come from ModelScope, and modelscope is not installed",
             hint=f"run: {sys.executable} -m pip install modelscope, or name a folder",
         ) from None
     try:
-        return snapshot_download(
+        return download(
             repo,
             revision=model.revision or None,
             cache_dir=model.download_dir or None,

@@ -229,7 +229,7 @@ READ = {
 
 def notes_on(given: Mapping[str, str]) -> tuple[str, ...]:
     """One line for each variable that is set and has no effect."""
-    found = []
+    found: list[str] = []
     for name in sorted(given):
         if name in IDLE:
             found.append(f"{name} is set without an effect: {IDLE[name]}")

@@ -40,6 +40,8 @@ class GrammarDesk:
             case Control(verb="abort_all"):
                 for request in list(self._waiting):
                     self._drop(request, events)
+            case _:
+                pass
         return False
 
     def release(self, receive: Callable[[Generate], None]) -> None:

@@ -140,11 +140,11 @@ class EngineLoop:
         poller = select.poll()
         poller.register(self._link.poll_fd(), select.POLLIN)
         poller.register(self._wake.fd, select.POLLIN)
-        ready = {self._link.poll_fd(), self._wake.fd}
+        readable = {self._link.poll_fd(), self._wake.fd}
         try:
             while not self._is_stopping:
-                self._turn(ready)
-                ready = {fd for fd, _ in poller.poll(self._wait_ms())}
+                self._turn(readable)
+                readable = {fd for fd, _ in poller.poll(self._wait_ms())}
         except Exception as error:
             log.exception("the engine loop failed")
             self._link.send([Fatal(f"The engine failed: {type(error).__name__}: {error}")])
@@ -164,16 +164,16 @@ class EngineLoop:
         self._failed.set()
         self._wake.ring()
 
-    def _turn(self, ready: set[int]) -> None:
-        """One round. ready: descriptors that polled readable."""
-        if self._wake.fd in ready:
+    def _turn(self, readable: set[int]) -> None:
+        """One round. readable: descriptors that polled so."""
+        if self._wake.fd in readable:
             self._wake.clear()
         if self._failure:
             raise DeviceError(self._failure)
         now = self._turned_s = self._clock.now()
         self._marks.begin()
         events: list[Event] = []
-        if self._link.poll_fd() in ready:
+        if self._link.poll_fd() in readable:
             for message in self._link.receive():
                 self._receive(message, events, now)
         if self._desk is not None:

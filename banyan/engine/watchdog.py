@@ -52,7 +52,8 @@ class Watchdog:
 
     def _tell(self, stuck_s: float) -> None:
         log.error("the engine has made no progress for %.1f s; its threads stand here:", stuck_s)
-        frames = sys._current_frames()
+        # Documented as the way to do this, underscore and all.
+        frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
         for thread in threading.enumerate():
             if (frame := frames.get(thread.ident or 0)) and thread is not self._thread:
                 lines = "".join(traceback.format_stack(frame)).rstrip()

@@ -104,8 +104,9 @@ class Backend(Protocol):
         ...
 
 
-BackendFactory = Callable[[Vocabulary, Encode, bool], Backend]
-"""From the vocabulary, the way to write text in it, and "no white space between JSON tokens"."""
+BackendFactory = Callable[[Vocabulary, Encode, str | None], Backend]
+"""From the vocabulary, the way to write text in it, and the pattern of white space between JSON
+tokens; "" = none, None = any."""
 
 BACKENDS: Table[BackendFactory] = Table(
     "grammar backend",

@@ -5,9 +5,9 @@ it would look right.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import cast
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import is_list, is_object
 
 WHITESPACE_LIMIT = 20
 """Most white space in a row between JSON tokens: a model that likes line breaks must go on."""
@@ -95,17 +95,17 @@ def without_type(schema: Schema) -> str:
 def undeclared_required(schema: Schema) -> str:
     """A required member that is not among the properties."""
     required, properties = schema.get("required"), schema.get("properties")
-    declared = properties if isinstance(properties, dict) else {}
-    names = required if isinstance(required, list) else []
+    declared = properties if is_object(properties) else {}
+    names = required if is_list(required) else []
     missing = next((str(n) for n in names if n not in declared), None)
     return "" if missing is None else f"the required member {missing[:40]!r}"
 
 
 def _are_of_type(values: object, types: object) -> bool:
-    allowed = types if isinstance(types, list) else [types]
-    if not isinstance(values, list):
-        return False
-    return all(any(_is_of_type(value, str(t)) for t in allowed) for value in values)
+    allowed = types if is_list(types) else [types]
+    return is_list(values) and all(
+        any(_is_of_type(value, str(t)) for t in allowed) for value in values
+    )
 
 
 def _is_of_type(value: object, name: str) -> bool:
@@ -121,18 +121,17 @@ def _is_of_type(value: object, name: str) -> bool:
 
 def _subschemas(root: object) -> Iterator[tuple[str, Schema]]:
     """(path, schema) of every schema object within; not the values of enum, const or default."""
-    stack = [("#", root)]
+    stack: list[tuple[str, object]] = [("#", root)]
     while stack:
         path, schema = stack.pop()
-        if not isinstance(schema, dict):
+        if not is_object(schema):
             continue
-        schema = cast(dict[str, object], schema)
         yield path, schema
         for name, value in schema.items():
             here = f"{path}/{name[:40]}"
-            if name in _MAPS and isinstance(value, dict):
+            if name in _MAPS and is_object(value):
                 stack += [(f"{here}/{key[:40]}", v) for key, v in value.items()]
-            elif name in _LISTS and isinstance(value, list):
+            elif name in _LISTS and is_list(value):
                 stack += [(f"{here}/{i}", v) for i, v in enumerate(value)]
             elif name in _SINGLE:
                 stack.append((here, value))

@@ -4,11 +4,11 @@ that is constrained. A rule is written for every node of the tag's format.
 
 import json
 from collections.abc import Callable, Mapping
-from typing import cast
 
 import llguidance
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import is_list, is_object
 
 _TEXT = r"TEXT: /(.|\n)*/"
 
@@ -33,7 +33,7 @@ class _Rules:
 
     def of(self, form: object) -> str:
         """An expression that stands for `form`; longer ones become rules of their own."""
-        if not isinstance(form, dict):
+        if not is_object(form):
             raise RequestError(f"a format must be an object, got {type(form).__name__}")
         write = _KINDS.get(str(form.get("type")))
         if write is None:
@@ -41,7 +41,7 @@ class _Rules:
                 f"llguidance has no counterpart of the format {str(form.get('type'))[:40]!r}",
                 hint=f"Use {', '.join(_KINDS)}, or --grammar-backend xgrammar.",
             )
-        return write(self, cast(Format, form))
+        return write(self, form)
 
     def rule(self, body: str, attributes: str = "") -> str:
         name = f"r{len(self.lines)}"
@@ -94,14 +94,14 @@ def _tag(rules: _Rules, form: Format) -> str:
 def _rest(rules: _Rules, tag: Format) -> str:
     """Content and end of a tag."""
     content, end = tag.get("content"), tag.get("end")
-    ends = [_quoted(e) for e in (end if isinstance(end, list) else [end])]
-    if isinstance(content, dict) and content.get("type") == "any_text" and any(ends):
+    ends = [_quoted(e) for e in (end if is_list(end) else [end])]
+    if is_object(content) and content.get("type") == "any_text" and any(ends):
         return rules.rule(" | ".join(rules.rule(f"TEXT {e}", "[lazy]") for e in ends))
     return rules.rule(f"{rules.of(content)} ({' | '.join(ends)})")
 
 
 def _triggered(rules: _Rules, form: Format) -> str:
-    tags = [cast(Format, tag) for tag in _list(form, "tags") if isinstance(tag, dict)]
+    tags = [tag for tag in _list(form, "tags") if is_object(tag)]
     begins = [tag.get("begin") for tag in tags]
     rests = [_rest(rules, tag) for tag in tags]
     marked: list[str] = []
@@ -148,7 +148,7 @@ _KINDS: Mapping[str, Callable[[_Rules, Format], str]] = {
 
 def _list(form: Format, name: str) -> list[object]:
     found = form.get(name)
-    if not isinstance(found, list) or not found:
+    if not is_list(found) or not found:
         raise RequestError(f"{form.get('type')}.{name} must be a list that is not empty")
     return found
 

@@ -2,6 +2,8 @@
 its compiled form is the grammar in the library's notation.
 """
 
+from typing import cast
+
 import llguidance
 import numpy as np
 
@@ -15,7 +17,7 @@ from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, Constraint
 
 log = logger(__name__)
 
-_LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+_MAX_LEXER_STATES = 50_000
 """A lexer state takes 1 to 2 kB; the other limits are the library's own."""
 
 
@@ -31,13 +33,12 @@ class LLGuidance:
 
     def __init__(self, vocabulary: Vocabulary, encode: Encode, whitespace: str | None) -> None:
         self._tokens = llguidance.LLTokenizer(
-            _Tokens(vocabulary, encode), eos_token=list(vocabulary.end_ids)
+            cast(llguidance.TokenizerWrapper, _Tokens(vocabulary, encode)),
+            eos_token=list(vocabulary.end_ids),
         )
         if whitespace is None:
             whitespace = rf"[\x20\x0A\x0D\x09]{{1,{WHITESPACE_LIMIT}}}"
-        self._json_options = (
-            {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
-        )
+        self._whitespace = whitespace
 
     def compile(self, constraint: Constraint) -> bytes:
         grammar = self._grammar(constraint)
@@ -55,7 +56,13 @@ class LLGuidance:
         text = constraint.text
         if constraint.kind == JSON_SCHEMA:
             check_schema(text, "llguidance", (_repeated_keys,))
-            return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=self._json_options)
+            pattern = self._whitespace
+            return llguidance.LLMatcher.grammar_from_json_schema(
+                text,
+                overrides={"whitespace_pattern": pattern}
+                if pattern
+                else {"whitespace_flexible": False},
+            )
         if constraint.kind == REGEX:
             return llguidance.LLMatcher.grammar_from_regex(text)
         if constraint.kind == EBNF:
@@ -63,7 +70,7 @@ class LLGuidance:
         return llguidance.LLMatcher.grammar_from_lark(lark_of(text))
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
-        limits = llguidance.LLParserLimits(**_LIMITS)
+        limits = llguidance.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
         return llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import outlines_core
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import is_list, is_object
 from banyan.grammar.base import Matcher
 from banyan.grammar.json_schema import (
     Schema,
@@ -37,7 +38,7 @@ def _unescaped(schema: Schema) -> str:
     if pattern is not None and not (isinstance(pattern, str) and _LITERAL.fullmatch(pattern)):
         return "the 'pattern'"
     properties = schema.get("properties")
-    names = list(properties) if isinstance(properties, dict) else []
+    names = list(properties) if is_object(properties) else []
     return next((f"the name {n[:40]!r}" for n in names if json.dumps(n)[1:-1] != n), "")
 
 
@@ -52,7 +53,7 @@ def _half_done(schema: Schema) -> str:
     if schema.get("anyOf") == []:
         return "an empty 'anyOf'"
     many = schema.get("allOf")
-    return "'allOf'" if isinstance(many, list) and len(many) != 1 else ""
+    return "'allOf'" if is_list(many) and len(many) != 1 else ""
 
 
 def _anything(schema: Schema) -> str:

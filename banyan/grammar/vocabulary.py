@@ -45,7 +45,8 @@ def longest_first(vocabulary: Vocabulary) -> Encode:
     longest = max(map(len, ids), default=0)
 
     def encode(text: str) -> list[int]:
-        rest, found = text.encode(), []
+        rest = text.encode()
+        found: list[int] = []
         while rest:
             size = next((n for n in range(longest, 0, -1) if rest[:n] in ids), 1)
             if rest[:size] in ids:

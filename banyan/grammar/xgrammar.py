@@ -6,6 +6,7 @@ import numpy as np
 import xgrammar
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import is_object
 from banyan.grammar.base import Matcher
 from banyan.grammar.json_schema import (
     Schema,
@@ -35,7 +36,7 @@ def _unescaped(schema: Schema) -> str:
     if isinstance(pattern, str) and (_QUOTED.search(pattern) or _SKIPPED_LOOP.search(pattern)):
         return "the 'pattern'"
     names = schema.get("patternProperties")
-    looped = isinstance(names, dict) and any(map(_SKIPPED_LOOP.search, names))
+    looped = is_object(names) and any(map(_SKIPPED_LOOP.search, names))
     return "'patternProperties' with an optional group" if looped else ""
 
 

@@ -49,13 +49,13 @@ class Lease:
     slot: SlotId
     namespace: bytes
     priority: int
-    path: list[Node] = field(default_factory=list)
+    path: list[Node] = field(default_factory=list[Node])
     """Nodes of the prefix, from the root; all of them locked in the FULL groups."""
-    tables: list[list[PageId]] = field(default_factory=list)
+    tables: list[list[PageId]] = field(default_factory=list[list[PageId]])
     """Per group, page of each index; padding where a window page has gone."""
-    private: list[dict[int, PageId]] = field(default_factory=list)
+    private: list[dict[int, PageId]] = field(default_factory=list[dict[int, PageId]])
     """Per group, the table indices whose pages this lease owns."""
-    locked: list[dict[int, Node]] = field(default_factory=list)
+    locked: list[dict[int, Node]] = field(default_factory=list[dict[int, Node]])
     """Per group, path index -> node that this lease locks."""
 
 

@@ -318,7 +318,7 @@ class ZmqEngineLink:
         self._missed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._has_missed = False
         self._epoll = select.epoll()
-        self._epoll.register(self._socket.zmq.getsockopt(zmq.FD), select.EPOLLIN)
+        self._epoll.register(int(self._socket.zmq.getsockopt(zmq.FD)), select.EPOLLIN)
         self._epoll.register(self._missed, select.EPOLLIN)
 
     def poll_fd(self) -> int:

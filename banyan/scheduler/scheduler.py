@@ -7,7 +7,7 @@ nothing of text, tensors, sockets or model families.
 from array import array
 
 from banyan.base.errors import RequestError
-from banyan.base.ids import RequestId, StepId
+from banyan.base.ids import NO_STEP, RequestId, StepId
 from banyan.grammar.base import Grammar, GrammarFactory, masks_for
 from banyan.memory.cache import TOKEN_BYTES, KVCache, Match
 from banyan.messages.events import Tokens
@@ -308,7 +308,9 @@ class Scheduler:
                 )
             )
         if request.lease is not None and tokens:
-            self.cache.publish(request.lease, request.tokens, request.known - 1, 0, request.id)
+            self.cache.publish(
+                request.lease, request.tokens, request.known - 1, NO_STEP, request.id
+            )
         if not self._advance(request, tokens):
             return
         if matched >= 0:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from banyan.base.errors import ConfigError
+from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
 
 SWITCH = "switch"
@@ -240,12 +241,12 @@ def _switch(value: object, spelled: str) -> bool:
 
 def _listed(value: object) -> list[object]:
     """The words of a list, of which a command line has several and also JSON has one form."""
-    if isinstance(value, list) and len(value) == 1 and str(value[0]).startswith("["):
+    if is_list(value) and len(value) == 1 and str(value[0]).startswith("["):
         value = value[0]
     if isinstance(value, str) and value.startswith("["):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
-    return value if isinstance(value, list) else [value]
+    return value if is_list(value) else [value]
 
 
 def _number(text: str, kind: type[int] | type[float], what: str, spelled: str) -> int | float:
@@ -257,9 +258,9 @@ def _number(text: str, kind: type[int] | type[float], what: str, spelled: str) -
 
 def _json_object(value: object, spelled: str) -> dict[str, object]:
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        found: object = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         raise _illegal(spelled, value, "a JSON object") from None
-    if not isinstance(found, dict):
+    if not is_object(found):
         raise _illegal(spelled, value, "a JSON object")
     return found
