@@ -4,6 +4,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -47,8 +48,13 @@ def serve(argv: Sequence[str]) -> int:
     if config.parallel.node:
         return _keep_ranks(config, environment)
     from banyan.compose import waiting_engines
+    from banyan.ops.cpu.build import building_ahead
 
-    with waiting_engines(config.parallel.dp, environment.dist_secret) as start_engine:
+    runs_here = config.device.name in ("auto", "cpu")
+    with (
+        building_ahead(config.device.compiler) if runs_here else nullcontext(),
+        waiting_engines(config.parallel.dp, environment.dist_secret) as start_engine,
+    ):
         from banyan.prepare import prepare
         from banyan.server.serve import run_server
 

@@ -81,11 +81,14 @@ class Ending(Enum):
 
     DRAIN = "drain"
     NOW = "now"
+    INTERRUPTED = "interrupted"
+    """By Ctrl-C, before there was anything to use."""
     DEAD = "dead"
 
 
 def run_server(config: Config, prepare: Prepare, start_engine: StartEngine) -> int:
-    """Serve until stopped. Returns the exit code: 0 after a signal, 5 after the engine's death.
+    """Serve until stopped. Returns the exit code: 0 after a signal, 130 after a Ctrl-C before it is
+    ready, 5 after the engine's death.
 
     Raises:
         CapacityError: the port is taken.
@@ -262,6 +265,8 @@ class Server:
                 return DeviceError.exit_code
             case Ending.DRAIN:
                 await self._drain()
+            case Ending.INTERRUPTED:
+                return 128 + signal.SIGINT
         return 0
 
     async def _start(self, fleet: Fleet, engines: list[EngineClient]) -> None:
@@ -299,10 +304,15 @@ class Server:
         log.info("received %s", signal.Signals(number).name)
         self.state.draining = True
         if is_first:
-            drains = number != signal.SIGINT and self.state.service is not None
-            self._ending.set_result(Ending.DRAIN if drains else Ending.NOW)
+            self._ending.set_result(self._ending_of(number))
         if not is_first or number == signal.SIGINT:
             self._now.set()
+
+    def _ending_of(self, number: int) -> Ending:
+        is_ready = self.state.service is not None
+        if number == signal.SIGINT:
+            return Ending.NOW if is_ready else Ending.INTERRUPTED
+        return Ending.DRAIN if is_ready else Ending.NOW
 
     async def _watch_engines(self, fleet: Fleet) -> None:
         self.state.dead = await fleet.lost()

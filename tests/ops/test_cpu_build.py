@@ -1,8 +1,13 @@
 """The library is built once per machine and for every instruction set there is code for."""
 
 import ctypes
+import json
+import re
+import subprocess
 import sys
+import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -93,3 +98,64 @@ def test_a_compiler_that_fails_is_told_with_its_message(tmp_path, monkeypatch):
     )
     with pytest.raises(BuildError, match="sh: exit 3: x.cpp:1: error: nope"):
         cached_library(folder=tmp_path)
+
+
+@needs_compiler
+def test_progress_is_counted_and_the_work_is_gone_when_it_is_done(tmp_path, monkeypatch, capfd):
+    quick = Compiler(
+        ("sh", "-c", 'while [ "$1" != -o ]; do shift; done; sleep 0.5; : > "$2"', "cc")
+    )
+    monkeypatch.setattr("banyan.ops.cpu.build.compilers", lambda named: iter([quick]))
+    path = cached_library(folder=tmp_path, highest="base")
+    told = capfd.readouterr().err
+    assert re.search(r"with sh, once: (\d+) files, about \d+ s on \d+ cores", told), told
+    assert re.search(r"compiling the CPU kernels: \d+ of \d+ files, about \d+ s left", told), told
+    assert "compiled the CPU kernels in" in told
+    assert sorted(each.name for each in path.parent.iterdir()) == [path.name, "lock"]
+
+
+def test_compilers_end_with_the_process_that_wants_the_library(tmp_path):
+    asking, pids = begin_endless_build(tmp_path)
+    assert all(Path("/proc", pid).exists() for pid in pids)
+    asking.kill()
+    asking.wait()
+    until(lambda: not any(Path("/proc", pid).exists() for pid in pids))
+    until(lambda: not list(tmp_path.glob("*/compiling-*")))
+
+
+def test_whoever_waits_for_the_compilers_of_another_process_can_leave(tmp_path):
+    asking, pids = begin_endless_build(tmp_path)
+    waiting, _ = begin_endless_build(tmp_path, "waiting for the CPU kernels")
+    waiting.kill()
+    waiting.wait()
+    assert asking.poll() is None and all(Path("/proc", pid).exists() for pid in pids)
+    asking.kill()
+    asking.wait()
+    until(lambda: not any(Path("/proc", pid).exists() for pid in pids))
+
+
+def begin_endless_build(folder: Path, awaited: str = "") -> tuple[subprocess.Popen, list[str]]:
+    """A process that asks for the library of a compiler without end; the compiler's processes."""
+    seen = folder / "pids"
+    script = f"echo $$ >> {seen}; sleep 1000 & echo $! >> {seen}; : > $TMPDIR/part; wait"
+    code = f"""
+import json, sys
+from pathlib import Path
+from banyan.ops.cpu import build
+found = build.Compiler(("sh", "-c", json.loads({json.dumps(json.dumps(script))}), "cc"))
+build.compilers = lambda named: iter([found])
+build.cached_library(folder=Path({str(folder)!r}), highest="base")
+"""
+    asking = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert asking.stderr is not None
+    awaited = awaited or "compiling the CPU kernels"
+    assert any(awaited in line for line in iter(asking.stderr.readline, ""))
+    until(lambda: seen.exists() and len(seen.read_text().split()) >= 2)
+    return asking, seen.read_text().split()
+
+
+def until(is_so) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -6,8 +6,10 @@ in seconds, with an exit code of its own and the culprit named.
 
 import contextlib
 import json
+import os
 import re
 import shutil
+import signal
 import struct
 import time
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from banyan.ops.cpu.build import BuildError, cached_library
 from banyan.server.startup import READY_LINE
-from tests.system.serving import run_to_end, wait_until
+from tests.system.serving import launch, run_to_end, wait_until
 
 LIMIT_S = 5.0
 """CPU seconds."""
@@ -119,6 +121,33 @@ def test_memory_is_bounded_by_the_size_of_the_model(demo_model, demo_server):
     demo_server.generate(text="The capital of France is", sampling_params={"max_new_tokens": 8})
     used = sum(pss_bytes(pid) for pid in (demo_server.pid, *demo_server.members()))
     assert used <= 350 * MIB + 1.5 * demo_model.stat().st_size
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_start_that_is_stopped_while_it_compiles_leaves_nothing(
+    tiny_model, tmp_path, log, monkeypatch, number, code
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    compiler, pids = tmp_path / "endless-c++", tmp_path / "pids"
+    compiler.write_text(f"#!/bin/sh\nsleep 1000 &\necho $$ $! >> {pids}\n: > $TMPDIR/part\nwait\n")
+    compiler.chmod(0o755)
+    server = launch(log, "--model-path", str(tiny_model), "--cpu-compiler", str(compiler))
+    try:
+        wait_until(pids.exists, PATIENCE_S, "a compiler")
+        wait_until(
+            lambda: "which another process compiles" in log.read_text(), PATIENCE_S, "engine"
+        )
+        os.killpg(server.pid, number)  # as a terminal sends it
+        assert server.exit_code(PATIENCE_S) == code, server.tail()
+    finally:
+        server.kill()
+    text = log.read_text()
+    assert re.search(r"compiling the CPU kernels with .*, once: \d+ files, about \d+ s", text), text
+    compilers = [Path("/proc", pid) for pid in pids.read_text().split()]
+    wait_until(lambda: not any(map(Path.exists, compilers)), PATIENCE_S, "compilers to end")
+    cache = tmp_path / ".cache/banyan/kernels"
+    wait_until(lambda: not list(cache.glob("*/*/part")), PATIENCE_S, "their files to go")
+    assert [p.name for p in cache.glob("*/*")] == ["lock"]
 
 
 def pss_bytes(pid: int) -> int:

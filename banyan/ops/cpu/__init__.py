@@ -1,10 +1,13 @@
 """Kernels of the CPU, best first; what is not listed runs the plain torch reference."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.ops.bind import NoToolkit, Toolkit
+
+if TYPE_CHECKING:
+    from banyan.ops.bind import Toolkit
 
 _ROWS = (
     *("rms_norm", "add_rms_norm", "layer_norm", "add", "rotary_angles", "rotary"),
@@ -32,7 +35,7 @@ KERNELS = {
 _log = logger(__name__)
 
 
-def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
+def open_toolkit(threads: int, wishes: Mapping[str, str]) -> "Toolkit":
     """The compiled library, built when this is the first time; or why there is none.
 
     Args:
@@ -42,6 +45,7 @@ def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
     Raises:
         ConfigError: a rounding that does not exist, or that has no kernels here.
     """
+    from banyan.ops.bind import NoToolkit
     from banyan.ops.cpu.build import BuildError, cached_library
     from banyan.ops.cpu.library import Library
     from banyan.ops.cpu.weights import QUANTIZATIONS

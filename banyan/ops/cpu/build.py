@@ -2,25 +2,22 @@
 
 Compilers are tried in order: the one that was named, g++, clang++, and the `ziglang` package (a C++
 compiler as a Python wheel). Nothing is downloaded. The cache is keyed by sources, options and
-machine, so an unchanged library is built once per user.
+machine, so an unchanged library is built once per user, by a process of its own (`build_process`).
 """
 
-import fcntl
 import hashlib
 import importlib.util
-import os
+import json
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Self
 
 from banyan.base.log import logger, start_logging
 
@@ -56,8 +53,6 @@ _NEEDS = {
     "amx": {"amx_tile", "amx_int8", "amx_bf16"},
 }
 """What /proc/cpuinfo must list, beside what the sets below need."""
-_TIMEOUT_S = 600
-
 _log = logger("banyan.ops.cpu.build")
 
 
@@ -131,29 +126,77 @@ def cached_library(named_compiler: str = "", folder: Path | None = None, highest
     Raises:
         BuildError: no compiler is there, or none of them can build it.
     """
-    folder = folder or Path.home() / ".cache" / "banyan" / "kernels"
-    highest = highest or machine_isa()
-    home = folder / _fingerprint(highest)
-    target = home / LIBRARY
+    target = _target(folder, highest or machine_isa())
     if target.is_file():
         return target
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        with open(home / "lock", "w") as lock:
-            _wait_for(lock)
-            if not target.is_file():
-                _build(target, list(compilers(named_compiler)), highest)
-    except OSError as error:
-        raise BuildError(f"the folder for compiled kernels cannot be used: {error}") from error
+    found = list(compilers(named_compiler))
+    if not found:
+        raise BuildError("no C++ compiler: install g++ or clang++, or the ziglang package")
+    with _Building(target, highest or machine_isa(), found) as building:
+        reason = building.wait()
+    if reason:
+        raise BuildError(reason)
     return target
 
 
-def _wait_for(lock: IO[str]) -> None:
+@contextmanager
+def building_ahead(named_compiler: str = "") -> Iterator[None]:
+    """Build what `cached_library` will ask for, here or in another process, during the block.
+
+    Says nothing of a failure: whoever needs the library meets it again.
+    """
+    highest = machine_isa()
+    target = _target(None, highest)
+    found = [] if target.is_file() else list(compilers(named_compiler))
+    if not found:
+        yield
+        return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        _log.info("waiting for another process that compiles the CPU kernels")
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        building = _Building(target, highest, found)
+    except BuildError:
+        yield
+        return
+    with building:
+        yield
+
+
+class _Building:
+    """A process that builds a library, unless one does already; it ends with this one."""
+
+    def __init__(self, target: Path, highest: str, found: list[Compiler]) -> None:
+        words = [each.words for each in found]
+        job = json.dumps({"target": str(target), "highest": highest, "compilers": words})
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BuildError(f"the folder for compiled kernels cannot be used: {error}") from error
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "banyan.ops.cpu.build_process", job],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # its group is its compilers', and no terminal's
+        )
+
+    def wait(self) -> str:
+        """ "" once the library is there, or why it is not."""
+        assert self._process.stdout is not None
+        reason = self._process.stdout.read()
+        code = self._process.wait()
+        return reason or (f"the compiling process ended with exit code {code}" if code else "")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _target(folder: Path | None, highest: str) -> Path:
+    folder = folder or Path.home() / ".cache" / "banyan" / "kernels"
+    return folder / _fingerprint(highest) / LIBRARY
 
 
 def _fingerprint(highest: str) -> str:
@@ -164,60 +207,11 @@ def _fingerprint(highest: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _build(target: Path, found: list[Compiler], highest: str) -> None:
-    if not found:
-        raise BuildError("no C++ compiler: install g++ or clang++, or the ziglang package")
-    reasons = []
-    for compiler in found:
-        began = time.monotonic()
-        _log.info("compiling the CPU kernels with %s, once", compiler.name)
-        with tempfile.TemporaryDirectory(dir=target.parent) as work:
-            reason = _compile(compiler, Path(work), target, highest)
-        if not reason:
-            _log.info("compiled the CPU kernels in %.1f s", time.monotonic() - began)
-            return
-        reasons.append(f"{compiler.name}: {reason}")
-    raise BuildError("; ".join(reasons))
-
-
-def _compile(compiler: Compiler, work: Path, target: Path, highest: str) -> str:
-    """Build with one compiler; "" or why that failed."""
-    level = ISAS.index(highest)
-    command = (*compiler.compile(work), f"-DBN_HIGHEST={level}")
-    jobs = []
-    for source in sorted(SOURCES.glob("*.cpp")):
-        isa = source.stem.rpartition("_")[2]
-        if isa in ISAS and ISAS.index(isa) > level:
-            continue
-        output = work / f"{source.stem}.o"
-        options = OPTIONS_BY_ISA.get(isa, ())
-        jobs.append(((*command, *options, "-c", str(source), "-o", str(output)), output))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-        for reason in threads.map(_run, (words for words, _ in jobs)):
-            if reason:
-                return reason
-    library = work / LIBRARY
-    objects = [str(output) for _, output in jobs]
-    reason = _run((*compiler.link(work), *objects, "-o", str(library)))
-    if not reason:
-        os.replace(library, target)  # whole or not at all
-    return reason
-
-
-def _run(words: tuple[str, ...]) -> str:
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    if done.returncode == 0:
-        return ""
-    errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
-    return f"exit {done.returncode}: {errors[0].strip()}"
-
-
 if __name__ == "__main__":
     start_logging("build", "info")
     try:
         _log.info("the CPU kernels are in %s", cached_library())
     except BuildError as error:
         _log.warning("plain torch will serve: %s", error)
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
