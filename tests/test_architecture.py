@@ -27,7 +27,7 @@ ARROWS = {
     "frontend": "base config messages formats",
     "bench": "base config messages frontend formats",
     "server": "base config messages frontend scheduler.routing",
-    "platform": "base config.card config.defaults",
+    "platform": "base config.card config.defaults config.env",
     "ops": "platform base",
     "parallel": "platform ops base",
     "layers": "parallel ops base config.card",

@@ -15,9 +15,24 @@ _TRUE = ("1", "true", "yes", "on")
 
 _SECRETS = ("BANYAN_API_KEY", "BANYAN_ADMIN_API_KEY", "BANYAN_DIST_SECRET", "HF_TOKEN")
 _OWN_SWITCHES = (
-    *("BANYAN_USE_MODELSCOPE", "BANYAN_ALLOW_LONGER_CONTEXT"),
-    "BANYAN_DIST_SECRET",
+    *("BANYAN_USE_MODELSCOPE", "BANYAN_ALLOW_LONGER_CONTEXT", "BANYAN_DIST_SECRET"),
+    *("BANYAN_NPU", "BANYAN_NPU_SOC", "BANYAN_NPU_CHECKS"),
 )
+
+
+@dataclass(frozen=True)
+class NpuWishes:
+    """How an Ascend NPU is opened.
+
+    Attributes:
+        driver: "" = torch_npu's, "emulated" = the one of the tests.
+        soc: the chip to emulate.
+        is_checked: hold each operator call against its contract.
+    """
+
+    driver: str = ""
+    soc: str = "A3"
+    is_checked: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,6 +43,7 @@ class Environment:
         flags: flag name -> text, from BANYAN_<FLAG>.
         settings: name -> text of the variables that set a field.
         dist_secret: what the nodes of one replica have in common.
+        npu: how an Ascend NPU is opened.
         hf_cache: folder of the hub cache, "" = the library's own choice.
         notes: a line for each variable that is set and has no effect.
         refusals: a line for each variable that must not be ignored.
@@ -42,6 +58,7 @@ class Environment:
     hf_offline: bool = False
     use_modelscope: bool = False
     allow_longer_context: bool = False
+    npu: NpuWishes = NpuWishes()
     notes: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
 
@@ -76,6 +93,11 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         use_modelscope=is_on("SGLANG_USE_MODELSCOPE", "BANYAN_USE_MODELSCOPE"),
         allow_longer_context=is_on(
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "BANYAN_ALLOW_LONGER_CONTEXT"
+        ),
+        npu=NpuWishes(
+            given.get("BANYAN_NPU", ""),
+            given.get("BANYAN_NPU_SOC", "") or "A3",
+            is_on("BANYAN_NPU_CHECKS"),
         ),
         notes=notes_on(given),
         refusals=refusals_of(given),

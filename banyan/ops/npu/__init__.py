@@ -1,0 +1,29 @@
+"""Kernels of Ascend NPUs, best first; what is not listed runs the plain torch reference, whose ops
+the device has kernels for."""
+
+from collections.abc import Mapping
+
+from banyan.base.errors import ConfigError
+from banyan.ops.bind import Toolkit
+
+_HERE = "banyan.ops.npu"
+_ROWS = ("rms_norm", "add_rms_norm", "rotary", "silu_and_mul")
+KERNELS = {
+    "write_kv": [f"{_HERE}.pages:write_kv"],
+    "paged_attention": [f"{_HERE}.pages:paged_attention"],
+    **{op: [f"{_HERE}.rows:{op}"] for op in _ROWS},
+}
+
+
+def open_toolkit(threads: int, wishes: Mapping[str, str]) -> Toolkit:
+    """
+    Raises:
+        ConfigError: a wish, of which none exists here.
+    """
+    from banyan.ops.npu.needs import NpuToolkit
+    from banyan.ops.npu.operators import Operators
+    from banyan.platform.npu_driver import open_driver
+
+    for flag, value in wishes.items():
+        raise ConfigError(f"--{flag} {value} does not exist on npu", hint="leave it out")
+    return NpuToolkit(Operators(open_driver().is_checked))

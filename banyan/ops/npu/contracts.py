@@ -1,0 +1,286 @@
+"""What the operators of an Ascend NPU accept: dtypes, shapes, layouts, limits, one function each.
+
+On the device a breach ends in an error number of the library below, or in wrong numbers and no
+error at all. Here it is a sentence. Knows arguments only; what lies in device memory is not read.
+The limits are those that A2 and A3 share.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from banyan.base.errors import DeviceError
+
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (*HALVES, torch.float32)
+MASKS = (torch.bool, torch.int8, torch.uint8)
+MASK_SIZE = 2048
+"""Of the one triangle that stands for every causal mask."""
+ALL, CAUSAL, BAND = 0, 3, 4
+"""Sparse modes: no mask; aligned to the last key; the same with a window."""
+PAGE_STEP, LARGEST_PAGE = 128, 512
+TOGETHER_DIMS = (128, 192, 256)
+"""Head sizes for which rows of many tokens may be joined along the tokens (layout TND)."""
+_MOST_HEADS, _MOST_SHARING, _LARGEST_DIM, _DIM_STEP = 256, 64, 512, 16
+_MOST_ROWS = 65536
+_MOST_WIDTH = 65535
+_MOST_ROTARY_DIM, _MOST_ROTARY_HEADS = 896, 1000
+
+
+class ContractError(DeviceError):
+    """An operator was called in a way that the device does not accept."""
+
+
+def require(is_kept: bool, operator: str, otherwise: str) -> None:
+    if not is_kept:
+        raise ContractError(f"{operator}: {otherwise}")
+
+
+def rms_norm(x: Tensor, gamma: Tensor) -> None:
+    name = "npu_rms_norm"
+    _placed(name, x=x, gamma=gamma)
+    _typed(name, FLOATS, x=x, gamma=gamma)
+    _last_dim(name, x, gamma)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor) -> None:
+    name = "npu_add_rms_norm"
+    _placed(name, x1=x, x2=residual, gamma=gamma)
+    _typed(name, FLOATS, x1=x, x2=residual, gamma=gamma)
+    shapes = f"{_shape(x)} and {_shape(residual)}"
+    require(x.shape == residual.shape, name, f"x1 and x2 must have one shape, they have {shapes}")
+    _last_dim(name, x, gamma)
+
+
+def swiglu(x: Tensor) -> None:
+    name = "npu_swiglu"
+    _placed(name, x=x)
+    _typed(name, FLOATS, x=x)
+    require(x.shape[-1] % 2 == 0, name, f"the last dimension must be even, it is {x.shape[-1]}")
+
+
+def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """x: [1, tokens, heads, dim]; cos, sin: [1, tokens, 1, dim]."""
+    name = "npu_rotary_mul"
+    _placed(name, x=x, r1=cos, r2=sin)
+    _typed(name, FLOATS, x=x, r1=cos, r2=sin)
+    ranks = {tensor.dim() for tensor in (x, cos, sin)}
+    require(ranks == {4}, name, f"x, r1 and r2 must have 4 dimensions, they have {sorted(ranks)}")
+    width, heads = x.shape[3], x.shape[0] * x.shape[2]
+    require(
+        width % 2 == 0 and width < _MOST_ROTARY_DIM,
+        name,
+        f"the last dimension must be even and less than {_MOST_ROTARY_DIM}, it is {width}",
+    )
+    require(
+        heads < _MOST_ROTARY_HEADS,
+        name,
+        f"batch times heads must be less than {_MOST_ROTARY_HEADS}, it is {heads}",
+    )
+    wanted = (x.shape[0], x.shape[1], 1, width)
+    for given in (cos, sin):
+        require(
+            tuple(given.shape) == wanted,
+            name,
+            f"r1 and r2 must be {list(wanted)} for x {_shape(x)}, one is {_shape(given)}",
+        )
+
+
+def scatter_nd_update(pages: Tensor, indices: Tensor, updates: Tensor) -> None:
+    name = "npu_scatter_nd_update_"
+    _placed(name, self=pages, indices=indices, updates=updates)
+    _typed(name, (torch.int32, torch.int64), indices=indices)
+    types = f"{updates.dtype} and {pages.dtype}"
+    require(
+        updates.dtype == pages.dtype, name, f"updates must have the dtype of self, they are {types}"
+    )
+    depth = indices.shape[-1] if indices.dim() else 0
+    require(
+        indices.dim() >= 2 and depth <= pages.dim(),
+        name,
+        f"indices must have 2 dimensions or more, the last of at most {pages.dim()}; "
+        f"they are {_shape(indices)}",
+    )
+    wanted = (*indices.shape[:-1], *pages.shape[depth:])
+    require(
+        tuple(updates.shape) == wanted,
+        name,
+        f"updates must be {list(wanted)}, they are {_shape(updates)}",
+    )
+
+
+def fused_infer_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    atten_mask: Tensor | None,
+    actual_seq_lengths: Sequence[int] | None,
+    actual_seq_lengths_kv: Sequence[int] | None,
+    block_table: Tensor | None,
+    num_heads: int,
+    num_key_value_heads: int,
+    input_layout: str,
+    sparse_mode: int,
+    block_size: int,
+) -> None:
+    """Attention over pages. query: BSND [rows, tokens, heads, dim] or TND [tokens, heads, dim];
+    key, value: [pages, block_size, kv_heads · dim].
+    """
+    name = "npu_fused_infer_attention_score"
+    require(block_table is not None, name, "only attention over pages is served here")
+    assert block_table is not None
+    _placed(name, query=query, key=key, value=value, block_table=block_table, atten_mask=atten_mask)
+    _typed(name, HALVES, query=query, key=key, value=value)
+    _typed(name, (torch.int32,), block_table=block_table)
+    _heads(name, num_heads, num_key_value_heads)
+    rows = _query(name, query, input_layout, num_heads, actual_seq_lengths)
+    width = query.shape[-1]
+    require(
+        width <= _LARGEST_DIM and width % _DIM_STEP == 0,
+        name,
+        f"heads must have a multiple of {_DIM_STEP} and at most {_LARGEST_DIM} dimensions, "
+        f"they have {width}",
+    )
+    is_single = input_layout == "BSND" and query.shape[1] == 1
+    _block_size(name, block_size, is_single)
+    for page in (key, value):
+        wanted = (block_size, num_key_value_heads * width)
+        require(
+            page.dim() == 3 and tuple(page.shape[1:]) == wanted and wanted[1] <= _MOST_WIDTH,
+            name,
+            f"pages must be [pages, {wanted[0]}, {wanted[1]}], the last at most {_MOST_WIDTH}; "
+            f"they are {_shape(page)}",
+        )
+    require(key.shape == value.shape, name, "key and value must have as many pages")
+    _lengths_of_pages(name, actual_seq_lengths_kv, block_table, rows, block_size)
+    if not is_single:
+        _mask(name, atten_mask, sparse_mode)
+
+
+def _query(name: str, query: Tensor, layout: str, heads: int, lengths: Sequence[int] | None) -> int:
+    """How many rows the query has."""
+    require(layout in ("BSND", "TND"), name, f"layout {layout} is not served here: BSND or TND")
+    rank = 4 if layout == "BSND" else 3
+    require(
+        query.dim() == rank and query.shape[-2] == heads,
+        name,
+        f"a {layout} query of {heads} heads has {rank} dimensions with the heads before the last, "
+        f"it is {_shape(query)}",
+    )
+    if layout == "BSND":
+        rows = query.shape[0]
+        require(0 < rows <= _MOST_ROWS, name, f"rows must be 1 to {_MOST_ROWS}, they are {rows}")
+        return rows
+    require(
+        query.shape[-1] in TOGETHER_DIMS,
+        name,
+        f"TND over pages needs heads of {_either(TOGETHER_DIMS)} dimensions, "
+        f"they have {query.shape[-1]}",
+    )
+    require(bool(lengths), name, "TND needs actual_seq_lengths")
+    assert lengths is not None
+    is_rising = all(a <= b for a, b in zip([0, *lengths], lengths, strict=False))
+    require(
+        is_rising and lengths[-1] == query.shape[0],
+        name,
+        "actual_seq_lengths of TND are sums, rising to the number of tokens "
+        f"{query.shape[0]}; they are {list(lengths)}",
+    )
+    return len(lengths)
+
+
+def _heads(name: str, heads: int, kv_heads: int) -> None:
+    is_even = kv_heads > 0 and heads % kv_heads == 0
+    require(
+        is_even and heads <= _MOST_HEADS and heads // kv_heads <= _MOST_SHARING,
+        name,
+        f"heads must be at most {_MOST_HEADS} and 1 to {_MOST_SHARING} times the kv heads, "
+        f"they are {heads} and {kv_heads}",
+    )
+
+
+def _block_size(name: str, size: int, is_single: bool) -> None:
+    step = 16 if is_single else PAGE_STEP
+    require(
+        0 < size <= LARGEST_PAGE and size % step == 0,
+        name,
+        f"block_size must be a multiple of {step} and at most {LARGEST_PAGE} here, it is {size}",
+    )
+
+
+def _lengths_of_pages(
+    name: str, lengths: Sequence[int] | None, table: Tensor, rows: int, block_size: int
+) -> None:
+    require(bool(lengths), name, "attention over pages needs actual_seq_lengths_kv")
+    assert lengths is not None
+    require(
+        len(lengths) == rows and min(lengths) >= 0,
+        name,
+        f"actual_seq_lengths_kv must be {rows} numbers from 0 on, they are {list(lengths)}",
+    )
+    require(
+        table.dim() == 2 and table.shape[0] == rows,
+        name,
+        f"block_table must be [{rows}, pages of a row], it is {_shape(table)}",
+    )
+    needed = -(-max(lengths) // block_size)
+    require(
+        table.shape[1] >= needed,
+        name,
+        f"block_table must have {needed} columns for {max(lengths)} positions of {block_size} a "
+        f"page, it has {table.shape[1]}",
+    )
+
+
+def _mask(name: str, mask: Tensor | None, mode: int) -> None:
+    require(mode in (ALL, CAUSAL, BAND), name, f"sparse_mode {mode} is not served here")
+    if mode == ALL:
+        require(mask is None, name, "masks of other sizes than the triangle are not served here")
+        return
+    shape = None if mask is None else tuple(mask.shape)
+    require(
+        shape == (MASK_SIZE, MASK_SIZE),
+        name,
+        f"sparse_mode {mode} needs the mask of {MASK_SIZE} x {MASK_SIZE}, it is {shape}",
+    )
+    assert mask is not None
+    _typed(name, MASKS, atten_mask=mask)
+
+
+def _placed(name: str, **tensors: Tensor | None) -> None:
+    """All on one device, none on the host, each in one piece."""
+    devices = {key: x.device for key, x in tensors.items() if x is not None}
+    for key, device in devices.items():
+        require(device.type != "cpu", name, f"{key} must lie on the NPU, it lies on {device}")
+    require(len(set(devices.values())) == 1, name, f"tensors lie on several devices: {devices}")
+    for key, x in tensors.items():
+        strides = None if x is None else x.stride()
+        require(x is None or x.is_contiguous(), name, f"{key} must be contiguous, not {strides}")
+
+
+def _typed(name: str, allowed: tuple[torch.dtype, ...], **tensors: Tensor) -> None:
+    """One of these dtypes, and the same for all."""
+    for key, x in tensors.items():
+        require(x.dtype in allowed, name, f"{key} must be {_either(allowed)}, it is {x.dtype}")
+    dtypes = {x.dtype for x in tensors.values()}
+    require(
+        len(dtypes) == 1, name, f"{', '.join(tensors)} must have one dtype, not {_either(dtypes)}"
+    )
+
+
+def _last_dim(name: str, x: Tensor, gamma: Tensor) -> None:
+    require(
+        tuple(gamma.shape) == tuple(x.shape[-1:]),
+        name,
+        f"gamma must be [{x.shape[-1]}] for x {_shape(x)}, it is {_shape(gamma)}",
+    )
+
+
+def _shape(x: Tensor) -> list[int]:
+    return list(x.shape)
+
+
+def _either(values: object) -> str:
+    return " or ".join(sorted(str(value) for value in values))  # type: ignore[attr-defined]

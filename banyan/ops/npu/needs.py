@@ -1,0 +1,41 @@
+"""What the NPU's kernels share and what they need; imports no driver."""
+
+from dataclasses import dataclass
+
+import torch
+
+from banyan.ops.api import Recorder
+from banyan.ops.bind import OpSpec
+from banyan.ops.npu.contracts import HALVES, LARGEST_PAGE, PAGE_STEP
+from banyan.ops.npu.operators import Operators
+
+
+@dataclass(frozen=True)
+class NpuToolkit:
+    operators: Operators
+    absence: str = ""
+    recorder: Recorder | None = None
+
+    def cache_dtype(self, dtype: torch.dtype, exact: bool) -> torch.dtype:
+        return dtype
+
+
+def declines(spec: OpSpec) -> str | None:
+    """Why no kernel can serve; None when one can."""
+    if not isinstance(spec.toolkit, NpuToolkit):
+        return "no driver of the NPU is open"
+    return None if spec.dtype in HALVES else f"activations are {spec.dtype}"
+
+
+def declines_pages(spec: OpSpec) -> str | None:
+    """The same for kernels that read or write pages."""
+    reason = declines(spec)
+    if reason is not None:
+        return reason
+    if spec.cache_dtype != spec.dtype:
+        return f"pages are {spec.cache_dtype}, activations {spec.dtype}"
+    if spec.head_dim % 16 or spec.head_dim > 512:
+        return f"heads of {spec.head_dim} dimensions, not a multiple of 16 up to 512"
+    if spec.page_size % PAGE_STEP or spec.page_size > LARGEST_PAGE:
+        return f"pages of {spec.page_size} tokens, not a multiple of {PAGE_STEP} to {LARGEST_PAGE}"
+    return None

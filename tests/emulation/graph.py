@@ -1,0 +1,109 @@
+"""Graphs of the emulated NPU: the operators that ran while one was captured, run again.
+
+Results go to the addresses that they had. Lengths that an operator takes from the host are part of
+the graph: who replays it tells the new ones first, and a replay that nobody told them is refused,
+where a device would compute with old ones.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from banyan.ops.npu.contracts import ContractError
+
+UPDATABLE = {
+    "npu::npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv")
+}
+
+
+class Graph:
+    """`torch.npu.NPUGraph`."""
+
+    def __init__(self, core: ModuleType) -> None:
+        self.core = core
+        self.takes_updates = False
+        self._calls: list[tuple[Any, tuple, dict[str, Any], list[Tensor]]] = []
+        self._is_ready = False
+        self._is_told = True
+
+    def keep(self, operator: Any, args: tuple, named: dict[str, Any], result: object) -> None:
+        self._calls.append((operator, args, named, _tensors(result)))
+
+    def seal(self) -> None:
+        self._is_ready = True
+        self._is_told = not self._updatable()
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 1)
+
+    def update(self, cpu_update_input: list[dict[str, list[int]]]) -> None:
+        """New lengths: one dict for all operators that take them, or one for each. An argument that
+        was not given by keyword when it was captured stays as it is, as with torch_npu."""
+        if not self.takes_updates:
+            raise ContractError("the graph was not captured with auto_dispatch_capture")
+        calls = self._updatable()
+        given = cpu_update_input
+        if len(given) not in (1, len(calls)):
+            raise ContractError(f"{len(given)} updates for {len(calls)} operators: give 1, or each")
+        for at, (operator, _, named, _) in enumerate(calls):
+            for key, value in given[at if len(given) > 1 else 0].items():
+                if key in named and key in UPDATABLE[operator._schema.name]:
+                    named[key] = list(value)
+        self._is_told = True
+
+    def replay(self) -> None:
+        if not self._is_ready:
+            raise ContractError("the graph was not captured to its end")
+        if not self._is_told:
+            raise ContractError("the graph is replayed with the lengths of its last run")
+        self._is_told = not self._updatable()
+        for operator, args, named, results in self._calls:
+            again = _tensors(operator(*args, **named))
+            for there, here in zip(results, again, strict=True):
+                if there.data_ptr() != here.data_ptr() and there.numel():
+                    there.copy_(here)
+
+    def _updatable(self) -> list[tuple[Any, tuple, dict[str, Any], list[Tensor]]]:
+        return [call for call in self._calls if call[0]._schema.name in UPDATABLE]
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self._graph = graph
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        named = dict(kwargs or {})
+        result = func(*args, **named)
+        touched = [x for x in tree_leaves((args, named, result)) if isinstance(x, Tensor)]
+        if any(x.device.type == "npu" for x in touched):  # what the host does is done once
+            self._graph.keep(func, args, named, result)
+        return result
+
+
+@contextlib.contextmanager
+def capture(
+    graph: Graph,
+    pool: object = None,
+    stream: torch.Stream | None = None,
+    auto_dispatch_capture: bool = False,
+) -> Iterator[None]:
+    """`torch.npu.graph`: what runs inside is kept. Nothing inside may wait or read on the host."""
+    graph.takes_updates = auto_dispatch_capture
+    graph.core.set_capturing(True)
+    try:
+        with _Recorder(graph), stream if stream is not None else contextlib.nullcontext():
+            yield
+    finally:
+        graph.core.set_capturing(False)
+    graph.seal()
+
+
+def _tensors(result: object) -> list[Tensor]:
+    return [x for x in tree_leaves(result) if isinstance(x, Tensor)]
