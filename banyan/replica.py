@@ -23,7 +23,7 @@ from banyan.config.defaults import settings_of, settle
 from banyan.config.schema import Config
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.journal import Journal
-from banyan.engine.launcher import Fanout, Launcher, Threaded
+from banyan.engine.launcher import Fanout, Launcher, Streamed, Threaded
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.nodes import Nodes, check_secret, own_hello, ranks_of
 from banyan.engine.orders import RANK, Orders
@@ -216,14 +216,14 @@ def run_engine(
         memory = _plan_memory(card, opened)
         sizes = _runner_sizes(opened, memory)
         ranks.send_sizes(sizes)
-        runner = ModelRunner(opened.model, opened.build, sizes)
-        kernels = opened.kernels
+        runner = ModelRunner(opened.model, opened.build, sizes, opened.platform)
+        kernels, is_async = opened.kernels, opened.platform.traits.async_launch
         reload = Reload(config, card, opened, runner) if config.parallel.tp == 1 else None
         del opened  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
         wake = Wake()
         cleanup.callback(wake.close)
-        launcher: Launcher = Threaded(runner, wake.ring)
+        launcher: Launcher = (Streamed if is_async else Threaded)(runner, wake.ring)
         if config.parallel.tp > 1:
             launcher = Fanout(launcher, ranks.send_plan)
         spec = core_spec(config, card, memory)
@@ -261,7 +261,7 @@ def run_engine(
         ranks.watch(loop.fail)
         started(loop)
         phases.done("scheduler")
-        steps = "recorded" if runner.is_recorded else "eager"
+        steps = runner.how
         loop.run(_ready(memory, phases, kernels, steps, settings))
 
 
@@ -276,7 +276,12 @@ def open_meter(config: Config, card: ModelCard) -> OpMeter:
     def probe() -> tuple[float, float, float]:
         return PROBES.load(device)(recorder)
 
-    return OpMeter(ModelRunner(opened.model, opened.build, sizes), sizes, opened.threads, probe)
+    return OpMeter(
+        ModelRunner(opened.model, opened.build, sizes, opened.platform),
+        sizes,
+        opened.threads,
+        probe,
+    )
 
 
 class Reload:
@@ -325,7 +330,7 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
     socket = context.socket(zmq.PULL)
     socket.connect(address)
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
-    runner = ModelRunner(opened.model, opened.build, sizes)
+    runner = ModelRunner(opened.model, opened.build, sizes, opened.platform)
     codec = plan_codec()
 
     def receive() -> StepPlan | None:
@@ -456,6 +461,7 @@ def _runner_sizes(opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
             )
         ),
         max_tokens=0 if config.device.is_eager else chunk + memory.max_running,
+        shapes=() if config.device.is_eager else config.device.shapes,
     )
 
 

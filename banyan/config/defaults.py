@@ -98,4 +98,4 @@ def _shapes(config: Config, defaults: Defaults) -> tuple[int, ...]:
     device = config.device
     most = device.largest_shape or max(device.shapes or defaults.shapes)
     named = device.shapes or (*defaults.shapes, most)
-    return tuple(sorted({rows for rows in named if rows <= most}))
+    return tuple(sorted({rows for rows in named if rows <= most})) or (most,)

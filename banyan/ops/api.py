@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -356,16 +355,16 @@ class Ops(Protocol):
     def logprobs(
         self,
         logits: Tensor,
-        rows: np.ndarray,
-        temperatures: np.ndarray,
+        rows: Tensor,
+        temperatures: Tensor,
         tokens: Tensor,
         top: int,
-        picked: np.ndarray,
+        picked: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-softmax of logits / temperature at some tokens, and the most likely ones.
 
-        logits: [rows, vocab] fp32; rows: [n] int64, the row of each entry; temperatures: [n]
-        float64; tokens: [n] int64; top: at most the vocabulary; picked: [n, ids] int64.
+        logits: [rows, vocab] fp32; rows: [n] int64, the row of each entry; temperatures: [n] fp64;
+        tokens: [n] int64; top: at most the vocabulary; picked: [n, ids] int64.
         returns: of each token [n] fp32; ids of the top [n, top] int32, best first, the lower id
         first among equals; theirs [n, top] fp32; of the picked ids [n, ids] fp32. All are NaN in an
         entry whose largest logit is not finite.

@@ -142,7 +142,11 @@ KernelTable = Mapping[str, list[str]]
 
 KERNEL_TABLES: Table[KernelTable] = Table(
     "device with kernels",
-    {"cpu": "banyan.ops.cpu:KERNELS", "null": "banyan.ops.null:KERNELS"},
+    {
+        "cpu": "banyan.ops.cpu:KERNELS",
+        "cuda": "banyan.ops.cuda:KERNELS",
+        "null": "banyan.ops.null:KERNELS",
+    },
     plugins="banyan.kernels",
 )
 """Device -> op -> "module:attribute" of its candidates, the best first."""

@@ -267,27 +267,21 @@ def sample(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
         chosen = [sample_row(host[row], rows, row) for row in range(len(host))]
         tokens = torch.tensor([token for token, _ in chosen]).to(logits.device)
         best = torch.tensor([value for _, value in chosen]).to(logits.device)
-    slots, positions = torch.from_numpy(np.stack([rows.slots, rows.positions])).to(logits.device)
-    rows.history[slots, positions] = tokens.to(torch.int32)
+    rows.history[rows.slots, rows.positions] = tokens.to(torch.int32)
     return tokens, best
 
 
 def logprobs(
-    logits: Tensor,
-    rows: np.ndarray,
-    temperatures: np.ndarray,
-    tokens: Tensor,
-    top: int,
-    picked: np.ndarray,
+    logits: Tensor, rows: Tensor, temperatures: Tensor, tokens: Tensor, top: int, picked: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     host = logits.cpu().numpy()  # sync: as in `sample`
-    known = tokens.cpu().numpy()  # sync: as above
+    known, chosen = tokens.cpu().numpy(), picked.cpu().numpy()  # sync: as above
     ids = np.zeros((len(rows), top), np.int32)
     values = np.zeros((len(rows), 1 + top + picked.shape[1]), np.float32)
-    for i, row in enumerate(rows):
+    for i, row in enumerate(rows.tolist()):  # sync: as above
         if np.isfinite(host[row].max()):
             ids[i] = top_tokens(host[row], top)
-        wanted = np.concatenate([known[i : i + 1], ids[i], picked[i]])
+        wanted = np.concatenate([known[i : i + 1], ids[i], chosen[i]])
         values[i] = log_softmax_at(host[row], float(temperatures[i]), wanted)
     on_device = torch.from_numpy(values).to(logits.device)
     of_token, of_top, of_picked = on_device.split([1, top, picked.shape[1]], dim=1)

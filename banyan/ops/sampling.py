@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 PARAMS = np.dtype(
@@ -42,11 +43,17 @@ tokens together have less than 2**-26 of the probability."""
 MAX_VOCAB = (1 << (63 - WEIGHT_BITS)) - 1
 """Tokens whose weights together fit into an int64."""
 
-_VANISHED = 58.0
+VANISHED = 58.0
 """Bits below the best token where every weight rounds to 0."""
+POWERS = (
+    *(1.3264727302595286e-3, 9.671512728701554e-3, 5.550733743811287e-2),
+    *(2.4022242084016499e-1, 6.93146977598356e-1, 1.0),
+)
+"""2**f on [-0.5, 0.5] as a polynomial of f, highest power first, with relative error below 1e-7."""
+MIX = (0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)
 _QUANTILE_BITS = 64
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
-_GOLDEN = 0x9E37_79B9_7F4A_7C15
+GOLDEN = 0x9E37_79B9_7F4A_7C15
 
 
 @dataclass(frozen=True)
@@ -58,9 +65,17 @@ class Addends:
         ids: int32; values: float32.
     """
 
-    offsets: np.ndarray
-    ids: np.ndarray
-    values: np.ndarray
+    offsets: Tensor
+    ids: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, offsets: np.ndarray, ids: np.ndarray, values: np.ndarray) -> "Addends":
+        """From arrays of the host, whose memory it shares."""
+        return cls(*map(torch.from_numpy, (offsets, ids, values)))
+
+    def to(self, device: torch.device) -> "Addends":
+        return Addends(self.offsets.to(device), self.ids.to(device), self.values.to(device))
 
 
 @dataclass(frozen=True)
@@ -72,65 +87,102 @@ class Masks:
         bits: [masks, bytes] uint8, covering the vocabulary.
     """
 
-    of_row: np.ndarray
-    bits: np.ndarray
+    of_row: Tensor
+    bits: Tensor
+
+    @classmethod
+    def of(cls, of_row: np.ndarray, bits: np.ndarray) -> "Masks":
+        """From arrays of the host, whose memory it shares."""
+        return cls(torch.from_numpy(of_row), torch.from_numpy(bits))
+
+    def to(self, device: torch.device) -> "Masks":
+        return Masks(self.of_row.to(device), self.bits.to(device))
+
+
+def params_tensor(params: np.ndarray) -> Tensor:
+    """Parameters as bytes, sharing their memory. params: [slots] PARAMS; returns: [slots, bytes]
+    uint8."""
+    return torch.from_numpy(params.view(np.uint8).reshape(len(params), PARAMS.itemsize))
 
 
 @dataclass(frozen=True)
 class SampleRows:
-    """How each row is sampled.
+    """How each row is sampled. Tensors lie on the device of the logits.
 
     Attributes:
-        params: [slots] PARAMS.
+        params: [slots, bytes] uint8, a PARAMS each.
         positions: [rows] int64, where the token goes.
         slots: [rows] int64, where each row's entries of `params` and `history` are.
         history: [slots, longest] int32, the tokens of each slot below its position; the chosen
             one is entered there.
+        host_params: [slots] PARAMS, the same on the host; host_slots: [rows], the same there. A
+            kernel may look there for work that no row asks for.
+        longest: no position is larger.
     """
 
-    params: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
+    params: Tensor
+    positions: Tensor
+    slots: Tensor
     history: Tensor
-    addends: Addends | None = None
-    masks: Masks | None = None
+    addends: Addends | None
+    masks: Masks | None
+    host_params: np.ndarray
+    host_slots: np.ndarray
+    longest: int
+
+    @classmethod
+    def of(
+        cls,
+        params: np.ndarray,
+        positions: np.ndarray,
+        slots: np.ndarray,
+        history: Tensor,
+        addends: Addends | None = None,
+        masks: Masks | None = None,
+    ) -> "SampleRows":
+        """From arrays of the host, whose memory it shares."""
+        places = torch.from_numpy(positions), torch.from_numpy(slots)
+        longest = history.shape[1]
+        return cls(params_tensor(params), *places, history, addends, masks, params, slots, longest)
+
+    def asked(self, name: str) -> np.ndarray:
+        """One parameter of each row, on the host."""
+        return self.host_params[name][self.host_slots]
 
     @property
     def are_plain(self) -> bool:
         """Does every row take the best of its raw logits?"""
         if self.addends is not None or self.masks is not None:
             return False
-        params = self.params[self.slots]
-        return bool((params["greedy"] & ~params["penalised"]).all())
+        return bool((self.asked("greedy") & ~self.asked("penalised")).all())
 
 
 def quantile(seed: int, position: int) -> int:
     """A number in [0, 2**64) that depends on both arguments alone."""
-    state = _mix((seed & _MASK) + _GOLDEN)
-    return _mix((state ^ position) + _GOLDEN)
+    state = _mix((seed & _MASK) + GOLDEN)
+    return _mix((state ^ position) + GOLDEN)
 
 
 def _mix(z: int) -> int:
     z &= _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58_476D_1CE4_E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D0_49BB_1331_11EB) & _MASK
+    z = ((z ^ (z >> 30)) * MIX[0]) & _MASK
+    z = ((z ^ (z >> 27)) * MIX[1]) & _MASK
     return z ^ (z >> 31)
 
 
 def weights(below: np.ndarray, temperature: float) -> np.ndarray:
     """e^(-below / temperature) in units of 2**-44; below: float32, from 0 to infinity.
 
-    returns: int64. 2**f on [-0.5, 0.5] is a polynomial with relative error below 1e-7.
+    returns: int64.
     """
     one = np.float32
     with np.errstate(over="ignore"):
-        x = np.maximum(below * one(-1.4426950408889634 / temperature), one(-_VANISHED))
+        x = np.maximum(below * one(-1.4426950408889634 / temperature), one(-VANISHED))
     n = np.rint(x)
     f = x - n
-    p = np.full(f.shape, 1.3264727302595286e-3, np.float32)
-    for factor in (9.671512728701554e-3, 5.550733743811287e-2, 2.4022242084016499e-1):
-        p = p * f + one(factor)
-    p = (p * f + one(6.93146977598356e-1)) * f + one(1.0)
+    p = np.full(f.shape, POWERS[0], np.float32)
+    for power in POWERS[1:]:
+        p = p * f + one(power)
     weight = (p.view(np.int32) + (n.astype(np.int32) << 23)).view(np.float32)
     return np.rint(weight.astype(np.float64) * (1 << WEIGHT_BITS)).astype(np.int64)
 
@@ -210,8 +262,8 @@ def sample_row(logits: np.ndarray, rows: SampleRows, row: int) -> tuple[int, flo
 
     logits: [vocab] float32, left as they are.
     """
-    slot, position = int(rows.slots[row]), int(rows.positions[row])
-    params = rows.params[slot]
+    slot, position = int(rows.host_slots[row]), int(rows.positions[row])
+    params = rows.host_params[slot]
     logits = logits.copy()
     if params["penalised"]:
         tokens = rows.history[slot, :position].cpu().numpy()  # sync: on the host
@@ -222,10 +274,11 @@ def sample_row(logits: np.ndarray, rows: SampleRows, row: int) -> tuple[int, flo
             *(float(params[name]) for name in ("frequency", "presence", "repetition")),
         )
     if rows.masks is not None and rows.masks.of_row[row] >= 0:
-        logits[banned(rows.masks.bits[rows.masks.of_row[row]], len(logits))] = -np.inf
+        bits = rows.masks.bits[rows.masks.of_row[row]].numpy()
+        logits[banned(bits, len(logits))] = -np.inf
     if rows.addends is not None:
-        part = slice(*rows.addends.offsets[row : row + 2])
-        np.add.at(logits, rows.addends.ids[part], rows.addends.values[part])
+        part = slice(*rows.addends.offsets[row : row + 2].tolist())
+        np.add.at(logits, rows.addends.ids[part].numpy(), rows.addends.values[part].numpy())
     token = int(np.argmax(logits))
     best = float(logits[token])
     if not math.isfinite(best):

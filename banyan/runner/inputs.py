@@ -1,6 +1,6 @@
 """From a plan's rows and the slot table to the tensors of one step.
 
-One pass over the rows, one copy to the device; tokens and page tables are gathered there.
+One pass over the rows, and one copy to the device.
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,11 @@ from operator import or_
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from banyan.layers.step import Embedded, StepInputs
 from banyan.messages.plan import SAMPLE, Row
+from banyan.platform.base import Platform
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.slots import SlotTable
@@ -27,9 +29,10 @@ class Batch:
         wanted: what any row wants, or-ed.
         indices: index into StepPlan.rows.
         offsets: [rows + 1], first token of each row along the step's tokens.
-        sampling: the rows that sample, as indices into the others.
-        last: last token of each of those, along the step's tokens.
-        to_slots: slot of each of those; to_positions: where its token goes.
+        sampling: the row of each output, as an index into the others. A row that samples has an
+            output for its last token, and one for each draft before that.
+        last: the token of each output, along the step's tokens.
+        to_slots: slot of each output; to_positions: where its token goes.
     """
 
     rows: list[Row]
@@ -50,7 +53,12 @@ class Batch:
     def of(cls, rows: list[tuple[int, Row]]) -> "Batch":
         ends = [row.start + row.count for _, row in rows]
         offsets = [0, *accumulate(row.count for _, row in rows)]
-        sampling = [at for at, (_, row) in enumerate(rows) if row.want & SAMPLE]
+        back = [
+            (at, back)
+            for at, (_, row) in enumerate(rows)
+            if row.want & SAMPLE
+            for back in range(row.drafts, -1, -1)
+        ]
         return cls(
             [row for _, row in rows],
             reduce(or_, (row.want for _, row in rows), 0),
@@ -61,10 +69,10 @@ class Batch:
                 [row.count for _, row in rows],
                 ends,
                 offsets,
-                sampling,
-                [offsets[at + 1] - 1 for at in sampling],
-                [rows[at][1].slot for at in sampling],
-                [ends[at] for at in sampling],
+                [at for at, _ in back],
+                [offsets[at + 1] - 1 - back for at, back in back],
+                [rows[at][1].slot for at, _ in back],
+                [ends[at] - back for at, back in back],
             ),
         )
 
@@ -85,35 +93,176 @@ def _arrays(*columns: list[int]) -> Iterator[np.ndarray]:
         at += len(column)
 
 
-def build_inputs(
-    batch: Batch,
-    table: SlotTable,
-    groups: tuple[GroupLayout, ...],
-    attention: AttentionBackend,
-    device: torch.device,
-) -> StepInputs:
-    """Tensors of a step of at least one row."""
-    num_rows, num_tokens = len(batch.rows), int(batch.offsets[-1])
-    slot_of = np.repeat(batch.slots, batch.counts)
-    positions = np.arange(num_tokens) + np.repeat(batch.starts - batch.offsets[:-1], batch.counts)
-    packed = np.concatenate([slot_of, positions, batch.slots, batch.starts, batch.offsets])
-    on_device = torch.from_numpy(packed).to(device, non_blocking=True)
-    slot_of_token, position, slots, starts, offsets = on_device.split(
-        [num_tokens, num_tokens, num_rows, num_rows, num_rows + 1]
-    )
-    longest = int(batch.ends.max())
-    views = []
-    for pages, layout in zip(table.pages, groups, strict=True):
-        width = layout.columns(longest)
-        page = pages[slot_of_token, layout.column(position)].long()  # [tokens]
-        views.append(GroupView(pages[slots, :width], layout.locate(page, position)))
-    geometry = StepGeometry(offsets.int(), starts.int(), tuple(views))
-    return StepInputs(
-        tokens=table.tokens[slot_of_token, position].long(),
-        positions=position,
-        attention=attention.bind(geometry),
-        embedded=_embedded(batch, table),
-    )
+class StepTensors:
+    """The inputs of a step, in memory that stays where it is: one set for steps that call the
+    model and for those that replay it.
+
+    A device whose memory is the host's is filled through numpy. To any other goes one copy of what
+    plans decide (slots, counts); positions come from the lengths on the device, tokens and page
+    tables are gathered there. Both give the same numbers.
+
+    Args:
+        max_tokens, max_rows, max_outputs: of the largest step; a row has an output for each of its
+            positions that is sampled.
+    """
+
+    def __init__(
+        self,
+        table: SlotTable,
+        groups: tuple[GroupLayout, ...],
+        platform: Platform,
+        device: torch.device,
+        max_tokens: int,
+        max_rows: int,
+        max_outputs: int,
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._table = table
+        self._groups = groups
+        self._platform = platform
+        self._device = device
+        self.max_tokens, self.max_rows = max_tokens, max_rows
+        self.max_outputs = max_outputs
+        self.tokens, self.positions = zeros(max_tokens), zeros(max_tokens)
+        self.slots = zeros(max_rows)
+        self.row_starts = zeros(max_rows + 1, dtype=torch.int32)
+        self.context_lengths = zeros(max_rows, dtype=torch.int32)
+        self.page_tables = [zeros(max_rows, p.shape[1], dtype=torch.int32) for p in table.pages]
+        self.locations = [zeros(max_tokens) for _ in groups]
+        self.chosen = zeros(max_outputs)
+        self.to_slots, self.to_positions = zeros(max_outputs), zeros(max_outputs)
+        self._fill = self._gather
+        if platform.traits.is_host:
+            self._host = _HostViews(self, table)
+            self._fill = self._fill_on_host
+
+    def holds(self, batch: Batch) -> bool:
+        return (
+            int(batch.offsets[-1]) <= self.max_tokens
+            and len(batch.rows) <= self.max_rows
+            and len(batch.last) <= self.max_outputs
+        )
+
+    def fill(self, batch: Batch) -> None:
+        """Enter a batch of at least one row."""
+        self._fill(batch)
+
+    def whole(self, attention: AttentionBackend) -> StepInputs:
+        """Inputs of the full size."""
+        views = map(GroupView, self.page_tables, self.locations)
+        geometry = StepGeometry(self.row_starts, self.context_lengths, tuple(views))
+        return StepInputs(self.tokens, self.positions, attention.bind(geometry))
+
+    def part(self, batch: Batch, attention: AttentionBackend) -> StepInputs:
+        """The inputs of the batch that was entered."""
+        rows, tokens = len(batch.rows), int(batch.offsets[-1])
+        longest = int(batch.ends.max())
+        views = tuple(
+            GroupView(pages[:rows, : layout.columns(longest)], locations[:tokens])
+            for pages, locations, layout in zip(
+                self.page_tables, self.locations, self._groups, strict=True
+            )
+        )
+        geometry = StepGeometry(self.row_starts[: rows + 1], self.context_lengths[:rows], views)
+        return StepInputs(
+            tokens=self.tokens[:tokens],
+            positions=self.positions[:tokens],
+            attention=attention.bind(geometry),
+            embedded=_embedded(batch, self._table),
+        )
+
+    def targets(self, count: int) -> tuple[Tensor, Tensor]:
+        """Slots and positions that the tokens of the first outputs go to."""
+        return self.to_slots[:count], self.to_positions[:count]
+
+    def _fill_on_host(self, batch: Batch) -> None:
+        host = self._host
+        num_rows, num_tokens = len(batch.rows), int(batch.offsets[-1])
+        # A step has ended before the next one is prepared: what its plan says of the start is true.
+        if num_tokens == num_rows:
+            slot_of, positions = batch.slots, batch.starts
+        else:
+            slot_of = np.repeat(batch.slots, batch.counts)
+            first = np.repeat(batch.starts - batch.offsets[:-1], batch.counts)
+            positions = np.arange(num_tokens) + first
+        host.tokens[:num_tokens] = host.known_tokens[slot_of, positions]
+        host.positions[:num_tokens] = positions
+        host.row_starts[: num_rows + 1] = batch.offsets
+        host.context_lengths[:num_rows] = batch.starts
+        longest = max(batch.ends.tolist())
+        for index, layout in enumerate(self._groups):
+            known, width = host.known_pages[index], layout.columns(longest)
+            host.page_tables[index][:num_rows, :width] = known[batch.slots, :width]
+            pages = known[slot_of, layout.column(positions)].astype(np.int64)
+            host.locations[index][:num_tokens] = layout.locate(pages, positions)
+        count = len(batch.last)
+        host.chosen[:count] = batch.last
+        host.to_slots[:count] = batch.to_slots
+        host.to_positions[:count] = batch.to_positions
+
+    def _gather(self, batch: Batch) -> None:
+        rows, count = len(batch.rows), len(batch.last)
+        moves = np.array(self._table.moves(batch.rows), np.int64).reshape(-1, 2)
+        parts = [
+            *(moves[:, 0], moves[:, 1], batch.slots, batch.counts, batch.offsets),
+            *(batch.last, batch.sampling),
+        ]
+        sizes = [len(part) for part in parts]
+        packed = self._platform.pinned((sum(sizes),), torch.int64)
+        np.concatenate(parts, out=packed.numpy())
+        moved, starts, slots, counts, offsets, last, sampling = packed.to(
+            self._device, non_blocking=True
+        ).split(sizes)
+        lengths = self._table.lengths
+        if len(moves):
+            lengths[moved] = starts
+        self.slots[:rows] = slots
+        contexts = lengths[slots]
+        ends = contexts + counts
+        lengths[slots] = ends
+        self.row_starts[: rows + 1] = offsets
+        self.context_lengths[:rows] = contexts
+        self.chosen[:count] = last
+        self.to_slots[:count] = slots[sampling]
+        self.to_positions[:count] = contexts[sampling] + last - offsets[sampling] + 1
+        tokens, width = int(batch.offsets[-1]), int(batch.ends.max())
+        row_of = torch.arange(rows, device=self._device).repeat_interleave(
+            counts, output_size=tokens
+        )
+        first = (contexts - offsets[:-1])[row_of]
+        self.place(slots[row_of], torch.arange(tokens, device=self._device) + first, slots, width)
+
+    def place(self, slot_of: Tensor, positions: Tensor, slots: Tensor, longest: int) -> None:
+        """Gather what stands at some positions.
+
+        slot_of, positions: [tokens] int64; slots: [rows] int64, whose page tables are taken for
+        `longest` positions.
+        """
+        tokens, rows = len(slot_of), len(slots)
+        self.tokens[:tokens] = self._table.tokens[slot_of, positions]
+        self.positions[:tokens] = positions
+        for index, layout in enumerate(self._groups):
+            known, width = self._table.pages[index], layout.columns(longest)
+            self.page_tables[index][:rows, :width] = known[slots, :width]
+            pages = known[slot_of, layout.column(positions)].long()
+            self.locations[index][:tokens] = layout.locate(pages, positions)
+
+
+class _HostViews:
+    """The same memory as numpy sees it."""
+
+    def __init__(self, step: StepTensors, table: SlotTable) -> None:
+        self.tokens, self.positions = step.tokens.numpy(), step.positions.numpy()
+        self.row_starts = step.row_starts.numpy()
+        self.context_lengths = step.context_lengths.numpy()
+        self.page_tables = [pages.numpy() for pages in step.page_tables]
+        self.locations = [locations.numpy() for locations in step.locations]
+        self.chosen = step.chosen.numpy()
+        self.to_slots, self.to_positions = step.to_slots.numpy(), step.to_positions.numpy()
+        self.known_tokens = table.tokens.numpy()
+        self.known_pages = [pages.numpy() for pages in table.pages]
 
 
 def _embedded(batch: Batch, table: SlotTable) -> Embedded | None:

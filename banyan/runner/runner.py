@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import FULL, WINDOW
@@ -33,11 +33,14 @@ from banyan.messages.plan import (
 )
 from banyan.models.base import Model
 from banyan.ops.api import NotRecordable, OpTime
+from banyan.platform.base import BY_SHAPE, Platform
+from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
 from banyan.runner.attention import BACKENDS
 from banyan.runner.attention.base import AttentionBackend
+from banyan.runner.captured import CapturedForward
 from banyan.runner.forward import EagerForward, Forward, RecordedForward
-from banyan.runner.inputs import Batch
+from banyan.runner.inputs import Batch, StepTensors
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.pooling import Pooler
 from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
@@ -60,12 +63,14 @@ class RunnerSizes:
         max_length: longest request in tokens, prompt and output.
         groups: cache groups, in the order of the plans' group numbers.
         max_tokens: tokens of the largest step that is worth recording.
+        shapes: rows of the decode steps to capture, where steps are captured by shape.
     """
 
     max_slots: int
     max_length: int
     groups: tuple[GroupLayout, ...]
     max_tokens: int = 0
+    shapes: tuple[int, ...] = ()
 
 
 class PendingStep:
@@ -120,10 +125,14 @@ class ModelRunner:
 
     Args:
         build: what the model was made from: kernels, ranks, device.
+        platform: of the device; None = the CPU's.
     """
 
-    def __init__(self, model: Model, build: Build, sizes: RunnerSizes) -> None:
+    def __init__(
+        self, model: Model, build: Build, sizes: RunnerSizes, platform: Platform | None = None
+    ) -> None:
         card, device = model.card, build.device
+        self._platform = platform or CpuPlatform()
         self._build = build
         self._device = device
         self._ranks = build.groups.world
@@ -142,12 +151,16 @@ class ModelRunner:
 
     def take_model(self, model: Model) -> None:
         """Run `model`, of the same card, from the next step on."""
+        self._platform.synchronize()
         card = self._card
         backend = "encoder" if card.is_encoder else "reference"
         attention = BACKENDS.load(backend)(self._build.ops, self.store)
-        self._forward = open_forward(
-            model, self._table, self.store, self._build, self._sizes, attention
-        )
+        with self._platform.stream():
+            self._forward = open_forward(
+                *(model, self._table, self.store, self._build, self._sizes),
+                *(attention, self._platform),
+            )
+        self._platform.synchronize()
         self._pooler = None if card.pooling is None else Pooler(card.pooling, model)
 
     @torch.inference_mode()
@@ -155,7 +168,8 @@ class ModelRunner:
         """Run a plan: leaves, joins, grants, copies before, rows, copies after. Never raises."""
         began = time.perf_counter()
         try:
-            finish = self._execute(plan, mask_of)
+            with self._platform.stream():
+                finish = self._execute(plan, mask_of)
         except Exception as error:
             log.exception("step=%d failed", plan.step)
             result = _failed(plan, error)
@@ -177,14 +191,17 @@ class ModelRunner:
         )
 
     @property
+    def how(self) -> str:
+        """How steps go through the model: "recorded", "captured" or "eager"."""
+        return self._forward.how
+
+    @property
     def is_recorded(self) -> bool:
         """Whether steps are replayed, so that their ops can be timed."""
-        return isinstance(self._forward, RecordedForward)
+        return self._forward.is_recorded
 
     def op_times(self) -> list[OpTime]:
         """What the stages of the last step took; ConfigError where steps are not recorded."""
-        if not isinstance(self._forward, RecordedForward):
-            raise ConfigError("the steps of this model are not recorded: no op can be timed alone")
         return self._forward.op_times()
 
     def _execute(self, plan: StepPlan, mask_of: MaskOf | None) -> Callable[[], StepResult]:
@@ -205,8 +222,9 @@ class ModelRunner:
             if batch.wanted & HIDDEN:
                 hidden = _hidden_states(self._forward, batch)
         self.store.copy(plan.copies, "after")
-        finish = partial(_result, plan, batch, failed, sampled, scores, vectors, hidden)
-        if not self.is_recorded:
+        outcome = Outcome(sampled, scores, vectors, hidden or {})
+        finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self._platform))
+        if self._forward.results_are_final:
             return finish
         result = finish()  # the step has ended, and the next one writes into the same memory
         marks.end("read out")
@@ -216,8 +234,7 @@ class ModelRunner:
         """The forward pass; with its ops, one after another, while a trace is recorded."""
         times: list[OpTime] = []
         trace = self.marks.trace
-        if isinstance(self._forward, RecordedForward):
-            self._forward.watch = None if trace is None else times.extend
+        self._forward.watch = None if trace is None else times.extend
         self._forward.run(batch)
         at = self.marks.end("forward", rows=len(batch.rows), tokens=int(batch.offsets[-1]))
         for stage in times:
@@ -287,12 +304,13 @@ class ModelRunner:
         mask_of: MaskOf | None,
     ) -> Sampled:
         """Choose tokens on rank 0; every rank leaves with the same ones, entered in its table."""
-        slots, positions = batch.to_slots, batch.to_positions
+        where = self._forward.targets(batch)
         if self._ranks.rank:
             tokens = torch.zeros(len(batch.sampling), dtype=torch.int64, device=self._device)
             tokens = self._ranks.broadcast(tokens)
-            self._table.enter(slots, positions, tokens)
+            self._table.enter(*where, tokens)
             return Sampled(tokens)
+        slots, positions = batch.to_slots, batch.to_positions
         failed: dict[int, str] = {}
         masks: dict[int, bytes] = {}
         ready = {mask.row: mask.bits for mask in plan.masks}
@@ -307,7 +325,7 @@ class ModelRunner:
         if self._table.processed:
             logits, faults = self._processors.apply(logits, slots, positions)
             failed |= faults
-        sampled = self._sampler.sample(logits, slots, positions, masks)
+        sampled = self._sampler.sample(logits, slots, positions, masks, where)
         tokens = sampled.tokens
         if self._ranks.size > 1:
             tokens = self._ranks.broadcast(tokens)
@@ -321,19 +339,63 @@ def open_forward(
     build: Build,
     sizes: RunnerSizes,
     attention: AttentionBackend,
+    platform: Platform,
 ) -> Forward:
-    """The quickest way through the model that its ops allow."""
-    eager = EagerForward(model, table, store.groups, attention, build.device)
+    """The quickest way through the model that its ops and its device allow."""
+    rows = sizes.max_slots
+
+    def tensors(max_tokens: int, max_outputs: int) -> StepTensors:
+        size = (max_tokens, rows, max_outputs)
+        return StepTensors(table, store.groups, platform, build.device, *size)
+
+    def larger(batch: Batch) -> StepTensors:
+        return tensors(int(batch.offsets[-1]), max(rows, len(batch.last)))
+
+    # A recording tells its sizes apart by their numbers.
+    step = tensors(max(sizes.max_tokens, rows + 1), rows)
+    eager = EagerForward(model, step, attention, larger, build.device)
     recorder = build.ops.recorder
-    if recorder is None or not sizes.max_tokens:
-        return eager
     try:
-        return RecordedForward(
-            eager, model, build.ops, recorder, table, attention, sizes.max_tokens, sizes.max_slots
-        )
+        if recorder is not None and sizes.max_tokens:
+            return RecordedForward(eager, model, build.ops, recorder, table, attention, step)
     except NotRecordable as error:
         log.info("steps are not recorded: %s", error)
+    if platform.traits.programs != BY_SHAPE or not sizes.shapes or model.card.pooling is not None:
         return eager
+    if any("k" not in cache.tensors for cache in model.caches):
+        log.info("steps are not captured: attention over this model's cache waits for the device")
+        return eager
+    shapes = tuple(shape for shape in sizes.shapes if shape <= rows)
+    return CapturedForward(
+        eager, model, table, store.groups, attention, platform, step, shapes or (rows,)
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step gives, on the device or fetched from it.
+
+    Attributes:
+        hidden: index in the plan -> [positions, hidden].
+    """
+
+    sampled: Sampled | None
+    scores: Scores | None
+    vectors: Tensor | None
+    hidden: dict[int, Tensor]
+
+    def fetch(self, platform: Platform) -> Callable[[], list[Tensor]]:
+        """Begin to bring its tensors to the host: tokens, best, scores, vectors, hidden."""
+        tensors: list[Tensor] = []
+        if self.sampled is not None:
+            tensors.append(self.sampled.tokens)
+            if self.sampled.best is not None:
+                tensors.append(self.sampled.best)
+        if self.scores is not None:
+            tensors += self.scores.tensors
+        if self.vectors is not None:
+            tensors.append(self.vectors)
+        return platform.fetch([*tensors, *self.hidden.values()])
 
 
 def _hidden_states(forward: Forward, batch: Batch) -> dict[int, Tensor]:
@@ -356,38 +418,39 @@ def _result(
     plan: StepPlan,
     batch: Batch,
     failed: dict[int, str],
-    sampled: Sampled | None,
-    scores: Scores | None,
-    vectors: Tensor | None,
-    hidden: dict[int, Tensor] | None,
+    outcome: Outcome,
+    fetch: Callable[[], list[Tensor]],
 ) -> StepResult:
-    """Bring a step's outcome to the host."""
+    """A step's outcome as the engine takes it; waits for the device."""
     tokens = [b""] * len(plan.rows)
     failed = dict(failed)
+    here = iter(fetch())
+    sampled, scores = outcome.sampled, outcome.scores
     if sampled is not None:
         indices = batch.indices[batch.sampling].tolist()
-        chosen = sampled.tokens.tolist()  # sync: the step's end
-        for index, token in zip(indices, chosen, strict=True):
-            tokens[index] = struct.pack("=i", token)
-        for i, text in sampled.faults().items():
+        for index, token in zip(indices, next(here).tolist(), strict=True):
+            tokens[index] += struct.pack("=i", token)
+        best = None if sampled.best is None else next(here)
+        for i, text in sampled.faults(best).items():
             failed[indices[i]] = text
     for index in failed:
         tokens[index] = b""
+    scored = [] if scores is None else scores.rows(list(islice(here, 4)), without=set(failed))
     pooled: list[bytes] = []
-    if vectors is not None:
+    if outcome.vectors is not None:
         pooled = [b""] * len(plan.rows)
-        values = vectors.cpu().numpy()  # sync: the step's end
+        values = next(here).numpy()
         for index, value in zip(batch.indices[batch.wanting(POOL)], values, strict=True):
             pooled[index] = value.tobytes()
     states: list[bytes] = []
-    if hidden is not None:
+    if outcome.hidden:
         states = [b""] * len(plan.rows)
-        for index, tensor in hidden.items():
-            states[index] = tensor.float().cpu().numpy().tobytes()  # sync: the step's end
+        for index, tensor in zip(outcome.hidden, here, strict=True):
+            states[index] = tensor.float().numpy().tobytes()
     return StepResult(
         step=plan.step,
         tokens=tokens,
-        scores=scores.rows(without=set(failed)) if scores else [],
+        scores=scored,
         failed=[
             RowFailure(i, failed[i], 400 if failed[i] == ALL_BANNED else 500)
             for i in sorted(failed)

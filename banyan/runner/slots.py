@@ -1,7 +1,7 @@
 """SlotTable: what the runner remembers of each slot, on the host and on the device.
 
-The device holds tokens and page tables, so that a step can be prepared before the host knows the
-tokens of the step before. The host holds what plans alone decide: lengths and parameters. Knows no
+The device holds tokens, lengths, parameters and page tables, so that a step can be prepared before
+the host knows the tokens of the step before. The host holds what plans alone decide. Knows no
 requests and no policy; it obeys plans.
 """
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from banyan.base.ids import SlotId
 from banyan.messages.plan import Join, PageGrant, Row
-from banyan.ops.sampling import PARAMS
+from banyan.ops.sampling import PARAMS, params_tensor
 from banyan.runner.kvstore import GroupLayout
 
+_UNKNOWN = -1
 _NO_JOIN = "the slot is empty: no request has joined it"
 
 
@@ -56,8 +57,15 @@ class SlotTable:
         """Tokens that have a value on the device, those of launched steps included."""
         self._granted = [[0] * slots for _ in groups]
         """By group and slot: pages that the table has."""
+        self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
+        """Positions of each slot that launched steps have run."""
+        self._reached = [_UNKNOWN] * slots
+        """What plans make of `lengths`; a row that starts elsewhere moves it there."""
         self.params = np.zeros(slots, PARAMS)
         self.params["greedy"][0] = True
+        self._params = params_tensor(self.params)
+        self.device_params = self._params.to(device)
+        """[slots, bytes] uint8, `params`; the same memory where the device's is the host's."""
         self.embeds: dict[int, Tensor] = {}
         """Slot -> [prompt_len, hidden] fp32, of prompts that are given as embeddings."""
         self.processed: dict[int, str] = {}
@@ -135,6 +143,9 @@ class SlotTable:
             or sampling.repetition_penalty != 1.0,
             bool(sampling.logit_bias),
         )
+        self._reached[join.slot] = _UNKNOWN
+        if self.device_params is not self._params:
+            self.device_params[join.slot] = self._params[join.slot].to(self._device)
 
     def _rows_of(self, join: Join) -> Tensor:
         values = torch.frombuffer(bytearray(join.embeds), dtype=torch.float32)
@@ -203,12 +214,21 @@ class SlotTable:
             if not 0 <= token < self._vocab_size:
                 raise RowError(f"token id {token} is outside the vocabulary of {self._vocab_size}")
 
+    def moves(self, rows: list[Row]) -> list[tuple[int, int]]:
+        """The slots whose next position is not where their last row ended, and where it is. From
+        now on they have run to the ends of these rows."""
+        found = []
+        for row in rows:
+            if self._reached[row.slot] != row.start:
+                found.append((row.slot, row.start))
+            self._reached[row.slot] = row.start + row.count
+        return found
+
     def grow(self, slots: np.ndarray) -> None:
         """Each of these slots has one token more."""
         for slot in slots.tolist():
             self.known[slot] += 1
 
-    def enter(self, slots: np.ndarray, positions: np.ndarray, tokens: Tensor) -> None:
-        """Write tokens that another rank sampled. tokens: [slots] int64."""
-        where = torch.from_numpy(np.stack([slots, positions])).to(self._device)
-        self.tokens.index_put_((where[0], where[1]), tokens.to(torch.int32))
+    def enter(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Write tokens that another rank sampled. All [slots] int64."""
+        self.tokens.index_put_((slots, positions), tokens.to(torch.int32))

@@ -53,6 +53,17 @@ def test_a_chunk_is_never_larger_than_the_prompts_of_a_step() -> None:
     assert config.schedule.chunk_tokens == 100
 
 
+def test_the_shapes_to_capture_are_those_that_are_named() -> None:
+    def shapes(*words: str) -> tuple[int, ...]:
+        return settle(config_of(*words), SHAPED)[0].device.shapes
+
+    assert shapes() == (1, 2, 4, 8, 16)
+    assert shapes("--cuda-graph-max-bs", "6") == (1, 2, 4, 6)
+    assert shapes("--cuda-graph-max-bs", "24") == (1, 2, 4, 8, 16, 24)
+    assert shapes("--cuda-graph-bs", "3", "12") == (3, 12)
+    assert shapes("--cuda-graph-bs", "3", "12", "--cuda-graph-max-bs", "8") == (3,)
+
+
 @pytest.mark.parametrize("word", ["half", "float16"])
 def test_a_number_type_without_kernels_is_refused_with_those_that_have_some(word: str) -> None:
     with pytest.raises(ConfigError, match="--dtype float16: no kernel of abacus.*float32, bfloat"):

@@ -25,7 +25,7 @@ def another_value(flag: Flag) -> object:
         return next(choice for choice in flag.choices if choice != default)
     if flag.kind == INT:
         return next(n for n in (1, 2, 2048, 1 << 21) if n != default and flag.low <= n <= flag.high)
-    return {FLOAT: 0.5, JSON: {"a": "b"}, WORDS: ("a:b", "c:d"), INTS: (0, 1)}.get(
+    return {FLOAT: 0.5, JSON: {"a": "b"}, WORDS: ("a:b", "c:d"), INTS: (1, 2)}.get(
         flag.kind, "text"
     )
 
@@ -54,7 +54,7 @@ def test_both_values_of_a_flag_reach_its_field(flag: Flag) -> None:
         given, expected = [f"--{flag.name}"], flag.sets
     else:
         expected = another_value(flag)
-        words = {JSON: ['{"a": "b"}'], WORDS: ["a:b", "c:d"], INTS: ["0", "1"]}
+        words = {JSON: ['{"a": "b"}'], WORDS: ["a:b", "c:d"], INTS: ["1", "2"]}
         texts = words.get(flag.kind, [str(expected)])
         given = [f"--{flag.name}", *texts]
     assert value_of(parse(given, Environment())) == expected

@@ -1,8 +1,10 @@
 import threading
 
+import pytest
+
 from banyan.base.ids import StepId
-from banyan.engine.launcher import Fanout, Threaded
-from banyan.messages.plan import Mask, StepPlan, StepResult
+from banyan.engine.launcher import Fanout, Streamed, Threaded
+from banyan.messages.plan import Mask, PageCopy, StepPlan, StepResult
 
 WAIT_S = 20
 
@@ -36,9 +38,13 @@ class Bell:
         assert self._rung.acquire(timeout=WAIT_S)
 
 
-def test_a_masked_row_waits_for_its_mask():
+LAUNCHERS = pytest.mark.parametrize("kind", [Threaded, Streamed])
+
+
+@LAUNCHERS
+def test_a_masked_row_waits_for_its_mask(kind):
     bell = Bell()
-    launcher = Threaded(MaskedRunner(), bell.ring)
+    launcher = kind(MaskedRunner(), bell.ring)
     handle = launcher.launch(StepPlan(step=StepId(1)))
     assert not handle.is_done()
     handle.mask(Mask(StepId(1), 0, b"bits"))
@@ -47,14 +53,16 @@ def test_a_masked_row_waits_for_its_mask():
     launcher.close()
 
 
-def test_closing_releases_rows_that_wait_for_masks():
-    launcher = Threaded(MaskedRunner(), lambda: None)
+@LAUNCHERS
+def test_closing_releases_rows_that_wait_for_masks(kind):
+    launcher = kind(MaskedRunner(), lambda: None)
     handle = launcher.launch(StepPlan(step=StepId(1)))
     launcher.close()
     assert handle.is_done() and handle.result.error == ""
 
 
-def test_plans_run_in_the_order_of_their_launch():
+@LAUNCHERS
+def test_plans_run_in_the_order_of_their_launch(kind):
     seen, bell = [], Bell()
 
     class Runner:
@@ -62,7 +70,7 @@ def test_plans_run_in_the_order_of_their_launch():
             seen.append(plan.step)
             return Pending(StepResult(step=plan.step))
 
-    launcher = Threaded(Runner(), bell.ring)
+    launcher = kind(Runner(), bell.ring)
     for step in range(1, 6):
         launcher.launch(StepPlan(step=StepId(step)))
     for _ in range(5):
@@ -85,3 +93,56 @@ def test_other_ranks_get_every_plan_before_this_one_runs_it():
     fanout.launch(StepPlan(step=StepId(1)))
     fanout.close()
     assert order == [("sent", 1), ("local", 1), "closed"]
+
+
+def test_the_next_plan_is_launched_while_the_device_works_on_this_one():
+    bell, both, results = (
+        Bell(),
+        threading.Semaphore(0),
+        {1: threading.Event(), 2: threading.Event()},
+    )
+
+    class Working:
+        def __init__(self, step):
+            self._step = step
+
+        def result(self):
+            assert results[self._step].wait(WAIT_S)
+            return StepResult(step=self._step)
+
+        def copies(self):
+            return None
+
+    class Device:
+        def launch(self, plan, mask_of=None):
+            both.release()
+            return Working(plan.step)
+
+    launcher = Streamed(Device(), bell.ring)
+    handles = [launcher.launch(StepPlan(step=StepId(step))) for step in (1, 2)]
+    for _ in handles:
+        assert both.acquire(timeout=WAIT_S)  # both are launched, neither has a result
+    assert not any(handle.is_done() for handle in handles)
+    results[1].set()
+    bell.wait()
+    assert [handle.is_done() for handle in handles] == [True, False]
+    results[2].set()
+    bell.wait()
+    assert handles[1].result.step == 2
+    launcher.close()
+
+
+def test_a_launch_that_fails_fails_its_step_and_its_copies():
+    bell = Bell()
+
+    class Broken:
+        def launch(self, plan, mask_of=None):
+            raise RuntimeError("no room")
+
+    launcher = Streamed(Broken(), bell.ring)
+    handle = launcher.launch(
+        StepPlan(step=StepId(1), copies=[PageCopy(id=4, group=0, src=1, dst=2, when="before")])
+    )
+    bell.wait()
+    assert handle.result.error == "RuntimeError: no room" and handle.copies.failed == [4]
+    launcher.close()

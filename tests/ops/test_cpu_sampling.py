@@ -2,15 +2,17 @@
 machine."""
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from banyan.ops import reference
+from banyan.ops import reference, tensor_sampling
 from banyan.ops.cpu.library import ISAS, Library
 from banyan.ops.cpu.sampling import Sampling
 from banyan.ops.sampling import PARAMS, Addends, Masks, SampleRows, quantile, sample_row, support
+from tests.ops.conftest import MACHINES, open_library
 
 FILTERS = [
     {"greedy": True},
@@ -33,9 +35,20 @@ PENALTIES = {"penalised": True, "frequency": 0.5, "presence": -0.25, "repetition
 LENGTH = 60
 
 
-@pytest.fixture
-def ops(library):
-    return Sampling(library)
+class Tensors:
+    """The same ops written in torch."""
+
+    sample = staticmethod(tensor_sampling.sample.run)
+    logprobs = staticmethod(tensor_sampling.logprobs.run)
+
+
+@pytest.fixture(params=["torch", *MACHINES], ids=str)
+def ops(request):
+    if request.param == "torch":
+        yield Tensors
+        return
+    for library in open_library(request):
+        yield Sampling(library)
 
 
 def make_logits(rows: int, vocab: int, spread: float, seed: int = 0) -> torch.Tensor:
@@ -58,7 +71,7 @@ def make_rows(count: int, vocab: int, **given: object) -> SampleRows:
     history = torch.randint(
         0, vocab, (count + 1, LENGTH + 4), dtype=torch.int32, generator=torch.Generator()
     )
-    return SampleRows(params, np.full(count, LENGTH), slots, history)
+    return SampleRows.of(params, np.full(count, LENGTH), slots, history)
 
 
 def assert_equal_to_definition(ops: Sampling, logits: torch.Tensor, rows: SampleRows) -> None:
@@ -83,13 +96,10 @@ def test_penalties_masks_bans_and_biases_are_those_of_the_definition(ops, vocab,
     values = np.where(generator.random(12) < 0.3, -np.inf, 3 * generator.standard_normal(12))
     bits = generator.integers(0, 256, (2, -(-vocab // 8) + 3), dtype=np.uint8)
     bits[:, 0] |= 1
-    edited = SampleRows(
-        rows.params,
-        rows.positions,
-        rows.slots,
-        rows.history,
-        Addends(np.array([0, 4, 4, 9, 12, 12]), ids, values.astype(np.float32)),
-        Masks(np.array([-1, 1, -1, 0, 0], np.int32), bits),
+    edited = replace(
+        rows,
+        addends=Addends.of(np.array([0, 4, 4, 9, 12, 12]), ids, values.astype(np.float32)),
+        masks=Masks.of(np.array([-1, 1, -1, 0, 0], np.int32), bits),
     )
     logits = make_logits(5, vocab, 2.0)
     before = logits.clone()
@@ -123,7 +133,12 @@ def test_a_row_gives_the_same_token_alone_and_among_any_others(ops):
     together = ops.sample(logits, rows)[0].tolist()
     for i in range(67):
         part = slice(i, i + 1)
-        alone = SampleRows(rows.params, rows.positions[part], rows.slots[part], rows.history)
+        alone = replace(
+            rows,
+            positions=rows.positions[part],
+            slots=rows.slots[part],
+            host_slots=rows.host_slots[part],
+        )
         assert int(ops.sample(logits[part], alone)[0]) == together[i]
 
 
@@ -144,7 +159,7 @@ def test_draws_over_many_seeds_follow_the_probabilities(path, given):
         Sampling(library).sample(logits.expand(count, -1), rows)[0].numpy(), minlength=1000
     )
     library.close()
-    one = rows.params[1]
+    one = rows.host_params[1]
     weight = support(
         logits[0].numpy(), *(one[name] for name in ("temperature", "top_k", "top_p", "min_p"))
     )
@@ -165,8 +180,8 @@ def test_draws_over_many_seeds_follow_the_probabilities(path, given):
 def test_neighbouring_positions_and_seeds_draw_independently(path):
     library = Library(path, 1)
     rows = make_rows(4096, 64)
-    rows.params["seed"][rows.slots] = np.repeat(np.arange(64), 64)
-    rows.positions[:] = np.tile(np.arange(64), 64) + 1
+    rows.host_params["seed"][rows.host_slots] = np.repeat(np.arange(64), 64)
+    rows.positions[:] = torch.arange(64).repeat(64) + 1
     tokens = Sampling(library).sample(torch.zeros(4096, 64), rows)[0].numpy()
     library.close()
     assert tokens[:64].tolist() == [quantile(0, p) * 64 >> 64 for p in range(1, 65)]
@@ -183,11 +198,11 @@ def test_log_probabilities_are_those_of_the_definition(ops, vocab, top):
     logits[3, vocab // 2] = np.nan
     picked = generator.integers(0, vocab, (7, 3))
     entries = (
-        np.array([4, 3, 2, 1, 0, 0, 2]),
-        np.array([1.0, 0.5, 2.0, 1e-5, 1e6, 0.7, 1.0]),
+        torch.tensor([4, 3, 2, 1, 0, 0, 2]),
+        torch.tensor([1.0, 0.5, 2.0, 1e-5, 1e6, 0.7, 1.0], dtype=torch.float64),
         torch.from_numpy(generator.integers(0, vocab, 7)),
         min(top, vocab),
-        picked,
+        torch.from_numpy(picked),
     )
     got, want = ops.logprobs(logits, *entries), reference.logprobs(logits, *entries)
     for one, other in zip(got, want, strict=True):

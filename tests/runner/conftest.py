@@ -1,6 +1,7 @@
 """A tiny random Llama, as transformers computes it and as the runner executes it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,14 +12,58 @@ from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import load_model
+from banyan.ops import tensor_sampling
+from banyan.ops.api import Ops
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups
+from banyan.platform.base import BY_SHAPE, Platform
+from banyan.platform.cpu import CpuPlatform
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from tests.runner.driver import PAGE
 
 VOCAB, MAX_LENGTH, NUM_PAGES = 131, 192, 1024
+SHAPES = (1, 2, 4, 8, 16, 32, 40)
 CPU = torch.device("cpu")
+
+
+class Elsewhere(CpuPlatform):
+    """The memory of the host as a device that numpy does not see, whose work is captured by shape:
+    a graph is a function that reads and writes the tensors it had, and holds no others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traits = replace(self.traits, is_host=False, programs=BY_SHAPE)
+        self.replays = 0
+
+    def capture(self, work: Callable[[], None]) -> "Elsewhere.Replay":
+        work()
+        return self.Replay(self, work)
+
+    def fetch(self, tensors):
+        here = [tensor.clone() for tensor in tensors]
+        return lambda: here
+
+    @dataclass(frozen=True)
+    class Replay:
+        platform: "Elsewhere"
+        work: Callable[[], None]
+
+        def replay(self) -> None:
+            self.platform.replays += 1
+            self.work()
+
+
+class SampledInTensors:
+    """Ops whose sampler works for tensors of any device."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+        self.sample = tensor_sampling.sample.run
+        self.logprobs = tensor_sampling.logprobs.run
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._ops, name)
 
 
 def build_runner(
@@ -26,6 +71,7 @@ def build_runner(
     groups: Groups = ALONE,
     wrap: Callable[[DecoderLM], DecoderLM] = lambda model: model,
     is_recorded: bool = False,
+    platform: Platform | None = None,
 ) -> ModelRunner:
     """A fresh runner, over compiled kernels whose steps are recorded or over torch's; `wrap` may
     spoil or watch the model."""
@@ -37,11 +83,11 @@ def build_runner(
         toolkit=toolkit,
         page_size=PAGE,
     )
-    build = Build(ops, groups)
+    build = Build(ops if platform is None else SampledInTensors(ops), groups)
     model = wrap(load_model(card, build))
     layout = GroupLayout(FULL, 0, PAGE, NUM_PAGES)
-    sizes = RunnerSizes(40, MAX_LENGTH, (layout,), 64 if is_recorded else 0)
-    runner = ModelRunner(model, build, sizes)
+    sizes = RunnerSizes(40, MAX_LENGTH, (layout,), 64 if is_recorded else 0, SHAPES)
+    runner = ModelRunner(model, build, sizes, platform)
     assert runner.is_recorded == is_recorded
     for layer in (0, 1):  # whoever reads a page that its sequence did not write gets no number
         for pages in runner.store.tensors(layer).values():
@@ -77,8 +123,11 @@ def card(llama: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> ModelCar
     return read_card(str(folder))
 
 
-@pytest.fixture(params=["eager", "recorded"], scope="module")
+@pytest.fixture(params=["eager", "recorded", "captured"], scope="module")
 def make_runner(card: ModelCard, request: pytest.FixtureRequest) -> Callable[[], ModelRunner]:
+    """ "captured": on a device that is not the host, whose decode steps are captured by shape."""
+    if request.param == "captured":
+        return lambda: build_runner(card, platform=Elsewhere())
     return lambda: build_runner(card, is_recorded=request.param == "recorded")
 
 

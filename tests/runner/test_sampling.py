@@ -40,7 +40,7 @@ def choose(params: SamplingParams, logits: np.ndarray, mask: bytes | None = None
         np.array([5]),
         {} if mask is None else {0: mask},
     )
-    assert not sampled.faults()
+    assert not sampled.faults(sampled.best)
     return int(sampled.tokens[0])
 
 

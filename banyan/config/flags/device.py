@@ -15,7 +15,7 @@ FLAGS = (
         "device",
         "device.name",
         "device to run on; auto = an accelerator where torch finds one, else the CPU",
-        choices=("auto", "cpu"),
+        choices=("auto", "cpu", "cuda"),
         elsewhere=(
             Elsewhere(
                 "cuda npu xpu hpu mps musa tpu",
@@ -182,5 +182,26 @@ FLAGS = (
         kind=INTS,
         low=0,
         proof="tests/engine/test_placement.py::test_a_rank_runs_on_the_cores_of_its_node",
+    ),
+    Flag(
+        "cuda-graph-bs",
+        "device.shapes",
+        "rows of the decode steps to capture, where steps are captured by shape (CUDA); default: "
+        "what suits the device",
+        kind=INTS,
+        aliases=("cuda-graph-bs-decode",),
+        low=1,
+        high=4096,
+        proof="tests/config/test_defaults.py::test_the_shapes_to_capture_are_those_that_are_named",
+    ),
+    Flag(
+        "cuda-graph-max-bs",
+        "device.largest_shape",
+        "rows of the largest decode step to capture; default: what suits the device",
+        kind=INT,
+        aliases=("cuda-graph-max-bs-decode",),
+        low=1,
+        high=4096,
+        proof="tests/config/test_defaults.py::test_the_shapes_to_capture_are_those_that_are_named",
     ),
 )

@@ -5,7 +5,6 @@ told about its rows lies on the host: `sample` can be recorded where that stays 
 for rows without masks and addends.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,11 +49,11 @@ class Sampling:
     def logprobs(
         self,
         logits: Tensor,
-        rows: np.ndarray,
-        temperatures: np.ndarray,
+        rows: Tensor,
+        temperatures: Tensor,
         tokens: Tensor,
         top: int,
-        picked: np.ndarray,
+        picked: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count, vocab, num_picked = len(rows), logits.shape[1], picked.shape[1]
         logprobs = self._library.empty((count,))
@@ -81,9 +80,9 @@ class Sampling:
         return logprobs, top_ids, top_logprobs, picked_logprobs
 
 
-def _address(array: np.ndarray) -> int:
-    assert array.flags.c_contiguous
-    return array.ctypes.data
+def _address(x: Tensor) -> int:
+    assert x.is_contiguous()
+    return x.data_ptr()
 
 
 def _supports(spec: OpSpec) -> str | None:

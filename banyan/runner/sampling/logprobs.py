@@ -101,23 +101,24 @@ class Scores:
         int64, those scored.
         """
         top = min(self._sheet.top, logits.shape[1])
-        picked = self._sheet.picked[entries]
-        temperature = self._temperature[entries]
-        scored = self._ops.logprobs(logits, rows, temperature, tokens, top, picked)
-        where = torch.from_numpy(entries).to(self._device)
+        arrays = (rows, self._temperature[entries], self._sheet.picked[entries], entries)
+        row, temperature, picked, where = (torch.from_numpy(x).to(self._device) for x in arrays)
+        scored = self._ops.logprobs(logits, row, temperature, tokens, top, picked)
         self._logprobs[where] = scored[0]
         self._top_ids[where, :top] = scored[1]
         self._top_logprobs[where, :top] = scored[2]
         self._picked[where] = scored[3]
 
-    def rows(self, without: set[int]) -> list[RowScores]:
-        """The values by row, plan indices in `without` left out. Waits for the device."""
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What `rows` wants on the host."""
+        return [self._logprobs, self._top_ids, self._top_logprobs, self._picked]
+
+    def rows(self, values: list[Tensor], without: set[int]) -> list[RowScores]:
+        """The values by row, plan indices in `without` left out. values: `tensors`, on the host."""
         if not len(self._sheet):
             return []
-        logprobs = self._logprobs.cpu().numpy()  # sync: the step's end
-        top_ids = self._top_ids.cpu().numpy()  # sync: the step's end
-        top_logprobs = self._top_logprobs.cpu().numpy()  # sync: the step's end
-        picked = self._picked.cpu().numpy()  # sync: the step's end
+        logprobs, top_ids, top_logprobs, picked = (value.numpy() for value in values)
         edges = np.flatnonzero(np.diff(self._sheet.row, prepend=-1, append=-1))
         scores = []
         for begin, end in zip(edges[:-1], edges[1:], strict=True):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from banyan.messages.plan import Join
@@ -34,12 +35,12 @@ class Sampled:
     best: Tensor | None = None
     failed: dict[int, str] = field(default_factory=dict)
 
-    def faults(self) -> dict[int, str]:
-        """Rows that could not be chosen, with the reason. Waits for the device."""
-        if self.best is None:
+    def faults(self, best: Tensor | None) -> dict[int, str]:
+        """Rows that could not be chosen, with the reason. best: `self.best`, on the host."""
+        if best is None:
             return self.failed
-        best = self.best.tolist()  # sync: the step's end
-        bad = {i: _why(value) for i, value in enumerate(best) if not math.isfinite(value)}
+        values = best.tolist()
+        bad = {i: _why(value) for i, value in enumerate(values) if not math.isfinite(value)}
         return bad | self.failed
 
 
@@ -83,16 +84,30 @@ class Sampler:
         slots: np.ndarray,
         positions: np.ndarray,
         masks: Mapping[int, bytes],
+        where: tuple[Tensor, Tensor] | None = None,
     ) -> Sampled:
         """Choose one token per row and enter it into the slot table.
 
         logits: [rows, vocab] fp32, left as they are; slots, positions: [rows] int64, where the
-        tokens go; masks: the rows that have a grammar mask.
+        tokens go; masks: the rows that have a grammar mask; where: slots and positions on the
+        device of the logits, where they lie there already.
         """
-        table = self._table
+        table, device = self._table, logits.device
         addends = self._addends(slots, positions) if table.edited else None
         kept, failed = self._masks(len(slots), masks) if masks else (None, {})
-        rows = SampleRows(table.params, positions, slots, table.tokens, addends, kept)
+        if where is None:
+            where = torch.from_numpy(slots).to(device), torch.from_numpy(positions).to(device)
+        rows = SampleRows(
+            params=table.device_params,
+            positions=where[1],
+            slots=where[0],
+            history=table.tokens,
+            addends=None if addends is None else addends.to(device),
+            masks=None if kept is None else kept.to(device),
+            host_params=table.params,
+            host_slots=slots,
+            longest=int(positions.max()),
+        )
         tokens, best = self._ops.sample(logits, rows)
         return Sampled(tokens, best, failed)
 
@@ -115,7 +130,7 @@ class Sampler:
         bits = np.empty((len(good), self._mask_bytes), np.uint8)
         for line, mask in zip(bits, good.values(), strict=True):
             line[:] = np.frombuffer(mask, np.uint8, self._mask_bytes)
-        return Masks(of_row, bits), failed
+        return Masks.of(of_row, bits), failed
 
     def _addends(self, slots: np.ndarray, positions: np.ndarray) -> Addends | None:
         """Bans of rows that may not stop yet, and biases."""
@@ -135,7 +150,7 @@ class Sampler:
             values.append(own.biases)
             counts[i] = is_short[i] * len(own.stop_ids) + len(own.bias_ids)
         offsets = np.concatenate([[0], np.cumsum(counts)])
-        return Addends(offsets, np.concatenate(ids), np.concatenate(values))
+        return Addends.of(offsets, np.concatenate(ids), np.concatenate(values))
 
     def _of_slot(self, slot: int) -> _SlotAddends:
         join = self._table.join_of(slot)

@@ -1,0 +1,15 @@
+"""Kernels of CUDA devices, best first; what is not listed runs the plain torch reference, which for
+projections is the vendor's library on weights unpacked to the activation type."""
+
+_HERE = "banyan.ops.cuda"
+_ROWS = ("rms_norm", "add_rms_norm", "rotary", "silu_and_mul")
+KERNELS = {
+    "write_kv": [f"{_HERE}.triton_attention:write_kv"],
+    "paged_attention": [
+        f"{_HERE}.triton_attention:paged_attention",
+        f"{_HERE}.torch_attention:paged_attention",
+    ],
+    "sample": ["banyan.ops.tensor_sampling:sample"],
+    "logprobs": ["banyan.ops.tensor_sampling:logprobs"],
+    **{op: [f"{_HERE}.triton_rows:{op}"] for op in _ROWS},
+}

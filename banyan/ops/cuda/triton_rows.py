@@ -1,0 +1,99 @@
+"""Norms, rotation and gates in Triton, with the signatures of `ops/api.py`."""
+
+import torch
+from torch import Tensor
+
+from banyan.ops.bind import Kernel
+from banyan.ops.cuda.needs import declines
+
+_GATE_BLOCK = 1024
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _norm(x, None, weight, out, None, eps)
+    return out
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    _norm(x, residual, weight, out, total, eps)
+    return out, total
+
+
+def _norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    out: Tensor,
+    total: Tensor | None,
+    eps: float,
+) -> None:
+    from banyan.ops.cuda.kernels import norm
+
+    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
+    parts, width = x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
+    block = _power(width)
+    norm[(x.shape[0], parts)](
+        x,
+        x if residual is None else residual,
+        weight,
+        out,
+        out if total is None else total,
+        x.stride(0),
+        x.stride(1) if x.dim() == 3 else 0,
+        parts,
+        width,
+        eps,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+    )
+
+
+def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    from banyan.ops.cuda.kernels import rotate
+
+    tokens, heads, width = x.shape
+    pairs = cos.shape[1]
+    out = torch.empty((tokens, heads, width), dtype=x.dtype, device=x.device)
+    rest = width - 2 * pairs
+    rotate[(tokens, heads)](
+        x,
+        cos.contiguous(),
+        sin.contiguous(),
+        out,
+        *x.stride()[:2],
+        heads,
+        width,
+        pairs,
+        BLOCK=_power(pairs),
+        REST=_power(rest) if rest else 0,
+        num_warps=1,
+    )
+    return out
+
+
+def _silu_and_mul(gate_up: Tensor) -> Tensor:
+    from banyan.ops.cuda.kernels import silu_gate
+
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+    grid = (tokens, -(-width // _GATE_BLOCK))
+    silu_gate[grid](gate_up, out, gate_up.stride(0), width, BLOCK=_GATE_BLOCK)
+    return out
+
+
+def _power(size: int) -> int:
+    """The next power of two."""
+    return 1 << (size - 1).bit_length()
+
+
+rms_norm = Kernel(supports=declines, run=_rms_norm)
+add_rms_norm = Kernel(supports=declines, run=_add_rms_norm)
+rotary = Kernel(supports=declines, run=_rotary)
+silu_and_mul = Kernel(supports=declines, run=_silu_and_mul)

@@ -1,0 +1,128 @@
+"""The Triton kernels against the reference: on a CUDA device, or in Triton's interpreter.
+
+Without a device: TRITON_INTERPRET=1 python -m pytest tests/ops/test_cuda_kernels.py, with the
+package triton installed.
+"""
+
+import os
+
+import pytest
+import torch
+
+from banyan.ops import reference
+
+pytest.importorskip("triton")
+
+from banyan.ops.cuda import triton_attention, triton_rows
+
+IS_INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
+if not IS_INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("no CUDA device, and TRITON_INTERPRET is not set", allow_module_level=True)
+pytestmark = [] if IS_INTERPRETED else [pytest.mark.device]
+DEVICE = "cpu" if IS_INTERPRETED else "cuda"
+TYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+PAGE = 16
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    most = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double().cpu(), want.double().cpu(), atol=most, rtol=most)
+
+
+SHAPES = [  # (context, count) of each row
+    [(0, 1), (37, 1), (16, 1)],
+    [(5, 1)],
+    [(0, 70), (33, 1), (3, 20), (0, 1), (80, 17)],
+]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rows", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "soft_cap"),
+    [(4, 2, 64, 0, 0.0), (6, 2, 80, 24, 0.0), (8, 1, 128, 0, 30.0), (2, 2, 256, 9, 5.0)],
+)
+def test_attention_is_that_of_the_reference(
+    rows, heads, kv_heads, head_dim, window, soft_cap, dtype
+):
+    counts = torch.tensor([count for _, count in rows])
+    contexts = torch.tensor([context for context, _ in rows], dtype=torch.int32)
+    starts = torch.cat([torch.zeros(1), counts.cumsum(0)]).to(torch.int32)
+    columns = 8
+    tables = torch.randperm(len(rows) * columns, generator=torch.Generator().manual_seed(1)) + 1
+    tables = tables.view(len(rows), columns).to(torch.int32)
+    shape = (len(rows) * columns + 1, PAGE, kv_heads, head_dim)
+    k_pages, v_pages = random(*shape, dtype=dtype, seed=2), random(*shape, dtype=dtype, seed=3)
+    for row, (context, count) in enumerate(rows):  # what no row may see is no number
+        for pages in (k_pages, v_pages):
+            lowest = max(0, context - window + 1) if window else 0
+            dead = [*range(lowest), *range(context + count, columns * PAGE)]
+            for at in dead:
+                pages[tables[row, at // PAGE].item(), at % PAGE] = float("nan")
+    q = random(int(counts.sum()), heads * 2, head_dim, dtype=dtype)[:, ::2]
+    where = [x.to(DEVICE) for x in (tables, starts, contexts)]
+    scale = head_dim**-0.5
+    got = triton_attention.paged_attention.run(q, k_pages, v_pages, *where, scale, window, soft_cap)
+    double = [x.double() for x in (q, k_pages, v_pages)]
+    want = reference.paged_attention(*double, *where, scale, window, soft_cap)
+    close(got, want, dtype)
+
+
+def test_a_token_has_the_same_bits_alone_and_among_others():
+    k_pages, v_pages = random(30, PAGE, 2, 64, seed=2), random(30, PAGE, 2, 64, seed=3)
+    tables = torch.arange(1, 25, dtype=torch.int32, device=DEVICE).view(4, 6)
+    contexts = torch.tensor([50, 3, 80, 17], dtype=torch.int32, device=DEVICE)
+    q = random(4, 4, 64)
+    starts = torch.arange(5, dtype=torch.int32, device=DEVICE)
+    attend = triton_attention.paged_attention.run
+    together = attend(q, k_pages, v_pages, tables, starts, contexts, 0.1, 0, 0.0)
+    for i in range(4):
+        part = slice(i, i + 1)
+        alone = attend(
+            q[part], k_pages, v_pages, tables[part], starts[:2], contexts[part], 0.1, 0, 0.0
+        )
+        assert torch.equal(alone[0], together[i])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_keys_and_values_are_written_where_they_belong(dtype):
+    wide = random(5, 12, 80, dtype=dtype)
+    k, v = wide[:, :2], wide[:, 4:6]
+    locations = torch.tensor([17, 3, 95, 16, 40], device=DEVICE)
+    pages = [torch.zeros(6, PAGE, 2, 80, dtype=dtype, device=DEVICE) for _ in range(4)]
+    triton_attention.write_kv.run(k, v, pages[0], pages[1], locations)
+    reference.write_kv(k, v, pages[2], pages[3], locations)
+    assert torch.equal(pages[0], pages[2]) and torch.equal(pages[1], pages[3])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("width", [64, 576, 2048])
+def test_row_wise_ops_are_those_of_the_reference(dtype, width):
+    x, residual, weight = (
+        random(*s, dtype=dtype, seed=i) for i, s in enumerate([(5, width), (5, width), (width,)])
+    )
+    close(triton_rows.rms_norm.run(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
+    for got, want in zip(
+        triton_rows.add_rms_norm.run(x, residual, weight, 1e-5),
+        reference.add_rms_norm(x, residual, weight, 1e-5),
+        strict=True,
+    ):
+        close(got, want, dtype)
+    heads = x.view(5, -1, 32)
+    close(
+        triton_rows.rms_norm.run(heads, weight[:32], 1e-5),
+        reference.rms_norm(heads, weight[:32], 1e-5),
+        dtype,
+    )
+    close(triton_rows.silu_and_mul.run(x), reference.silu_and_mul(x), dtype)
+    angles = random(5, 12)
+    got = triton_rows.rotary.run(heads, heads[:, :1], angles.cos(), angles.sin())
+    want = reference.rotary(heads, heads[:, :1], angles.cos(), angles.sin())
+    for one, other in zip(got, want, strict=True):
+        close(one, other, dtype)
