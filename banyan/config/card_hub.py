@@ -15,6 +15,7 @@ from banyan.base.log import printable
 from banyan.config.card import ModelCard, QuantFacts, RopeFacts
 from banyan.config.encoders import is_bare, is_classifier, labels_of, read_pooling, separator_of
 from banyan.config.facts import Facts, read_json
+from banyan.config.quantized import form_of
 from banyan.families import FAMILIES, known_classes
 from banyan.families.base import MAX_LENGTH, MAX_WIDTH, HubForm, window_everywhere
 
@@ -24,6 +25,9 @@ MAX_VOCAB = 1 << 22
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _MAX_PAIRS = 4096
+_MODELSLIM = "quant_model_description.json"
+_MODELOPT = "hf_quant_config.json"
+_MAX_DESCRIPTION = 64 << 20
 
 
 def read_hub_folder(
@@ -48,7 +52,7 @@ def read_hub_folder(
     architecture = _architecture(facts, path)
     family = FAMILIES.load(architecture).hub
     card = family.more(facts, _card(facts, path, architecture, family))
-    card = replace(card, quant=_quant(facts))
+    card = replace(card, quant=_quant(facts, path))
     if is_classifier(architecture):
         card = replace(card, labels=labels_of(facts))
         if card.num_segments > 1:
@@ -287,12 +291,20 @@ def _eos_ids(facts: Facts, path: str, vocab_size: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids + generation.token_ids("eos_token_id", vocab_size)))
 
 
-def _quant(facts: Facts) -> QuantFacts | None:
+def _quant(facts: Facts, path: str) -> QuantFacts | None:
+    """From config.json, or from the file that a quantiser left beside the weights."""
     own = facts.part("quantization_config")
-    if own is None:
-        return None
-    settings = json.dumps(facts.any("quantization_config"), sort_keys=True)
-    return QuantFacts(own.text("quant_method"), settings)
+    if own is not None:
+        settings = json.dumps(facts.any("quantization_config"), sort_keys=True)
+        return QuantFacts(form_of(own.text("quant_method")), settings)
+    described = read_json(os.path.join(path, _MODELSLIM), is_needed=False, limit=_MAX_DESCRIPTION)
+    if described:
+        schemes = {name: text for name, text in described.items() if name.endswith(".weight")}
+        return QuantFacts("modelslim", json.dumps({"schemes": schemes}, sort_keys=True))
+    exported = read_json(os.path.join(path, _MODELOPT), is_needed=False)
+    if exported:
+        return QuantFacts("modelopt", json.dumps(exported, sort_keys=True))
+    return None
 
 
 def _pad_id(facts: Facts, vocab_size: int) -> int | None:

@@ -116,12 +116,12 @@ class Facts:
         return default if value is None else value
 
 
-def read_json(path: str, *, is_needed: bool) -> dict[str, object]:
-    """The object in a JSON file; {} when it is missing and not needed."""
+def read_json(path: str, *, is_needed: bool, limit: int = MAX_CONFIG_BYTES) -> dict[str, object]:
+    """The object in a JSON file of at most `limit` bytes; {} when it is missing and not needed."""
     name = printable(path)
     try:
         with open(path, "rb") as file:
-            raw = file.read(MAX_CONFIG_BYTES + 1)
+            raw = file.read(limit + 1)
     except FileNotFoundError:
         if not is_needed:
             return {}
@@ -130,8 +130,8 @@ def read_json(path: str, *, is_needed: bool) -> dict[str, object]:
         ) from None
     except OSError as error:
         raise ModelError(f"cannot read {name!r}: {error.strerror}") from None
-    if len(raw) > MAX_CONFIG_BYTES:
-        raise ModelError(f"{name!r} is larger than {MAX_CONFIG_BYTES:,} bytes")
+    if len(raw) > limit:
+        raise ModelError(f"{name!r} is larger than {limit:,} bytes")
     try:
         content: object = json.loads(raw)
     except (ValueError, RecursionError):

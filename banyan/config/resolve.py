@@ -18,6 +18,7 @@ from banyan.config.disposal import Moment, check_disposal
 from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
 from banyan.config.execution import EXECUTION_RULES
+from banyan.config.quantized import FLOAT_FORMS, form_of, spellings
 from banyan.config.schema import DEMO, Config
 from banyan.config.sources import fetch
 from banyan.formats.shards import check_weight_files
@@ -173,14 +174,21 @@ def check_the_quantization(config: Config, card: ModelCard, environment: Environ
                 hint="leave the flag out, or name a .gguf file",
             )
         return replace(config, model=replace(config.model, quantization=""))
-    if wanted == "fp8":
-        if card.quant is None or card.quant.method != wanted:
+    if wanted in spellings():
+        if card.quant is None or card.quant.method != form_of(wanted):
+            is_now = f"{card.quant.method}" if card.quant is not None else card.dtype
             raise ConfigError(
                 f"--quantization {wanted} is not available for {config.model.source!r}: its "
-                f"weights are not {wanted}, and none are rounded to it",
-                hint="int8 rounds float weights to as many bits",
+                f"weights are {is_now}, and none are rounded to {wanted}",
+                hint="leave the flag out; int8, q8_0, q4_0 and q4_1 round float weights",
             )
         return replace(config, model=replace(config.model, quantization=""))
+    if wanted and card.quant is not None and card.quant.method not in FLOAT_FORMS:
+        raise ConfigError(
+            f"--quantization {wanted}: the weights of {config.model.source!r} are "
+            f"{card.quant.method} already, only float weights are rounded",
+            hint="leave the flag out, or name a checkpoint of float weights",
+        )
     if wanted and card.dtype not in _FLOATS:
         raise ConfigError(
             f"--quantization {wanted}: the weights of {config.model.source!r} are {card.dtype} "

@@ -3,7 +3,8 @@
 Source: the GGUF specification (ggml-quants). Every product and sum is fp32, in the order that the
 `gguf` package uses, so that the values are the same bits. Knows bytes; knows no tensors of a model.
 
-All functions here: blocks [n, bytes of one block] uint8 -> [n, values of one block] fp32.
+Functions named after a type: blocks [n, bytes of one block] uint8 -> [n, values of one block] fp32;
+those named lay_… make such blocks.
 """
 
 import torch
@@ -59,6 +60,38 @@ def q8_0(blocks: Tensor) -> Tensor:
 def iq4_nl(blocks: Tensor) -> Tensor:
     levels = torch.tensor(_IQ4_NL, dtype=torch.float32, device=blocks.device)
     return _half(blocks, 0) * levels[_nibbles(blocks[:, 2:]).long()]
+
+
+def lay_q4_0(levels: Tensor, scale: Tensor) -> Tensor:
+    """[n, 32] numbers 0…15, 8 of them for zero, and fp16 scales [n, 1] -> blocks [n, 18]."""
+    return torch.cat([_octets(scale), _halves(levels)], dim=1)
+
+
+def lay_q4_1(levels: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """[n, 32] numbers 0…15, fp16 scales and minima [n, 1] -> blocks [n, 20]."""
+    return torch.cat([_octets(scale), _octets(minimum), _halves(levels)], dim=1)
+
+
+def lay_q5_0(levels: Tensor, scale: Tensor) -> Tensor:
+    """[n, 32] numbers 0…31, 16 of them for zero, and fp16 scales [n, 1] -> blocks [n, 22]."""
+    worth = 1 << torch.arange(8, dtype=torch.uint8)
+    high = ((levels >> 4).view(-1, 4, 8) * worth).sum(-1, dtype=torch.uint8)
+    return torch.cat([_octets(scale), high, _halves(levels & 15)], dim=1)
+
+
+def lay_q8_0(levels: Tensor, scale: Tensor) -> Tensor:
+    """[n, 32] int8 and fp16 scales [n, 1] -> blocks [n, 34]."""
+    return torch.cat([_octets(scale), levels.contiguous().view(torch.uint8)], dim=1)
+
+
+def _octets(numbers: Tensor) -> Tensor:
+    """[n, 1] fp16 -> [n, 2]"""
+    return numbers.contiguous().view(torch.uint8)
+
+
+def _halves(levels: Tensor) -> Tensor:
+    """[n, 32] -> [n, 16]: what `_nibbles` takes apart."""
+    return levels[:, :16] | (levels[:, 16:] << 4)
 
 
 def q2_k(blocks: Tensor) -> Tensor:

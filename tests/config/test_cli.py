@@ -301,7 +301,7 @@ def test_a_value_of_another_name_is_reported(argv: str) -> None:
     ("argv", "instead"),
     [
         ("--quantization mxfp4", "int8"),
-        ("--quantization awq", "GGUF"),
+        ("--quantization auto-round", "q4_0 and q4_1 to four"),
         ("--kv-cache-dtype fp8_e5m2", "int8"),
         ("--device npu", "CPU"),
         ("--device cuda", "CPU"),

@@ -1,5 +1,7 @@
 """Quantised checkpoints: what the tensors of a format mean together, and what cannot be."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,20 +10,32 @@ from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.config.checkpoint import read_card
+from banyan.config.quantized import SPELLINGS
 from banyan.layers.build import Build
+from banyan.models.weights import quant
 from banyan.models.weights.loader import load_model
+from banyan.models.weights.quant import open_method, overview
+from banyan.models.weights.quant.base import restored
+from banyan.models.weights.reader import read_tensors, tensor_types
 from banyan.ops.bind import bind
 from banyan.parallel.groups import Group, Groups
 from tests.models.families import rewrite_config, tiny
+from tests.models.quantised import FORMS, Form
 from tests.models.test_families import PROMPT, load
 
 CPU = torch.device("cpu")
-FP8 = torch.float8_e4m3fn
+SIZES = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 
 
-def rewrite_weights(folder: Path, change) -> dict[str, torch.Tensor]:
-    """Replace each projection's weight by what `change` makes of it, (tensors by last part, the
-    weight they mean); returns the meant weights by name."""
+def rewrite_weights(folder: Path, form) -> dict[str, torch.Tensor]:
+    """Replace each projection's weight by what the form makes of it; returns the meant weights by
+    name."""
     path = folder / "model.safetensors"
     tensors, meant = {}, {}
     for name, tensor in load_file(path).items():
@@ -29,62 +43,49 @@ def rewrite_weights(folder: Path, change) -> dict[str, torch.Tensor]:
             tensors[name] = tensor
             continue
         stem = name.removesuffix(".weight")
-        parts, meant[name] = change(tensor)
-        tensors |= {f"{stem}.{last}": part.contiguous() for last, part in parts.items()}
+        parts, meant[name] = form.change(tensor)
+        tensors |= {f"{stem}.{last}": part.contiguous().clone() for last, part in parts.items()}
     save_file(tensors, path)
+    for file, describe in form.files.items():
+        (folder / file).write_text(json.dumps(describe(list(tensors))))
     return meant
 
 
-def by_block(block: int):
-    def change(weight):
-        rows, columns = (-(-size // block) for size in weight.shape)
-        padded = torch.zeros(rows * block, columns * block)
-        padded[: weight.shape[0], : weight.shape[1]] = weight
-        tiles = padded.view(rows, block, columns, block)
-        scale = tiles.abs().amax((1, 3)).clamp(min=1e-6) / 448
-        spread = scale.repeat_interleave(block, 0).repeat_interleave(block, 1)
-        spread = spread[: weight.shape[0], : weight.shape[1]]
-        numbers = (weight / spread).to(FP8)
-        return {"weight": numbers, "weight_scale_inv": scale}, numbers.float() * spread
-
-    return change
-
-
-def by_output(weight):
-    scale = weight.abs().amax(1, keepdim=True) / 448
-    numbers = (weight / scale).to(FP8)
-    return {"weight": numbers, "weight_scale": scale}, numbers.float() * scale
-
-
-def by_tensor(weight):
-    scale = weight.abs().max() / 448
-    numbers = (weight / scale).to(FP8)
-    parts = {"weight": numbers, "weight_scale": scale, "input_scale": torch.tensor(0.1)}
-    return parts, numbers.float() * scale
-
-
-FORMATS = {
-    "fp8 in blocks": (by_block(16), {"quant_method": "fp8", "weight_block_size": [16, 16]}),
-    "fp8 by output": (by_output, {"quant_method": "fp8", "activation_scheme": "dynamic"}),
-    "fp8 by tensor": (by_tensor, {"quant_method": "fp8", "activation_scheme": "static"}),
-}
-
-
-def quantised(name: str, folder: Path, variant: str = "qwen2"):
+def quantised(name: str, folder: Path, variant: str = "qwen2", **sizes):
     """A quantised checkpoint, and the transformers model of the weights that it means."""
-    change, settings = FORMATS[name]
-    reference = tiny(variant, folder)
-    meant = rewrite_weights(folder, change)
-    rewrite_config(folder, quantization_config=settings)
+    form = FORMS[name]
+    reference = tiny(variant, folder, **{**SIZES, **sizes})
+    meant = rewrite_weights(folder, form)
+    if form.settings is not None:
+        rewrite_config(folder, quantization_config=form.settings)
     state = reference.state_dict()
     state |= {name: weight for name, weight in meant.items() if name in state}
     reference.load_state_dict(state)
-    return reference
+    return reference, meant
 
 
-@pytest.mark.parametrize("name", FORMATS)
+def restore(folder: Path):
+    card = read_card(str(folder))
+    method = open_method(card.quant, "here")
+    return dict(restored(read_tensors(card), tensor_types(card), method, card.quant.method))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_weights_are_those_that_are_meant_in_few_bits(name, tmp_path):
+    _, meant = quantised(name, tmp_path)
+
+    weights = restore(tmp_path)
+
+    for weight, values in meant.items():
+        error = (weights[weight].dense.float() - values).abs().max()
+        assert error <= values.abs().max() * 2**-8
+        assert weights[weight].type in FORMS[name].becomes.split(" or ")
+    assert weights["model.norm.weight"].type == "F32"
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_logits_equal_those_of_the_weights_that_are_meant(name, ops, paged, tmp_path):
-    reference = quantised(name, tmp_path)
+    reference, _ = quantised(name, tmp_path)
 
     (logits,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
 
@@ -93,22 +94,30 @@ def test_logits_equal_those_of_the_weights_that_are_meant(name, ops, paged, tmp_
     assert (logits - expected).std() < 0.01 * expected.std()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", FORMATS)
-def test_ranks_hold_cuts_of_the_same_weight(name, size, tmp_path):
+@pytest.mark.parametrize("name", FORMS)
+def test_ranks_hold_cuts_of_the_same_weight(name, tmp_path):
     """Also where the cut goes through a block of scales."""
-    quantised(name, tmp_path, "qwen2, eight heads")
+    quantised(name, tmp_path)
     card = read_card(str(tmp_path))
     ops = bind("cpu", CPU, torch.float32, frozenset(), 16, forced={"linear": "reference"})
     whole = load_model(card, Build(ops)).layers[1]
 
-    ranks = [Build(ops, Groups.of(Group(rank, size, object()))) for rank in range(size)]
-    cuts = [load_model(card, build).layers[1] for build in ranks]
+    for size in (2, 4):
+        ranks = [Build(ops, Groups.of(Group(rank, size, object()))) for rank in range(size)]
+        cuts = [load_model(card, build).layers[1] for build in ranks]
 
-    out = [layer.attention.out.weight.weight for layer in cuts]
-    assert torch.equal(torch.cat(out, dim=1), whole.attention.out.weight.weight)
-    gates = [layer.mlp.gate_up.weight.weight.chunk(2)[0] for layer in cuts]
-    assert torch.equal(torch.cat(gates), whole.mlp.gate_up.weight.weight.chunk(2)[0])
+        out = [layer.attention.out.weight.weight for layer in cuts]
+        assert torch.equal(torch.cat(out, dim=1), whole.attention.out.weight.weight)
+        gates = [layer.mlp.gate_up.weight.weight.chunk(2)[0] for layer in cuts]
+        assert torch.equal(torch.cat(gates), whole.mlp.gate_up.weight.weight.chunk(2)[0])
+
+
+def test_the_page_lists_every_form_and_every_form_is_tried():
+    page = (Path(__file__).parents[2] / "docs" / "quantization.md").read_text()
+
+    assert overview(SPELLINGS) in page, overview(SPELLINGS)
+    assert list(quant.FORMS) == list(SPELLINGS)
+    assert {name.split(",")[0].split(" ")[0] for name in FORMS} == set(SPELLINGS)
 
 
 def spoil(folder: Path, change) -> None:
@@ -118,44 +127,283 @@ def spoil(folder: Path, change) -> None:
     save_file(tensors, path)
 
 
-def no_scale(tensors):
-    del tensors["model.layers.1.mlp.up_proj.weight_scale_inv"]
+BROKEN = "model.layers.1.mlp.up_proj"
+SCALES = {
+    "fp8 in blocks": "weight_scale_inv",
+    "gptq 4": "scales",
+    "gptq 4, order of activations": "g_idx",
+    "gptq 3": "qzeros",
+    "awq": "scales",
+    "compressed-tensors w4a16": "weight_scale",
+    "compressed-tensors w4a16, zero points": "weight_zero_point",
+    "compressed-tensors w8a8": "weight_scale",
+    "compressed-tensors mxfp4": "weight_scale",
+    "compressed-tensors nvfp4": "weight_scale",
+    "w8a8_int8": "weight_scale",
+    "modelslim, static": "quant_bias",
+    "bitsandbytes nf4": "weight.absmax",
+    "bitsandbytes int8": "SCB",
+    "modelopt nvfp4": "weight_scale",
+}
+"""A part of each form that may be cut short or missing."""
 
 
-def short_scale(tensors):
-    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
-    tensors[name] = tensors[name][:-1].contiguous()
+@pytest.mark.parametrize("name", SCALES)
+def test_a_part_that_is_cut_short_is_named(name, ops, tmp_path):
+    quantised(name, tmp_path)
+    part = f"{BROKEN}.{SCALES[name]}"
+
+    def shorten(tensors):
+        tensors[part] = tensors[part][:-1].contiguous()
+
+    spoil(tmp_path, shorten)
+
+    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj.*(shape|scales)"):
+        load(tmp_path, ops)
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_a_part_that_is_missing_is_named(name, ops, tmp_path):
+    quantised(name, tmp_path)
+    spoil(tmp_path, lambda tensors: tensors.pop(f"{BROKEN}.{SCALES[name]}"))
+
+    if name == "compressed-tensors w4a16, zero points":  # then it has none
+        return
+    last = SCALES[name].rpartition(".")[2]
+    with pytest.raises(ModelError, match=rf"layers\.1\.mlp\.up_proj.*lacks its {last}; it has"):
+        load(tmp_path, ops)
 
 
 @pytest.mark.parametrize(
-    ("change", "match"),
+    "name", [n for n, f in FORMS.items() if f.settings and f.settings["quant_method"] != "fp8"]
+)
+def test_numbers_without_a_description_are_no_weights(name, ops, tmp_path):
+    quantised(name, tmp_path)
+    rewrite_config(tmp_path, quantization_config=None)
+
+    with pytest.raises(ModelError, match="lacks quantization_config|have no place in"):
+        load(tmp_path, ops)
+
+
+def group(**weights):
+    return {"config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "error", "match"),
     [
-        (no_scale, r"1 quantised weights lack some.*layers\.1\.mlp\.up_proj"),
-        (short_scale, r"up_proj.*scales of shape .*need \[5, 3\]"),
+        ("fp8 in blocks", {"quant_method": "magic"}, ConfigError, "unknown quantization .*'magic'"),
+        ("fp8 in blocks", {"quant_method": None, "bits": 4}, ModelError, "quant_method must be"),
+        ("fp8 in blocks", {"weight_block_size": [16]}, ModelError, "two whole numbers"),
+        ("fp8 in blocks", {"activation_scheme": "x"}, ModelError, "dynamic or static"),
+        ("fp8 in blocks", {"weight_block_size": [8, 8]}, ModelError, r"need \[16, 24\]"),
+        ("gptq 4", {"bits": 5}, ModelError, "bits must be 2, 3, 4 or 8; got 5"),
+        ("gptq 4", {"bits": None}, ModelError, "bits must be .*missing"),
+        ("gptq 4", {"group_size": 0}, ModelError, "group_size must be -1 or positive"),
+        ("gptq 4", {"group_size": 64}, ModelError, r"scales has shape \[6, .*\[3, .*needed"),
+        ("gptq 4", {"checkpoint_format": "marlin"}, ModelError, "gptq or gptq_v2"),
+        ("gptq 4", {"dynamic": {"(a+)+b": {}}}, ModelError, "may take too long"),
+        ("gptq 4", {"dynamic": {"+:(": {}}}, ModelError, "no regular expression"),
+        ("gptq 4", {"dynamic": {"+:.*up_proj": {"bits": 7}}}, ModelError, "2, 3, 4 or 8"),
+        ("awq", {"version": "gemv"}, ModelError, "version must be gemm"),
+        ("awq", {"bits": 8}, ModelError, "bits must be 4"),
+        ("awq", {"zero_point": False}, ModelError, "zero_point must be true"),
+        ("awq", {"group_size": 64}, ModelError, r"scales has shape \[6, .*\[3, .*needed"),
+        ("compressed-tensors w8a8", {"format": "marlin-24"}, ModelError, "format must be one of"),
+        ("compressed-tensors w8a8", {"config_groups": None}, ModelError, "config_groups must be"),
+        ("compressed-tensors w8a8", {"ignore": [1]}, ModelError, "ignore must be a list"),
+        ("compressed-tensors w8a8", {"ignore": ["re:(x*)*"]}, ModelError, "may take too long"),
+        (
+            "compressed-tensors w8a8",
+            {"ignore": ["re:.*up_proj"]},
+            ModelError,
+            "up_proj.*has no group for it",
+        ),
+        (
+            "compressed-tensors w8a8",
+            {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            ModelError,
+            "sparsity_config must be empty",
+        ),
+        ("compressed-tensors w4a16", group(num_bits=16), ModelError, "num_bits must be in"),
+        ("compressed-tensors w4a16", group(strategy="token"), ModelError, "strategy must be"),
+        (
+            "compressed-tensors w4a16",
+            group(num_bits=4, strategy="group", group_size=64),
+            ModelError,
+            r"weight_scale has shape \[.*, 6\]; \[.*, 3\] is needed",
+        ),
+        ("bitsandbytes nf4", {"load_in_4bit": False}, ModelError, "load_in_4bit must be true"),
+        ("modelopt fp8", {"quant_algo": "W4A8_AWQ"}, ModelError, "quant_algo must be FP8 or NVFP4"),
     ],
 )
-def test_a_scale_that_is_missing_or_cut_short_is_named(change, match, ops, tmp_path):
-    quantised("fp8 in blocks", tmp_path)
-    spoil(tmp_path, change)
+def test_a_configuration_that_does_not_fit_is_refused(name, settings, error, match, ops, tmp_path):
+    quantised(name, tmp_path)
+    changed = FORMS[name].settings | settings
+    changed = {key: value for key, value in changed.items() if value is not None}
+    rewrite_config(tmp_path, quantization_config=changed)
+
+    with pytest.raises(error, match=match):
+        load(tmp_path, ops)
+
+
+@pytest.mark.parametrize(
+    ("described", "match"),
+    [
+        ({f"{BROKEN}.weight": "W4A8_DYNAMIC"}, "up_proj' is 'W4A8_DYNAMIC'; read are FLOAT, W8A8"),
+        ({"version": "1"}, "names no tensor"),
+        ({f"{BROKEN}.weight": "W8A8_DYNAMIC"}, "holds numbers of type I8|have no place"),
+    ],
+)
+def test_a_description_that_does_not_fit_is_refused(described, match, ops, tmp_path):
+    quantised("modelslim, dynamic", tmp_path)
+    (tmp_path / "quant_model_description.json").write_text(json.dumps(described))
 
     with pytest.raises(ModelError, match=match):
         load(tmp_path, ops)
 
 
+def test_a_description_beside_the_weights_of_modelopt_counts(ops, tmp_path):
+    quantised("modelopt fp8", tmp_path)
+    rewrite_config(tmp_path, quantization_config=None)
+    described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(described))
+
+    assert load(tmp_path, ops)
+
+
+def test_modules_have_schemes_by_name_by_pattern_and_by_class(ops, paged, tmp_path):
+    """As in mixed checkpoints; what is ignored, or described as float, stays as it is."""
+    four, eight = FORMS["compressed-tensors w4a16"], FORMS["compressed-tensors w8a16"]
+    reference = tiny("qwen2", tmp_path, **SIZES)
+    path, meant = tmp_path / "model.safetensors", {}
+    tensors = load_file(path)
+    for name in [n for n in tensors if n.endswith("_proj.weight") and ".o_proj." not in n]:
+        form = eight if ".down_proj." in name or "layers.0.mlp.up" in name else four
+        parts, meant[name] = form.change(tensors.pop(name))
+        stem = name.removesuffix(".weight")
+        tensors |= {f"{stem}.{last}": part.contiguous() for last, part in parts.items()}
+    save_file(tensors, path)
+    rewrite_config(
+        tmp_path,
+        quantization_config={
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision",
+            "ignore": ["lm_head", "re:.*o_proj$"],
+            "config_groups": {
+                "rest": {**four.settings["config_groups"]["group_0"], "format": "pack-quantized"},
+                "eight": {
+                    **eight.settings["config_groups"]["group_0"],
+                    "targets": ["re:.*down_proj$", "model.layers.0.mlp.up_proj"],
+                },
+            },
+        },
+    )
+
+    weights = restore(tmp_path)
+
+    for name, values in meant.items():
+        assert (weights[name].dense - values).abs().max() <= values.abs().max() * 2**-9
+        is_eight = ".down_proj." in name or "layers.0.mlp.up" in name
+        assert weights[name].type == ("Q8_0" if is_eight else "Q4_0")
+    assert weights["model.layers.0.self_attn.o_proj.weight"].type == "F32"
+    reference.load_state_dict(reference.state_dict() | meant)
+    (logits,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
+    expected = reference(torch.tensor([PROMPT])).logits[0].detach()
+    assert (logits - expected).std() < 0.01 * expected.std()
+
+
+def test_gptq_modules_have_settings_of_their_own(tmp_path):
+    """ "+:" changes settings of modules, "-:" leaves them as floats."""
+    tiny("qwen2", tmp_path, **SIZES)
+    path, meant = tmp_path / "model.safetensors", {}
+    tensors = load_file(path)
+    for name in [n for n in tensors if n.endswith("_proj.weight") and ".o_proj." not in n]:
+        form = FORMS["gptq 8" if ".down_proj." in name else "gptq 4"]
+        parts, meant[name] = form.change(tensors.pop(name))
+        stem = name.removesuffix(".weight")
+        tensors |= {f"{stem}.{last}": part.contiguous() for last, part in parts.items()}
+    save_file(tensors, path)
+    own = {"-:.*o_proj": {}, "+:.*down_proj": {"bits": 8}}
+    rewrite_config(tmp_path, quantization_config=FORMS["gptq 4"].settings | {"dynamic": own})
+
+    weights = restore(tmp_path)
+
+    for name, values in meant.items():
+        assert (weights[name].dense - values).abs().max() <= values.abs().max() * 2**-9
+        assert weights[name].type == ("Q8_0" if ".down_proj." in name else "Q4_0")
+
+
+def test_a_bias_that_is_folded_into_integers_comes_back(ops, paged, tmp_path):
+    reference, _ = quantised("modelslim, static", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name in [n for n in tensors if n.endswith("_proj.bias")]:
+        stem = name.removesuffix(".bias")
+        folded = (tensors.pop(name) / tensors[f"{stem}.deq_scale"]).round()
+        tensors[f"{stem}.quant_bias"] = (tensors[f"{stem}.quant_bias"] + folded).int()
+        units = folded * tensors[f"{stem}.deq_scale"]
+        reference.load_state_dict(reference.state_dict() | {name: units})
+    save_file(tensors, path)
+
+    (logits,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
+
+    expected = reference(torch.tensor([PROMPT])).logits[0].detach()
+    assert (logits - expected).std() < 0.01 * expected.std()
+
+
 @pytest.mark.parametrize(
-    ("settings", "error", "match"),
+    ("name", "lines"),
     [
-        ({"quant_method": "magic"}, ConfigError, "unknown quantization of a checkpoint 'magic'"),
-        ({"bits": 4}, ModelError, "quant_method must be a text; it is missing"),
-        ({"quant_method": "fp8", "weight_block_size": [16]}, ModelError, "two whole numbers"),
-        ({"quant_method": "fp8", "activation_scheme": "x"}, ModelError, "dynamic or static"),
-        ({"quant_method": "fp8", "weight_block_size": [8, 8]}, ModelError, r"need \[6, 10\]"),
-        (None, ModelError, "type F8_E4M3, which are no weights by themselves"),
+        ("gptq 4", ["form=gptq, 14 as Q4_0"]),
+        ("gptq 4, order of activations", ["14 quantised weights are unpacked to bf16: .*desc_act"]),
+        ("gptq 4, short groups", ["14 quantised weights are unpacked .*groups of 16 values"]),
+        (
+            "compressed-tensors w8a8",
+            ["14 as Q8_0", "activations are not rounded as the checkpoint"],
+        ),
+        ("modelslim, static", ["activations are not rounded to 8 bits"]),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(settings, error, match, ops, tmp_path):
-    quantised("fp8 in blocks", tmp_path)
+def test_what_is_done_otherwise_is_said_once(name, lines, ops, tmp_path, caplog):
+    quantised(name, tmp_path)
+
+    with caplog.at_level("INFO", logger="banyan"):
+        load(tmp_path, ops)
+
+    said = [record.getMessage() for record in caplog.records]
+    for line in lines:
+        assert len([text for text in said if re.search(line, text)]) == 1, said
+
+
+def test_scales_for_the_cache_are_told_and_left_out(ops, tmp_path, caplog):
+    quantised("compressed-tensors fp8", tmp_path)
+    scales = [f"model.layers.{n}.self_attn.{kind}_scale" for n in (0, 1) for kind in "kv"]
+    spoil(tmp_path, lambda tensors: tensors.update({n: torch.ones(1) for n in scales}))
+
+    with caplog.at_level("INFO", logger="banyan"):
+        load(tmp_path, ops)
+
+    assert "4 scales for the KV cache are not used" in caplog.text
+
+
+@pytest.mark.parametrize(("kind", "nested"), [("nf4", False), ("nf4", True), ("fp4", True)])
+def test_numbers_of_bitsandbytes_itself_mean_the_same(kind, nested, tmp_path):
+    functional = pytest.importorskip("bitsandbytes").functional
+
+    def change(weight):
+        packed, state = functional.quantize_4bit(
+            weight, quant_type=kind, blocksize=64, compress_statistics=nested
+        )
+        parts = {f"weight.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
+        return {"weight": packed, **parts}, functional.dequantize_4bit(packed, state)
+
+    tiny("qwen2", tmp_path, **SIZES)
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    meant = rewrite_weights(tmp_path, Form(change, settings, "BF16"))
     rewrite_config(tmp_path, quantization_config=settings)
 
-    with pytest.raises(error, match=match):
-        load(tmp_path, ops)
+    weights = restore(tmp_path)
+
+    for name, values in meant.items():
+        assert (weights[name].dense - values).abs().max() <= values.abs().max() * 2**-8

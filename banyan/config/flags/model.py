@@ -1,6 +1,7 @@
 """Flags of the model: what is served, where it comes from and in which form."""
 
 from banyan.config.flags.flag import INT, JSON, SWITCH, WORDS, Elsewhere, Flag
+from banyan.config.quantized import spellings
 
 FLAGS = (
     Flag(
@@ -124,21 +125,16 @@ FLAGS = (
     Flag(
         "quantization",
         "model.quantization",
-        "what float weights are rounded to at load, the head to 8 bits; gguf, fp8 = the model "
-        "is so already, and is kept as it is; default: kept as stored",
-        choices=("int8", "q8_0", "q4_0", "q4_1", "gguf", "fp8", "unquant"),
+        "what float weights are rounded to at load, the head to 8 bits; any other name = the form "
+        "that the model has already, and is kept in; default: kept as stored",
+        choices=("int8", "q8_0", "q4_0", "q4_1", "gguf", *spellings(), "unquant"),
         elsewhere=(
             Elsewhere(
-                "mxfp8 w8a8_fp8 modelopt modelopt_fp8 modelopt_fp4 modelopt_mixed mxfp4 w4afp8 "
-                "nvfp4_online petit_nvfp4 mxfp_w4a8 quark quark_int4fp8_moe quark_mxfp4",
+                "mxfp8 w8a8_fp8 modelopt_mixed mxfp4 w4afp8 nvfp4_online petit_nvfp4 mxfp_w4a8 "
+                "quark quark_int4fp8_moe quark_mxfp4 marlin moe_wna16 qoq auto-round "
+                "auto-round-int8 humming mlx_q4 mlx_q8",
                 "checkpoints of that form are not read, and no weights are rounded to it",
                 "int8 rounds float weights to as many bits as fp8, q4_0 and q4_1 to four",
-            ),
-            Elsewhere(
-                "awq gptq marlin gptq_marlin awq_marlin bitsandbytes w8a8_int8 moe_wna16 qoq "
-                "auto-round auto-round-int8 compressed-tensors modelslim humming mlx_q4 mlx_q8",
-                "checkpoints of that form are not read",
-                "name float weights or a GGUF file; int8, q8_0, q4_0, q4_1 round float weights",
             ),
         ),
         proof="tests/system/test_flag_effects.py::test_float_weights_are_rounded_at_load",

@@ -23,7 +23,7 @@ from banyan.models.weights.custom import Transform
 from banyan.models.weights.names import Place, is_ignored, place_of
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import Stored, restored
-from banyan.models.weights.reader import read_tensors
+from banyan.models.weights.reader import read_tensors, tensor_types
 from banyan.ops.stored import RawTensor, StoredWeight
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -75,7 +75,8 @@ def load_model(
     else:
         tensors = read_tensors(card, is_mapped)
         if card.quant is not None:
-            tensors = restored(tensors, open_method(card.quant, card.path))
+            method = open_method(card.quant, card.path)
+            tensors = restored(tensors, tensor_types(card), method, card.quant.method)
         for transform in transforms:
             tensors = transform(tensors)
         Filling(model, family.names[card.format]).run(tensors)

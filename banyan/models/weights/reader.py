@@ -51,6 +51,19 @@ def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str,
                 yield tensor.name, _stored(tensor.name, tensor.type, tensor.shape, raw)
 
 
+def tensor_types(card: ModelCard) -> dict[str, str]:
+    """The type of every tensor of the checkpoint by name; only headers are read.
+
+    Raises:
+        ModelError: as `read_tensors`.
+    """
+    types: dict[str, str] = {}
+    for path in _files(card):
+        with SafetensorsFile.open(str(path)) as file:
+            types |= {name: tensor.type for name, tensor in file.tensors.items()}
+    return types
+
+
 def _stored(name: str, type: str, shape: tuple[int, ...], raw: Tensor) -> Stored:
     if type in RAW_TYPES:
         return RawTensor(type, shape, raw)

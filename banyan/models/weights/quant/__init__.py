@@ -1,17 +1,71 @@
 """Formats of quantised checkpoints, by the `quant_method` of their configuration."""
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from banyan.base.table import Table
 from banyan.config.card import QuantFacts
 from banyan.config.facts import Facts
 from banyan.models.weights.quant.base import OpenMethod, QuantMethod
 
+
+@dataclass(frozen=True)
+class Form:
+    """
+    Attributes:
+        opens: "module:function" from its settings to a QuantMethod.
+        reads: which of its variants are read.
+        becomes: the storage types that hold its weights.
+    """
+
+    opens: str
+    reads: str
+    becomes: str
+
+
+_HERE = "banyan.models.weights.quant"
+FORMS = {
+    "fp8": Form(
+        f"{_HERE}.fp8:open_fp8",
+        "e4m3 or e5m2, a scale per tensor, per output or per block",
+        "BF16",
+    ),
+    "gptq": Form(
+        f"{_HERE}.gptq:open_gptq",
+        "2, 3, 4 or 8 bits, both layouts, `desc_act`, `dynamic` settings by module",
+        "Q4_0; Q4_1 with zero points; Q8_0 for 8 bits; BF16 with `desc_act`",
+    ),
+    "awq": Form(
+        f"{_HERE}.awq:open_awq",
+        "4 bits with zero points, `gemm` layout",
+        "Q4_1; Q4_0 where zero points allow it",
+    ),
+    "compressed-tensors": Form(
+        f"{_HERE}.compressed:open_compressed",
+        "`int-quantized`, `pack-quantized` (2 to 8 bits), `float-quantized`, `naive-quantized`, "
+        "`mxfp4-pack-quantized`, `nvfp4-pack-quantized`, mixed by module",
+        "Q8_0 for 8-bit integers; Q4_0, Q4_1 for 4 bits; Q5_0 for MXFP4; BF16 for fp8 and NVFP4",
+    ),
+    "w8a8_int8": Form(
+        f"{_HERE}.int8:open_int8", "8-bit integers, a scale per output, symmetric", "Q8_0"
+    ),
+    "modelslim": Form(
+        f"{_HERE}.modelslim:open_modelslim",
+        "W8A8, W8A8_DYNAMIC, W8A16 and FLOAT by tensor, symmetric",
+        "Q8_0",
+    ),
+    "bitsandbytes": Form(
+        f"{_HERE}.bitsandbytes:open_bitsandbytes",
+        "nf4 and fp4, with or without nested scales; 8-bit integers",
+        "BF16 for 4 bits; Q8_0 for 8",
+    ),
+    "modelopt": Form(f"{_HERE}.modelopt:open_modelopt", "FP8, NVFP4", "BF16"),
+}
+
 QUANT_METHODS: Table[OpenMethod] = Table(
     "quantization of a checkpoint",
-    {
-        "fp8": "banyan.models.weights.quant.fp8:open_fp8",
-    },
+    {name: form.opens for name, form in FORMS.items()},
     plugins="banyan.quantizations",
 )
 
@@ -21,3 +75,16 @@ def open_method(quant: QuantFacts, where: str) -> QuantMethod:
     is not served."""
     opened = QUANT_METHODS.load(quant.method)
     return opened(Facts(json.loads(quant.settings), f"{where}, quantization_config"))
+
+
+def overview(spellings: Mapping[str, Sequence[str]]) -> str:
+    """The table of docs/quantization.md.
+
+    Args:
+        spellings: form -> names that a flag may give it.
+    """
+    lines = ["| form | `--quantization` | what is read | what it becomes |", "|---|---|---|---|"]
+    for name, form in FORMS.items():
+        spelled = ", ".join(f"`{spelling}`" for spelling in spellings[name])
+        lines.append(f"| {name} | {spelled} | {form.reads} | {form.becomes} |")
+    return "\n".join(lines)

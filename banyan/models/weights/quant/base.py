@@ -4,36 +4,67 @@ A format translates into storage types (`ops/stored.py`), on the way from the fi
 cuts over ranks, stacking and packing then follow from the type, and no layer knows the format.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from banyan.base.errors import ModelError
-from banyan.base.log import printable
+from banyan.base.log import logger, printable
 from banyan.config.facts import Facts
 from banyan.ops.stored import RawTensor, StoredWeight
+
+log = logger(__name__)
 
 Stored = StoredWeight | RawTensor
 Parts = Mapping[str, Stored]
 """The tensors of one weight by the last part of their names: "weight", "weight_scale_inv" …"""
-_SHOWN = 5
+CACHE_SCALES = ("k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "kv_cache_scale")
+"""Last parts of names of numbers that are for the cache and not for a weight."""
+INTEGERS = ("I8", "U8", "I16", "I32", "I64")
+FLOATS = ("F32", "F16", "BF16")
+_MISMATCH = "the file is damaged, or quantization_config does not describe it"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """
+    Attributes:
+        weight: [out, in] in a storage type.
+        unpacked: why the weight takes more memory than the checkpoint's numbers, "" = it does not,
+            or the format always does.
+        bias: of the same projection, where the format stores it within its numbers.
+    """
+
+    weight: StoredWeight
+    unpacked: str = ""
+    bias: StoredWeight | None = None
 
 
 class QuantMethod(Protocol):
     """How one checkpoint was quantised; opened with its configuration."""
 
-    def claims(self, last: str, tensor: Stored) -> bool:
-        """Whether a tensor with this last part of a name belongs to a quantised weight."""
+    @property
+    def remark(self) -> str:
+        """What the checkpoint asks for and is done otherwise here, "" = nothing."""
         ...
 
-    def is_whole(self, parts: Parts) -> bool:
-        """Whether all tensors of a weight are here."""
+    def part_of(self, name: str, type: str) -> tuple[str, str] | None:
+        """Which weight a tensor belongs to, and as what: ("…q_proj", "weight_scale"); None when it
+        is no part of a quantised weight.
+
+        Args:
+            type: of STORAGE_TYPES or RAW_TYPES.
+        """
         ...
 
-    def restore(self, parts: Parts) -> StoredWeight:
-        """The weight [out, in] that the parts mean, in a storage type.
+    def restore(self, stem: str, parts: Parts) -> Restored:
+        """The weight "stem.weight" that the parts mean.
 
         Raises:
-            ModelError: they do not fit together.
+            ModelError: parts are missing or do not fit together.
         """
         ...
 
@@ -42,34 +73,112 @@ OpenMethod = Callable[[Facts], QuantMethod]
 """From the `quantization_config` to the method; ModelError names a setting that is not served."""
 
 
+def part_among(names: tuple[str, ...], name: str) -> tuple[str, str] | None:
+    """For `part_of`: split when the last part of the name is one of these."""
+    stem, _, last = name.rpartition(".")
+    return (stem, last) if last in names else None
+
+
+def numbers_of(
+    parts: Parts, last: str, kinds: tuple[str, ...], shape: tuple[int | None, ...] | None = None
+) -> Tensor:
+    """The numbers of a part.
+
+    Args:
+        kinds: types that it may have.
+        shape: that it must have; None in it = any size.
+
+    Raises:
+        ModelError: it is missing, or of another type or shape.
+    """
+    if last not in parts:
+        raise ModelError(
+            f"a quantised weight lacks its {last}; it has {', '.join(map(printable, parts))}",
+            hint="a file of the checkpoint is missing, or quantization_config does not describe it",
+        )
+    part = parts[last]
+    if part.type not in kinds:
+        raise ModelError(f"{last} holds {part.type}, not {' or '.join(kinds)}", hint=_MISMATCH)
+    if 0 in part.shape:
+        raise ModelError(f"{last} is empty: its shape is {list(part.shape)}", hint=_MISMATCH)
+    has_rank = shape is None or len(part.shape) == len(shape)
+    if shape is not None and not (
+        has_rank and all(w in (None, s) for w, s in zip(shape, part.shape, strict=True))
+    ):
+        asked = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ModelError(
+            f"{last} has shape {list(part.shape)}; [{asked}] is needed", hint=_MISMATCH
+        )
+    return part.values
+
+
+@dataclass
+class _Report:
+    """What happened to the weights of one checkpoint, for one line at the end."""
+
+    types: Counter[str]
+    unpacked: Counter[str]
+    cache_scales: int = 0
+
+    def write(self, label: str, remark: str) -> None:
+        types = ", ".join(f"{count} as {type}" for type, count in sorted(self.types.items()))
+        log.info("quantised weights: form=%s, %s", label, types or "none")
+        for why, count in self.unpacked.items():
+            log.warning("%d quantised weights are unpacked to bf16: %s", count, why)
+        if self.cache_scales:
+            log.warning(
+                "%d scales for the KV cache are not used: keys and values are kept as "
+                "--kv-cache-dtype says",
+                self.cache_scales,
+            )
+        if remark:
+            log.warning("%s: %s", label, remark)
+
+
 def restored(
-    tensors: Iterator[tuple[str, Stored]], method: QuantMethod
+    tensors: Iterator[tuple[str, Stored]],
+    types: Mapping[str, str],
+    method: QuantMethod,
+    label: str,
 ) -> Iterator[tuple[str, Stored]]:
     """The checkpoint with each quantised weight as one tensor "….weight", as soon as it is whole.
+
+    Args:
+        types: of all tensors of the checkpoint, by name.
+        label: the form's name, for messages.
 
     Raises:
         ModelError: parts of a weight are missing or do not fit together.
     """
+    places = {name: method.part_of(name, type) for name, type in types.items()}
+    missing = Counter(place[0] for place in places.values() if place is not None)
     waiting: dict[str, dict[str, Stored]] = {}
+    report = _Report(Counter(), Counter())
     for name, tensor in tensors:
-        stem, _, last = name.rpartition(".")
-        if not method.claims(last, tensor):
+        if name.rpartition(".")[2] in CACHE_SCALES:
+            report.cache_scales += 1
+            continue
+        place = places[name]
+        if place is None:
             yield name, tensor
             continue
-        parts = waiting.setdefault(stem, {})
-        parts[last] = tensor
-        if not method.is_whole(parts):
+        stem, last = place
+        waiting.setdefault(stem, {})[last] = tensor
+        missing[stem] -= 1
+        if missing[stem]:
             continue
-        del waiting[stem]
-        try:
-            weight = method.restore(parts)
-        except ModelError as error:
-            raise ModelError(f"{printable(stem)!r}: {error.text}", error.hint) from None
-        yield f"{stem}.weight", weight
-    if waiting:
-        first = ", ".join(printable(stem) for stem in list(waiting)[:_SHOWN])
-        have = ", ".join(next(iter(waiting.values())))
-        raise ModelError(
-            f"{len(waiting)} quantised weights lack some of their tensors: {first} (has {have})",
-            hint="a file of the checkpoint is missing, or quantization_config does not describe it",
-        )
+        weight = _restore(method, stem, waiting.pop(stem))
+        report.types[weight.weight.type] += 1
+        if weight.unpacked:
+            report.unpacked[weight.unpacked] += 1
+        yield f"{stem}.weight", weight.weight
+        if weight.bias is not None:
+            yield f"{stem}.bias", weight.bias
+    report.write(label, method.remark)
+
+
+def _restore(method: QuantMethod, stem: str, parts: Parts) -> Restored:
+    try:
+        return method.restore(stem, parts)
+    except ModelError as error:
+        raise ModelError(f"{printable(stem)!r}: {error.text}", error.hint) from None

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from banyan.base.errors import ModelError
 from banyan.config.facts import Facts
-from banyan.models.weights.quant.base import Parts, Stored
-from banyan.ops.stored import FLOAT8_TYPES, RawTensor, StoredWeight
+from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
+from banyan.ops.stored import FLOAT8_TYPES, StoredWeight
 
 _SCALES = ("weight_scale_inv", "weight_scale")
 _ACTIVATION_SCALES = ("input_scale", "activation_scale")
@@ -26,25 +26,24 @@ class Fp8:
     """
     Attributes:
         block: rows and columns that share a scale; None when the scale's shape tells.
+        remark: what is done otherwise than the checkpoint asks.
     """
 
     block: tuple[int, int] | None
 
-    def claims(self, last: str, tensor: Stored) -> bool:
-        return last in (*_SCALES, *_ACTIVATION_SCALES) or (
-            last == "weight" and tensor.type in FLOAT8_TYPES
-        )
+    remark: str = ""
 
-    def is_whole(self, parts: Parts) -> bool:
-        return "weight" in parts and any(scale in parts for scale in _SCALES)
+    def part_of(self, name: str, type: str) -> tuple[str, str] | None:
+        if type in FLOAT8_TYPES:
+            return part_among(("weight", *_SCALES), name)
+        return part_among((*_SCALES, *_ACTIVATION_SCALES), name)
 
-    def restore(self, parts: Parts) -> StoredWeight:
-        weight = parts["weight"]
-        scale = next(parts[name] for name in _SCALES if name in parts)
-        assert isinstance(weight, RawTensor)
-        values = weight.values.float()
-        factors = self._spread(scale.values.float(), weight.shape)
-        return StoredWeight.from_tensor((values * factors).to(torch.bfloat16))
+    def restore(self, stem: str, parts: Parts) -> Restored:
+        scale = next((name for name in _SCALES if name in parts), _SCALES[0])
+        factors = numbers_of(parts, scale, (*FLOATS, "F8_E8M0")).float()
+        values = numbers_of(parts, "weight", FLOAT8_TYPES, (None, None)).float()
+        spread = self._spread(factors, tuple(values.shape))
+        return Restored(StoredWeight.from_tensor((values * spread).to(torch.bfloat16)))
 
     def _spread(self, scale: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The scale of every number, or what broadcasts to it."""
@@ -69,10 +68,11 @@ def open_fp8(facts: Facts) -> Fp8:
     scheme = facts.text("activation_scheme", default="dynamic")
     if scheme not in ("dynamic", "static"):
         raise facts.error("activation_scheme", scheme, "dynamic or static")
+    remark = "activations are not rounded to 8 bits" if facts.has("activation_scheme") else ""
     if not facts.has("weight_block_size"):
-        return Fp8(None)
+        return Fp8(None, remark)
     sides = facts.listed("weight_block_size")
     good = [side for side in sides if isinstance(side, int) and 1 <= side <= _MAX_BLOCK]
     if len(sides) != 2 or len(good) != 2:
         raise facts.error("weight_block_size", sides, "two whole numbers")
-    return Fp8((good[0], good[1]))
+    return Fp8((good[0], good[1]), remark)

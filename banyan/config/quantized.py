@@ -1,0 +1,31 @@
+"""Names of the forms in which quantised checkpoints are read, and how flags spell them.
+
+What the tensors of a form mean is known to `models/weights/quant`.
+"""
+
+from types import MappingProxyType
+
+SPELLINGS = MappingProxyType(
+    {
+        "fp8": ("fp8",),
+        "gptq": ("gptq", "gptq_marlin"),
+        "awq": ("awq", "awq_marlin"),
+        "compressed-tensors": ("compressed-tensors",),
+        "w8a8_int8": ("w8a8_int8",),
+        "modelslim": ("modelslim",),
+        "bitsandbytes": ("bitsandbytes",),
+        "modelopt": ("modelopt", "modelopt_fp8", "modelopt_fp4"),
+    }
+)
+"""Form -> what --quantization may call it; a checkpoint may use any of these names too."""
+FLOAT_FORMS = ("fp8", "bitsandbytes", "modelopt")
+"""Forms whose weights become plain floats, which --quantization may round again."""
+
+
+def form_of(name: str) -> str:
+    """The form that a flag or a checkpoint calls so; an unknown name is its own form."""
+    return next((form for form, names in SPELLINGS.items() if name in names), name)
+
+
+def spellings() -> tuple[str, ...]:
+    return tuple(name for names in SPELLINGS.values() for name in names)

@@ -1,0 +1,90 @@
+"""modelslim, Ascend's quantiser: `quant_model_description.json` beside the weights names a scheme
+for every tensor.
+
+    weight int8 [out, in], weight_scale [out, 1], weight_offset [out, 1] (zero)
+    W8A8 also: input_scale, input_offset [1], quant_bias int32 [out], deq_scale [out]
+
+W8A8 folds the bias of a projection into quant_bias, beside what takes the activations' offset away
+again; it is brought back to a plain bias. The numbers become Q8_0.
+
+Source: the documentation of msit's msmodelslim.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from banyan.base.errors import ModelError
+from banyan.base.log import printable
+from banyan.config.facts import Facts
+from banyan.models.weights.quant.base import FLOATS, INTEGERS, Parts, Restored, numbers_of
+from banyan.models.weights.quant.int8 import by_output
+from banyan.ops.stored import StoredWeight
+
+SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W8A16")
+_PLAIN = "FLOAT"
+_PARTS = (
+    *("weight", "bias", "weight_scale", "weight_offset"),
+    *("input_scale", "input_offset", "quant_bias", "deq_scale"),
+)
+
+
+@dataclass(frozen=True)
+class ModelSlim:
+    """
+    Attributes:
+        schemes: module -> a name of SCHEMES.
+    """
+
+    schemes: Mapping[str, str]
+    remark: str
+
+    def part_of(self, name: str, type: str) -> tuple[str, str] | None:
+        stem, _, last = name.rpartition(".")
+        return (stem, last) if stem in self.schemes and last in _PARTS else None
+
+    def restore(self, stem: str, parts: Parts) -> Restored:
+        found = by_output(parts)
+        if "bias" in parts:
+            return replace(found, bias=StoredWeight.from_tensor(numbers_of(parts, "bias", FLOATS)))
+        if self.schemes[stem] != "W8A8":
+            return found
+        return replace(found, bias=_folded_bias(parts))
+
+
+def _folded_bias(parts: Parts) -> StoredWeight | None:
+    """The bias in quant_bias, None when there is nothing but the rounding of the rest."""
+    numbers = numbers_of(parts, "weight", ("I8",), (None, None))
+    outputs = len(numbers)
+    bias = numbers_of(parts, "quant_bias", ("I32",), (outputs,)).double()
+    offset = float(numbers_of(parts, "input_offset", (*FLOATS, *INTEGERS), (1,)))
+    unit = numbers_of(parts, "input_scale", FLOATS, (1,)).double()
+    units = bias + offset * numbers.sum(1, dtype=torch.int64)
+    if not math.isfinite(offset) or units.abs().max() <= 1.0:
+        return None
+    scale: Tensor = numbers_of(parts, "weight_scale", FLOATS).double().flatten()
+    return StoredWeight.from_tensor((units * unit * scale).float())
+
+
+def open_modelslim(facts: Facts) -> ModelSlim:
+    described = facts.any("schemes")
+    if not isinstance(described, Mapping) or not described:
+        raise ModelError(
+            "quant_model_description.json names no tensor ending with .weight",
+            hint="the file is damaged or of another kind; download it again",
+        )
+    schemes = {name.removesuffix(".weight"): scheme for name, scheme in described.items()}
+    for name, scheme in schemes.items():
+        if scheme not in (_PLAIN, *SCHEMES):
+            raise ModelError(
+                f"quant_model_description.json: {printable(name)!r} is {printable(str(scheme))!r}; "
+                f"read are {', '.join((_PLAIN, *SCHEMES))}",
+                hint="convert the model to W8A8, or name the float weights",
+            )
+    mine = {name: scheme for name, scheme in schemes.items() if scheme != _PLAIN}
+    rounds = any(scheme != "W8A16" for scheme in mine.values())
+    remark = "activations are not rounded to 8 bits as the checkpoint asks" if rounds else ""
+    return ModelSlim(mine, remark)
