@@ -132,6 +132,8 @@ def open_model(
     if tp > 1:
         phases.done("meeting")
     build = Build(ops, groups, dtype, device)
+    if card.format == "gguf" and not traits.is_host:
+        log.info("quantised weights are unpacked to %s at load", config.model.activation_dtype)
     with _lone_torch(ops):
         model = _load(config, card, build)
     gc.collect()

@@ -31,10 +31,11 @@ def _paged_attention(
     tokens, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1:3]
     rows, group = context_lengths.shape[0], heads // kv_heads
-    width = _DECODE_BLOCK if tokens == rows else _EXTEND_BLOCK
+    wide = head_dim > 128 or q.dtype == torch.float32  # what a block holds at once is bounded
+    extend = _EXTEND_BLOCK // 2 if wide else _EXTEND_BLOCK
+    width = _DECODE_BLOCK if tokens == rows else extend
     block = max(width, 1 << (group - 1).bit_length())
     per_block = block // group
-    wide = head_dim > 128 or q.dtype == torch.float32
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     attend[(tokens // per_block + rows, kv_heads)](
         q,

@@ -1,0 +1,221 @@
+"""Checks a CUDA device end to end, and times it: python -m benchmarks.cuda_check
+
+Kernels against the reference; greedy tokens of a tiny model against transformers, captured against
+eager steps, depth 1 against depth 2; then tokens per second of a model of the shape of Llama 3 8B
+with random weights, beside plain transformers. Needs no network. With --device cpu --small it tries
+the script itself.
+"""
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import banyan
+
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+LARGE = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+}
+INPUT, OUTPUT = 128, 128
+READ_BYTES_PER_S = 4.3e12
+"""What a copy on an H200 has moved; --bandwidth gives another."""
+
+
+def main() -> int:
+    options = _options()
+    failed = 0
+    if options.device == "cuda":
+        kernels = "tests/ops/test_cuda_kernels.py"
+        failed += subprocess.run([sys.executable, "-m", "pytest", "-q", kernels]).returncode
+    failed += _same_tokens(options.device)
+    shape = {**LARGE, "num_hidden_layers": options.layers}
+    if options.small:
+        shape = {**TINY, "num_hidden_layers": options.layers}
+    _speed(shape, options)
+    print(f"verdict: {'FAILED' if failed else 'all checks passed'}")
+    return failed
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
+    parser.add_argument("--bandwidth", type=float, default=READ_BYTES_PER_S)
+    parser.add_argument("--without-transformers", action="store_true")
+    return parser.parse_args()
+
+
+def _same_tokens(device: str) -> int:
+    """Greedy tokens of a tiny float32 model, in every way to run it; how many ways differ."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(**TINY, initializer_range=0.2, eos_token_id=None, bos_token_id=None)
+    model = LlamaForCausalLM(config).eval()
+    prompts = [[(7 * i + j * j) % 512 for j in range(5 + 11 * i)] for i in range(9)]
+    wanted = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=32, do_sample=False
+        )
+        wanted.append(out[0, len(prompt) :].tolist())
+    failed = 0
+    ways = {
+        "captured, depth 2": {},
+        "captured, depth 1": {"disable_overlap_schedule": True},
+        "eager, depth 2": {"disable_cuda_graph": True},
+        "eager, depth 1, torch attention": {
+            "disable_cuda_graph": True,
+            "disable_overlap_schedule": True,
+            "attention_backend": "torch_native",
+        },
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        for name, flags in ways.items():
+            got, facts = _generate(folder, prompts, 32, device, "float32", **flags)
+            same = sum(a == b for a, b in zip(got, wanted, strict=True))
+            failed += same < len(wanted)
+            print(f"tokens equal transformers: {same}/{len(wanted)}  {name} ({facts['steps']})")
+    return failed
+
+
+def _generate(
+    folder: str, prompts: list[list[int]], count: int, device: str, dtype: str, **flags: object
+) -> tuple[list[list[int]], dict[str, object]]:
+    sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+    with banyan.Engine(
+        folder,
+        engine_mode="inprocess",
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype="fp32" if dtype == "float32" else "auto",
+        cpu_activations="fp32",
+        skip_tokenizer_init=True,
+        max_total_tokens=32768,
+        **flags,
+    ) as engine:
+        answers = engine.generate(input_ids=prompts, sampling_params=sampling)
+        facts = engine.get_server_info()["facts"]
+    return [answer["output_ids"] for answer in answers], facts
+
+
+def _speed(shape: dict[str, int], options: argparse.Namespace) -> None:
+    dtype = "bfloat16" if options.device == "cuda" else "float32"
+    with tempfile.TemporaryDirectory() as folder:
+        facts = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": dtype}
+        facts |= {"rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0}
+        (Path(folder) / "config.json").write_text(json.dumps({**facts, **shape}))
+        began = time.perf_counter()
+        with banyan.Engine(
+            folder,
+            engine_mode="inprocess",
+            load_format="dummy",
+            device=options.device,
+            skip_tokenizer_init=True,
+            disable_radix_cache=True,
+            max_total_tokens=max(options.rows) * (INPUT + OUTPUT + 64),
+            max_running_requests=max(options.rows),
+        ) as engine:
+            info = engine.get_server_info()["facts"]
+            print(f"start-up {time.perf_counter() - began:.1f} s, {json.dumps(info['phases'])}")
+            print(info["kernels"])
+            weights = info["memory"]["weight_bytes"]
+            for rows in options.rows:
+                _report(
+                    "banyan", rows, _banyan_seconds(engine, rows, shape), shape, weights, options
+                )
+    if options.without_transformers:
+        return
+    gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()
+    _transformers(shape, options, dtype, weights)
+
+
+def _prompts(rows: int, shape: dict[str, int]) -> list[list[int]]:
+    return [
+        [(131 * row + 17 * at) % shape["vocab_size"] for at in range(INPUT)] for row in range(rows)
+    ]
+
+
+def _banyan_seconds(engine: banyan.Engine, rows: int, shape: dict[str, int]) -> float:
+    """Seconds of one decode step: the difference of a long and a short answer."""
+    took = []
+    for count in (8, 8, OUTPUT):
+        sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+        began = time.perf_counter()
+        engine.generate(input_ids=_prompts(rows, shape), sampling_params=sampling)
+        took.append(time.perf_counter() - began)
+    return (took[2] - took[1]) / (OUTPUT - 8)
+
+
+def _transformers(
+    shape: dict[str, int], options: argparse.Namespace, dtype: str, weights: int
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device(options.device):
+        config = LlamaConfig(**shape, eos_token_id=None, bos_token_id=None)
+        model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+    for rows in options.rows:
+        ids = torch.tensor(_prompts(rows, shape), device=options.device)
+        took = []
+        for count in (8, 8, 40):
+            began = time.perf_counter()
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+            )
+            took.append(time.perf_counter() - began)
+        _report("transformers", rows, (took[2] - took[1]) / 32, shape, weights, options)
+
+
+def _report(
+    who: str,
+    rows: int,
+    step_s: float,
+    shape: dict[str, int],
+    weights: int,
+    options: argparse.Namespace,
+) -> None:
+    head = shape["hidden_size"] // shape["num_attention_heads"]
+    per_token = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head
+    table = 2 * shape["vocab_size"] * shape["hidden_size"]
+    read = weights - table + rows * (INPUT + OUTPUT // 2) * per_token
+    bound = read / options.bandwidth / step_s
+    print(
+        f"{who:<12} {rows:>4} rows: {step_s * 1e3:8.3f} ms a step, {rows / step_s:9.0f} tokens/s, "
+        f"{bound:6.1%} of the bandwidth bound"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
