@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-border | test-faults | test-schemas | test-parsers | test-proofs | test-clients | bench
+# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-parsers | test-proofs | test-clients | bench
 #      bench-cpu | lint | format | types | clean
 # Needs a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -13,7 +13,7 @@ TESTS = tests
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed
 
-.PHONY: serve test test-hostile test-border test-faults test-schemas test-parsers test-proofs test-clients bench bench-cpu lint format types clean
+.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-parsers test-proofs test-clients bench bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -49,6 +49,12 @@ test-clients: $(VENV)/.test $(VENV)/.demo $(CLIENTS)
 # Every proof of a flag once more with the flag's effect gone; takes twenty minutes.
 test-proofs: $(VENV)/.test $(VENV)/.demo
 	@PROOFS=all $(BIN)/python -m pytest tests/proofs $(ARGS)
+
+# Every layout of ranks and stages that is promised, instead of one; takes some minutes.
+test-parallel: $(VENV)/.test
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@PARALLEL=all $(BIN)/python -m pytest tests/parallel tests/system/test_stages.py tests/system/test_nodes.py \
+	  tests/system/test_experts.py tests/system/test_ranks.py $(ARGS)
 
 # One batch in process, with each phase's fraction of what this machine can do.
 bench: $(VENV)/.demo

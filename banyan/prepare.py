@@ -24,7 +24,7 @@ from banyan.frontend.templates import fill_in_form, template_source
 from banyan.frontend.tools import TOOL_PARSERS
 from banyan.grammar.base import BACKENDS
 from banyan.server.tool_servers.start import DEMO, addresses, named_servers
-from banyan.server.warmup import WARMUPS, named_warmups
+from banyan.server.warmups import WARMUPS, named_warmups
 
 
 def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard]:

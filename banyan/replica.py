@@ -38,7 +38,7 @@ from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
 from banyan.grammar.workshop import GrammarLimits
 from banyan.layers.build import Build
-from banyan.layers.cache import group_caches
+from banyan.layers.cache import PageGroup, align_groups, group_caches
 from banyan.memory.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.messages.events import Ready
 from banyan.messages.plan import StepPlan
@@ -110,26 +110,27 @@ def open_model(
     config: Config, card: ModelCard, rank: int, mesh_address: str, phases: Phases
 ) -> OpenModel:
     """Open the device, meet the other ranks, load this rank's share of the weights."""
-    local_tp = config.parallel.local_tp
-    place_rank(config.device, replace(config.parallel, tp=local_tp), rank % local_tp)
+    parallel = config.parallel
+    here, place = parallel.local_world, rank % parallel.local_world
+    place_rank(config.device, replace(parallel, tp=here, pp=1), place)
     platform = open_platform(config.device.name)
     traits = platform.traits
     config, origins = settle(config, platform.defaults(card))
-    tp = config.parallel.tp
-    sharers = 1 if is_placed(config.device) else local_tp * config.parallel.dp
+    sharers = 1 if is_placed(config.device) else here * parallel.dp
     threads = config.parallel.threads or max(1, traits.cores // sharers)
-    device = platform.open(rank % local_tp, threads)
+    device = platform.open(place, threads)
     phases.done("device")
     dtype = _DTYPES[config.model.activation_dtype]
     ops = _bind(config, card, traits, device, threads)
     phases.done("kernels")
     groups = open_groups(
-        *(rank, tp, mesh_address, traits.collectives, config.parallel.meet_timeout_s),
+        *(rank, parallel.tp, mesh_address, traits.collectives, config.parallel.meet_timeout_s),
         recorder=ops.recorder,
         is_crowded=threads * sharers > traits.cores,
-        are_experts_apart=config.parallel.ep > 1,
+        are_experts_apart=parallel.ep > 1,
+        stages=parallel.pp,
     )
-    if tp > 1:
+    if parallel.world > 1:
         phases.done("meeting")
     build = Build(ops, groups, dtype, device)
     if card.format == "gguf" and not traits.is_host:
@@ -216,17 +217,17 @@ def run_engine(
         opened = open_model(config, card, 0, ranks.meeting, phases)
         config, settings = opened.config, opened.settings
         memory = _plan_memory(card, opened)
-        sizes = _runner_sizes(opened, memory)
+        sizes = _runner_sizes(card, opened, memory)
         ranks.send_sizes(sizes)
         runner = ModelRunner(opened.model, opened.build, sizes, opened.platform)
         kernels, is_async = opened.kernels, opened.platform.traits.async_launch
-        reload = Reload(config, card, opened, runner) if config.parallel.tp == 1 else None
+        reload = Reload(config, card, opened, runner) if config.parallel.world == 1 else None
         del opened  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
         wake = Wake()
         cleanup.callback(wake.close)
         launcher: Launcher = (Streamed if is_async else Threaded)(runner, wake.ring)
-        if config.parallel.tp > 1:
+        if config.parallel.world > 1:
             launcher = Fanout(launcher, ranks.send_plan)
         spec = core_spec(config, card, memory)
         journal = None
@@ -250,7 +251,7 @@ def run_engine(
             check_ledger,
             desk,
             reload,
-            ranks if config.parallel.tp > 1 else None,
+            ranks if config.parallel.world > 1 else None,
             config.schedule.watchdog_s,
             StepLog(config.observe.step_log_interval),
             Profiler(
@@ -271,7 +272,7 @@ def open_meter(config: Config, card: ModelCard) -> OpMeter:
     """A model with a cache of its own, to time the ops of its steps. One rank only."""
     opened = open_model(config, card, 0, "", Phases(WallClock()))
     memory = _plan_memory(card, opened)
-    sizes = _runner_sizes(opened, memory)
+    sizes = _runner_sizes(card, opened, memory)
     recorder = opened.build.ops.recorder
     device = opened.platform.traits.name
 
@@ -327,7 +328,7 @@ class Reload:
 def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_address: str) -> None:
     """A rank other than 0: take sizes, then plans, from rank 0 at `address`."""
     opened = open_model(config, card, rank, mesh_address, Phases(WallClock()))
-    _least_memory(opened)
+    _agree_on_memory(card, opened)
     context = zmq.Context()
     socket = context.socket(zmq.PULL)
     socket.connect(address)
@@ -343,7 +344,7 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
 
 
 class OtherRanks:
-    """Ranks 1 … tp−1, as rank 0 sees them: on this machine, and on other nodes."""
+    """Ranks 1, 2 … of a replica, as rank 0 sees them: on this machine, and on other nodes."""
 
     def __init__(self, config: Config, card: ModelCard, secret: str) -> None:
         parallel = config.parallel
@@ -352,7 +353,7 @@ class OtherRanks:
         self._nodes: Nodes | None = None
         self._remote: list[int] = []
         self.meeting = ""
-        if parallel.tp == 1:
+        if parallel.world == 1:
             return
         orders = Orders(RANK, config, card, "")
         if parallel.nodes > 1:
@@ -361,7 +362,7 @@ class OtherRanks:
             self.meeting = f"tcp://{host}:{int(port) + 1}"
             self._nodes = Nodes(parallel, secret, own_hello(parallel, card))
             self._nodes.gather()
-            self._remote = list(range(parallel.local_tp, parallel.tp))
+            self._remote = list(range(parallel.local_world, parallel.world))
         self._local = LocalRanks(ranks_of(parallel, 0)[1:], orders, self.meeting)
         self.meeting = self._local.meeting
         if self._nodes is not None:
@@ -417,27 +418,36 @@ def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> Gram
     return GrammarCompiler(backends, read, grammar.between_tokens, limits, wake)
 
 
-def _least_memory(opened: OpenModel) -> Memory:
-    """What the rank with least has, once all of them have loaded their weights: a plan is carried
-    out by every rank. All ranks must call this."""
+def _groups_of(card: ModelCard, opened: OpenModel) -> tuple[PageGroup, ...]:
+    return align_groups(card, group_caches(opened.model.caches))
+
+
+def _agree_on_memory(card: ModelCard, opened: OpenModel) -> tuple[Memory, list[GroupBytes]]:
+    """What the rank with least memory has, once all of them have loaded their weights, and the
+    most that a page of each group takes on any of them: a plan is carried out by every rank. All
+    ranks must call this."""
     world, mine = opened.build.groups.world, opened.platform.memory()
+    page_size = opened.config.cache.page_size
+    groups = [
+        GroupBytes(group.kind, group.page_bytes(page_size), group.window)
+        for group in _groups_of(card, opened)
+    ]
     if world.size == 1:
-        return mine
-    numbers = (mine.total_bytes, mine.free_bytes, -mine.ours_bytes)
-    in_mib = torch.tensor([[n / MIB for n in numbers]], device=opened.build.device)
-    everyone = world.all_gather(in_mib, in_mib.numel() * world.size).view(world.size, -1)
-    total, free, ours = (int(n * MIB) for n in everyone.amin(0).tolist())  # sync: at the start
-    return Memory(total, free, -ours)
+        return mine, groups
+    least = (mine.total_bytes, mine.free_bytes, -mine.ours_bytes)
+    numbers = [n / MIB for n in (*least, *(-group.page_bytes for group in groups))]
+    told = torch.tensor([numbers], device=opened.build.device)
+    everyone = world.all_gather(told, told.numel() * world.size).view(world.size, -1)
+    total, free, ours, *pages = (round(n * MIB) for n in everyone.amin(0).tolist())  # sync: once
+    agreed = [replace(g, page_bytes=-n) for g, n in zip(groups, pages, strict=True)]
+    return Memory(total, free, -ours), agreed
 
 
 def _plan_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:
-    config, found = opened.config, _least_memory(opened)
-    groups = [
-        GroupBytes(group.kind, group.page_bytes(config.cache.page_size), group.window)
-        for group in group_caches(opened.model.caches)
-    ]
+    config = opened.config
+    found, groups = _agree_on_memory(card, opened)
     is_host = opened.platform.traits.is_host  # ranks and replicas share its memory
-    sharers = config.parallel.local_tp * config.parallel.dp if is_host else 1
+    sharers = config.parallel.local_world * config.parallel.dp if is_host else 1
     return plan_memory(
         config.cache,
         config.schedule,
@@ -449,7 +459,7 @@ def _plan_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:
     )
 
 
-def _runner_sizes(opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
+def _runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
     config = opened.config
     chunk_tokens = config.schedule.chunk_tokens
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
@@ -458,9 +468,7 @@ def _runner_sizes(opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
         max_length=memory.max_request_tokens,
         groups=tuple(
             GroupLayout(declared.kind, declared.window, group.page_tokens, group.num_pages)
-            for declared, group in zip(
-                group_caches(opened.model.caches), memory.groups, strict=True
-            )
+            for declared, group in zip(_groups_of(card, opened), memory.groups, strict=True)
         ),
         max_tokens=0 if config.device.is_eager else chunk + memory.max_running,
         shapes=() if config.device.is_eager else config.device.shapes,

@@ -20,9 +20,9 @@ from banyan.base.log import start_logging
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
-from banyan.config.resolve import prepare
 from banyan.config.schema import Config
 from banyan.engine.processes import Child, spawn
+from banyan.prepare import prepare
 from banyan.server.serve import Server, bind
 
 TICK_S = 0.002

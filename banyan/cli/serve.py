@@ -83,7 +83,7 @@ def _names() -> str:
     from banyan.frontend.reasoning import REASONING_PARSERS
     from banyan.frontend.templates import CHAT_TEMPLATES, FILL_IN_FORMS
     from banyan.frontend.tools import TOOL_PARSERS
-    from banyan.server.warmup import WARMUPS
+    from banyan.server.warmups import WARMUPS
 
     tables: dict[str, Iterable[str]] = {
         "tool-call-parser": TOOL_PARSERS,

@@ -62,7 +62,7 @@ def check_disposal(config: Config, card: ModelCard, began: Moment) -> None:
             f"{flag}: {printable(config.model.source)!r} is an installed package",
             hint="uninstall it with pip once the server is ready",
         )
-    if config.parallel.tp > 1:
+    if config.parallel.world > 1:
         raise ConfigError(
             f"{flag} goes with one rank only: the others read their shares in their own time",
             hint="delete the files yourself once the server is ready",

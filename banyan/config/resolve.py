@@ -218,7 +218,9 @@ def bound_the_prompts(config: Config, card: ModelCard, environment: Environment)
 
 
 def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -> Config:
-    tp, ep = config.parallel.tp, config.parallel.ep
+    tp, pp, ep = config.parallel.tp, config.parallel.pp, config.parallel.ep
+    if pp > 1:
+        _check_the_stages(config, card)
     if ep > 1:
         _check_the_experts(card, tp, ep)
     if _fits(card, tp, ep):
@@ -245,10 +247,9 @@ def check_the_nodes(config: Config, card: ModelCard, environment: Environment) -
             f"--node-rank {parallel.node} of {parallel.nodes} nodes",
             hint=f"number them 0 … {parallel.nodes - 1}",
         )
-    if parallel.tp % parallel.nodes:
+    if parallel.world % parallel.nodes:
         raise ConfigError(
-            f"--tensor-parallel-size {parallel.tp} ranks cannot be spread evenly over "
-            f"{parallel.nodes} nodes",
+            f"{parallel.world} ranks cannot be spread evenly over {parallel.nodes} nodes",
             hint="choose a multiple",
         )
     if parallel.dp > 1:
@@ -264,6 +265,20 @@ def check_the_nodes(config: Config, card: ModelCard, environment: Environment) -
             hint="name an address of node 0 that the others reach, and a free port",
         )
     return config
+
+
+def _check_the_stages(config: Config, card: ModelCard) -> None:
+    pp = config.parallel.pp
+    if pp > card.num_layers:
+        raise ConfigError(
+            f"--pipeline-parallel-size {pp}: the model has {card.num_layers} layers",
+            hint=f"choose at most {card.num_layers}",
+        )
+    if card.is_encoder:
+        raise ConfigError(
+            f"--pipeline-parallel-size {pp}: encoders run in one stage",
+            hint="use --tensor-parallel-size",
+        )
 
 
 def _check_the_experts(card: ModelCard, tp: int, ep: int) -> None:

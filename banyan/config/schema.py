@@ -126,6 +126,8 @@ class ScheduleConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     tp: int = 1
+    pp: int = 1
+    """Stages that the layers are divided into, each of `tp` ranks."""
     ep: int = 1
     """Ranks that each hold some of the experts whole: 1, or all of them."""
     dp: int = 1
@@ -145,9 +147,14 @@ class ParallelConfig:
     """How long a rank waits for the others, at the start and in each sum."""
 
     @property
-    def local_tp(self) -> int:
-        """Ranks of the replica on one machine."""
-        return self.tp // self.nodes
+    def world(self) -> int:
+        """Ranks of a replica."""
+        return self.tp * self.pp
+
+    @property
+    def local_world(self) -> int:
+        """Those of them on one machine."""
+        return self.world // self.nodes
 
 
 @dataclass(frozen=True)

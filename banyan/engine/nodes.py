@@ -47,6 +47,7 @@ class Hello(msgspec.Struct, frozen=True):
     node: int
     nodes: int
     tp: int
+    pp: int
     version: str
     weights: str
 
@@ -60,7 +61,7 @@ class Sign(msgspec.Struct, frozen=True):
 
 def ranks_of(parallel: ParallelConfig, node: int) -> range:
     """The ranks on one node: each node has as many."""
-    share = parallel.tp // parallel.nodes
+    share = parallel.local_world
     return range(node * share, (node + 1) * share)
 
 
@@ -86,7 +87,9 @@ def own_hello(parallel: ParallelConfig, card: ModelCard) -> Hello:
         mine = version("banyan")
     except PackageNotFoundError:
         mine = "unknown"
-    return Hello(parallel.node, parallel.nodes, parallel.tp, mine, fingerprint(card))
+    return Hello(
+        *(parallel.node, parallel.nodes, parallel.tp, parallel.pp), mine, fingerprint(card)
+    )
 
 
 def _keys(secret: str, who: str) -> tuple[bytes, bytes]:
@@ -191,10 +194,10 @@ class Nodes:
         mine = self._mine
         if hello.version != mine.version:
             return f"it runs version {printable(hello.version, 40)}, the leader {mine.version}"
-        if (hello.nodes, hello.tp) != (mine.nodes, mine.tp):
+        if (hello.nodes, hello.tp, hello.pp) != (mine.nodes, mine.tp, mine.pp):
             return (
-                f"it was started with --nnodes {hello.nodes} --tp {hello.tp}, the leader with "
-                f"--nnodes {mine.nodes} --tp {mine.tp}"
+                f"it was started with --nnodes {hello.nodes} --tp {hello.tp} --pp {hello.pp}, the "
+                f"leader with --nnodes {mine.nodes} --tp {mine.tp} --pp {mine.pp}"
             )
         if hello.weights != mine.weights:
             return "it has another model or other weights than the leader"
@@ -230,7 +233,7 @@ class Nodes:
 
     def send(self, rank: int, frame: bytes) -> None:
         """Give a frame to a rank of another node. From one thread only."""
-        node = rank // (self._parallel.tp // self._parallel.nodes)
+        node = rank // self._parallel.local_world
         self._outbox.send_multipart([self._identity[node], _FRAME, b"%d" % rank, frame])
 
     def close(self) -> None:

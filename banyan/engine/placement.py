@@ -31,8 +31,8 @@ def place_rank(
     """
     if not is_placed(device):
         return
-    mine = parallel.replica * parallel.tp + rank
-    nodes = _nodes(device.numa_nodes, parallel.dp * parallel.tp)
+    mine = parallel.replica * parallel.world + rank
+    nodes = _nodes(device.numa_nodes, parallel.dp * parallel.world)
     sharers = [place for place, node in enumerate(nodes) if node == nodes[mine]]
     cores = _cores_of(nodes[mine], root)
     if len(cores) < len(sharers):

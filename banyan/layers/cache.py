@@ -4,13 +4,13 @@ Knows no page counts and no owners; `memory/sizing.py` counts pages, `runner/kvs
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from banyan.config.card import FULL, STATE
+from banyan.config.card import FULL, STATE, WINDOW, ModelCard
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,17 @@ class Caching(nn.Module):
     """A layer that keeps something between steps."""
 
     cache: LayerCache
+
+
+def align_groups(card: ModelCard, mine: Sequence[PageGroup]) -> tuple[PageGroup, ...]:
+    """The groups of the whole model, of which this rank may hold no layer; where the card knows
+    of none that is ours, ours are all."""
+    kinds = [card.kind_of(layer) for layer in range(0 if card.is_encoder else card.num_layers)]
+    keys = dict.fromkeys((kind, card.window if kind == WINDOW else 0) for kind in kinds)
+    held = {(group.kind, group.window): group for group in mine}
+    if not held.keys() <= keys.keys():
+        return tuple(mine)
+    return tuple(held.get(key, PageGroup(*key)) for key in keys)
 
 
 def group_caches(caches: Iterable[LayerCache]) -> tuple[PageGroup, ...]:

@@ -75,8 +75,12 @@ class DecoderLM(nn.Module):
         size, vocab = card.hidden_size, card.vocab_size
         scale = card.embedding_scale / card.residual_scale
         self.embedding = Embedding(vocab, size, build, scale)
+        self.ops = build.ops
+        self.stages = build.groups.stages
+        self.stage = _stage_of(card.num_layers, self.stages)
         self.layers = nn.ModuleList(
-            DecoderLayer(card, family, layer, build) for layer in range(card.num_layers)
+            DecoderLayer(card, family, layer, build) if layer in self.stage else nn.Identity()
+            for layer in range(card.num_layers)
         )
         self.caches: list[LayerCache] = caches_of(self)
         self.rotaries = {
@@ -88,7 +92,7 @@ class DecoderLM(nn.Module):
                 build.ops,
                 build.device,
             )
-            for rope in dict.fromkeys(layer.rope for layer in self.layers)
+            for rope in dict.fromkeys(card.rope_of(layer) for layer in self.stage)
             if rope.kind != "none"
         }
         self.norm = _norm(card, family, _stream_eps(card), build)
@@ -103,9 +107,17 @@ class DecoderLM(nn.Module):
         """returns: hidden states after the last norm, [tokens, hidden_size]."""
         angles = {rope: rotary(step.positions) for rope, rotary in self.rotaries.items()}
         x, residual = self.embedding(step.tokens, step.embedded), None
-        for layer in self.layers:
+        stages = self.stages
+        if stages.rank:
+            x = stages.recv(x, stages.rank - 1)
+        for layer in (self.layers[i] for i in self.stage):
             x, residual = layer(x, residual, angles.get(layer.rope), step)
-        return self.norm.add(x, residual)[0]
+        if stages.rank == stages.size - 1:
+            x = self.norm.add(x, residual)[0]
+        else:
+            x = x if residual is None else self.ops.add(x, residual)
+            stages.send(x, stages.rank + 1)
+        return stages.broadcast(x, stages.size - 1)
 
     def classify(self, pooled: Tensor) -> Tensor:
         """pooled: [n, hidden_size]; returns scores [n, classes], or the states where none are."""
@@ -115,6 +127,12 @@ class DecoderLM(nn.Module):
         """hidden: [n, hidden_size]; returns [n, vocab_size] fp32, the same on every rank."""
         assert self.head is not None, "a model for vectors has no logits"
         return self.head(hidden)
+
+
+def _stage_of(num_layers: int, stages: Group) -> range:
+    """The layers of this rank's stage."""
+    first, last = (num_layers * at // stages.size for at in (stages.rank, stages.rank + 1))
+    return range(first, last)
 
 
 def _feed_forward(

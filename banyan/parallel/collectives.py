@@ -73,6 +73,7 @@ class Meeting:
     Attributes:
         timeout_s: a rank that waits longer than this for another one raises.
         recorder: of the ops beside which the collectives run; None where nothing is recorded.
+        name: of the group, where several groups of a replica meet at one address.
         is_crowded: this machine's ranks have more threads than cores.
     """
 
@@ -82,6 +83,7 @@ class Meeting:
     timeout_s: float
     recorder: Recorder | None = None
     is_crowded: bool = False
+    name: str = ""
 
     @property
     def path(self) -> str:
@@ -92,7 +94,7 @@ class Meeting:
         """
         parts = urlsplit(self.address)
         if parts.scheme == "file" and parts.path:
-            return parts.path
+            return parts.path + self.name
         if parts.scheme == "tcp" and parts.hostname and parts.port:
             return ""
         raise ConfigError(
@@ -133,7 +135,7 @@ def open_collectives(meeting: Meeting, names: Sequence[str]) -> Collectives:
         if reason is not None:
             declined.append(f"{name}: {reason}")
             continue
-        if meeting.rank == 0:
+        if meeting.rank == 0 and not meeting.name:
             why = f" ({'; '.join(declined)})" if declined else ""
             log.info("%d ranks work together by %s%s", meeting.size, name, why)
         return transport.open(meeting)

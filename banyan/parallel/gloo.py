@@ -39,8 +39,11 @@ class Gloo:
             parts = urlsplit(meeting.address)
             device = dist.ProcessGroupGloo.create_device(hostname=_own_address(parts.hostname))
             store = dist.TCPStore(
-                str(parts.hostname), parts.port or 0, size, rank == 0, options._timeout
+                *(str(parts.hostname), parts.port or 0),
+                # The ranks that meet first have the store that those of other groups meet at, too.
+                *(size, rank == 0 and not meeting.name, options._timeout),
             )
+            store = dist.PrefixStore(meeting.name, store)
         options._devices = [device]
         self._group = dist.ProcessGroupGloo(store, rank, size, options)
         self._rank, self._size = rank, size

@@ -5,7 +5,7 @@ ranks is a choice made here and nowhere else. A group of one needs no library an
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -86,6 +86,7 @@ class Groups:
         experts: share the routed experts, each of which is whole on …
         expert_ffn: … the ranks that share its inner width.
         vocabulary: share the token ids of embedding and logits.
+        stages: hold the layers one part after another, the first part in front.
     """
 
     world: Group
@@ -94,16 +95,21 @@ class Groups:
     experts: Group
     expert_ffn: Group
     vocabulary: Group
+    stages: Group
 
     @classmethod
     def of(cls, group: Group) -> "Groups":
         """Tensor parallelism: the same ranks share everything, experts within each of them."""
-        return cls(group, group, group, Group(), group, group)
+        return cls(group, group, group, Group(), group, group, Group())
 
     @classmethod
     def with_experts_apart(cls, group: Group) -> "Groups":
         """As `of`, but each rank holds some of the experts whole."""
-        return cls(group, group, group, group, Group(), group)
+        return replace(cls.of(group), experts=group, expert_ffn=Group())
+
+    def in_stages(self, world: Group, stages: Group) -> "Groups":
+        """These groups of one stage among several; all ranks share the vocabulary."""
+        return replace(self, world=world, vocabulary=world, stages=stages)
 
 
 ALONE = Groups.of(Group())
@@ -119,19 +125,35 @@ def open_groups(
     recorder: Recorder | None = None,
     is_crowded: bool = False,
     are_experts_apart: bool = False,
+    stages: int = 1,
 ) -> Groups:
     """Meet the other ranks at `address`; returns when all have come.
 
     Args:
+        rank: stage · size + place within the stage.
+        size: ranks of one stage.
         address: tcp://host:port or file:///path, the same on every rank; "" for one rank.
         libraries: names of collective libraries, best first (`Traits.collectives`).
         timeout_s: a rank that waits longer than this for another one raises.
         recorder: of the ops beside which the collectives run (`Ops.recorder`).
         is_crowded: the ranks of this machine have more threads than cores.
         are_experts_apart: each rank holds some experts whole, instead of a cut of each.
+        stages: parts that the layers are divided into.
     """
-    if size == 1:
+
+    def meet(name: str, place: int, of: int) -> Group:
+        if of == 1:
+            return Group()
+        meeting = Meeting(place, of, address, timeout_s, recorder, is_crowded, name)
+        return Group(place, of, open_collectives(meeting, libraries))
+
+    if size * stages == 1:
         return ALONE
-    meeting = Meeting(rank, size, address, timeout_s, recorder, is_crowded)
-    group = Group(rank, size, open_collectives(meeting, libraries))
-    return Groups.with_experts_apart(group) if are_experts_apart else Groups.of(group)
+    stage, place = divmod(rank, size)
+    world = meet("", rank, size * stages)
+    mine = meet(f".stage{stage}", place, size) if stages > 1 else world
+    groups = Groups.with_experts_apart(mine) if are_experts_apart else Groups.of(mine)
+    if stages == 1:
+        return groups
+    line = meet(f".line{place}", stage, stages) if size > 1 else world
+    return groups.in_stages(world, line)

@@ -45,7 +45,7 @@ async def show_loads(exchange: Exchange, state: ServerState) -> None:
             "timestamp": datetime.now(UTC).isoformat(),
             "version": state.version,
             "accelerator": state.config.device.name,
-            "num_accelerators": state.config.parallel.tp * state.config.parallel.dp,
+            "num_accelerators": state.config.parallel.world * state.config.parallel.dp,
             "loads": loads,
         }
     )

@@ -1,39 +1,19 @@
 """What runs before the server says that it is ready: a trial request, and what --warmups names.
 
-A warm-up asks the engine for something that costs more the first time. Others come from installed
-packages (entry points of the group `banyan.warmups`).
+A warm-up asks the engine for something that costs more the first time.
 """
-
-from collections.abc import Awaitable, Callable
 
 from banyan.base.ids import RequestId
 from banyan.base.log import logger
-from banyan.base.table import Table
 from banyan.config.schema import Config
 from banyan.frontend.generation import TextRequest, collect
 from banyan.messages.constraint import REGEX, Constraint
 from banyan.messages.sampling import SamplingParams
 from banyan.server.health import generate_one
 from banyan.server.state import Service, fresh_id
+from banyan.server.warmups import WARMUPS, named_warmups
 
 log = logger(__name__)
-
-WarmUp = Callable[[Service, Config], Awaitable[None]]
-
-WARMUPS: Table[WarmUp] = Table(
-    "warm-up",
-    {
-        "chunk": "banyan.server.warmup:fill_a_step",
-        "constraint": "banyan.server.warmup:compile_a_constraint",
-    },
-    plugins="banyan.warmups",
-)
-
-
-def named_warmups(config: Config) -> list[str]:
-    """What --warmups names, in its order."""
-    names = [name.strip() for name in config.server.warmups.split(",")]
-    return [name for name in names if name]
 
 
 async def warm_up(service: Service, config: Config) -> None:

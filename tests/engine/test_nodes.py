@@ -10,7 +10,7 @@ from banyan.config.schema import ParallelConfig
 from banyan.engine.nodes import Hello, Nodes, check_secret, ranks_of, serve_node
 from tests.system.serving import free_port
 
-HELLO = Hello(node=1, nodes=3, tp=6, version="1", weights="w")
+HELLO = Hello(node=1, nodes=3, tp=6, pp=1, version="1", weights="w")
 
 
 def parallel(port: int, **more: object) -> ParallelConfig:
@@ -27,7 +27,7 @@ def test_each_node_has_as_many_ranks():
     [
         ({"version": "2"}, "it runs version 2, the leader 1"),
         ({"weights": "x"}, "another model or other weights"),
-        ({"tp": 3}, "--nnodes 3 --tp 3, the leader with --nnodes 3 --tp 6"),
+        ({"tp": 3}, "--nnodes 3 --tp 3 --pp 1, the leader with --nnodes 3 --tp 6 --pp 1"),
         ({"node": 3}, r"--node-rank 3 is not in 1 … 2"),
         ({"node": 0}, r"--node-rank 0 is not in 1 … 2"),
     ],

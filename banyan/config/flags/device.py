@@ -36,6 +36,16 @@ FLAGS = (
         proof="tests/system/test_ranks.py::test_two_ranks_give_the_tokens_of_one",
     ),
     Flag(
+        "pipeline-parallel-size",
+        "parallel.pp",
+        "stages that the layers are divided into, each of --tensor-parallel-size ranks",
+        kind=INT,
+        aliases=("pp-size", "pp"),
+        low=1,
+        high=1024,
+        proof="tests/system/test_stages.py::test_stages_hold_layers_that_one_rank_could_not_share",
+    ),
+    Flag(
         "expert-parallel-size",
         "parallel.ep",
         "ranks among which whole experts are shared out: 1 (each has a cut of every expert), or as "

@@ -99,6 +99,8 @@ class Filling:
             for slot, declared in layer.slots().items()
         }
         self.declared = dict(self.open)
+        whole = range(model.card.num_layers)
+        self.stage = model.stage if isinstance(model, DecoderLM) else whole
         self.waiting: dict[tuple[str, str], dict[str, StoredWeight]] = {}
         self.unknown: list[str] = []
 
@@ -148,6 +150,10 @@ class Filling:
 
     def _is_elsewhere(self, place: Place) -> bool:
         """Whether other ranks take it."""
+        first, _, rest = place.module.partition(".")
+        layer = rest.partition(".")[0]
+        if first == "layers" and int(layer) not in self.stage:
+            return int(layer) < self.model.card.num_layers
         slot = self.declared.get((place.module, place.slot))
         return slot is not None and all(part in slot.elsewhere for part in place.parts)
 
