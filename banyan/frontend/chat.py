@@ -187,7 +187,9 @@ class ChatTemplate:
         as_text = self._tried([user, _call(given, content)])
         as_object = self._tried([user, _call(wanted, content)])
         self.takes_argument_objects = given not in as_text and "ARGUMENT" in as_object
-        system = {"role": "system", "content": "S"}
+        self.takes_calls = "PROBE_CALL" in as_text or "PROBE_CALL" in as_object
+        system = {"role": "system", "content": "SYSTEM"}
+        self.takes_system = "SYSTEM" in self._tried([system, user])
         shown = (self._tried(m, [_PROBE_TOOL]) for m in ([user], [system, user]))
         late = {"role": "system", "content": "LATE"}
         self.takes_late_system = "LATE" in self._tried([system, user, late])
@@ -299,7 +301,7 @@ def _part_texts(parts: Sequence[object]) -> list[str]:
 
 
 def _call(arguments: object, content: str | None) -> Message:
-    function = {"name": "f", "arguments": arguments}
+    function = {"name": "PROBE_CALL", "arguments": arguments}
     call = {"id": "call_0", "type": "function", "function": function}
     return {"role": "assistant", "content": content, "tool_calls": [call]}
 

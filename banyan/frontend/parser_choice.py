@@ -13,6 +13,8 @@ from banyan.frontend.tools import TOOL_PARSERS
 from banyan.frontend.tools.base import ToolFormat
 
 NONE = "none"
+AS_TEXT = "hermes"
+"""Format of calls where the tools are shown as text."""
 
 _TOOLS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("deepseekv32", ("｜DSML｜",)),
@@ -57,16 +59,22 @@ class Parsers:
     thinks_unasked: bool = False
 
 
-def choose_parsers(tool_flag: str, reasoning_flag: str, template: str) -> Parsers:
+def choose_parsers(
+    tool_flag: str, reasoning_flag: str, template: str, takes_tools: bool = True
+) -> Parsers:
     """The parsers for a chat template.
 
     Args:
         tool_flag, reasoning_flag: names that the user gave; "" or "auto" = by the template.
+        takes_tools: the template shows tools; otherwise they are shown as text, and called as in
+            the most common format.
 
     Raises:
         ConfigError: there is no parser of that name.
     """
     tool = _named(tool_flag) or tool_parser_for(template)
+    if tool == NONE and not _named(tool_flag) and not takes_tools:
+        tool = AS_TEXT
     reasoning = _named(reasoning_flag) or reasoning_parser_for(template)
     return Parsers(
         tool,

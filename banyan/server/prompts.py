@@ -11,6 +11,7 @@ from banyan.base.errors import RequestError
 from banyan.frontend.chat import RESERVED
 from banyan.frontend.constraint import check_depth
 from banyan.frontend.long_texts import encode_texts, fitted_text
+from banyan.frontend.tools.as_text import calls_as_text, tools_as_text
 from banyan.server.errors import Json
 from banyan.server.state import Service
 
@@ -56,10 +57,15 @@ def chat_ids(service: Service, chat: Conversation) -> list[int]:
             "continue_final_message needs a last message of the assistant",
             param="continue_final_message",
         )
-    tokenizer = service.chat.tokenizer
+    tokenizer, template, tools = service.chat.tokenizer, service.chat.template, chat.tools
+    tag = service.tool_tag
+    if tag and not template.takes_calls:
+        messages = calls_as_text(messages, tag)
+    if tag and tools:
+        messages, tools = tools_as_text(messages, tools, tag, template.takes_system), None
     return service.chat.encode(
         messages,
-        chat.tools,
+        tools,
         add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
         continue_final_message=chat.continue_final_message,
         variables=chat.options,

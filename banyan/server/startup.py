@@ -97,7 +97,8 @@ def _load_words(config: Config) -> _Words:
     if source is not None or tokenizer.chat_template is not None:
         chat = load_chat(tokenizer, source)
     text = chat.template.source if chat else ""
-    parsers = choose_parsers(server.tool_parser, server.reasoning_parser, text)
+    takes_tools = chat is None or chat.template.takes_tools
+    parsers = choose_parsers(server.tool_parser, server.reasoning_parser, text, takes_tools)
     give_back()  # reading a vocabulary takes several times what it keeps
     return _Words(tokenizer, chat, parsers, fill_in_form(server.completion_template))
 
@@ -149,6 +150,8 @@ def report(state: ServerState, service: Service, address: str) -> None:
             lines += [f"{name}:", *_table(value)]
     parsers = service.parsers
     lines.append(f"parsers: tool calls = {parsers.tool_name}, reasoning = {parsers.reasoning_name}")
+    if service.tool_tag is not None:
+        lines.append("tools: shown as text, because the chat template has no place for them")
     for line in lines:
         log.info("%s", line)
     observe = state.config.observe

@@ -25,6 +25,7 @@ from banyan.frontend.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_se
 from banyan.frontend.sessions import Sessions
 from banyan.frontend.templates import FillIn
 from banyan.frontend.tokenizer import Tokenizer
+from banyan.frontend.tools.as_text import Tag
 from banyan.messages.events import Ready
 from banyan.server.errors import unavailable
 from banyan.server.probe import SharedProbe
@@ -55,6 +56,14 @@ class Service:
     chat_defaults: Mapping[str, object] = field(default_factory=dict)
     """The same for chat, where the model may recommend some; max_new_tokens null = what fits."""
     draw_seed: DrawSeed = fresh_seed
+
+    @property
+    def tool_tag(self) -> Tag | None:
+        """How calls are written where tools are shown as text, because the chat template has no
+        place for them; None = it has, or no parser would find the calls."""
+        if self.chat is None or self.chat.template.takes_tools or self.parsers.tools is None:
+            return None
+        return self.parsers.tools.tag
 
     def words(self) -> Tokenizer:
         """The tokenizer, or RequestError 400 when the server runs without one."""

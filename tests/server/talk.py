@@ -42,11 +42,9 @@ def service_with(
     site: Site, template: str = TEMPLATE, tools: str = "", reasoning: str = ""
 ) -> Service:
     """The site's service as for a model with this chat template."""
-    return replace(
-        site.service,
-        chat=load_chat(site.tokenizer, template),
-        parsers=choose_parsers(tools, reasoning, template),
-    )
+    chat = load_chat(site.tokenizer, template)
+    parsers = choose_parsers(tools, reasoning, template, chat.template.takes_tools)
+    return replace(site.service, chat=chat, parsers=parsers)
 
 
 def says(site: Site, text: str, finish: Finish | None = None, pieces: int = 3) -> None:

@@ -235,7 +235,8 @@ def test_every_block_of_a_conversation_reaches_the_template(model: Site) -> None
 def test_the_name_and_the_thinking_reach_templates_that_read_them(site: Site) -> None:
     template = (
         "{% for m in messages %}{{ m.reasoning_content }}|{{ m.name }}|{{ m.tool_call_id }}"
-        "|{{ m.content }};{% endfor %}"
+        "|{{ m.content }}{% for c in m.tool_calls or [] %}>{{ c.function.name }}{% endfor %};"
+        "{% endfor %}"
     )
     site.state.service = service_with(site, template)
     turns = [
@@ -246,7 +247,7 @@ def test_the_name_and_the_thinking_reach_templates_that_read_them(site: Site) ->
         ]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]},
     ]  # fmt: skip
-    assert prompt_of(site, messages=turns) == "|||Hi;T|||;|search|c1|;"
+    assert prompt_of(site, messages=turns) == "|||Hi;T|||>search;|search|c1|;"
 
 
 def test_hidden_thinking_comes_back_in_its_signature(site: Site) -> None:

@@ -42,7 +42,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 def use_of(name: str, **fields: object) -> ToolUse:
     request = ChatRequest(messages=[], tools=TOOLS, **fields)
-    return tool_use(request, Parsers(name, TOOL_PARSERS.load(name)), True, lambda *_: None)
+    return tool_use(request, Parsers(name, TOOL_PARSERS.load(name)), True, False, lambda *_: None)
 
 
 def read(use: ToolUse, text: str) -> tuple[list[tuple[str, object]], str]:
@@ -100,6 +100,6 @@ def test_free_answers_need_no_grammar() -> None:
     plain = [{"type": "function", "function": {"name": "f"}}]
     request = ChatRequest(messages=[], tools=plain)
     parsers = Parsers("hermes", TOOL_PARSERS.load("hermes"))
-    assert tool_use(request, parsers, True, lambda *_: None).grammar([]) == ""
+    assert tool_use(request, parsers, True, False, lambda *_: None).grammar([]) == ""
     assert use_of("hermes").grammar([]).startswith("structural_tag:")
     assert use_of("hermes", tool_choice="none").grammar([]) == ""

@@ -114,11 +114,11 @@ def _facts(service: Service, name: str) -> Json:
 def _capabilities(service: Service) -> list[str]:
     if service.limits.is_embedding:
         return ["embedding"]
-    template = service.chat.template if service.chat else None
-    has_tools = service.parsers.tools is not None and template is not None and template.takes_tools
+    shows_tools = service.chat is not None and service.chat.template.takes_tools
+    has_tools = service.parsers.tools is not None and shows_tools
     found = {
         "completion": True,
-        "tools": has_tools,
+        "tools": has_tools or service.tool_tag is not None,
         "thinking": service.parsers.reasoning is not None,
         "insert": service.fill_in is not None,
     }

@@ -88,7 +88,8 @@ def plan_chat(
 def chat_prompt(service: Service, request: ChatRequest, warn: Report) -> tuple[list[int], ToolUse]:
     """The prompt's token ids, and the tools that it shows."""
     template = service.chat.template if service.chat else None
-    use = tool_use(request, service.parsers, bool(template and template.takes_tools), warn)
+    shown = bool(template and template.takes_tools)
+    use = tool_use(request, service.parsers, shown, service.tool_tag is not None, warn)
     return _prompt(service, request, use, _options(request, template, warn)), use
 
 

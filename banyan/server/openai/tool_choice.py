@@ -35,12 +35,17 @@ class ToolUse:
     format: ToolFormat | None = None
     is_forced: bool = False
     max_calls: int = _ANY
+    holds_form: bool = False
+    """A call that begins is a call of one of the tools with an object."""
 
     @property
     def is_strict(self) -> bool:
-        """Whether a grammar is needed: calls are forced, or a tool asks for exact arguments."""
-        return self.is_forced or any(
-            _is_strict(self.offered.definitions[n]) for n in self.callable_
+        """Whether a grammar is needed: calls are forced or held to their form, or a tool asks for
+        exact arguments."""
+        return (
+            self.is_forced
+            or self.holds_form
+            or any(_is_strict(self.offered.definitions[n]) for n in self.callable_)
         )
 
     def grammar(self, thinking_end: Sequence[int]) -> str:
@@ -83,12 +88,18 @@ class ToolUse:
 
 
 def tool_use(
-    request: ChatRequest, parsers: Parsers, takes_tools: bool, warn: Callable[[str, str], None]
+    request: ChatRequest,
+    parsers: Parsers,
+    takes_tools: bool,
+    shows_as_text: bool,
+    warn: Callable[[str, str], None],
 ) -> ToolUse:
     """What a request wants of its tools.
 
     Args:
         takes_tools: the chat template shows tools to the model.
+        shows_as_text: it does not, and they are shown as text; a call that the model begins is
+            then held to its form, which it may not have learnt.
         warn: reports (field, why it is not honoured).
 
     Raises:
@@ -100,7 +111,7 @@ def tool_use(
     forced = _forced(choice, tools)
     if not tools or choice == "none":
         return ToolUse()
-    if not takes_tools:
+    if not takes_tools and not shows_as_text:
         warn("tools", "this model's chat template does not show tools to the model")
     format = parsers.tools
     if forced and (format is None or format.tag is None):
@@ -114,6 +125,7 @@ def tool_use(
         format=format,
         is_forced=bool(forced),
         max_calls=1 if single else _ANY,
+        holds_form=shows_as_text,
     )
 
 
