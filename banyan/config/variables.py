@@ -24,13 +24,13 @@ class Refusal:
 
 _NO_ASCEND = "it tunes Ascend devices, and there are none"
 _NO_TRANSFER = "one server both reads prompts and writes answers"
-_NO_EXPERTS = "no model here is a mixture of experts"
+_NO_EXPERTS = "tokens are not sent to the ranks of their experts"
 _NO_POLLING = "a request is told when its grammar is compiled; --grammar-timeout bounds the wait"
 _NO_TIERS = "the cache has one tier, in memory"
 _NO_DRAFTS = "tokens are not drafted"
 
 IDLE = {
-    "GLOO_SOCKET_IFNAME": "the ranks of a replica are on one machine and use no other network",
+    "GLOO_SOCKET_IFNAME": "a rank listens at the address from which it reaches the others",
     "PYTORCH_NPU_ALLOC_CONF": _NO_ASCEND,
     "STREAMS_PER_DEVICE": _NO_ASCEND,
     "HCCL_BUFFSIZE": _NO_ASCEND,
@@ -51,8 +51,8 @@ IDLE = {
     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": _NO_DRAFTS,
     "SGLANG_ENABLE_SPEC_V2": _NO_DRAFTS,
     "SGLANG_SIMULATE_ACC_LEN": _NO_DRAFTS,
-    "SGLANG_ENABLE_FLASHINFER_FP8_GEMM": "no model here has fp8 weights",
-    "SGLANG_SUPPORT_CUTLASS_BLOCK_FP8": "no model here has fp8 weights",
+    "SGLANG_ENABLE_FLASHINFER_FP8_GEMM": "fp8 weights become bf16 when they are read",
+    "SGLANG_SUPPORT_CUTLASS_BLOCK_FP8": "fp8 weights become bf16 when they are read",
     "VLLM_TARGET_DEVICE": "no part of vLLM is used",
     "SGLANG_TEST_RETRACT": "tests make the cache small instead",
     "SGLANG_FORCE_STREAM_INTERVAL": "answers are decoded as their tokens come",
@@ -77,6 +77,9 @@ IDLE = {
     "PROMETHEUS_MULTIPROC_DIR": "there are no Prometheus metrics",
 }
 """Name -> why nothing depends on it."""
+
+QUIET = ("TORCHINDUCTOR_CACHE_DIR",)
+"""Libraries set these by themselves: nobody has asked for anything."""
 
 REFUSED = {
     "SGLANG_REQ_WAITING_TIMEOUT": Refusal(
@@ -231,7 +234,7 @@ def notes_on(given: Mapping[str, str]) -> tuple[str, ...]:
     """One line for each variable that is set and has no effect."""
     found: list[str] = []
     for name in sorted(given):
-        if name in IDLE:
+        if name in IDLE and name not in QUIET:
             found.append(f"{name} is set without an effect: {IDLE[name]}")
         elif name in REFUSED and _asks_for_nothing(name, given[name]):
             found.append(f"{name} is set to what is so already")
