@@ -108,9 +108,11 @@ def start_engine_thread(
     def serve() -> None:
         try:
             run_engine(config, card, link, started)
-        except Exception as error:
-            log.error("the engine thread failed: %s", error)
+        except BanyanError as error:
             on_death(str(error))
+        except Exception as error:
+            log.exception("the engine thread failed")
+            on_death(f"{type(error).__name__}: {error}")
 
     thread = threading.Thread(target=serve, name="engine", daemon=True)
     thread.start()
@@ -158,8 +160,8 @@ def _serve_engine(orders: Orders) -> None:
     try:
         run_engine(orders.config, orders.card, link, started, orders.secret)
     except BanyanError as error:
-        link.send([Fatal(str(error), error.exit_code)])
-        raise
+        link.send([Fatal(str(error), error.exit_code)])  # the front tells it
+        raise SystemExit(error.exit_code) from None
     finally:
         link.close()
 

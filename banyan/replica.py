@@ -32,6 +32,7 @@ from banyan.engine.profiler import Profiler
 from banyan.engine.ranks import LocalRanks
 from banyan.engine.spec import core_spec
 from banyan.engine.step_log import StepLog
+from banyan.formats.shards import size_of_weights
 from banyan.frontend.tokenizer import load_tokenizer
 from banyan.grammar.base import stand_ins
 from banyan.grammar.compiler import GrammarCompiler
@@ -265,7 +266,9 @@ def run_engine(
         started(loop)
         phases.done("scheduler")
         steps = runner.how
-        loop.run(_ready(memory, phases, kernels, steps, settings))
+        has_files = config.model.load_format != "dummy"
+        weight_bytes = size_of_weights(card.path) if has_files else 0
+        loop.run(_ready(memory, weight_bytes, phases, kernels, steps, settings))
 
 
 def open_meter(config: Config, card: ModelCard) -> OpMeter:
@@ -453,7 +456,7 @@ def _plan_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:
         config.schedule,
         context_length=config.model.context_length or card.context_length,
         groups=groups,
-        weight_bytes=found.ours_bytes,
+        process_bytes=found.ours_bytes,
         total_bytes=found.total_bytes // sharers,
         free_bytes=found.free_bytes // sharers,
     )
@@ -477,6 +480,7 @@ def _runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Run
 
 def _ready(
     memory: MemoryPlan,
+    weight_bytes: int,
     phases: Phases,
     kernels: str,
     steps: str,
@@ -484,7 +488,7 @@ def _ready(
 ) -> Ready:
     facts = {
         "phases": phases.seconds,
-        "memory": asdict(memory),
+        "memory": {"weight_bytes": weight_bytes, **asdict(memory)},
         "kernels": kernels,
         "steps": steps,
         "settings": settings,

@@ -61,7 +61,7 @@ def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
     if defaults.shapes:
         is_open["device.shapes"] = _shapes(config, defaults)
     for name, value in is_open.items():
-        log.info("set %s=%s because that suits %s", name.split(".")[1], value, defaults.device)
+        log.debug("set %s=%s because that suits %s", name.split(".")[1], value, defaults.device)
     origins = dict.fromkeys(is_open, f"device {defaults.device}")
     return with_settings(config, is_open), origins
 

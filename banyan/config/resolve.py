@@ -3,6 +3,7 @@
 After this a Config does not change.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -209,10 +210,12 @@ def bound_the_prompts(config: Config, card: ModelCard, environment: Environment)
     """After the context is known: a prompt that is not cut must fit into one step."""
     schedule, context = config.schedule, config.model.context_length
     if schedule.chunk_tokens > schedule.prefill_tokens:
-        _log("chunked-prefill-size", schedule.prefill_tokens, "--max-prefill-tokens is less")
+        asked = schedule.prefill_tokens
+        _log("chunked-prefill-size", asked, "--max-prefill-tokens is less", logging.INFO)
         return replace(config, schedule=replace(schedule, chunk_tokens=schedule.prefill_tokens))
     if schedule.chunk_tokens == -1 and schedule.prefill_tokens < context:
-        _log("max-prefill-tokens", context, "prompts are not cut, and may be as long")
+        why = "prompts are not cut, and may be as long"
+        _log("max-prefill-tokens", context, why, logging.INFO)
         return replace(config, schedule=replace(schedule, prefill_tokens=context))
     return config
 
@@ -385,5 +388,5 @@ RULES = (
 )
 
 
-def _log(name: str, value: object, why: str) -> None:
-    log.info("set %s=%s because %s", name, value, why)
+def _log(name: str, value: object, why: str, level: int = logging.DEBUG) -> None:
+    log.log(level, "set %s=%s because %s", name, value, why)

@@ -41,6 +41,12 @@ def weight_files(folder: str) -> list[Path]:
     return found
 
 
+def size_of_weights(path: str) -> int:
+    """Bytes of the weights of a file or folder, as they lie on the disk."""
+    files = [Path(path)] if os.path.isfile(path) else weight_files(path)
+    return sum(file.stat().st_size for file in files)
+
+
 def read_ahead(path: str) -> None:
     """Ask the system to read the weights of a file or folder from the disk while nobody waits for
     them yet. Takes a moment per GiB; what is wrong with them, their reader will say."""

@@ -43,7 +43,8 @@ class MemoryPlan:
         max_request_tokens: longest prompt + output of one request.
     """
 
-    weight_bytes: int
+    process_bytes: int
+    """What the process held before: its libraries, and the weights that are its own."""
     cache_bytes: int
     free_bytes: int
     """Free before the cache was laid out."""
@@ -59,7 +60,7 @@ def plan_memory(
     *,
     context_length: int,
     groups: Sequence[GroupBytes],
-    weight_bytes: int,
+    process_bytes: int,
     total_bytes: int,
     free_bytes: int,
 ) -> MemoryPlan:
@@ -67,9 +68,10 @@ def plan_memory(
 
     Args:
         context_length: longest request the model or the user allows, in tokens.
-        total_bytes, free_bytes: memory of the device, with the weights loaded.
+        process_bytes, total_bytes, free_bytes: memory of this process and of the device, with the
+            weights loaded.
     """
-    budget = _budget(cache, weight_bytes, total_bytes, free_bytes)
+    budget = _budget(cache, process_bytes, total_bytes, free_bytes)
     size = cache.page_size
     if cache.keeps_windows:
         groups = [GroupBytes(FULL, group.page_bytes) for group in groups]
@@ -86,6 +88,12 @@ def plan_memory(
     pages = bisect_right(range(most + 1), budget, key=cost) - 1
     if cache.max_total_tokens:
         pages = most
+        if pages < FEW_PAGES:
+            raise CapacityError(
+                f"--max-total-tokens {cache.max_total_tokens}: the KV cache needs at least "
+                f"{FEW_PAGES} pages of {size} tokens",
+                hint=f"Give {FEW_PAGES * size} or more, or a smaller --page-size.",
+            )
         if cost(pages) > free_bytes:
             raise CapacityError(
                 f"{cache.max_total_tokens} cache tokens need {cost(pages) // MIB} MiB, "
@@ -96,14 +104,14 @@ def plan_memory(
         raise CapacityError(
             f"the KV cache needs at least {FEW_PAGES} pages of {size} tokens "
             f"({cost(FEW_PAGES) / MIB:.1f} MiB); {max(0, budget) / MIB:.1f} MiB are left",
-            hint="Free memory, or raise --mem-fraction-static or --max-total-tokens.",
+            hint="Free memory, or raise --mem-fraction-static.",
         )
     laid_out = tuple(
         CacheGroup(group.kind, size, share(pages) + 1, group.window)
         for group, share in zip(groups, shares, strict=True)
     )
     return MemoryPlan(
-        weight_bytes=weight_bytes,
+        process_bytes=process_bytes,
         cache_bytes=cost(pages) + sum(group.page_bytes for group in groups),
         free_bytes=free_bytes,
         groups=laid_out,
@@ -138,9 +146,9 @@ def _share_of(
     return lambda pages: min(pages, running * alone + pages // SPARE_WINDOWS)
 
 
-def _budget(cache: CacheConfig, weight_bytes: int, total_bytes: int, free_bytes: int) -> int:
+def _budget(cache: CacheConfig, process_bytes: int, total_bytes: int, free_bytes: int) -> int:
     if not cache.memory_fraction:
         return int(free_bytes * cache.free_share)
     if not 0 < cache.memory_fraction < 1:
         raise ConfigError(f"--mem-fraction-static must be in (0, 1), got {cache.memory_fraction}")
-    return min(int(total_bytes * cache.memory_fraction) - weight_bytes, free_bytes)
+    return min(int(total_bytes * cache.memory_fraction) - process_bytes, free_bytes)

@@ -317,6 +317,7 @@ class Server:
     async def _watch_engines(self, fleet: Fleet) -> None:
         self.state.dead = await fleet.lost()
         assert self._ending is not None
-        log.error("engine died: %s", self.state.dead)
+        if self.state.service is not None:  # else the start fails with these words
+            log.error("engine died: %s", self.state.dead)
         if not self._ending.done():
             self._ending.set_result(Ending.DEAD)

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from banyan.base.heap import give_back
 from banyan.base.log import logger
@@ -15,7 +16,7 @@ from banyan.config.disposal import dispose
 from banyan.config.schema import DEMO, DEMO_LINE, Config
 from banyan.frontend.chat import Chat, load_chat
 from banyan.frontend.client import Engines
-from banyan.frontend.parser_choice import Parsers, choose_parsers
+from banyan.frontend.parser_choice import NONE, Parsers, choose_parsers
 from banyan.frontend.request_log import WITH_BEGINNINGS
 from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
 from banyan.frontend.templates import FillIn, fill_in_form, template_source
@@ -27,6 +28,8 @@ from banyan.server.state import ServerState, Service
 from banyan.server.warmup import warm_up
 
 log = logger(__name__)
+
+MIB, GIB = 1 << 20, 1 << 30
 
 READY_LINE = "The server is fired up and ready to roll!"
 """Scripts wait for this line."""
@@ -141,18 +144,12 @@ def process_age_s() -> float:
 
 
 def report(state: ServerState, service: Service, address: str) -> None:
-    """Print the start-up waterfall, the engine's facts, and how to call the server."""
-    facts: Mapping[str, object] = json.loads(service.ready.facts)
-    lines = [f"start-up took {process_age_s():.2f} s:"]
-    lines += [f"  {seconds:8.2f} s  {name}" for name, seconds in state.phases.items()]
-    for name, value in facts.items():
-        if name != "phases":
-            lines += [f"{name}:", *_table(value)]
-    parsers = service.parsers
-    lines.append(f"parsers: tool calls = {parsers.tool_name}, reasoning = {parsers.reasoning_name}")
-    if service.tool_tag is not None:
-        lines.append("tools: shown as text, because the chat template has no place for them")
-    for line in lines:
+    """Say what was started and how to call it; at debug level also where the time went, and all
+    that the engine found out, which /server_info has too."""
+    facts: dict[str, Any] = json.loads(service.ready.facts)
+    for line in _details(state, service, facts):
+        log.debug("%s", line)
+    for line in _summary(state.config, service, facts):
         log.info("%s", line)
     observe = state.config.observe
     if observe.log_requests and observe.log_detail >= WITH_BEGINNINGS:
@@ -161,10 +158,42 @@ def report(state: ServerState, service: Service, address: str) -> None:
         )
     if state.config.model.source == DEMO:
         log.info("%s", DEMO_LINE)
+    log.info("start-up took %.2f s", process_age_s())
     log.info("%s", READY_LINE)
     log.info("listening on %s", address)
     body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
     log.info("try: %s", curl(address, body, bool(state.config.server.api_key)))
+
+
+def _summary(config: Config, service: Service, facts: Mapping[str, Any]) -> list[str]:
+    """The model, and the room for requests."""
+    memory, ready = facts.get("memory", {}), service.ready
+    weights = f"{memory.get('weight_bytes', 0) / MIB:,.1f} MiB of weights"
+    cache = f"{config.parallel.dp * memory.get('cache_bytes', 0) / GIB:,.1f} GiB"
+    where = f"{config.model.activation_dtype} on {config.device.name}"
+    parsers, found = service.parsers, []
+    if parsers.tool_name != NONE:
+        found.append(f"tool calls as {parsers.tool_name}")
+    if parsers.reasoning_name != NONE:
+        found.append(f"reasoning as {parsers.reasoning_name}")
+    if service.tool_tag is not None:
+        found.append("tools shown as text, because the chat template has no place for them")
+    return [
+        f"model {config.model.served_name}: {weights}, {where}, steps {facts.get('steps', '')}, "
+        + ", ".join([f"context of {service.limits.context_length:,} tokens", *found]),
+        f"KV cache: {ready.max_total_tokens:,} tokens in {cache}, at most {ready.max_running} "
+        "requests at once",
+    ]
+
+
+def _details(state: ServerState, service: Service, facts: Mapping[str, object]) -> list[str]:
+    lines = [f"{seconds:8.2f} s  {name}" for name, seconds in state.phases.items()]
+    for name, value in facts.items():
+        if name != "phases":
+            lines += [f"{name}:", *_table(value)]
+    parsers = service.parsers
+    lines.append(f"parsers: tool calls = {parsers.tool_name}, reasoning = {parsers.reasoning_name}")
+    return lines
 
 
 def _table(value: object) -> list[str]:

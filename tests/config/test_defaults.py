@@ -38,7 +38,7 @@ def test_each_choice_is_logged_with_its_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("banyan"), "propagate", True)
-    with caplog.at_level(logging.INFO, "banyan"):
+    with caplog.at_level(logging.DEBUG, "banyan"):
         settle(Config(), DEVICE)
     assert "set page_size=32 because that suits abacus" in caplog.text
 

@@ -58,7 +58,7 @@ def test_resolving_twice_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_each_decision_is_logged_with_its_reason(heard: pytest.LogCaptureFixture) -> None:
-    with heard.at_level(logging.INFO, "banyan"):
+    with heard.at_level(logging.DEBUG, "banyan"):
         resolve(Config(), CARD, NOTHING)
     assert "set context-length=2048 because the model was trained for it" in heard.text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from banyan.formats import shards
-from banyan.formats.shards import read_ahead
+from banyan.formats.shards import read_ahead, size_of_weights
 
 
 @pytest.fixture
@@ -41,6 +41,14 @@ def test_shards_are_asked_for_in_order_up_to_the_bound(
     monkeypatch.setattr(shards, "_AHEAD_BYTES", 150)
     read_ahead(str(tmp_path))
     assert asked == {"b.safetensors": 100, "a.safetensors": 50}
+
+
+def test_weights_are_as_large_as_their_files(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(bytes(95))
+    assert size_of_weights(str(tmp_path / "model.gguf")) == 95
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").write_bytes(bytes(100))
+    assert size_of_weights(str(tmp_path)) == 200
 
 
 def test_what_is_not_there_is_left_to_the_reader(tmp_path: Path) -> None:

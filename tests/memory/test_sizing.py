@@ -32,7 +32,7 @@ def plan(
         ScheduleConfig(max_running=running, running_cap=128, chunk_tokens=chunk),
         context_length=context,
         groups=groups,
-        weight_bytes=0,
+        process_bytes=0,
         total_bytes=16 * GIB,
         free_bytes=free,
     )
@@ -72,7 +72,7 @@ def windows_of(*flags: str, tokens: int = 100_000) -> float:
         settled("--max-running-requests", "2").schedule,
         context_length=32768,
         groups=(FULL_LAYERS, WINDOW_LAYERS),
-        weight_bytes=0,
+        process_bytes=0,
         total_bytes=16 * GIB,
         free_bytes=8 * GIB,
     )
@@ -105,7 +105,7 @@ def test_a_micro_batch_bounds_what_runs_at_once():
             settled(*flags).schedule,
             context_length=32768,
             groups=(FULL_LAYERS,),
-            weight_bytes=0,
+            process_bytes=0,
             total_bytes=16 * GIB,
             free_bytes=8 * GIB,
         ).max_running
@@ -123,7 +123,7 @@ def test_window_layers_keep_every_position_when_told_so():
             settled().schedule,
             context_length=32768,
             groups=(FULL_LAYERS, WINDOW_LAYERS),
-            weight_bytes=0,
+            process_bytes=0,
             total_bytes=16 * GIB,
             free_bytes=8 * GIB,
         ).groups[1]
@@ -140,7 +140,7 @@ def test_a_share_of_memory_decides_what_weights_and_cache_may_take():
             settled().schedule,
             context_length=32768,
             groups=(FULL_LAYERS,),
-            weight_bytes=GIB,
+            process_bytes=GIB,
             total_bytes=16 * GIB,
             free_bytes=8 * GIB,
         ).cache_bytes
@@ -157,3 +157,21 @@ def test_a_cache_of_fixed_size_that_does_not_fit_is_refused_with_numbers():
 def test_memory_for_less_than_two_pages_is_refused():
     with pytest.raises(CapacityError, match="at least 2 pages of 16 tokens"):
         plan(FULL_LAYERS, free=1 << 17)
+
+
+@pytest.mark.parametrize("tokens", ["1", "31"])
+def test_fewer_tokens_than_the_cache_must_hold_are_the_flag_s_fault_and_not_the_memory_s(tokens):
+    with pytest.raises(CapacityError) as refused:
+        plan_memory(
+            settled("--max-total-tokens", tokens).cache,
+            settled().schedule,
+            context_length=32768,
+            groups=(FULL_LAYERS,),
+            process_bytes=GIB,
+            total_bytes=16 * GIB,
+            free_bytes=8 * GIB,
+        )
+    assert str(refused.value) == (
+        f"--max-total-tokens {tokens}: the KV cache needs at least 2 pages of 16 tokens. "
+        "Give 32 or more, or a smaller --page-size."
+    )

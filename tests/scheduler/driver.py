@@ -30,7 +30,7 @@ def asked(*flags: str) -> CoreSpec:
         config.schedule,
         context_length=config.model.context_length,
         groups=(GroupBytes(FULL, 1 << 10),),
-        weight_bytes=0,
+        process_bytes=0,
         total_bytes=1 << 30,
         free_bytes=1 << 30,
     )

@@ -26,7 +26,7 @@ def spec_under(*flags, **variables):
         config.schedule,
         context_length=CARD.context_length,
         groups=(GroupBytes(FULL, 1 << 10),),
-        weight_bytes=0,
+        process_bytes=0,
         total_bytes=1 << 30,
         free_bytes=1 << 30,
     )
