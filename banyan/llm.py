@@ -37,7 +37,7 @@ from banyan.frontend.text_generator import open_generator
 from banyan.frontend.threads import use_threads
 from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
 from banyan.frontend.vectors import Origin, VectorService, prompts_of
-from banyan.messages.events import Ready
+from banyan.messages.events import Ready, Stats
 from banyan.messages.link import FrontLink, PrivateFolder, ZmqFrontLink, local_pair
 from banyan.prepare import prepare
 from banyan.scheduler.routing import ROUTES
@@ -240,6 +240,10 @@ class Engine:
             "internal_states": [{"stats": msgspec.structs.asdict(opened.client.stats)}],
             "facts": facts,
         }
+
+    def stats(self) -> Stats:
+        """The engine's latest counters, at most a second old."""
+        return self._live().client.stats
 
     def get_all_child_pids(self) -> list[int]:
         return [pid for handle in self._live().handles for pid in handle.pids()]

@@ -7,7 +7,7 @@ engine, so planning that overlaps with execution costs nothing here either.
 import statistics
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from banyan.base.errors import BanyanError
@@ -44,9 +44,16 @@ async def wait_ready(link: FrontLink) -> Ready:
 
 
 async def run_batch(
-    link: FrontLink, prompts: Sequence[Sequence[int]], output_len: int, name: str
+    link: FrontLink,
+    prompts: Sequence[Sequence[int]],
+    output_len: int,
+    name: str,
+    progress: Callable[[int, int], None] = lambda done, count: None,
 ) -> BatchTimes:
     """Send all prompts at once and follow their tokens; each answer has `output_len` of them.
+
+    Args:
+        progress: told how many tokens each sequence has, of how many.
 
     Raises:
         BanyanError: a sequence failed; the others are taken back.
@@ -78,6 +85,7 @@ async def run_batch(
         slowest = min(made.values())
         # Steps that arrive in one frame share the time since the last.
         times += [now] * (slowest - len(times))
+        progress(slowest, output_len)
     return BatchTimes(times[0] - began, _gaps(times))
 
 

@@ -85,11 +85,18 @@ class SelfWatch:
 
 @dataclass
 class Run(Generic[A]):
-    """What a run brought; outcomes stand in the order of the requests."""
+    """What a run brought; outcomes stand in the order of the requests.
+
+    Attributes:
+        over: the numbers of the requests that came to an end, with an outcome each.
+        is_cut: the run was cancelled before all of them were.
+    """
 
     outcomes: list[A | BanyanError]
     duration_s: float
     watch: SelfWatch
+    over: list[int]
+    is_cut: bool = False
 
 
 async def run_load(
@@ -99,7 +106,7 @@ async def run_load(
     max_concurrency: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Run[A]:
-    """Send requests 0 … count−1.
+    """Send requests 0 … count−1. A run that is cancelled keeps what is over by then, if anything.
 
     Args:
         send: one request; a BanyanError is that request's own failure.
@@ -127,6 +134,7 @@ async def run_load(
     gc.freeze()
     gc.disable()  # a pause of the collector would be taken for the server's
     ticking = asyncio.create_task(_tick(watch.loop_lag_s))
+    is_cut = False
     cpu_began, began = time.process_time(), time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:
@@ -139,15 +147,19 @@ async def run_load(
                 else:
                     watch.send_lag_s.append(time.perf_counter() - began - due_s[index])
                 group.create_task(one(index))
+    except asyncio.CancelledError:
+        is_cut = True
+        if all(outcome is None for outcome in outcomes):
+            raise
     finally:
         ticking.cancel()
         gc.enable()
         gc.unfreeze()
     duration_s = time.perf_counter() - began
     watch.cpu_share = (time.process_time() - cpu_began) / duration_s
-    finished = [outcome for outcome in outcomes if outcome is not None]
-    assert len(finished) == count
-    return Run(finished, duration_s, watch)
+    finished = {i: outcome for i, outcome in enumerate(outcomes) if outcome is not None}
+    assert is_cut or len(finished) == count
+    return Run(list(finished.values()), duration_s, watch, list(finished), is_cut)
 
 
 async def _tick(lag_s: list[float]) -> None:

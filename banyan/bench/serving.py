@@ -24,6 +24,9 @@ _WARM_OUTPUT_LEN = 32
 Progress = Callable[[int, int], None]
 """(requests that are over, of how many)."""
 
+Say = Callable[[str], None]
+"""Told what takes long."""
+
 
 @dataclass(frozen=True)
 class Report:
@@ -42,6 +45,10 @@ class Report:
     @property
     def answers(self) -> list[Answer]:
         return [o for o in self.run.outcomes if isinstance(o, Answer)]
+
+    @property
+    def is_cut(self) -> bool:
+        return self.run.is_cut
 
 
 def lexicon_of(options: DataOptions, tokenizer: Tokenizer | None) -> Lexicon:
@@ -62,8 +69,10 @@ async def run_serving(
     options: ServingOptions,
     tokenizer: Tokenizer | None,
     progress: Progress = lambda done, count: None,
+    say: Say = lambda text: None,
 ) -> Report:
-    """Run the whole benchmark against a server that is there or comes up in time.
+    """Run the whole benchmark against a server that is there or comes up in time. Cancelled while
+    requests run, it reports those that are over.
 
     Raises:
         ConfigError: options that cannot work together, or a data set that cannot be read.
@@ -77,7 +86,7 @@ async def run_serving(
     url = options.base_url or f"http://{options.host}:{port}"
     server = Server(url, _headers(options), keep_alive=not options.disable_keep_alive)
     try:
-        model = await _ready_model(server, options)
+        model = await _ready_model(server, options, say)
         wish = _wish(options, dialect, model)
         if not wish.send_ids and not prompts[0].text:
             raise ConfigError(
@@ -88,6 +97,7 @@ async def run_serving(
         described = await _described(server, dialect)
     finally:
         server.close()
+    prompts = [prompts[number] for number in run.over]
     keys = _settings(options, url, model)
     keys |= metrics.results(prompts, run.outcomes, run.duration_s, goals)
     keys |= {"server_info": described, "accept_length": _accept_length(described)}
@@ -213,9 +223,11 @@ def _wish(options: ServingOptions, dialect: Dialect, model: str) -> Wish:
     )
 
 
-async def _ready_model(server: Server, options: ServingOptions) -> str:
+async def _ready_model(server: Server, options: ServingOptions, say: Say) -> str:
     """Wait for the server; the model's name in requests."""
-    deadline = time.monotonic() + options.ready_check_timeout_sec
+    limit_s = options.ready_check_timeout_sec
+    deadline = time.monotonic() + limit_s
+    is_told = False
     named = options.served_model_name or options.model
     while True:
         try:
@@ -227,9 +239,12 @@ async def _ready_model(server: Server, options: ServingOptions) -> str:
             problem = str(error)
         if time.monotonic() >= deadline:
             raise BanyanError(
-                f"no server within {options.ready_check_timeout_sec:g} s: {problem}",
+                f"no server within {limit_s:g} s: {problem}",
                 hint="start it, or check --base-url, --host and --port",
             )
+        if not is_told:
+            say(f"waiting up to {limit_s:g} s for {server.url}: {problem}")
+        is_told = True
         await asyncio.sleep(_POLL_S)
 
 
@@ -316,6 +331,8 @@ def _details(prompts: list[Prompt], run: Run[Answer]) -> dict[str, object]:
 
 def _warnings(keys: dict[str, object], run: Run[Answer]) -> list[str]:
     found = run.watch.warnings()
+    if run.is_cut:
+        found.append(f"stopped after {len(run.over)} requests; the figures are theirs alone")
     if keys["failed"]:
         found.append(f"{keys['failed']} of {len(run.outcomes)} requests failed")
     if keys["completed"] and not keys["is_counted"]:

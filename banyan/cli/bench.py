@@ -2,9 +2,11 @@
 
 import asyncio
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
 from banyan.base.errors import ConfigError
 from banyan.base.table import Table
@@ -36,6 +38,8 @@ HELP = """banyan bench WHAT [flags]
 banyan bench WHAT --help shows the flags."""
 
 _BAR = 30
+_LINE_S = 10.0
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,10 +79,23 @@ def serving(argv: Sequence[str]) -> int:
         print(f"warning: {line}", file=sys.stderr)
     for line in report.error_lines(_counts(finished)):
         print(line, file=sys.stderr)
-    report.append_line(options.output_file or _default_file(options), finished.keys)
+    keep(options.output_file or _default_file(options), finished.keys)
     if options.plot:
         plot.draw(options.plot, finished.answers, f"{options.backend} {options.dataset_name}")
+    if finished.is_cut:
+        return INTERRUPTED
     return 0 if finished.answers else 1
+
+
+def keep(path: str, keys: Mapping[str, object]) -> None:
+    """Add a line to a results file, and say where that lies."""
+    report.append_line(path, keys)
+    say(f"the figures are the last line of {Path(path).resolve()}")
+
+
+def say(text: str) -> None:
+    """A line about the work, beside its figures."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def find_tokenizer(source: str) -> Tokenizer | None:
@@ -89,9 +106,11 @@ def find_tokenizer(source: str) -> Tokenizer | None:
 
 
 def progress_bar(what: str, is_wanted: bool = True) -> Callable[[int, int], None]:
-    """Draws on the terminal's error stream; nothing where that is not a terminal."""
-    if not (is_wanted and sys.stderr.isatty()):
+    """Draws on the terminal's error stream; where that is no terminal, a line now and then."""
+    if not is_wanted:
         return lambda done, count: None
+    if not sys.stderr.isatty():
+        return _progress_lines(what)
     shown = -1
 
     def draw(done: int, count: int) -> None:
@@ -107,18 +126,28 @@ def progress_bar(what: str, is_wanted: bool = True) -> Callable[[int, int], None
     return draw
 
 
+def _progress_lines(what: str) -> Callable[[int, int], None]:
+    told = time.monotonic()
+
+    def tell(done: int, count: int) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _LINE_S:
+            told = time.monotonic()
+            say(f"{what}: {done} of {count}")
+
+    return tell
+
+
 def _run(options: ServingOptions, tokenizer: Tokenizer | None) -> Report:
     import uvloop
 
     show = progress_bar("requests", not options.disable_tqdm)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run_serving(options, tokenizer, show))
+        return runner.run(run_serving(options, tokenizer, show, say))
 
 
 def _local(model: str) -> str:
     """A model name is a tokenizer source only where it needs no download."""
-    from pathlib import Path
-
     is_local = model == "demo" or model.startswith("pypi:") or Path(model).exists()
     return model if model and is_local else ""
 

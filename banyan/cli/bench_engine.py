@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine, Sequence
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.base.log import logger, start_logging, tell
@@ -13,9 +14,10 @@ from banyan.bench import batch as one_batch
 from banyan.bench import report
 from banyan.bench.datasets import load_prompts
 from banyan.bench.options import BatchOptions, ThroughputOptions, split_options
+from banyan.bench.prompts import Prompt
 from banyan.bench.serving import lexicon_of
 from banyan.bench.throughput import run_throughput
-from banyan.cli.bench import find_tokenizer
+from banyan.cli.bench import find_tokenizer, keep, progress_bar, say
 from banyan.cli.bench_roofline import Rooflines, measure
 from banyan.compose import start_engine_thread
 from banyan.config.card import ModelCard
@@ -26,11 +28,15 @@ from banyan.messages.events import Ready
 from banyan.messages.link import FrontLink, local_pair
 from banyan.prepare import prepare
 
+if TYPE_CHECKING:
+    from banyan.llm import Engine
+
 T = TypeVar("T")
 
 log = logger(__name__)
 
 _WARM_OUTPUT_LEN = 32
+_WATCH_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,11 @@ def batch(argv: Sequence[str]) -> int:
     start_logging("bench", config.observe.log_level if is_level_given else "warning")
     tell(log, config.observe.notes)
     config, card = prepare(config, environment)
-    rooflines = measure(config, card, options) if options.roofline else None
+    if options.roofline:
+        say("timing the ops of each kind of step …")
+    show = progress_bar("kinds of steps")
+    rooflines = measure(config, card, options, show) if options.roofline else None
+    say("loading the model …")
     asyncio.run(_batches(options, config, card, rooflines))
     return 0
 
@@ -79,7 +89,8 @@ def throughput(argv: Sequence[str]) -> int:
     tokenizer = find_tokenizer(options.tokenizer or config.model.source)
     prompts = load_prompts(options, lexicon_of(options, tokenizer))
     start_logging("bench", "error")
-    with Engine.from_words(["--log-level=error", *rest]) as engine:
+    say("loading the model …")
+    with Engine.from_words(["--log-level=error", *rest]) as engine, _watched(engine, prompts):
 
         def generate(
             ids: list[list[int]], sampling: list[dict[str, object]]
@@ -95,8 +106,28 @@ def throughput(argv: Sequence[str]) -> int:
         )
     print(report.throughput_table(keys))
     if options.result_filename:
-        report.append_line(options.result_filename, keys)
+        keep(options.result_filename, keys)
     return 0
+
+
+@contextlib.contextmanager
+def _watched(engine: "Engine", prompts: Sequence[Prompt]) -> Iterator[None]:
+    """Show how far the engine is, of the longest that the answers to `prompts` can be."""
+    show, most = progress_bar("output tokens"), sum(prompt.output_len for prompt in prompts)
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(_WATCH_S):
+            show(min(engine.stats().output_tokens, most), most)
+
+    thread = threading.Thread(target=watch, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        show(most, most)
 
 
 async def _batches(
@@ -127,6 +158,7 @@ async def _report(
 ) -> None:
     """Run and show one combination."""
     name = f"{batch_size}x{input_len}x{output_len}"
+    say(f"batch {name} …")
     times = await _one(live, random, batch_size, input_len, output_len, name)
     keys = one_batch.results(options.run_name, batch_size, input_len, output_len, times)
     print(f"Batch size {batch_size}, input {input_len}, output {output_len}")
@@ -136,7 +168,7 @@ async def _report(
         keys |= {f"machine_{k}": v for k, v in rooflines.machine.keys().items()}
         keys |= rooflines.show(batch_size, input_len, output_len, keys)
     if options.result_filename:
-        report.append_line(options.result_filename, keys)
+        keep(options.result_filename, keys)
 
 
 async def _one(
@@ -157,7 +189,9 @@ async def _one(
     # Fresh random prompts, so that no prefix of an earlier batch is in the cache.
     ids = range(live.card.vocab_size)
     prompts = [random.choices(ids, k=input_len) for _ in range(batch_size)]
-    return await _until(one_batch.run_batch(live.link, prompts, output_len, name), live.death)
+    show = progress_bar("tokens of each sequence")
+    work = one_batch.run_batch(live.link, prompts, output_len, name, show)
+    return await _until(work, live.death)
 
 
 @contextlib.asynccontextmanager

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from banyan.base.errors import ConfigError
-from banyan.bench import report
 from banyan.bench.evals import Asking, ask_all, own_questions, read_questions, results, score_table
 from banyan.bench.options import EvalOptions, split_options
-from banyan.cli.bench import progress_bar
+from banyan.cli.bench import keep, progress_bar
 from banyan.cli.private import private_server
 
 
@@ -45,5 +44,5 @@ def evaluate(argv: Sequence[str]) -> int:
     print(score_table(questions, answers))
     if options.output_file:
         names = [url or shlex.join(words) for url, words in sources]
-        report.append_line(options.output_file, results(questions, answers, names))
+        keep(options.output_file, results(questions, answers, names))
     return 0

@@ -3,8 +3,8 @@
 The ops are timed on a model of their own, before the engine that is measured as a whole starts.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,6 +58,8 @@ class Rooflines:
     arithmetic: str
     meter: "OpMeter"
     """Kept while the engine runs: its threads sleep."""
+    shown: set[Phase] = field(default_factory=set)
+    """Batches of different sizes may have the same prefill step; it is printed once."""
 
     def show(
         self, batch_size: int, input_len: int, output_len: int, keys: Mapping[str, object]
@@ -79,7 +81,10 @@ class Rooflines:
                 assert isinstance(step_s, float)
                 costs = [self._whole(phase, step_s, batch_size, input_len)]
             rows = roofline.op_rows(costs, step_s, self.machine)
-            print(roofline.table(phase.title, rows, step_s))
+            is_known = self.costs and phase.name == "prefill" and phase in self.shown
+            if not is_known:
+                print(roofline.table(phase.title, rows, step_s))
+            self.shown.add(phase)
             bound_s = sum(row.bound_s for row in rows)
             found[f"{phase.name}_fraction_of_bound"] = bound_s / step_s
         return found
@@ -98,9 +103,15 @@ class Rooflines:
         )
 
 
-def measure(config: Config, card: ModelCard, options: BatchOptions) -> Rooflines:
+def measure(
+    config: Config, card: ModelCard, options: BatchOptions, progress: Callable[[int, int], None]
+) -> Rooflines:
     """Load the model, time the ops of every phase that `options` asks for, and probe the machine
-    with the same kernels."""
+    with the same kernels.
+
+    Args:
+        progress: told how many phases are timed, of how many.
+    """
     from banyan.platform import open_platform
     from banyan.replica import open_meter
 
@@ -115,10 +126,10 @@ def measure(config: Config, card: ModelCard, options: BatchOptions) -> Rooflines
     if not meter.is_recorded:
         print("The steps of this model are not recorded: no op can be timed alone")
         return Rooflines(probe(), card, chunk, {}, arithmetic, meter)
-    costs = {
-        phase: roofline.merged(meter.measure(phase.rows, phase.start, phase.count))
-        for phase in sorted(phases, key=lambda phase: phase.title)
-    }
+    costs: dict[Phase, list[OpCost]] = {}
+    for phase in sorted(phases, key=lambda phase: phase.title):
+        costs[phase] = roofline.merged(meter.measure(phase.rows, phase.start, phase.count))
+        progress(len(costs), len(phases))
     machine = Machine(meter.threads, *meter.peaks())
     return Rooflines(machine, card, chunk, costs, arithmetic, meter)
 

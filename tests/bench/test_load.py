@@ -80,6 +80,34 @@ async def test_a_failed_request_is_an_outcome_and_the_others_go_on() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_run_that_is_cut_keeps_what_is_over_and_no_more() -> None:
+    hangs = asyncio.Event()
+
+    async def send(index: int) -> int:
+        if index in (1, 3):
+            hangs.set()
+            await asyncio.Event().wait()
+        return index
+
+    task = asyncio.create_task(run_load(5, send, [0.0] * 5, max_concurrency=2))
+    await hangs.wait()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    task.cancel()
+    run = await task
+    assert (run.is_cut, run.outcomes, run.over) == (True, [0, 2], [0, 2])
+
+
+@pytest.mark.asyncio
+async def test_a_run_that_is_cut_before_anything_is_over_is_cancelled() -> None:
+    task = asyncio.create_task(run_load(2, lambda index: asyncio.Event().wait(), [0.0] * 2))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.asyncio
 async def test_a_bug_in_the_sender_is_not_taken_for_a_failed_request() -> None:
     async def send(index: int) -> int:
         raise ZeroDivisionError

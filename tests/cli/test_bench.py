@@ -2,19 +2,24 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from banyan.cli.bench import progress_bar
 from banyan.cli.main import main
-from tests.bench.scripted import Script, Scripted, scripted_server, whole
+from tests.bench.scripted import Answer, Script, Scripted, scripted_server, whole
 from tests.bench.test_serving import SMALL, banyan
 
 
-@pytest.fixture
-def server() -> Iterator[Scripted]:
+@contextmanager
+def served(answer: Answer) -> Iterator[Scripted]:
     """A scripted server on a loop in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -23,7 +28,7 @@ def server() -> Iterator[Scripted]:
     def wait(work: object) -> object:
         return asyncio.run_coroutine_threadsafe(work, loop).result()  # type: ignore[arg-type]
 
-    context = scripted_server(_answer)
+    context = scripted_server(answer)
     seen = wait(context.__aenter__())
     assert isinstance(seen, Scripted)
     yield seen
@@ -31,6 +36,12 @@ def server() -> Iterator[Scripted]:
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    with served(_answer) as seen:
+        yield seen
 
 
 def _answer(route: str, body: dict) -> Script:
@@ -49,6 +60,7 @@ def test_a_run_prints_the_table_and_appends_a_line(
     out, err = capsys.readouterr()
     assert out.count("Serving Benchmark Result") == 2
     assert "█" not in err, "a progress bar on something that is no terminal"
+    assert err.count(f"the figures are the last line of {path}") == 2
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["tag"] for row in rows] == ["one", "two"]
     assert rows[0]["completed"] == 5
@@ -87,6 +99,54 @@ def test_what_cannot_run_ends_with_code_2_and_one_line(
     assert main(["bench", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert text in line
+
+
+def test_a_server_that_is_not_there_is_waited_for_with_a_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "--base-url http://127.0.0.1:9 --ready-check-timeout-sec 0.3"
+    assert main(["bench", "serving", *words.split()]) == 1
+    waits, ends = capsys.readouterr().err.splitlines()
+    assert waits.startswith("waiting up to 0.3 s for http://127.0.0.1:9: ")
+    assert "no server within 0.3 s" in ends
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    holding = threading.Event()
+
+    def answer(route: str, body: dict) -> Script:
+        script = banyan(route, body)
+        if route == "/generate" and asked.count("/generate") == 2:
+            script.hold = asyncio.Event()
+            holding.set()
+        asked.append(route)
+        return script
+
+    asked: list[str] = []
+    path = tmp_path / "out.jsonl"
+    with served(answer) as server:
+        words = ["--base-url", server.url, *SMALL.split(), "--output-file", str(path)]
+        words += ["--max-concurrency", "1", "--warmup-requests", "0"]
+        command = [sys.executable, "-m", "banyan", "bench", "serving", *words]
+        run = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert holding.wait(30)
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=30)
+    assert run.returncode == 130, err
+    assert "Serving Benchmark Result" in out
+    assert "stopped after 2 requests; the figures are theirs alone" in err
+    assert f"the figures are the last line of {path}" in err
+    (row,) = map(json.loads, path.read_text().splitlines())
+    assert (row["completed"], row["failed"]) == (2, 0)
+
+
+def test_where_there_is_no_terminal_progress_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banyan.cli.bench._LINE_S", 0.0)
+    progress_bar("requests")(3, 9)
+    progress_bar("requests", is_wanted=False)(4, 9)
+    assert capsys.readouterr().err == "requests: 3 of 9\n"
 
 
 def test_help_names_the_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
