@@ -112,7 +112,7 @@ class App:
         """The route, or None when a refusal was sent. A key is needed before a path is known."""
         route = self._find(exchange)
         if route is not None:
-            exchange.dialect = route.dialect
+            exchange.dialect, exchange.route = route.dialect, route.path
         host = exchange.header(b"host")
         exchange.page = self._guard.check_origin(
             host, exchange.header(b"origin"), exchange.header(b"sec-fetch-site")

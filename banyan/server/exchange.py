@@ -68,6 +68,10 @@ class Exchange:
         """Of the answer; 0 until it starts."""
         self.refusal = ""
         """Code of the error that was the answer."""
+        self.at_fault = ""
+        """The field that the error names."""
+        self.route = ""
+        """Path of the route; "" where there is none."""
         self.num_sent = 0
         """Bytes of the answer so far."""
         self.started = False
@@ -183,7 +187,7 @@ class Exchange:
         """End with an error: a status and a body, or the last event of a stream that has begun."""
         if self.ended:
             return
-        self.refusal = error.code
+        self.refusal, self.at_fault = error.code, error.param
         if self.streaming:
             await self.event(self.dialect.error_event(error))
             await self.end_events()

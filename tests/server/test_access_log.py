@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 
 from banyan.frontend.request_log import RequestLog
+from banyan.server import access_log
 from tests.flags import config_of
 from tests.server.fakes import Site, refusal, steps
 
+USER = [{"role": "user", "content": "Hi"}]
 LINES = ("banyan.server.access_log", "banyan.frontend.request_log")
 
 
@@ -39,13 +41,14 @@ def test_each_request_leaves_a_line_when_asked_for(lines: Callable[[], list[str]
             site.http.post("/generate", json={"text": "a"})
             site.http.get("/no%0Awhere?key=secret")
             site.call(int)
-        assert len(lines()) == expected
+        told = [line for line in lines() if line.startswith("http ")]
+        assert len(told) == expected
     assert re.fullmatch(
         r"http method=GET path=/livez status=200 seconds=\d+\.\d{3} peer=127\.0\.0\.1 id=\w{32}",
-        lines()[0],
+        told[0],
     )
-    assert "method=POST path=/generate status=200" in lines()[1]
-    assert "path=/no\\nwhere status=404" in lines()[2] and "secret" not in lines()[2]
+    assert "method=POST path=/generate status=200" in told[1]
+    assert "path=/no\\nwhere status=404" in told[2] and "secret" not in told[2]
 
 
 def test_a_request_that_is_refused_leaves_one_line(lines: Callable[[], list[str]]) -> None:
@@ -82,8 +85,56 @@ def test_a_request_that_the_engine_fails_leaves_the_line_of_its_end_alone(
     assert line.startswith("request ended ") and "reason=engine_error" in line
 
 
-def test_nothing_is_told_of_refusals_unless_asked_for(lines: Callable[[], list[str]]) -> None:
+def test_the_first_refusal_of_each_kind_is_told_unasked(lines: Callable[[], list[str]]) -> None:
+    chat = "/v1/chat/completions"
     with site_with().serving() as site:
-        assert site.http.get("/nowhere").status_code == 404
+        for _ in range(3):
+            assert site.http.get("/no%0Awhere").status_code == 404
+            assert site.http.post(chat, json={"messages": []}).status_code == 400
+            assert site.http.get("/v1/models/other").status_code == 404
+            assert site.http.post(chat, json={"messages": USER}).status_code == 200
+        site.http.post(chat, json={"messages": USER, "temperature": "secret"})
+        site.call(int)
+    told = [re.sub(r"id=\w+ ", "", line.partition(" peer=")[0]) for line in lines()]
+    assert told == [
+        'request refused route="/no\\\\nwhere" status=404 reason=not_found',
+        f"request refused route={chat} status=400 reason=invalid_request field=messages",
+        "request refused route=/v1/models/other status=404 reason=model_not_found field=model",
+        f"request refused route={chat} status=400 reason=invalid_request field=temperature",
+    ]
+    assert all(line.endswith('told="the first of its kind"') for line in lines())
+    assert "secret" not in "".join(lines())
+
+
+def test_the_first_warning_of_each_kind_is_told_unasked(lines: Callable[[], list[str]]) -> None:
+    chat = "/v1/chat/completions"
+    with site_with().serving() as site:
+        for model in ("gpt-4", "gpt-5"):
+            body = {"messages": USER, "model": model, "temprature": 0}
+            assert site.http.post(chat, json=body).status_code == 200
+        site.call(int)
+    told = ' told="the first of its kind"'
+    assert lines() == [
+        f'not honoured in full route={chat} what="temprature: unknown field, ignored"' + told,
+        f"not honoured in full route={chat} what=\"model: 'gpt-4' is not served; 'tiny' answers\""
+        + told,
+    ]
+
+
+def test_clients_that_make_up_kinds_do_not_fill_the_log(
+    lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access_log, "MAX_KINDS", 5)
+    with site_with().serving() as site:
+        for i in range(20):
+            site.http.get(f"/no/{i}")
+        site.call(int)
+    assert len(lines()) == 6 and lines()[-1].startswith("too many kinds")
+
+
+def test_what_health_answers_is_no_refusal(lines: Callable[[], list[str]]) -> None:
+    with site_with().serving() as site:
+        site.state.service = None
+        assert site.http.get("/readyz").status_code == 503
         site.call(int)
     assert lines() == []
