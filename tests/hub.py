@@ -52,9 +52,9 @@ class FakeHub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, files: dict[str, bytes], large: tuple[str, ...]) -> None:
+    def __init__(self, files: dict[str, bytes], large: tuple[str, ...], repo: str) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.files, self.large = files, large
+        self.files, self.large, self.repo = files, large, repo
         self.faults: deque[Fault] = deque()
         self.refusal: tuple[int, dict[str, str]] | None = None
         self.file_refusal: tuple[int, dict[str, str]] | None = None
@@ -75,6 +75,9 @@ class FakeHub(ThreadingHTTPServer):
     def ranges(self) -> list[str]:
         """The ranges that were asked of large files, in order."""
         return [r for method, path, r in self.asked if method == "GET" and "/bytes/" in path]
+
+    def variables(self, cache: object) -> dict[str, str]:
+        return {"HF_ENDPOINT": self.url, "HF_HUB_CACHE": str(cache)}
 
     def environment(self, cache: object, token: str = "") -> Environment:
         return Environment(hf_endpoint=self.url, hf_cache=str(cache), hf_token=token)
@@ -101,13 +104,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self._bytes(path.removeprefix("/bytes/"))
         if hub.refusal:
             return self._send(hub.refusal[0], b"{}", hub.refusal[1])
-        if path.startswith(f"/api/models/{REPO}/tree/"):
+        repo = hub.repo
+        if path.startswith(f"/api/models/{repo}/tree/"):
             return self._json([self._listed(name) for name in hub.files])
-        if path.startswith(f"/api/models/{REPO}"):
+        if path.startswith(f"/api/models/{repo}"):
             files = [self._sibling(name) for name in hub.files]
-            return self._json({"id": REPO, "sha": COMMIT, "siblings": files})
-        name = path.removeprefix(f"/{REPO}/resolve/").partition("/")[2]
-        if not path.startswith(f"/{REPO}/resolve/"):
+            return self._json({"id": repo, "sha": COMMIT, "siblings": files})
+        name = path.removeprefix(f"/{repo}/resolve/").partition("/")[2]
+        if not path.startswith(f"/{repo}/resolve/"):
             return self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         if name not in hub.files:
             return self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
@@ -188,9 +192,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def fake_hub(files: dict[str, bytes], large: tuple[str, ...] = ()) -> Iterator[FakeHub]:
-    """A hub that holds `files` as owner/name; those of `large` are kept in LFS."""
-    with FakeHub(files, large) as hub:
+def fake_hub(
+    files: dict[str, bytes], large: tuple[str, ...] = (), repo: str = REPO
+) -> Iterator[FakeHub]:
+    """A hub that holds `files` as one repository; those of `large` are kept in LFS."""
+    with FakeHub(files, large, repo) as hub:
         thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
         thread.start()
         try:

@@ -142,6 +142,7 @@ class _Talk:
         with closing(self._client.answer(body)) as pieces:
             try:
                 for piece in pieces:
+                    self._terminal.show_thought(piece.thought)
                     if piece.text:
                         said.append(piece.text)
                         self._terminal.show(piece.text)

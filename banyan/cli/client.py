@@ -26,6 +26,7 @@ class Piece:
     """Part of an answer: some text, why it ended, or how long it was.
 
     Attributes:
+        thought: what a model says to itself before it answers.
         finish: "stop", "length" …; "" = it goes on.
         tokens: tokens of the whole answer, as the server counts; 0 = not told here.
     """
@@ -33,6 +34,7 @@ class Piece:
     text: str = ""
     finish: str = ""
     tokens: int = 0
+    thought: str = ""
 
 
 @dataclass(frozen=True)
@@ -168,10 +170,11 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[Piece]:
         if "error" in chunk:
             raise _refusal(event, 500)
         for choice in chunk.get("choices", ()):
-            text = choice.get("delta", {}).get("content") or ""
+            delta = choice.get("delta", {})
+            text, thought = delta.get("content") or "", delta.get("reasoning_content") or ""
             finish = choice.get("finish_reason") or ""
-            if text or finish:
-                yield Piece(text, finish)
+            if text or thought or finish:
+                yield Piece(text, finish, thought=thought)
         if tokens := (chunk.get("usage") or {}).get("completion_tokens"):
             yield Piece(tokens=tokens)
     raise BanyanError("the stream ended before the answer did", hint="the server may have died")

@@ -12,6 +12,11 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
     {
         "serve": "banyan.cli.serve:serve",
         "chat": "banyan.cli.chat:chat",
+        "run": "banyan.cli.run:run",
+        "models": "banyan.cli.models:models",
+        "pull": "banyan.cli.models:pull",
+        "list": "banyan.cli.models:held_here",
+        "rm": "banyan.cli.models:remove_one",
         "replay": "banyan.cli.replay:replay",
         "batch": "banyan.cli.batch:batch",
         "bench": "banyan.cli.bench:main",
@@ -26,6 +31,11 @@ HELP = """banyan VERB [flags]
 
   serve [MODEL]   serve a model over HTTP (default: the demo model)
   chat [MODEL]    talk to a model in the terminal
+  run MODEL TEXT  one answer in the terminal
+  models          good small models by short name, and which of them fit this machine
+  pull MODEL      fetch a model and do no more
+  list            the models on this machine
+  rm MODEL        delete one of them
   batch IN OUT    answer a file of requests (JSONL) without a server
   bench WHAT      measure a server or this machine's engine: serving, batch, throughput
   replay FILE     check a journal against this build

@@ -4,6 +4,7 @@ import importlib
 import sys
 
 _PROMPT = "> "
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 class Terminal:
@@ -16,6 +17,7 @@ class Terminal:
     def __init__(self) -> None:
         self.is_person = sys.stdin.isatty()
         """False = questions come from a file or another program."""
+        self._is_thinking = False
         if self.is_person:
             _edit_lines()
 
@@ -33,8 +35,21 @@ class Terminal:
 
     def show(self, piece: str) -> None:
         """A piece of an answer, without the control characters that could drive the terminal."""
-        inert = "".join(c for c in piece if c.isprintable() or c in "\n\t")
-        print(inert, end="", flush=True)
+        if self._is_thinking and piece:
+            self._is_thinking = False
+            self.say(_PLAIN)
+        print(_inert(piece), end="", flush=True)
+
+    def show_thought(self, piece: str) -> None:
+        """What a model says to itself: dim, and to people only; never on standard output."""
+        if piece and sys.stderr.isatty():
+            begun = "" if self._is_thinking else _DIM
+            self._is_thinking = True
+            print(begun + _inert(piece), end="", file=sys.stderr, flush=True)
+
+
+def _inert(text: str) -> str:
+    return "".join(c for c in text if c.isprintable() or c in "\n\t")
 
 
 def _edit_lines() -> None:

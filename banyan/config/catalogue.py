@@ -22,11 +22,6 @@ _PROGRAM_BYTES = 600 << 20
 """What the processes of a server take beside weights and cache."""
 _CACHE_NUMBER_BYTES = 2
 
-DEMO_LINE = (
-    "the demo model has 135M parameters: it tries out the API and is often wrong; for real "
-    "answers: banyan serve qwen3-0.6b (640 MB) or qwen3-1.7b (1.8 GB); banyan models lists more"
-)
-
 
 @dataclass(frozen=True)
 class Entry:
@@ -34,7 +29,7 @@ class Entry:
 
     Attributes:
         name: the short name, in small letters.
-        kind: "chat" | "code" | "embedding".
+        kind: "chat" | "thinking" (before it answers) | "code" | "embedding".
         repo, file: the maker's repository; "" where its safetensors are meant.
         architecture: as `FAMILIES` names it.
         size_bytes: of what is downloaded, about.

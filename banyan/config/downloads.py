@@ -162,7 +162,7 @@ def _fetch(place: Place, facts: _Facts) -> None:
     with WeakFileLock(lock):
         if blob.exists():
             return
-        log.info("downloading %s size=%s", printable(facts.name), megabytes(facts.size))
+        log.info("downloading %s, %s are here", printable(facts.name), _standing(part, facts))
         try:
             with _told_where_it_stands(part, facts):
                 _fill(place, facts, part)

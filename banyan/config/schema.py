@@ -14,7 +14,11 @@ UNSAID = -2
 DEMO = "demo"
 """The name of the model that is served when none is named."""
 
-DEMO_LINE = "the demo model is a toy to try the API; banyan models lists better ones"
+DEMO_LINE = (
+    "the demo model (135M parameters) is a toy to try the API: it writes whole sentences and is "
+    "often wrong; for real answers name qwen3-0.6b (640 MB) or qwen3-1.7b (1.8 GB) in its place; "
+    "banyan models lists more"
+)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from tests.flags import config_of
 from tests.hub import COMMIT
 
 NOTHING = Environment()
+KINDS = ("chat", "thinking", "code", "embedding")
 
 
 def card_of(path: str, format: str) -> ModelCard:
@@ -33,11 +34,11 @@ def test_every_model_has_what_is_needed_to_fetch_and_to_judge_it() -> None:
         assert kind_of(entry.name, NOTHING) == "catalogue"
         assert entry.is_served, f"{entry.architecture} is no family of this build"
         assert entry.architecture.startswith("gguf/") == bool(entry.file)
-        assert entry.kind in ("chat", "code", "embedding") and entry.licence
+        assert entry.kind in KINDS and entry.licence
         assert 10**7 < entry.size_bytes < entry.needed_bytes < 10**10
 
 
-@pytest.mark.parametrize("kind", ["chat", "code", "embedding"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_there_is_something_of_each_kind(kind: str) -> None:
     assert any(entry.kind == kind for entry in entries())
 
