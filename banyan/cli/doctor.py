@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 
 from banyan.base.errors import ModelError
+from banyan.base.system import trouble
 from banyan.config.env import Environment
 from banyan.config.schema import ModelConfig
 from banyan.config.sources import fetch
@@ -34,8 +35,9 @@ def doctor(argv: Sequence[str]) -> int:
     for name, value in _facts():
         print(f"{name:<12} {value}")
     verdict = f"missing: {', '.join(missing)}; install banyan again" if missing else "all is there"
+    verdict = trouble() or verdict
     print(f"{'verdict':<12} {verdict}")
-    return 1 if missing else 0
+    return 1 if missing or trouble() else 0
 
 
 def version(argv: Sequence[str]) -> int:
@@ -55,6 +57,7 @@ def version(argv: Sequence[str]) -> int:
 
 def _facts() -> Iterator[tuple[str, str]]:
     yield "banyan", _version_of("banyan") or "run from its source folder"
+    yield "system", f"{platform.system()} {platform.machine()}{_speed()}"
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     for name in _PACKAGES:
         yield name, _version_of(name) or "MISSING"
@@ -73,6 +76,12 @@ def _facts() -> Iterator[tuple[str, str]]:
         compilers.append("ziglang")
     yield "compilers", ", ".join(compilers) or "none (kernels fall back to torch)"
     yield "demo model", _demo_model()
+
+
+def _speed() -> str:
+    """What there are no kernels with instruction sets of its own for."""
+    is_fast = platform.machine() in ("x86_64", "AMD64")
+    return "" if is_fast else " (kernels in plain C++: slower than on x86-64)"
 
 
 def _settings() -> str:

@@ -10,6 +10,7 @@ from functools import partial
 
 from banyan.base.log import logger, printable, start_logging, tell
 from banyan.base.slow_gc import report_slow_gc
+from banyan.base.system import check_system
 from banyan.cli.doctor import version
 from banyan.config.cli import help_text, parse
 from banyan.config.disposal import ANY
@@ -36,6 +37,7 @@ def serve(argv: Sequence[str]) -> int:
         return 0
     if "--version" in argv:
         return version(())
+    check_system()  # before any process is started
     signal.signal(signal.SIGTERM, _leave)  # until the server runs and drains
     environment = read_environment()
     forget_secrets()
