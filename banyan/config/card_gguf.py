@@ -19,7 +19,7 @@ from banyan.config.card_hub import (
     refuse_unread,
     unknown_architecture,
 )
-from banyan.config.facts import Facts
+from banyan.config.facts import Facts, shortest
 from banyan.families import FAMILIES, GGUF, known_gguf
 from banyan.families.base import MAX_LENGTH, MAX_WIDTH, GgufForm
 from banyan.formats.gguf import GGUFFile
@@ -52,14 +52,14 @@ def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> Model
         facts = Facts(metadata, path, f"{name}.", asked)
         tokens = Facts(metadata, path, "tokenizer.ggml.", asked)
         card = family.more(facts, _card(file, facts, tokens, name, family))
+        if card.experts is None and facts.integer("expert_count", 0, 1 << 16, default=0) > 0:
+            raise unknown_architecture(f"{name} with experts", path, known_gguf())
         refuse_unread(overrides, asked)
         return card
 
 
 def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufForm) -> ModelCard:
     """What every family has."""
-    if facts.has("expert_count") and facts.integer("expert_count", 0, 1 << 16) > 0:
-        raise unknown_architecture(f"{name} with experts", file.path, known_gguf())
     num_heads, num_kv_heads, head_dim = _heads(facts)
     vocab_size = _vocab_size(file, facts, tokens)
     context_length = facts.integer("context_length", 1, MAX_LENGTH)
@@ -79,7 +79,7 @@ def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufFo
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         context_length=context_length,
-        norm_eps=_shortest(facts.number(family.eps_key, 0.0, 1.0)),
+        norm_eps=shortest(facts.number(family.eps_key, 0.0, 1.0)),
         hidden_act=family.activation,
         rope=_rope(file, facts, rotary_dim, context_length),
         rotary_dim=rotary_dim if rotary_dim != head_dim else 0,
@@ -108,6 +108,8 @@ def _heads(facts: Facts) -> tuple[int, int, int]:
     if not facts.has("attention.key_length") and hidden_size % num_heads:
         raise facts.error("embedding_length", hidden_size, f"a multiple of {num_heads} heads")
     head_dim = facts.integer("attention.key_length", 1, MAX_WIDTH, default=hidden_size // num_heads)
+    if facts.has("attention.kv_lora_rank"):  # latent attention, which has widths of its own
+        return num_heads, num_heads, head_dim
     value_dim = facts.integer("attention.value_length", 1, MAX_WIDTH, default=head_dim)
     if value_dim != head_dim:
         raise facts.error("attention.value_length", value_dim, f"the key length {head_dim}")
@@ -164,11 +166,6 @@ def _main_type(file: GGUFFile) -> str:
     """The type that most matrices have."""
     types = Counter(t.type for t in file.tensors.values() if len(t.shape) > 1)
     return types.most_common(1)[0][0].lower() if types else "f32"
-
-
-def _shortest(value: float) -> float:
-    """The shortest decimal that is this float32: 1e-05, where the file holds 9.9999997e-06."""
-    return float(f"{value:.7g}")
 
 
 def _rope(file: GGUFFile, facts: Facts, rotary_dim: int, context_length: int) -> RopeFacts:

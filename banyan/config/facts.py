@@ -116,6 +116,11 @@ class Facts:
         return default if value is None else value
 
 
+def shortest(value: float) -> float:
+    """The shortest decimal that is this float32: 1e-05, where the file holds 9.9999997e-06."""
+    return float(f"{value:.7g}")
+
+
 def read_json(path: str, *, is_needed: bool, limit: int = MAX_CONFIG_BYTES) -> dict[str, object]:
     """The object in a JSON file of at most `limit` bytes; {} when it is missing and not needed."""
     name = printable(path)

@@ -5,9 +5,9 @@ The first layers have plain feed-forward blocks; layers past the last one are fo
 
 from dataclasses import replace
 
-from banyan.families.base import Family, HubForm
-from banyan.families.experts import deepseek_v2, deepseek_v3
-from banyan.families.names import HUB_EXPERTS, HUB_NAMES, NameMap
+from banyan.families.base import Family, GgufForm, HubForm
+from banyan.families.experts import deepseek_v2, deepseek_v3, gguf_deepseek
+from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_EXPERTS, HUB_NAMES, NameMap
 
 _ATTENTION = {
     "model.layers.{}.self_attn.q_proj": "layers.{}.attention.query",
@@ -24,15 +24,27 @@ _FEED_FORWARD = {
     "model.layers.{}.mlp.shared_experts.up_proj": "layers.{}.mlp.shared.gate_up:up",
     "model.layers.{}.mlp.shared_experts.down_proj": "layers.{}.mlp.shared.down",
 }
+_GGUF_ATTENTION = {
+    "blk.{}.attn_q": "layers.{}.attention.query",
+    "blk.{}.attn_q_a": "layers.{}.attention.squeeze",
+    "blk.{}.attn_q_a_norm": "layers.{}.attention.query_norm",
+    "blk.{}.attn_q_b": "layers.{}.attention.query",
+    "blk.{}.attn_kv_a_mqa": "layers.{}.attention.latent",
+    "blk.{}.attn_kv_a_norm": "layers.{}.attention.latent_norm",
+    "blk.{}.attn_kv_b": "layers.{}.attention.expansion",
+}
+_PAIRED = ("layers.{}.attention.query", "layers.{}.attention.latent")
 
 DEEPSEEK_V2 = Family(
     hub=HubForm(head_dim=64, more=deepseek_v2),
+    gguf=GgufForm("DeepseekV2ForCausalLM", more=gguf_deepseek),
     names={
         "safetensors": NameMap(
             HUB_NAMES | HUB_EXPERTS | _ATTENTION | _FEED_FORWARD,
-            paired=("layers.{}.attention.query", "layers.{}.attention.latent"),
+            paired=_PAIRED,
             has_more_layers=True,
-        )
+        ),
+        "gguf": NameMap(GGUF_NAMES | GGUF_EXPERTS | _GGUF_ATTENTION, paired=_PAIRED),
     },
 )
 

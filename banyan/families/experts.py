@@ -8,10 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from banyan.config.card import ExpertFacts, LatentFacts, ModelCard
-from banyan.config.facts import Facts
+from banyan.config.facts import Facts, shortest
 
 MAX_EXPERTS = 1 << 16
 _MAX_WIDTH = 1 << 20
+_SOFTMAX, _SIGMOID = 1, 2
+"""How GGUF numbers what makes scores of logits."""
 
 
 def _count(facts: Facts, *keys: str) -> int:
@@ -130,6 +132,10 @@ def _latent(facts: Facts, card: ModelCard) -> ModelCard:
     )
     if latent.rope_dim % 2:
         raise facts.error("qk_rope_head_dim", latent.rope_dim, "even, so that it can be paired")
+    return _with_latent(card, latent)
+
+
+def _with_latent(card: ModelCard, latent: LatentFacts) -> ModelCard:
     rope, head_dim = card.rope, latent.plain_dim + latent.rope_dim
     sharpness = 1.0  # YaRN's, which is for q and k alike (DeepSeek-V2, section 3.1.4)
     if rope.kind != "default" and rope.mscale_all_dim and rope.factor > 1:
@@ -140,4 +146,92 @@ def _latent(facts: Facts, card: ModelCard) -> ModelCard:
         head_dim=head_dim,
         rotary_dim=latent.rope_dim,
         attention_scale=head_dim**-0.5 * sharpness**2,
+    )
+
+
+def gguf_mixtral(facts: Facts, card: ModelCard) -> ModelCard:
+    """Mixtral's files call themselves "llama", with a number of experts."""
+    if not _has_experts(facts):
+        return card
+    experts = _gguf_experts(facts, card, is_normalised=True)
+    return replace(card, architecture="MixtralForCausalLM", experts=experts)
+
+
+def gguf_olmoe(facts: Facts, card: ModelCard) -> ModelCard:
+    key = "attention.clamp_kqv"
+    if facts.has(key):
+        raise facts.error(key, facts.any(key), "absent: clipping is not supported")
+    return replace(card, experts=_gguf_experts(facts, card, is_normalised=False))
+
+
+def gguf_qwen2_moe(facts: Facts, card: ModelCard) -> ModelCard:
+    shared = facts.integer("expert_shared_feed_forward_length", 1, _MAX_WIDTH)
+    experts = _gguf_experts(facts, card, is_normalised=False)
+    return replace(card, experts=replace(experts, shared_inner=shared, has_shared_gate=True))
+
+
+def gguf_qwen3_moe(facts: Facts, card: ModelCard) -> ModelCard:
+    return replace(card, experts=_gguf_experts(facts, card, is_normalised=True))
+
+
+def gguf_deepseek(facts: Facts, card: ModelCard) -> ModelCard:
+    """V2 scores by softmax, V3 by sigmoid with a correction; files of both are "deepseek2"."""
+    scoring = facts.integer("expert_gating_func", 0, 2, default=_SOFTMAX)
+    is_third = scoring == _SIGMOID
+    experts = _gguf_experts(facts, card, is_normalised=is_third)
+    first = facts.integer("leading_dense_block_count", 0, card.num_layers, default=0)
+    groups = facts.integer("expert_group_count", 1, experts.count, default=1)
+    if experts.count % groups:
+        raise facts.error("expert_group_count", groups, f"a divisor of {experts.count} experts")
+    scale = shortest(facts.number("expert_weights_scale", 0.0, 1e6, default=1.0)) or 1.0
+    experts = replace(
+        experts,
+        dense_layers=tuple(range(first)),
+        shared_inner=facts.integer("expert_shared_count", 0, MAX_EXPERTS, default=0)
+        * experts.inner,
+        scoring="sigmoid" if is_third else "softmax",
+        scale=1.0 if experts.is_normalised and not is_third else scale,
+        groups=groups,
+        top_groups=facts.integer("expert_group_used_count", 1, groups, default=1),
+        group_best=2 if is_third else 1,
+        has_correction=is_third,
+    )
+    if experts.groups > 1 and experts.count // experts.groups < experts.group_best:
+        raise facts.error("expert_group_count", groups, f"at most {experts.count // 2}")
+    name = f"DeepseekV{3 if is_third else 2}ForCausalLM"
+    rope = card.rope
+    logarithm = facts.number("rope.scaling.yarn_log_multiplier", 0.0, 1e3, default=0.0)
+    sharpness = shortest(logarithm * 10)
+    if rope.kind == "yarn" and sharpness:
+        rope = replace(rope, mscale=sharpness, mscale_all_dim=sharpness)
+    latent = _gguf_latent(facts)
+    return _with_latent(replace(card, architecture=name, experts=experts, rope=rope), latent)
+
+
+def _gguf_latent(facts: Facts) -> LatentFacts:
+    """Newer files give the widths of heads under keys of their own, beside those of the latent."""
+    rope_dim = facts.integer("rope.dimension_count", 2, _MAX_WIDTH)
+    own = "_mla" if facts.has("attention.key_length_mla") else ""
+    head_dim = facts.integer(f"attention.key_length{own}", rope_dim + 1, _MAX_WIDTH)
+    query = "attention.q_lora_rank"
+    return LatentFacts(
+        query_rank=facts.integer(query, 0, _MAX_WIDTH) if facts.has(query) else 0,
+        rank=facts.integer("attention.kv_lora_rank", 1, _MAX_WIDTH),
+        plain_dim=head_dim - rope_dim,
+        rope_dim=rope_dim,
+        value_dim=facts.integer(f"attention.value_length{own}", 1, _MAX_WIDTH),
+    )
+
+
+def _has_experts(facts: Facts) -> bool:
+    return facts.integer("expert_count", 0, MAX_EXPERTS, default=0) > 0
+
+
+def _gguf_experts(facts: Facts, card: ModelCard, is_normalised: bool) -> ExpertFacts:
+    count = facts.integer("expert_count", 1, MAX_EXPERTS)
+    return ExpertFacts(
+        count,
+        facts.integer("expert_used_count", 1, count),
+        facts.integer("expert_feed_forward_length", 1, _MAX_WIDTH, default=card.intermediate_size),
+        is_normalised=facts.flag("expert_weights_norm", default=is_normalised),
     )

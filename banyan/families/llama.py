@@ -6,10 +6,11 @@ Llama 3: arXiv 2407.21783. GGUF names: gguf-py constants, architecture "llama".
 from dataclasses import replace
 
 from banyan.families.base import Family, GgufForm, HubForm, without_logits
+from banyan.families.experts import gguf_mixtral
 from banyan.families.names import GGUF_NAMES, HUB_NAMES, QK, NameMap
 
 LLAMA = Family(
-    gguf=GgufForm("LlamaForCausalLM"),
+    gguf=GgufForm("LlamaForCausalLM", more=gguf_mixtral),
     names={
         "safetensors": NameMap(
             HUB_NAMES, ignored=("model.layers.{}.self_attn.rotary_emb.inv_freq",)

@@ -1,8 +1,10 @@
-"""Mixtral (arXiv 2401.04088): Llama's attention, and experts under names of their own."""
+"""Mixtral (arXiv 2401.04088): Llama's attention, and experts under names of their own. Its GGUF
+files are of the architecture "llama" (`llama.py`).
+"""
 
 from banyan.families.base import Family, HubForm
 from banyan.families.experts import mixtral
-from banyan.families.names import HUB_NAMES, NameMap
+from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, QK, NameMap
 
 MIXTRAL = Family(
     hub=HubForm(eps=1e-5, rope_theta=1e6, more=mixtral),
@@ -19,6 +21,7 @@ MIXTRAL = Family(
                 ),
                 "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.down:{}",
             }
-        )
+        ),
+        "gguf": NameMap(GGUF_NAMES | GGUF_EXPERTS, paired=QK, rope_divisors="rope_freqs.weight"),
     },
 )

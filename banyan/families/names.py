@@ -44,6 +44,22 @@ HUB_EXPERTS = {
 }
 """Names that most families of experts share in Hugging Face's form."""
 
+GGUF_EXPERTS = {
+    "blk.{}.ffn_gate_inp": "layers.{}.mlp.router",
+    "blk.{}.exp_probs_b.bias": "layers.{}.mlp.router.correction",
+    "blk.{}.ffn_gate_exps": "layers.{}.mlp.experts.gate_up:gate*",
+    "blk.{}.ffn_up_exps": "layers.{}.mlp.experts.gate_up:up*",
+    "blk.{}.ffn_down_exps": "layers.{}.mlp.experts.down:*",
+    "blk.{}.ffn_gate.{}": "layers.{}.mlp.experts.gate_up:gate{}",
+    "blk.{}.ffn_up.{}": "layers.{}.mlp.experts.gate_up:up{}",
+    "blk.{}.ffn_down.{}": "layers.{}.mlp.experts.down:{}",
+    "blk.{}.ffn_gate_shexp": "layers.{}.mlp.shared.gate_up:gate",
+    "blk.{}.ffn_up_shexp": "layers.{}.mlp.shared.gate_up:up",
+    "blk.{}.ffn_down_shexp": "layers.{}.mlp.shared.down",
+    "blk.{}.ffn_gate_inp_shexp": "layers.{}.mlp.shared_gate",
+}
+"""Names that families of experts share in GGUF; the oldest files have a tensor per expert."""
+
 HUB_QK_NORM = {
     "model.layers.{}.self_attn.q_norm": "layers.{}.attention.q_norm",
     "model.layers.{}.self_attn.k_norm": "layers.{}.attention.k_norm",

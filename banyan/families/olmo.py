@@ -3,8 +3,9 @@ OLMoE (arXiv 2409.02060): experts behind Llama's norms.
 """
 
 from banyan.families.base import Family, GgufForm, HubForm
-from banyan.families.experts import olmoe
+from banyan.families.experts import gguf_olmoe, olmoe
 from banyan.families.names import (
+    GGUF_EXPERTS,
     GGUF_NAMES,
     GGUF_QK_NORM,
     HUB_EXPERTS,
@@ -41,6 +42,10 @@ OLMO2 = Family(
 
 OLMOE = Family(
     hub=HubForm(eps=1e-5, more=olmoe),
-    names={"safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_EXPERTS)},
+    gguf=GgufForm("OlmoeForCausalLM", more=gguf_olmoe),
+    names={
+        "safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_EXPERTS),
+        "gguf": NameMap(GGUF_NAMES | GGUF_QK_NORM | GGUF_EXPERTS),
+    },
     qk_norm="width",
 )

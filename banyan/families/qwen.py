@@ -14,8 +14,9 @@ from banyan.families.base import (
     window_where,
     without_logits,
 )
-from banyan.families.experts import qwen_moe
+from banyan.families.experts import gguf_qwen2_moe, gguf_qwen3_moe, qwen_moe
 from banyan.families.names import (
+    GGUF_EXPERTS,
     GGUF_NAMES,
     GGUF_QK_NORM,
     HUB_EXPERTS,
@@ -68,11 +69,19 @@ QWEN2_MOE = Family(
         kinds=_kinds,
         more=partial(qwen_moe, has_shared=True),
     ),
-    names={"safetensors": NameMap(HUB_NAMES | HUB_EXPERTS | _SHARED)},
+    gguf=GgufForm("Qwen2MoeForCausalLM", more=gguf_qwen2_moe),
+    names={
+        "safetensors": NameMap(HUB_NAMES | HUB_EXPERTS | _SHARED),
+        "gguf": NameMap(GGUF_NAMES | GGUF_EXPERTS),
+    },
 )
 
 QWEN3_MOE = Family(
     hub=replace(_HUB3, more=qwen_moe),
-    names={"safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_EXPERTS)},
+    gguf=GgufForm("Qwen3MoeForCausalLM", more=gguf_qwen3_moe),
+    names={
+        "safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_EXPERTS),
+        "gguf": NameMap(GGUF_NAMES | GGUF_QK_NORM | GGUF_EXPERTS),
+    },
     qk_norm="head",
 )

@@ -147,6 +147,15 @@ class StoredWeight:
         first, last = (n // storage.values * storage.size_bytes for n in (start, stop))
         return StoredWeight(self.type, shape, self.raw[..., first:last])
 
+    def at(self, index: int) -> "StoredWeight":
+        """What lies at one place of the first dimension, which goes."""
+        return StoredWeight(self.type, self.shape[1:], self.raw[index])
+
+    @property
+    def as_row(self) -> "StoredWeight":
+        """A vector as a matrix of one row."""
+        return StoredWeight(self.type, (1, *self.shape), self.raw.unsqueeze(0))
+
     def pair_halves(self, head_dim: int, first: int, count: int) -> "StoredWeight":
         """The rows first … first + count − 1 of each head from the order 0, 1, 2, … of interleaved
         pairs to first halves, then second halves: the pair (2i, 2i + 1) becomes (i, i + count/2).

@@ -298,7 +298,8 @@ def test_divisors_of_another_pattern_are_refused(tmp_path: Path, divisors: list[
     ("change", "key"),
     [
         (lambda w: w.add_embedding_length(65), "embedding_length"),
-        (lambda w: w.add_expert_count(8), "experts"),
+        (lambda w: w.add_expert_count(8), "expert_used_count"),
+        (lambda w: (w.add_expert_count(8), w.add_expert_used_count(9)), "expert_used_count"),
         (lambda w: w.add_rope_dimension_count(7), "rope.dimension_count"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "rope.scaling.type"),
         (lambda w: w.add_eos_token_id(32), "eos_token_id"),

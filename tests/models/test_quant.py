@@ -352,6 +352,18 @@ def test_a_bias_that_is_folded_into_integers_comes_back(ops, paged, tmp_path):
     assert (logits - expected).std() < 0.01 * expected.std()
 
 
+def test_zeros_for_a_bias_that_no_projection_has_are_needless(ops, tmp_path):
+    """Some quantisers write a bias for every weight; one that is not zero has no place."""
+    quantised("gptq 4", tmp_path)
+    name = f"{BROKEN}.bias"
+    spoil(tmp_path, lambda tensors: tensors.update({name: torch.zeros(192)}))
+    assert load(tmp_path, ops)
+
+    spoil(tmp_path, lambda tensors: tensors.update({name: torch.ones(192)}))
+    with pytest.raises(ModelError, match=r"have no place in .*up_proj\.bias"):
+        load(tmp_path, ops)
+
+
 @pytest.mark.parametrize(
     ("name", "lines"),
     [

@@ -20,7 +20,8 @@ from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.custom import Transform
-from banyan.models.weights.names import Place, is_ignored, place_of
+from banyan.models.weights.latent import with_whole_expansions
+from banyan.models.weights.names import Place, by_expert, is_ignored, place_of
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import Stored, restored
 from banyan.models.weights.reader import read_tensors, tensor_types
@@ -77,6 +78,8 @@ def load_model(
         if card.quant is not None:
             method = open_method(card.quant, card.path)
             tensors = restored(tensors, tensor_types(card), method, card.quant.method)
+        elif card.latent is not None and card.format == "gguf":
+            tensors = with_whole_expansions(tensors)
         for transform in transforms:
             tensors = transform(tensors)
         Filling(model, family.names[card.format]).run(tensors)
@@ -112,21 +115,35 @@ class Filling:
             place = self._place_of(name)
             if place is not None and place.module == "head" and self._is_needless_head():
                 continue
-            if place is not None and self._is_elsewhere(place):
-                continue
-            if place is None or not self._is_open(place):
-                if not is_ignored(name, self.names, self.model.card.num_layers):
-                    self.unknown.append(name)
-                continue
-            if isinstance(tensor, RawTensor):
-                raise ModelError(
-                    f"tensor {printable(name)!r} holds numbers of type {tensor.type}, which are no "
-                    "weights by themselves",
-                    hint="the checkpoint is quantised and its config.json lacks "
-                    "quantization_config, or that does not describe this tensor",
-                )
-            self._take(name, place, tensor)
+            for part, mine in by_expert(place, tensor):
+                self._offer(name, part, mine)
         self._settle()
+
+    def _offer(self, name: str, place: Place | None, tensor: Stored) -> None:
+        """Take a tensor, unless other ranks do or it means nothing here."""
+        if place is not None and self._is_elsewhere(place):
+            return
+        if place is None or not self._is_open(place):
+            is_known = is_ignored(name, self.names, self.model.card.num_layers)
+            if not is_known and not self._is_empty_bias(place, tensor):
+                self.unknown.append(name)
+            return
+        if isinstance(tensor, RawTensor):
+            raise ModelError(
+                f"tensor {printable(name)!r} holds numbers of type {tensor.type}, which are no "
+                "weights by themselves",
+                hint="the checkpoint is quantised and its config.json lacks "
+                "quantization_config, or that does not describe this tensor",
+            )
+        self._take(name, place, tensor)
+
+    def _is_empty_bias(self, place: Place | None, tensor: Stored) -> bool:
+        """Zeros for a projection that has no bias: some quantisers write one for every weight."""
+        has_weight = place is not None and (place.module, "weight") in self.declared
+        if not has_weight or place is None or place.slot != "bias":
+            return False
+        is_declared = (place.module, "bias") in self.declared
+        return not is_declared and not bool(tensor.values.any())
 
     def _place_of(self, name: str) -> Place | None:
         """Models for vectors may be stored without what stands around their body."""
@@ -168,6 +185,8 @@ class Filling:
         shapes = self.open[place.module, place.slot].shapes
         declared = [shapes[part] for part in place.parts]
         whole = (sum(shape[0] for shape in declared), *declared[0][1:])
+        if whole == (1, *tensor.shape):
+            tensor = tensor.as_row
         if tensor.shape != whole:
             raise ModelError(
                 f"tensor {printable(name)!r} has shape {list(tensor.shape)}, the model's "

@@ -1,8 +1,11 @@
 """From a checkpoint's tensor names to the slots of a model's layers."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from banyan.families.names import NameMap
+from banyan.models.weights.quant.base import Stored
+from banyan.ops.stored import RawTensor
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,18 @@ def place_of(name: str, names: NameMap) -> Place | None:
     parts = listed.split("+")
     turned = tuple(part for part, is_paired in zip(parts, paired, strict=True) if is_paired)
     return Place(module, slot, tuple(parts), turned)
+
+
+def by_expert(place: Place | None, tensor: Stored) -> Iterator[tuple[Place | None, Stored]]:
+    """The places of a tensor that holds one expert after another ("*" in a part), each with its
+    slice; any other tensor as it is."""
+    is_stacked = place is not None and any("*" in part for part in place.parts)
+    if place is None or not is_stacked or isinstance(tensor, RawTensor) or len(tensor.shape) < 2:
+        yield place, tensor
+        return
+    for expert in range(tensor.shape[0]):
+        parts = tuple(part.replace("*", str(expert)) for part in place.parts)
+        yield replace(place, parts=parts), tensor.at(expert)
 
 
 def is_ignored(name: str, names: NameMap, num_layers: int) -> bool:

@@ -57,25 +57,48 @@ def from_groups(numbers: Tensor, zero: Tensor | int, scale: Tensor, group: int) 
             f"scales of shape {list(scale.shape)}; {list(numbers.shape)} numbers in groups of "
             f"{group} need {[outputs, groups_of(inputs, group)]}"
         )
-    scale, narrow = scale.float(), scale.half()
-    levels = numbers.short() - (zero if isinstance(zero, int) else _spread(zero, group, inputs))
-    lowest, highest = (int(edge) for edge in levels.aminmax())
+    numbers, scale = numbers.contiguous(), scale.float().contiguous()
+    narrow = scale.half()
+    lowest, highest = _range(numbers, zero, group)
     why = ""
     if inputs % BLOCK or (group % BLOCK and group < inputs):
         why = f"groups of {group} values are not whole blocks of {BLOCK}"
     elif not _is_near(narrow.float(), scale):
         why = "their scales are beyond fp16"
     elif lowest >= -8 and highest <= 7:
-        return per_block("Q4_0", blocks.lay_q4_0, (levels + 8).byte(), (narrow,), group)
-    elif not isinstance(zero, int) and int(numbers.min()) >= 0 and int(numbers.max()) < 16:
+        return per_block("Q4_0", blocks.lay_q4_0, _less(numbers, zero, group) + 8, (narrow,), group)
+    elif not isinstance(zero, int) and numbers.dtype == torch.uint8 and int(numbers.max()) < 16:
         minimum = (-zero.float() * scale).half()
-        return per_block("Q4_1", blocks.lay_q4_1, numbers.byte(), (narrow, minimum), group)
+        return per_block("Q4_1", blocks.lay_q4_1, numbers, (narrow, minimum), group)
     elif lowest >= -128 and highest <= 127:
-        return per_block("Q8_0", blocks.lay_q8_0, levels.char(), (narrow,), group)
+        levels = _less(numbers, zero, group).view(torch.int8)
+        return per_block("Q8_0", blocks.lay_q8_0, levels, (narrow,), group)
     else:
         why = "numbers of 8 bits have zero points"
-    values = levels.float() * _spread(scale, group, inputs)
+    offset = zero if isinstance(zero, int) else _spread(zero, group, inputs)
+    values = (numbers.short() - offset).float() * _spread(scale, group, inputs)
     return Restored(StoredWeight.from_tensor(values.bfloat16()), why)
+
+
+def _range(numbers: Tensor, zero: Tensor | int, group: int) -> tuple[int, int]:
+    """The lowest and highest of numbers - zero; numbers: [out, in]."""
+    outputs, inputs = numbers.shape
+    if isinstance(zero, int):
+        return int(numbers.min()) - zero, int(numbers.max()) - zero
+    whole = inputs // group * group
+    pieces = [numbers[:, :whole].reshape(outputs, -1, group), numbers[:, whole:].unsqueeze(1)]
+    pieces = [piece for piece in pieces if piece.numel()]
+    low = torch.cat([piece.amin(-1) for piece in pieces], dim=1).short() - zero
+    high = torch.cat([piece.amax(-1) for piece in pieces], dim=1).short() - zero
+    return int(low.min()), int(high.max())
+
+
+def _less(numbers: Tensor, zero: Tensor | int, group: int) -> Tensor:
+    """numbers - zero in bytes that wrap around, [out, in] uint8."""
+    octets = numbers.view(torch.uint8)
+    if isinstance(zero, int):
+        return octets - zero % 256
+    return octets - _spread((zero % 256).byte(), group, octets.shape[1])
 
 
 def by_index(numbers: Tensor, zero: Tensor | int, scale: Tensor, index: Tensor) -> Restored:
@@ -100,7 +123,7 @@ def _spread(per_group: Tensor, group: int, inputs: int) -> Tensor:
     """[out, groups] -> what broadcasts to [out, in]."""
     if per_group.shape[1] == 1:
         return per_group
-    return per_group.repeat_interleave(group, 1)[:, :inputs]
+    return per_group.contiguous().repeat_interleave(group, 1)[:, :inputs]
 
 
 def _is_near(narrow: Tensor, scale: Tensor) -> bool:
