@@ -12,7 +12,8 @@ class BanyanError(Exception):
     exit_code = 1
 
     def __init__(self, text: str, hint: str = "") -> None:
-        super().__init__(f"{text}. {hint[:1].upper()}{hint[1:]}" if hint else text)
+        whole = f"{text.removesuffix('.')}. {hint[:1].upper()}{hint[1:]}"
+        super().__init__(whole if hint else text)
         self.text = text
         self.hint = hint
 

@@ -74,7 +74,7 @@ IDLE = {
     "SGLANG_CACHE_DIR": "compiled kernels lie in ~/.cache/banyan, and nothing else is cached",
     "TORCHINDUCTOR_CACHE_DIR": "torch.compile compiles nothing here",
     "SGLANG_IS_IN_CI": "tests and servers run alike everywhere",
-    "PROMETHEUS_MULTIPROC_DIR": "there are no Prometheus metrics",
+    "PROMETHEUS_MULTIPROC_DIR": "there is nothing to collect; read /v1/loads?format=prometheus",
 }
 """Name -> why nothing depends on it."""
 

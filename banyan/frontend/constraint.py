@@ -136,9 +136,9 @@ def _response_format(value: object) -> tuple[str, object] | None:
         schema = outer.get("schema") if isinstance(outer, dict) else None
         if schema is None:
             raise RequestError(
-                "schema_ is required for json_schema response format request.",
+                f"{name}.json_schema.schema is missing",
                 param=name,
-                hint='Send {"type": "json_schema", "json_schema": {"name": …, "schema": …}}.',
+                hint='Send {"type": "json_schema", "json_schema": {"name": …, "schema": …}}',
             )
         return JSON_SCHEMA, schema
     if kind == STRUCTURAL_TAG:

@@ -21,6 +21,18 @@ _MAX_LEXER_STATES = 50_000
 """A lexer state takes 1 to 2 kB; the other limits are the library's own."""
 
 
+_WAYS_OUT = (
+    ('"uniqueItems"', "", "Leave uniqueItems out; in pydantic, write list[…] for set[…]"),
+    ("Unimplemented keys", "", "Leave them out of the schema"),
+    (
+        "'coerce_one_of'",
+        "oneOf is supported only where no value fits two of its branches",
+        "Write anyOf, or give each branch a property with a const of its own",
+    ),
+)
+"""What a reason has in it, what to say in its place ("" = the reason), and what to do about it."""
+
+
 def _repeated_keys(schema: Schema) -> str:
     """Additional members may repeat a name, and then count twice."""
     least, more = schema.get("minProperties"), schema.get("additionalProperties")
@@ -98,7 +110,8 @@ def _refuse_error(matcher: llguidance.LLMatcher) -> None:
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
     text = matcher.get_error().partition("\n<state>")[0]
-    return printable(text.removesuffix("\n<non-verbose/>"), 400)
+    text = printable(text.removesuffix("\n<non-verbose/>"), 400)
+    return next((f"{told or text}. {do}" for sign, told, do in _WAYS_OUT if sign in text), text)
 
 
 class _Program:

@@ -134,7 +134,7 @@ def test_a_constraint_can_begin_after_the_thinking():
         ({"guided_choice": ["a", 1]}, "guided_choice", "a list of texts"),
         ({"response_format": "json"}, "response_format", "must be an object"),
         ({"response_format": {"type": "yaml"}}, "response_format", "'yaml'"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "schema_ is required"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
         ({"structural_tag": "{}"}, "structural_tag", "must have a format"),
         ({"structural_tag": "[]"}, "structural_tag", "must be an object"),
         ({"structural_tag": {"structures": [1], "triggers": []}}, "structural_tag", "begin"),

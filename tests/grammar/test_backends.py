@@ -314,6 +314,33 @@ def test_what_cannot_be_compiled_is_refused_with_a_reason(backend: Backend, kind
         backend.compile(Constraint(kind, text))
 
 
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"type": "array", "uniqueItems": True}, r"uniqueItems.*\. Leave uniqueItems out; in pyd"),
+        ({"type": "string", "not": {"const": "a"}}, r'keys: \["not"\]\. Leave them out'),
+        (
+            {"oneOf": [{"type": "string"}, {"minLength": 2}]},
+            r"fits two of its branches\. Write any",
+        ),
+    ],
+)
+def test_a_schema_that_is_refused_is_told_a_way_out(schema: dict[str, object], told: str):
+    with pytest.raises(RequestError, match=told):
+        _cached("llguidance").compile(Constraint(JSON_SCHEMA, json.dumps(schema)))
+
+
+def test_one_of_is_taken_where_the_branches_exclude_each_other():
+    branches = [
+        {"type": "object", "properties": {"k": {"const": k}}, "required": ["k"]} for k in "ab"
+    ]
+    grammar = started(_cached("llguidance"), JSON_SCHEMA, json.dumps({"oneOf": branches}))
+    assert write(grammar, '{"k": "a"}')
+    assert not write(
+        started(_cached("llguidance"), JSON_SCHEMA, json.dumps({"oneOf": branches})), '{"k": "c"}'
+    )
+
+
 @cache
 def _cached(name: str) -> Backend:
     return backend_or_skip(name)

@@ -382,3 +382,13 @@ def test_keys_and_strictness_hold_here_too() -> None:
         assert unknown.value.status_code == 404
         with pytest.raises(ollama.ResponseError, match="keep_alive"):
             client.chat("tiny", USER, keep_alive="5m")
+
+
+def test_parameters_have_ollama_s_names_and_no_others(site: Site, http: httpx.Client) -> None:
+    usual = {"temperature": 0.2, "repetition_penalty": 1.1, "max_new_tokens": None, "top_k": 5}
+    site.state.service = replace(site.service, chat_defaults={**usual, "stream_interval": 1})
+    shown = http.post("/api/show", json={"model": "tiny"}).json()["parameters"]
+    assert sorted(shown.splitlines()) == ["repeat_penalty 1.1", "temperature 0.2", "top_k 5"]
+    site.state.service = replace(site.service, chat_defaults={"max_new_tokens": 1024})
+    shown = http.post("/api/show", json={"model": "tiny"}).json()["parameters"]
+    assert shown == "num_predict 1024"

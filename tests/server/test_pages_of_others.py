@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from banyan.base.errors import ConfigError
+from banyan.base.errors import ConfigError, RequestError
 from banyan.server import auth
 from banyan.server.auth import Guard
 from banyan.server.serve import check_exposure
@@ -123,6 +123,10 @@ def test_json_is_read_whatever_curl_calls_it(http: httpx.Client, kind: str) -> N
     assert answer.status_code == 200, answer.text
     page = {**headers, "origin": FOREIGN, "sec-fetch-site": "cross-site"}
     assert http.post("/v1/chat/completions", content=body, headers=page).status_code == 403
+
+
+def test_a_text_and_its_hint_have_one_full_stop_between() -> None:
+    assert str(RequestError("It is so.", hint="do this")) == "It is so. Do this"
 
 
 def test_a_body_that_is_no_json_is_told_the_header_that_is_missing(http: httpx.Client) -> None:

@@ -11,7 +11,8 @@ from banyan.base.errors import RequestError
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
 from banyan.server.ollama.fields import model_of, read, reporter
-from banyan.server.ollama.schema import ShowRequest
+from banyan.server.ollama.schema import SAMPLING, ShowRequest
+from banyan.server.openai.schema import SAMPLING as NATIVE
 from banyan.server.state import ServerState, Service
 
 API_VERSION = "0.12.11"
@@ -42,7 +43,7 @@ async def show(exchange: Exchange, state: ServerState) -> None:
     await exchange.json(
         {
             "modelfile": f"FROM {state.served_name}\n",
-            "parameters": "\n".join(f"{k} {v}" for k, v in sorted(service.chat_defaults.items())),
+            "parameters": _parameters(service),
             "template": service.chat.template.source if service.chat else "{{ .Prompt }}",
             "details": _details(service),
             "model_info": _facts(service, name),
@@ -81,6 +82,15 @@ def _size_bytes(path: Path) -> int:
     """Size of the weights on disk; 0 when they are not there any more."""
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _parameters(service: Service) -> str:
+    """What options mean when they are absent, under their names, as in a Modelfile."""
+    native = {**NATIVE, "max_tokens": "max_new_tokens"}
+    values = {
+        option: service.chat_defaults.get(native[field]) for option, field in SAMPLING.items()
+    }
+    return "\n".join(f"{option} {value}" for option, value in values.items() if value is not None)
 
 
 def _details(service: Service) -> Json:
