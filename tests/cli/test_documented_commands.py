@@ -61,7 +61,7 @@ REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     (
         NODE + "--disaggregation-mode prefill --disaggregation-bootstrap-port 6657 --port 8000",
         STORE,
-        ("--quantization", "--disaggregation-mode prefill"),
+        ("--disaggregation-mode prefill",),
     ),
     (
         NODE + "--disaggregation-mode decode --port 8001 --enable-deepep-moe "
