@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from banyan.families.base import HubForm
 from banyan.families.llama import LLAMA
+from banyan.models.weights.quant.base import Restored, part_among
 from banyan.ops.stored import StoredWeight
 
 
@@ -24,14 +25,13 @@ MINE = replace(LLAMA, hub=HubForm(more=halve))
 class Doubled:
     """Every projection is stored twice as large as it is."""
 
-    def claims(self, last, tensor):
-        return last == "twice"
+    remark = ""
 
-    def is_whole(self, parts):
-        return True
+    def part_of(self, name, type):
+        return part_among(("twice",), name)
 
-    def restore(self, parts):
-        return StoredWeight.from_tensor(parts["twice"].dense / 2)
+    def restore(self, stem, parts):
+        return Restored(StoredWeight.from_tensor(parts["twice"].dense / 2))
 
 
 def open_doubled(facts):

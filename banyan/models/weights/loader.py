@@ -139,11 +139,11 @@ class Filling:
 
     def _is_empty_bias(self, place: Place | None, tensor: Stored) -> bool:
         """Zeros for a projection that has no bias: some quantisers write one for every weight."""
-        has_weight = place is not None and (place.module, "weight") in self.declared
-        if not has_weight or place is None or place.slot != "bias":
+        if place is None or place.slot != "bias" or isinstance(tensor, RawTensor):
             return False
-        is_declared = (place.module, "bias") in self.declared
-        return not is_declared and not bool(tensor.values.any())
+        has_weight = (place.module, "weight") in self.declared
+        has_bias = (place.module, "bias") in self.declared
+        return has_weight and not has_bias and not bool(tensor.dense.any())
 
     def _place_of(self, name: str) -> Place | None:
         """Models for vectors may be stored without what stands around their body."""
