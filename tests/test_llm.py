@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,15 @@ def test_one_prompt_gives_one_answer(engine):
     assert meta["prompt_tokens"] == len(engine.tokenizer.encode("The quick brown"))
     assert meta["finish_reason"] == {"type": "length", "length": 6}
     assert answer["text"] == engine.tokenizer.decode(answer["output_ids"])
+
+
+def test_the_counters_of_the_engine_can_be_watched(engine):
+    before = engine.stats().output_tokens
+    engine.generate("The quick brown", GREEDY)
+    deadline = time.monotonic() + 10
+    while engine.stats().output_tokens < before + 6:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_batch_is_answered_in_order_as_if_alone(engine):

@@ -155,6 +155,7 @@ def test_a_start_that_is_stopped_while_it_compiles_leaves_nothing(
     cache = tmp_path / ".cache/banyan/kernels"
     wait_until(lambda: not list(cache.glob("*/*/part")), PATIENCE_S, "their files to go")
     assert [p.name for p in cache.glob("*/*")] == ["lock"]
+    assert "Traceback" not in log.read_text()
 
 
 def pss_bytes(pid: int) -> int:

@@ -214,7 +214,8 @@ def main() -> None:
         reason = build(job, commands)
     except OSError as error:
         reason = f"the folder for compiled kernels cannot be used: {error}"
-    sys.stdout.write(reason)
+    if not commands.is_stopped:  # else nobody is there to read it
+        sys.stdout.write(reason)
 
 
 if __name__ == "__main__":
