@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import asdict, dataclass, replace
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self, TypeVar, cast
 
 import msgspec
 
@@ -312,7 +312,7 @@ class _Opened:
         answer = await self.native.answer(await self.native.read(turn.body))
         if isinstance(answer, list):
             raise RequestError("A turn of a session has one answer.", param="n")
-        turn.keep(answer["output_ids"])
+        turn.keep(cast(list[int], answer["output_ids"]))
         return answer
 
     async def encode(

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from typing import cast
 
 import msgspec
 import torch
@@ -49,7 +50,7 @@ from banyan.models.foreign import load_foreign
 from banyan.models.weights.custom import load_transforms
 from banyan.models.weights.loader import load_model
 from banyan.ops.api import Ops
-from banyan.ops.bind import PROBES, bind, kernel_table, open_toolkit
+from banyan.ops.bind import PROBES, BoundOps, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
 from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
@@ -143,7 +144,9 @@ def open_model(
     give_back()
     phases.done("weights")
     settings = settings_of(config, origins)
-    return OpenModel(config, settings, platform, build, model, kernel_table(ops.choices), threads)
+    return OpenModel(
+        config, settings, platform, build, model, kernel_table(cast(BoundOps, ops).choices), threads
+    )
 
 
 def _bind(

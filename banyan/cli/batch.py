@@ -116,7 +116,10 @@ async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerStat
         await fleet.start()
         stack.push_async_callback(fleet.close)
         for address, engine in zip(addresses, engines, strict=True):
-            on_death = partial(loop.call_soon_threadsafe, engine.engine_lost)
+
+            def on_death(text: str, engine: EngineClient = engine) -> None:
+                loop.call_soon_threadsafe(engine.engine_lost, text)
+
             handle = start_engine_process(config, card, address, on_death)
             stack.push_async_callback(asyncio.to_thread, handle.stop)
         watch = asyncio.create_task(_watch(state, fleet))

@@ -3,7 +3,7 @@
 import http.client
 import json
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from banyan.base.errors import BanyanError, ConfigError
@@ -122,7 +122,7 @@ class Client:
     def _silence(self, error: Exception) -> BanyanError:
         return BanyanError(f"{self.url} does not answer: {error}", hint="is the server running?")
 
-    def answer(self, body: dict[str, object]) -> Iterator[Piece]:
+    def answer(self, body: dict[str, object]) -> Generator[Piece, None, None]:
         """The answer to one chat-completion request, as it comes.
 
         Closing the iterator closes the connection, which makes the server stop generating.

@@ -170,7 +170,7 @@ class Nodes:
                     f"{self._parallel.meet_timeout_s:g} s",
                     hint="start the same command line there with its --node-rank, and see its log",
                 )
-            if self._socket.poll(min(left, 1.0) * 1000):
+            if self._socket.poll(int(min(left, 1.0) * 1000)):
                 identity, kind, *parts = self._socket.recv_multipart()
                 if kind == _HELLO and parts:
                     self._welcome(identity, parts[0])
@@ -256,7 +256,7 @@ class Nodes:
         poller.register(self._inbox, zmq.POLLIN)
         beat_at = 0.0
         while True:
-            ready = dict(poller.poll(_BEAT_S * 1000))
+            ready = dict(poller.poll(int(_BEAT_S * 1000)))
             if self._inbox in ready and not self._pass_on():
                 break
             if self._socket in ready:
@@ -318,7 +318,8 @@ class _Leader:
         self._socket.send_multipart([kind, *parts])
 
     def hear(self, timeout_s: float) -> list[bytes] | None:
-        return self._socket.recv_multipart() if self._socket.poll(timeout_s * 1000) else None
+        is_there = self._socket.poll(int(timeout_s * 1000))
+        return self._socket.recv_multipart() if is_there else None
 
     def __enter__(self) -> Self:
         return self
@@ -350,7 +351,7 @@ def serve_node(parallel: ParallelConfig, secret: str, mine: Hello, own_path: str
         if said[0] == _REFUSED:
             reason = printable(said[1].decode(errors="replace"), 300)
             raise DeviceError(f"the leader turned this node away: {reason}")
-        while said is None or said[0] != _START:
+        while said[0] != _START:
             said = leader.hear(parallel.meet_timeout_s)
             if said is None:
                 raise DeviceError("the leader fell silent before it gave orders")

@@ -6,6 +6,7 @@ Streams are cumulative unless told otherwise: each chunk repeats the whole answe
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from functools import partial
+from typing import cast
 
 from banyan.base.clock import Clock, WallClock
 from banyan.frontend.generation import (
@@ -173,7 +174,8 @@ def split_states(states: bytes, width: int) -> list[list[float]]:
     if not states:
         return []
     shape = (len(states) // (width * 4), width)
-    return memoryview(states).cast("B").cast("f", shape).tolist()
+    found = memoryview(states).cast("B").cast("f", shape).tolist()
+    return cast(list[list[float]], found)  # to a type checker a view has one dimension
 
 
 def finish_reason(finish: Finish | None, max_new_tokens: int) -> dict[str, object] | None:

@@ -169,8 +169,9 @@ def write_line(event: str, facts: Mapping[str, object], as_json: bool) -> None:
 
 
 def _word(value: object) -> str:
-    is_plain = isinstance(value, str) and _PLAIN.fullmatch(value)
-    return value if is_plain else json.dumps(value)
+    if isinstance(value, str) and _PLAIN.fullmatch(value):
+        return value
+    return json.dumps(value)
 
 
 def _reason(finish: Finish) -> str:

@@ -12,12 +12,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from re import _compiler as compiler  # the standard library's own reading of the syntax
-from re import _constants as ops
-from re import _parser as parser
+from importlib import import_module
+from typing import Any
 
 from banyan.base.errors import RequestError
 from banyan.base.log import printable
+
+# The standard library's own reading of the syntax, which nothing types.
+compiler, ops, parser = (
+    import_module(f"re.{name}") for name in ("_compiler", "_constants", "_parser")
+)
 
 MAX_STATES = 1_000
 """Automaton states of one pattern; a counted repeat takes as many as it may repeat."""
@@ -138,11 +142,13 @@ class StopPattern:
                 raise self._error("sets a flag for a part only")
             return self._sequence(inner, target)
         if op is ops.MAX_REPEAT or op is ops.MIN_REPEAT:
-            return self._repeat(*argument, target)
+            least, most, inner = argument
+            return self._repeat(least, most, inner, target)
         if op is ops.AT:
             return self._joint(argument, target)
         if op is ops.ASSERT or op is ops.ASSERT_NOT:
-            return self._joint(self._look(*argument, op is ops.ASSERT), target)
+            direction, inner = argument
+            return self._joint(self._look(direction, inner, op is ops.ASSERT), target)
         raise self._error(
             "uses a backreference, or an atomic, possessive or conditional group",
             "write it with characters, classes, groups, |, *, +, ?, {m,n}, ^, $, \\b, (?= and (?<=",
@@ -153,7 +159,7 @@ class StopPattern:
         self.conditions[state] = condition
         return state
 
-    def _look(self, direction: int, inner: parser.SubPattern, is_wanted: bool) -> Look:
+    def _look(self, direction: int, inner: Any, is_wanted: bool) -> Look:
         least, most = inner.getwidth()
         if most > MAX_LOOK:
             raise self._error(f"looks around by more than {MAX_LOOK} characters")

@@ -55,8 +55,9 @@ class TextGenerator:
             RequestError: the request is refused (before the first chunk).
         """
         self._check(request)
-        is_text = self._tokenizer is not None and not request.pool
-        words = Words(request, self._tokenizer) if is_text else None
+        words = None
+        if self._tokenizer is not None and not request.pool:
+            words = Words(request, self._tokenizer)
         reader = OutputReader(request, words, self._limits.hidden_size)
         stream = self._client.submit(_message(request))
         has_stopped = False

@@ -191,7 +191,8 @@ class Tokenizer:
             before = text[at:start]
             ids += self._plain(before.rstrip() if token.lstrip else before, at_start=at == 0)
             ids.append(self.added[token.content])
-            at = search = _SPACES.match(text, end).end() if token.rstrip else end
+            spaces = _SPACES.match(text, end) if token.rstrip else None
+            at = search = spaces.end() if spaces else end
         return ids + self._plain(text[at:], at_start=at == 0)
 
     def decode(

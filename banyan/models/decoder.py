@@ -5,6 +5,8 @@ where they cost nothing: a factor r on what joins the stream is a stream that is
 which a norm does not see but for its eps. Knows no files.
 """
 
+from typing import cast
+
 from torch import Tensor, nn
 
 from banyan.config.card import WINDOW, ModelCard
@@ -111,7 +113,8 @@ class DecoderLM(nn.Module):
         if stages.rank:
             x = stages.recv(x, stages.rank - 1)
         for layer in (self.layers[i] for i in self.stage):
-            x, residual = layer(x, residual, angles.get(layer.rope), step)
+            rope = cast(DecoderLayer, layer).rope
+            x, residual = layer(x, residual, angles.get(rope), step)
         if stages.rank == stages.size - 1:
             x = self.norm.add(x, residual)[0]
         else:

@@ -6,7 +6,7 @@ make a token depend on its company, or attention that does not go through the li
 is refused at load by a trial pass.
 """
 
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,18 @@ class _Desk:
     call: _Call
 
 
+class _HasDesk(Protocol):
+    """An attention module of the library that has got a desk."""
+
+    desk: _Desk
+
+
+class _HasHead(Protocol):
+    """A causal model of the library."""
+
+    def get_output_embeddings(self) -> nn.Module: ...
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -63,7 +75,7 @@ def _attention(
         window=sliding_window or 0,
         soft_cap=softcap or 0.0,
     )
-    return cast(_Desk, module.desk).call(spec, q, k, v).unsqueeze(0), None
+    return cast(_HasDesk, module).desk.call(spec, q, k, v).unsqueeze(0), None
 
 
 class _Given(nn.Module):
@@ -112,8 +124,8 @@ class ForeignLM(nn.Module):
         self.desk = _Desk()
         for module in self.body.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
-                module.desk = self.desk
-        _pack_projections(self, model.get_output_embeddings(), build.ops)
+                cast(_HasDesk, module).desk = self.desk
+        _pack_projections(self, cast(_HasHead, model).get_output_embeddings(), build.ops)
         self.caches = [paged_cache(spec, build) for spec in self._try()]
 
     def forward(self, step: StepInputs) -> Tensor:
@@ -214,7 +226,7 @@ def load_foreign(card: ModelCard, build: Build, load_format: str = "auto") -> Fo
     AttentionInterface.register(_INTERFACE, _attention)
     config = AutoConfig.from_pretrained(card.path, local_files_only=True, trust_remote_code=False)
     _check_ropes(config.to_dict().get("rope_parameters"), card)
-    model, account = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         card.path,
         config=config,
         dtype=build.dtype,
@@ -224,6 +236,7 @@ def load_foreign(card: ModelCard, build: Build, load_format: str = "auto") -> Fo
         use_safetensors=True,
         output_loading_info=True,
     )
+    model, account = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if account[kind]:
             found = ", ".join(printable(str(key)) for key in sorted(account[kind], key=str)[:5])

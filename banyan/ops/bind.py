@@ -190,6 +190,7 @@ class BoundOps:
         "recorder",
         "cache_dtype",
     )
+    choices: tuple[Choice, ...]
 
     def __init__(
         self, functions: Mapping[str, object], choices: tuple[Choice, ...], spec: OpSpec

@@ -160,7 +160,7 @@ class StoredWeight:
         """The rows first … first + count − 1 of each head from the order 0, 1, 2, … of interleaved
         pairs to first halves, then second halves: the pair (2i, 2i + 1) becomes (i, i + count/2).
         """
-        raw = self.raw if len(self.shape) > 1 else self.raw.view(self.shape[0], -1)
+        raw = self._rows()
         row_bytes = raw.shape[-1]
         heads = raw.reshape(-1, head_dim, row_bytes)
         before, turned, behind = heads.split([first, count, head_dim - first - count], dim=1)
@@ -168,12 +168,17 @@ class StoredWeight:
         halves = torch.cat([before, pairs.reshape(-1, count, row_bytes), behind], dim=1)
         return StoredWeight(self.type, self.shape, halves.reshape(self.raw.shape))
 
+    def _rows(self) -> Tensor:
+        """The bytes with a row for each index of the first dimension, be it the only one."""
+        num_rows = self.shape[0]
+        return self.raw.view(num_rows, -1) if len(self.shape) == 1 else self.raw
+
     def by_piece(self, pieces: tuple[int, ...]) -> "StoredWeight":
         """Rows of heads, each made of `pieces`, so that the first pieces of all heads come first,
         then the second ones, and so on."""
         rows = torch.arange(self.shape[0]).view(-1, sum(pieces))
         order = torch.cat([piece.flatten() for piece in rows.split(list(pieces), dim=1)])
-        raw = self.raw if len(self.shape) > 1 else self.raw.view(self.shape[0], -1)
+        raw = self._rows()
         return StoredWeight(self.type, self.shape, raw[order].view(self.raw.shape))
 
     @property

@@ -5,16 +5,19 @@ Ranks that meet at a file are on one machine, and listen on its loopback alone.
 
 import socket
 from datetime import timedelta
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import torch
+import torch.distributed
 from torch import Tensor
-from torch import distributed as dist
 
 from banyan.ops.api import NotRecordable
 from banyan.parallel.collectives import Meeting, Transport
 
 _LOOPBACK = "127.0.0.1"
+
+dist = cast(Any, torch.distributed)  # which types neither the group of gloo's own nor the stores
 
 
 def _own_address(host: str | None) -> str:
@@ -33,7 +36,7 @@ class Gloo:
         options._timeout = timedelta(seconds=meeting.timeout_s)
         if meeting.path:
             device = dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)
-            store: dist.Store = dist.FileStore(meeting.path, size)
+            store = dist.FileStore(meeting.path, size)
             store.set_timeout(options._timeout)
         else:
             parts = urlsplit(meeting.address)

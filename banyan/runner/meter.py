@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable
 
 from banyan.base.errors import ConfigError
-from banyan.base.ids import PageId, SlotId
+from banyan.base.ids import PageId, SlotId, StepId
 from banyan.messages.plan import SAMPLE, Join, PageGrant, Row, StepPlan
 from banyan.messages.sampling import SamplingParams
 from banyan.ops.api import OpTime
@@ -100,7 +100,7 @@ class OpMeter:
         ]
         self._step += 1
         return StepPlan(
-            step=self._step,
+            step=StepId(self._step),
             joins=joins,
             grants=grants,
             rows=[Row(slot, start, count, want=SAMPLE) for slot in slots],
@@ -108,4 +108,4 @@ class OpMeter:
 
     def _run(self, leaves: list[SlotId]) -> None:
         self._step += 1
-        self._runner.launch(StepPlan(step=self._step, leaves=leaves)).result()
+        self._runner.launch(StepPlan(step=StepId(self._step), leaves=leaves)).result()

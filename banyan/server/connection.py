@@ -7,10 +7,11 @@ the buffer.
 """
 
 import asyncio
+from typing import cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from banyan.server.exchange import ABORT
+from banyan.server.exchange import ABORT, Scope
 
 HEADER_TIMEOUT_S = 10.0
 MAX_HEADER_BYTES = 64 << 10
@@ -54,7 +55,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head, self._trailer_bytes = True, 0
         super().on_message_begin()
-        self.scope[ABORT] = self.transport.abort
+        cast(Scope, self.scope)[ABORT] = self.transport.abort
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:

@@ -7,7 +7,7 @@ routes and no models.
 import asyncio
 import time
 from collections.abc import AsyncIterable, Awaitable, Callable, Generator, Mapping, MutableMapping
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import orjson
@@ -20,8 +20,8 @@ from banyan.server.errors import Json
 from banyan.server.limits import ClientGone, json_object
 from banyan.server.state import fresh_id
 
-Scope = MutableMapping[str, object]
-Send = Callable[[dict[str, object]], Awaitable[None]]
+Scope = MutableMapping[str, Any]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 T = TypeVar("T")
 

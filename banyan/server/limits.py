@@ -7,6 +7,7 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import orjson
 
@@ -14,7 +15,7 @@ from banyan.base.errors import RequestError
 from banyan.base.log import printable
 from banyan.frontend.constraint import MAX_DEPTH, check_depth
 
-Receive = Callable[[], Awaitable[dict[str, object]]]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 JSON_MEDIA = "application/json"
 

@@ -2,24 +2,27 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.server import auth
 from banyan.server.dialect import Dialect
-from banyan.server.errors import Json
 from banyan.server.route import WITH_BODY, Route
+
+Document = dict[str, Any]
+"""The OpenAPI document or a part of it: made here, so its readers know what lies inside."""
 
 _REF = "#/components/schemas/{name}"
 _KEY = "key"
 ANYTHING = ("string", "number", "boolean", "object", "array", "null")
-Bodies = Mapping[type[msgspec.Struct], tuple[Json, Json]]
+Bodies = Mapping[type[msgspec.Struct], tuple[Document, Document]]
 """What a route reads -> a reference to its schema, and the schema."""
 _NAMES = re.compile(r"\{(\w+)\}")
 
 
-def openapi(routes: Sequence[Route], version: str, root_path: str = "") -> Json:
+def openapi(routes: Sequence[Route], version: str, root_path: str = "") -> Document:
     """OpenAPI 3.1 of every path and method of the table.
 
     Args:
@@ -35,7 +38,7 @@ def openapi(routes: Sequence[Route], version: str, root_path: str = "") -> Json:
     }
     refusals = dict.fromkeys(route.dialect for route in routes)
     named = {dialect: f"Refusal{i or ''}" for i, dialect in enumerate(refusals)}
-    paths: dict[str, Json] = {}
+    paths: dict[str, Document] = {}
     for route in routes:
         for path, methods in route.places().items():
             paths[path] = {
@@ -64,21 +67,21 @@ _ABOUT = (
 )
 
 
-def _anything(kind: type) -> Json:
+def _anything(kind: type) -> Document:
     assert kind is object, f"no schema says what {kind} is"
     return {"type": list(ANYTHING)}
 
 
-def _operation(route: Route, path: str, method: str, bodies: Bodies) -> Json:
+def _operation(route: Route, path: str, method: str, bodies: Bodies) -> Document:
     word = re.sub(r"\W+", "_", path).strip("_") or "root"
-    operation: Json = {
+    operation: Document = {
         "operationId": f"{method.lower()}_{word}",
         "summary": route.about,
         "tags": [route.group],
     }
     if route.guard == auth.OPEN:
         operation["security"] = []
-    parameters: list[Json] = [
+    parameters: list[Document] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in _NAMES.findall(path)
     ]
@@ -93,7 +96,7 @@ def _operation(route: Route, path: str, method: str, bodies: Bodies) -> Json:
     return operation
 
 
-def _query(schema: Json) -> list[Json]:
+def _query(schema: Document) -> list[Document]:
     """The fields of a body that may come in the query."""
     needed = schema.get("required", ())
     return [
@@ -102,18 +105,18 @@ def _query(schema: Json) -> list[Json]:
     ]
 
 
-def _responses(route: Route, method: str, refusal: str) -> Json:
+def _responses(route: Route, method: str, refusal: str) -> Document:
     refused = {"$ref": f"#/components/responses/{refusal}"}
     if not route.is_available:
         return {"501": refused}
-    answer: Json = {"description": "the answer"}
+    answer: Document = {"description": "the answer"}
     fields = route.body.kind.__struct_fields__ if route.body and method in WITH_BODY else ()
     if "stream" in fields:
         answer["content"] = {"application/json": {}, route.dialect.media: {}}
     return {"200": answer, "default": refused}
 
 
-def _refusal(dialect: Dialect) -> Json:
+def _refusal(dialect: Dialect) -> Document:
     """What a refusal looks like, as its dialect writes one."""
     sample = RequestError("temperature must be a finite number, got 'hot'.", param="temperature")
     content = {"application/json": {"example": dialect.error_body(sample)}}

@@ -12,13 +12,12 @@ from functools import cache, partial
 from html import escape
 
 from banyan.server import auth
-from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
-from banyan.server.openapi import openapi
+from banyan.server.openapi import Document, openapi
 from banyan.server.route import Route
 from banyan.server.state import ServerState, Service
 
-Describe = Callable[[str, str], Json]
+Describe = Callable[[str, str], Document]
 """(version, path prefix) -> the OpenAPI document."""
 
 _GET = ("GET",)
@@ -61,7 +60,7 @@ def page_routes(others: Sequence[Route]) -> list[Route]:
     table: list[Route] = []
 
     @cache  # of what never changes while a server runs
-    def described(version: str, root_path: str) -> Json:
+    def described(version: str, root_path: str) -> Document:
         return openapi(table, version, root_path)
 
     root = partial(_root, table)
@@ -206,7 +205,7 @@ def _command(exchange: Exchange, state: ServerState) -> str:
     return f"curl {_address(exchange, state)}{path}{key} -d '{json.dumps(asked)}'"
 
 
-def _sample(service: Service | None) -> tuple[str, Json]:
+def _sample(service: Service | None) -> tuple[str, Document]:
     if service is not None and service.tokenizer is None:
         return "/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 8}}
     if service is not None and service.limits.is_embedding:
@@ -226,7 +225,7 @@ def _address(exchange: Exchange, state: ServerState) -> str:
     return f"{scheme}://{host}{server.root_path.rstrip('/')}"
 
 
-def _operation(method: str, path: str, operation: Json, schemas: Mapping[str, Json]) -> str:
+def _operation(method: str, path: str, operation: Document, schemas: Mapping[str, Document]) -> str:
     """One operation: a line, and its fields behind it where it has some."""
     line = f"<code>{method} {escape(path)}</code> {escape(operation['summary'])}"
     rows = [
@@ -246,7 +245,7 @@ def _operation(method: str, path: str, operation: Json, schemas: Mapping[str, Js
     return f"<details><summary>{line}</summary><table>{head}{''.join(rows)}</table></details>"
 
 
-def _row(name: str, schema: Json, is_required: bool, where: str) -> str:
+def _row(name: str, schema: Document, is_required: bool, where: str) -> str:
     words = _type(schema) + (", required" if is_required else "")
     return (
         f"<tr><td><code>{escape(name)}</code></td><td>{escape(words)}</td>"
@@ -254,7 +253,7 @@ def _row(name: str, schema: Json, is_required: bool, where: str) -> str:
     )
 
 
-def _type(schema: Json) -> str:
+def _type(schema: Document) -> str:
     """A JSON Schema in a few words."""
     if reference := schema.get("$ref"):
         return reference.rpartition("/")[2]

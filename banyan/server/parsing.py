@@ -51,12 +51,15 @@ async def parse_function_call(exchange: Exchange, state: ServerState) -> None:
         return [*parser.feed(request.text), *parser.finish()]
 
     parts = await off_loop(len(request.text), parse)
-    calls: list[Json] = []
+    starts = [part for part in parts if isinstance(part, CallStart)]
+    written: list[list[str]] = [[] for _ in starts]
     for part in parts:
-        if isinstance(part, CallStart):
-            calls.append({"tool_index": part.index, "name": part.name, "parameters": ""})
-        elif isinstance(part, CallArguments):
-            calls[part.index]["parameters"] += part.text
+        if isinstance(part, CallArguments):
+            written[part.index].append(part.text)
+    calls: list[Json] = [
+        {"tool_index": start.index, "name": start.name, "parameters": "".join(texts)}
+        for start, texts in zip(starts, written, strict=True)
+    ]
     said = "".join(part.text for part in parts if isinstance(part, Said))
     await exchange.json({"normal_text": said, "calls": calls})
 

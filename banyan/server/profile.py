@@ -7,6 +7,8 @@ from banyan.server.exchange import Exchange
 from banyan.server.openai.fields import typed
 from banyan.server.state import ServerState
 
+_START_S = 60.0
+"""Longest wait for the recording to begin."""
 _WRITE_S = 120.0
 """Longest wait for the file."""
 
@@ -35,7 +37,7 @@ async def start_profile(exchange: Exchange, state: ServerState) -> None:
         )
         if value
     }
-    reply = await service.client.control("start_profile", **args)
+    reply = await service.client.control("start_profile", _START_S, **args)
     if not reply.ok:
         raise RequestError(reply.text)
     await exchange.text(f"{reply.text}\n")

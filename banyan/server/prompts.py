@@ -4,14 +4,16 @@ All of it is CPU work that grows with what was sent: routes call it from `off_lo
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import is_object
 from banyan.frontend.chat import RESERVED
 from banyan.frontend.constraint import check_depth
 from banyan.frontend.long_texts import encode_texts, fitted_text
 from banyan.frontend.tools.as_text import calls_as_text, tools_as_text
+from banyan.frontend.tools.definitions import Definition
 from banyan.server.errors import Json
 from banyan.server.state import Service
 
@@ -26,11 +28,11 @@ class Conversation:
     """Messages and how to render them."""
 
     messages: list[Json]
-    options: Json = field(default_factory=dict)
+    options: Json = field(default_factory=dict[str, object])
     """chat_template_kwargs."""
     continue_final_message: bool = False
     add_generation_prompt: bool = True
-    tools: list[Json] | None = None
+    tools: Sequence[Definition] | None = None
 
 
 def chat_ids(service: Service, chat: Conversation) -> list[int]:
@@ -169,8 +171,8 @@ def _content(content: object, index: int, role: str) -> str | list[Json] | None:
 
 
 def _part_text(part: object, index: int) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind not in _TEXT_PARTS:
+    kind = part.get("type") if is_object(part) else None
+    if not is_object(part) or kind not in _TEXT_PARTS:
         raise RequestError(
             "Model only supports text input; received unsupported content type "
             f"'{str(kind)[:40]}' in messages[{index}].",

@@ -1,7 +1,8 @@
 """Route: one row of the table of routes, and what it says of itself to people and generators."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -11,7 +12,7 @@ from banyan.server.exchange import Exchange
 from banyan.server.limits import JSON_MEDIA
 from banyan.server.state import ServerState
 
-Handler = Callable[[Exchange, ServerState], Awaitable[None]]
+Handler = Callable[[Exchange, ServerState], Coroutine[Any, Any, None]]
 
 WITH_BODY = ("POST", "PUT")
 """Methods whose body is read."""

@@ -118,17 +118,18 @@ async def rerank(exchange: Exchange, state: ServerState) -> None:
 
     request, requests = await exchange.read(read)
     found = await vectors_of(exchange, state, service, requests)
+    scores = [sigmoid(vector.values[0]) for vector in found]
+    ranked = sorted(range(len(found)), key=lambda index: (-scores[index], index))
     entries: list[Json] = [
         {
-            "score": sigmoid(vector.values[0]),
+            "score": scores[index],
             "document": request.documents[index] if request.return_documents else None,
             "index": index,
-            "meta_info": {"id": exchange.id, "prompt_tokens": vector.usage.prompt_tokens},
+            "meta_info": {"id": exchange.id, "prompt_tokens": found[index].usage.prompt_tokens},
         }
-        for index, vector in enumerate(found)
+        for index in ranked[: request.top_n]
     ]
-    entries.sort(key=lambda entry: (-entry["score"], entry["index"]))
-    await exchange.json(entries[: request.top_n])
+    await exchange.json(entries)
 
 
 def _for_classes(

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 from typing import Protocol, TypeVar
 
 import uvicorn
@@ -275,7 +274,10 @@ class Server:
         self.state.config, card = await _in_daemon(self._prepare)
         end_phase(self.state.phases, "model files")
         for address, engine in zip(self._addresses(), engines, strict=True):
-            on_death = partial(loop.call_soon_threadsafe, engine.engine_lost)
+
+            def on_death(text: str, engine: EngineClient = engine) -> None:
+                loop.call_soon_threadsafe(engine.engine_lost, text)
+
             self._handles.append(self._start_engine(self.state.config, card, address, on_death))
         self.state.service = service = await open_service(self.state, card, fleet)
         self._folder.close()  # both ends have met: nothing remains, not even after SIGKILL

@@ -1,6 +1,7 @@
 """/tokenize and /detokenize: text or messages to ids and back."""
 
 from dataclasses import replace
+from typing import cast
 
 import msgspec
 
@@ -83,6 +84,6 @@ def _detokenized(service: Service, raw: Json) -> tuple[list[str], bool]:
     request = typed(raw, DetokenizeRequest)
     tokens = request.tokens
     is_list = bool(tokens) and all(isinstance(t, list) for t in tokens)
-    given = tokens if is_list else [tokens]
+    given = cast(list[list[int]], tokens if is_list else [tokens])  # `ids_text` checks the ids
     check_count(len(given), service, "tokens")
     return [ids_text(service, ids, request.skip_special_tokens) for ids in given], is_list

@@ -8,6 +8,7 @@ yields what the model shall see instead; the loader's account then holds for tha
 import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from typing import cast
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
@@ -47,7 +48,7 @@ def _load(name: str, checkpoint: str) -> Transform:
             f"{label}: {module_name} has no function {printable(function_name)!r}",
             hint="name it module:function",
         )
-    return function
+    return cast(Transform, function)
 
 
 def _lies_in(file: str, checkpoint: str) -> bool:

@@ -110,7 +110,7 @@ class Filling:
     def run(self, tensors: Iterator[tuple[str, Stored]]) -> None:
         for name, tensor in tensors:
             if name == self.names.rope_divisors:
-                self._divide(tensor)
+                self._divide(_weight(name, tensor))
                 continue
             place = self._place_of(name)
             if place is not None and place.module == "head" and self._is_needless_head():
@@ -128,14 +128,7 @@ class Filling:
             if not is_known and not self._is_empty_bias(place, tensor):
                 self.unknown.append(name)
             return
-        if isinstance(tensor, RawTensor):
-            raise ModelError(
-                f"tensor {printable(name)!r} holds numbers of type {tensor.type}, which are no "
-                "weights by themselves",
-                hint="the checkpoint is quantised and its config.json lacks "
-                "quantization_config, or that does not describe this tensor",
-            )
-        self._take(name, place, tensor)
+        self._take(name, place, _weight(name, tensor))
 
     def _is_empty_bias(self, place: Place | None, tensor: Stored) -> bool:
         """Zeros for a projection that has no bias: some quantisers write one for every weight."""
@@ -276,3 +269,18 @@ def _fill_dummy(model: DecoderLM | EncoderLM, build: Build, seed: int) -> None:
             parts = [random(shape, mean) for shape in declared.shapes.values()]
             embedding = parts if name == "embedding" else embedding
             module.fill(slot, parts)
+
+
+def _weight(name: str, tensor: Stored) -> StoredWeight:
+    """
+    Raises:
+        ModelError: it holds raw numbers, of which no method has made a weight.
+    """
+    if isinstance(tensor, RawTensor):
+        raise ModelError(
+            f"tensor {printable(name)!r} holds numbers of type {tensor.type}, which are no "
+            "weights by themselves",
+            hint="the checkpoint is quantised and its config.json lacks "
+            "quantization_config, or that does not describe this tensor",
+        )
+    return tensor

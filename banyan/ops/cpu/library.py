@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,10 @@ from banyan.ops.cpu.build import ISAS, SOURCES
 TOKENS, ROWS, OUTPUTS = range(3)
 """Sizes that change from step to step; the numbers of csrc/runtime.h."""
 _ALIGNMENT = 64
+
+Functions = dict[str, Callable[..., Any]]
+"""What the library exports, by name; results as `signatures` says."""
+
 _EXPORT = re.compile(r"BN_EXPORT\s+([\w\s*]+?)\s*\b(bn_\w+)\(([^)]*)\)")
 _TYPES = {
     "int": ctypes.c_int,
@@ -84,7 +89,7 @@ class Library:
     ) -> None:
         self.quantization = quantization
         self._library = ctypes.CDLL(str(path))
-        self._functions: dict[str, Callable[..., int]] = {}
+        self._functions: Functions = {}
         for name, (result, arguments) in signatures().items():
             function = getattr(self._library, name)
             function.restype, function.argtypes = result, arguments
@@ -153,7 +158,7 @@ class Library:
         """End the threads. Nothing may run or be recorded afterwards."""
         self._close()
 
-    def function(self, name: str) -> Callable[..., int]:
+    def function(self, name: str) -> Callable[..., Any]:
         """A function of the library that is not an op (packing, checks)."""
         return self._functions[name]
 
@@ -214,7 +219,7 @@ class Recording:
     def __init__(
         self,
         library: Library,
-        functions: dict[str, Callable[..., int]],
+        functions: Functions,
         tokens: int,
         outputs: int,
     ) -> None:
@@ -283,9 +288,9 @@ class _OnlyViews(TorchDispatchMode):
 
 
 @cache
-def signatures() -> dict[str, tuple[type | None, list[type]]]:
+def signatures() -> dict[str, tuple[type | None, list[type | None]]]:
     """Every exported function's result and argument types, read from the sources."""
-    found: dict[str, tuple[type | None, list[type]]] = {}
+    found: dict[str, tuple[type | None, list[type | None]]] = {}
     for source in sorted(SOURCES.glob("*.cpp")):
         for result, name, arguments in _EXPORT.findall(source.read_text(encoding="utf-8")):
             words = [a for a in re.sub(r"//[^\n]*", "", arguments).split(",") if a.strip()]
@@ -319,13 +324,13 @@ def _aligned(size: int) -> np.ndarray:
     return raw[first : first + size]
 
 
-def _free(functions: dict[str, Callable[..., int]], pool: Pointer, scratch: Pointer) -> None:
+def _free(functions: Functions, pool: Pointer, scratch: Pointer) -> None:
     functions["bn_program_free"](pool, scratch)
     functions["bn_pool_free"](pool)
 
 
 def _free_program(
-    functions: dict[str, Callable[..., int]],
+    functions: Functions,
     closing: weakref.finalize,  # type: ignore[type-arg]
     pool: Pointer,
     program: Pointer,

@@ -1,9 +1,13 @@
 """The attention backends, by name."""
 
-from banyan.base.table import Table
-from banyan.runner.attention.base import AttentionBackend
+from collections.abc import Callable
 
-BACKENDS: Table[type[AttentionBackend]] = Table(
+from banyan.base.table import Table
+from banyan.ops.api import Ops
+from banyan.runner.attention.base import AttentionBackend
+from banyan.runner.kvstore import KVStore
+
+BACKENDS: Table[Callable[[Ops, KVStore], AttentionBackend]] = Table(
     "attention backend",
     {
         "reference": "banyan.runner.attention.reference:ReferenceAttention",

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from banyan.base.ids import SlotId
 from banyan.messages.plan import Join
 from banyan.ops.api import Ops
 from banyan.ops.sampling import MAX_VOCAB, Addends, Masks, SampleRows
@@ -142,7 +143,7 @@ class Sampler:
         counts = np.zeros(len(slots), np.int64)
         ids, values = [], []
         for i in touched:
-            own = self._of_slot(int(slots[i]))
+            own = self._of_slot(SlotId(int(slots[i])))
             if is_short[i]:
                 ids.append(own.stop_ids)
                 values.append(own.bans)
@@ -152,7 +153,7 @@ class Sampler:
         offsets = np.concatenate([[0], np.cumsum(counts)])
         return Addends.of(offsets, np.concatenate(ids), np.concatenate(values))
 
-    def _of_slot(self, slot: int) -> _SlotAddends:
+    def _of_slot(self, slot: SlotId) -> _SlotAddends:
         join = self._table.join_of(slot)
         own = self._addends_of.get(slot)
         if own is None or own.join is not join:

@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
@@ -271,7 +272,7 @@ class _Reply:
     status: int = 0
     body: bytes = b""
 
-    async def send(self, message: dict[str, object]) -> None:
+    async def send(self, message: dict[str, Any]) -> None:
         """ASGI's `send`."""
         if message["type"] == "http.response.start":
             self.status = message["status"]

@@ -124,10 +124,8 @@ class ChatAnswer:
 
     def _last(self, index: int, choice: Choice, finish: Finish) -> Json:
         """The chunk that closes a choice: nothing but why it ended."""
-        body = self._chunk(index, {"content": None, "reasoning_content": None})
-        body["choices"][0]["finish_reason"] = choice.reason(finish)
-        body["choices"][0]["matched_stop"] = matched_stop(finish)
-        return body
+        delta: Json = {"content": None, "reasoning_content": None}
+        return self._chunk(index, delta, None, choice.reason(finish), matched_stop(finish))
 
     def _choice(self, index: int, choice: Choice) -> Json:
         return {
@@ -139,13 +137,20 @@ class ChatAnswer:
             **choice.hidden,
         }
 
-    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None) -> Json:
+    def _chunk(
+        self,
+        index: int,
+        delta: Json,
+        logprobs: Json | None = None,
+        reason: object = None,
+        matched: object = None,
+    ) -> Json:
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": logprobs,
-            "finish_reason": None,
-            "matched_stop": None,
+            "finish_reason": reason,
+            "matched_stop": matched,
         }
         return {**self._head("chat.completion.chunk"), "choices": [choice], "usage": None}
 

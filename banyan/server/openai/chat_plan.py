@@ -81,7 +81,7 @@ def plan_chat(
     def scores(prompt: list[int]) -> ScoreOptions:
         return ScoreOptions(NO_SCORES if top is None else len(prompt), top or 0)
 
-    end = service.tokenizer.token_to_id(form.reasoning.end) if form.reasoning else None
+    end = service.words().token_to_id(form.reasoning.end) if form.reasoning else None
     return ChatPlan(sequences(origin, [(ids, parsed)], scores), form, top, end)
 
 
@@ -145,7 +145,7 @@ def _effort_options(effort: str | None) -> Json:
             f"reasoning_effort must be one of {', '.join(_EFFORTS)}, got {effort[:40]!r}",
             param="reasoning_effort",
         )
-    return {"reasoning_effort": effort} | dict.fromkeys(_SWITCHES, effort != "none")
+    return {"reasoning_effort": effort, **dict.fromkeys(_SWITCHES, effort != "none")}
 
 
 def _thinking_options(thinking: bool | dict[str, object] | None) -> Json:
@@ -219,7 +219,7 @@ def _thinking_marks(
     )
     if not form.is_inside and not may_open:
         return [], []
-    return tuple(
-        words.encode(mark, add_special_tokens=False)
-        for mark in (reasoning.end, reasoning.answer or reasoning.end)
-    )
+    end = words.encode(reasoning.end, add_special_tokens=False)
+    if not reasoning.answer:
+        return end, end
+    return end, words.encode(reasoning.answer, add_special_tokens=False)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import is_object
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Report
 from banyan.server.prompts import add_text, json_text, whole_texts
@@ -82,17 +83,18 @@ def _content(item: Json, where: str) -> list[Json]:
 
 
 def _part(part: object, kind: str, where: str) -> Json:
-    found = part.get("type") if isinstance(part, dict) else None
-    if found == "refusal" and isinstance(part.get("refusal"), str):
-        return part
-    if found not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+    given: Json = part if is_object(part) else {}
+    found, text = given.get("type"), given.get("text")
+    if found == "refusal" and isinstance(given.get("refusal"), str):
+        return given
+    if found not in ("input_text", "output_text", "text") or not isinstance(text, str):
         raise RequestError(
             f"{where} has a part of type {str(found)[:40]!r}; this server takes text only",
             param="input",
             code="unsupported_content",
         )
-    extra = {"annotations": part.get("annotations") or []} if kind == "output_text" else {}
-    return {"type": kind, "text": part["text"], **extra}
+    extra = {"annotations": given.get("annotations") or []} if kind == "output_text" else {}
+    return {"type": kind, "text": text, **extra}
 
 
 def _output(item: Json, where: str) -> str:
@@ -156,17 +158,19 @@ def chat_messages(
             case "function_call":
                 names[str(item["call_id"])] = str(item["name"])
                 function = {"name": item["name"], "arguments": item["arguments"]}
-                call = {"id": item["call_id"], "type": "function", "function": function}
-                _turn(found).setdefault("tool_calls", []).append(call)
+                _add_call(found, {"id": item["call_id"], "type": "function", "function": function})
             case "mcp_call":
                 function = {"name": item["name"], "arguments": item["arguments"]}
-                call = {"id": item["id"], "type": "function", "function": function}
-                _turn(found).setdefault("tool_calls", []).append(call)
+                _add_call(found, {"id": item["id"], "type": "function", "function": function})
                 result = {"content": call_result(item, "input"), "name": item["name"]}
                 found.append({"role": "tool", "tool_call_id": item["id"], **result})
             case "function_call_output":
                 id = str(item["call_id"])
-                message = {"role": "tool", "tool_call_id": id, "content": _output(item, "input")}
+                message: Json = {
+                    "role": "tool",
+                    "tool_call_id": id,
+                    "content": _output(item, "input"),
+                }
                 found.append(message | ({"name": names[id]} if id in names else {}))
     return [whole_texts(message) for message in found]
 
@@ -198,6 +202,12 @@ def _turn(found: list[Json]) -> Json:
     if not found or found[-1]["role"] != "assistant":
         found.append({"role": "assistant", "content": ""})
     return found[-1]
+
+
+def _add_call(found: list[Json], call: Json) -> None:
+    calls = _turn(found).setdefault("tool_calls", [])
+    assert isinstance(calls, list)
+    calls.append(call)
 
 
 def new_id(kind: str) -> str:

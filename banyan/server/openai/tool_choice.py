@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import is_object
 from banyan.frontend.constraint import (
     Tag,
     check_depth,
@@ -165,7 +166,8 @@ def _share(shared: dict[str, object], name: str, given: object) -> None:
     """Bring definitions that schemas refer to by path to the root of the whole schema."""
     if not isinstance(given, Mapping):
         return
-    found = dict(shared.get(name) or {})
+    known = shared.get(name)
+    found = dict(known) if is_object(known) else {}
     for key, schema in given.items():
         if found.setdefault(key, schema) != schema:
             raise RequestError(
