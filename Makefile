@@ -75,7 +75,8 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
-types: $(VENV)/.dev
+# Packages that the code may use are known by their types: those of the tests are here too.
+types: $(VENV)/.dev $(VENV)/.test
 	@$(BIN)/pyright
 
 clean:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class CudaPlatform:
             programs=BY_SHAPE,
         )
         self._stream: torch.cuda.Stream | None = None
-        self._pool: object = None
+        self._pool: Any = None
         """The memory that graphs share: only one of them runs at a time."""
 
     def open(self, local_rank: int, threads: int) -> torch.device:

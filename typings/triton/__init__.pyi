@@ -1,0 +1,9 @@
+# What ops/cuda uses of Triton, which torch brings where there is a GPU, and nowhere else.
+from collections.abc import Callable
+from typing import Any
+
+class JITFunction:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]: ...
+
+def jit(fn: Callable[..., object]) -> JITFunction: ...
