@@ -12,20 +12,21 @@ SPELLINGS = MappingProxyType(
         "awq": ("awq", "awq_marlin"),
         "compressed-tensors": ("compressed-tensors",),
         "w8a8_int8": ("w8a8_int8",),
-        "modelslim": ("modelslim",),
+        "modelslim": ("modelslim", "w8a8_int8"),
         "bitsandbytes": ("bitsandbytes",),
         "modelopt": ("modelopt", "modelopt_fp8", "modelopt_fp4"),
     }
 )
-"""Form -> what --quantization may call it; a checkpoint may use any of these names too."""
+"""Form -> what --quantization may call it. A checkpoint may use these names too; the first form
+that has a name is meant."""
 FLOAT_FORMS = ("fp8", "bitsandbytes", "modelopt")
 """Forms whose weights become plain floats, which --quantization may round again."""
 
 
 def form_of(name: str) -> str:
-    """The form that a flag or a checkpoint calls so; an unknown name is its own form."""
+    """The form that a checkpoint calls so; an unknown name is its own form."""
     return next((form for form, names in SPELLINGS.items() if name in names), name)
 
 
 def spellings() -> tuple[str, ...]:
-    return tuple(name for names in SPELLINGS.values() for name in names)
+    return tuple(dict.fromkeys(name for names in SPELLINGS.values() for name in names))

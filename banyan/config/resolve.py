@@ -19,7 +19,7 @@ from banyan.config.disposal import Moment, check_disposal
 from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
 from banyan.config.execution import EXECUTION_RULES
-from banyan.config.quantized import FLOAT_FORMS, form_of, spellings
+from banyan.config.quantized import FLOAT_FORMS, SPELLINGS, spellings
 from banyan.config.schema import DEMO, Config
 from banyan.config.sources import fetch
 from banyan.formats.shards import check_weight_files
@@ -176,7 +176,7 @@ def check_the_quantization(config: Config, card: ModelCard, environment: Environ
             )
         return replace(config, model=replace(config.model, quantization=""))
     if wanted in spellings():
-        if card.quant is None or card.quant.method != form_of(wanted):
+        if card.quant is None or wanted not in SPELLINGS.get(card.quant.method, ()):
             is_now = f"{card.quant.method}" if card.quant is not None else card.dtype
             raise ConfigError(
                 f"--quantization {wanted} is not available for {config.model.source!r}: its "

@@ -97,6 +97,7 @@ def test_a_chunk_of_nothing_is_no_chunking() -> None:
         ("fp8", {"dtype": "bfloat16", "quant": QuantFacts("fp8", "{}")}, ""),
         ("fp8", {"dtype": "bfloat16"}, "weights are bfloat16, and none are rounded to fp8"),
         ("gptq_marlin", {"dtype": "float16", "quant": QuantFacts("gptq", "{}")}, ""),
+        ("w8a8_int8", {"dtype": "bfloat16", "quant": QuantFacts("modelslim", "{}")}, ""),
         ("gptq", {"dtype": "float16", "quant": QuantFacts("awq", "{}")}, "its weights are awq"),
         ("int8", {"dtype": "float16", "quant": QuantFacts("awq", "{}")}, "are awq already"),
         ("int8", {"dtype": "float16", "quant": QuantFacts("fp8", "{}")}, "int8"),

@@ -17,7 +17,7 @@ from banyan.models.weights.loader import load_model
 from banyan.models.weights.quant import open_method, overview
 from banyan.models.weights.quant.base import restored
 from banyan.models.weights.reader import read_tensors, tensor_types
-from banyan.ops.bind import bind
+from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import Group, Groups
 from tests.models.families import rewrite_config, tiny
 from tests.models.quantised import FORMS, Form
@@ -92,6 +92,41 @@ def test_logits_equal_those_of_the_weights_that_are_meant(name, ops, paged, tmp_
     with torch.no_grad():
         expected = reference(torch.tensor([PROMPT])).logits[0]
     assert (logits - expected).std() < 0.01 * expected.std()
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    toolkit = open_toolkit("cpu", 1, {})
+    if toolkit.absence:
+        pytest.skip(f"the compiled kernels cannot be built here: {toolkit.absence}")
+    return bind("cpu", CPU, torch.float32, frozenset(), 16, toolkit=toolkit)
+
+
+ONE_OF_EACH_TYPE = {
+    FORMS[name].becomes: name
+    for name in (
+        *("gptq 4", "awq", "compressed-tensors mxfp4", "w8a8_int8"),
+        *("bitsandbytes nf4", "fp8 in blocks"),
+    )
+}
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH_TYPE.values())
+def test_compiled_products_are_those_of_the_weights_that_are_meant(name, compiled, tmp_path):
+    """Also of the share of a rank that holds half of the inputs; activations round to 8 bits."""
+    _, meant = quantised(name, tmp_path)
+    weight = "model.layers.1.mlp.down_proj.weight"
+    stored, values = restore(tmp_path)[weight], meant[weight]
+    x = torch.randn(5, values.shape[1], generator=torch.Generator().manual_seed(1))
+    half = values.shape[1] // 2
+
+    for share in (slice(0, values.shape[1]), slice(half, 2 * half)):
+        mine = stored.cut(1, share.start, share.stop)
+        out = compiled.pack_linear(mine)(x[:, share].contiguous())
+
+        expected = x[:, share] @ values[:, share].T
+        assert mine.type == stored.type
+        assert (out - expected).std() < 0.01 * expected.std()
 
 
 @pytest.mark.parametrize("name", FORMS)
