@@ -15,8 +15,8 @@ from banyan.config.schema import ModelConfig
 from banyan.config.sources import fetch
 
 _COMPILERS = ("c++", "g++", "clang++")
-_PACKAGES = ("torch", "numpy", "tokenizers", "uvicorn", "msgspec", "pyzmq")
-_OPTIONAL = ("huggingface_hub", "modelscope")
+_PACKAGES = ("torch", "numpy", "tokenizers", "huggingface_hub", "uvicorn", "msgspec", "pyzmq")
+_OPTIONAL = ("modelscope",)
 _SETTINGS = {
     "swappiness": "/proc/sys/vm/swappiness",
     "numa_balancing": "/proc/sys/kernel/numa_balancing",

