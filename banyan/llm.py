@@ -11,7 +11,7 @@ import threading
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self, TypeVar, cast
 
@@ -24,6 +24,7 @@ from banyan.compose import EngineHandle, start_engine_process, start_engine_thre
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.defaults import with_settings
+from banyan.config.described import described
 from banyan.config.disposal import dispose
 from banyan.config.env import read_environment
 from banyan.config.schema import Config
@@ -60,7 +61,6 @@ MAX_SCORES = 1 << 32
 LOAD_S = 1800.0
 """Longest wait for other weights."""
 
-_SECRETS = ("api_key", "admin_api_key")
 
 OnDeath = Callable[[str], None]
 
@@ -228,11 +228,10 @@ class Engine:
         opened = self._live()
         facts = json.loads(opened.ready.facts)
         settled = with_settings(self._config, facts.get("settings", {}))
-        parts: dict[str, dict[str, object]] = asdict(settled)
-        settings = {k: v for part in parts.values() for k, v in part.items() if k not in _SECRETS}
         return {
-            **settings,
-            "model_path": self._config.model.source,
+            **described(settled),
+            "served_model_name": settled.model.served_name or settled.model.source,
+            "notes": settled.observe.notes,
             "status": "ready",
             "version": banyan.__version__,
             "max_total_num_tokens": opened.ready.max_total_tokens,

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from banyan.base.log import start_logging
 from banyan.config.cli import Given, read, value_of
 from banyan.config.defaults import settle
+from banyan.config.described import shown
 from banyan.config.env import read_environment
-from banyan.config.flags.flag import Flag
 from banyan.config.flags.table import GROUPS
 from banyan.config.reference import count_line, reference
 from banyan.platform import open_platform
@@ -27,7 +27,6 @@ model is refused here too. --reference prints docs/server_arguments.md instead, 
 of the documented flags work.
 """
 
-_SECRET = ("api-key", "admin-api-key")
 _ORIGIN_COLUMN = 48
 
 
@@ -61,16 +60,6 @@ def _lines(given: Given) -> Iterator[str]:
     for title, flags in GROUPS:
         yield f"# {title}"
         for flag in flags:
-            text = f"{flag.name}: {_as_yaml(flag, value_of(given.config, flag))}"
+            value = shown(flag, value_of(given.config, flag))
+            text = f"{flag.name}: {json.dumps(value, ensure_ascii=False)}"
             yield f"{text:<{_ORIGIN_COLUMN}} # {given.origins.get(flag.field, 'default')}"
-
-
-def _as_yaml(flag: Flag, value: object) -> str:
-    """`value` as --config takes it; null where the flag is not to be given."""
-    if flag.name in _SECRET and value:
-        return "null"
-    if isinstance(flag.sets, int) and not isinstance(flag.sets, bool):
-        value = value == flag.sets
-    if value in ("", ()) or (value == 0 and not isinstance(value, bool) and flag.low > 0):
-        return "null"
-    return json.dumps(value, ensure_ascii=False)

@@ -5,31 +5,34 @@ No answer here holds a key, a token of a client, or a prompt.
 
 import asyncio
 import time
-from dataclasses import asdict
 
 import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable
+from banyan.config.described import described
+from banyan.frontend.client import Replica
 from banyan.frontend.parser_choice import NONE
-from banyan.messages.events import Stats
 from banyan.server.errors import Json
 from banyan.server.exchange import Exchange
+from banyan.server.loads import living
 from banyan.server.openai.fields import typed
-from banyan.server.state import ServerState, Service
+from banyan.server.state import ServerState
 
 log = logger(__name__)
 
-_SECRETS = ("api_key", "admin_api_key")
+GIB = 1 << 30
 
-SGLANG_NAMES = {
-    "source": "model_path",
-    "served_name": "served_model_name",
-    "radix": "radix_cache",
-    "tp": "tp_size",
-    "name": "device",
-}
-"""Config fields that /server_info also shows under the name that SGLang's clients read."""
+
+class _Memory(msgspec.Struct, frozen=True):
+    weight_bytes: int = 0
+    cache_bytes: int = 0
+
+
+class _Facts(msgspec.Struct, frozen=True):
+    """Of what a replica tells when it is ready: what has names of its own here."""
+
+    memory: _Memory = _Memory()
 
 
 class AbortRequest(msgspec.Struct, frozen=True):
@@ -112,46 +115,46 @@ async def weight_version(exchange: Exchange, state: ServerState) -> None:
 
 
 async def server_info(exchange: Exchange, state: ServerState) -> None:
-    """Every resolved setting, flat, and what the engine says of itself."""
+    """Every resolved setting under its flag's name, and what each replica says of itself."""
     service = state.started()
-    settings = flat_settings(state)
     facts = msgspec.json.decode(service.ready.facts, type=dict[str, object])
-    stats = service.client.stats
+    facts.pop("settings", None)  # they are among the resolved ones
+    facts.pop("phases", None)  # and these in startup_phases
     await exchange.json(
         {
-            **settings,
+            **described(state.config),
+            "served_model_name": state.served_name,
+            "max_running_requests": service.ready.max_running,
+            "notes": state.config.observe.notes,
             "status": "not ready" if state.trouble() else "ready",
             "max_total_num_tokens": service.ready.max_total_tokens,
             "max_req_input_len": service.limits.total - 1,
-            "max_running_requests": service.ready.max_running,
             "startup_time": sum(state.phases.values()),
             "startup_phases": state.phases,
             "facts": facts,
             "kv_events": None,
-            "internal_states": [{**settings, **_internal(service, stats)}],
+            "server_tasks": len(asyncio.all_tasks()),
+            "internal_states": [_internal(replica) for replica in living(service)],
             "version": state.version,
         }
     )
 
 
-def flat_settings(state: ServerState) -> Json:
-    """The configuration as one level of names, without its secrets."""
-    flat: Json = {}
-    for part in asdict(state.config).values():
-        for name, value in part.items():
-            if name not in _SECRETS:
-                flat[name] = value
-                if name in SGLANG_NAMES:
-                    flat[SGLANG_NAMES[name]] = value
-    return flat
-
-
-def _internal(service: Service, stats: Stats) -> Json:
+def _internal(replica: Replica) -> Json:
+    """What one replica holds and has counted; sizes in GiB."""
+    assert replica.ready is not None, "a service is admitted when every replica is ready"
+    ready = replica.ready
+    memory = msgspec.json.decode(ready.facts, type=_Facts).memory
     return {
-        "effective_max_running_requests_per_dp": service.ready.max_running,
-        "memory_usage": {"token_capacity": service.ready.max_total_tokens},
-        "stats": msgspec.structs.asdict(stats),
-        "server_tasks": len(asyncio.all_tasks()),
+        "effective_max_running_requests_per_dp": ready.max_running,
+        "memory_usage": {
+            "weight": memory.weight_bytes / GIB,
+            "kvcache": memory.cache_bytes / GIB,
+            "graph": 0.0,
+            "token_capacity": ready.max_total_tokens,
+        },
+        "last_gen_throughput": None,
+        "stats": msgspec.structs.asdict(replica.stats),
     }
 
 

@@ -34,7 +34,7 @@ async def show_loads(exchange: Exchange, state: ServerState) -> None:
         raise RequestError("format must be json or prometheus.", param="format")
     loads = [
         _load(replica, state, wanted)
-        for replica in _living(service)
+        for replica in living(service)
         if query.get("dp_rank", str(replica.rank)) == str(replica.rank)
     ]
     if form == "prometheus":
@@ -60,12 +60,12 @@ async def get_load(exchange: Exchange, state: ServerState) -> None:
             "num_waiting_reqs": replica.stats.waiting,
             "num_tokens": _used_tokens(replica, state),
         }
-        for replica in _living(state.started())
+        for replica in living(state.started())
     ]
     await exchange.json(loads)
 
 
-def _living(service: Service) -> list[Replica]:
+def living(service: Service) -> list[Replica]:
     return [replica for replica in service.client.replicas() if replica.alive]
 
 

@@ -13,6 +13,7 @@ from html import escape
 
 from banyan.server import auth
 from banyan.server.exchange import Exchange
+from banyan.server.loads import living
 from banyan.server.openapi import Document, openapi
 from banyan.server.route import Route
 from banyan.server.state import ServerState, Service
@@ -183,7 +184,7 @@ def _facts(state: ServerState) -> str:
     found = {"Model": state.served_name, "State": trouble or paused}
     if service is not None:
         found["Context"] = f"{service.limits.total:,} tokens"
-        stats = [replica.stats for replica in service.client.replicas() if replica.alive]
+        stats = [replica.stats for replica in living(service)]
         found["Requests"] = (
             f"{sum(s.running for s in stats):,} running, {sum(s.waiting for s in stats):,} waiting"
         )

@@ -1,17 +1,21 @@
 """The smaller routes: health, models, tokens, facts, orders, and what is not available."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import httpx
 import pytest
+from msgspec.structs import replace as replace_struct
 
 from banyan.base.clock import VirtualClock
-from banyan.frontend.client import Health
-from banyan.messages.events import Reply
+from banyan.config.described import name_of
+from banyan.config.flags.table import GROUPS
+from banyan.frontend.client import Health, Replica
+from banyan.messages.events import Reply, Stats
 from banyan.server.probe import SharedProbe
 from banyan.server.unavailable import unavailable_routes
-from tests.server.fakes import Site
+from tests.server.fakes import READY, Site
 
 STUCK = Health(True, True, False, "A step has been running for 400.0 s.")
 
@@ -169,11 +173,44 @@ def test_model_info_tells_what_is_served(http: httpx.Client, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-def test_server_info_is_flat_and_holds_the_internal_state(http: httpx.Client, path: str) -> None:
+def test_server_info_has_each_setting_once_under_the_name_of_its_flag(
+    site: Site, http: httpx.Client, path: str
+) -> None:
     body = http.get(path).json()
-    assert body["status"] == "ready" and body["model_path"] == "tiny"
-    assert body["max_total_num_tokens"] == 8192
-    assert len(body["internal_states"]) == 1
+    for _, flags in GROUPS:
+        for flag in flags:
+            assert (name_of(flag) in body) == ("api-key" not in flag.name), flag.name
+    assert body["model_path"] == "tiny" and body["served_model_name"] == "tiny"
+    assert body["page_size"] == 16 and body["tp_size"] == 1 and body["dtype"] == "auto"
+    assert body["disable_overlap_schedule"] is False and body["stream_interval"] == 1
+    assert not {"source", "radix", "depth", "backend", "timeout_s", "max_running"} & body.keys()
+    (state,) = body["internal_states"]
+    assert not state.keys() & body.keys()
+
+
+def test_server_info_has_what_tools_of_sglang_read(site: Site, http: httpx.Client) -> None:
+    memory = {"weight_bytes": 3 << 30, "cache_bytes": 1 << 30, "process_bytes": 5 << 30}
+    facts = json.dumps({"memory": memory, "settings": {"a.b": 1}, "phases": {"x": 1.0}}).encode()
+    ready = replace_struct(READY, facts=facts)
+    site.client.others = [Replica(1, True, ready, Stats(running=5))]
+    site.state.service = replace(site.service, ready=ready)
+    try:
+        body = http.get("/server_info").json()
+    finally:
+        site.client.others = []
+    assert body["status"] == "ready" and body["max_total_num_tokens"] == 8192
+    assert body["max_req_input_len"] == 4095 and body["version"] and body["kv_events"] is None
+    first, second = body["internal_states"]
+    assert first["memory_usage"]["weight"] == 0.0 and first["stats"]["running"] == 2
+    assert second["stats"]["running"] == 5
+    assert second["effective_max_running_requests_per_dp"] == 8
+    assert second["memory_usage"] == {
+        "weight": 3.0,
+        "kvcache": 1.0,
+        "graph": 0.0,
+        "token_capacity": 8192,
+    }
+    assert body["facts"] == {"memory": memory}
 
 
 def test_load_is_a_list_with_one_entry_per_rank(http: httpx.Client) -> None:

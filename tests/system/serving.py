@@ -67,13 +67,14 @@ class Server:
         return answer.json()
 
     def stats(self) -> dict:
-        """The engine's counters and ledger."""
-        return self.internal_state()["stats"]
+        """The counters and ledgers of the engines, added up."""
+        parts = [state["stats"] for state in self.facts()["internal_states"]]
+        return {name: sum(part[name] for part in parts) for name in parts[0]}
 
-    def internal_state(self) -> dict:
+    def facts(self) -> dict:
         answer = self.http.get("/get_server_info")
         assert answer.status_code == 200, answer.text
-        return answer.json()["internal_states"][0]
+        return answer.json()
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)

@@ -164,7 +164,7 @@ def test_a_completion_template_fills_gaps(pair: Pair) -> None:
 
 
 def test_without_a_grammar_backend_constraints_are_refused(pair: Pair) -> None:
-    if pair.plain.http.get("/get_server_info").json()["backend"] == "none":
+    if pair.plain.http.get("/get_server_info").json()["grammar_backend"] == "none":
         pytest.skip("no grammar library is installed")
     body = {"input_ids": PROMPT, "sampling_params": {"regex": "[0-9]{2}", "max_new_tokens": 4}}
     plain, changed = (s.http.post("/generate", json=body) for s in (pair.plain, pair.changed))
@@ -281,7 +281,7 @@ def test_kernels_that_are_forced_are_those_that_run(tiny_model: Path) -> None:
 
 def test_the_device_is_the_one_that_is_named(tiny_model: Path) -> None:
     with engine(tiny_model, device="cpu") as it:
-        assert it.get_server_info()["name"] == "cpu"
+        assert it.get_server_info()["device"] == "cpu"
 
 
 def test_an_engine_has_as_many_threads_as_it_is_told(tiny_model: Path) -> None:
@@ -359,7 +359,7 @@ def test_activations_have_the_number_type_that_was_named(tiny_model: Path) -> No
     with engine(tiny_model, dtype="bfloat16") as it:
         facts = it.get_server_info()
         answer = it.generate(input_ids=PROMPT, sampling_params=EIGHT)
-    assert facts["activation_dtype"] == "bfloat16"
+    assert facts["dtype"] == "bfloat16"
     assert "activations are torch.bfloat16" in facts["facts"]["kernels"]
     assert len(answer["output_ids"]) == 8
     assert "activations are" not in kernels_of(tiny_model)

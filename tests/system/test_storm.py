@@ -123,7 +123,7 @@ def test_a_disconnect_storm_leaves_nothing_behind_and_disturbs_nobody(server):
         running.http = type(running.http)(base_url=running.url, timeout=CALL_S)
         wait_until(lambda: is_at_rest(running), 10.0, "rest before the storm")
         before = {p: open_files(p) for p in (running.pid, running.engine_pid())}
-        tasks = running.internal_state()["server_tasks"]
+        tasks = running.facts()["server_tasks"]
 
         texts = asyncio.run(storm(running.port, requests))
 
@@ -134,7 +134,7 @@ def test_a_disconnect_storm_leaves_nothing_behind_and_disturbs_nobody(server):
             f"descriptors to fall back to {before}",
         )
         wait_until(
-            lambda: running.internal_state()["server_tasks"] <= tasks,
+            lambda: running.facts()["server_tasks"] <= tasks,
             10.0,
             f"server tasks to fall back to {tasks}",
         )
