@@ -101,7 +101,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name() -> None:
     "argv",
     [
         ["--enable-lora"],
-        ["--pp-size", "2"],
+        ["--attn-cp-size", "2"],
         ["--torchao-config", "int4wo-128"],
         ["--disaggregation-mode", "prefill"],
         ["--lora-paths", "a", "b"],
@@ -140,7 +140,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--pp-size", "1"],
+        ["--attn-cp-size", "1"],
         ["--disaggregation-mode", "null"],
         ["--enable-lora=false"],
         ["--moe-a2a-backend", "none"],
