@@ -336,7 +336,8 @@ class Ops(Protocol):
         k_pages, v_pages: [num_pages, page_size, kv_heads, stored_width] of the cache dtype
         (`ops/pages.py`; head_dim unless that is int8);
         page_tables: [rows, max_pages] int32; row_starts: [rows + 1] int32;
-        context_lengths: [rows] int32, positions before this step's tokens;
+        context_lengths: [rows] int32, positions before this step's tokens; both on the host where
+        `Traits.lengths_on_host`;
         scale: factor on q·k; soft_cap: logits become cap·tanh(logits/cap), 0 = off.
         returns: [tokens, heads, head_dim] T, softmax and sums in fp32.
         """

@@ -145,6 +145,7 @@ KERNEL_TABLES: Table[KernelTable] = Table(
     {
         "cpu": "banyan.ops.cpu:KERNELS",
         "cuda": "banyan.ops.cuda:KERNELS",
+        "npu": "banyan.ops.npu:KERNELS",
         "null": "banyan.ops.null:KERNELS",
     },
     plugins="banyan.kernels",
@@ -153,7 +154,9 @@ KERNEL_TABLES: Table[KernelTable] = Table(
 
 OpenToolkit = Callable[[int, Mapping[str, str]], Toolkit]
 TOOLKITS: Table[OpenToolkit] = Table(
-    "device toolkit", {"cpu": "banyan.ops.cpu:open_toolkit"}, plugins="banyan.toolkits"
+    "device toolkit",
+    {"cpu": "banyan.ops.cpu:open_toolkit", "npu": "banyan.ops.npu:open_toolkit"},
+    plugins="banyan.toolkits",
 )
 """Opens what the kernels of a device share, for (threads of a rank, wishes)."""
 
@@ -200,6 +203,11 @@ class BoundOps:
         object.__setattr__(self, "choices", choices)
         object.__setattr__(self, "cache_dtype", spec.cache_dtype)
         object.__setattr__(self, "recorder", spec.toolkit.recorder)
+
+    @property
+    def attends_by_reference(self) -> bool:
+        """Attention over pages is the plain reference's, which asks the device for numbers."""
+        return any((c.label, c.kernel) == ("paged_attention", REFERENCE) for c in self.choices)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} is bound: kernels are chosen once")

@@ -264,7 +264,8 @@ def sample(logits: Tensor, rows: SampleRows) -> tuple[Tensor, Tensor]:
         best, tokens = logits.max(-1)
     else:
         host = logits.cpu().numpy()  # sync: rows are chosen one by one on the host
-        chosen = [sample_row(host[row], rows, row) for row in range(len(host))]
+        here = rows.on_host()
+        chosen = [sample_row(host[row], here, row) for row in range(len(host))]
         tokens = torch.tensor([token for token, _ in chosen]).to(logits.device)
         best = torch.tensor([value for _, value in chosen]).to(logits.device)
     rows.history[rows.slots, rows.positions] = tokens.to(torch.int32)

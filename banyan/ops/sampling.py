@@ -10,7 +10,7 @@ the same alone, in a batch, and when it is computed again. The hash is SplitMix6
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -144,6 +144,16 @@ class SampleRows:
         places = torch.from_numpy(positions), torch.from_numpy(slots)
         longest = history.shape[1]
         return cls(params_tensor(params), *places, history, addends, masks, params, slots, longest)
+
+    def on_host(self) -> "SampleRows":
+        """The same, all but the history on the host."""
+        host = torch.device("cpu")
+        return replace(
+            self,
+            positions=self.positions.to(host),
+            addends=None if self.addends is None else self.addends.to(host),
+            masks=None if self.masks is None else self.masks.to(host),
+        )
 
     def asked(self, name: str) -> np.ndarray:
         """One parameter of each row, on the host."""

@@ -10,6 +10,7 @@ PLATFORMS: Table[type[Platform]] = Table(
     {
         "cpu": "banyan.platform.cpu:CpuPlatform",
         "cuda": "banyan.platform.cuda:CudaPlatform",
+        "npu": "banyan.platform.npu:NpuPlatform",
         "null": "banyan.platform.null:NullPlatform",
     },
     plugins="banyan.platforms",

@@ -31,6 +31,7 @@ class Traits:
         cores: cores this process may use, 0 when the notion does not apply.
         is_host: its memory is the host's: all ranks share it, and numpy sees its tensors.
         programs: ANY_SIZE, BY_SHAPE, or "" where every step is launched anew.
+        lengths_on_host: its kernels take the lengths of a step's rows from memory of the host.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Traits:
     cores: int
     is_host: bool = True
     programs: str = ""
+    lengths_on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,11 @@ class Memory:
 class Graph(Protocol):
     """Work that was captured once; it reads and writes the memory that it had then."""
 
-    def replay(self) -> None:
-        """Launch it again."""
+    def replay(self, lengths: Sequence[int] = ()) -> None:
+        """Launch it again.
+
+        lengths: positions of each row, its new one included, for devices with `lengths_on_host`.
+        """
         ...
 
 

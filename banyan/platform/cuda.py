@@ -105,7 +105,17 @@ class CudaPlatform:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work()
         self._pool = graph.pool()
-        return graph
+        return _Captured(graph)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
+
+
+class _Captured:
+    """A graph whose kernels read all lengths on the device."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+
+    def replay(self, lengths: Sequence[int] = ()) -> None:
+        self._graph.replay()

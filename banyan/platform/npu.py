@@ -6,13 +6,14 @@ The driver may be the emulated one (docs/ascend.md).
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from banyan.config.card import ModelCard
 from banyan.config.defaults import Defaults
-from banyan.platform.base import Graph, Memory, Traits
+from banyan.platform.base import BY_SHAPE, Graph, Memory, Traits
 from banyan.platform.npu_driver import open_driver
 
 _GIB = 1 << 30
@@ -41,8 +42,12 @@ class NpuPlatform:
             features=frozenset({self._npu.get_device_name()}),
             cores=len(os.sched_getaffinity(0)),
             is_host=False,
+            programs=BY_SHAPE,
+            lengths_on_host=True,
         )
         self._stream: object = None
+        self._pool: object = None
+        """The memory that graphs share: only one of them runs at a time."""
 
     def open(self, local_rank: int, threads: int) -> torch.device:
         torch.set_num_threads(threads or self.traits.cores)
@@ -65,6 +70,7 @@ class NpuPlatform:
             chunk_tokens=_CHUNKS[is_large],
             running_cap=256,
             free_share=0.85,  # the rest is for activations and graphs
+            shapes=tuple(rows for rows in _SHAPES if rows <= _LARGEST_SHAPES[is_large]),
         )
 
     def stream(self) -> AbstractContextManager[object]:
@@ -87,7 +93,27 @@ class NpuPlatform:
         return wait
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        raise NotImplementedError("steps of this device are launched anew")
+        work()  # what is made on first use is made outside of the graph
+        self._npu.synchronize()
+        graph = self._npu.NPUGraph()
+        with self._npu.graph(
+            graph, pool=self._pool, stream=self._stream, auto_dispatch_capture=True
+        ):
+            work()
+        self._pool = graph.pool()
+        return _LengthGraph(graph)
 
     def synchronize(self) -> None:
         self._npu.synchronize()
+
+
+class _LengthGraph:
+    """A graph whose attention is told the lengths of its rows before each run."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+
+    def replay(self, lengths: Sequence[int] = ()) -> None:
+        # The name of attention's argument; it changes only where it was given by keyword.
+        self._graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(lengths)}])
+        self._graph.replay()

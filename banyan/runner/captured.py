@@ -59,6 +59,7 @@ class CapturedForward:
         self._platform = platform
         self._step = step
         self._shapes = shapes
+        self._on_host = platform.traits.lengths_on_host
         self._hidden = self._logits = torch.empty(0)
         self._best = torch.zeros(shapes[-1], device=step.tokens.device)
         self._tokens = torch.zeros_like(step.slots)
@@ -80,7 +81,8 @@ class CapturedForward:
             GroupView(pages[:rows], locations[:rows])
             for pages, locations in zip(step.page_tables, step.locations, strict=True)
         )
-        starts = torch.arange(rows + 1, dtype=torch.int32, device=slots.device)
+        on_host = self._on_host
+        starts = torch.arange(rows + 1, dtype=torch.int32, device=step.row_starts.device)
         geometry = StepGeometry(starts, step.context_lengths[:rows], views)
         inputs = StepInputs(
             step.tokens[:rows], step.positions[:rows], self._attention.bind(geometry)
@@ -89,7 +91,8 @@ class CapturedForward:
         def work() -> None:
             positions = table.lengths[slots]
             step.place(slots, positions, slots, table.max_length)
-            step.context_lengths[:rows] = positions
+            if not on_host:
+                step.context_lengths[:rows] = positions
             ends = positions + 1
             table.lengths[slots] = ends
             table.lengths[:1].zero_()  # padding stays at its beginning
@@ -125,7 +128,10 @@ class CapturedForward:
         packed = self._platform.pinned((shape,), torch.int64)
         packed[:rows], packed[rows:] = torch.from_numpy(batch.slots), 0
         self._step.slots[:shape].copy_(packed, non_blocking=True)
-        self._graphs[shape].replay()
+        if self._on_host:
+            self._graphs[shape].replay([*batch.ends.tolist(), *[1] * (shape - rows)])
+        else:
+            self._graphs[shape].replay()
         self._rows = rows
         params = self._table.params[batch.to_slots]
         is_scored = bool(

@@ -119,16 +119,20 @@ class StepTensors:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        def lengths(size: int) -> Tensor:
+            where = torch.device("cpu") if self._lengths_on_host else device
+            return torch.zeros(size, dtype=torch.int32, device=where)
+
         self._table = table
         self._groups = groups
         self._platform = platform
         self._device = device
+        self._lengths_on_host = platform.traits.lengths_on_host
         self.max_tokens, self.max_rows = max_tokens, max_rows
         self.max_outputs = max_outputs
         self.tokens, self.positions = zeros(max_tokens), zeros(max_tokens)
         self.slots = zeros(max_rows)
-        self.row_starts = zeros(max_rows + 1, dtype=torch.int32)
-        self.context_lengths = zeros(max_rows, dtype=torch.int32)
+        self.row_starts, self.context_lengths = lengths(max_rows + 1), lengths(max_rows)
         self.page_tables = [zeros(max_rows, p.shape[1], dtype=torch.int32) for p in table.pages]
         self.locations = [zeros(max_tokens) for _ in groups]
         self.chosen = zeros(max_outputs)
@@ -222,8 +226,11 @@ class StepTensors:
         contexts = lengths[slots]
         ends = contexts + counts
         lengths[slots] = ends
-        self.row_starts[: rows + 1] = offsets
-        self.context_lengths[:rows] = contexts
+        if self._lengths_on_host:
+            self.enter_lengths(batch.offsets, batch.starts)
+        else:
+            self.row_starts[: rows + 1] = offsets
+            self.context_lengths[:rows] = contexts
         self.chosen[:count] = last
         self.to_slots[:count] = slots[sampling]
         self.to_positions[:count] = contexts[sampling] + last - offsets[sampling] + 1
@@ -233,6 +240,12 @@ class StepTensors:
         )
         first = (contexts - offsets[:-1])[row_of]
         self.place(slots[row_of], torch.arange(tokens, device=self._device) + first, slots, width)
+
+    def enter_lengths(self, offsets: np.ndarray, starts: np.ndarray) -> None:
+        """Lengths that kernels take from the host: what plans say of starts is true where nothing
+        is drafted, and a kernel has read them when its launch returns."""
+        self.row_starts.numpy()[: len(offsets)] = offsets
+        self.context_lengths.numpy()[: len(starts)] = starts
 
     def place(self, slot_of: Tensor, positions: Tensor, slots: Tensor, longest: int) -> None:
         """Gather what stands at some positions.

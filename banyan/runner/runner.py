@@ -33,6 +33,7 @@ from banyan.messages.plan import (
 )
 from banyan.models.base import Model
 from banyan.ops.api import NotRecordable, OpTime
+from banyan.ops.bind import BoundOps
 from banyan.platform.base import BY_SHAPE, Platform
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
@@ -364,6 +365,11 @@ def open_forward(
         return eager
     if any("k" not in cache.tensors for cache in model.caches):
         log.info("steps are not captured: attention over this model's cache waits for the device")
+        return eager
+    ops = build.ops
+    is_plain = isinstance(ops, BoundOps) and ops.attends_by_reference
+    if platform.traits.lengths_on_host and is_plain:
+        log.info("steps are not captured: the reference attends, and it waits for the device")
         return eager
     shapes = tuple(shape for shape in sizes.shapes if shape <= rows)
     return CapturedForward(

@@ -250,9 +250,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 bool is_on_device(const at::Tensor& x) { return x.defined() && x.device().type() == NPU; }
 
-at::Tensor tensor_over(c10::Storage storage, const at::Tensor& like, c10::DispatchKey key) {
-  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage),
-                                                       c10::DispatchKeySet(key), like.dtype());
+// Gives `made` the sizes of `like`.
+at::Tensor shaped(at::Tensor made, const at::Tensor& like) {
   auto* impl = made.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   if (like.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
@@ -279,7 +278,10 @@ class Aliases {
       device_storage_[storage.get()] = {x.storage(), mine->mutable_data()};
       found = host_storage_.emplace(mine, c10::Storage(std::move(storage))).first;
     }
-    auto alias = tensor_over(found->second, x, c10::DispatchKey::CPU);
+    auto alias = shaped(
+        at::detail::make_tensor<c10::TensorImpl>(
+            c10::Storage(found->second), c10::DispatchKeySet(c10::DispatchKey::CPU), x.dtype()),
+        x);
     made_.emplace_back(x, alias);
     return alias;
   }
@@ -289,7 +291,18 @@ class Aliases {
     for (auto& [original, alias] : made_)
       if (alias.is_same(x)) return original;  // what was changed in place stays what it was
     TORCH_CHECK(x.scalar_type() != at::kDouble, "the device has no float64");
-    return tensor_over(storage_of(x), x, c10::DispatchKey::PrivateUse1);
+    auto storage = storage_of(x);
+    // A view belongs to the mode that its base was made in.
+    for (auto& [original, alias] : made_)
+      if (original.storage().is_alias_of(storage))
+        return shaped(
+            at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(storage),
+                                                     original.key_set(), x.dtype()),
+            x);
+    return shaped(
+        at::detail::make_tensor<c10::TensorImpl>(
+            std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), x.dtype()),
+        x);
   }
 
   // Enters what resize_ and set_ have done to aliases.

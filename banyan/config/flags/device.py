@@ -15,11 +15,11 @@ FLAGS = (
         "device",
         "device.name",
         "device to run on; auto = an accelerator where torch finds one, else the CPU",
-        choices=("auto", "cpu", "cuda"),
+        choices=("auto", "cpu", "cuda", "npu"),
         elsewhere=(
             Elsewhere(
-                "cuda npu xpu hpu mps musa tpu",
-                "it runs on the CPU only",
+                "xpu hpu mps musa tpu",
+                "it runs on CPUs, CUDA devices and Ascend NPUs only",
                 "leave it out, or give --device cpu",
             ),
         ),

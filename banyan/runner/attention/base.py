@@ -23,7 +23,7 @@ class GroupView:
 
 @dataclass(frozen=True)
 class StepGeometry:
-    """Rows of a step, on the device.
+    """Rows of a step, on the device; both lengths on the host where `Traits.lengths_on_host`.
 
     Attributes:
         row_starts: [rows + 1] int32, row r owns tokens row_starts[r] … row_starts[r + 1] − 1.
