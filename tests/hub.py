@@ -27,6 +27,8 @@ class Fault:
         stalls: says nothing more after those bytes, instead of breaking.
         whole: sends the whole file, whatever range was asked for.
         damages: changes the first byte that is sent.
+        shifts: bytes that the answer is said to begin later than it was asked to.
+        more: bytes that are sent behind the end of the file.
     """
 
     status: int = 0
@@ -35,6 +37,8 @@ class Fault:
     stalls: bool = False
     whole: bool = False
     damages: bool = False
+    shifts: int = 0
+    more: int = 0
 
 
 class FakeHub(ThreadingHTTPServer):
@@ -142,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(fault.status, b"", fault.headers)
         asked = "" if fault.whole else self.headers.get("range", "")
         start = int(asked.removeprefix("bytes=").rstrip("-") or 0)
-        sent = body[start:]
+        sent = body[start:] + bytes(fault.more)
         if fault.damages:
             sent = bytes([sent[0] ^ 1]) + sent[1:]
         self.send_response(206 if asked else 200)
@@ -150,7 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
         for header, text in self._facts(name).items():
             self.send_header(header, text)
         if asked:
-            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
+            said = f"bytes {start + fault.shifts}-{len(body) - 1}/{len(body)}"
+            self.send_header("Content-Range", said)
         self.end_headers()
         if self.command == "HEAD":
             return

@@ -268,6 +268,20 @@ def test_an_endless_redirect_ends(tmp_path: Path, hub: FakeHub) -> None:
         fetch(SOURCE, hub.environment(tmp_path))
 
 
+def test_bytes_from_another_place_than_asked_are_refused(tmp_path: Path, hub: FakeHub) -> None:
+    hub.faults += [Fault(keeps=1000), Fault(shifts=1)]
+    with pytest.raises(ModelError, match=r"asked for byte 1,000 .* sends 'bytes 1001-"):
+        fetch(SOURCE, hub.environment(tmp_path))
+    assert part_of(tmp_path, hub).read_bytes() == BODY[:1000]
+
+
+def test_more_bytes_than_stated_are_refused(tmp_path: Path, hub: FakeHub) -> None:
+    hub.faults.append(Fault(more=1 << 20))
+    with pytest.raises(ModelError, match="should have 300,000 bytes, and more are sent"):
+        fetch(SOURCE, hub.environment(tmp_path))
+    assert part_of(tmp_path, hub).stat().st_size <= len(BODY)
+
+
 def test_a_part_that_is_longer_than_the_file_is_begun_anew(tmp_path: Path, hub: FakeHub) -> None:
     part = part_of(tmp_path, hub)
     part.parent.mkdir(parents=True)
