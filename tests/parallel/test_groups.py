@@ -48,7 +48,7 @@ def test_the_choice_of_a_library_says_why_the_others_declined(tmp_path):
 def test_a_rank_waits_for_the_others_as_long_as_told(monkeypatch):
     """The model is opened with the seconds of the flag; meeting is all that it is left to do."""
 
-    def wait(rank, size, address, libraries, timeout_s, recorder, is_crowded, are_experts_apart):
+    def wait(rank, size, address, libraries, timeout_s, **more):
         raise TimeoutError(f"waited {timeout_s:g} s")
 
     monkeypatch.setattr("banyan.replica.open_groups", wait)
