@@ -1,8 +1,8 @@
 """Compiled projections on packed weights: fp32 in and out, weights as the checkpoint has them.
 
 `rounded` multiplies quantised weights with activations that are rounded to 8 bits per block of 32
-inputs; `plain` takes weights of every type and leaves the activations as they are. In both a row's
-result is the same bits however many rows there are.
+inputs, a few of the largest of each row excepted; `plain` takes weights of every type and leaves
+the activations as they are. In both a row's result is the same bits however many rows there are.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 
 class RoundedLinear:
-    """Products of 8-bit activations with quantised weights, exact in integers per block."""
+    """Products of 8-bit activations with quantised weights, exact in integers per block; what is
+    kept apart of a row is added in fp32."""
 
     def __init__(self, library: Library, weight: PackedWeight) -> None:
         self.weight = weight

@@ -87,11 +87,13 @@ int64_t quantize_units(const void* a, const Sizes& sizes) {
 int64_t quantize_grain(const void* a, const Sizes&) {
   return 10000 / (((const QuantizeArgs*)a)->k + 1) + 1;
 }
-void quantize_run(const void* a, const Sizes&, int64_t begin, int64_t end, Worker&) {
+void quantize_run(const void* a, const Sizes&, int64_t begin, int64_t end, Worker& worker) {
   const QuantizeArgs& args = *(const QuantizeArgs*)a;
   const LinearKernels& table = kernels(isa());
+  uint8_t* scratch = worker.scratch(quantize_scratch(args.k));
   for (int64_t i = begin; i < end; i++)
-    table.quantize(args.x + i * args.x_stride, args.k, args.out + i * activation_bytes(args.k));
+    table.quantize(args.x + i * args.x_stride, args.k, args.out + i * activation_bytes(args.k),
+                   scratch);
 }
 void quantize_cost(const void* a, const Sizes& sizes, double* bytes, double* operations) {
   const QuantizeArgs& args = *(const QuantizeArgs*)a;
@@ -211,8 +213,9 @@ BN_EXPORT int bn_check_linear(int32_t isa, char* why, int32_t room) {
   uint8_t *rows = Check::aligned(check.rows), *other = Check::aligned(check.other);
   int64_t bytes = activation_bytes(Check::K);
   for (int64_t i = 0; i < Check::M; i++) {
-    linear_base.quantize(check.x.data() + i * Check::K, Check::K, rows + i * bytes);
-    asked.quantize(check.x.data() + i * Check::K, Check::K, other + i * bytes);
+    const float* x = check.x.data() + i * Check::K;
+    linear_base.quantize(x, Check::K, rows + i * bytes, Check::aligned(check.scratch));
+    asked.quantize(x, Check::K, other + i * bytes, Check::aligned(check.scratch));
   }
   if (std::memcmp(rows, other, Check::M * bytes)) {
     std::snprintf(why, room, "quantised activations differ");

@@ -16,7 +16,10 @@
 // Float weights lie as [group][input][16 outputs].
 //
 // Quantised activations, per row: values s8 [32 * blocks], scales fp32 [blocks], scaled sums fp32
-// [blocks] (scale * sum of the block), sums s16 [blocks][2] (of the halves of the block).
+// [blocks] (scale * sum of the block), sums s16 [blocks][2] (of the halves of the block), and what is
+// kept apart: values fp32 [apart], their inputs s32 [apart]. The largest magnitudes of a row are kept
+// apart as they are and count as zero among the values: a few large inputs would otherwise set the
+// scale of their blocks, and most of the rounding error with it.
 #pragma once
 #include <cstddef>
 
@@ -60,7 +63,10 @@ constexpr Format FORMATS[NUM_QUANTISED] = {
 
 constexpr int64_t blocks_of(int64_t k) { return (k + BLOCK - 1) / BLOCK; }
 constexpr int64_t groups_of(int64_t n) { return (n + GROUP - 1) / GROUP; }
-constexpr int64_t activation_bytes(int64_t k) { return (blocks_of(k) * 44 + 63) / 64 * 64; }
+constexpr int64_t apart_of(int64_t blocks) { return blocks < 32 ? 1 : blocks / 16; }
+constexpr int64_t activation_bytes(int64_t k) {
+  return (blocks_of(k) * 44 + apart_of(blocks_of(k)) * 8 + 63) / 64 * 64;
+}
 constexpr int64_t group_bytes(int32_t format, int64_t k) {
   return format < NUM_QUANTISED ? blocks_of(k) * FORMATS[format].tile_bytes()
                                 : k * GROUP * (format == F32 ? 4 : 2);
@@ -84,8 +90,11 @@ typedef void (*LinearUnit)(const LinearArgs& args, int64_t group, int64_t begin,
 constexpr int64_t PANEL_ROWS = 96;
 constexpr size_t LINEAR_SCRATCH = 64 << 10;
 
+constexpr size_t quantize_scratch(int64_t k) { return blocks_of(k) * 8; }
+
 struct LinearKernels {
-  void (*quantize)(const float* x, int64_t k, uint8_t* out);  // one row
+  // One row; scratch: quantize_scratch(k).
+  void (*quantize)(const float* x, int64_t k, uint8_t* out, uint8_t* scratch);
   LinearUnit rounded[NUM_QUANTISED];                          // on quantised activations
   LinearUnit exact[NUM_FORMATS];                              // on fp32 activations
 };

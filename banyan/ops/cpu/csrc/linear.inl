@@ -8,7 +8,8 @@
 //
 // A (row, output) sees the same sequence of operations whatever R and the source are: blocks in
 // rising order, for each part  sum of products exact in integers,
-// acc = fma(sum, scale * x_scale, acc), and acc = fma(minimum, x_sum, acc) if there are minima.
+// acc = fma(sum, scale * x_scale, acc), and acc = fma(minimum, x_sum, acc) if there are minima; after
+// all blocks what is kept apart, in the order of the row.
 namespace banyan {
 namespace {
 
@@ -41,6 +42,39 @@ inline void walk_rows(const Source& source, int64_t count, const Rows& rows, int
     if (row < end) walk_rows<Source, next_rows(R)>(source, count, rows, row, end, acc);
 }
 
+// acc += what is kept apart * its weights: fp32, one after the other.
+template <FormatId F>
+inline void add_apart(const uint8_t* tiles, const Rows& rows, int64_t row, float* acc) {
+  constexpr Format f = FORMATS[F];
+  const float* values = rows.apart(row);
+  const uint32_t* places = rows.places(row);
+  vf total[VECTORS];
+  for (int i = 0; i < VECTORS; i++) total[i] = load(acc + i * LANES);
+  for (int64_t e = 0; e < apart_of(rows.blocks); e++) {
+    const uint32_t place = places[e], input = place % BLOCK;
+    const uint32_t g = input / 4, byte = input % 4 * 8;  // the vector, and where in 32 bits
+    const uint8_t* tile = tiles + place / BLOCK * f.tile_bytes();
+    const uint8_t* low = tile + f.low_at() + (f.bits == 8 ? g : g / 2) * 64;
+    const uint8_t* high = tile + f.high_at() + (f.bits == 6 ? g / 4 * 64 : 0);
+    const uint16_t* scales = (const uint16_t*)tile + (f.has_halves ? input / 16 * GROUP : 0);
+    const uint16_t* minima = (const uint16_t*)((const uint8_t*)scales + f.scale_bytes());
+    for (int i = 0; i < VECTORS; i++) {
+      vi q;
+      std::memcpy(&q, low + i * LANES * 4, sizeof q);
+      q = f.bits == 8 ? q >> byte & 255 : q >> (byte + g % 2 * 4) & 15;
+      if (f.bits == 5 || f.bits == 6) {
+        vi top;
+        std::memcpy(&top, high + i * LANES * 4, sizeof top);
+        q |= (f.bits == 5 ? top >> (byte + g) & 1 : top >> (byte + g % 4 * 2) & 3) << 4;
+      }
+      vf low_end = f.has_min ? load_fp16(minima + i * LANES) : vf{};
+      vf weight = fma(load_fp16(scales + i * LANES), to_float(q - f.offset), low_end);
+      total[i] = fma(splat(values[e]), weight, total[i]);
+    }
+  }
+  for (int i = 0; i < VECTORS; i++) store(acc + i * LANES, total[i]);
+}
+
 template <FormatId F>
 void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t end,
                   uint8_t* scratch) {
@@ -64,7 +98,10 @@ void rounded_unit(const LinearArgs& args, int64_t group, int64_t begin, int64_t 
       walk_rows<Unpacked<F>, UNPACKED_ROWS>({&panel, nullptr}, here, rows, first, count, acc);
     }
   }
-  for (int64_t r = 0; r < count; r++) finish(args, group, begin + r, acc + r * GROUP);
+  for (int64_t r = 0; r < count; r++) {
+    add_apart<F>(tiles, rows, r, acc + r * GROUP);
+    finish(args, group, begin + r, acc + r * GROUP);
+  }
 }
 
 // Products with fp32 activations: acc = fma(x, w, acc), inputs in rising order.

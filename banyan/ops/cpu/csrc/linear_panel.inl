@@ -19,6 +19,8 @@ struct Rows {
   const int16_t* sums(int64_t row) const {  // pairs
     return (const int16_t*)(x + row * bytes + blocks * 40) + 2 * block;
   }
+  const float* apart(int64_t row) const { return (const float*)(x + row * bytes + blocks * 44); }
+  const uint32_t* places(int64_t row) const { return (const uint32_t*)apart(row) + apart_of(blocks); }
 };
 
 // Weights of some blocks of one group, a byte each; small enough for the first-level cache.

@@ -1,31 +1,71 @@
-// Rounding a row of activations to 8 bits: per block of 32, the largest magnitude becomes 127. The
-// results are the same bits in every instruction set. A NaN or an infinity makes the block's scale one.
+// Rounding a row of activations to 8 bits: the largest of the row are taken out, then, per block of 32,
+// the largest magnitude becomes 127. The results are the same bits in every instruction set. A NaN or
+// an infinity is taken out first, or makes the block's scale one.
 namespace banyan {
 namespace {
+
+constexpr int32_t TINY = 27 << 23;  // the bits of 2^-100
 
 // The scale of a block and its inverse, from the bits of the largest magnitude. Below 2^-100 a block
 // counts as zero: 127 / amax must stay finite.
 inline void scales_of(int32_t top, float* scale, float* inverse) {
   float amax;
   std::memcpy(&amax, &top, 4);
-  bool is_zero = top < (27 << 23);
+  bool is_zero = top < TINY;
   *scale = is_zero ? 0.0f : amax / 127.0f;
   *inverse = is_zero ? 0.0f : 127.0f / amax;
 }
 
+inline int32_t magnitude_of(float x) {  // its order is that of the bits, with NaN the largest
+  int32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits & 0x7fffffff;
+}
+
+inline int32_t largest_of(const float* x) {
+  int32_t most = 0;
+  for (int i = 0; i < BLOCK; i++) {
+    int32_t size = magnitude_of(x[i]);
+    most = size > most ? size : most;
+  }
+  return most;
+}
+
+// A block without the inputs whose bit is set, and with zeros behind its last one.
+inline void copy_rest(const float* x, int64_t count, uint32_t taken, float* out) {
+  for (int i = 0; i < BLOCK; i++) out[i] = i < count && !(taken >> i & 1) ? x[i] : 0.0f;
+}
+
+// Takes the largest magnitudes out of a row, the first of equal ones first.
+// most: [blocks], the largest of each block, kept up; taken: [blocks], bits of inputs, zeros at first.
+inline void take_apart(const float* x, int64_t k, int32_t* most, uint32_t* taken, float* values,
+                       int32_t* places) {
+  const int64_t blocks = blocks_of(k);
+  for (int64_t i = 0; i < apart_of(blocks); i++) {
+    int32_t top = 0;
+    for (int64_t b = 0; b < blocks; b++) top = most[b] > top ? most[b] : top;
+    values[i] = 0.0f;
+    places[i] = 0;
+    if (top < TINY) continue;
+    int64_t b = 0;
+    while (most[b] != top) b++;
+    float rest[BLOCK];
+    copy_rest(x + b * BLOCK, k - b * BLOCK, taken[b], rest);
+    int at = 0;
+    while (magnitude_of(rest[at]) != top) at++;
+    values[i] = rest[at];
+    places[i] = (int32_t)(b * BLOCK + at);
+    taken[b] |= 1u << at;
+    rest[at] = 0.0f;
+    most[b] = largest_of(rest);
+  }
+}
+
 #if defined(__AVX2__)
-inline int32_t quantize_block(const __m256* v, uint8_t* out, int16_t* sums, float* scale) {
-  // The order of magnitudes is the order of their bits, with NaN the largest: it gets through.
-  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-  __m256i bits[4];
-  for (int i = 0; i < 4; i++) bits[i] = _mm256_and_si256(_mm256_castps_si256(v[i]), magnitude);
-  const __m256i most = _mm256_max_epi32(_mm256_max_epi32(bits[0], bits[1]),
-                                        _mm256_max_epi32(bits[2], bits[3]));
-  __m128i top = _mm_max_epi32(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-  top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0x4e));
-  top = _mm_max_epi32(top, _mm_shuffle_epi32(top, 0xb1));
+inline int32_t quantize_block(const __m256* v, int32_t top, uint8_t* out, int16_t* sums,
+                              float* scale) {
   float inverse;
-  scales_of(_mm_cvtsi128_si32(top), scale, &inverse);
+  scales_of(top, scale, &inverse);
   const __m256 factor = _mm256_set1_ps(inverse);
   __m256i q[4];
   for (int i = 0; i < 4; i++) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], factor));
@@ -48,13 +88,10 @@ inline int32_t quantize_block(const __m256* v, uint8_t* out, int16_t* sums, floa
 typedef __m256 BlockPart;
 inline BlockPart load_part(const float* p) { return _mm256_loadu_ps(p); }
 #else
-inline int32_t quantize_block(const vf* v, uint8_t* out, int16_t* sums, float* scale) {
+inline int32_t quantize_block(const vf* v, int32_t top, uint8_t* out, int16_t* sums,
+                              float* scale) {
   constexpr int COUNT = BLOCK / LANES;
-  int32_t top = 0, total[2] = {};
-  for (int i = 0; i < BLOCK; i++) {
-    int32_t bits = ((vi)v[i / LANES])[i % LANES] & 0x7fffffff;
-    top = bits > top ? bits : top;
-  }
+  int32_t total[2] = {};
   float inverse;
   scales_of(top, scale, &inverse);
   for (int i = 0; i < COUNT; i++) {
@@ -72,23 +109,33 @@ typedef vf BlockPart;
 inline BlockPart load_part(const float* p) { return load(p); }
 #endif
 
-void quantize_row(const float* x, int64_t k, uint8_t* out) {
+// scratch: two words for each block.
+void quantize_row(const float* x, int64_t k, uint8_t* out, uint8_t* scratch) {
   constexpr int COUNT = BLOCK * sizeof(float) / sizeof(BlockPart);
   int64_t blocks = blocks_of(k);
   float* scales = (float*)(out + blocks * 32);
   float* scaled = (float*)(out + blocks * 36);
   int16_t* sums = (int16_t*)(out + blocks * 40);
+  float* apart = (float*)(out + blocks * 44);
+  int32_t* most = (int32_t*)scratch;
+  uint32_t* taken = (uint32_t*)(most + blocks);
+  float rest[BLOCK];
+  std::memset(taken, 0, sizeof(uint32_t) * blocks);
+  for (int64_t b = 0; b < k / BLOCK; b++) most[b] = largest_of(x + b * BLOCK);
+  if (k % BLOCK) {  // a block that the row does not fill ends in zeros
+    copy_rest(x + (blocks - 1) * BLOCK, k % BLOCK, 0, rest);
+    most[blocks - 1] = largest_of(rest);
+  }
+  take_apart(x, k, most, taken, apart, (int32_t*)(apart + apart_of(blocks)));
   for (int64_t b = 0; b < blocks; b++) {
     const float* from = x + b * BLOCK;
-    float last[BLOCK];
-    if (k - b * BLOCK < BLOCK) {  // a block that the row does not fill ends in zeros
-      std::memset(last, 0, sizeof last);
-      std::memcpy(last, from, sizeof(float) * (k - b * BLOCK));
-      from = last;
+    if (taken[b] || k - b * BLOCK < BLOCK) {
+      copy_rest(from, k - b * BLOCK, taken[b], rest);
+      from = rest;
     }
     BlockPart v[COUNT];
     for (int i = 0; i < COUNT; i++) v[i] = load_part(from + i * (BLOCK / COUNT));
-    int32_t sum = quantize_block(v, out + b * BLOCK, sums + 2 * b, scales + b);
+    int32_t sum = quantize_block(v, most[b], out + b * BLOCK, sums + 2 * b, scales + b);
     scaled[b] = scales[b] * (float)sum;
   }
 }
