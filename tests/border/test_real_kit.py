@@ -11,6 +11,7 @@ import pytest
 
 from banyan.runner import runner
 from banyan.runner.attention import reference
+from banyan.runner.forward import RecordedForward
 from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.pooling import Pooler
@@ -132,7 +133,7 @@ def _joins_first_only(original, self, joins):
 
 def _is_read_late(original, self, plan, mask_of):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelRunner, "is_recorded", False)
+        patch.setattr(RecordedForward, "results_are_final", True)
         return original(self, plan, mask_of)
 
 

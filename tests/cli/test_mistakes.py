@@ -111,7 +111,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "two models": ("one two", "'two'"),
     "a feature that is absent": ("--enable-lora", "--enable-lora", "merge"),
     "several that are absent": ("--enable-lora --grpc-mode", "--enable-lora", "--grpc-mode"),
-    "a device that is absent": ("--device npu", "--device", "npu"),
+    "a device that is absent": ("--device xpu", "--device", "xpu"),
     "a value that an absent flag never had": ("--lora-backend abacus", "--lora-backend", "csgmv"),
     "a flag file that is absent": ("--config nowhere.yaml", "nowhere.yaml"),
     "an address of another machine": ("--host 192.0.2.1", "192.0.2.1"),
