@@ -109,9 +109,15 @@ def test_shutdown_leaves_no_process_thread_or_descriptor(tiny_model, mode):
         running.generate(prompt="x", sampling_params=PARAMS)
         running.shutdown()
         running.shutdown()
-    assert {p.pid for p in psutil.Process().children(recursive=True)} == processes
-    assert set(threading.enumerate()) <= threads
-    assert open_files(psutil.Process().pid) <= files
+
+    def is_clean() -> bool:
+        return (
+            {p.pid for p in psutil.Process().children(recursive=True)} == processes
+            and set(threading.enumerate()) <= threads
+            and open_files(psutil.Process().pid) <= files
+        )
+
+    wait_until(is_clean, 5.0, "the last thread to end")
 
 
 def test_a_model_that_cannot_be_loaded_raises_and_leaves_no_process(tmp_path):
