@@ -24,7 +24,7 @@ from banyan.config.defaults import settings_of, settle
 from banyan.config.schema import Config
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.journal import Journal
-from banyan.engine.launcher import Fanout, Launcher, Streamed, Threaded
+from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.nodes import Nodes, check_secret, own_hello, ranks_of
 from banyan.engine.orders import RANK, Orders
@@ -230,7 +230,7 @@ def run_engine(
         phases.done("cache")
         wake = Wake()
         cleanup.callback(wake.close)
-        launcher: Launcher = (Streamed if is_async else Threaded)(runner, wake.ring)
+        launcher: Launcher = Threaded(runner, wake.ring, is_async)
         if config.parallel.world > 1:
             launcher = Fanout(launcher, ranks.send_plan)
         spec = core_spec(config, card, memory)
@@ -367,12 +367,16 @@ class OtherRanks:
             host, _, port = parallel.meeting.rpartition(":")
             self.meeting = f"tcp://{host}:{int(port) + 1}"
             self._nodes = Nodes(parallel, secret, own_hello(parallel, card))
-            self._nodes.gather()
             self._remote = list(range(parallel.local_world, parallel.world))
-        self._local = LocalRanks(ranks_of(parallel, 0)[1:], orders, self.meeting)
-        self.meeting = self._local.meeting
-        if self._nodes is not None:
-            self._nodes.start(orders, self.meeting)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            if self._nodes is not None:
+                self._nodes.gather()
+            self._local = LocalRanks(ranks_of(parallel, 0)[1:], orders, self.meeting)
+            self.meeting = self._local.meeting
+            if self._nodes is not None:
+                self._nodes.start(orders, self.meeting)
+            undo.pop_all()
 
     def watch(self, on_death: Callable[[str], None]) -> None:
         for some in (self._local, self._nodes):

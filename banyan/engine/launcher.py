@@ -1,9 +1,8 @@
 """Launchers: how a plan gets to the runner without the loop waiting for it.
 
-Threaded serves devices whose launch is not asynchronous by itself (CPU): one worker thread, plans
-in order. Streamed serves those that go on while the host does: a second thread waits for results,
-so that the next plan is launched while this one runs. Fanout sends every plan to the other ranks
-first. The runner is known only as a protocol.
+Threaded has one worker thread, plans in order; where the device works on while the host goes on, a
+second one waits for results. Fanout sends every plan to the other ranks first. The runner is known
+only as a protocol.
 """
 
 import threading
@@ -95,75 +94,22 @@ class Threaded:
 
     Args:
         runner: executes plans.
-        wake: called from the thread whenever a handle or a job is done.
+        wake: called from a thread whenever a handle or a job is done.
+        is_async: the runner's `launch` returns while the device still works: another thread waits
+            for results, so that the next plan is launched while this one runs. A launch may wait
+            for a mask that depends on the plan before it, so neither can be the loop's thread.
     """
 
-    def __init__(self, runner: Runner, wake: Callable[[], None]) -> None:
+    def __init__(self, runner: Runner, wake: Callable[[], None], is_async: bool = False) -> None:
         self._runner = runner
         self._wake = wake
         self._queue: SimpleQueue[Handle | Job | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[Handle, PendingStep | Exception] | None] | None = None
         self._open: list[Handle] = []
-        self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
-        self._thread.start()
-
-    def launch(self, plan: StepPlan) -> Handle:
-        handle = Handle(plan)
-        self._open = [h for h in self._open if not h.is_done()]
-        self._open.append(handle)
-        self._queue.put(handle)
-        return handle
-
-    def run(self, work: Callable[[], None]) -> Job:
-        job = Job(work)
-        self._queue.put(job)
-        return job
-
-    def close(self) -> None:
-        for handle in self._open:
-            handle.close()
-        self._queue.put(None)
-        self._thread.join(timeout=5.0)
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, Job):
-                item.run()
-            else:
-                item.result = self._execute(item)
-            self._wake()
-
-    def _execute(self, handle: Handle) -> StepResult:
-        try:
-            pending = self._runner.launch(handle.plan, handle.mask_of)
-            result = pending.result()
-            handle.copies = pending.copies()
-        except Exception as error:  # whatever it is, it must fail the step, not the engine
-            log.exception("step=%d failed", handle.plan.step)
-            return StepResult(step=handle.plan.step, error=f"{type(error).__name__}: {error}")
-        return result
-
-
-class Streamed:
-    """Launches plans one after another in one thread and reads their results in another.
-
-    A launch may wait for a mask that depends on the plan before it, so it cannot be the loop's
-    thread that launches.
-
-    Args:
-        runner: its `launch` returns while the device still works.
-        wake: called from the threads whenever a handle or a job is done.
-    """
-
-    def __init__(self, runner: Runner, wake: Callable[[], None]) -> None:
-        self._runner = runner
-        self._wake = wake
-        self._queue: SimpleQueue[Handle | Job | None] = SimpleQueue()
-        self._launched: SimpleQueue[tuple[Handle, PendingStep] | None] = SimpleQueue()
-        self._open: list[Handle] = []
-        self._threads = [
-            threading.Thread(target=work, name=name, daemon=True)
-            for name, work in (("runner", self._run), ("results", self._read))
-        ]
+        self._threads = [threading.Thread(target=self._run, name="runner", daemon=True)]
+        if is_async:
+            self._launched = SimpleQueue()
+            self._threads.append(threading.Thread(target=self._read, name="results", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -193,43 +139,35 @@ class Streamed:
                 self._wake()
                 continue
             try:
-                self._launched.put((item, self._runner.launch(item.plan, item.mask_of)))
+                pending = self._runner.launch(item.plan, item.mask_of)
             except Exception as error:  # whatever it is, it must fail the step, not the engine
-                log.exception("step=%d failed", item.plan.step)
-                self._launched.put((item, _Broken(item.plan, error)))
-        self._launched.put(None)
+                pending = error
+            if self._launched is None:
+                self._finish(item, pending)
+            else:
+                self._launched.put((item, pending))
+        if self._launched is not None:
+            self._launched.put(None)
 
     def _read(self) -> None:
+        assert self._launched is not None
         while (item := self._launched.get()) is not None:
-            handle, pending = item
-            result = _result_of(handle.plan, pending)
-            handle.copies = pending.copies()
-            handle.result = result
-            self._wake()
+            self._finish(*item)
 
-
-class _Broken:
-    """A step that was never launched."""
-
-    def __init__(self, plan: StepPlan, error: Exception) -> None:
-        self._plan = plan
-        self._error = error
-
-    def result(self) -> StepResult:
-        text = f"{type(self._error).__name__}: {self._error}"
-        return StepResult(step=self._plan.step, error=text)
-
-    def copies(self) -> CopyResult | None:
-        ids = [copy.id for copy in self._plan.copies]
-        return CopyResult(ids=[], failed=ids) if ids else None
-
-
-def _result_of(plan: StepPlan, pending: PendingStep) -> StepResult:
-    try:
-        return pending.result()
-    except Exception as error:
-        log.exception("step=%d failed", plan.step)
-        return _Broken(plan, error).result()
+    def _finish(self, handle: Handle, pending: PendingStep | Exception) -> None:
+        plan = handle.plan
+        try:
+            if isinstance(pending, Exception):
+                raise pending
+            result, copies = pending.result(), pending.copies()
+        except Exception as error:
+            log.exception("step=%d failed", plan.step)
+            result = StepResult(step=plan.step, error=f"{type(error).__name__}: {error}")
+            failed = [copy.id for copy in plan.copies]
+            copies = CopyResult(ids=[], failed=failed) if failed else None
+        handle.copies = copies
+        handle.result = result
+        self._wake()
 
 
 class Fanout:

@@ -59,6 +59,13 @@ class Sign(msgspec.Struct, frozen=True):
     silent_s: float
 
 
+def _sign_of(said: bytes) -> Sign | None:
+    try:
+        return msgspec.json.decode(said, type=Sign)
+    except msgspec.MsgspecError:
+        return None
+
+
 def ranks_of(parallel: ParallelConfig, node: int) -> range:
     """The ranks on one node: each node has as many."""
     share = parallel.local_world
@@ -284,10 +291,13 @@ class Nodes:
                 self._welcome(identity, parts[0])
             return
         self._heard[node] = time.monotonic()
-        if kind == _BEAT and parts:
-            self._silent[node] = msgspec.json.decode(parts[0], type=Sign)
-        elif kind == _LOST and parts:
-            self._lose(f"node {node}: {printable(parts[0].decode(errors='replace'), 300)}")
+        said = parts[0] if len(parts) == 1 else b""
+        if kind == _BEAT and (sign := _sign_of(said)) is not None:
+            self._silent[node] = sign
+        elif kind == _LOST and said:
+            self._lose(f"node {node}: {printable(said.decode(errors='replace'), 300)}")
+        else:
+            self._lose(f"node {node} said what the leader does not understand")
 
     def _look(self, now: float) -> None:
         for node, heard in self._heard.items():
@@ -303,7 +313,7 @@ class Nodes:
             self._on_death(what)
 
 
-class _Leader:
+class Leader:
     """The leader, as another node sees it."""
 
     def __init__(self, address: str, secret: str) -> None:
@@ -338,7 +348,7 @@ def serve_node(parallel: ParallelConfig, secret: str, mine: Hello, own_path: str
     Raises:
         DeviceError: the leader does not answer, turns this node away or is lost, or a rank died.
     """
-    with _Leader(parallel.meeting, secret) as leader:
+    with Leader(parallel.meeting, secret) as leader:
         leader.say(_HELLO, msgspec.json.encode(mine))
         log.info("node %d of %d waits for %s", mine.node, mine.nodes, parallel.meeting)
         said = leader.hear(parallel.meet_timeout_s)
@@ -360,7 +370,7 @@ def serve_node(parallel: ParallelConfig, secret: str, mine: Hello, own_path: str
         _keep(LocalRanks(ranks_of(parallel, parallel.node), orders, meeting), leader)
 
 
-def _keep(ranks: LocalRanks, leader: _Leader) -> None:
+def _keep(ranks: LocalRanks, leader: Leader) -> None:
     """Pass frames on, and say that the ranks live."""
     died: list[str] = []
     ranks.watch(died.append)

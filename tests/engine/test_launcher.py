@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from banyan.base.ids import StepId
-from banyan.engine.launcher import Fanout, Streamed, Threaded
+from banyan.engine.launcher import Fanout, Threaded
 from banyan.messages.plan import Mask, PageCopy, StepPlan, StepResult
 
 WAIT_S = 20
@@ -38,13 +38,13 @@ class Bell:
         assert self._rung.acquire(timeout=WAIT_S)
 
 
-LAUNCHERS = pytest.mark.parametrize("kind", [Threaded, Streamed])
+LAUNCHERS = pytest.mark.parametrize("is_async", [False, True])
 
 
 @LAUNCHERS
-def test_a_masked_row_waits_for_its_mask(kind):
+def test_a_masked_row_waits_for_its_mask(is_async):
     bell = Bell()
-    launcher = kind(MaskedRunner(), bell.ring)
+    launcher = Threaded(MaskedRunner(), bell.ring, is_async)
     handle = launcher.launch(StepPlan(step=StepId(1)))
     assert not handle.is_done()
     handle.mask(Mask(StepId(1), 0, b"bits"))
@@ -54,15 +54,15 @@ def test_a_masked_row_waits_for_its_mask(kind):
 
 
 @LAUNCHERS
-def test_closing_releases_rows_that_wait_for_masks(kind):
-    launcher = kind(MaskedRunner(), lambda: None)
+def test_closing_releases_rows_that_wait_for_masks(is_async):
+    launcher = Threaded(MaskedRunner(), lambda: None, is_async)
     handle = launcher.launch(StepPlan(step=StepId(1)))
     launcher.close()
     assert handle.is_done() and handle.result.error == ""
 
 
 @LAUNCHERS
-def test_plans_run_in_the_order_of_their_launch(kind):
+def test_plans_run_in_the_order_of_their_launch(is_async):
     seen, bell = [], Bell()
 
     class Runner:
@@ -70,7 +70,7 @@ def test_plans_run_in_the_order_of_their_launch(kind):
             seen.append(plan.step)
             return Pending(StepResult(step=plan.step))
 
-    launcher = kind(Runner(), bell.ring)
+    launcher = Threaded(Runner(), bell.ring, is_async)
     for step in range(1, 6):
         launcher.launch(StepPlan(step=StepId(step)))
     for _ in range(5):
@@ -118,7 +118,7 @@ def test_the_next_plan_is_launched_while_the_device_works_on_this_one():
             both.release()
             return Working(plan.step)
 
-    launcher = Streamed(Device(), bell.ring)
+    launcher = Threaded(Device(), bell.ring, is_async=True)
     handles = [launcher.launch(StepPlan(step=StepId(step))) for step in (1, 2)]
     for _ in handles:
         assert both.acquire(timeout=WAIT_S)  # both are launched, neither has a result
@@ -132,17 +132,35 @@ def test_the_next_plan_is_launched_while_the_device_works_on_this_one():
     launcher.close()
 
 
-def test_a_launch_that_fails_fails_its_step_and_its_copies():
-    bell = Bell()
+class Broken:
+    """Fails where it is told to."""
 
-    class Broken:
-        def launch(self, plan, mask_of=None):
+    def __init__(self, where):
+        self._where = where
+
+    def _go(self, where):
+        if where == self._where:
             raise RuntimeError("no room")
 
-    launcher = Streamed(Broken(), bell.ring)
-    handle = launcher.launch(
-        StepPlan(step=StepId(1), copies=[PageCopy(id=4, group=0, src=1, dst=2, when="before")])
-    )
+    def launch(self, plan, mask_of=None):
+        self._go("launch")
+        return self
+
+    def result(self):
+        self._go("result")
+        return StepResult(step=StepId(1))
+
+    def copies(self):
+        self._go("copies")
+
+
+@LAUNCHERS
+@pytest.mark.parametrize("where", ["launch", "result", "copies"])
+def test_what_fails_fails_its_step_and_its_copies(is_async, where):
+    bell = Bell()
+    launcher = Threaded(Broken(where), bell.ring, is_async)
+    copy = PageCopy(id=4, group=0, src=1, dst=2, when="before")
+    handle = launcher.launch(StepPlan(step=StepId(1), copies=[copy]))
     bell.wait()
     assert handle.result.error == "RuntimeError: no room" and handle.copies.failed == [4]
     launcher.close()

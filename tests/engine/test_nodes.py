@@ -1,13 +1,21 @@
 """Who may join as a node, and what the leader says to the others."""
 
+import socket
 import threading
+import time
+from contextlib import closing
 from dataclasses import replace
+from queue import SimpleQueue
 
+import msgspec
 import pytest
 
 from banyan.base.errors import ConfigError, DeviceError
-from banyan.config.schema import ParallelConfig
-from banyan.engine.nodes import Hello, Nodes, check_secret, ranks_of, serve_node
+from banyan.config.schema import Config, ParallelConfig
+from banyan.engine.nodes import Hello, Leader, Nodes, Sign, check_secret, ranks_of, serve_node
+from banyan.engine.orders import RANK, Orders
+from banyan.replica import OtherRanks
+from tests.server.fakes import CARD
 from tests.system.serving import free_port
 
 HELLO = Hello(node=1, nodes=3, tp=6, pp=1, version="1", weights="w")
@@ -61,6 +69,43 @@ def test_an_address_that_is_taken_is_refused():
             Nodes(parallel(port), "s", HELLO)
     finally:
         first.close()
+
+
+def test_nodes_that_did_not_come_leave_the_address_free():
+    port = free_port()
+    config = replace(Config(), parallel=parallel(port, tp=3, meet_timeout_s=0.1))
+
+    with pytest.raises(DeviceError, match="did not come") as held:
+        OtherRanks(config, CARD, "s")
+
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", port))
+    assert held.tb  # what went wrong still knows its frames and what they hold
+
+
+@pytest.mark.parametrize(
+    "said", [(b"B", b"not json"), (b"B", b'{"rank": []}'), (b"B",), (b"L",), (b"?", b""), (b"",)]
+)
+def test_a_node_that_talks_nonsense_is_lost_and_the_others_are_still_heard(said):
+    where, died = parallel(free_port(), meet_timeout_s=20), SimpleQueue()
+    nodes = Nodes(where, "s", replace_hello(node=0))
+    with Leader(where.meeting, "s") as one, Leader(where.meeting, "s") as two:
+        one.say(b"H", msgspec.json.encode(replace_hello(node=1)))
+        two.say(b"H", msgspec.json.encode(replace_hello(node=2)))
+        nodes.gather()
+        config = replace(Config(), parallel=where)
+        nodes.start(Orders(RANK, config, CARD, ""), "")
+        nodes.watch(died.put)
+
+        one.say(*said)
+
+        assert died.get(timeout=20) == "node 1 said what the leader does not understand"
+        two.say(b"B", msgspec.json.encode(Sign(rank=4, silent_s=60.0)))
+        deadline = time.monotonic() + 20
+        while nodes.silence()[0] != 4:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        nodes.close()
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "node-0.cluster", "0.0.0.0", "[2001:db8::1]"])
