@@ -1,8 +1,8 @@
 """The composition root for processes: starts an engine in a process or thread of its own.
 
 Importable without torch, so that the API process stays small; `replica.py` builds what runs inside.
-`python -m banyan.compose` is the entry of child processes, whose orders come on standard input:
-they load their libraries first, so that a child may be started before its orders are known.
+`python -m banyan.compose` is the entry of child processes, whose duty comes on standard input:
+they load their libraries first, so that a child may be started before its duty is known.
 """
 
 import gc
@@ -19,8 +19,8 @@ from banyan.base.log import logger, start_logging
 from banyan.base.slow_gc import report_slow_gc
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
-from banyan.engine.orders import ENGINE, RANK, Orders
-from banyan.engine.processes import Child, Pulse, follow_parent, spawn, take_orders
+from banyan.engine.duty import ENGINE, RANK, Duty
+from banyan.engine.processes import Child, Pulse, follow_parent, spawn, take_duty
 from banyan.formats.shards import read_ahead
 from banyan.messages.events import Fatal
 
@@ -54,7 +54,7 @@ def waiting_engines(
     secret: str = "",
 ) -> Iterator[Callable[[Config, ModelCard, str, OnDeath], EngineHandle]]:
     """`start_engine_process` for a caller that needs time to find out what will run: `count`
-    processes load their libraries meanwhile. Those that got no orders end with the block."""
+    processes load their libraries meanwhile. Those that got none end with the block."""
     waiting = [_engine_child() for _ in range(count)]
     numbers = itertools.count()
 
@@ -83,8 +83,8 @@ def _start(
     secret: str,
 ) -> EngineHandle:
     server = replace(config.server, api_key="", admin_api_key="")  # an engine lets nobody in
-    orders = Orders(ENGINE, replace(config, server=server), card, address, secret=secret)
-    child.order(orders.encode())
+    duty = Duty(ENGINE, replace(config, server=server), card, address, secret=secret)
+    child.assign(duty.encode())
     child.watch(on_death)
     if config.model.load_format != "dummy":
         threading.Thread(target=read_ahead, args=(card.path,), daemon=True).start()
@@ -127,38 +127,38 @@ def start_engine_thread(
 
 
 def main() -> None:
-    """Entry of a child process: carry out the orders, exit with the error's own code."""
+    """Entry of a child process: do the duty, exit with the error's own code."""
     follow_parent()
     gc.disable()  # imports make much to look through and nothing to throw away
     from banyan.replica import run_rank
 
     gc.freeze()
     gc.enable()
-    orders = Orders.decode(take_orders())
-    start_logging(orders.process_name, orders.config.observe.log_level)
-    report_slow_gc(orders.config.observe.slow_gc_s)
+    duty = Duty.decode(take_duty())
+    start_logging(duty.process_name, duty.config.observe.log_level)
+    report_slow_gc(duty.config.observe.slow_gc_s)
     try:
-        if orders.role == RANK:
-            Pulse(orders.pulse).keep_beating()
-            run_rank(orders.config, orders.card, orders.rank, orders.address, orders.mesh_address)
+        if duty.role == RANK:
+            Pulse(duty.pulse).keep_beating()
+            run_rank(duty.config, duty.card, duty.rank, duty.address, duty.mesh_address)
         else:
-            _serve_engine(orders)
+            _serve_engine(duty)
     except BanyanError as error:
         log.error("%s", error)
         raise SystemExit(error.exit_code) from None
 
 
-def _serve_engine(orders: Orders) -> None:
+def _serve_engine(duty: Duty) -> None:
     from banyan.messages.link import ZmqEngineLink
     from banyan.replica import run_engine
 
-    link = ZmqEngineLink(orders.address)
+    link = ZmqEngineLink(duty.address)
 
     def started(loop: "EngineLoop") -> None:
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())
 
     try:
-        run_engine(orders.config, orders.card, link, started, orders.secret)
+        run_engine(duty.config, duty.card, link, started, duty.secret)
     except BanyanError as error:
         link.send([Fatal(str(error), error.exit_code)])  # the front tells it
         raise SystemExit(error.exit_code) from None

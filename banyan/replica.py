@@ -23,11 +23,11 @@ from banyan.config.checkpoint import read_card
 from banyan.config.defaults import settings_of, settle
 from banyan.config.schema import Config
 from banyan.engine.desk import GrammarDesk
+from banyan.engine.duty import RANK, Duty
 from banyan.engine.journal import Journal
 from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.nodes import Nodes, check_secret, own_hello, ranks_of
-from banyan.engine.orders import RANK, Orders
 from banyan.engine.placement import is_placed, place_rank
 from banyan.engine.profiler import Profiler
 from banyan.engine.ranks import LocalRanks
@@ -361,7 +361,7 @@ class OtherRanks:
         self.meeting = ""
         if parallel.world == 1:
             return
-        orders = Orders(RANK, config, card, "")
+        duty = Duty(RANK, config, card, "")
         if parallel.nodes > 1:
             check_secret(parallel, secret)
             host, _, port = parallel.meeting.rpartition(":")
@@ -372,10 +372,10 @@ class OtherRanks:
             undo.callback(self.close)
             if self._nodes is not None:
                 self._nodes.gather()
-            self._local = LocalRanks(ranks_of(parallel, 0)[1:], orders, self.meeting)
+            self._local = LocalRanks(ranks_of(parallel, 0)[1:], duty, self.meeting)
             self.meeting = self._local.meeting
             if self._nodes is not None:
-                self._nodes.start(orders, self.meeting)
+                self._nodes.start(duty, self.meeting)
             undo.pop_all()
 
     def watch(self, on_death: Callable[[str], None]) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from banyan.base.errors import BanyanError, DeviceError
 from banyan.cli.client import Client
-from banyan.engine.processes import Child, spawn, take_orders
+from banyan.engine.processes import Child, spawn, take_duty
 
 _POLL_S = 0.05
 
@@ -18,8 +18,8 @@ _POLL_S = 0.05
 def private_server(argv: Sequence[str]) -> Iterator[Client]:
     """A server started with `argv` on a free loopback port, stopped at the end of the block."""
     port = _free_port()
-    orders = [*argv, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
-    child = spawn("banyan.cli.private", "server", json.dumps(orders).encode())
+    words = [*argv, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+    child = spawn("banyan.cli.private", "server", json.dumps(words).encode())
     client = Client(f"http://127.0.0.1:{port}")
     try:
         _wait_until_healthy(child, client)
@@ -47,7 +47,7 @@ def _child() -> int:
 
     # A group of its own: Ctrl-C in the terminal stops the answer, not the server.
     os.setpgrp()
-    return main(["serve", *json.loads(take_orders())])
+    return main(["serve", *json.loads(take_duty())])
 
 
 if __name__ == "__main__":

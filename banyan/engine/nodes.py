@@ -1,7 +1,7 @@
 """Ranks on several machines: the first node leads, the others keep ranks for it.
 
 Every node is started with the same command line but for its number. A node says which version and
-which weights it has; the leader takes it or tells it why not, gives it the orders of its ranks, and
+which weights it has; the leader takes it or tells it why not, tells it the duty of its ranks, and
 passes frames to them through it. Both sides say that they live, and notice when the other does not.
 
 The connection is encrypted and lets in who knows the secret: the keys of both ends (Curve25519, by
@@ -27,7 +27,7 @@ from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
 from banyan.config.schema import ParallelConfig
-from banyan.engine.orders import Orders
+from banyan.engine.duty import Duty
 from banyan.engine.ranks import LocalRanks
 
 log = logger(__name__)
@@ -214,10 +214,10 @@ class Nodes:
             return f"there is a node {hello.node} already: give each node a --node-rank of its own"
         return ""
 
-    def start(self, orders: Orders, meeting: str) -> None:
+    def start(self, duty: Duty, meeting: str) -> None:
         """Let every node start its ranks, which meet the others at `meeting`."""
         for node, identity in self._identity.items():
-            told = msgspec.json.encode((orders, meeting))
+            told = msgspec.json.encode((duty, meeting))
             self._socket.send_multipart([identity, _START, told])
             log.info("node %d starts its ranks", node)
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
@@ -364,10 +364,10 @@ def serve_node(parallel: ParallelConfig, secret: str, mine: Hello, own_path: str
         while said[0] != _START:
             said = leader.hear(parallel.meet_timeout_s)
             if said is None:
-                raise DeviceError("the leader fell silent before it gave orders")
-        orders, meeting = msgspec.json.decode(said[1], type=tuple[Orders, str])
-        orders = replace(orders, card=replace(orders.card, path=own_path))
-        _keep(LocalRanks(ranks_of(parallel, parallel.node), orders, meeting), leader)
+                raise DeviceError("the leader fell silent before it said what to do")
+        duty, meeting = msgspec.json.decode(said[1], type=tuple[Duty, str])
+        duty = replace(duty, card=replace(duty.card, path=own_path))
+        _keep(LocalRanks(ranks_of(parallel, parallel.node), duty, meeting), leader)
 
 
 def _keep(ranks: LocalRanks, leader: Leader) -> None:

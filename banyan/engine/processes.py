@@ -1,6 +1,6 @@
 """Child processes: start them, notice their death, stop them. Children never outlive the parent.
 
-A child gets its orders as one length-prefixed message on standard input, which stays open: its end
+A child gets its duty as one length-prefixed message on standard input, which stays open: its end
 tells the child that the parent is gone. The kernel's parent-death signal covers a child that
 cannot read (stopped, or busy in native code).
 """
@@ -42,15 +42,15 @@ class Child:
     def pid(self) -> int:
         return self._process.pid
 
-    def order(self, orders: bytes) -> None:
-        """Hand over the orders, once.
+    def assign(self, duty: bytes) -> None:
+        """Hand over the duty, once.
 
         Raises:
             DeviceError: the child ended before it took them.
         """
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(_LENGTH.pack(len(orders)) + orders)
+            self._process.stdin.write(_LENGTH.pack(len(duty)) + duty)
             self._process.stdin.flush()
         except BrokenPipeError:
             raise DeviceError(self._end_of(self._process.wait())) from None
@@ -89,19 +89,19 @@ class Child:
                 self._process.stdin.close()
 
 
-def spawn(module: str, role: str, orders: bytes = b"") -> Child:
+def spawn(module: str, role: str, duty: bytes = b"") -> Child:
     """Run `python -m module` as a child.
 
     Call it from a thread that lives as long as the child should: the parent-death signal follows
     the thread that made the child.
 
     Args:
-        orders: handed over at once; without them the child waits for `Child.order`.
+        duty: handed over at once; without them the child waits for `Child.assign`.
     """
     process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
     child = Child(role, process)
-    if orders:
-        child.order(orders)
+    if duty:
+        child.assign(duty)
     return child
 
 
@@ -117,21 +117,21 @@ def follow_parent() -> None:
 
 
 def _is_abandoned() -> bool:
-    """Whether the parent ended, without orders, before it could be followed."""
-    orders = select.poll()
-    orders.register(0, select.POLLIN)
-    return any(events == select.POLLHUP for _, events in orders.poll(0))
+    """Whether the parent ended, untold of its duty, before it could be followed."""
+    news = select.poll()
+    news.register(0, select.POLLIN)
+    return any(events == select.POLLHUP for _, events in news.poll(0))
 
 
-def take_orders() -> bytes:
-    """In a child: wait for the orders, and arrange to die with the parent."""
+def take_duty() -> bytes:
+    """In a child: wait for the duty, and arrange to die with the parent."""
     follow_parent()
-    orders = os.fdopen(os.dup(0), "rb", buffering=0)
-    (length,) = _LENGTH.unpack(_read(orders.fileno(), _LENGTH.size))
-    body = _read(orders.fileno(), length)
+    source = os.fdopen(os.dup(0), "rb", buffering=0)
+    (length,) = _LENGTH.unpack(_read(source.fileno(), _LENGTH.size))
+    body = _read(source.fileno(), length)
 
     def watch() -> None:
-        while os.read(orders.fileno(), 4096):
+        while os.read(source.fileno(), 4096):
             pass
         os._exit(1)
 
@@ -174,7 +174,7 @@ def _read(fd: int, length: int) -> bytes:
     while length:
         part = os.read(fd, min(length, 1 << 20))
         if not part:
-            raise SystemExit("the parent ended before it gave its orders")
+            raise SystemExit("the parent ended before it told the duty")
         parts.append(part)
         length -= len(part)
     return b"".join(parts)

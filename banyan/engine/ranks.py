@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import zmq
 
-from banyan.engine.orders import Orders
+from banyan.engine.duty import Duty
 from banyan.engine.processes import Child, Pulse, spawn
 from banyan.messages.link import PrivateFolder
 
@@ -18,11 +18,11 @@ class LocalRanks:
     """
     Args:
         ranks: their numbers within the replica; there may be none.
-        orders: what each of them is told, but for its number and addresses.
+        duty: what each of them is told, but for its number and addresses.
         meeting: where all ranks of the replica meet; "" = a file that these ranks alone can reach.
     """
 
-    def __init__(self, ranks: Iterable[int], orders: Orders, meeting: str = "") -> None:
+    def __init__(self, ranks: Iterable[int], duty: Duty, meeting: str = "") -> None:
         self._folder = PrivateFolder()
         self._context = zmq.Context()
         self._children: dict[int, Child] = {}
@@ -36,9 +36,7 @@ class LocalRanks:
             beats = f"{self._folder.path}/pulse{rank}"
             self._pulses[rank] = Pulse(beats)
             self._pulses[rank].beat()
-            told = replace(
-                orders, address=address, rank=rank, mesh_address=self.meeting, pulse=beats
-            )
+            told = replace(duty, address=address, rank=rank, mesh_address=self.meeting, pulse=beats)
             self._children[rank] = spawn("banyan.compose", told.process_name, told.encode())
 
     def watch(self, on_death: Callable[[str], None]) -> None:

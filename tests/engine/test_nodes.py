@@ -12,8 +12,8 @@ import pytest
 
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.config.schema import Config, ParallelConfig
+from banyan.engine.duty import RANK, Duty
 from banyan.engine.nodes import Hello, Leader, Nodes, Sign, check_secret, ranks_of, serve_node
-from banyan.engine.orders import RANK, Orders
 from banyan.replica import OtherRanks
 from tests.server.fakes import CARD
 from tests.system.serving import free_port
@@ -94,7 +94,7 @@ def test_a_node_that_talks_nonsense_is_lost_and_the_others_are_still_heard(said)
         two.say(b"H", msgspec.json.encode(replace_hello(node=2)))
         nodes.gather()
         config = replace(Config(), parallel=where)
-        nodes.start(Orders(RANK, config, CARD, ""), "")
+        nodes.start(Duty(RANK, config, CARD, ""), "")
         nodes.watch(died.put)
 
         one.say(*said)

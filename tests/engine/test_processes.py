@@ -1,4 +1,4 @@
-"""Children on real processes: orders, death notices, no orphans."""
+"""Children on real processes: duties, death notices, no orphans."""
 
 import os
 import signal
@@ -19,14 +19,14 @@ WAIT_S = 20
 
 @pytest.fixture
 def child_module(tmp_path, monkeypatch):
-    """A module `obedient` that takes orders, writes them to a file and then sleeps."""
+    """A module `obedient` that takes its duty, a path, writes to it and then sleeps."""
     source = """
         import sys, time
-        from banyan.engine.processes import take_orders
-        orders = take_orders()
-        if orders == b"fail":
+        from banyan.engine.processes import take_duty
+        duty = take_duty()
+        if duty == b"fail":
             sys.exit(7)
-        open(orders.decode(), "wb").write(b"taken")
+        open(duty.decode(), "wb").write(b"taken")
         time.sleep(600)
     """
     (tmp_path / "obedient.py").write_text(textwrap.dedent(source))
@@ -58,17 +58,17 @@ def test_a_child_gets_its_orders_and_ends_when_stopped(child_module, tmp_path):
 def test_a_child_waits_for_orders_that_come_later(child_module, tmp_path):
     child = spawn(child_module, "engine")
     assert child.is_alive()
-    child.order(str(tmp_path / "taken").encode())
+    child.assign(str(tmp_path / "taken").encode())
     wait_for(tmp_path / "taken")
     child.stop()
 
 
-def test_a_child_that_ended_cannot_take_orders(child_module, tmp_path):
+def test_a_child_that_ended_cannot_take_a_duty(child_module, tmp_path):
     child = spawn(child_module, "engine")
     os.kill(child.pid, signal.SIGKILL)
     wait_for_end(child.pid)
     with pytest.raises(DeviceError, match=r"engine \(pid \d+\) was killed by SIGKILL"):
-        child.order(b"anything")
+        child.assign(b"anything")
 
 
 def test_a_child_whose_parent_ended_before_it_began_ends_at_once(child_module):

@@ -1,4 +1,4 @@
-"""Orders: what a child process is told when it starts, and the form in which it travels."""
+"""Duty: what a child process is told when it starts, and the form in which it travels."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ RANK = "rank"
 
 
 @dataclass(frozen=True)
-class Orders:
+class Duty:
     """
     Attributes:
         role: ENGINE, or RANK for the ranks other than 0.
@@ -39,5 +39,5 @@ class Orders:
         return msgspec.json.encode(self)
 
     @staticmethod
-    def decode(text: bytes) -> "Orders":
-        return msgspec.json.decode(text, type=Orders)
+    def decode(text: bytes) -> "Duty":
+        return msgspec.json.decode(text, type=Duty)
