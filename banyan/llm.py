@@ -28,16 +28,17 @@ from banyan.config.described import described
 from banyan.config.disposal import dispose
 from banyan.config.env import read_environment
 from banyan.config.schema import Config
-from banyan.frontend.client import EngineClient, Engines
-from banyan.frontend.fleet import Fleet
-from banyan.frontend.native_answer import NativeService
-from banyan.frontend.sampling import Limits
-from banyan.frontend.sessions import Sessions
-from banyan.frontend.settings import limits_of, sampling_defaults, seed_source
-from banyan.frontend.text_generator import open_generator
+from banyan.frontend.answers.native_answer import NativeService
+from banyan.frontend.link.client import EngineClient, Engines
+from banyan.frontend.link.fleet import Fleet
+from banyan.frontend.link.text_generator import open_generator
+from banyan.frontend.requests.sampling import Limits
+from banyan.frontend.requests.sessions import Sessions
+from banyan.frontend.requests.settings import limits_of, sampling_defaults, seed_source
+from banyan.frontend.requests.vectors import Origin, VectorService, prompts_of
 from banyan.frontend.threads import use_threads
-from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
-from banyan.frontend.vectors import Origin, VectorService, prompts_of
+from banyan.frontend.words.load import load_tokenizer
+from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.messages.events import Ready, Stats
 from banyan.messages.link import FrontLink, PrivateFolder, ZmqFrontLink, local_pair
 from banyan.prepare import prepare

@@ -18,14 +18,14 @@ from banyan.config import resolve
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
-from banyan.frontend.parser_choice import NONE
-from banyan.frontend.reasoning import REASONING_PARSERS
-from banyan.frontend.settings import check_preferred
-from banyan.frontend.templates import fill_in_form, template_source
-from banyan.frontend.tools import TOOL_PARSERS
+from banyan.frontend.answers.parser_choice import NONE
+from banyan.frontend.answers.reasoning import REASONING_PARSERS
+from banyan.frontend.answers.tools import TOOL_PARSERS
+from banyan.frontend.requests.settings import check_preferred
+from banyan.frontend.templates.named import fill_in_form, template_source
 from banyan.grammar.base import BACKENDS
+from banyan.server.life.warmups import WARMUPS, named_warmups
 from banyan.server.tool_servers.start import DEMO, addresses, named_servers
-from banyan.server.warmups import WARMUPS, named_warmups
 
 
 def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard]:

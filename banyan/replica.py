@@ -34,7 +34,7 @@ from banyan.engine.ranks import LocalRanks
 from banyan.engine.spec import core_spec
 from banyan.engine.step_log import StepLog
 from banyan.formats.shards import size_of_weights
-from banyan.frontend.tokenizer import load_tokenizer
+from banyan.frontend.words.load import load_tokenizer
 from banyan.grammar.base import stand_ins
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of

@@ -23,7 +23,7 @@ from banyan.config.env import read_environment
 from banyan.config.schema import Config
 from banyan.engine.processes import Child, spawn
 from banyan.prepare import prepare
-from banyan.server.serve import Server, bind
+from banyan.server.life.serve import Server, bind
 
 TICK_S = 0.002
 

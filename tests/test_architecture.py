@@ -36,12 +36,38 @@ ARROWS = {
     "runner": "base config messages models layers parallel ops platform transfer memory.groups",
 }
 """Room -> what it may import of the house, itself aside."""
+SHELVES = {
+    "frontend": {
+        "words": "",
+        "templates": "words",
+        "requests": "words threads",
+        "answers": "words requests threads",
+        "link": "words requests",
+    },
+    "server": {
+        "store": "errors",
+        "tool_servers": "errors",
+        "http": "errors store tool_servers",
+        "openai": "errors http store",
+        "vectors": "errors http openai",
+        "native": "errors http openai",
+        "responses": "errors http openai store tool_servers",
+        "batches": "errors http openai vectors responses store",
+        "anthropic": "errors http openai",
+        "ollama": "errors http openai vectors",
+        "admin": "errors http openai vectors",
+        "describe": "errors http openai admin",
+        "life": "http admin batches tool_servers routes",
+    },
+}
+"""Room -> its folder -> what else of the room that folder may import."""
 DOORS = ("server/anthropic/", "server/ollama/")
 """Routes in the words of another API. They only translate: what runs is a chat request's plan."""
 DOOR_IMPORTS = (
-    *("base.errors", "server", "frontend.chat", "frontend.tools.parts", "frontend.vectors"),
+    *("base.errors", "server", "frontend.templates.chat", "frontend.answers.tools.parts"),
+    "frontend.requests.vectors",
     *(
-        f"frontend.generation.{name}"
+        f"frontend.requests.generation.{name}"
         for name in ("run", "TextChunk", "TextRequest", "Finish", "Usage")
     ),
 )
@@ -146,6 +172,21 @@ def breaks_an_arrow(path: Path, tree: ast.Module) -> Iterator[Finding]:
             yield line, f"room {here!r} has no arrows yet"
         elif not any(is_under(target, a) for a in (here, *ARROWS[here].split())):
             yield line, f"{here} may not import {target}"
+
+
+def reaches_past_its_shelf(path: Path, tree: ast.Module) -> Iterator[Finding]:
+    parts = inside(path).split("/")
+    if len(parts) < 3:
+        return
+    here, shelf = parts[:2]
+    if shelf not in SHELVES[here]:
+        yield 1, f"shelf {shelf!r} of {here} has no arrows yet"
+        return
+    for line, name in imports(tree):
+        target = name.removeprefix(f"banyan.{here}.")
+        allowed = (shelf, *SHELVES[here][shelf].split())
+        if target != name and not any(is_under(target, a) for a in allowed):
+            yield line, f"{here}/{shelf} may not import {target}"
 
 
 def does_more_than_translate(path: Path, tree: ast.Module) -> Iterator[Finding]:
@@ -307,6 +348,10 @@ def test_imports_follow_the_arrows() -> None:
     obey(breaks_an_arrow)
 
 
+def test_the_shelves_of_the_front_have_an_order() -> None:
+    obey(reaches_past_its_shelf, tuple(SHELVES))
+
+
 def test_other_apis_are_translated_to_chat_and_run_nothing_of_their_own() -> None:
     obey(does_more_than_translate)
 
@@ -367,7 +412,13 @@ def test_every_test_can_fail() -> None:
 def test_the_control_room_and_the_server_start_without_torch() -> None:
     modules = [
         m
-        for m in ("scheduler.scheduler", "memory.cache", "engine.core", "server.app", "sim.world")
+        for m in (
+            "scheduler.scheduler",
+            "memory.cache",
+            "engine.core",
+            "server.http.app",
+            "sim.world",
+        )
         if (PACKAGE / (m.replace(".", "/") + ".py")).exists()
     ]
     imported = "; ".join(f"import banyan.{m}" for m in modules)

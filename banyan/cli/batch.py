@@ -16,14 +16,14 @@ from banyan.compose import start_engine_process
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
 from banyan.config.schema import Config
-from banyan.frontend.client import EngineClient
-from banyan.frontend.fleet import Fleet
+from banyan.frontend.link.client import EngineClient
+from banyan.frontend.link.fleet import Fleet
 from banyan.messages.link import PrivateFolder, ZmqFrontLink
 from banyan.prepare import prepare
 from banyan.scheduler.routing import ROUTES
-from banyan.server.openai.batch_lines import Line, ServerEnding, read_lines, run_lines
-from banyan.server.startup import open_service
-from banyan.server.state import ServerState
+from banyan.server.batches.lines import Line, ServerEnding, read_lines, run_lines
+from banyan.server.http.state import ServerState
+from banyan.server.life.startup import open_service
 from banyan.server.store.answers import AnswerLog
 from banyan.server.tool_servers.start import start_tool_servers
 

@@ -16,7 +16,8 @@ from banyan.bench.serving import Report, run_serving
 from banyan.config.env import read_environment
 from banyan.config.schema import ModelConfig
 from banyan.config.sources import fetch
-from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
+from banyan.frontend.words.load import load_tokenizer
+from banyan.frontend.words.tokenizer import Tokenizer
 
 KINDS: Table[Callable[[Sequence[str]], int]] = Table(
     "benchmark",

@@ -59,7 +59,7 @@ def serve(argv: Sequence[str]) -> int:
         waiting_engines(config.parallel.dp, environment.dist_secret) as start_engine,
     ):
         from banyan.prepare import prepare
-        from banyan.server.serve import run_server
+        from banyan.server.life.serve import run_server
 
         return run_server(config, partial(prepare, config, environment), start_engine)
 
@@ -83,10 +83,10 @@ def _leave(number: int, frame: object) -> None:
 
 def _names() -> str:
     """What the flags that take a name may name."""
-    from banyan.frontend.reasoning import REASONING_PARSERS
-    from banyan.frontend.templates import CHAT_TEMPLATES, FILL_IN_FORMS
-    from banyan.frontend.tools import TOOL_PARSERS
-    from banyan.server.warmups import WARMUPS
+    from banyan.frontend.answers.reasoning import REASONING_PARSERS
+    from banyan.frontend.answers.tools import TOOL_PARSERS
+    from banyan.frontend.templates.named import CHAT_TEMPLATES, FILL_IN_FORMS
+    from banyan.server.life.warmups import WARMUPS
 
     tables: dict[str, Iterable[str]] = {
         "tool-call-parser": TOOL_PARSERS,

@@ -2,35 +2,27 @@
 
 from dataclasses import replace
 
-from banyan.server import (
-    admin,
-    auth,
-    health,
-    loads,
-    native,
-    operate,
-    parsing,
-    profile,
-    scores,
-    tokens,
-    vectors,
-)
+from banyan.server.admin import facts, health, loads, operate, profile
+from banyan.server.admin.unavailable import unavailable_routes
 from banyan.server.anthropic.messages import anthropic_routes
-from banyan.server.app import App
-from banyan.server.bodies import CHAT, COMPLETION, FLUSH, GENERATE, UPLOAD, VERTEX
-from banyan.server.exchange import SEND_TIMEOUT_S
+from banyan.server.batches.route import BatchRequest, batch, batches
+from banyan.server.describe.bodies import CHAT, COMPLETION, FLUSH, GENERATE, UPLOAD, VERTEX
+from banyan.server.describe.pages import page_routes
+from banyan.server.http import auth
+from banyan.server.http.app import App
+from banyan.server.http.exchange import SEND_TIMEOUT_S
+from banyan.server.http.route import Body, Route
+from banyan.server.http.state import ServerState
+from banyan.server.native import generate, parsing, tokens
 from banyan.server.ollama.routes import ollama_routes
-from banyan.server.openai.batches import BatchRequest, batch, batches
-from banyan.server.openai.chat import chat_completions
+from banyan.server.openai.chat.route import chat_completions
 from banyan.server.openai.completions import completions
-from banyan.server.openai.embeddings import EmbeddingRequest, create_embeddings
 from banyan.server.openai.files import file, files
 from banyan.server.openai.models import list_models, show_model
-from banyan.server.openai.responses import responses_routes
-from banyan.server.pages import page_routes
-from banyan.server.route import Body, Route
-from banyan.server.state import ServerState
-from banyan.server.unavailable import unavailable_routes
+from banyan.server.responses.route import responses_routes
+from banyan.server.vectors import native as vectors
+from banyan.server.vectors import scores
+from banyan.server.vectors.embeddings import EmbeddingRequest, create_embeddings
 
 _GET = ("GET",)
 _POST = ("POST",)
@@ -87,13 +79,13 @@ def _openai_routes() -> list[Route]:
 
 
 def _native_routes() -> list[Route]:
-    opening = Body(native.OpenSession, is_query=True)
-    closing = Body(native.CloseSession, is_query=True)
+    opening = Body(generate.OpenSession, is_query=True)
+    closing = Body(generate.CloseSession, is_query=True)
     return [
-        Route("/generate", _PUT, native.generate, about="texts or ids go on", body=GENERATE),
-        Route("/open_session", _BOTH, native.open_session, about="begin turns", body=opening),
-        Route("/close_session", _BOTH, native.close_session, about="forget them", body=closing),
-        Route("/vertex_generate", _POST, native.vertex, about="Vertex AI's form", body=VERTEX),
+        Route("/generate", _PUT, generate.generate, about="texts or ids go on", body=GENERATE),
+        Route("/open_session", _BOTH, generate.open_session, about="begin turns", body=opening),
+        Route("/close_session", _BOTH, generate.close_session, about="forget them", body=closing),
+        Route("/vertex_generate", _POST, generate.vertex, about="Vertex AI's form", body=VERTEX),
     ]
 
 
@@ -126,7 +118,7 @@ def _text_routes() -> list[Route]:
 
 
 def _fact_routes() -> list[Route]:
-    model, server = admin.model_info, admin.server_info
+    model, server = facts.model_info, facts.server_info
     return [
         Route("/model_info", _GET, model, about="what is served"),
         Route("/get_model_info", _GET, model, about="as /model_info"),
@@ -134,8 +126,8 @@ def _fact_routes() -> list[Route]:
         Route("/get_server_info", _GET, server, about="as /server_info"),
         Route("/v1/loads", _GET, loads.show_loads, about="load; ?format=prometheus for gauges"),
         Route("/get_load", _GET, loads.get_load, about="load in short"),
-        Route("/weight_version", _GET, admin.weight_version, about="label of the weights"),
-        Route("/get_weight_version", _GET, admin.weight_version, about="as /weight_version"),
+        Route("/weight_version", _GET, facts.weight_version, about="label of the weights"),
+        Route("/get_weight_version", _GET, facts.weight_version, about="as /weight_version"),
         Route("/version", _GET, operate.version, about="version of the server"),
     ]
 
@@ -145,14 +137,14 @@ def _operation_routes() -> list[Route]:
     begin, end = profile.start_profile, profile.stop_profile
     weights, label = operate.update_weights_from_disk, operate.update_weight_version
     pause, go_on = operate.pause_generation, operate.continue_generation
-    logs, ending = operate.configure_logging, admin.abort_request
+    logs, ending = operate.configure_logging, facts.abort_request
     of_disk, of_label = Body(operate.WeightsRequest), Body(operate.VersionRequest)
     of_logs = Body(operate.LoggingRequest, is_query=True)
     of_profile = Body(profile.ProfileRequest, is_query=True)
-    of_pause, of_ending = Body(operate.PauseRequest, is_query=True), Body(admin.AbortRequest)
+    of_pause, of_ending = Body(operate.PauseRequest, is_query=True), Body(facts.AbortRequest)
     return [
         Route("/abort_request", _POST, ending, auth.OWN, about="end requests", body=of_ending),
-        Route("/flush_cache", _BOTH, admin.flush_cache, adm, about="empty the cache", body=FLUSH),
+        Route("/flush_cache", _BOTH, facts.flush_cache, adm, about="empty the cache", body=FLUSH),
         Route("/pause_generation", _POST, pause, adm, about="plan no steps", body=of_pause),
         Route("/continue_generation", _POST, go_on, adm, about="plan steps again"),
         Route("/update_weights_from_disk", _POST, weights, adm, about="load others", body=of_disk),

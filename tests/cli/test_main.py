@@ -47,8 +47,8 @@ def test_help_and_refusals_load_nothing_heavy(words: list[str]) -> None:
 
 
 def test_the_server_process_computes_nothing_so_it_loads_nothing_for_that() -> None:
-    loaded = modules_after("import banyan.compose, banyan.server.serve")
-    assert "banyan.server.serve" in loaded
+    loaded = modules_after("import banyan.compose, banyan.server.life.serve")
+    assert "banyan.server.life.serve" in loaded
     assert not loaded & {"torch", "numpy", "transformers"}
 
 

@@ -12,7 +12,7 @@ from banyan.config.env import Environment
 from banyan.config.resolve import sample_as_the_makers_advise, serve_what_is_meant
 from banyan.config.schema import ModelConfig
 from banyan.config.sources import fetch, kind_of
-from banyan.frontend.settings import check_preferred
+from banyan.frontend.requests.settings import check_preferred
 from tests.flags import config_of
 from tests.hub import COMMIT
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import tokenizers
 from tokenizers import AddedToken, decoders, models
 
-from banyan.frontend.client import EngineClient
-from banyan.frontend.tokenizer import Tokenizer, TokenizerFacts
+from banyan.frontend.link.client import EngineClient
+from banyan.frontend.words.tokenizer import Tokenizer, TokenizerFacts
 from banyan.messages.events import Event, Failed, Finished, Ready, Reply, Stats, Tokens
 from banyan.messages.link import LocalEngineLink, local_pair
 from banyan.messages.plan import RowScores

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.frontend.constraint import (
+from banyan.frontend.requests.constraint import (
     MAX_DEPTH,
     MAX_REGEX_BYTES,
     MAX_TEXT_BYTES,

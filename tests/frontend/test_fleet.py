@@ -6,7 +6,7 @@ import pytest
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.frontend.fleet import Fleet
+from banyan.frontend.link.fleet import Fleet
 from banyan.messages.events import Failed, Finished, Stats
 from banyan.messages.requests import Generate
 from banyan.messages.sampling import SamplingParams

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.frontend.generation import (
+from banyan.frontend.link.text_generator import TextGenerator
+from banyan.frontend.requests.generation import (
     ALL_HIDDEN,
     LAST_HIDDEN,
     ScoreOptions,
@@ -21,8 +22,7 @@ from banyan.frontend.generation import (
     in_strides,
     join,
 )
-from banyan.frontend.sampling import Limits
-from banyan.frontend.text_generator import TextGenerator
+from banyan.frontend.requests.sampling import Limits
 from banyan.messages.requests import Abort, Generate, StopAt
 from banyan.messages.sampling import SamplingParams
 from tests.frontend.fake_engine import EOS, VOCAB, ids_of, letters, logprob_of, serving, until

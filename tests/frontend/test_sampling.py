@@ -11,8 +11,8 @@ from banyan.base.errors import RequestError
 from banyan.config.cli import parse as config_parse
 from banyan.config.env import read_environment
 from banyan.config.schema import ServerConfig
-from banyan.frontend.sampling import Limits, fit_prompt, parse_sampling
-from banyan.frontend.settings import seed_source
+from banyan.frontend.requests.sampling import Limits, fit_prompt, parse_sampling
+from banyan.frontend.requests.settings import seed_source
 from banyan.messages.sampling import SamplingParams
 
 LIMITS = Limits(context_length=100, vocab_size=50, eos_ids=(1, 2))

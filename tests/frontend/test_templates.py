@@ -10,10 +10,10 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from banyan.base.errors import ConfigError
-from banyan.frontend.chat import Chat, ChatTemplate, load_chat
-from banyan.frontend.parser_choice import reasoning_parser_for, tool_parser_for
-from banyan.frontend.templates import CHAT_TEMPLATES, FillIn, fill_in_form, template_source
-from banyan.frontend.tokenizer import load_tokenizer
+from banyan.frontend.answers.parser_choice import reasoning_parser_for, tool_parser_for
+from banyan.frontend.templates.chat import Chat, ChatTemplate, load_chat
+from banyan.frontend.templates.named import CHAT_TEMPLATES, FillIn, fill_in_form, template_source
+from banyan.frontend.words.load import load_tokenizer
 from tests.frontend.oracles import FOLDERS, demo_gguf, folder
 
 COUNT = 200

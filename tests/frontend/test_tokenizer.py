@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.base.errors import ModelError, RequestError
-from banyan.frontend.gguf_tokenizer import SPLITS, GGUFVocabulary
-from banyan.frontend.tokenizer import Tokenizer, load_tokenizer
+from banyan.frontend.words.gguf_tokenizer import SPLITS, GGUFVocabulary
+from banyan.frontend.words.load import load_tokenizer
+from banyan.frontend.words.tokenizer import Tokenizer
 from tests.frontend.oracles import FOLDERS, demo_gguf, folder, load_reference
 
 TEXTS = (
@@ -207,7 +208,7 @@ def test_twenty_doublings_are_refused_before_a_text_meets_them(tmp_path: Path) -
     code = f"""
 import resource
 from banyan.base.errors import ModelError
-from banyan.frontend.tokenizer import load_tokenizer
+from banyan.frontend.words.load import load_tokenizer
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 try:
     load_tokenizer({str(tmp_path)!r})

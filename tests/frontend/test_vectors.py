@@ -6,8 +6,8 @@ from array import array
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.frontend.sampling import Limits
-from banyan.frontend.vectors import prompts_of, shortened, sigmoid, softmax
+from banyan.frontend.requests.sampling import Limits
+from banyan.frontend.requests.vectors import prompts_of, shortened, sigmoid, softmax
 
 LIMITS = Limits(context_length=64, vocab_size=99, max_sequences=8)
 

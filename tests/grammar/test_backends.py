@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.base.errors import RequestError
-from banyan.frontend.constraint import Tag, tool_calls_constraint
+from banyan.frontend.requests.constraint import Tag, tool_calls_constraint
 from banyan.grammar.base import Backend, masks_for, stand_ins
 from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Constraint
 from tests.flags import config_of

@@ -20,7 +20,7 @@ import jsonschema
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.frontend.tokenizer import load_tokenizer
+from banyan.frontend.words.load import load_tokenizer
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, longest_first, vocabulary_of
 from banyan.grammar.workshop import GrammarLimits

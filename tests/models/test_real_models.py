@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from banyan.config.checkpoint import read_card
-from banyan.frontend.gguf_tokenizer import load_gguf_tokenizer
+from banyan.frontend.words.gguf_tokenizer import load_gguf_tokenizer
 from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from banyan.frontend.client import Health
-from banyan.server.probe import SharedProbe
+from banyan.frontend.link.client import Health
+from banyan.server.http.probe import SharedProbe
 from tests.server.fakes import Site, steps
 
 

@@ -21,19 +21,19 @@ from banyan.config.schema import (
     ObserveConfig,
     ServerConfig,
 )
-from banyan.frontend.budget import check_budget
-from banyan.frontend.chat import load_chat
-from banyan.frontend.client import Health, Replica
-from banyan.frontend.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
-from banyan.frontend.sampling import Limits
-from banyan.frontend.tokenizer import Tokenizer, TokenizerFacts
+from banyan.frontend.link.client import Health, Replica
+from banyan.frontend.requests.budget import check_budget
+from banyan.frontend.requests.generation import Finish, TextChunk, TextRequest, TokenScore, Usage
+from banyan.frontend.requests.sampling import Limits
+from banyan.frontend.templates.chat import load_chat
+from banyan.frontend.words.tokenizer import Tokenizer, TokenizerFacts
 from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.requests import NO_SCORES
-from banyan.server.app import App
-from banyan.server.connection import Connection
+from banyan.server.http.app import App
+from banyan.server.http.connection import Connection
+from banyan.server.http.state import ServerState, Service
+from banyan.server.life.serve import bind
 from banyan.server.routes import create_app
-from banyan.server.serve import bind
-from banyan.server.state import ServerState, Service
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

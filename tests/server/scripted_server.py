@@ -21,8 +21,8 @@ from banyan.config.schema import Config, ModelConfig, ServerConfig
 from banyan.messages.events import Event, Finished, Ready, Stats, Tokens
 from banyan.messages.link import ZmqEngineLink
 from banyan.messages.requests import Abort, Generate
-from banyan.server import startup
-from banyan.server.serve import run_server
+from banyan.server.life import startup
+from banyan.server.life.serve import run_server
 from tests.server.fakes import CARD
 
 PACE_S = 0.01

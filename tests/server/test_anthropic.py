@@ -11,7 +11,7 @@ from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
 from banyan.config.schema import ServerConfig
-from banyan.frontend.generation import Finish
+from banyan.frontend.requests.generation import Finish
 from banyan.messages.constraint import Constraint
 from tests.server.fakes import Site, refusal, steps
 from tests.server.talk import says, service_with

@@ -13,10 +13,10 @@ from openai.types.responses import Response
 
 from banyan.base.ids import RequestId
 from banyan.config.schema import ScheduleConfig, ServerConfig
-from banyan.frontend.generation import TextRequest
+from banyan.frontend.requests.generation import TextRequest
 from banyan.messages.sampling import SamplingParams
-from banyan.server.openai.batch_lines import MAX_FAULTS, MAX_LINES, read_lines
-from banyan.server.openai.batches import resume_batches
+from banyan.server.batches.lines import MAX_FAULTS, MAX_LINES, read_lines
+from banyan.server.batches.route import resume_batches
 from banyan.server.store.answers import AnswerLog, answer_line
 from tests.flags import config_of
 from tests.server.fakes import Site, refusal, steps
@@ -243,7 +243,7 @@ def test_a_batch_waits_while_others_have_all_seats(site: Site, client: openai.Op
 def test_a_line_that_finds_no_room_is_asked_again(
     site: Site, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("banyan.server.openai.batch_lines.RETRY_S", 0.0)
+    monkeypatch.setattr("banyan.server.batches.lines.RETRY_S", 0.0)
     site.generator.script = lambda _: steps(
         "", finish=refusal(503) if len(site.generator.asked) < 4 else None
     )

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from banyan.frontend.generation import Finish
+from banyan.frontend.requests.generation import Finish
 from tests.server.fakes import Site, refusal, steps
 
 USER = [{"role": "user", "content": "Hi"}]

@@ -8,7 +8,7 @@ import pydantic
 import pytest
 
 from banyan.config.schema import ServerConfig
-from banyan.frontend.generation import Finish
+from banyan.frontend.requests.generation import Finish
 from banyan.messages.constraint import Constraint
 from tests.flags import config_of
 from tests.server.fakes import Site

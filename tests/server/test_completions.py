@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from banyan.frontend.generation import TextRequest
+from banyan.frontend.requests.generation import TextRequest
 from tests.server.fakes import Site, Step, steps
 from tests.server.test_chat import events
 

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from banyan.base.errors import RequestError
-from banyan.server import auth, connection
-from banyan.server.auth import Guard
-from banyan.server.limits import read_body, strict_json
+from banyan.server.http import auth, connection
+from banyan.server.http.auth import Guard
+from banyan.server.http.limits import read_body, strict_json
 from banyan.server.routes import all_routes
 from tests.flags import config_of
 from tests.server.fakes import Site, steps

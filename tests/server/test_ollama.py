@@ -14,8 +14,8 @@ from ollama import ChatResponse, GenerateResponse, ListResponse, ProcessResponse
 from pydantic import BaseModel
 
 from banyan.config.schema import ServerConfig
-from banyan.frontend.generation import Finish, TextChunk, TextRequest, Usage
-from banyan.frontend.templates import FillIn
+from banyan.frontend.requests.generation import Finish, TextChunk, TextRequest, Usage
+from banyan.frontend.templates.named import FillIn
 from banyan.messages.constraint import Constraint
 from tests.server.fakes import Site, refusal, steps
 from tests.server.talk import TOOLS, USER, says, service_with

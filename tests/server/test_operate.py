@@ -3,8 +3,8 @@
 import httpx
 import pytest
 
-from banyan.frontend.client import Replica
-from banyan.frontend.request_log import RequestLog
+from banyan.frontend.link.client import Replica
+from banyan.frontend.link.request_log import RequestLog
 from banyan.messages.events import Stats
 from tests.server.fakes import READY, Site
 

@@ -6,7 +6,7 @@ import pytest
 
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import RequestError
-from banyan.server.probe import HOLDS_S, SharedProbe
+from banyan.server.http.probe import HOLDS_S, SharedProbe
 
 
 def test_all_who_ask_at_a_time_share_one_question_and_its_answer():

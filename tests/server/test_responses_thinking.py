@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from banyan.frontend.generation import Finish
+from banyan.frontend.requests.generation import Finish
 from banyan.messages.constraint import Constraint
 from banyan.server.tool_servers.base import ToolServers
 from banyan.server.tool_servers.demo import DemoServer

@@ -19,7 +19,7 @@ from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.schema import Config, ServerConfig
 from banyan.messages.events import Ready
-from banyan.server.serve import Server, bind, check_exposure, open_client
+from banyan.server.life.serve import Server, bind, check_exposure, open_client
 from tests.flags import config_of
 from tests.server.fakes import TEMPLATE, byte_tokenizer
 from tests.server.scripted_server import DEADLY_TOKENS

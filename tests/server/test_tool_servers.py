@@ -19,9 +19,9 @@ from openai.types.responses import ResponseItemList
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.frontend.generation import TextRequest
-from banyan.server.openai import responses_run
-from banyan.server.openai.responses_tools import ServerCalls, offered_tools
+from banyan.frontend.requests.generation import TextRequest
+from banyan.server.responses import run as responses_run
+from banyan.server.responses.tools import ServerCalls, offered_tools
 from banyan.server.tool_servers.base import MAX_OUTPUT_CHARS, ToolServers
 from banyan.server.tool_servers.demo import DemoServer, calculate
 from banyan.server.tool_servers.start import addresses, start_tool_servers

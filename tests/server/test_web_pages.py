@@ -13,10 +13,10 @@ import pytest
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
-from banyan.frontend import native, sampling
-from banyan.frontend.sampling import parse_sampling
-from banyan.server import bodies
-from banyan.server.auth import OPEN
+from banyan.frontend.requests import native, sampling
+from banyan.frontend.requests.sampling import parse_sampling
+from banyan.server.describe import bodies
+from banyan.server.http.auth import OPEN
 from banyan.server.openai.schema import SAMPLING
 from banyan.server.routes import all_routes
 from tests.flags import config_of

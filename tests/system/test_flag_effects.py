@@ -13,7 +13,7 @@ import pytest
 
 from banyan.base.errors import BanyanError, ConfigError
 from banyan.llm import Engine
-from banyan.server.startup import READY_LINE
+from banyan.server.life.startup import READY_LINE
 from tests.system.serving import Server, serving, stream_events
 
 CHANGED = (

@@ -9,12 +9,19 @@ from typing import cast
 import orjson
 
 from banyan.base.errors import RequestError
-from banyan.frontend.generation import Finish, TextChunk, Usage
-from banyan.frontend.tools.parts import CallArguments, CallStart, Part, Said, Thought, joined
+from banyan.frontend.answers.tools.parts import (
+    CallArguments,
+    CallStart,
+    Part,
+    Said,
+    Thought,
+    joined,
+)
+from banyan.frontend.requests.generation import Finish, TextChunk, Usage
 from banyan.server.anthropic.signature import signature
 from banyan.server.errors import Json
-from banyan.server.openai.chat_answer import Choice
-from banyan.server.openai.chat_plan import ChatPlan
+from banyan.server.openai.chat.answer import Choice
+from banyan.server.openai.chat.plan import ChatPlan
 
 PING: Json = {"type": "ping"}
 

@@ -11,7 +11,7 @@ from banyan.server.anthropic.schema import Block, Turn
 from banyan.server.anthropic.signature import hidden_in
 from banyan.server.errors import Json
 from banyan.server.openai.fields import Report
-from banyan.server.prompts import add_text, check_messages, json_text, whole_texts
+from banyan.server.openai.prompts import add_text, check_messages, json_text, whole_texts
 
 _BILLING = "x-anthropic-billing-header:"
 _ROLES = ("user", "assistant", "system")

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import orjson
 
 from banyan.base.errors import RequestError
-from banyan.server.dialect import Dialect
 from banyan.server.errors import Json
+from banyan.server.http.dialect import Dialect
 
 _TYPES: Mapping[int, str] = {
     400: "invalid_request_error",

@@ -4,7 +4,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from banyan.base.errors import RequestError
-from banyan.frontend.generation import run
+from banyan.frontend.requests.generation import run
 from banyan.server.anthropic.answer import MessageAnswer
 from banyan.server.anthropic.dialect import ANTHROPIC
 from banyan.server.anthropic.schema import (
@@ -17,8 +17,10 @@ from banyan.server.anthropic.schema import (
 )
 from banyan.server.anthropic.translate import WORDS, chat_body
 from banyan.server.errors import Json
-from banyan.server.exchange import Exchange
-from banyan.server.openai.chat_plan import ChatPlan, chat_prompt, plan_chat
+from banyan.server.http.exchange import Exchange
+from banyan.server.http.route import Body, Route
+from banyan.server.http.state import ServerState
+from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
     account_for,
@@ -29,8 +31,6 @@ from banyan.server.openai.fields import (
     typed,
 )
 from banyan.server.openai.schema import ChatRequest
-from banyan.server.route import Body, Route
-from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=CountRequest)
 

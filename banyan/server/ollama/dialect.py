@@ -3,8 +3,8 @@
 import orjson
 
 from banyan.base.errors import RequestError
-from banyan.server.dialect import Dialect
 from banyan.server.errors import Json
+from banyan.server.http.dialect import Dialect
 
 
 def error_body(error: RequestError) -> Json:

@@ -3,14 +3,14 @@
 import time
 
 from banyan.base.errors import RequestError
-from banyan.frontend.generation import TextRequest
-from banyan.frontend.vectors import Prompt, prompts_of, shortened
+from banyan.frontend.requests.generation import TextRequest
+from banyan.frontend.requests.vectors import Prompt, prompts_of, shortened
 from banyan.server.errors import Json
-from banyan.server.exchange import Exchange
+from banyan.server.http.exchange import Exchange
+from banyan.server.http.state import ServerState, Service
 from banyan.server.ollama.fields import model_of, reporter, typed_from
 from banyan.server.ollama.schema import EmbedRequest
-from banyan.server.state import ServerState, Service
-from banyan.server.vectors import VectorRequest, origin_of, vector_service, vectors_of
+from banyan.server.vectors.native import VectorRequest, origin_of, vector_service, vectors_of
 
 
 async def embed(exchange: Exchange, state: ServerState) -> None:

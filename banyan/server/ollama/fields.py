@@ -6,7 +6,8 @@ from typing import TypeVar
 import msgspec
 
 from banyan.server.errors import Json
-from banyan.server.exchange import Exchange
+from banyan.server.http.exchange import Exchange
+from banyan.server.http.state import ServerState
 from banyan.server.ollama.schema import HARMLESS, REFUSED, Message
 from banyan.server.openai.fields import (
     Report,
@@ -15,7 +16,6 @@ from banyan.server.openai.fields import (
     check_model,
     typed,
 )
-from banyan.server.state import ServerState
 
 R = TypeVar("R", bound=msgspec.Struct)
 

@@ -2,10 +2,10 @@
 
 import msgspec
 
+from banyan.server.http.route import Body, Handler, Route
 from banyan.server.ollama import embed, models, text
 from banyan.server.ollama.dialect import OLLAMA
 from banyan.server.ollama.schema import ChatRequest, EmbedRequest, GenerateRequest, ShowRequest
-from banyan.server.route import Body, Handler, Route
 
 _POST = ("POST",)
 

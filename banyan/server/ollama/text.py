@@ -6,19 +6,19 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
-from banyan.frontend.generation import run
+from banyan.frontend.requests.generation import run
 from banyan.server.errors import Json
-from banyan.server.exchange import Exchange
+from banyan.server.http.exchange import Exchange
+from banyan.server.http.state import ServerState, Service
 from banyan.server.ollama.answer import OllamaAnswer, now
 from banyan.server.ollama.fields import model_of, reporter, typed_from
 from banyan.server.ollama.schema import ChatRequest, GenerateRequest, TextRequest
 from banyan.server.ollama.translate import WORDS, chat_body, prompt_body, raw_body
-from banyan.server.openai.chat_plan import ChatPlan, plan_chat
+from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.completions import filled_in
 from banyan.server.openai.fields import Report, in_words, origin_of, typed
+from banyan.server.openai.prompts import text_ids
 from banyan.server.openai.schema import ChatRequest as OpenAIChatRequest
-from banyan.server.prompts import text_ids
-from banyan.server.state import ServerState, Service
 
 _NOTHING: Json = {"role": "assistant", "content": ""}
 

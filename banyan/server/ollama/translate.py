@@ -14,7 +14,7 @@ from banyan.server.ollama.schema import (
     TextRequest,
 )
 from banyan.server.openai.fields import Report
-from banyan.server.prompts import check_messages, json_text
+from banyan.server.openai.prompts import check_messages, json_text
 
 WORDS: Mapping[str, str] = {
     "max_new_tokens": "num_predict",

@@ -6,7 +6,7 @@ from functools import partial
 from typing import cast
 
 from banyan.base.errors import RequestError
-from banyan.frontend.generation import (
+from banyan.frontend.requests.generation import (
     ScoreOptions,
     TextChunk,
     TextRequest,
@@ -14,10 +14,11 @@ from banyan.frontend.generation import (
     run,
     shown_bytes,
 )
-from banyan.frontend.sampling import fit_prompt, merged, parse_sampling
+from banyan.frontend.requests.sampling import fit_prompt, merged, parse_sampling
 from banyan.frontend.threads import off_loop
 from banyan.server.errors import Json
-from banyan.server.exchange import Exchange
+from banyan.server.http.exchange import Exchange
+from banyan.server.http.state import ServerState, Service
 from banyan.server.openai.fields import (
     Origin,
     Report,
@@ -28,6 +29,7 @@ from banyan.server.openai.fields import (
     read_fields,
     sequences,
 )
+from banyan.server.openai.prompts import check_count, checked_ids, ids_text, text_ids
 from banyan.server.openai.schema import CompletionRequest
 from banyan.server.openai.shapes import (
     UsageCount,
@@ -36,8 +38,6 @@ from banyan.server.openai.shapes import (
     hidden_states,
     matched_stop,
 )
-from banyan.server.prompts import check_count, checked_ids, ids_text, text_ids
-from banyan.server.state import ServerState, Service
 
 DEFAULT_MAX_TOKENS = 16
 MAX_LOGPROBS = 20

@@ -13,12 +13,12 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.frontend import constraint
-from banyan.frontend.generation import LAST_HIDDEN, ScoreOptions, TextRequest
-from banyan.frontend.native import checked_rid, checked_salt, hidden_wanted, namespace_of
-from banyan.frontend.sampling import ParsedSampling
+from banyan.frontend.requests import constraint
+from banyan.frontend.requests.generation import LAST_HIDDEN, ScoreOptions, TextRequest
+from banyan.frontend.requests.native import checked_rid, checked_salt, hidden_wanted, namespace_of
+from banyan.frontend.requests.sampling import ParsedSampling
 from banyan.server.errors import Json
-from banyan.server.exchange import Exchange
+from banyan.server.http.exchange import Exchange
 from banyan.server.openai.schema import HARMLESS, REFUSED, SAMPLING, CommonRequest
 
 R = TypeVar("R", bound=CommonRequest)

@@ -2,9 +2,9 @@
 
 from datetime import UTC, datetime
 
-from banyan.server.exchange import Exchange
+from banyan.server.http.exchange import Exchange
+from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import no_such_model
-from banyan.server.state import ServerState
 
 
 async def list_models(exchange: Exchange, state: ServerState) -> None:

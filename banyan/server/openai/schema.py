@@ -1,7 +1,7 @@
 """The request fields of the OpenAI routes, in three lists: honoured, refused, harmless.
 
 Every field that a client sends is in one list or reported as unknown; tests keep the lists
-complete. Sampling fields are only renamed here: frontend.sampling validates them for all routes.
+complete. Sampling fields are only renamed here: requests.sampling validates them for all routes.
 """
 
 from collections.abc import Mapping

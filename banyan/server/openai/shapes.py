@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from banyan.frontend.generation import Finish, TextChunk, TokenScore, Usage
-from banyan.frontend.tokenizer import Tokenizer
+from banyan.frontend.requests.generation import Finish, TextChunk, TokenScore, Usage
+from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.server.errors import Json
 
 

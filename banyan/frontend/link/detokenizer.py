@@ -1,0 +1,53 @@
+"""Detokenizer: the text of one growing answer, token by token.
+
+Holds back the bytes of a character that is not complete. What all pushes and the finish return,
+joined, is what Tokenizer.decode returns for all ids, however they were split.
+"""
+
+import codecs
+from collections.abc import Sequence
+
+from banyan.frontend.requests.generation import TextOptions
+from banyan.frontend.words.tokenizer import Tokenizer
+
+PROMPT_TAIL_TOKENS = 8
+"""Tokens of the prompt's end: enough to complete a character split between prompt and answer."""
+
+
+class Detokenizer:
+    """Incremental decoding of one request.
+
+    Args:
+        prompt_tail: the last tokens of the text that the answer continues, so that a first space
+            and the rest of a split character come out right; empty = a text of its own.
+        options: whether special tokens are text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_tail: Sequence[int], options: TextOptions
+    ) -> None:
+        self._pieces = tokenizer.pieces
+        skips = options.skip_special_tokens
+        self._skipped = tokenizer.special_ids - options.shown if skips else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        tail = [id for id in prompt_tail[-PROMPT_TAIL_TOKENS:] if id not in self._skipped]
+        self._decoder.decode(self._pieces.bytes_of(tail))
+        self._strips = self._pieces.strips_first_space and not tail
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that became final with these tokens."""
+        if not self._skipped.isdisjoint(ids):
+            ids = [id for id in ids if id not in self._skipped]
+        text = self._decoder.decode(self._pieces.bytes_of(ids))
+        return self._strip(text) if self._strips else text
+
+    def finish(self) -> str:
+        """What was held back: U+FFFD for a character that never became complete, or nothing."""
+        text = self._decoder.decode(b"", final=True)
+        return self._strip(text) if self._strips else text
+
+    def _strip(self, text: str) -> str:
+        if not text:
+            return text
+        self._strips = False
+        return text.removeprefix(" ")

@@ -1,0 +1,132 @@
+"""Fleet: several engines behind the face of one.
+
+A request goes to one engine and stays there; administrative verbs go to all. An engine that dies
+ends its own requests, the others go on; the fleet is lost with the last of them.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from banyan.base.errors import DeviceError, RequestError
+from banyan.base.ids import RequestId
+from banyan.base.log import logger
+from banyan.frontend.link.client import EngineClient, EventStream, Health, Replica
+from banyan.messages.events import Ready, Reply, Stats
+from banyan.messages.requests import Generate
+
+log = logger(__name__)
+
+Route = Callable[[Sequence[int], Sequence[int], int], int]
+"""(open requests of each living engine, their tokens, requests sent so far) -> index of the engine
+that takes the next; see scheduler/routing.py."""
+
+
+class Fleet:
+    """Engines that serve the same model, as one `link.client.Engines`.
+
+    Args:
+        engines: at least one.
+        route: where a request goes.
+    """
+
+    def __init__(self, engines: Sequence[EngineClient], route: Route) -> None:
+        self._engines = tuple(engines)
+        self._route = route
+        self._sent = 0
+
+    async def start(self) -> None:
+        for engine in self._engines:
+            await engine.start()
+
+    async def close(self) -> None:
+        for engine in self._engines:
+            await engine.close()
+
+    async def ready(self) -> Ready:
+        """Wait until every engine can admit requests; BanyanError when one dies instead."""
+        found = await asyncio.gather(*(engine.ready() for engine in self._engines))
+        return msgspec.structs.replace(
+            found[0],
+            max_total_tokens=sum(ready.max_total_tokens for ready in found),
+            max_running=sum(ready.max_running for ready in found),
+        )
+
+    async def lost(self) -> str:
+        """Wait until the last engine is gone; returns why it went."""
+        waits = {asyncio.create_task(engine.lost()): engine for engine in self._engines}
+        reason = ""
+        try:
+            for wait in asyncio.as_completed(waits):
+                reason = await wait
+                left = len(self._alive())
+                if left:
+                    log.error("an engine died, %d go on: %s", left, reason)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return reason
+
+    def submit(self, generate: Generate) -> EventStream:
+        if any(engine.has_open(generate.request) for engine in self._engines):
+            raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
+        alive = self._working() or self._alive() or self._engines
+        requests, tokens = [e.num_open for e in alive], [e.open_tokens for e in alive]
+        stream = alive[self._route(requests, tokens, self._sent)].submit(generate)
+        self._sent += 1
+        return stream
+
+    def abort(self, request: RequestId) -> None:
+        for engine in self._engines:
+            engine.abort(request)
+
+    def stop_at(self, request: RequestId, length: int) -> None:
+        for engine in self._engines:
+            engine.stop_at(request, length)
+
+    async def control(
+        self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
+    ) -> Reply:
+        """Carry out a verb on every living engine; the first refusal counts, else the first yes."""
+        alive = self._alive() or self._engines
+        replies = await asyncio.gather(*(e.control(verb, timeout_s, **args) for e in alive))
+        return next((reply for reply in replies if not reply.ok), replies[0])
+
+    def engine_lost(self, reason: str, exit_code: int = DeviceError.exit_code) -> None:
+        for engine in self._engines:
+            engine.engine_lost(reason, exit_code)
+
+    def health(self) -> Health:
+        """The best there is: one engine that answers keeps the service up."""
+        found = [engine.health() for engine in self._engines]
+        return max(found, key=lambda h: (h.progressing, h.ready, h.alive))
+
+    def replicas(self) -> list[Replica]:
+        """Every engine, the dead ones too, in order."""
+        parts = [part for engine in self._engines for part in engine.replicas()]
+        return [replace(part, rank=number) for number, part in enumerate(parts)]
+
+    @property
+    def num_open(self) -> int:
+        return sum(engine.num_open for engine in self._engines)
+
+    @property
+    def stats(self) -> Stats:
+        """Sums over the engines; the ages are the oldest step's and rank's."""
+        parts = [msgspec.structs.asdict(engine.stats) for engine in self._engines]
+        sums = {name: sum(part[name] for part in parts) for name in parts[0]}
+        silent = max(parts, key=lambda part: part["silent_s"])
+        oldest = {"step_age_s": max(part["step_age_s"] for part in parts)}
+        return Stats(**sums | oldest | {k: silent[k] for k in ("silent_rank", "silent_s")})
+
+    @property
+    def stats_at_s(self) -> float:
+        return min(engine.stats_at_s for engine in self._engines)
+
+    def _working(self) -> list[EngineClient]:
+        return [engine for engine in self._engines if engine.health().progressing]
+
+    def _alive(self) -> list[EngineClient]:
+        return [engine for engine in self._engines if engine.health().alive]

@@ -1,0 +1,401 @@
+"""TextGenerator: runs one TextRequest on an engine and yields its TextChunks.
+
+How the engine groups tokens into events leaves no trace in what comes out: text and stops are
+decided token by token, scores by position.
+"""
+
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+
+from banyan.base.errors import RequestError
+from banyan.base.log import logger
+from banyan.config.schema import ObserveConfig
+from banyan.frontend.link.client import Engines, StreamEvent
+from banyan.frontend.link.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
+from banyan.frontend.link.request_log import RequestLog
+from banyan.frontend.requests.budget import check_budget
+from banyan.frontend.requests.generation import (
+    ALL_HIDDEN,
+    LAST_HIDDEN,
+    Finish,
+    Generator,
+    TextChunk,
+    TextRequest,
+    TokenScore,
+    Usage,
+)
+from banyan.frontend.requests.sampling import Limits
+from banyan.frontend.words.stop import StopChecker
+from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.messages.events import Failed, Finished, Tokens
+from banyan.messages.plan import RowScores
+from banyan.messages.requests import NO_HIDDEN, NO_SCORES, Generate
+
+log = logger(__name__)
+
+FLOAT_BYTES = 4
+
+
+class TextGenerator:
+    """Implements Generator on one engine.
+
+    Args:
+        tokenizer: None = ids only; requests with stop texts are then refused.
+    """
+
+    def __init__(self, client: Engines, tokenizer: Tokenizer | None, limits: Limits) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._limits = limits
+
+    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        """Chunks until one has `finish`. Closing early aborts.
+
+        Raises:
+            RequestError: the request is refused (before the first chunk).
+        """
+        self._check(request)
+        words = None
+        if self._tokenizer is not None and not request.pool:
+            words = Words(request, self._tokenizer)
+        reader = OutputReader(request, words, self._limits.hidden_size)
+        stream = self._client.submit(_message(request))
+        has_stopped = False
+        try:
+            while events := await stream.batch():
+                for event in events:
+                    reader.take(event)
+                if reader.stopped_by is not None and not has_stopped:
+                    has_stopped = True
+                    self._client.stop_at(request.id, reader.num_tokens)
+                chunk = reader.chunk()
+                if chunk is not None:
+                    yield chunk
+                    if chunk.finish is not None:
+                        return
+        finally:
+            stream.close()
+
+    def check(self, requests: Sequence[TextRequest]) -> None:
+        check_budget(requests, self._limits)
+
+    def _check(self, request: TextRequest) -> None:
+        """Every request of every route comes by here, and by no other door to the engine."""
+        prompt, vocab_size = request.prompt, self._limits.vocab_size
+        check_priority(request.priority)
+        if not prompt:
+            raise RequestError("The prompt is empty.", param="text")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= vocab_size:
+            wrong = low if low < 0 else high
+            raise RequestError(
+                f"input_ids must be in [0, {vocab_size}), got {wrong}.", param="input_ids"
+            )
+        if self._tokenizer is None and (request.text.stop or request.text.stop_regex):
+            raise RequestError(
+                "stop needs a tokenizer and this server runs without one",
+                param="stop",
+                hint="Use stop_token_ids.",
+            )
+        if request.pool and not self._limits.is_embedding:
+            raise RequestError(
+                "This model is served for text, not for embeddings or scores of classes",
+                code="not_an_embedding_model",
+                hint="Start the server with --is-embedding.",
+            )
+        if self._limits.is_embedding and not request.pool:
+            raise RequestError(
+                "This model is served for embeddings, not for text",
+                code="not_a_generation_model",
+                hint="Use /v1/embeddings or /encode.",
+            )
+        self._check_scores(request)
+        if request.hidden and not self._limits.hidden_states:
+            raise RequestError(
+                "The server is not configured to return the hidden states",
+                param="return_hidden_states",
+                code="not_available",
+                hint="Start the server with --enable-return-hidden-states.",
+            )
+        if request.embeds:
+            _check_embedded(request)
+
+    def _check_scores(self, request: TextRequest) -> None:
+        scores, vocab_size = request.scores, self._limits.vocab_size
+        if scores.start == NO_SCORES:
+            return
+        for id in scores.ids:
+            if not 0 <= id < vocab_size:
+                raise RequestError(
+                    f"token_ids_logprob must be in [0, {vocab_size}), got {id}.",
+                    param="token_ids_logprob",
+                )
+
+
+def open_generator(
+    client: Engines, tokenizer: Tokenizer | None, limits: Limits, observe: ObserveConfig
+) -> Generator:
+    """The generator that serves every route, logging the end of each request if asked to."""
+    return with_log(TextGenerator(client, tokenizer, limits), tokenizer, observe)
+
+
+def with_log(
+    generator: Generator, tokenizer: Tokenizer | None, observe: ObserveConfig
+) -> Generator:
+    """`generator`, whose every end is logged if that is asked for."""
+    if not observe.log_requests:
+        return generator
+    return RequestLog(generator, observe, None if tokenizer is None else tokenizer.decode)
+
+
+class Words:
+    """Token ids to text that is cut at stops, one token at a time."""
+
+    def __init__(self, request: TextRequest, tokenizer: Tokenizer) -> None:
+        options = request.text
+        tail = [] if request.embeds else request.prompt[-PROMPT_TAIL_TOKENS:]
+        self._detokenizer = Detokenizer(tokenizer, tail, options)
+        self._checker = StopChecker(options.stop, options.stop_regex, options.no_stop_trim)
+        self.has_stops = bool(options.stop or options.stop_regex)
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string or regex that was found."""
+        return self._checker.match and self._checker.match.matched
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Text that became certain; several tokens at once where no stop can end in between."""
+        return self._checker.push(self._detokenizer.push(tokens))
+
+    def finish(self) -> str:
+        """What was held back, once it is known that nothing follows."""
+        return self._checker.push(self._detokenizer.finish()) + self._checker.finish()
+
+
+class OutputReader:
+    """Collects the events of one request; `chunk` gives what is new."""
+
+    def __init__(self, request: TextRequest, words: Words | None, hidden_size: int = 0) -> None:
+        self.stopped_by: str | None = None
+        """Stop text that ended the request; later tokens are not taken in."""
+        self.num_tokens = 0
+        self._request = request
+        self._words = words
+        self._stop_ids = frozenset(request.sampling.stop_ids)
+        self._tokens: list[int] = []
+        """Output so far; `chunk` has given the first `_given` of them."""
+        self._given = 0
+        self._text: list[str] = []
+        self._held: int | None = None
+        """A token that ends the request: its text shows only under no_stop_trim."""
+        self._scored_to = max(0, request.scores.start)
+        """Positions below are scored already or not wanted."""
+        self._prompt_scores: list[TokenScore] = []
+        self._output_scores: list[TokenScore] = []
+        self._vector = b""
+        self._hidden = HiddenStates(request, hidden_size)
+        self._cached_tokens = 0
+        self._retractions = 0
+        self._finish: Finish | None = None
+        if request.scores.start == 0:
+            self._prompt_scores.append(TokenScore(None, request.prompt[0]))
+            self._scored_to = 1
+
+    def take(self, event: StreamEvent) -> None:
+        match event:
+            case Tokens():
+                self._cached_tokens = event.cached_tokens
+                self._vector = event.vector or self._vector
+                self._take_tokens(event)
+                if event.hidden:
+                    self._hidden.take(event, self.num_tokens)
+            case Finished():
+                self._cached_tokens = event.cached_tokens
+                self._retractions = event.retractions
+                self._end(Finish(event.reason, event.matched if event.matched >= 0 else None))
+            case Failed():
+                self._end(Finish("abort", None, event.status, event.text, event.code))
+
+    def chunk(self) -> TextChunk | None:
+        """Everything since the last call; None when that is nothing."""
+        new = self._tokens[self._given :]
+        text = "".join(self._text)
+        if not (new or text or self._prompt_scores or self._output_scores or self._finish):
+            return None
+        chunk = TextChunk(
+            text,
+            new,
+            self._usage(),
+            self._prompt_scores,
+            self._output_scores,
+            self._finish,
+            self._vector if self._finish else b"",
+            self._hidden.joined() if self._finish else b"",
+        )
+        self._given = len(self._tokens)
+        self._text, self._prompt_scores, self._output_scores = [], [], []
+        return chunk
+
+    def _take_tokens(self, event: Tokens) -> None:
+        tokens = array("i", event.tokens)
+        if self.stopped_by is None:
+            assert event.first == self.num_tokens, (
+                f"{self._request.id}: token {event.first} came where {self.num_tokens} was due"
+            )
+            self._append_all(tokens)
+        if self._request.scores.start != NO_SCORES:
+            for scores in event.scores:
+                self._take_scores(scores)
+
+    def _append_all(self, tokens: Sequence[int]) -> None:
+        watches = self._words is not None and self._words.has_stops
+        if not watches and self._held is None and self._stop_ids.isdisjoint(tokens):
+            self._tokens.extend(tokens)
+            self.num_tokens += len(tokens)
+            if self._words is not None:
+                self._text.append(self._words.push(tokens))
+            return
+        for token in tokens:
+            self._append(token)
+            if self.stopped_by is not None:
+                return
+
+    def _append(self, token: int) -> None:
+        self._release_held()
+        if self.stopped_by is not None:
+            return
+        self._tokens.append(token)
+        self.num_tokens += 1
+        if token in self._stop_ids and self.num_tokens > self._request.sampling.min_new_tokens:
+            self._held = token
+        else:
+            self._say(token)
+
+    def _say(self, token: int) -> None:
+        if self._words is not None:
+            self._text.append(self._words.push((token,)))
+            self.stopped_by = self._words.stopped_by
+
+    def _release_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            self._say(held)
+
+    def _take_scores(self, scores: RowScores) -> None:
+        request, prompt_len = self._request, len(self._request.prompt)
+        logprobs = array("f", scores.logprobs)
+        num = len(logprobs)
+        top_ids, top_logprobs = array("i", scores.top_ids), array("f", scores.top_logprobs)
+        picked = array("f", scores.picked)
+        num_top, num_picked = len(top_ids) // max(num, 1), len(picked) // max(num, 1)
+        # Positions that a retracted request computes again are known; those past a stop are void.
+        for i in range(max(0, self._scored_to - scores.first), num):
+            position = scores.first + i
+            index = position - prompt_len
+            if index >= self.num_tokens:
+                return
+            assert position == self._scored_to, (
+                f"{request.id}: score {position} came where {self._scored_to} was due"
+            )
+            top = slice(i * num_top, (i + 1) * num_top)
+            own = slice(i * num_picked, (i + 1) * num_picked)
+            score = TokenScore(
+                logprobs[i],
+                request.prompt[position] if index < 0 else self._tokens[index],
+                top_logprobs[top],
+                top_ids[top],
+                picked[own],
+                request.scores.ids,
+            )
+            (self._prompt_scores if index < 0 else self._output_scores).append(score)
+            self._scored_to = position + 1
+
+    def _end(self, finish: Finish) -> None:
+        is_trimmed = finish.reason == "stop" and finish.matched is not None
+        if not is_trimmed or self._request.text.no_stop_trim:
+            self._release_held()
+        if self.stopped_by is None and self._words is not None:
+            self._text.append(self._words.finish())
+            self.stopped_by = self._words.stopped_by
+        if self.stopped_by is not None:
+            finish = Finish("stop", self.stopped_by)
+        self._finish = finish
+
+    def _usage(self) -> Usage:
+        num_prompt = len(self._request.prompt)
+        return Usage(num_prompt, self.num_tokens, self._cached_tokens, self._retractions)
+
+
+class HiddenStates:
+    """Hidden states of one request as they arrive, position by position."""
+
+    def __init__(self, request: TextRequest, width: int) -> None:
+        self._prompt_len = len(request.prompt)
+        self._is_last_only = request.hidden == LAST_HIDDEN
+        self._state_bytes = width * FLOAT_BYTES
+        self._parts: list[bytes] = []
+        self._next = first_hidden(request)
+        """Position that is due."""
+
+    def take(self, event: Tokens, num_tokens: int) -> None:
+        """Keep what belongs to the output of `num_tokens` so far, whose last token no position
+        has read; what the engine computed past a stop is dropped."""
+        end = self._prompt_len + max(num_tokens, 1) - 1
+        first, size = event.hidden_first, self._state_bytes
+        assert first <= self._next, f"state {first} came where {self._next} was due"
+        kept = event.hidden[(self._next - first) * size : (end - first) * size]
+        if not kept:
+            return
+        if self._is_last_only:
+            self._parts = [kept[-size:]]
+        else:
+            self._parts.append(kept)
+        self._next += len(kept) // size
+
+    def joined(self) -> bytes:
+        return b"".join(self._parts)
+
+
+def check_priority(priority: int) -> None:
+    if not -(2**31) <= priority < 2**31:
+        raise RequestError(
+            f"priority must be a 32-bit integer, got {str(priority)[:40]}.", param="priority"
+        )
+
+
+def _check_embedded(request: TextRequest) -> None:
+    """Refuse what would read the tokens of a prompt that has none."""
+    asked = {
+        "logprob_start_len": NO_SCORES != request.scores.start < len(request.prompt),
+        "repetition_penalty": request.sampling.repetition_penalty != 1.0,
+    }
+    for name, is_asked in asked.items():
+        if is_asked:
+            raise RequestError(
+                f"{name} reads the tokens of the prompt, and input_embeds have none", param=name
+            )
+
+
+def first_hidden(request: TextRequest) -> int:
+    """First position whose hidden state is wanted."""
+    if not request.hidden:
+        return NO_HIDDEN
+    return 0 if request.hidden == ALL_HIDDEN else len(request.prompt) - 1
+
+
+def _message(request: TextRequest) -> Generate:
+    scores = request.scores
+    return Generate(
+        request=request.id,
+        tokens=array("i", request.prompt).tobytes(),
+        sampling=request.sampling,
+        namespace=request.namespace,
+        priority=request.priority,
+        score_from=scores.start,
+        score_top=scores.top if scores.start != NO_SCORES else 0,
+        score_ids=scores.ids if scores.start != NO_SCORES else (),
+        grammar=request.grammar,
+        pool=request.pool,
+        hidden_from=first_hidden(request),
+        embeds=request.embeds,
+    )

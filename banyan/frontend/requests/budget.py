@@ -1,0 +1,61 @@
+"""What the sequences of one request may ask for together, whichever route it came by.
+
+Each sequence alone is checked by its generator; here is what many of them, each legal, would take
+of the server's memory.
+"""
+
+from collections.abc import Sequence
+
+from banyan.base.errors import RequestError
+from banyan.frontend.requests.generation import ALL_HIDDEN, TextRequest
+from banyan.frontend.requests.long_texts import check_total
+from banyan.frontend.requests.sampling import Limits
+from banyan.messages.requests import NO_SCORES
+
+MAX_OUTPUT_SCORES = 4_000_000
+"""Log-probabilities of one sequence's output: tokens x (1 + top + ids)."""
+
+
+def check_budget(requests: Sequence[TextRequest], limits: Limits) -> None:
+    """Raise RequestError when `requests`, the sequences of one request, ask for too much."""
+    check_total(sum(len(r.prompt) for r in requests), limits)
+    scores = sum(map(_prompt_scores, requests))
+    if scores > limits.max_scores:
+        raise _too_many_scores(
+            f"{scores} log-probabilities of its prompts; at most {limits.max_scores} are given"
+        )
+    longest = max(map(_output_scores, requests), default=0)
+    if longest > MAX_OUTPUT_SCORES:
+        raise _too_many_scores(
+            f"{longest} log-probabilities of one output; at most {MAX_OUTPUT_SCORES} are given"
+        )
+    hidden = sum(_positions(r) for r in requests if r.hidden == ALL_HIDDEN) * limits.hidden_size
+    if hidden > limits.max_hidden:
+        raise RequestError(
+            f"The request asks for {hidden} values of hidden states; at most {limits.max_hidden} "
+            "are given",
+            param="return_hidden_states",
+            hint='Ask for "last", or for fewer tokens.',
+        )
+
+
+def _positions(request: TextRequest) -> int:
+    return len(request.prompt) + request.sampling.max_new_tokens
+
+
+def _width(request: TextRequest) -> int:
+    """Log-probabilities at each scored position."""
+    scores = request.scores
+    return 0 if scores.start == NO_SCORES else 1 + scores.top + len(scores.ids)
+
+
+def _prompt_scores(request: TextRequest) -> int:
+    return (len(request.prompt) - request.scores.start) * _width(request)
+
+
+def _output_scores(request: TextRequest) -> int:
+    return request.sampling.max_new_tokens * _width(request)
+
+
+def _too_many_scores(asked: str) -> RequestError:
+    return RequestError(f"The request asks for {asked}.", param="top_logprobs_num")

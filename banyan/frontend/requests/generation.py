@@ -1,0 +1,257 @@
+"""Generation: the one path from a prompt to text, for every route and for the offline API.
+
+Turns a TextRequest into engine messages, and engine events into TextChunks: detokenises, finds
+stop strings and regexes, cuts the text, collects log-probabilities. Knows no HTTP.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from banyan.base.errors import RequestError
+from banyan.base.ids import RequestId
+from banyan.messages.requests import NO_SCORES
+from banyan.messages.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How tokens become text, and which text ends the request."""
+
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    shown: frozenset[int] = frozenset()
+    """Special tokens that are text all the same, because a parser looks for them."""
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """Which log-probabilities are wanted. `start` is the first position; NO_SCORES = none."""
+
+    start: int = NO_SCORES
+    top: int = 0
+    ids: tuple[int, ...] = ()
+
+
+ALL_HIDDEN = "all"
+"""TextRequest.hidden: hidden states of every position that went through the model."""
+LAST_HIDDEN = "last"
+"""TextRequest.hidden: that of the last such position alone."""
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """One sequence to generate (n > 1 is n of these)."""
+
+    id: RequestId
+    prompt: list[int]
+    sampling: SamplingParams
+    text: TextOptions = field(default_factory=TextOptions)
+    scores: ScoreOptions = field(default_factory=ScoreOptions)
+    grammar: str = ""
+    """What the output must look like, as requests.constraint makes it; "" for anything."""
+    namespace: bytes = b""
+    pool: bool = False
+    """The prompt's vector is wanted, and no text."""
+    hidden: str = ""
+    """Which hidden states are wanted; "" for none."""
+    embeds: bytes = b""
+    """float32 [prompt, hidden] in place of the prompt, whose ids are placeholders then."""
+    priority: int = 0
+    route: str = ""
+    """What asked for it, for the log: "chat", "completion", "generate", "probe"."""
+    stride: int = 1
+    """Tokens that a chunk has at least, unless it is the first or the last."""
+
+
+_SHOWN_BYTES = 32
+"""Of one log-probability as JSON."""
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """Log-probability of one token at one position. `logprob` is None for the very first token.
+
+    There may be a million of them in an answer, so they are kept as numbers, not as objects.
+    """
+
+    logprob: float | None
+    token: int
+    top_logprobs: Sequence[float] = ()
+    top_ids: Sequence[int] = ()
+    picked_logprobs: Sequence[float] = ()
+    picked_ids: Sequence[int] = ()
+
+    @property
+    def top(self) -> list[tuple[float, int]]:
+        """The best tokens of the position."""
+        return list(zip(self.top_logprobs, self.top_ids, strict=True))
+
+    @property
+    def picked(self) -> list[tuple[float, int]]:
+        """The tokens that were named."""
+        return list(zip(self.picked_logprobs, self.picked_ids, strict=False))
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How a request ended. `matched` is the token id, string or regex that stopped it."""
+
+    reason: str
+    """"stop" | "length" | "abort"."""
+    matched: int | str | None = None
+    status: int = 0
+    """HTTP status of an abort by the engine; 0 when the end is in order."""
+    text: str = ""
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    retractions: int = 0
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """What became final since the chunk before. The last chunk has `finish`."""
+
+    text: str
+    """New text, already cut at a stop; deltas concatenate to the whole answer."""
+    tokens: list[int]
+    usage: Usage
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+    output_scores: list[TokenScore] = field(default_factory=list)
+    finish: Finish | None = None
+    vector: bytes = b""
+    """float32 little-endian: the prompt's vector, in the last chunk of a request for it."""
+    hidden: bytes = b""
+    """float32 little-endian [positions, hidden]: all hidden states, in the last chunk."""
+
+
+class Generator(Protocol):
+    """What routes and the offline API call. Closing the iterator early aborts the request."""
+
+    def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]: ...
+
+    def check(self, requests: Sequence[TextRequest]) -> None:
+        """RequestError when these sequences together ask for more than one request may."""
+        ...
+
+
+def shown_bytes(chunks: Sequence[TextChunk]) -> int:
+    """About how large the log-probabilities of these chunks are in an answer, for `off_loop`."""
+    size = 0
+    for chunk in chunks:
+        scores = chunk.output_scores or chunk.prompt_scores
+        if scores:
+            width = 1 + len(scores[-1].top_ids) + len(scores[-1].picked_ids)
+            size += _SHOWN_BYTES * width * (len(chunk.prompt_scores) + len(chunk.output_scores))
+    return size
+
+
+def join(chunks: Sequence[TextChunk]) -> TextChunk:
+    """The consecutive chunks of one request as one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    return TextChunk(
+        text="".join(c.text for c in chunks),
+        tokens=[t for c in chunks for t in c.tokens],
+        usage=chunks[-1].usage,
+        prompt_scores=[s for c in chunks for s in c.prompt_scores],
+        output_scores=[s for c in chunks for s in c.output_scores],
+        finish=chunks[-1].finish,
+        vector=b"".join(c.vector for c in chunks),
+        hidden=b"".join(c.hidden for c in chunks),
+    )
+
+
+async def in_strides(
+    chunks: AsyncGenerator[TextChunk, None], stride: int
+) -> AsyncGenerator[TextChunk, None]:
+    """The same stream in chunks of at least `stride` tokens; the first token is not held back."""
+    held: list[TextChunk] = []
+    num_tokens, wanted = 0, 1
+    async with aclosing(chunks) as stream:
+        async for chunk in stream:
+            held.append(chunk)
+            num_tokens += len(chunk.tokens)
+            if chunk.finish is None and num_tokens < wanted:
+                continue
+            yield join(held)
+            held, num_tokens, wanted = [], 0, stride
+
+
+async def run(
+    generator: Generator, requests: Sequence[TextRequest]
+) -> AsyncGenerator[tuple[int, TextChunk], None]:
+    """(index, chunk) of requests that run side by side, as they come, each at its stride.
+
+    Closing it ends every request. A reader who is slow holds all of them back.
+
+    Raises:
+        RequestError: a request was refused or failed; the others are ended.
+    """
+    generator.check(requests)
+    if len(requests) == 1:
+        async with aclosing(_unfailed(generator, requests[0])) as chunks:
+            async for chunk in chunks:
+                yield 0, chunk
+        return
+    arrivals: asyncio.Queue[tuple[int, TextChunk | Exception | None]]
+    arrivals = asyncio.Queue(len(requests))
+
+    async def pump(index: int, request: TextRequest) -> None:
+        try:
+            async with aclosing(_unfailed(generator, request)) as chunks:
+                async for chunk in chunks:
+                    await arrivals.put((index, chunk))
+        except Exception as error:
+            await arrivals.put((index, error))
+        else:
+            await arrivals.put((index, None))
+
+    pumps = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
+    try:
+        num_open = len(pumps)
+        while num_open:
+            index, arrival = await arrivals.get()
+            if isinstance(arrival, Exception):
+                raise arrival
+            if arrival is None:
+                num_open -= 1
+            else:
+                yield index, arrival
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def collect(generator: Generator, requests: Sequence[TextRequest]) -> list[TextChunk]:
+    """The complete answer of each request as one chunk, in order; errors as of `run`."""
+    parts: list[list[TextChunk]] = [[] for _ in requests]
+    async with aclosing(run(generator, requests)) as chunks:
+        async for index, chunk in chunks:
+            parts[index].append(chunk)
+    return [join(chunks) for chunks in parts]
+
+
+async def _unfailed(generator: Generator, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+    """Chunks of one request; a failure of the engine becomes a RequestError with its status."""
+    stream = generator.generate(request)
+    if request.stride > 1:
+        stream = in_strides(stream, request.stride)
+    async with aclosing(stream) as chunks:
+        async for chunk in chunks:
+            if chunk.finish is not None and chunk.finish.status:
+                finish = chunk.finish
+                raise RequestError(finish.text, status=finish.status, code=finish.code)
+            yield chunk

@@ -1,0 +1,29 @@
+"""Load a model's tokenizer, whatever form it has, and try it before anybody's text reaches it."""
+
+from banyan.base.errors import ModelError, RequestError
+from banyan.base.log import printable
+from banyan.frontend.words.folder_tokenizer import load_folder_tokenizer
+from banyan.frontend.words.gguf_tokenizer import load_gguf_tokenizer
+from banyan.frontend.words.tokenizer import Tokenizer, build_backend
+
+# Runs of one kind of character, long enough for a pattern with exponential backtracking to give up.
+_PROBES = tuple(c * 48 + e for c in ("a", "1", " ", "!", "\n", "é") for e in ("", "\x00", "b"))
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """Load the tokenizer of a model folder or of a .gguf file.
+
+    Raises:
+        ModelError: missing, too large, unreadable, or with a pattern that backtracks without end.
+    """
+    load = load_gguf_tokenizer if path.endswith(".gguf") else load_folder_tokenizer
+    tokenizer = build_backend(path, lambda: load(path))
+    try:
+        for probe in (*_PROBES, *tokenizer.own_probes()):
+            tokenizer.encode(probe)
+    except RequestError as error:
+        raise ModelError(
+            f"the tokenizer of {printable(path)!r} fails on a simple text: {error.text}",
+            "its pre-tokenizer pattern is broken or hostile; take the tokenizer from its publisher",
+        ) from None
+    return tokenizer

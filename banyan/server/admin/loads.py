@@ -1,0 +1,144 @@
+"""How busy each replica is: /v1/loads in sections, as JSON or Prometheus text, and /get_load."""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+
+from banyan.base.errors import RequestError
+from banyan.frontend.link.client import Replica
+from banyan.messages.events import Ready, Stats
+from banyan.server.errors import Json
+from banyan.server.http.exchange import Exchange
+from banyan.server.http.state import ServerState, Service
+
+GIB = 1 << 30
+
+
+async def show_loads(exchange: Exchange, state: ServerState) -> None:
+    """Numbers that nothing here counts are null."""
+    service = state.started()
+    query = exchange.query
+    unknown = query.keys() - {"dp_rank", "include", "format"}
+    if unknown:
+        raise RequestError(f"unknown parameter {sorted(unknown)[0][:80]!r}", param="include")
+    wanted = [name for name in query.get("include", "all").split(",") if name]
+    strange = [name for name in wanted if name not in (*SECTIONS, "core", "all")]
+    if strange:
+        known = ", ".join(("core", *SECTIONS, "all"))
+        raise RequestError(
+            f"include must name sections of {known}, got {strange[0][:40]!r}.", param="include"
+        )
+    form = query.get("format", "json")
+    if form not in ("json", "prometheus"):
+        raise RequestError("format must be json or prometheus.", param="format")
+    loads = [
+        _load(replica, state, wanted)
+        for replica in living(service)
+        if query.get("dp_rank", str(replica.rank)) == str(replica.rank)
+    ]
+    if form == "prometheus":
+        await exchange.text(_prometheus(loads))
+        return
+    await exchange.json(
+        {
+            "timestamp": datetime.now(UTC).isoformat(),
+            "version": state.version,
+            "accelerator": state.config.device.name,
+            "num_accelerators": state.config.parallel.world * state.config.parallel.dp,
+            "loads": loads,
+        }
+    )
+
+
+async def get_load(exchange: Exchange, state: ServerState) -> None:
+    """The short form: a list with one entry for each replica that lives."""
+    loads: list[Json] = [
+        {
+            "dp_rank": replica.rank,
+            "num_reqs": replica.stats.running + replica.stats.waiting,
+            "num_waiting_reqs": replica.stats.waiting,
+            "num_tokens": _used_tokens(replica, state),
+        }
+        for replica in living(state.started())
+    ]
+    await exchange.json(loads)
+
+
+def living(service: Service) -> list[Replica]:
+    return [replica for replica in service.client.replicas() if replica.alive]
+
+
+def _used_tokens(replica: Replica, state: ServerState) -> int:
+    return (replica.stats.held_pages + replica.stats.in_flight_pages) * state.config.cache.page_size
+
+
+def _load(replica: Replica, state: ServerState, wanted: list[str]) -> Json:
+    assert replica.ready is not None, "a service is admitted when every replica is ready"
+    load = _core(replica, replica.ready, state)
+    for name, (title, section) in SECTIONS.items():
+        if name in wanted or "all" in wanted:
+            load[title] = section(replica.stats, replica.ready)
+    return load
+
+
+def _core(replica: Replica, ready: Ready, state: ServerState) -> Json:
+    stats, most = replica.stats, ready.max_total_tokens
+    used = _used_tokens(replica, state)
+    return {
+        "timestamp": time.time(),
+        "dp_rank": replica.rank,
+        "num_running_reqs": stats.running,
+        "num_waiting_reqs": stats.waiting,
+        "num_waiting_uncached_tokens": None,
+        "num_used_tokens": used,
+        "num_total_tokens": used + stats.cached_pages * state.config.cache.page_size,
+        "max_total_num_tokens": most,
+        "max_running_requests": ready.max_running,
+        "token_usage": used / most if most else 0.0,
+        "gen_throughput": None,
+        "cache_hit_rate": stats.cached_tokens / max(1, stats.prompt_tokens),
+        "utilization": stats.running / max(1, ready.max_running),
+    }
+
+
+def _memory(stats: Stats, ready: Ready) -> Json:
+    found = json.loads(ready.facts).get("memory", {})
+    return {
+        "weight_gb": found.get("weight_bytes", 0) / GIB,
+        "kv_cache_gb": found.get("cache_bytes", 0) / GIB,
+        "graph_gb": 0.0,
+        "token_capacity": ready.max_total_tokens,
+    }
+
+
+def _queues(stats: Stats, ready: Ready) -> Json:
+    return {"waiting": stats.waiting, "grammar": None, "paused": None, "retracted": None}
+
+
+def _nothing(stats: Stats, ready: Ready) -> None:
+    """A section about something that this build does not have."""
+
+
+SECTIONS: Mapping[str, tuple[str, Callable[[Stats, Ready], Json | None]]] = {
+    "memory": ("memory", _memory),
+    "spec": ("speculative", _nothing),
+    "lora": ("lora", _nothing),
+    "disagg": ("disaggregation", lambda stats, ready: {"mode": "null"}),
+    "queues": ("queues", _queues),
+}
+"""Name in `include` -> key of the answer, and what makes the section."""
+
+
+def _prometheus(loads: list[Json]) -> str:
+    """Every number of the loads as a gauge."""
+    lines: dict[str, list[str]] = {}
+    for load in loads:
+        parts = {"": load} | {f"{k}_": v for k, v in load.items() if isinstance(v, dict)}
+        for prefix, part in parts.items():
+            for name, value in part.items():
+                if isinstance(value, int | float) and name != "dp_rank":
+                    full = f"banyan_load_{prefix}{name}"
+                    line = f'{full}{{dp_rank="{load["dp_rank"]}"}} {value}\n'
+                    lines.setdefault(full, [f"# TYPE {full} gauge\n"]).append(line)
+    return "".join(line for gauge in lines.values() for line in gauge)

@@ -1,0 +1,89 @@
+"""Routes that clients of SGLang and OpenAI know and this build lacks: each says so, with 501.
+
+The table is the promise that no known route is a silent 404.
+"""
+
+from banyan.base.errors import RequestError
+from banyan.server.http import auth
+from banyan.server.http.exchange import Exchange
+from banyan.server.http.route import Handler, Route
+from banyan.server.http.state import ServerState
+
+_BOTH = ("GET", "POST")
+_POST = ("POST",)
+_GET = ("GET",)
+_PUT = ("POST", "PUT")
+
+_WEIGHTS = "Weights are taken from disk only; POST /update_weights_from_disk names where."
+_ADAPTERS = "LoRA adapters are not available in this build."
+_TIERS = "There is no host or disk cache tier in this build."
+_CORPUS = "N-gram speculation is not available in this build."
+_PROFILE = "No traces are sent; /start_profile and /stop_profile record the steps in a file."
+_EXPERTS = "Expert parallelism is not available in this build."
+_MEMORY = "Memory cannot be released while the server runs; there is no --enable-memory-saver."
+_PEERS = "Prefill-decode disaggregation is not available in this build."
+_AUDIO = "Audio models are not available in this build."
+_SETTINGS = "Settings are frozen at start-up; start the server again with other flags."
+_GC = "Garbage collection needs no freezing here; nothing was done."
+
+_ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
+    "/set_internal_state": (_PUT, _SETTINGS),
+    "/clear_hicache_storage_backend": (_POST, _TIERS),
+    "/hicache/storage-backend/clear": (_POST, _TIERS),
+    "/hicache/storage-backend": (("GET", "PUT", "DELETE"), _TIERS),
+    "/add_external_corpus": (_POST, _CORPUS),
+    "/remove_external_corpus": (_POST, _CORPUS),
+    "/list_external_corpora": (_GET, _CORPUS),
+    "/set_trace_level": (_BOTH, _PROFILE),
+    "/freeze_gc": (_BOTH, _GC),
+    "/start_expert_distribution_record": (_BOTH, _EXPERTS),
+    "/stop_expert_distribution_record": (_BOTH, _EXPERTS),
+    "/dump_expert_distribution_record": (_BOTH, _EXPERTS),
+    "/init_weights_update_group": (_POST, _WEIGHTS),
+    "/destroy_weights_update_group": (_POST, _WEIGHTS),
+    "/update_weights_from_distributed": (_POST, _WEIGHTS),
+    "/update_weights_from_tensor": (_POST, _WEIGHTS),
+    "/update_weights_from_ipc": (_POST, _WEIGHTS),
+    "/begin_weight_update": (_POST, _WEIGHTS),
+    "/end_weight_update": (_POST, _WEIGHTS),
+    "/get_weights_by_name": (_BOTH, _WEIGHTS),
+    "/weights_checker": (_BOTH, _WEIGHTS),
+    "/init_weights_send_group_for_remote_instance": (_POST, _WEIGHTS),
+    "/send_weights_to_remote_instance": (_POST, _WEIGHTS),
+    "/remote_instance_transfer_engine_info": (_GET, _WEIGHTS),
+    "/get_remote_instance_transfer_engine_info": (_GET, _WEIGHTS),
+    "/release_memory_occupation": (_BOTH, _MEMORY),
+    "/resume_memory_occupation": (_BOTH, _MEMORY),
+    "/slow_down": (_BOTH, _SETTINGS),
+    "/pd_role_switch": (_POST, _PEERS),
+    "/load_lora_adapter": (_POST, _ADAPTERS),
+    "/load_lora_adapter_from_tensors": (_POST, _ADAPTERS),
+    "/unload_lora_adapter": (_POST, _ADAPTERS),
+}
+
+_LOADS = "/v1/loads?format=prometheus shows the load."
+_PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
+    "/generate_from_file": (_POST, "Prompts as embeddings are not available in this build."),
+    "/get_hicache_l3_cache_layout": (_GET, _TIERS),
+    "/v1/audio/transcriptions": (_POST, _AUDIO),
+    "/v1/realtime": (_GET, _AUDIO),
+    "/v1/decisions": (_POST, "Typed questions are not available in this build."),
+    "/v1/systemone": (_POST, "Typed questions are not available in this build."),
+    "/metrics": (_GET, f"There are no metrics in this build; {_LOADS}"),
+}
+
+
+def unavailable_routes() -> list[Route]:
+    found = [(auth.ADMIN, *one) for one in _ADMIN.items()]
+    found += [(auth.KEY, *one) for one in _PLAIN.items()]
+    return [
+        Route(path, methods, _refusal(text), guard, about=text, is_available=False)
+        for guard, path, (methods, text) in found
+    ]
+
+
+def _refusal(text: str) -> Handler:
+    async def refuse(exchange: Exchange, state: ServerState) -> None:
+        raise RequestError(text, status=501, code="not_available")
+
+    return refuse

@@ -1,0 +1,257 @@
+"""The ASGI application: finds the route, checks origin and key, reads the body, runs the handler.
+
+Every exchange ends in order here, whatever happens to the client, the handler or the server.
+Knows no model and no dialect.
+"""
+
+import asyncio
+import contextlib
+import difflib
+import re
+from collections.abc import Awaitable, Collection, Sequence
+
+from banyan.base.errors import RequestError
+from banyan.base.heap import give_back
+from banyan.base.log import logger, printable
+from banyan.server.errors import internal, unavailable
+from banyan.server.http import auth
+from banyan.server.http.access_log import AccessLog
+from banyan.server.http.exchange import SEND_TIMEOUT_S, Exchange, Scope, Send
+from banyan.server.http.limits import ClientGone, Receive, read_body
+from banyan.server.http.route import Route
+from banyan.server.http.state import ServerState
+
+log = logger(__name__)
+
+TRIM_BYTES = 1 << 20
+"""Requests and answers above this leave many times their size to the allocator, which is told to
+give it back."""
+
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1000}")
+_LONGEST_GUESSED = 64
+"""Characters of a path that is compared with those of the routes."""
+
+
+class App:
+    """The application over a table of routes."""
+
+    def __init__(
+        self, state: ServerState, routes: list[Route], send_timeout_s: float = SEND_TIMEOUT_S
+    ) -> None:
+        server = state.config.server
+        self.state = state
+        self.routes = {route.path: route for route in routes}
+        assert len(self.routes) == len(routes), "two routes share a path"
+        self.exchanges: dict[Exchange, None] = {}
+        self._ended = asyncio.Event()
+        self._guard = auth.Guard(
+            *(server.api_key, server.admin_api_key, server.host),
+            *(server.allowed_hosts, server.allowed_origins),
+        )
+        self._max_body = server.max_body_bytes
+        self._root = server.root_path.rstrip("/")
+        self._send_timeout_s = send_timeout_s
+        self._access = AccessLog(state.config.observe.http_level)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            await self._answer(Exchange(scope, send, self._send_timeout_s), receive)
+        elif scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+        else:
+            await receive()
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def wait_idle(self) -> None:
+        """Wait until nothing but health checks is in progress."""
+        while any(not exchange.is_probe for exchange in self.exchanges):
+            self._ended.clear()
+            await self._ended.wait()
+
+    def end_all(self, text: str) -> None:
+        """End what is still open with a 503 or a last event that says `text`."""
+        for exchange in list(self.exchanges):
+            exchange.stop(unavailable(text, "shutting_down"))
+
+    async def _answer(self, exchange: Exchange, receive: Receive) -> None:
+        self.exchanges[exchange] = None
+        try:
+            route = await self._admit(exchange)
+            if route is None:
+                return
+            exchange.body = await read_body(
+                receive, exchange.headers.get(b"content-length"), self._most_body(route, exchange)
+            )
+            await self._run(route, exchange, receive)
+        except RequestError as error:
+            await _quietly(exchange.fail(error))
+            _let_go(error)
+        except ClientGone:
+            pass
+        except Exception:
+            log.exception(
+                "request failed id=%s path=%s", exchange.id, printable(exchange.path, 100)
+            )
+            await _quietly(exchange.fail(internal(exchange.id)))
+        finally:
+            del self.exchanges[exchange]
+            self._ended.set()
+            has_begun = exchange.work is not None and self.state.open.has_held(exchange.work)
+            self._access.tell(exchange, has_begun, self.state.config.observe)
+            if len(exchange.body) + exchange.num_sent > TRIM_BYTES:
+                exchange.body = b""
+                with contextlib.suppress(RuntimeError):  # the server ends, and its pool with it
+                    asyncio.get_running_loop().run_in_executor(None, give_back)
+
+    def _most_body(self, route: Route, exchange: Exchange) -> int:
+        """Bytes of a body; none where nobody reads one, least of all from strangers."""
+        has_none = route.guard == auth.OPEN or exchange.method in ("GET", "HEAD")
+        return 0 if has_none else self._max_body
+
+    async def _admit(self, exchange: Exchange) -> Route | None:
+        """The route, or None when a refusal was sent. A key is needed before a path is known."""
+        route = self._find(exchange)
+        if route is not None:
+            exchange.dialect, exchange.route = route.dialect, route.path
+        host = exchange.header(b"host")
+        exchange.page = self._guard.check_origin(
+            host, exchange.header(b"origin"), exchange.header(b"sec-fetch-site")
+        )
+        if exchange.method == "OPTIONS":
+            await exchange.whole(b"", 204, "text/plain", _options(route, exchange))
+            return None
+        verdict = self._guard.judge(
+            route.guard if route else auth.KEY,
+            _credentials(exchange),
+            exchange.peer,
+            host,
+            exchange.page,
+        )
+        if verdict.status == auth.UNAUTHORIZED and route is not None and route.locked is not None:
+            await route.locked(exchange, self.state)
+            return None
+        if verdict.status == auth.UNAUTHORIZED:
+            await exchange.json(exchange.dialect.unauthorized, 401, {"www-authenticate": "Bearer"})
+            return None
+        if verdict.status != 200:
+            raise RequestError(verdict.text, status=verdict.status, code="forbidden")
+        if route is None:
+            raise no_route(exchange.path, self.routes)
+        exchange.tenant, exchange.is_admin = verdict.tenant, verdict.is_admin
+        exchange.is_probe = route.guard == auth.OPEN
+        if not await self._accepts(route, exchange):
+            return None
+        return route
+
+    def _find(self, exchange: Exchange) -> Route | None:
+        path = exchange.path
+        if self._root and path.startswith(self._root + "/"):
+            path = path[len(self._root) :]
+        if route := self.routes.get(path):
+            return route
+        for prefix, route in self.routes.items():
+            if prefix.endswith("/") and prefix != "/" and path.startswith(prefix):
+                exchange.tail = path[len(prefix) :]
+                return route
+        return None
+
+    async def _accepts(self, route: Route, exchange: Exchange) -> bool:
+        """Whether method and content type fit; a refusal was sent otherwise."""
+        method = "GET" if exchange.method == "HEAD" else exchange.method
+        if method not in route.methods:
+            error = RequestError(
+                f"{route.path} answers {', '.join(route.methods)} only, not {exchange.method}",
+                status=405,
+                code="method_not_allowed",
+            )
+            await exchange.json(
+                exchange.dialect.error_body(error), 405, {"allow": ", ".join(route.methods)}
+            )
+            return False
+        if exchange.headers.get(b"content-encoding", b"identity") != b"identity":
+            raise RequestError("compressed bodies are not accepted", code="unsupported_encoding")
+        return True
+
+    async def _run(self, route: Route, exchange: Exchange, receive: Receive) -> None:
+        """Run the handler until it ends, the client leaves, or `stop` is called."""
+        exchange.work = asyncio.create_task(route.handler(exchange, self.state))
+        watch = asyncio.create_task(_watch(exchange, receive))
+        try:
+            await exchange.work
+        except asyncio.CancelledError:
+            if exchange.ending is None:
+                raise
+            if isinstance(exchange.ending, RequestError):
+                await _quietly(exchange.fail(exchange.ending))
+        finally:
+            watch.cancel()
+
+
+def _options(route: Route | None, exchange: Exchange) -> dict[str, str]:
+    """Headers of the answer to OPTIONS; to a page of others also what it may send."""
+    allowed = ", ".join((*route.methods, "OPTIONS")) if route else "OPTIONS"
+    if not exchange.page:
+        return {"allow": allowed}
+    wanted = exchange.header(b"access-control-request-headers")
+    return {
+        "allow": allowed,
+        "access-control-allow-methods": allowed,
+        "access-control-allow-headers": wanted if _HEADER_NAMES.fullmatch(wanted) else "",
+        "access-control-max-age": "600",
+    }
+
+
+def no_route(path: str, routes: Collection[str]) -> RequestError:
+    """Says that there is no such path, and which one may have been meant."""
+    near = _nearest(path, [known for known in routes if not known.endswith("/")])
+    hint = f"Did you mean {near}?" if near else "GET / lists the routes"
+    return RequestError(f"no route {printable(path, 100)}", status=404, code="not_found", hint=hint)
+
+
+def _nearest(path: str, known: Sequence[str]) -> str:
+    """The path that this one is the end of, ends with, or looks like; "" when there is none."""
+    path = path.lower().rstrip("/")
+    if not 1 < len(path) <= _LONGEST_GUESSED:
+        return ""
+    if longer := [one for one in known if one.endswith(path)]:
+        return min(longer, key=len)
+    if shorter := [one for one in known if path.endswith(one)]:
+        return max(shorter, key=len)
+    return next(iter(difflib.get_close_matches(path, known, n=1, cutoff=0.75)), "")
+
+
+def _credentials(exchange: Exchange) -> bytes:
+    """The Authorization header; the header x-api-key holds the same key without a scheme."""
+    given = exchange.headers.get(b"authorization", b"")
+    key = exchange.headers.get(b"x-api-key", b"")
+    return b"Bearer " + key if key and not given else given
+
+
+async def _watch(exchange: Exchange, receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    exchange.stop(ClientGone())
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what was read of a refused request: the frames of its refusal hold all of it."""
+    while error is not None:
+        context = error.__context__
+        error.__traceback__ = error.__context__ = None
+        error = context
+
+
+async def _quietly(answer: Awaitable[None]) -> None:
+    """Send a last word to a client that may have gone."""
+    try:
+        await answer
+    except (ClientGone, OSError):
+        log.debug("client left before its error was sent")
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return

@@ -1,0 +1,258 @@
+"""One HTTP request and its one answer, written straight to the ASGI `send`.
+
+An answer is a whole body or a stream of events; whichever it is, `fail` ends it in order. Knows no
+routes and no models.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterable, Awaitable, Callable, Generator, Mapping, MutableMapping
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+import orjson
+
+from banyan.base.errors import RequestError
+from banyan.base.log import printable
+from banyan.frontend.threads import THREAD_BYTES, off_loop
+from banyan.server.errors import Json
+from banyan.server.http.dialect import OPENAI
+from banyan.server.http.limits import ClientGone, json_object
+from banyan.server.http.state import fresh_id
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+T = TypeVar("T")
+
+SEND_TIMEOUT_S = 30.0
+"""A client that takes nothing for this long is cut off, and its request is aborted."""
+
+RETRY_AFTER_S = 5
+MAX_QUERY_FIELDS = 32
+WARNINGS_CHARS = 1000
+ABORT = "banyan.abort"
+"""Key of the scope: a function without arguments that cuts the connection."""
+
+
+class Exchange:
+    """What a handler gets: the request, and the means to answer it.
+
+    Args:
+        scope, send: of ASGI.
+        send_timeout_s: longest wait for a client that does not read.
+    """
+
+    def __init__(self, scope: Scope, send: Send, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.peer: str = (scope.get("client") or ("", 0))[0]
+        self.id = fresh_id()
+        self.dialect = OPENAI
+        self.body = b""
+        self.tail = ""
+        """Rest of the path below a route that ends in "/"."""
+        self.tenant = b""
+        """Digest of the key that was presented: the owner of what the request makes, and part of
+        its prefix-cache namespace."""
+        self.is_admin = False
+        """What others own may be ended."""
+        self.page = ""
+        """Origin of the web page that asks, where it may read the answer."""
+        self.is_probe = False
+        """A health check; draining does not wait for it."""
+        self.warnings: list[str] = []
+        self.began_s = time.monotonic()
+        self.status = 0
+        """Of the answer; 0 until it starts."""
+        self.refusal = ""
+        """Code of the error that was the answer."""
+        self.at_fault = ""
+        """The field that the error names."""
+        self.route = ""
+        """Path of the route; "" where there is none."""
+        self.num_sent = 0
+        """Bytes of the answer so far."""
+        self.started = False
+        self.streaming = False
+        self.ended = False
+        self.ending: RequestError | ClientGone | None = None
+        """Why `work` was cancelled by `stop`."""
+        self.work: asyncio.Task[None] | None = None
+        self._abort: Callable[[], None] = scope.get(ABORT, _nothing)
+        self._query: bytes = scope.get("query_string", b"")
+        self._send = send
+        self._send_timeout_s = send_timeout_s
+
+    def header(self, name: bytes) -> str:
+        return self.headers.get(name, b"").decode("latin-1")
+
+    @property
+    def query(self) -> dict[str, str]:
+        try:
+            return dict(parse_qsl(self._query.decode("latin-1"), max_num_fields=MAX_QUERY_FIELDS))
+        except ValueError:
+            raise RequestError(
+                f"the query has more than {MAX_QUERY_FIELDS} fields", code="invalid_query"
+            ) from None
+
+    async def json_object(self) -> Json:
+        """The body as a JSON object; RequestError 400 otherwise."""
+        return await self.read(lambda raw: raw)
+
+    @property
+    def media(self) -> str:
+        """What the client calls its body, in lower case and without parameters."""
+        return self.header(b"content-type").partition(";")[0].strip().lower()
+
+    async def read(self, work: Callable[[Json], T], waits: bool = False) -> T:
+        """What `work` makes of the body's JSON object; off the event loop when the body is large.
+
+        Whatever grows with what a client sent is done in `work`.
+
+        Args:
+            waits: `work` waits for another process, so that it is off the loop whatever its size.
+        """
+        body = self.body
+        size = len(body) + (THREAD_BYTES + 1 if waits else 0)
+        return await off_loop(size, lambda: work(json_object(body, self.media)))
+
+    async def optional_object(self) -> Json:
+        """As json_object, with an empty body for {}; fields may come as a query string instead."""
+        return {**self.query, **(await self.json_object() if self.body else {})}
+
+    def warn(self, text: str) -> None:
+        """Report in the answer something of the request that was not honoured."""
+        self.warnings.append(text)
+
+    def warn_or_refuse(self, field: str, why: str, strict: bool) -> None:
+        """Report a field without effect, or refuse the request under --strict-requests."""
+        if strict:
+            raise RequestError(
+                f"{field[:80]!r} is not honoured by this server",
+                param=field[:80],
+                code="field_not_honoured",
+                hint="Leave it out, or start without --strict-requests",
+            )
+        self.warn(f"{field[:80]}: {why}")
+
+    def stop(self, why: RequestError | ClientGone) -> None:
+        """End the exchange from outside; what the work holds is released by its cancellation."""
+        if self.ending is None and self.work is not None and not self.work.done():
+            self.ending = why
+            self.work.cancel()
+
+    async def json(
+        self, body: object, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        await self.whole(orjson.dumps(body), status, "application/json", headers)
+
+    async def text(self, body: str, status: int = 200) -> None:
+        await self.whole(body.encode(), status, "text/plain; charset=utf-8")
+
+    async def whole(
+        self, body: bytes, status: int, kind: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Answer with one body."""
+        lines = self._head(kind) + [(b"content-length", b"%d" % len(body))]
+        lines += [(k.encode(), v.encode("latin-1")) for k, v in (headers or {}).items()]
+        await self._start(status, lines)
+        self.ended = True
+        await self._put(b"" if self.method == "HEAD" else body, more=False)
+
+    async def pieces(self, pieces: AsyncIterable[bytes], size: int, kind: str) -> None:
+        """Answer with one body of `size` bytes, which is never in memory as a whole."""
+        await self._start(200, [*self._head(kind), (b"content-length", b"%d" % size)])
+        if self.method != "HEAD":
+            async for piece in pieces:
+                await self._put(piece)
+        self.ended = True
+        await self._put(b"", more=False)
+
+    async def begin_events(self) -> None:
+        """Start a stream; the status is 200 from here on."""
+        await self._start(200, self._head(self.dialect.media) + [(b"cache-control", b"no-cache")])
+        self.streaming = True
+
+    async def event(self, body: Json) -> None:
+        """Send one event; waits while the client's buffer is full, at most until ClientGone."""
+        await self._put(self.dialect.frame(body))
+
+    async def end_events(self) -> None:
+        self.ended = True
+        await self._put(self.dialect.end, more=False)
+
+    async def fail(self, error: RequestError) -> None:
+        """End with an error: a status and a body, or the last event of a stream that has begun."""
+        if self.ended:
+            return
+        self.refusal, self.at_fault = error.code, error.param
+        if self.streaming:
+            await self.event(self.dialect.error_event(error))
+            await self.end_events()
+        elif not self.started:
+            busy = error.status in (429, 503, 529)
+            retry = {"retry-after": str(RETRY_AFTER_S)} if busy else None
+            await self.json(self.dialect.error_body(error), error.status, retry)
+
+    def _head(self, kind: str) -> list[tuple[bytes, bytes]]:
+        lines = [
+            (b"content-type", kind.encode()),
+            (b"x-request-id", self.id.encode()),
+            (b"x-content-type-options", b"nosniff"),
+        ]
+        if given := self.headers.get(b"x-request-id"):
+            lines.append((b"x-client-request-id", _ascii(given.decode("latin-1"), 128)))
+        if self.page:
+            lines += [
+                (b"access-control-allow-origin", self.page.encode("latin-1")),
+                (b"access-control-expose-headers", b"x-request-id, x-banyan-warnings"),
+                (b"vary", b"origin"),
+            ]
+        if self.warnings:
+            lines.append((b"x-banyan-warnings", _ascii("; ".join(self.warnings), WARNINGS_CHARS)))
+        return lines
+
+    async def _start(self, status: int, lines: list[tuple[bytes, bytes]]) -> None:
+        self.started, self.status = True, status
+        await self._send({"type": "http.response.start", "status": status, "headers": lines})
+
+    async def _put(self, body: bytes, more: bool = True) -> None:
+        self.num_sent += len(body)
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        steps = self._send(message).__await__()
+        try:
+            waits_for = next(steps)
+        except StopIteration:  # the client's buffer has room, as nearly always: no clock is set
+            return
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await _Begun(steps, waits_for)
+        except TimeoutError:
+            self._abort()
+            raise ClientGone from None
+
+
+class _Begun:
+    """The rest of an awaitable whose first step has been taken."""
+
+    def __init__(self, steps: Generator[object, object, None], waits_for: object) -> None:
+        self._steps = steps
+        self._waits_for = waits_for
+
+    def __await__(self) -> Generator[object, object, None]:
+        try:
+            yield self._waits_for
+        except BaseException as error:  # a cancellation is for the one that waits
+            yield self._steps.throw(error)
+        yield from self._steps
+
+
+def _nothing() -> None:
+    """In place of cutting a connection that cannot be cut."""
+
+
+def _ascii(text: str, limit: int) -> bytes:
+    """`text` as a header value: printable ASCII, everything else escaped."""
+    return printable(text, limit).encode("ascii", "backslashreplace")

@@ -1,0 +1,135 @@
+"""What may come in: body size and time, and JSON that means one thing to every reader.
+
+Knows bytes and JSON; knows no routes.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+
+from banyan.base.errors import RequestError
+from banyan.base.log import printable
+from banyan.frontend.requests.constraint import MAX_DEPTH, check_depth
+
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+JSON_MEDIA = "application/json"
+
+BODY_TIMEOUT_S = 10.0
+"""Longest wait for the next piece of a body; a slower client is told 408."""
+
+BODY_TOTAL_S = 120.0
+"""Longest time for a whole body, however steadily it drips."""
+
+
+MAX_VALUES = 1_000_000
+MAX_CONTAINERS = 250_000
+"""Values, and lists and objects, of one JSON body: parsing as many takes a tenth of a second."""
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody is left to answer."""
+
+
+async def read_body(
+    receive: Receive, declared: bytes | None, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S
+) -> bytes:
+    """The whole body. RequestError 413 when too large (declared or counted), 408 when too slow."""
+    if declared is not None and declared.isdigit() and int(declared[:20]) > max_bytes:
+        raise _too_large(f"{declared[:20].decode()}", max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    deadline_s = time.monotonic() + BODY_TOTAL_S
+    while True:
+        try:
+            async with asyncio.timeout(min(timeout_s, deadline_s - time.monotonic())):
+                message = await receive()
+        except TimeoutError:
+            raise RequestError(
+                f"the body did not come in time; {size} bytes did",
+                status=408,
+                code="body_timeout",
+            ) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(f"at least {size}", max_bytes)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _too_large(size: str, max_bytes: int) -> RequestError:
+    return RequestError(
+        f"the body has {size} bytes; at most {max_bytes} are accepted",
+        status=413,
+        code="body_too_large",
+    )
+
+
+def json_object(body: bytes, media: str = JSON_MEDIA) -> dict[str, object]:
+    """The JSON object that `body` is; RequestError 400 otherwise.
+
+    Args:
+        media: what the client calls it; named where that may be the fault.
+    """
+    try:
+        value = strict_json(body)
+    except RequestError as error:
+        if media == JSON_MEDIA:
+            raise
+        given = f"content-type {printable(media, 80)!r}" if media else "no content-type"
+        hint = f"Send JSON, with -H 'Content-Type: {JSON_MEDIA}'; this came with {given}"
+        raise bad_json(error.text, hint) from None
+    if not isinstance(value, dict):
+        raise bad_json(f"the body must be a JSON object, got {type(value).__name__}")
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH:
+        check_depth(value, "the body")
+    return value
+
+
+def strict_json(body: bytes) -> object:
+    """Parse JSON, refusing what readers disagree on, and what would take long or much memory.
+
+    orjson refuses bad UTF-8, lone surrogates, NaN, infinite numbers and depth above 1024; the
+    second pass finds duplicate keys and keeps integers of any size exact.
+    """
+    _refuse_many(body)
+    try:
+        orjson.loads(body)
+        return json.loads(body, object_pairs_hook=_unique)
+    except orjson.JSONDecodeError as error:
+        raise bad_json(f"the body is not valid JSON: {error}") from None
+    except (RecursionError, ValueError) as error:
+        raise bad_json(f"the body is not acceptable JSON: {error}") from None
+
+
+def _refuse_many(body: bytes) -> None:
+    """Count before parsing, which nothing interrupts. Marks within texts count too."""
+    for marks, most, what in (
+        ((b",",), MAX_VALUES, "values"),
+        ((b"[", b"{"), MAX_CONTAINERS, "lists and objects"),
+    ):
+        if sum(map(body.count, marks)) > most:
+            raise bad_json(f"the body has more than {most} {what}")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise bad_json(f"the key {key[:80]!r} appears twice in one object")
+            seen.add(key)
+    return found
+
+
+def bad_json(text: str, hint: str = "") -> RequestError:
+    return RequestError(text, code="invalid_json", hint=hint)

@@ -1,0 +1,202 @@
+"""What the routes share: the configuration, the service once it is ready, and the open requests.
+
+One object, made by the composition root and passed to the app; there are no globals.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from banyan.base.errors import RequestError
+from banyan.base.ids import RequestId
+from banyan.config.card import ModelCard
+from banyan.config.schema import Config
+from banyan.frontend.answers.parser_choice import Parsers
+from banyan.frontend.answers.tools.as_text import Tag
+from banyan.frontend.link.client import Engines
+from banyan.frontend.requests.generation import Generator, TextRequest
+from banyan.frontend.requests.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
+from banyan.frontend.requests.sessions import Sessions
+from banyan.frontend.templates.chat import Chat
+from banyan.frontend.templates.named import FillIn
+from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.messages.events import Ready
+from banyan.server.errors import unavailable
+from banyan.server.http.probe import SharedProbe
+from banyan.server.store.responses import ResponseStore
+from banyan.server.store.storage import Storage, storage_path
+from banyan.server.tool_servers.base import ToolServers
+
+
+@dataclass(frozen=True)
+class Service:
+    """Everything that exists only once the engine is ready."""
+
+    card: ModelCard
+    ready: Ready
+    client: Engines
+    generator: Generator
+    limits: Limits
+    tokenizer: Tokenizer | None
+    """None = ids only (--skip-tokenizer-init)."""
+    chat: Chat | None
+    """None = the model has no chat template."""
+    parsers: Parsers = field(default_factory=Parsers)
+    """What finds reasoning and tool calls in answers."""
+    fill_in: FillIn | None = None
+    """How a prompt and what comes behind the gap are put together; None = suffix is refused."""
+    native_defaults: Mapping[str, object] = field(default_factory=lambda: NATIVE_DEFAULTS)
+    """What sampling fields mean when absent."""
+    chat_defaults: Mapping[str, object] = field(default_factory=dict)
+    """The same for chat, where the model may recommend some; max_new_tokens null = what fits."""
+    draw_seed: DrawSeed = fresh_seed
+
+    @property
+    def tool_tag(self) -> Tag | None:
+        """How calls are written where tools are shown as text, because the chat template has no
+        place for them; None = it has, or no parser would find the calls."""
+        if self.chat is None or self.chat.template.takes_tools or self.parsers.tools is None:
+            return None
+        return self.parsers.tools.tag
+
+    def words(self) -> Tokenizer:
+        """The tokenizer, or RequestError 400 when the server runs without one."""
+        if self.tokenizer is None:
+            raise RequestError(
+                "this server runs without a tokenizer",
+                code="no_tokenizer",
+                hint="Send input_ids to /generate",
+            )
+        return self.tokenizer
+
+
+_SEQUENCE = re.compile(r"_[0-9]+\Z")
+
+
+def fresh_id() -> str:
+    """128 random bits as hex: a request id that no client can guess or choose."""
+    return os.urandom(16).hex()
+
+
+class OpenRequests:
+    """Requests that live now, by the id their client knows, and who has made them."""
+
+    def __init__(self) -> None:
+        self._live: dict[RequestId, bytes] = {}
+        self._holders: weakref.WeakSet[asyncio.Task[object]] = weakref.WeakSet()
+        """Tasks whose requests have begun."""
+        self._dropped = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @contextlib.contextmanager
+    def holding(self, requests: Sequence[TextRequest], owner: bytes) -> Iterator[None]:
+        """Keep the ids of `requests` taken; RequestError 400 when one is."""
+        added: list[RequestId] = []
+        try:
+            for request in requests:
+                if request.id in self._live:
+                    raise RequestError(f"Duplicate request ID detected: {request.id}", param="rid")
+                self._live[request.id] = owner
+                added.append(request.id)
+            if (task := asyncio.current_task()) is not None:
+                self._holders.add(task)
+            yield
+        finally:
+            for id in added:
+                del self._live[id]
+            self._dropped.set()
+
+    def has_held(self, work: "asyncio.Task[None]") -> bool:
+        """Whether requests of this task have begun."""
+        return work in self._holders
+
+    def called(self, rid: str) -> list[RequestId]:
+        """The request of this id, or the sequences of one (their ids are `rid`_NUMBER)."""
+        return [r for r in self._live if r == rid or _SEQUENCE.sub("", r) == rid]
+
+    def of(self, owner: bytes) -> list[RequestId]:
+        """Those that a credential has made."""
+        return [r for r, other in self._live.items() if other == owner]
+
+    def all(self) -> list[RequestId]:
+        return list(self._live)
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Wait until a request ends, at most `timeout_s`."""
+        self._dropped.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._dropped.wait()
+
+
+def _version() -> str:
+    try:
+        return metadata.version("banyan")
+    except metadata.PackageNotFoundError:
+        return "0"
+
+
+@dataclass
+class ServerState:
+    """What changes while the server lives. `service` is set once; `dead` and `draining` latch."""
+
+    config: Config
+    started_s: float = field(default_factory=time.monotonic)
+    created: int = field(default_factory=lambda: int(time.time()))
+    service: Service | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    """Start-up phases in seconds, in order."""
+    draining: bool = False
+    paused: bool = False
+    """Requests are accepted and wait until /continue_generation."""
+    dead: str = ""
+    open: OpenRequests = field(default_factory=OpenRequests)
+    sessions: Sessions = field(default_factory=Sessions)
+    probe: SharedProbe = field(default_factory=SharedProbe)
+    version: str = field(default_factory=_version)
+    storage: Storage = field(init=False)
+    responses: ResponseStore = field(default_factory=ResponseStore)
+    tool_servers: ToolServers = field(default_factory=ToolServers)
+    """Set once, before the model is loaded."""
+
+    def __post_init__(self) -> None:
+        self.storage = Storage(storage_path(self.config.server))
+
+    def trouble(self) -> str:
+        """Why no request can be admitted; "" when one can."""
+        if self.dead:
+            return f"the engine has died: {self.dead}"
+        if self.draining:
+            return "the server is shutting down"
+        if self.service is None:
+            return "the server is starting"
+        return self.service.client.health().reason
+
+    def admit(self) -> Service:
+        """The service for a request that needs a step, or RequestError 503 that says why not."""
+        service = self.started()
+        if trouble := service.client.health().reason:
+            raise unavailable(trouble, "engine_stuck")
+        return service
+
+    def started(self) -> Service:
+        """The service, also while its engine is stuck; RequestError 503 when there is none."""
+        if self.dead:
+            raise unavailable(f"the engine has died: {self.dead}", "engine_dead")
+        if self.draining:
+            raise unavailable("the server is shutting down; send the request elsewhere", "draining")
+        if self.service is None:
+            raise unavailable("the model is still loading; ask /readyz for when", "starting")
+        return self.service
+
+    @property
+    def served_name(self) -> str:
+        return self.config.model.served_name or self.config.model.source

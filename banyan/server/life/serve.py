@@ -1,0 +1,325 @@
+"""run_server: the life of the server process, from a bound socket to its exit code.
+
+Listens before anything heavy starts, so that health answers at once; finds the model and starts
+the engine through functions that the composition root gives; drains on SIGTERM. Knows no route.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno
+import signal
+import socket
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from enum import Enum
+from typing import Protocol, TypeVar
+
+import uvicorn
+import uvloop
+
+from banyan.base.errors import CapacityError, ConfigError, DeviceError
+from banyan.base.log import logger
+from banyan.config.card import ModelCard
+from banyan.config.schema import Config, ServerConfig
+from banyan.frontend.link.client import EngineClient
+from banyan.frontend.link.fleet import Fleet
+from banyan.frontend.threads import use_threads
+from banyan.messages.link import PrivateFolder, ZmqFrontLink
+from banyan.scheduler.routing import ROUTES
+from banyan.server.batches.route import resume_batches
+from banyan.server.http.app import App
+from banyan.server.http.auth import ANY, is_loopback
+from banyan.server.http.connection import Connection
+from banyan.server.http.state import ServerState
+from banyan.server.life.startup import end_phase, open_service, report
+from banyan.server.routes import create_app
+from banyan.server.tool_servers.start import start_tool_servers
+
+T = TypeVar("T")
+
+log = logger(__name__)
+
+DEATH_NOTICE_S = 10.0
+"""How long a server whose engine has died goes on saying so before it exits."""
+
+MAX_OPEN = 16_384
+"""Sequences of one engine that run or wait; more are told 429, whatever --max-queued-requests says:
+they would take memory of the front for nothing."""
+
+CLOSING_S = 1.0
+"""For last events to reach clients, and for connections to close."""
+
+_USER_TIMEOUT_MS = 60_000
+"""The kernel drops connections whose client has acknowledged nothing for this long."""
+
+_BACKLOG = 2048
+
+
+class EngineHandle(Protocol):
+    """A running engine process."""
+
+    @property
+    def stop(self) -> Callable[[], None]:
+        """End the engine and wait for it. May take seconds; called from a thread."""
+        ...
+
+
+Prepare = Callable[[], tuple[Config, ModelCard]]
+"""Fetch the model and resolve the Config. May take minutes; called from a thread."""
+
+StartEngine = Callable[[Config, ModelCard, str, Callable[[str], None]], EngineHandle]
+"""(resolved Config, card, link address, on_death) -> handle. Called once per replica, from the main
+thread, and returns at once; `on_death(text)` may be called from any thread when the engine ends
+unasked."""
+
+
+class Ending(Enum):
+    """Why the server ends."""
+
+    DRAIN = "drain"
+    NOW = "now"
+    INTERRUPTED = "interrupted"
+    """By Ctrl-C, before there was anything to use."""
+    DEAD = "dead"
+
+
+def run_server(config: Config, prepare: Prepare, start_engine: StartEngine) -> int:
+    """Serve until stopped. Returns the exit code: 0 after a signal, 130 after a Ctrl-C before it is
+    ready, 5 after the engine's death.
+
+    Raises:
+        CapacityError: the port is taken.
+        ConfigError: the address cannot be listened on, or needs a key.
+        BanyanError: there is no such model, or the engine or the tokenizer did not start.
+    """
+    check_exposure(config.server)
+    listener = bind(config.server)
+    with contextlib.closing(listener):
+        return uvloop.run(Server(config, prepare, listener, start_engine).run())
+
+
+def bind(server: ServerConfig) -> socket.socket:
+    """A listening socket on the configured address."""
+    where = f"{server.host}:{server.port}"
+    try:
+        found = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = found[0]
+    except OSError as error:
+        raise ConfigError(
+            f"--host {server.host!r} is no address of this machine: {error}"
+        ) from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise CapacityError(
+                f"{where} is in use", hint="Stop what listens there, or choose another --port"
+            ) from None
+        raise ConfigError(f"cannot listen on {where}: {error}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def check_exposure(server: ServerConfig) -> None:
+    """Warn, or refuse under --require-key, when strangers could use a server without a key."""
+    if server.api_key:
+        return
+    if ANY in server.allowed_origins:
+        log.warning("any web page in a browser here can use this server; give --api-key as well")
+    if is_loopback(server.host):
+        return
+    advice = "Give --api-key, or bind --host 127.0.0.1"
+    if server.require_key:
+        raise ConfigError(f"--host {server.host} without a key, under --require-key", hint=advice)
+    rule = "!" * 78
+    for line in (rule, f"Anyone who reaches {server.host} can use this server. {advice}.", rule):
+        log.warning("%s", line)
+
+
+def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Run `work` in a thread that, unlike asyncio's own, no exit waits for."""
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="server", daemon=True).start()
+    return asyncio.wrap_future(outcome)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: this file decides what signals mean."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def open_client(config: Config, address: str) -> EngineClient:
+    """The front's end of the link to the engine that will connect to `address`."""
+    return EngineClient(
+        ZmqFrontLink(address),
+        heartbeat_timeout_s=config.server.heartbeat_timeout_s,
+        watchdog_s=config.schedule.watchdog_s,
+        max_open=MAX_OPEN,
+    )
+
+
+class Server:
+    """One server process with its engine."""
+
+    def __init__(
+        self,
+        config: Config,
+        prepare: Prepare,
+        listener: socket.socket,
+        start_engine: StartEngine,
+    ) -> None:
+        port = listener.getsockname()[1]  # files lie in a folder of the port, which 0 is not
+        self.state = ServerState(replace(config, server=replace(config.server, port=port)))
+        end_phase(self.state.phases, "server process")
+        self.app: App = create_app(self.state)
+        self._config = config
+        self._prepare = prepare
+        self._listener = listener
+        self._start_engine = start_engine
+        self._handles: list[EngineHandle] = []
+        self._ending: asyncio.Future[Ending] | None = None
+        self._now = asyncio.Event()
+        self._folder = PrivateFolder()
+        self._web = _Uvicorn(
+            uvicorn.Config(
+                self.app,
+                http=Connection,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=config.server.keep_alive_s,
+                timeout_graceful_shutdown=int(CLOSING_S),
+            )
+        )
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        self._ending = loop.create_future()
+        use_threads(self._config.server.tokenizer_threads)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+                loop.add_signal_handler(number, self._signalled, number)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, log.info, "%s means nothing here", number.name)
+        web = asyncio.create_task(self._web.serve([self._listener]))
+        engines = [open_client(self._config, address) for address in self._addresses()]
+        fleet = Fleet(engines, ROUTES.load(self._config.parallel.load_balance))
+        await fleet.start()
+        watch = asyncio.create_task(self._watch_engines(fleet))
+        try:
+            return await self._serve(fleet, engines)
+        finally:
+            watch.cancel()
+            self.state.storage.close()
+            self.app.end_all("The server is shutting down.")
+            self._web.should_exit = True
+            self._web.force_exit = self._now.is_set()
+            stops = [_in_daemon(handle.stop) for handle in self._handles]
+            await asyncio.gather(web, *stops, return_exceptions=True)
+            await fleet.close()
+            self._folder.close()
+
+    def _addresses(self) -> list[str]:
+        return [self._folder.address(f"front{i}") for i in range(self._config.parallel.dp)]
+
+    async def _serve(self, fleet: Fleet, engines: list[EngineClient]) -> int:
+        """Start, serve, end in order; returns the exit code."""
+        assert self._ending is not None
+        starting = asyncio.create_task(self._start(fleet, engines))
+        await asyncio.wait((starting, self._ending), return_when=asyncio.FIRST_COMPLETED)
+        if not self._ending.done():
+            starting.result()  # raises what went wrong
+        ending = await self._ending
+        if ending is Ending.DEAD and self.state.service is None:
+            await starting  # raises what the engine said
+        starting.cancel()
+        match ending:
+            case Ending.DEAD:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._now.wait(), DEATH_NOTICE_S)
+                return DeviceError.exit_code
+            case Ending.DRAIN:
+                await self._drain()
+            case Ending.INTERRUPTED:
+                return 128 + signal.SIGINT
+        return 0
+
+    async def _start(self, fleet: Fleet, engines: list[EngineClient]) -> None:
+        loop = asyncio.get_running_loop()
+        self.state.tool_servers = await start_tool_servers(self._config.server.tool_servers)
+        self.state.config, card = await _in_daemon(self._prepare)
+        end_phase(self.state.phases, "model files")
+        for address, engine in zip(self._addresses(), engines, strict=True):
+
+            def on_death(text: str, engine: EngineClient = engine) -> None:
+                loop.call_soon_threadsafe(engine.engine_lost, text)
+
+            self._handles.append(self._start_engine(self.state.config, card, address, on_death))
+        self.state.service = service = await open_service(self.state, card, fleet)
+        self._folder.close()  # both ends have met: nothing remains, not even after SIGKILL
+        host = self._config.server.host
+        shown = f"[{host}]" if ":" in host else host
+        await resume_batches(self.state)
+        report(self.state, service, f"http://{shown}:{self._listener.getsockname()[1]}")
+
+    async def _drain(self) -> None:
+        limit_s = self._config.server.drain_timeout_s
+        log.info("draining requests=%d limit_s=%g", len(self.state.open), limit_s)
+        idle = asyncio.create_task(self.app.wait_idle())
+        now = asyncio.create_task(self._now.wait())
+        await asyncio.wait((idle, now), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        now.cancel()
+        if not idle.done():
+            log.warning("drain ended early requests=%d", len(self.state.open))
+            self.app.end_all("The server is shutting down.")
+            await asyncio.wait((idle,), timeout=CLOSING_S)
+        idle.cancel()
+
+    def _signalled(self, number: int) -> None:
+        """First SIGTERM or SIGHUP: drain. SIGINT, or any second signal: stop now."""
+        assert self._ending is not None
+        is_first = not self._ending.done()
+        log.info("received %s", signal.Signals(number).name)
+        self.state.draining = True
+        if is_first:
+            self._ending.set_result(self._ending_of(number))
+        if not is_first or number == signal.SIGINT:
+            self._now.set()
+
+    def _ending_of(self, number: int) -> Ending:
+        is_ready = self.state.service is not None
+        if number == signal.SIGINT:
+            return Ending.NOW if is_ready else Ending.INTERRUPTED
+        return Ending.DRAIN if is_ready else Ending.NOW
+
+    async def _watch_engines(self, fleet: Fleet) -> None:
+        self.state.dead = await fleet.lost()
+        assert self._ending is not None
+        if self.state.service is not None:  # else the start fails with these words
+            log.error("engine died: %s", self.state.dead)
+        if not self._ending.done():
+            self._ending.set_result(Ending.DEAD)

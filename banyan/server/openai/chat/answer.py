@@ -1,0 +1,203 @@
+"""Shapes of chat answers, whole or in chunks."""
+
+import os
+import time
+
+from banyan.frontend.answers.answer import AnswerParser
+from banyan.frontend.answers.reasoning.count import ThinkingTokens
+from banyan.frontend.answers.tools.parts import CallArguments, CallStart, Part, Said, Thought
+from banyan.frontend.requests.generation import Finish, TextChunk, TokenScore
+from banyan.server.errors import Json
+from banyan.server.http.state import Service
+from banyan.server.openai.chat.plan import ChatPlan
+from banyan.server.openai.shapes import (
+    UsageCount,
+    chat_logprobs,
+    finish_reason,
+    hidden_states,
+    matched_stop,
+)
+
+
+class Choice:
+    """One answer as it arrives: its parser, and what it has counted."""
+
+    def __init__(self, plan: ChatPlan) -> None:
+        self._parser = AnswerParser(plan.form)
+        self._thinking = ThinkingTokens(plan.thinking_end)
+        self._id_chars = plan.form.tools.id_chars if plan.form.tools else 0
+        self._ids: dict[str, None] = {}
+        self.parts: list[Part] = []
+        self.scores: list[TokenScore] = []
+        self.finish: Finish | None = None
+        self.hidden: Json = {}
+
+    def read(self, chunk: TextChunk) -> list[Part]:
+        """What a chunk makes certain."""
+        parts = self._parser.feed(chunk.text)
+        self._thinking.take(chunk.tokens, self._parser.has_answered)
+        if chunk.finish is not None:
+            parts += self._parser.finish(_is_cut(chunk.finish))
+        return parts
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return self._thinking.count if self._parser.has_thought else 0
+
+    def reason(self, finish: Finish | None) -> str | None:
+        """finish_reason; a model that ended by itself with calls asks for their results."""
+        found = finish_reason(finish)
+        return "tool_calls" if found == "stop" and self._parser.num_calls else found
+
+    def call_id(self, given: str) -> str:
+        """The model's own id of a call, or a fresh one where it has none or repeats itself."""
+        if not given or given in self._ids:
+            fresh = os.urandom(12).hex()
+            given = fresh[: self._id_chars] if self._id_chars else f"call_{fresh}"
+        self._ids[given] = None
+        return given
+
+
+class ChatAnswer:
+    """The bodies of one request's answer."""
+
+    def __init__(
+        self, service: Service, rid: str, plan: ChatPlan, model: str, with_cache: bool
+    ) -> None:
+        num_choices = len(plan.asked)
+        self.usage = UsageCount(num_choices, num_choices, with_cache)
+        self._service = service
+        self._top = plan.top
+        self._choices = [Choice(plan) for _ in range(num_choices)]
+        self._id = rid
+        self._model = model
+        self._created = int(time.time())
+
+    def keep(self, index: int, chunk: TextChunk) -> None:
+        """Take in a piece of an answer that is given whole, at the end."""
+        choice = self._choices[index]
+        choice.parts += choice.read(chunk)
+        choice.scores += chunk.output_scores
+        choice.finish = chunk.finish
+        choice.hidden = hidden_states(chunk)
+        self.usage.take(index, chunk.usage, choice.reasoning_tokens)
+
+    def whole(self) -> Json:
+        """All that was kept."""
+        choices = [self._choice(index, choice) for index, choice in enumerate(self._choices)]
+        return {
+            **self._head("chat.completion"),
+            "choices": choices,
+            "usage": self.usage.total(),
+        }
+
+    def first(self, index: int) -> Json:
+        """The chunk that opens a choice."""
+        delta = {"role": "assistant", "content": "", "reasoning_content": None}
+        return self._chunk(index, delta)
+
+    def deltas(self, index: int, chunk: TextChunk) -> list[Json]:
+        """The chunks that a piece of an answer becomes, its end included."""
+        choice = self._choices[index]
+        parts = choice.read(chunk)
+        self.usage.take(index, chunk.usage, choice.reasoning_tokens)
+        if not parts and chunk.output_scores:
+            parts = [Said("")]
+        logprobs = self._logprobs(chunk.output_scores)
+        bodies = []
+        for part in parts:
+            bodies.append(self._chunk(index, _delta(part, choice), logprobs))
+            logprobs = None
+        if chunk.finish is not None:
+            bodies.append(self._last(index, choice, chunk.finish))
+        if hidden := hidden_states(chunk):
+            delta = {"content": None, "reasoning_content": None, **hidden}
+            bodies.append(self._chunk(index, delta))
+        return bodies
+
+    def total(self) -> Json:
+        return {
+            **self._head("chat.completion.chunk"),
+            "choices": [],
+            "usage": self.usage.total(),
+        }
+
+    def _last(self, index: int, choice: Choice, finish: Finish) -> Json:
+        """The chunk that closes a choice: nothing but why it ended."""
+        delta: Json = {"content": None, "reasoning_content": None}
+        return self._chunk(index, delta, None, choice.reason(finish), matched_stop(finish))
+
+    def _choice(self, index: int, choice: Choice) -> Json:
+        return {
+            "index": index,
+            "message": _message(choice.parts, choice),
+            "logprobs": self._logprobs(choice.scores),
+            "finish_reason": choice.reason(choice.finish),
+            "matched_stop": matched_stop(choice.finish),
+            **choice.hidden,
+        }
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Json,
+        logprobs: Json | None = None,
+        reason: object = None,
+        matched: object = None,
+    ) -> Json:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            "matched_stop": matched,
+        }
+        return {**self._head("chat.completion.chunk"), "choices": [choice], "usage": None}
+
+    def _head(self, kind: str) -> Json:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def _logprobs(self, scores: list[TokenScore]) -> Json | None:
+        if self._top is None:
+            return None
+        return chat_logprobs(self._service.words(), scores, self._top)
+
+
+def _is_cut(finish: Finish) -> bool:
+    """Whether the model was stopped: by a length, an abort or a stop text."""
+    return finish.reason != "stop" or isinstance(finish.matched, str)
+
+
+def _delta(part: Part, choice: Choice) -> Json:
+    match part:
+        case Said(text):
+            return {"content": text, "reasoning_content": None}
+        case Thought(text):
+            return {"content": None, "reasoning_content": text}
+        case CallStart(index, name, id):
+            function = {"name": name, "arguments": ""}
+            call = {
+                "index": index,
+                "id": choice.call_id(id),
+                "type": "function",
+                "function": function,
+            }
+        case CallArguments(index, text):
+            call = {"index": index, "function": {"arguments": text}}
+    return {"content": None, "reasoning_content": None, "tool_calls": [call]}
+
+
+def _message(parts: list[Part], choice: Choice) -> Json:
+    said = "".join(p.text for p in parts if isinstance(p, Said))
+    thought = "".join(p.text for p in parts if isinstance(p, Thought))
+    calls = []
+    for start in (p for p in parts if isinstance(p, CallStart)):
+        own = (p.text for p in parts if isinstance(p, CallArguments) and p.index == start.index)
+        function = {"name": start.name, "arguments": "".join(own)}
+        calls.append({"id": choice.call_id(start.id), "type": "function", "function": function})
+    return {
+        "role": "assistant",
+        "content": said if said or not (thought or calls) else None,
+        "reasoning_content": thought or None,
+        "tool_calls": calls or None,
+    }

@@ -1,0 +1,74 @@
+"""/v1/chat/completions: messages in, one answer or a stream of deltas out."""
+
+from contextlib import aclosing
+
+from banyan.base.errors import RequestError
+from banyan.frontend.requests.generation import run
+from banyan.server.errors import Json
+from banyan.server.http.exchange import Exchange
+from banyan.server.http.state import ServerState, Service
+from banyan.server.openai.chat.answer import ChatAnswer
+from banyan.server.openai.chat.plan import ChatPlan, plan_chat
+from banyan.server.openai.fields import (
+    Origin,
+    check_model,
+    in_openai_words,
+    origin_of,
+    read_fields,
+)
+from banyan.server.openai.schema import ChatRequest
+
+
+async def chat_completions(exchange: Exchange, state: ServerState) -> None:
+    service = state.admit()
+    server = state.config.server
+
+    def report(field: str, why: str) -> None:
+        exchange.warn_or_refuse(field, why, server.strict_requests)
+
+    def read(raw: Json) -> tuple[ChatRequest, str, Origin, ChatPlan]:
+        request = read_fields(raw, ChatRequest, exchange, server.strict_requests)
+        model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
+        origin = origin_of(exchange, request, "chat")
+        try:
+            return request, model, origin, plan_chat(service, raw, request, origin, report)
+        except RequestError as error:
+            raise in_openai_words(error) from None
+
+    request, model, origin, plan = await exchange.read(read, waits=True)
+    answer = ChatAnswer(service, origin.rid, plan, model, server.cache_report)
+    with state.open.holding(plan.asked, exchange.tenant):
+        if request.stream:
+            await _stream(exchange, service, request, answer, plan)
+        else:
+            async with aclosing(run(service.generator, plan.asked)) as chunks:
+                async for index, chunk in chunks:
+                    answer.keep(index, chunk)
+            await exchange.json(answer.whole())
+
+
+async def _stream(
+    exchange: Exchange,
+    service: Service,
+    request: ChatRequest,
+    answer: ChatAnswer,
+    plan: ChatPlan,
+) -> None:
+    options = request.stream_options
+    continuous = bool(options and options.continuous_usage_stats)
+    opened: set[int] = set()
+    async with aclosing(run(service.generator, plan.asked)) as chunks:
+        async for index, chunk in chunks:
+            if not exchange.streaming:
+                await exchange.begin_events()
+            bodies = answer.deltas(index, chunk)
+            if index not in opened:
+                opened.add(index)
+                bodies.insert(0, answer.first(index))
+            for body in bodies:
+                if continuous:
+                    body["usage"] = answer.usage.of(index)
+                await exchange.event(body)
+    if options and options.include_usage:
+        await exchange.event(answer.total())
+    await exchange.end_events()

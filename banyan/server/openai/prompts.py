@@ -1,0 +1,185 @@
+"""From what a client sends to prompt token ids: chat messages, texts, or ids as they are.
+
+All of it is CPU work that grows with what was sent: routes call it from `off_loop`.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from banyan.base.errors import RequestError
+from banyan.base.json_types import is_object
+from banyan.frontend.answers.tools.as_text import calls_as_text, tools_as_text
+from banyan.frontend.answers.tools.definitions import Definition
+from banyan.frontend.requests.constraint import check_depth
+from banyan.frontend.requests.long_texts import encode_texts, fitted_text
+from banyan.frontend.templates.chat import RESERVED
+from banyan.server.errors import Json
+from banyan.server.http.state import Service
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_RESERVED = RESERVED | {"tokenize", "chat_template"}
+MAX_MESSAGES = 16384
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages and how to render them."""
+
+    messages: list[Json]
+    options: Json = field(default_factory=dict[str, object])
+    """chat_template_kwargs."""
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+    tools: Sequence[Definition] | None = None
+
+
+def chat_ids(service: Service, chat: Conversation) -> list[int]:
+    """Token ids of a rendered conversation; text inside messages never becomes a special token."""
+    if service.chat is None:
+        raise RequestError(
+            "this model has no chat template",
+            code="no_chat_template",
+            hint="Use /v1/completions, or start with --chat-template FILE",
+        )
+    if taken := sorted(_RESERVED & chat.options.keys()):
+        raise RequestError(
+            f"chat_template_kwargs may not set {', '.join(taken)}", param="chat_template_kwargs"
+        )
+    for param, value in (
+        ("messages", chat.messages),
+        ("tools", chat.tools),
+        ("chat_template_kwargs", chat.options),
+    ):
+        check_depth(value, param)
+    messages = checked_messages(chat.messages)
+    if chat.continue_final_message and messages[-1]["role"] != "assistant":
+        raise RequestError(
+            "continue_final_message needs a last message of the assistant",
+            param="continue_final_message",
+        )
+    tokenizer, template, tools = service.chat.tokenizer, service.chat.template, chat.tools
+    tag = service.tool_tag
+    if tag and not template.takes_calls:
+        messages = calls_as_text(messages, tag)
+    if tag and tools:
+        messages, tools = tools_as_text(messages, tools, tag, template.takes_system), None
+    return service.chat.encode(
+        messages,
+        tools,
+        add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
+        continue_final_message=chat.continue_final_message,
+        variables=chat.options,
+        fit=lambda text: fitted_text(tokenizer, text, service.limits),
+    )
+
+
+def text_ids(
+    service: Service, texts: Iterable[str], add_special_tokens: bool = True
+) -> list[list[int]]:
+    """Token ids of plain prompts, in which the texts of special tokens count as such."""
+    return encode_texts(service.words(), texts, service.limits, add_special_tokens)
+
+
+def ids_text(
+    service: Service, ids: list[int], skip_special_tokens: bool, param: str = "tokens"
+) -> str:
+    tokenizer = service.words()
+    return tokenizer.decode(checked_ids(ids, service, param), skip_special_tokens)
+
+
+def check_count(num: int, service: Service, param: str, what: str = "prompts") -> None:
+    """RequestError when one request may not have so many; asked before any of them is read."""
+    most = service.limits.max_sequences
+    if num > most:
+        raise RequestError(f"at most {most} {what} are accepted, got {num}", param=param)
+
+
+def checked_ids(ids: list[int], service: Service, param: str) -> list[int]:
+    """`ids` as given, or RequestError 400 naming the first outside the vocabulary."""
+    size = service.limits.vocab_size
+    for id in ids:
+        if type(id) is not int or not 0 <= id < size:
+            raise RequestError(f"{param} must be token ids in [0, {size}), got {id!r}", param=param)
+    return ids
+
+
+def checked_messages(messages: list[Json]) -> list[Json]:
+    """Messages that a template can render: known roles, content a text or text parts."""
+    if not messages:
+        raise RequestError("Messages cannot be empty.", param="messages")
+    check_messages(len(messages))
+    return [_message(m, i) for i, m in enumerate(messages)]
+
+
+def check_messages(num: int) -> None:
+    """RequestError when a conversation has so many messages."""
+    if num > MAX_MESSAGES:
+        raise RequestError(
+            f"at most {MAX_MESSAGES} messages are accepted, got {num}", param="messages"
+        )
+
+
+def json_text(value: object, param: str) -> str:
+    """`value` as JSON text, integers of any size included; RequestError when it is too deep."""
+    check_depth(value, param)
+    return json.dumps(value, ensure_ascii=False)
+
+
+class _Growing(list[str]):
+    """Parts of a text that is put together."""
+
+
+def add_text(message: Json, name: str, text: str, between: str) -> None:
+    """Put `text` behind what the field `name` says, at no cost for what is there already. The
+    field is a list of parts until `whole_texts`."""
+    parts = message.get(name)
+    if not isinstance(parts, _Growing):
+        parts = message[name] = _Growing([str(parts)] if parts else [])
+    if parts:
+        parts.append(between)
+    parts.append(text)
+
+
+def whole_texts(message: Json) -> Json:
+    """The message with what `add_text` has put together as texts."""
+    return {k: "".join(v) if isinstance(v, _Growing) else v for k, v in message.items()}
+
+
+def _message(message: Json, index: int) -> Json:
+    role = message.get("role")
+    known = role.lower() if isinstance(role, str) and len(role) <= 32 else ""
+    if known not in _ROLES:
+        raise RequestError(
+            f"messages[{index}].role must be one of {', '.join(_ROLES)}", param="messages"
+        )
+    known = "system" if known == "developer" else known
+    if message.get("tool_calls") and not isinstance(message["tool_calls"], list):
+        raise RequestError(f"messages[{index}].tool_calls must be a list", param="messages")
+    return {**message, "role": known, "content": _content(message.get("content"), index, known)}
+
+
+def _content(content: object, index: int, role: str) -> str | list[Json] | None:
+    if isinstance(content, str) or (content is None and role == "assistant"):
+        return content
+    if not isinstance(content, list):
+        raise RequestError(
+            f"messages[{index}].content must be a text or a list of parts", param="messages"
+        )
+    return [{"type": "text", "text": _part_text(part, index)} for part in content]
+
+
+def _part_text(part: object, index: int) -> str:
+    kind = part.get("type") if is_object(part) else None
+    if not is_object(part) or kind not in _TEXT_PARTS:
+        raise RequestError(
+            "Model only supports text input; received unsupported content type "
+            f"'{str(kind)[:40]}' in messages[{index}].",
+            param="messages",
+            code="unsupported_content",
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise RequestError(f"messages[{index}]: a text part needs a text", param="messages")
+    return text

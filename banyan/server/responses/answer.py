@@ -1,0 +1,244 @@
+"""A response as it becomes: its body at any moment, and the numbered events on the way.
+
+A whole response is what its events add up to. Source: the public reference of the Responses API.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from banyan.base.errors import RequestError
+from banyan.frontend.answers.tools.parts import CallStart, Said
+from banyan.frontend.requests.generation import TextChunk, Usage
+from banyan.server.errors import Json
+from banyan.server.http.state import Service
+from banyan.server.openai.chat.answer import Choice
+from banyan.server.openai.chat.plan import ChatPlan
+from banyan.server.openai.shapes import chat_logprobs
+from banyan.server.responses.output import Output
+from banyan.server.responses.request import ResponsesRequest
+from banyan.server.responses.tools import Offered, Shown, shown_tools
+from banyan.server.tool_servers.base import Outcome
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Tokens: read, of these cached, written, of these thinking."""
+
+    input: int = 0
+    cached: int = 0
+    output: int = 0
+    thinking: int = 0
+
+
+class ResponseAnswer:
+    """The body of one response as it becomes, and the events on the way.
+
+    The model writes it in one turn, or in several when tool servers answer its calls in between.
+
+    Args:
+        listings: tool servers whose tools the response lists.
+        with_cache: report cached prompt tokens (--enable-cache-report).
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        plan: ChatPlan,
+        request: ResponsesRequest,
+        offered: Offered,
+        listings: Sequence[Shown],
+        id: str,
+        model: str,
+        with_cache: bool,
+    ) -> None:
+        self._service = service
+        self._plan = plan
+        self._choice = Choice(plan)
+        self._output = Output(offered.labels)
+        self._listings = listings
+        self._with_cache = with_cache
+        self._usage: Usage | None = None
+        """Of this turn."""
+        self._past = _Counts()
+        self._turn_start = 0
+        self._num_events = 0
+        self._end: Json = {"error": None, "incomplete_details": None, "completed_at": None}
+        self._status = "queued" if request.background else "in_progress"
+        self._fixed = _fixed(plan, request, id, model)
+
+    @property
+    def is_over(self) -> bool:
+        return self._status not in ("queued", "in_progress")
+
+    @property
+    def has_begun(self) -> bool:
+        return self._num_events > 0
+
+    @property
+    def items(self) -> list[Json]:
+        """The output items so far."""
+        return self._output.so_far()
+
+    @property
+    def waiting(self) -> list[tuple[int, Json]]:
+        """(index, item) of the calls that tool servers are to answer before the next turn."""
+        return [(index, self._output.items[index]) for index in self._output.waiting]
+
+    @property
+    def needs_client(self) -> bool:
+        """The turn has called a function of the client's too."""
+        turn = self._output.items[self._turn_start :]
+        return any(item["type"] == "function_call" for item in turn)
+
+    @property
+    def output_tokens(self) -> int:
+        return self._counted().output
+
+    def body(self) -> Json:
+        """The response as it is at this moment."""
+        return {
+            **self._fixed,
+            **self._end,
+            "status": self._status,
+            "output": self._output.so_far(),
+            "usage": self._usage_body(),
+        }
+
+    def begin(self) -> list[Json]:
+        """The events before any output."""
+        created = self._event({"type": "response.created", "response": self.body()})
+        self._status = "in_progress"
+        found = [{"type": "response.in_progress", "response": self.body()}]
+        for shown in self._listings:
+            found += self._output.list_tools(shown.label, shown.tools)
+        return [created, *map(self._event, found)]
+
+    def turn(self, plan: ChatPlan) -> None:
+        """The model is asked anew, with the answers to its calls."""
+        self._past, self._usage = self._counted(), None
+        self._turn_start = len(self._output.items)
+        self._plan, self._choice = plan, Choice(plan)
+
+    def events(self, chunk: TextChunk) -> list[Json]:
+        """The events that a chunk becomes, the end of the response included."""
+        scores = self._logprobs(chunk)
+        found: list[Json] = []
+        for part in self._choice.read(chunk):
+            call_id = self._choice.call_id(part.id) if isinstance(part, CallStart) else ""
+            found += self._output.take(part, call_id, scores)
+            scores = [] if isinstance(part, Said) else scores
+        self._usage = chunk.usage
+        if chunk.finish is not None:
+            reason = self._choice.reason(chunk.finish)
+            if reason == "tool_calls":
+                found += self._output.close()
+            if reason != "tool_calls" or not self._output.waiting:
+                found += self._over(reason)
+        return [self._event(event) for event in found]
+
+    def answered(self, index: int, outcome: Outcome) -> list[Json]:
+        """The events of a call that its tool server has answered."""
+        return [self._event(event) for event in self._output.answer_call(index, outcome)]
+
+    def end(self, reason: str) -> list[Json]:
+        """The events that end a response between two turns: "stop" or "length"."""
+        return [self._event(event) for event in self._over(reason)]
+
+    def fail(self, error: RequestError) -> list[Json]:
+        """The events that end a response which could not be completed."""
+        code = "rate_limit_exceeded" if error.status in (429, 503) else "server_error"
+        code = "invalid_prompt" if error.status < 429 else code
+        return [self._event(event) for event in self._fail(code, str(error))]
+
+    def cancel(self) -> None:
+        """End it as cancelled, with what it has."""
+        self._output.give_up()
+        self._status = "cancelled"
+
+    def _over(self, reason: str | None) -> list[Json]:
+        if reason == "abort":
+            return self._fail("server_error", "The request was aborted.")
+        if reason == "length":
+            self._status = "incomplete"
+            self._end["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            self._status = "completed"
+            self._end["completed_at"] = int(time.time())
+        whole = self._status == "completed"
+        closed = self._output.close() if whole else self._output.give_up()
+        return [*closed, {"type": f"response.{self._status}", "response": self.body()}]
+
+    def _fail(self, code: str, message: str) -> list[Json]:
+        closed = self._output.give_up()
+        self._status = "failed"
+        self._end["error"] = {"code": code, "message": message}
+        return [*closed, {"type": "response.failed", "response": self.body()}]
+
+    def _event(self, event: Json) -> Json:
+        self._num_events += 1
+        return {**event, "sequence_number": self._num_events - 1}
+
+    def _logprobs(self, chunk: TextChunk) -> list[Json]:
+        if self._plan.top is None or not chunk.output_scores:
+            return []
+        words = self._service.words()
+        found = chat_logprobs(words, chunk.output_scores, self._plan.top)["content"]
+        assert isinstance(found, list)
+        return found
+
+    def _counted(self) -> "_Counts":
+        """Tokens of all turns so far."""
+        past, usage = self._past, self._usage
+        if usage is None:
+            return past
+        return _Counts(
+            past.input + usage.prompt_tokens,
+            past.cached + usage.cached_tokens,
+            past.output + usage.output_tokens,
+            past.thinking + self._choice.reasoning_tokens,
+        )
+
+    def _usage_body(self) -> Json | None:
+        counts = self._counted()
+        if not counts.input:
+            return None
+        cached = counts.cached if self._with_cache else 0
+        return {
+            "input_tokens": counts.input,
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": counts.output,
+            "output_tokens_details": {"reasoning_tokens": counts.thinking},
+            "total_tokens": counts.input + counts.output,
+        }
+
+
+def _fixed(plan: ChatPlan, request: ResponsesRequest, id: str, model: str) -> Json:
+    """What does not change while the response becomes."""
+    sampling = plan.asked[0].sampling
+    reasoning = request.reasoning
+    form = request.text.format if request.text else None
+    choice = request.tool_choice if request.tool_choice is not None else "auto"
+    return {
+        "id": id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "background": bool(request.background),
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "metadata": request.metadata or {},
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+        "service_tier": "default",
+        "store": request.store is not False,
+        "temperature": sampling.temperature,
+        "text": {"format": form or {"type": "text"}},
+        "tool_choice": choice,
+        "tools": shown_tools(request.tools or []),
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+    }

@@ -1,0 +1,385 @@
+"""/v1/responses: the Responses API over the path of chat, with a bounded store in memory.
+
+A response runs while its client listens; in the background it runs on its own, and its client
+polls, or follows its stream.
+"""
+
+import asyncio
+import re
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import orjson
+
+from banyan.base.errors import RequestError
+from banyan.base.log import logger
+from banyan.frontend.templates.chat import ChatTemplate
+from banyan.server.errors import Json, internal
+from banyan.server.http.dialect import OPENAI
+from banyan.server.http.exchange import Exchange
+from banyan.server.http.route import Body, Route
+from banyan.server.http.state import ServerState, Service
+from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
+from banyan.server.openai.fields import (
+    Report,
+    account_for,
+    account_for_members,
+    check_model,
+    in_words,
+    origin_of,
+    typed,
+)
+from banyan.server.openai.files import listed, page
+from banyan.server.openai.schema import ChatRequest
+from banyan.server.responses.answer import ResponseAnswer
+from banyan.server.responses.items import given_items
+from banyan.server.responses.request import (
+    HARMLESS,
+    REFUSED,
+    WORDS,
+    PromptRequest,
+    Reasoning,
+    ResponsesRequest,
+    TextForm,
+    chat_body,
+)
+from banyan.server.responses.run import Running
+from banyan.server.responses.tools import (
+    MAX_CALLS,
+    Offered,
+    ServerCalls,
+    first_listings,
+    offered_tools,
+)
+from banyan.server.store.responses import StoredResponse
+
+R = TypeVar("R", bound=PromptRequest)
+
+log = logger(__name__)
+
+_PAGE = 20
+_ID = re.compile(r"resp_[\w-]{1,64}", re.ASCII)
+_ON = ("true", "1")
+
+
+def _frame(body: Json) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (str(body["type"]).encode(), orjson.dumps(body))
+
+
+def _error_event(error: RequestError) -> Json:
+    """The last event of a stream that breaks where no response.failed could be sent."""
+    return {
+        "type": "error",
+        "code": error.code,
+        "message": str(error),
+        "param": error.param or None,
+        "sequence_number": 0,
+    }
+
+
+RESPONSES = replace(OPENAI, frame=_frame, error_event=_error_event)
+"""Events carry their type's name; errors before a stream are those of the other OpenAI routes."""
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request that was read: what it continues, what it brings, and the tools that it offers."""
+
+    request: ResponsesRequest
+    model: str
+    before: list[Json]
+    given: list[Json]
+    offered: Offered
+
+
+async def create(exchange: Exchange, state: ServerState) -> None:
+    service = state.admit()
+    server = state.config.server
+    report = _reporter(exchange, server.strict_requests)
+
+    def plan_turn(
+        asked: _Asked, request: ResponsesRequest, written: list[Json], report: Report
+    ) -> ChatPlan:
+        items = [*asked.before, *asked.given, *written]
+        try:
+            body = chat_body(request, items, asked.offered, _template(service), report)
+            chat = typed(body, ChatRequest)
+            origin = origin_of(exchange, chat, "responses")
+            return plan_chat(service, body, chat, origin, report)
+        except RequestError as error:
+            raise in_words(error, WORDS) from None
+
+    def read(raw: Json) -> tuple[_Asked, ChatPlan]:
+        request = _read(raw, ResponsesRequest, report)
+        model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
+        before, given = _before(request, exchange, state), given_items(request.input)
+        offered = offered_tools(request.tools or [], state.tool_servers, report)
+        asked = _Asked(request, model, before, given, offered)
+        return asked, plan_turn(asked, request, [], report)
+
+    asked, plan = await exchange.read(read, waits=True)
+    request, model, before, given = asked.request, asked.model, asked.before, asked.given
+    offered = asked.offered
+
+    async def plan_later(request: ResponsesRequest, written: list[Json]) -> ChatPlan:
+        return await asyncio.to_thread(plan_turn, asked, request, written, _told_before)
+
+    id = _fresh_id(request, exchange, state)
+    listings = first_listings(offered, [*before, *given])
+    answer = ResponseAnswer(
+        service, plan, request, offered, listings, id, model, server.cache_report
+    )
+    stored = StoredResponse(answer.body, id, given, before, exchange.tenant)
+
+    def over() -> None:
+        final = answer.body()
+        stored.show = lambda: final
+        if request.store is not False:
+            state.responses.keep(stored)
+
+    calls = ServerCalls(offered, MAX_CALLS)
+    if request.max_tool_calls is not None:
+        calls.limit = min(MAX_CALLS, request.max_tool_calls)
+    running = Running(service, request, plan, plan_later, calls, answer, over)
+    if request.background:
+        await _in_background(exchange, state, running, stored, bool(request.stream))
+        return
+    with state.open.holding(plan.asked, exchange.tenant):
+        if request.stream:
+            await _stream(exchange, running)
+        else:
+            async with aclosing(running.events()) as events:
+                async for _ in events:
+                    pass
+            await exchange.json(stored.show())
+
+
+async def one(exchange: Exchange, state: ServerState) -> None:
+    """One stored response: show it, follow it, delete it, cancel it, or list its input."""
+    id, _, verb = exchange.tail.partition("/")
+    if verb not in ("", "input_items", "cancel") or (exchange.method == "POST") != (
+        verb == "cancel"
+    ):
+        raise RequestError(
+            f"no route below a response: {verb[:40]!r}", status=404, code="not_found"
+        )
+    found = state.responses.find(id, exchange.tenant)
+    if exchange.method == "POST":
+        await exchange.json(await _cancel(found))
+    elif exchange.method == "DELETE":
+        await _end(found)
+        state.responses.remove(id, exchange.tenant)
+        await exchange.json({"id": id, "object": "response", "deleted": True})
+    elif verb:
+        shown, has_more = page(found.given, exchange.query, lambda item: str(item["id"]), _PAGE)
+        await exchange.json(listed(shown, has_more))
+    elif exchange.query.get("stream") in _ON:
+        await _follow(exchange, found, exchange.query.get("starting_after"))
+    else:
+        await exchange.json(found.show())
+
+
+async def input_tokens(exchange: Exchange, state: ServerState) -> None:
+    """The length of a prompt, counted and not run."""
+    service = state.admit()
+    strict = state.config.server.strict_requests
+    report = _reporter(exchange, strict)
+
+    def read(raw: Json) -> list[int]:
+        request = _read(raw, PromptRequest, report)
+        check_model(request.model, state.served_name, exchange.warn, strict)
+        items = [*_before(request, exchange, state), *given_items(request.input)]
+        offered = offered_tools(request.tools or [], state.tool_servers, report)
+        chat = typed(chat_body(request, items, offered, _template(service), report), ChatRequest)
+        return chat_prompt(service, chat, report)[0]
+
+    ids = await exchange.read(read, waits=True)
+    await exchange.json({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+
+def responses_routes() -> list[Route]:
+    return [
+        Route(
+            *("/v1/responses", ("POST",), create),
+            dialect=RESPONSES,
+            about="a response, kept unless store is false",
+            body=Body(ResponsesRequest),
+        ),
+        Route(
+            *("/v1/responses/input_tokens", ("POST",), input_tokens),
+            dialect=RESPONSES,
+            about="length of a response's prompt",
+            body=Body(PromptRequest),
+        ),
+        Route(
+            *("/v1/responses/", ("GET", "POST", "DELETE"), one),
+            dialect=RESPONSES,
+            about="a response that was kept",
+            below={
+                "{response_id}": ("GET", "DELETE"),
+                "{response_id}/cancel": ("POST",),
+                "{response_id}/input_items": ("GET",),
+            },
+        ),
+    ]
+
+
+def _reporter(exchange: Exchange, strict: bool) -> Report:
+    def report(field: str, why: str) -> None:
+        exchange.warn_or_refuse(WORDS.get(field, field), why, strict)
+
+    return report
+
+
+def _told_before(field: str, why: str) -> None:
+    """What a later turn cannot honour was reported for the first."""
+
+
+def _read(raw: Json, kind: type[R], report: Report) -> R:
+    """The typed request; every field of the body is honoured, refused or reported."""
+    try:
+        orjson.dumps(raw)
+    except TypeError as error:
+        raise RequestError(f"the response could not show the request: {error}") from None
+    account_for(raw, kind.__struct_fields__, REFUSED, HARMLESS, report)
+    account_for_members(raw, {"reasoning": Reasoning, "text": TextForm}, (), report)
+    return typed(raw, kind)
+
+
+def _fresh_id(request: ResponsesRequest, exchange: Exchange, state: ServerState) -> str:
+    """The id of a new response: the `request_id`, where it has an id's form, or one of ours."""
+    given = request.request_id or ""
+    if not _ID.fullmatch(given):
+        return f"resp_{exchange.id}"
+    if state.responses.has(given, exchange.tenant):
+        raise RequestError(f"there is a response {given!r} already", param="request_id")
+    return given
+
+
+def _template(service: Service) -> ChatTemplate | None:
+    return service.chat.template if service.chat else None
+
+
+def _before(request: PromptRequest, exchange: Exchange, state: ServerState) -> list[Json]:
+    """The items of the conversation that the request continues."""
+    if not request.previous_response_id:
+        return []
+    id = request.previous_response_id
+    found = state.responses.find(id, exchange.tenant, "previous_response_id")
+    if not found.is_over:
+        raise RequestError(
+            f"the response {found.id} is still {found.status}",
+            param="previous_response_id",
+            status=409,
+            code="response_not_over",
+        )
+    return found.conversation
+
+
+async def _stream(exchange: Exchange, running: Running) -> None:
+    """Send the events of a response, whose last says how it ended."""
+    try:
+        async with aclosing(running.events()) as events:
+            async for event in events:
+                if not exchange.streaming:
+                    await exchange.begin_events()
+                await exchange.event(event)
+    except RequestError as error:
+        if not exchange.streaming:
+            raise
+        await _send_all(exchange, running.fail(error))
+    except asyncio.CancelledError:
+        if isinstance(exchange.ending, RequestError) and exchange.streaming:
+            await _send_all(exchange, running.fail(exchange.ending))
+            await exchange.end_events()
+        raise
+    await exchange.end_events()
+
+
+async def _send_all(exchange: Exchange, events: list[Json]) -> None:
+    for event in events:
+        await exchange.event(event)
+
+
+async def _in_background(
+    exchange: Exchange,
+    state: ServerState,
+    running: Running,
+    stored: StoredResponse,
+    is_streamed: bool,
+) -> None:
+    """Start a response that runs on its own, and answer with its beginning."""
+    stored.events = [] if is_streamed else None
+    state.responses.keep(stored)
+    stored.work = asyncio.create_task(_work(exchange.id, state, running, stored))
+    if is_streamed:
+        await _follow(exchange, stored, None)
+    else:
+        await exchange.json(stored.show())
+
+
+async def _work(id: str, state: ServerState, running: Running, stored: StoredResponse) -> None:
+    """Run a response to its end, whatever that is."""
+
+    def take(event: Json) -> None:
+        if stored.events is not None:
+            stored.events.append(event)
+        stored.news.set()
+
+    try:
+        with state.open.holding(running.plan.asked, stored.owner):
+            async with aclosing(running.events()) as events:
+                async for event in events:
+                    take(event)
+    except asyncio.CancelledError:
+        running.answer.cancel()
+        running.over()
+    except RequestError as error:
+        for event in running.fail(error):
+            take(event)
+    except Exception:
+        log.exception("response failed id=%s", stored.id)
+        for event in running.fail(internal(id)):
+            take(event)
+    stored.news.set()
+
+
+async def _follow(exchange: Exchange, stored: StoredResponse, after: str | None) -> None:
+    """Send the events of a background response, past ones first, until it is over."""
+    if stored.events is None:
+        raise RequestError(
+            "only a background response that was created with stream: true can be streamed again",
+            param="stream",
+        )
+    if after is not None and not (after.isascii() and after.isdigit() and len(after) < 10):
+        raise RequestError("starting_after must be a sequence number", param="starting_after")
+    next_ = 0 if after is None else int(after) + 1
+    await exchange.begin_events()
+    while True:
+        stored.news.clear()
+        while next_ < len(stored.events):
+            await exchange.event(stored.events[next_])
+            next_ += 1
+        if stored.is_over and next_ >= len(stored.events):
+            break
+        await stored.news.wait()
+    await exchange.end_events()
+
+
+async def _cancel(stored: StoredResponse) -> Json:
+    if stored.work is None:
+        raise RequestError(
+            "only a response in the background can be cancelled; "
+            "closing the connection ends the others",
+            param="response_id",
+        )
+    await _end(stored)
+    return stored.show()
+
+
+async def _end(stored: StoredResponse) -> None:
+    """End what still runs in the background."""
+    if stored.work is not None and not stored.is_over:
+        stored.work.cancel()
+        await asyncio.gather(stored.work, return_exceptions=True)
