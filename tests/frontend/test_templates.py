@@ -3,9 +3,11 @@ byte; templates by name and file; how gaps are filled."""
 
 import json
 import random
+import time
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -13,6 +15,7 @@ from banyan.base.errors import ConfigError
 from banyan.frontend.answers.parser_choice import reasoning_parser_for, tool_parser_for
 from banyan.frontend.templates.chat import Chat, ChatTemplate, load_chat
 from banyan.frontend.templates.named import CHAT_TEMPLATES, FillIn, fill_in_form, template_source
+from banyan.frontend.templates.process import TemplateProcesses
 from banyan.frontend.words.load import load_tokenizer
 from tests.frontend.oracles import FOLDERS, demo_gguf, folder
 
@@ -22,6 +25,8 @@ WORDS = (
     "tail ",
     "1 < 2", "{{ x }}", "", "'q' \"Q\"", "\\n",
 )  # fmt: skip
+MAX_KEPT_BYTES = 8 << 20
+SETTLED_S = 5.0
 
 Messages = list[dict[str, object]]
 
@@ -187,3 +192,16 @@ def test_gaps_are_filled_in_the_order_of_the_model(tmp_path: Path) -> None:
         fill_in_form(str(file))
     with pytest.raises(ConfigError, match="--completion-template"):
         fill_in_form("no-such-name")
+
+
+def test_a_template_process_keeps_nothing_of_a_long_conversation() -> None:
+    known = set(psutil.Process().children())
+    process = TemplateProcesses("{% for m in messages %}{{ m }}{% endfor %}")
+    (worker,) = set(psutil.Process().children()) - known
+    process.render({"messages": ["hi"]})
+    before = worker.memory_info().rss
+    process.render({"messages": ["a" * 1000] * 16_000})
+    deadline_s = time.monotonic() + SETTLED_S
+    while worker.memory_info().rss - before > MAX_KEPT_BYTES:
+        assert time.monotonic() < deadline_s, worker.memory_info()
+        time.sleep(0.01)

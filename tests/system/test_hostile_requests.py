@@ -18,7 +18,7 @@ NATIVE = {"text": "hello", "sampling_params": {"max_new_tokens": 2}}
 SCORE = {"model": "x", "query": "q", "items": ["a", "b"], "label_token_ids": [5, 6]}
 
 MAX_BLOCKED_S = 0.2
-MAX_GROWN_MB = 64
+MAX_GROWN_MB = 50
 ATTEMPTS = 3
 """A busy machine slows a thread down beyond its own work; what is wrong in itself is so always."""
 MAX_PEAK_MB = 250

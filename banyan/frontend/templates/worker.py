@@ -14,17 +14,22 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import BinaryIO
 
 import jinja2
 from jinja2 import meta
 from jinja2.exceptions import SecurityError
 
+from banyan.base.heap import give_back
 from banyan.frontend.templates.process import ANSWER, DONE, FAILED, REFUSED, STOPPED, TASK
 from banyan.frontend.templates.sandbox import TemplateEnvironment, constants
 
 ROOM_BYTES = 512 << 20
 """What a task may take on top of the libraries and FRAME_FACTOR times its own size."""
 FRAME_FACTOR = 24
+
+LARGE_BYTES = 1 << 20
+"""Tasks above this leave many times their size to the allocator."""
 
 MAX_REASON_CHARS = 2_000
 
@@ -79,12 +84,19 @@ def main() -> None:
         length, time_s = TASK.unpack(head)
         limit = base_bytes + ROOM_BYTES + FRAME_FACTOR * length
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-        body = tasks.read(length)
-        signal.setitimer(signal.ITIMER_PROF, time_s)  # its signal ends the process
-        answer = attempt(partial(renderer.run, body))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(ANSWER.pack(len(answer)) + answer)
-        answers.flush()
+        _serve(renderer, tasks.read(length), time_s, answers)
+        if length > LARGE_BYTES:
+            give_back()
+
+
+def _serve(renderer: Renderer, body: bytes, time_s: float, answers: BinaryIO) -> None:
+    """One task and its answer, of which nothing stays."""
+    signal.setitimer(signal.ITIMER_PROF, time_s)  # its signal ends the process
+    answer = attempt(partial(renderer.run, body))
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    answers.write(ANSWER.pack(len(answer)))
+    answers.write(answer)
+    answers.flush()
 
 
 if __name__ == "__main__":
