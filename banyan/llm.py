@@ -57,7 +57,7 @@ MAX_PROMPT_TOKENS = 1 << 32
 """Prompt tokens per call."""
 
 MAX_SCORES = 1 << 32
-"""Log-probabilities of prompts, and values of hidden states, per call."""
+"""Log-probabilities, and values of hidden states, per call."""
 
 LOAD_S = 1800.0
 """Longest wait for other weights."""
@@ -361,6 +361,7 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             max_sequences=MAX_SEQUENCES,
             max_prompt_tokens=MAX_PROMPT_TOKENS,
             max_scores=MAX_SCORES,
+            max_output_scores=MAX_SCORES,
             max_hidden=MAX_SCORES,
         )
         generator = open_generator(client, tokenizer, limits, config.observe)

@@ -241,8 +241,8 @@ async def test_what_the_sequences_of_a_request_ask_for_together_is_bounded_with_
     scored = ScoreOptions(start=0, top=255)
     for asked, told, limits in (
         (
-            request("abc", 900, scores=ScoreOptions(start=3, ids=(1,) * 5000)),
-            "4500900 log-prob",
+            request("abc", 900, scores=ScoreOptions(start=3, ids=(1,) * 500)),
+            "4509000 log-probabilities of its 10 outputs",
             wide,
         ),
         (request("a" * 400, 1, scores=scored), "1024000 log-probabilities of its prompts", wide),

@@ -5,17 +5,20 @@ import contextlib
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import httpx
 import pytest
 
 from banyan.base.errors import RequestError
 from banyan.server.http import auth, connection
+from banyan.server.http.app import BODIES_IN_MEMORY
 from banyan.server.http.auth import Guard
-from banyan.server.http.limits import read_body, strict_json
+from banyan.server.http.limits import Body, BodyRoom, read_body, strict_json
 from banyan.server.routes import all_routes
 from tests.flags import config_of
 from tests.server.fakes import Site, steps
+from tests.system.serving import wait_until
 
 KEY, ADMIN = "sesame-key", "sesame-admin"
 OPEN_PATHS = {"/livez", "/readyz", "/ready", "/health", "/health_generate", "/favicon.ico"}
@@ -231,13 +234,51 @@ def test_a_body_above_the_limit_is_413_however_it_comes(locked: Site) -> None:
     assert headed(locked, POST + b"Transfer-Encoding: chunked\r\n", chunk * 2) == b"413"
 
 
+def test_bodies_that_come_at_the_same_time_share_a_room() -> None:
+    most = 4096
+    part = b" " * (most - 96)
+    server = config_of("--max-body-bytes", str(most)).server
+    with Site(server).serving() as site, ExitStack() as stack:
+        slow = []
+        for _ in range(BODIES_IN_MEMORY):
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", site.port), 10))
+            raw.sendall(POST + b"Content-Length: %d\r\n\r\n" % most + part)
+            slow.append(raw)
+
+        def asked(size: int) -> httpx.Response:
+            return httpx.post(site.url + "/generate", content=b" " * size)
+
+        wait_until(lambda: asked(most).status_code == 503, 10, "the room to be full")
+        refused = asked(most)
+        assert "room for 32768" in refused.text and refused.headers["retry-after"]
+        assert asked(100).status_code == 400, "what is small has room"
+        chunked = b"1000\r\n" + b" " * 4096 + b"\r\n"
+        assert headed(site, POST + b"Transfer-Encoding: chunked\r\n", chunked) == b"503"
+        slow[0].close()
+        wait_until(lambda: asked(most).status_code == 400, 10, "room for one more")
+        for raw in slow[1:]:
+            raw.sendall(b" " * 96)
+            assert raw.recv(4096).split()[1] == b"400"
+        for _ in range(2 * BODIES_IN_MEMORY):
+            assert asked(most).status_code == 400, "what was refused holds nothing"
+
+
+def test_a_stream_holds_no_room_for_its_body(site: Site) -> None:
+    site.generator.hold_after = 1
+    body = {"text": "x" * 1000, "stream": True}
+    with httpx.stream("POST", site.url + "/generate", json=body) as answer:
+        next(answer.iter_lines())
+        (exchange,) = (e for e in site.app.exchanges if not e.is_probe)
+        assert not exchange.body
+
+
 def test_a_body_that_stalls_is_408() -> None:
     async def stall() -> dict[str, object]:
         await asyncio.Event().wait()
         return {}
 
     with pytest.raises(RequestError) as caught:
-        asyncio.run(read_body(stall, None, 100, timeout_s=0.01))
+        asyncio.run(read_body(stall, None, 100, Body(BodyRoom(100)), timeout_s=0.01))
     assert caught.value.status == 408
 
 

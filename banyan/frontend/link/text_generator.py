@@ -302,9 +302,9 @@ class OutputReader:
             score = TokenScore(
                 logprobs[i],
                 request.prompt[position] if index < 0 else self._tokens[index],
-                top_logprobs[top],
-                top_ids[top],
-                picked[own],
+                top_logprobs[top] if num_top else (),
+                top_ids[top] if num_top else (),
+                picked[own] if num_picked else (),
                 request.scores.ids,
             )
             (self._prompt_scores if index < 0 else self._output_scores).append(score)

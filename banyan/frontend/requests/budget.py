@@ -12,9 +12,6 @@ from banyan.frontend.requests.long_texts import check_total
 from banyan.frontend.requests.sampling import Limits
 from banyan.messages.requests import NO_SCORES
 
-MAX_OUTPUT_SCORES = 4_000_000
-"""Log-probabilities of one sequence's output: tokens x (1 + top + ids)."""
-
 
 def check_budget(requests: Sequence[TextRequest], limits: Limits) -> None:
     """Raise RequestError when `requests`, the sequences of one request, ask for too much."""
@@ -24,10 +21,12 @@ def check_budget(requests: Sequence[TextRequest], limits: Limits) -> None:
         raise _too_many_scores(
             f"{scores} log-probabilities of its prompts; at most {limits.max_scores} are given"
         )
-    longest = max(map(_output_scores, requests), default=0)
-    if longest > MAX_OUTPUT_SCORES:
+    scores = sum(map(_output_scores, requests))
+    if scores > limits.max_output_scores:
         raise _too_many_scores(
-            f"{longest} log-probabilities of one output; at most {MAX_OUTPUT_SCORES} are given"
+            f"{scores} log-probabilities of its {len(requests)} outputs; at most "
+            f"{limits.max_output_scores} are given",
+            "Ask for fewer tokens (max_tokens), alternatives or sequences.",
         )
     hidden = sum(_positions(r) for r in requests if r.hidden == ALL_HIDDEN) * limits.hidden_size
     if hidden > limits.max_hidden:
@@ -57,5 +56,5 @@ def _output_scores(request: TextRequest) -> int:
     return request.sampling.max_new_tokens * _width(request)
 
 
-def _too_many_scores(asked: str) -> RequestError:
-    return RequestError(f"The request asks for {asked}.", param="top_logprobs_num")
+def _too_many_scores(asked: str, hint: str = "") -> RequestError:
+    return RequestError(f"The request asks for {asked}.", param="top_logprobs_num", hint=hint)

@@ -84,7 +84,9 @@ class Limits:
         max_n: sequences per prompt.
         max_sequences: sequences per request (prompts x n).
         max_prompt_tokens: prompt tokens of all sequences of a request together.
-        max_scores: log-probabilities of a request: positions x (1 + top + ids) of its sequences.
+        max_scores: log-probabilities of the prompts of a request: positions x (1 + top + ids) of
+            its sequences.
+        max_output_scores: the same of its outputs, each as long as it may become.
         max_hidden: values of hidden states of a request: positions x width of its sequences.
         auto_truncate: shorten prompts and outputs that are too long instead of refusing them.
         has_tokenizer: False = token ids only, no text.
@@ -105,6 +107,7 @@ class Limits:
     max_sequences: int = 4096
     max_prompt_tokens: int = 4_000_000
     max_scores: int = 1_000_000
+    max_output_scores: int = 4_000_000
     max_hidden: int = 4_000_000
     auto_truncate: bool = False
     has_tokenizer: bool = True

@@ -17,7 +17,7 @@ from banyan.server.errors import internal, unavailable
 from banyan.server.http import auth
 from banyan.server.http.access_log import AccessLog
 from banyan.server.http.exchange import SEND_TIMEOUT_S, Exchange, Scope, Send
-from banyan.server.http.limits import ClientGone, Receive, read_body
+from banyan.server.http.limits import Body, BodyRoom, ClientGone, Receive, read_body
 from banyan.server.http.route import Route
 from banyan.server.http.state import ServerState
 
@@ -26,6 +26,9 @@ log = logger(__name__)
 TRIM_BYTES = 1 << 20
 """Requests and answers above this leave many times their size to the allocator, which is told to
 give it back."""
+
+BODIES_IN_MEMORY = 8
+"""Bodies of the largest size that are held at the same time, or so many bytes of smaller ones."""
 
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1000}")
 _LONGEST_GUESSED = 64
@@ -49,6 +52,7 @@ class App:
             *(server.allowed_hosts, server.allowed_origins),
         )
         self._max_body = server.max_body_bytes
+        self._room = BodyRoom(BODIES_IN_MEMORY * server.max_body_bytes)
         self._root = server.root_path.rstrip("/")
         self._send_timeout_s = send_timeout_s
         self._access = AccessLog(state.config.observe.http_level)
@@ -75,13 +79,15 @@ class App:
 
     async def _answer(self, exchange: Exchange, receive: Receive) -> None:
         self.exchanges[exchange] = None
+        body = Body(self._room)
+        exchange.let_body_go = body.let_go
         try:
             route = await self._admit(exchange)
             if route is None:
                 return
-            exchange.body = await read_body(
-                receive, exchange.headers.get(b"content-length"), self._most_body(route, exchange)
-            )
+            declared = exchange.headers.get(b"content-length")
+            most = self._most_body(route, exchange)
+            exchange.body = await read_body(receive, declared, most, body)
             await self._run(route, exchange, receive)
         except RequestError as error:
             await _quietly(exchange.fail(error))
@@ -95,11 +101,11 @@ class App:
             await _quietly(exchange.fail(internal(exchange.id)))
         finally:
             del self.exchanges[exchange]
+            exchange.drop_body()
             self._ended.set()
             has_begun = exchange.work is not None and self.state.open.has_held(exchange.work)
             self._access.tell(exchange, has_begun, self.state.config.observe)
-            if len(exchange.body) + exchange.num_sent > TRIM_BYTES:
-                exchange.body = b""
+            if body.size + exchange.num_sent > TRIM_BYTES:
                 with contextlib.suppress(RuntimeError):  # the server ends, and its pool with it
                     asyncio.get_running_loop().run_in_executor(None, give_back)
 

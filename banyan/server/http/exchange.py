@@ -51,6 +51,9 @@ class Exchange:
         self.id = fresh_id()
         self.dialect = OPENAI
         self.body = b""
+        """Until `read` has understood it."""
+        self.let_body_go: Callable[[], None] = _nothing
+        """Told when the body is no longer held."""
         self.tail = ""
         """Rest of the path below a route that ends in "/"."""
         self.tenant = b""
@@ -109,14 +112,21 @@ class Exchange:
     async def read(self, work: Callable[[Json], T], waits: bool = False) -> T:
         """What `work` makes of the body's JSON object; off the event loop when the body is large.
 
-        Whatever grows with what a client sent is done in `work`.
+        Whatever grows with what a client sent is done in `work`; the body is gone afterwards.
 
         Args:
             waits: `work` waits for another process, so that it is off the loop whatever its size.
         """
         body = self.body
         size = len(body) + (THREAD_BYTES + 1 if waits else 0)
-        return await off_loop(size, lambda: work(json_object(body, self.media)))
+        try:
+            return await off_loop(size, lambda: work(json_object(body, self.media)))
+        finally:
+            self.drop_body()
+
+    def drop_body(self) -> None:
+        self.body = b""
+        self.let_body_go()
 
     async def optional_object(self) -> Json:
         """As json_object, with an empty body for {}; fields may come as a query string instead."""

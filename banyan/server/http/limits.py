@@ -31,18 +31,81 @@ MAX_CONTAINERS = 250_000
 """Values, and lists and objects, of one JSON body: parsing as many takes a tenth of a second."""
 
 
+class BodyRoom:
+    """Room for the bodies that are in memory at the same time, from their first byte until they
+    have been understood.
+
+    Args:
+        most_bytes: of all of them.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most = self._left = most_bytes
+
+    def check(self, size: int) -> None:
+        """RequestError 503 when there is no room for `size` more bytes."""
+        if size > self._left:
+            raise RequestError(
+                f"the server holds {self._most - self._left} bytes of requests that it is reading, "
+                f"and has room for {self._most}; this needs {size} more",
+                status=503,
+                code="overloaded",
+                hint="Send it again in a few seconds",
+            )
+
+    def move(self, size: int) -> None:
+        """`size` more bytes are in memory; fewer when it is negative."""
+        self._left -= size
+
+
+class Body:
+    """A body as it comes in and is held."""
+
+    def __init__(self, room: BodyRoom) -> None:
+        self.size = 0
+        """Bytes that came."""
+        self._room = room
+        self._held = 0
+
+    def add(self, size: int) -> None:
+        """RequestError 503 when there is no room for this part."""
+        self._room.check(size)
+        self._room.move(size)
+        self.size += size
+        self._held += size
+
+    def expect(self, size: int) -> None:
+        """RequestError 503 when there is no room for so much at the moment."""
+        self._room.check(size)
+
+    def let_go(self) -> None:
+        """It is no longer in memory. Harmless when repeated."""
+        self._room.move(-self._held)
+        self._held = 0
+
+
 class ClientGone(Exception):
     """The client closed the connection; nobody is left to answer."""
 
 
 async def read_body(
-    receive: Receive, declared: bytes | None, max_bytes: int, timeout_s: float = BODY_TIMEOUT_S
+    receive: Receive,
+    declared: bytes | None,
+    max_bytes: int,
+    body: Body,
+    timeout_s: float = BODY_TIMEOUT_S,
 ) -> bytes:
-    """The whole body. RequestError 413 when too large (declared or counted), 408 when too slow."""
-    if declared is not None and declared.isdigit() and int(declared[:20]) > max_bytes:
-        raise _too_large(f"{declared[:20].decode()}", max_bytes)
+    """The whole body, counted in `body`.
+
+    Raises:
+        RequestError: 413 when too large (declared or counted), 503 when there is no room for it
+            beside those of others, 408 when too slow.
+    """
+    if declared is not None and declared.isdigit():
+        if int(declared[:20]) > max_bytes:
+            raise _too_large(f"{declared[:20].decode()}", max_bytes)
+        body.expect(int(declared))
     parts: list[bytes] = []
-    size = 0
     deadline_s = time.monotonic() + BODY_TOTAL_S
     while True:
         try:
@@ -50,16 +113,16 @@ async def read_body(
                 message = await receive()
         except TimeoutError:
             raise RequestError(
-                f"the body did not come in time; {size} bytes did",
+                f"the body did not come in time; {body.size} bytes did",
                 status=408,
                 code="body_timeout",
             ) from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
-        size += len(part)
-        if size > max_bytes:
-            raise _too_large(f"at least {size}", max_bytes)
+        if body.size + len(part) > max_bytes:
+            raise _too_large(f"at least {body.size + len(part)}", max_bytes)
+        body.add(len(part))
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)

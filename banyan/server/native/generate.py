@@ -41,10 +41,11 @@ def native_service(service: Service, state: ServerState) -> NativeService:
 async def generate(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
     native = native_service(service, state)
+    size = len(exchange.body)
     body = await exchange.json_object()
     turn = await state.sessions.begin(body, service.tokenizer, service.limits, exchange.tenant)
     asked = body if turn is None else turn.body
-    request = await native.read(asked, exchange.tenant, len(exchange.body))
+    request = await native.read(asked, exchange.tenant, size)
     if turn is not None and len(request.sequences) > 1:
         raise RequestError("A turn of a session has one answer.", param="n")
     for name, why in merged(s.not_honoured for s in request.sequences).items():
