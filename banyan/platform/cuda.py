@@ -1,21 +1,17 @@
-"""CUDA devices through torch: one stream for the steps, graphs by shape, results through pinned
-memory of the host."""
+"""CUDA devices through torch."""
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.config.card import ModelCard
 from banyan.config.defaults import Defaults
-from banyan.platform.base import BY_SHAPE, Graph, Memory, Traits
+from banyan.platform.accelerator import Accelerator, Graphs
+from banyan.platform.base import BY_SHAPE, Traits
 
-_GIB = 1 << 30
 _CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
 """Prompt tokens per step for devices with less than so many GiB."""
 _LARGEST_CHUNK = 16384
@@ -24,7 +20,7 @@ _SHAPES = ((20, 8), (35, 24), (60, 32), (160, 256))
 _LARGEST_SHAPE = 512
 
 
-class CudaPlatform:
+class CudaPlatform(Accelerator):
     """
     Raises:
         ConfigError: torch finds no such device.
@@ -38,7 +34,7 @@ class CudaPlatform:
             )
         major, minor = torch.cuda.get_device_capability()
         has_triton = {"triton"} if find_spec("triton") else set[str]()
-        self.traits = Traits(
+        traits = Traits(
             name="cuda",
             torch_device="cuda",
             collectives=("nccl",),
@@ -50,23 +46,10 @@ class CudaPlatform:
             is_host=False,
             programs=BY_SHAPE,
         )
-        self._stream: torch.cuda.Stream | None = None
-        self._pool: Any = None
-        """The memory that graphs share: only one of them runs at a time."""
-
-    def open(self, local_rank: int, threads: int) -> torch.device:
-        torch.set_num_threads(threads or self.traits.cores)
-        torch.cuda.set_device(local_rank)
-        self._stream = torch.cuda.Stream(local_rank)
-        return torch.device("cuda", local_rank)
-
-    def memory(self) -> Memory:
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        return Memory(total, free, torch.cuda.memory_reserved())
+        super().__init__(torch.cuda, traits, Graphs(torch.cuda.CUDAGraph, _Captured))
 
     def defaults(self, card: ModelCard) -> Defaults:
-        size = torch.cuda.get_device_properties(0).total_memory / _GIB
+        size = self.size_gib
         most = next((rows for below, rows in _SHAPES if size < below), _LARGEST_SHAPE)
         shapes = [1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32)]
         return Defaults(
@@ -78,37 +61,6 @@ class CudaPlatform:
             free_share=0.85,  # the rest is for activations and graphs
             shapes=tuple(rows for rows in shapes if rows <= most),
         )
-
-    def stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-
-    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        here = [self.pinned(tensor.shape, tensor.dtype) for tensor in tensors]
-        for mine, tensor in zip(here, tensors, strict=True):
-            mine.copy_(tensor, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-
-        def wait() -> list[Tensor]:
-            done.synchronize()
-            return here
-
-        return wait
-
-    def capture(self, work: Callable[[], None]) -> Graph:
-        work()  # kernels are compiled and chosen outside the graph
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            work()
-        self._pool = graph.pool()
-        return _Captured(graph)
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
 
 
 class _Captured:

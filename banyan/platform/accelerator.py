@@ -1,0 +1,90 @@
+"""What every device that runs on while the host goes on has in common: one stream for the steps,
+graphs by shape, results through pinned memory of the host."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from banyan.platform.base import Graph, Memory, Traits
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """How a device's graphs are made.
+
+    Attributes:
+        empty: the library's class of graphs.
+        captured: makes of a captured one what can be replayed.
+        options: of the library's `graph`, beside pool and stream.
+    """
+
+    empty: Callable[[], Any]
+    captured: Callable[[Any], Graph]
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+class Accelerator:
+    """
+    Args:
+        library: torch's module of the device; all of them have the names that CUDA's has.
+    """
+
+    def __init__(self, library: Any, traits: Traits, graphs: Graphs) -> None:
+        self.traits = traits
+        self._library = library
+        self._graphs = graphs
+        self._stream: Any = None
+        self._pool: Any = None
+        """The memory that graphs share: only one of them runs at a time."""
+
+    def open(self, local_rank: int, threads: int) -> torch.device:
+        torch.set_num_threads(threads or self.traits.cores)
+        self._library.set_device(local_rank)
+        self._stream = self._library.Stream(local_rank)
+        return torch.device(self.traits.torch_device, local_rank)
+
+    def memory(self) -> Memory:
+        self._library.empty_cache()
+        free, total = self._library.mem_get_info()
+        return Memory(total, free, self._library.memory_reserved())
+
+    @property
+    def size_gib(self) -> float:
+        return self._library.get_device_properties(0).total_memory / (1 << 30)
+
+    def stream(self) -> AbstractContextManager[object]:
+        return self._library.stream(self._stream)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        here = [self.pinned(tensor.shape, tensor.dtype) for tensor in tensors]
+        for mine, tensor in zip(here, tensors, strict=True):
+            mine.copy_(tensor, non_blocking=True)
+        done = self._library.Event()
+        done.record()
+
+        def wait() -> list[Tensor]:
+            done.synchronize()
+            return here
+
+        return wait
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        work()  # what is compiled, chosen or made on first use is so outside of the graph
+        self.synchronize()
+        graph = self._graphs.empty()
+        with self._library.graph(
+            graph, pool=self._pool, stream=self._stream, **self._graphs.options
+        ):
+            work()
+        self._pool = graph.pool()
+        return self._graphs.captured(graph)
+
+    def synchronize(self) -> None:
+        self._library.synchronize()
