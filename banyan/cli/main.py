@@ -17,6 +17,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "pull": "banyan.cli.models:pull",
         "list": "banyan.cli.models:held_here",
         "rm": "banyan.cli.models:remove_one",
+        "simulate": "banyan.cli.simulate:simulate",
         "replay": "banyan.cli.replay:replay",
         "batch": "banyan.cli.batch:batch",
         "bench": "banyan.cli.bench:main",
@@ -38,6 +39,7 @@ HELP = """banyan VERB [flags]
   rm MODEL        delete one of them
   batch IN OUT    answer a file of requests (JSONL) without a server
   bench WHAT      measure a server or this machine's engine: serving, batch, throughput
+  simulate MODEL  what a layout of devices would give, before it is bought
   replay FILE     check a journal against this build
   profile [URL]   record what a running server's steps do, as a trace file
   config [MODEL]  show the resolved configuration, and where each value came from

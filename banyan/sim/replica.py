@@ -6,7 +6,7 @@ decided by its output length in the workload.
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 
 from banyan.base.ids import RequestId, SlotId
 from banyan.engine.core import EngineCore
@@ -16,7 +16,8 @@ from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, CopyResult, Row, StepPlan, StepResult
 from banyan.messages.requests import Generate
 from banyan.messages.sampling import SamplingParams
-from banyan.sim.report import Report, Visit, report
+from banyan.scheduler.stats import Counters
+from banyan.sim.report import Visit
 from banyan.sim.steptime import StepTime
 from banyan.sim.workload import Arrival
 from banyan.sim.world import World
@@ -42,30 +43,32 @@ class Replica:
         self._seeds: dict[SlotId, int] = {}
         self._lengths: dict[SlotId, int] = {}
         self._visits: dict[RequestId, Visit] = {}
-        self._queue: Iterator[Arrival] = iter(())
+        self._open: dict[RequestId, int] = {}
+        self.on_end: Callable[[], None] = lambda: None
+        """Called when a request has ended."""
         self.plan_hashes: list[bytes] = []
 
-    def play(self, arrivals: Iterable[Arrival]) -> None:
-        """Submit every arrival at its time."""
-        for arrival in arrivals:
-            self._world.at(arrival.at_s, lambda arrival=arrival: self._arrive(arrival))
+    @property
+    def visits(self) -> list[Visit]:
+        return list(self._visits.values())
 
-    def play_at_concurrency(self, arrivals: Iterable[Arrival], concurrency: int) -> None:
-        """Keep `concurrency` requests open until `arrivals` run out; their times are ignored."""
-        self._queue = iter(arrivals)
-        for _ in range(concurrency):
-            self._submit_next()
+    @property
+    def counters(self) -> Counters:
+        return self._core.scheduler.counters
 
-    def report(self) -> Report:
-        counters = self._core.scheduler.counters
-        seconds = self._world.clock.now()
-        return report(list(self._visits.values()), seconds, counters.steps, counters.retractions)
+    @property
+    def tokens_in_flight(self) -> int:
+        """Of the rows of the newest step that is not over."""
+        return sum(row.count for row in self._flying[-1].rows) if self._flying else 0
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def submit(self, arrival: Arrival) -> None:
+        """A request comes, now."""
         now = self._world.clock.now()
         number = len(self._visits) + 1
         request = RequestId(f"r{number}")
-        self._visits[request] = Visit(now, len(arrival.prompt) // TOKEN_BYTES)
+        prompt_len = len(arrival.prompt) // TOKEN_BYTES
+        self._visits[request] = Visit(now, prompt_len)
+        self._open[request] = prompt_len + arrival.output_len
         sampling = SamplingParams(max_new_tokens=arrival.output_len, seed=number, temperature=0.0)
         generate = Generate(
             request=request,
@@ -76,10 +79,14 @@ class Replica:
         self._core.receive(generate, now)
         self._turn()
 
-    def _submit_next(self) -> None:
-        arrival = next(self._queue, None)
-        if arrival is not None:
-            self._world.at(self._world.clock.now(), lambda: self._arrive(arrival))
+    @property
+    def open_requests(self) -> int:
+        return len(self._open)
+
+    @property
+    def open_tokens(self) -> int:
+        """Of the open requests: their prompts, and the most that they may produce."""
+        return sum(self._open.values())
 
     def _turn(self) -> None:
         """Launch what may be launched."""
@@ -124,8 +131,12 @@ class Replica:
                 case Finished():
                     visit = self._visits[event.request]
                     visit.end_s, visit.cached_tokens = now, event.cached_tokens
-                    self._submit_next()
+                    self._end(event.request)
                 case Failed():
-                    self._submit_next()
+                    self._end(event.request)
                 case _:
                     pass
+
+    def _end(self, request: RequestId) -> None:
+        del self._open[request]
+        self.on_end()

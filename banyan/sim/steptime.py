@@ -1,14 +1,17 @@
-"""How long a step takes: the roofline of a model on a device.
+"""How long a step takes: the roofline of a model on a layout of devices.
 
-A step moves every weight and every cached key and value that its rows read, and does two floating
-operations per weight and token; the slower of the two decides (Williams et al., "Roofline", 2009).
+A part of a step moves every weight and every cached key and value that its rows read, and does two
+floating operations per weight and token; the slower of the two decides (Williams et al.,
+"Roofline", 2009). Collectives come on top; stages run one after another.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Protocol
 
 from banyan.config.card import WINDOW, ModelCard
 from banyan.messages.plan import StepPlan
+from banyan.sim.hardware import Hardware
+from banyan.sim.layout import Layout, Weights, kept_share
 
 
 class StepTime(Protocol):
@@ -17,46 +20,66 @@ class StepTime(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class DeviceNumbers:
-    """What a device reaches in practice."""
-
-    bytes_per_s: float
-    flops_per_s: float
-    overhead_s: float = 0.0
-    """Launch cost of a step, whatever its size."""
+_ALONE = Layout()
 
 
 class Roofline:
-    """Step time from the plain facts of a model.
+    """Step time of one replica, from the plain facts of its model.
 
     Args:
-        weight_bytes, cache_bytes: bytes per stored weight and per cached key or value element.
+        weight_bytes, cache_bytes, stream_bytes: bytes per stored weight, per cached key or value
+            element, and per element of what goes from device to device.
+        others: tokens that the other replicas have in their steps, where they are joined.
     """
 
     def __init__(
         self,
         card: ModelCard,
-        device: DeviceNumbers,
+        hardware: Hardware,
+        layout: Layout = _ALONE,
+        *,
         weight_bytes: float = 2.0,
         cache_bytes: float = 2.0,
+        stream_bytes: float = 2.0,
+        others: Callable[[], int] = lambda: 0,
     ) -> None:
         self._card = card
-        self._device = device
-        attention = card.hidden_size * card.head_dim * 2 * (card.num_heads + card.num_kv_heads)
-        mlp = sum(3 * card.hidden_size * card.inner_of(i) for i in range(card.num_layers))
-        self._layer_weights = card.num_layers * attention + mlp
-        self._head_weights = card.hidden_size * card.vocab_size
+        self._hardware = hardware
+        self._layout = layout
+        self._weights = Weights.of(card)
         self._weight_bytes = weight_bytes
-        self._position_bytes = card.kept_per_token * cache_bytes
-        self._position_flops = 4 * card.num_heads * card.head_dim
+        self._stream_bytes = stream_bytes
+        self._others = others
+        ranks = layout.attention_ranks
+        self._position_bytes = card.kept_per_token * cache_bytes * kept_share(card, ranks)
+        self._position_flops = 4 * card.num_heads * card.head_dim / ranks
+        if card.latent is not None:
+            width = 2 * card.latent.rank + card.latent.rope_dim
+            self._position_flops = 2 * card.num_heads * width / ranks
         self._full_layers = sum(card.kind_of(i) != WINDOW for i in range(card.num_layers))
 
     def seconds(self, plan: StepPlan) -> float:
         if not plan.rows:
-            return self._device.overhead_s
+            return self._hardware.overhead_s
         tokens = sum(row.count for row in plan.rows)
-        reads = pairs = 0
+        together = tokens + self._others()
+        return (
+            self._hardware.overhead_s
+            + self._attention_s(plan, tokens)
+            + self._feed_forward_s(together)
+            + self._product_s(self._weights.head / self._layout.tp, len(plan.rows))
+            + self._links_s(tokens, together)
+        )
+
+    def _product_s(self, weights: float, tokens: float, active: float = 1.0) -> float:
+        """Of `weights` numbers of which a token meets a share of `active`."""
+        return self._slower(weights * self._weight_bytes, 2 * weights * active * tokens)
+
+    def _slower(self, moved: float, flops: float) -> float:
+        return max(moved / self._hardware.bytes_per_s, flops / self._hardware.flops_per_s)
+
+    def _attention_s(self, plan: StepPlan, tokens: int) -> float:
+        reads = pairs = 0.0
         window_layers = self._card.num_layers - self._full_layers
         for row in plan.rows:
             end = row.start + row.count
@@ -65,10 +88,29 @@ class Roofline:
             seen = row.start + (row.count + 1) / 2
             near_seen = min(seen, self._card.window)
             pairs += row.count * (seen * self._full_layers + near_seen * window_layers)
-        weights = self._layer_weights + self._head_weights
-        moved = weights * self._weight_bytes + reads * self._position_bytes
-        flops = 2 * (self._layer_weights * tokens + self._head_weights * len(plan.rows))
-        flops += pairs * self._position_flops
-        return self._device.overhead_s + max(
-            moved / self._device.bytes_per_s, flops / self._device.flops_per_s
-        )
+        products = self._product_s(self._weights.attention / self._layout.attention_ranks, tokens)
+        return products + self._slower(reads * self._position_bytes, pairs * self._position_flops)
+
+    def _feed_forward_s(self, tokens: int) -> float:
+        """Routed experts are read when a token chose them: of `count`, each token misses one with
+        (1 − per_token / count)."""
+        tp, experts = self._layout.tp, self._card.experts
+        seconds = self._product_s(self._weights.dense / tp, tokens)
+        if experts is None:
+            return seconds
+        share = experts.per_token / experts.count
+        met = 1 - (1 - share) ** tokens
+        routed = self._weights.routed / tp
+        moved = routed * met * self._weight_bytes
+        return seconds + self._slower(moved, 2 * routed * share * tokens)
+
+    def _links_s(self, tokens: int, together: int) -> float:
+        layout, hardware = self._layout, self._hardware
+        token = self._card.hidden_size * self._stream_bytes
+        layers = self._card.num_layers
+        attention = hardware.all_reduce_s(layout.attention_ranks, tokens * token)
+        feed_forward = hardware.all_reduce_s(layout.tp, tokens * token)
+        if layout.is_joined:  # rows are gathered for the blocks, and sums come back to their owners
+            feed_forward = 2 * hardware.gather_s(layout.tp, together * token)
+        sends = (layout.pp - 1) * hardware.send_s(tokens * token)
+        return layers * (attention + feed_forward) + sends

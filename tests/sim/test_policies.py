@@ -7,12 +7,14 @@ import pytest
 from banyan.engine.spec import CoreSpec
 from banyan.memory.groups import FULL, CacheGroup
 from banyan.scheduler.budget import Limits, Priorities
+from banyan.scheduler.routing import round_robin
+from banyan.sim.fleet import Fleet
 from banyan.sim.replica import Replica
 from banyan.sim.report import spread
 from banyan.sim.steptime import Roofline
 from banyan.sim.workload import Arrival, mooncake, poisson
 from banyan.sim.world import World
-from tests.sim.test_replica import CARD, DEVICE, TRACE
+from tests.sim.test_replica import CARD, DEVICE, TRACE, Outcome
 
 
 def play(arrivals, *, order="fcfs", pages=4000, running=16, conservativeness=1.0, **more):
@@ -26,10 +28,11 @@ def play(arrivals, *, order="fcfs", pages=4000, running=16, conservativeness=1.0
     core = CoreSpec(groups=(CacheGroup(FULL, 16, pages),), limits=limits, order=order).build()
     world = World()
     replica = Replica(world, core, Roofline(CARD, DEVICE))
-    replica.play(arrivals)
+    fleet = Fleet(world, [replica], round_robin)
+    fleet.play(arrivals)
     world.run()
     core.check()
-    return replica
+    return Outcome(fleet.report(), replica.visits, replica.plan_hashes)
 
 
 def turns(families=12, count=240, seed=5):
@@ -44,8 +47,8 @@ def turns(families=12, count=240, seed=5):
 def test_policies_that_look_at_the_cache_raise_hits_where_it_is_small(order):
     few = {"pages": 200, "running": 4}
     arrivals = turns(count=120)
-    blind = play(arrivals, **few).report()
-    aware = play(arrivals, order=order, **few).report()
+    blind = play(arrivals, **few).report
+    aware = play(arrivals, order=order, **few).report
     assert aware.finished == blind.finished == 120
     assert aware.hit_rate > blind.hit_rate + 0.1
     assert aware.seconds < blind.seconds
@@ -55,23 +58,23 @@ def test_policies_that_look_at_the_cache_raise_hits_where_it_is_small(order):
 def test_longest_prefix_first_raises_hits_on_the_mooncake_trace():
     arrivals = list(mooncake(str(TRACE), limit=400, speed=8.0))
     small = {"pages": 12_000, "running": 8}
-    blind = play(arrivals, **small).report()
-    aware = play(arrivals, order="lpm", **small).report()
+    blind = play(arrivals, **small).report
+    aware = play(arrivals, order="lpm", **small).report
     assert aware.finished == blind.finished == 400
     assert aware.hit_rate > blind.hit_rate
 
 
 def test_longest_output_first_starts_the_long_answers_early():
     arrivals = [Arrival(0.0, a.prompt, 4 if i % 4 else 120) for i, a in enumerate(turns(12, 80))]
-    plain = play(arrivals, running=8).report()
-    sorted_ = play(arrivals, running=8, order="lof").report()
+    plain = play(arrivals, running=8).report
+    sorted_ = play(arrivals, running=8, order="lof").report
     assert sorted_.seconds < plain.seconds
     assert sorted_.ttft.mean > plain.ttft.mean  # what it costs
 
 
 def test_random_order_serves_everybody_and_replays_the_same():
     first, second = (play(turns(), order="random") for _ in range(2))
-    assert first.report().finished == 240
+    assert first.report.finished == 240
     assert first.plan_hashes == second.plan_hashes
 
 
@@ -84,7 +87,7 @@ def test_priorities_bound_the_wait_of_the_few_that_have_one():
     ]
 
     def waits(replica):
-        visits = list(replica._visits.values())
+        visits = list(replica.visits)
         return spread([visits[i].token_s[0] for i in sorted(chosen)])
 
     off = waits(play(marked, running=4))
@@ -95,7 +98,7 @@ def test_priorities_bound_the_wait_of_the_few_that_have_one():
 def test_conservativeness_trades_retractions_for_running_requests():
     arrivals = list(poisson(1000.0, 100, 64, 150, seed=1))
     bold, careful = (
-        play(arrivals, pages=300, running=64, conservativeness=c).report() for c in (0.1, 3.0)
+        play(arrivals, pages=300, running=64, conservativeness=c).report for c in (0.1, 3.0)
     )
     assert bold.finished == careful.finished == 100
     assert bold.retractions > 10 > careful.retractions

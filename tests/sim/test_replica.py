@@ -1,6 +1,7 @@
 """The simulator runs the shipped scheduler in virtual time, and gives the same answer twice."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ from banyan.engine.spec import CoreSpec
 from banyan.memory.groups import FULL, CacheGroup
 from banyan.messages.plan import Row, StepPlan
 from banyan.scheduler.budget import Limits
+from banyan.scheduler.routing import round_robin
+from banyan.sim.fleet import Fleet
+from banyan.sim.hardware import Hardware
 from banyan.sim.replica import Replica
-from banyan.sim.report import spread
-from banyan.sim.steptime import DeviceNumbers, Roofline
+from banyan.sim.report import Report, Visit, spread
+from banyan.sim.steptime import Roofline
 from banyan.sim.workload import mooncake, poisson
 from banyan.sim.world import World
 
@@ -31,7 +35,7 @@ CARD = ModelCard(
     head_dim=64,
     context_length=32_768,
 )
-DEVICE = DeviceNumbers(bytes_per_s=50e9, flops_per_s=1e12, overhead_s=1e-4)
+DEVICE = Hardware(memory_gib=16, bytes_per_s=50e9, flops_per_s=1e12, overhead_s=1e-4)
 TRACE = Path(__file__).parents[3] / "shared" / "data" / "traces" / "mooncake_conversation.jsonl"
 
 
@@ -41,14 +45,22 @@ def simulate(arrivals, *, depth=1, pages=4000, host_s=0.0, concurrency=0, order=
     core = CoreSpec(groups=groups, limits=limits, order=order).build()
     world = World()
     replica = Replica(world, core, Roofline(CARD, DEVICE), host_s)
+    fleet = Fleet(world, [replica], round_robin)
     if concurrency:
-        replica.play_at_concurrency(arrivals, concurrency)
+        fleet.play_at_concurrency(arrivals, concurrency)
     else:
-        replica.play(arrivals)
+        fleet.play(arrivals)
     world.run()
     core.check()
     assert core.is_idle
-    return replica
+    return Outcome(fleet.report(), replica.visits, replica.plan_hashes)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    report: Report
+    visits: list[Visit]
+    plan_hashes: list[bytes]
 
 
 def families(count=60, rate=20.0):
@@ -59,34 +71,34 @@ def test_a_simulation_gives_the_same_plans_twice():
     first, second = simulate(families(), depth=2), simulate(families(), depth=2)
     assert len(first.plan_hashes) > 100
     assert first.plan_hashes == second.plan_hashes
-    assert first.report() == second.report()
+    assert first.report == second.report
 
 
 def test_every_request_gets_its_output_length():
     arrivals = families()
-    report = simulate(arrivals).report()
+    report = simulate(arrivals).report
     assert report.finished == 60 and report.failed == 0
     assert report.output_tokens == sum(arrival.output_len for arrival in arrivals)
 
 
 def test_shared_prompts_hit_the_cache_and_private_ones_do_not():
-    shared = simulate(families()).report()
-    private = simulate(poisson(20.0, 60, 300, 20, seed=3)).report()
+    shared = simulate(families()).report
+    private = simulate(poisson(20.0, 60, 300, 20, seed=3)).report
     assert shared.hit_rate > 0.4
     assert private.hit_rate == 0.0
 
 
 def test_depth_two_hides_the_time_of_the_host():
-    slow = simulate(families(), depth=1, host_s=0.02, concurrency=8).report()
-    fast = simulate(families(), depth=2, host_s=0.02, concurrency=8).report()
+    slow = simulate(families(), depth=1, host_s=0.02, concurrency=8).report
+    fast = simulate(families(), depth=2, host_s=0.02, concurrency=8).report
     assert fast.seconds < 0.8 * slow.seconds
     assert fast.output_tokens == slow.output_tokens
 
 
 def test_a_fixed_concurrency_is_never_exceeded():
     replica = simulate(families(), concurrency=4)
-    marks = [(v.submitted_s, 1) for v in replica._visits.values()]
-    marks += [(v.end_s, -1) for v in replica._visits.values()]
+    marks = [(v.submitted_s, 1) for v in replica.visits]
+    marks += [(v.end_s, -1) for v in replica.visits]
     alive = peak = 0
     for _, change in sorted(marks):
         alive += change
@@ -95,7 +107,7 @@ def test_a_fixed_concurrency_is_never_exceeded():
 
 
 def test_a_small_cache_retracts_and_still_answers_all():
-    report = simulate(poisson(1000.0, 40, 64, 300, seed=1), pages=120).report()
+    report = simulate(poisson(1000.0, 40, 64, 300, seed=1), pages=120).report
     assert report.finished == 40 and report.retractions > 0
 
 
@@ -121,7 +133,7 @@ def test_a_line_that_is_no_trace_entry_is_named(tmp_path):
 
 @pytest.mark.skipif(not TRACE.exists(), reason="the Mooncake trace is not in ../shared/data")
 def test_a_recorded_conversation_trace_shares_prefixes():
-    report = simulate(mooncake(str(TRACE), limit=15, speed=0.01), pages=20_000).report()
+    report = simulate(mooncake(str(TRACE), limit=15, speed=0.01), pages=20_000).report
     assert report.finished >= 14 and report.hit_rate > 0.0
 
 

@@ -1,0 +1,54 @@
+"""A fleet of simulated replicas behind the shipped routing."""
+
+from collections.abc import Iterable, Iterator
+
+from banyan.scheduler.routing import Route
+from banyan.sim.replica import Replica
+from banyan.sim.report import Report, report
+from banyan.sim.workload import Arrival
+from banyan.sim.world import World
+
+
+class Fleet:
+    """Gives every arrival to the replica that the route names."""
+
+    def __init__(self, world: World, replicas: list[Replica], route: Route) -> None:
+        self._world = world
+        self._replicas = replicas
+        self._route = route
+        self._routed = 0
+        self._queue: Iterator[Arrival] = iter(())
+        for replica in replicas:
+            replica.on_end = self._submit_next
+
+    def play(self, arrivals: Iterable[Arrival]) -> None:
+        """Submit every arrival at its time."""
+        for arrival in arrivals:
+            self._world.at(arrival.at_s, lambda arrival=arrival: self._arrive(arrival))
+
+    def play_at_concurrency(self, arrivals: Iterable[Arrival], concurrency: int) -> None:
+        """Keep `concurrency` requests open until `arrivals` run out; their times are ignored."""
+        self._queue = iter(arrivals)
+        for _ in range(concurrency):
+            self._submit_next()
+
+    def report(self) -> Report:
+        """Of all replicas together."""
+        return report(
+            [visit for replica in self._replicas for visit in replica.visits],
+            self._world.clock.now(),
+            sum(replica.counters.steps for replica in self._replicas),
+            sum(replica.counters.retractions for replica in self._replicas),
+        )
+
+    def _arrive(self, arrival: Arrival) -> None:
+        requests = [replica.open_requests for replica in self._replicas]
+        tokens = [replica.open_tokens for replica in self._replicas]
+        chosen = self._replicas[self._route(requests, tokens, self._routed)]
+        self._routed += 1
+        chosen.submit(arrival)
+
+    def _submit_next(self) -> None:
+        arrival = next(self._queue, None)
+        if arrival is not None:
+            self._world.at(self._world.clock.now(), lambda: self._arrive(arrival))

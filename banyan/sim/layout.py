@@ -1,0 +1,156 @@
+"""Layout: how a model is divided over devices, what of it each device holds, and what is left for
+the cache."""
+
+from dataclasses import dataclass
+
+from banyan.base.errors import ConfigError
+from banyan.config.card import FULL, WINDOW, ModelCard
+from banyan.config.schema import Config
+from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
+from banyan.sim.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    Attributes:
+        tp: ranks that every layer is cut over.
+        pp: stages that the layers are divided into.
+        dp: replicas; with `is_joined`, replicas of the attention inside one group of `tp` ranks.
+        is_joined: the replicas share the feed-forward blocks (data-parallel attention).
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    is_joined: bool = False
+
+    @property
+    def devices(self) -> int:
+        return self.tp * self.pp * (1 if self.is_joined else self.dp)
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks that the attention of one replica is cut over."""
+        return self.tp // self.dp if self.is_joined else self.tp
+
+    def __str__(self) -> str:
+        parts = [f"tp={self.tp}", f"pp={self.pp}" if self.pp > 1 else ""]
+        parts += [f"dp={self.dp}" if self.dp > 1 else "", "dp-attention" if self.is_joined else ""]
+        return ",".join(part for part in parts if part)
+
+
+def read_layout(text: str) -> Layout:
+    """A layout from "tp=8,dp=4,dp-attention".
+
+    Raises:
+        ConfigError: a word that is none, a number below 1, or more replicas than ranks to share.
+    """
+    numbers = {"tp": 1, "pp": 1, "dp": 1}
+    is_joined = False
+    for word in text.split(","):
+        name, _, value = word.partition("=")
+        if word == "dp-attention":
+            is_joined = True
+        elif name in numbers and value.isdecimal() and 1 <= int(value) <= 1 << 16:
+            numbers[name] = int(value)
+        else:
+            raise ConfigError(
+                f"layout {text!r}: {word!r} is not understood",
+                hint="write tp=N, pp=N, dp=N and dp-attention with commas between",
+            )
+    layout = Layout(**numbers, is_joined=is_joined)
+    if is_joined and layout.tp % layout.dp:
+        raise ConfigError(
+            f"layout {text!r}: {layout.tp} ranks cannot be divided by {layout.dp} replicas"
+        )
+    return layout
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers that a model consists of, over all layers: those of the attention, of the blocks
+    that every token goes through, of the routed experts, and of the head."""
+
+    attention: int
+    dense: int
+    routed: int
+    head: int
+    embedding: int
+
+    @staticmethod
+    def of(card: ModelCard) -> "Weights":
+        experts, latent, hidden = card.experts, card.latent, card.hidden_size
+        if latent is None:
+            attention = hidden * card.head_dim * 2 * (card.num_heads + card.num_kv_heads)
+        else:
+            key = latent.plain_dim + latent.rope_dim
+            queries = card.num_heads * key
+            attention = hidden * queries
+            if latent.query_rank:
+                attention = latent.query_rank * (hidden + queries)
+            attention += hidden * (latent.rank + latent.rope_dim)
+            heads = card.num_heads * (latent.plain_dim + latent.value_dim)
+            attention += latent.rank * heads + card.num_heads * latent.value_dim * hidden
+        dense = routed = 0
+        for layer in range(card.num_layers):
+            if experts is None or layer in experts.dense_layers:
+                dense += 3 * hidden * card.intermediate_size
+            else:
+                gates = experts.count + experts.has_shared_gate
+                dense += 3 * hidden * experts.shared_inner + hidden * gates
+                routed += 3 * hidden * experts.inner * experts.count
+        head = hidden * card.vocab_size
+        embedding = 0 if card.tie_embeddings else head
+        return Weights(card.num_layers * attention, dense, routed, head, embedding)
+
+    @property
+    def total(self) -> int:
+        return self.attention + self.dense + self.routed + self.head + self.embedding
+
+
+def kept_share(card: ModelCard, ranks: int) -> float:
+    """Part of a token's cache that one of `ranks` keeps: whole heads, or all of a latent vector."""
+    if card.latent is not None:
+        return 1.0
+    return -(-card.num_kv_heads // ranks) / card.num_kv_heads
+
+
+def weights_per_device(card: ModelCard, layout: Layout, weight_bytes: float) -> float:
+    weights = Weights.of(card)
+    cut = (weights.dense + weights.routed + weights.head + weights.embedding) / layout.tp
+    return weight_bytes * (weights.attention / layout.attention_ranks + cut) / layout.pp
+
+
+def room_for_cache(
+    config: Config,
+    card: ModelCard,
+    hardware: Hardware,
+    layout: Layout,
+    weight_bytes: float,
+    cache_bytes: float,
+) -> MemoryPlan:
+    """How one device's memory is divided, as the engine would.
+
+    Raises:
+        CapacityError: the weights leave no room.
+    """
+    held = round(weights_per_device(card, layout, weight_bytes))
+    total = round(hardware.memory_gib * (1 << 30))
+    size = config.cache.page_size
+    token = card.kept_per_token * kept_share(card, layout.attention_ranks) * cache_bytes
+    kinds = [card.kind_of(layer) for layer in range(card.num_layers)]
+    groups = [
+        GroupBytes(kind, round(size * token * kinds.count(kind) / layout.pp), window)
+        for kind, window in ((FULL, 0), (WINDOW, card.window))
+        if kind in kinds
+    ]
+    return plan_memory(
+        config.cache,
+        config.schedule,
+        context_length=config.model.context_length or card.context_length,
+        groups=groups,
+        process_bytes=held,
+        total_bytes=total,
+        free_bytes=max(0, total - held),
+    )

@@ -1,0 +1,131 @@
+"""Study: one workload on one layout of devices, from memory to what clients would have seen."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from banyan.base.errors import CapacityError, ConfigError
+from banyan.base.ids import SlotId, StepId
+from banyan.config.card import ModelCard
+from banyan.config.schema import Config
+from banyan.engine.spec import core_spec
+from banyan.memory.sizing import MemoryPlan
+from banyan.messages.plan import Row, StepPlan
+from banyan.scheduler.routing import ROUTES
+from banyan.sim.fleet import Fleet
+from banyan.sim.hardware import Hardware
+from banyan.sim.layout import Layout, room_for_cache
+from banyan.sim.replica import Replica
+from banyan.sim.report import Report
+from banyan.sim.steptime import Roofline
+from banyan.sim.workload import Arrival
+from banyan.sim.world import World
+
+_BYTES = {
+    "float32": 4.0,
+    "f32": 4.0,
+    "float16": 2.0,
+    "bfloat16": 2.0,
+    "f16": 2.0,
+    "bf16": 2.0,
+    "fp8": 1.0,
+    "w8a8_int8": 1.0,
+    "q8_0": 34 / 32,
+    "q5_k": 176 / 256,
+    "q4_1": 20 / 32,
+    "q4_0": 18 / 32,
+    "q4_k": 144 / 256,
+}
+"""Bytes per weight: type -> bytes of a block / weights in it."""
+_CACHE_BYTES = {"fp32": 4.0, "int8": 1.0}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is simulated.
+
+    Attributes:
+        weight_bits: per weight; 0 = as the checkpoint says.
+        concurrency: requests kept open; 0 = they come at their times.
+        context: positions behind each row of the steps whose time is told.
+        host_s: time that planning and launching a step takes on the host.
+    """
+
+    config: Config
+    card: ModelCard
+    hardware: Hardware
+    arrivals: Sequence[Arrival]
+    weight_bits: float = 0.0
+    concurrency: int = 0
+    context: int = 1024
+    host_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Study:
+    """The answer for one layout. `memory` and `report` are None where the model does not fit.
+
+    Attributes:
+        decode_s: of a step in which so many rows decode.
+        prefill_s: of a step with one full chunk of a prompt.
+    """
+
+    layout: Layout
+    memory: MemoryPlan | None
+    decode_s: dict[int, float]
+    prefill_s: float
+    report: Report | None
+    why: str = ""
+
+
+def weight_bytes_of(card: ModelCard) -> float:
+    """
+    Raises:
+        ConfigError: the type of the weights tells no size.
+    """
+    name = card.quant.method if card.quant is not None else card.dtype
+    if name not in _BYTES:
+        raise ConfigError(
+            f"how much a weight of type {name!r} takes is not known",
+            hint="say it with --weight-bits, e.g. 4.5 for 4 bits with a scale per 32",
+        )
+    return _BYTES[name]
+
+
+def study(question: Question, layout: Layout, rows: Sequence[int] = (1, 8, 64)) -> Study:
+    """Play the arrivals of `question` on `layout`."""
+    config, card, hardware = question.config, question.card, question.hardware
+    weights = question.weight_bits / 8 or weight_bytes_of(card)
+    cache = _CACHE_BYTES.get(config.cache.dtype, 2.0)
+    world = World()
+    replicas: list[Replica] = []
+
+    def roofline(number: int) -> Roofline:
+        def others() -> int:
+            return sum(r.tokens_in_flight for i, r in enumerate(replicas) if i != number)
+
+        alone = (lambda: 0) if not layout.is_joined else others
+        return Roofline(
+            card, hardware, layout, weight_bytes=weights, cache_bytes=cache, others=alone
+        )
+
+    on_paper = roofline(0)
+    decode_s = {n: on_paper.seconds(_plan(n, question.context, 1)) for n in rows}
+    prefill_s = on_paper.seconds(_plan(1, 0, max(1, config.schedule.chunk_tokens)))
+    try:
+        memory = room_for_cache(config, card, hardware, layout, weights, cache)
+    except CapacityError as error:
+        return Study(layout, None, decode_s, prefill_s, None, error.text)
+    spec = core_spec(config, card, memory)
+    for number in range(layout.dp):
+        replicas.append(Replica(world, spec.build(), roofline(number), question.host_s))
+    fleet = Fleet(world, replicas, ROUTES.load(config.parallel.load_balance))
+    if question.concurrency:
+        fleet.play_at_concurrency(question.arrivals, question.concurrency)
+    else:
+        fleet.play(question.arrivals)
+    world.run()
+    return Study(layout, memory, decode_s, prefill_s, fleet.report())
+
+
+def _plan(rows: int, start: int, count: int) -> StepPlan:
+    return StepPlan(step=StepId(1), rows=[Row(slot=SlotId(1), start=start, count=count)] * rows)

@@ -1,0 +1,197 @@
+"""Layouts on paper and in virtual time: what fits, what a step takes, who gets which request."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.cli.simulate import simulate
+from banyan.config.card import ExpertFacts, LatentFacts
+from banyan.config.checkpoint import read_card
+from banyan.config.defaults import Defaults, settle
+from banyan.config.schema import Config
+from banyan.messages.plan import Row, StepPlan
+from banyan.sim.hardware import SHEETS, Hardware, read_hardware
+from banyan.sim.layout import Layout, Weights, read_layout, weights_per_device
+from banyan.sim.steptime import Roofline
+from banyan.sim.study import Question, study
+from banyan.sim.workload import poisson
+from tests.models.families import EXPERTS, tiny
+from tests.sim.test_replica import CARD
+
+FAST = Hardware(
+    memory_gib=2,
+    bytes_per_s=50e9,
+    flops_per_s=1e12,
+    overhead_s=1e-4,
+    link_bytes_per_s=20e9,
+    link_s=2e-6,
+)
+SLOW_LINK = Hardware(
+    memory_gib=2, bytes_per_s=50e9, flops_per_s=1e12, link_bytes_per_s=0.5e9, link_s=1e-4
+)
+DEFAULTS = Defaults("simulated", ("bfloat16",), 16, 512, 512, 0.85)
+CONFIG = settle(Config(), DEFAULTS)[0]
+
+
+def decoding(rows, start=100):
+    return StepPlan(step=1, rows=[Row(slot=i + 1, start=start, count=1) for i in range(rows)])
+
+
+def question(hardware=FAST, card=CARD, rate=4.0, count=40, **more):
+    arrivals = list(poisson(rate, count, 300, 20, seed=3))
+    return Question(
+        config=CONFIG, card=card, hardware=hardware, arrivals=arrivals, weight_bits=16, **more
+    )
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2, tied, some windows", *EXPERTS])
+def test_the_weights_on_paper_are_those_of_the_checkpoint(variant, tmp_path):
+    model = tiny(variant, tmp_path)
+    held = {name: p for name, p in model.named_parameters() if p.dim() > 1}
+    card = read_card(str(tmp_path))
+
+    assert Weights.of(card).total == sum(p.numel() for p in held.values())
+
+
+def test_more_ranks_take_less_time_where_their_link_lets_them():
+    def seconds(hardware, ranks, rows):
+        return Roofline(CARD, hardware, Layout(tp=ranks)).seconds(decoding(rows))
+
+    assert seconds(FAST, 2, 1) < 0.7 * seconds(FAST, 1, 1)
+    assert seconds(SLOW_LINK, 2, 1) > seconds(FAST, 2, 1) + 2 * CARD.num_layers * 1e-4
+    assert seconds(SLOW_LINK, 4, 64) > seconds(SLOW_LINK, 1, 64)
+
+
+def test_a_sum_costs_what_a_ring_costs():
+    assert FAST.all_reduce_s(1, 1e9) == 0
+    assert FAST.all_reduce_s(4, 4e6) == pytest.approx(6 * (2e-6 + 1e6 / 20e9))
+
+
+def test_a_step_reads_the_experts_that_its_tokens_chose():
+    facts = ExpertFacts(count=64, per_token=2, inner=1024)
+    model = Roofline(replace(CARD, experts=facts), FAST)
+    one, many = model.seconds(decoding(1)), model.seconds(decoding(256))
+    routed = Weights.of(replace(CARD, experts=facts)).routed * 2 / FAST.bytes_per_s
+    assert one < 0.1 * routed
+    assert many > routed
+
+
+def test_ranks_beyond_the_key_heads_keep_copies_of_them():
+    four, eight = (study(question(), Layout(tp=n)).memory for n in (4, 8))
+    assert CARD.num_kv_heads == 4
+    assert four.cache_bytes == pytest.approx(eight.cache_bytes, rel=0.2)
+    assert four.groups[0].num_pages == pytest.approx(eight.groups[0].num_pages, rel=0.2)
+
+
+def test_joined_replicas_keep_tokens_apart_where_ranks_alone_would_keep_each_token_of_all():
+    latent = replace(
+        CARD, latent=LatentFacts(query_rank=0, rank=512, plain_dim=64, rope_dim=64, value_dim=64)
+    )
+    ranks = study(question(card=latent), Layout(tp=4))
+    joined = study(question(card=latent), Layout(tp=4, dp=4, is_joined=True))
+    assert joined.layout.devices == ranks.layout.devices == 4
+    assert 4 * joined.memory.max_total_tokens > 2 * ranks.memory.max_total_tokens
+    assert joined.report.finished == ranks.report.finished == 40
+
+
+def test_a_model_that_does_not_fit_says_so_and_fits_on_more_devices():
+    tight = replace_memory(0.55)
+    assert weights_per_device(CARD, Layout(), 2.0) > 0.5 * (1 << 30)
+    alone, two = study(question(tight), Layout()), study(question(tight), Layout(tp=2))
+    assert alone.report is None and "MiB" in alone.why
+    assert two.report.finished == 40
+
+
+def replace_memory(gib):
+    fields = {name: getattr(FAST, name) for name in FAST.__struct_fields__}
+    return Hardware(**{**fields, "memory_gib": gib})
+
+
+def test_two_replicas_finish_a_heavy_load_sooner():
+    one, two = (study(question(rate=1000.0, count=200), Layout(dp=n)).report for n in (1, 2))
+    assert one.finished == two.finished == 200
+    assert two.seconds < 0.7 * one.seconds
+
+
+def test_a_fixed_concurrency_is_shared_by_the_replicas():
+    found = study(question(concurrency=4), Layout(dp=2)).report
+    assert found.finished == 40
+
+
+def test_the_same_question_has_the_same_answer():
+    layout = Layout(tp=2, dp=2, is_joined=True)
+    assert study(question(), layout) == study(question(), layout)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("tp=0", "tp=0"),
+        ("tp=two", "tp=two"),
+        ("xp=2", "xp=2"),
+        ("tp=4,dp=3,dp-attention", "4 ranks"),
+    ],
+)
+def test_a_layout_that_is_none_is_refused(text, named):
+    with pytest.raises(ConfigError, match=named):
+        read_layout(text)
+
+
+def test_a_layout_is_read_as_it_is_shown():
+    for text in ("tp=1", "tp=8,pp=2,dp=3", "tp=8,dp=4,dp-attention"):
+        assert str(read_layout(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "no hardware"),
+        ('{"memory_gib": 1, "bytes_per_s": 1}', "flops_per_s"),
+        ('{"memory_gib": 1, "bytes_per_s": 1, "flops_per_s": 1, "colour": 1}', "colour"),
+        ('{"memory_gib": 0, "bytes_per_s": 1, "flops_per_s": 1}', "memory_gib must be above 0"),
+    ],
+)
+def test_hardware_that_is_none_is_refused(content, reason, tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=reason):
+        read_hardware(str(file))
+
+
+def test_unknown_hardware_is_answered_with_the_known():
+    with pytest.raises(ConfigError) as found:
+        read_hardware("abacus")
+    assert all(name in found.value.hint for name in SHEETS)
+
+
+def test_the_command_compares_layouts_of_a_model_without_weights(tmp_path, capsys):
+    tiny("qwen3", tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps({n: getattr(FAST, n) for n in FAST.__struct_fields__}))
+    words = [str(tmp_path), "--load-format", "dummy", "--skip-tokenizer-init"]
+    words += ["--hardware", str(mine), "--requests", "20", "--input-len", "40"]
+
+    assert simulate([*words, "--output-len", "8", "--layouts", "tp=1", "tp=2,dp=2"]) == 0
+
+    title, first, second = capsys.readouterr().out.splitlines()
+    assert "ttft p50" in title
+    assert first.split()[:2] == ["tp=1", "1"] and second.split()[:2] == ["tp=2,dp=2", "4"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--rate", "0"],
+        ["--requests", "-1"],
+        ["--shared-len", "9", "--input-len", "8"],
+        ["--hardware", "abacus"],
+        ["--layouts", "tp=x"],
+    ],
+)
+def test_a_question_without_sense_is_refused(words):
+    with pytest.raises(ConfigError):
+        simulate(words)
