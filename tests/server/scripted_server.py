@@ -3,10 +3,14 @@
 Arguments: port, model folder, drain time in seconds. The engine says "a" at a steady pace, until
 max_new_tokens; a request for DEADLY_TOKENS kills it. By the name of the folder the engine never
 becomes ready ("late"), the model is never found ("slow") or is refused ("broken"), or a
-thread is busy for ever with a text ("busy").
+thread is busy for ever with a text ("busy"), or for ever in native code that keeps the
+interpreter's lock ("stuck"), or the engine never stops ("deaf").
 """
 
+import ctypes
+import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -21,7 +25,7 @@ from banyan.config.schema import Config, ModelConfig, ServerConfig
 from banyan.messages.events import Event, Finished, Ready, Stats, Tokens
 from banyan.messages.link import ZmqEngineLink
 from banyan.messages.requests import Abort, Generate
-from banyan.server.life import startup
+from banyan.server.life import deadline, serve, startup
 from banyan.server.life.serve import run_server
 from tests.server.fakes import CARD
 
@@ -35,7 +39,7 @@ class ScriptedEngine:
 
     address: str
     on_death: Callable[[str], None]
-    is_late: bool
+    trouble: str
 
     def __post_init__(self) -> None:
         self._stopping = threading.Event()
@@ -43,12 +47,14 @@ class ScriptedEngine:
         self._thread.start()
 
     def stop(self) -> None:
+        if self.trouble == "deaf":
+            threading.Event().wait()
         self._stopping.set()
         self._thread.join()
 
     def _run(self) -> None:
         link = ZmqEngineLink(self.address)
-        if not self.is_late:
+        if self.trouble != "late":
             link.send([Ready(8192, 4096, 8, b'{"phases": {"weights": 0.001}}')])
         live: dict[str, tuple[Generate, int]] = {}
         while not self._stopping.is_set():
@@ -79,9 +85,20 @@ def _end(asked: Generate, count: int, reason: str) -> Finished:
     return Finished(asked.request, reason, len(asked.tokens) // 4, count, 0)
 
 
+def ending(folder: str) -> str:
+    return folder.rpartition("/")[2]
+
+
 def busy_for_ever(config: Config) -> None:
     """A text that is never read."""
     threading.Event().wait()
+
+
+def keep_the_lock() -> None:
+    """Read what nobody writes, in a call that does not give the interpreter's lock away."""
+    reader, _ = os.pipe()
+    print("stuck", file=sys.stderr, flush=True)
+    ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1)
 
 
 def main() -> int:
@@ -95,9 +112,16 @@ def main() -> int:
     if folder.endswith("busy"):
         startup._load_words = busy_for_ever
 
+    if folder.endswith("stuck"):
+        deadline.STUCK = signal.SIGQUIT  # number 3
+    if folder.endswith("deaf"):
+        serve.LEAVING_S = 1.0
+
     def prepare() -> tuple[Config, ModelCard]:
         if folder.endswith("slow"):
             threading.Event().wait()
+        if folder.endswith("stuck"):
+            keep_the_lock()
         if folder.endswith("broken"):
             raise ModelError("the model cannot be read")
         return config, replace(CARD, path=folder)
@@ -106,7 +130,7 @@ def main() -> int:
         return run_server(
             config,
             prepare,
-            lambda _, card, link, on_death: ScriptedEngine(link, on_death, folder.endswith("late")),
+            lambda _, card, link, on_death: ScriptedEngine(link, on_death, ending(folder)),
         )
     except ModelError as error:
         print(error, file=sys.stderr)

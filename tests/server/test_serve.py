@@ -149,6 +149,20 @@ def test_a_server_that_is_not_ready_is_alive_and_can_be_stopped(tmp_path: Path, 
         server.process.wait()
 
 
+def test_a_process_ends_in_time_though_no_line_of_python_runs(tmp_path: Path) -> None:
+    with serving(write_tokenizer(tmp_path / "stuck"), until="stuck") as server:
+        with pytest.raises(httpx.TimeoutException):
+            server.http.get("/livez", timeout=0.5)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == -signal.SIGALRM
+
+
+def test_a_process_ends_in_time_though_its_engine_does_not(tmp_path: Path) -> None:
+    with serving(write_tokenizer(tmp_path / "deaf"), drain_s=0.5) as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == -signal.SIGALRM
+
+
 def test_a_model_that_cannot_be_had_ends_the_server_with_its_own_code(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "broken")
     with serving(folder, until="the model cannot be read") as server:

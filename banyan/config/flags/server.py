@@ -236,7 +236,7 @@ FLAGS = (
     Flag(
         "drain-timeout",
         "server.drain_timeout_s",
-        "seconds that open requests get after SIGTERM",
+        "seconds that open requests get after SIGTERM; the process ends 30 s later at the latest",
         kind=FLOAT,
         low=0.0,
         documented=False,

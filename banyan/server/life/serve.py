@@ -33,6 +33,7 @@ from banyan.server.http.app import App
 from banyan.server.http.auth import ANY, is_loopback
 from banyan.server.http.connection import Connection
 from banyan.server.http.state import ServerState
+from banyan.server.life import deadline
 from banyan.server.life.startup import end_phase, open_service, report
 from banyan.server.routes import create_app
 from banyan.server.tool_servers.start import start_tool_servers
@@ -50,6 +51,9 @@ they would take memory of the front for nothing."""
 
 CLOSING_S = 1.0
 """For last events to reach clients, and for connections to close."""
+
+LEAVING_S = 30.0
+"""For engines and connections to end once the drain is over; what takes longer is cut off."""
 
 _USER_TIMEOUT_MS = 60_000
 """The kernel drops connections whose client has acknowledged nothing for this long."""
@@ -220,9 +224,12 @@ class Server:
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
         use_threads(self._config.server.tokenizer_threads)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
-                loop.add_signal_handler(number, self._signalled, number)
+        ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        # nohup leaves SIGHUP ignored
+        heard = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]
+        for number in heard:
+            loop.add_signal_handler(number, self._signalled, number)
+        deadline.bound(heard)
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             loop.add_signal_handler(number, log.info, "%s means nothing here", number.name)
         web = asyncio.create_task(self._web.serve([self._listener]))
@@ -304,6 +311,8 @@ class Server:
         assert self._ending is not None
         is_first = not self._ending.done()
         log.info("received %s", signal.Signals(number).name)
+        drain_s = self._config.server.drain_timeout_s if is_first else 0.0
+        deadline.put_off(drain_s + LEAVING_S)
         self.state.draining = True
         if is_first:
             self._ending.set_result(self._ending_of(number))
