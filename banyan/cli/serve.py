@@ -55,7 +55,7 @@ def serve(argv: Sequence[str]) -> int:
 
     runs_here = config.device.name in ("auto", "cpu")
     with (
-        building_ahead(config.device.compiler) if runs_here else nullcontext(),
+        building_ahead(config.device.compiler, config.device.isa) if runs_here else nullcontext(),
         waiting_engines(config.parallel.dp, environment.dist_secret) as start_engine,
     ):
         from banyan.prepare import prepare

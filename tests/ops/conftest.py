@@ -1,17 +1,24 @@
 """The compiled library, in every instruction set: those of this machine, and the wider ones in an
 emulation."""
 
+from pathlib import Path
+
 import pytest
 
-from banyan.ops.cpu.build import BuildError, cached_library, compilers, machine_isa
+from banyan.ops.cpu.build import BuildError, cached_library, compilers, machine_isa, usable_isa
 from banyan.ops.cpu.library import Library
 from tests.ops.emulation import cached_emulation
 
 
 @pytest.fixture(scope="session")
 def path():
+    return built_for("")
+
+
+def built_for(isa: str) -> Path:
+    """The library for an instruction set, "" = the machine's best."""
     try:
-        return cached_library()
+        return cached_library(isa=usable_isa(isa))
     except BuildError as error:
         pytest.skip(f"the compiled kernels cannot be built here: {error}")
 
@@ -37,7 +44,7 @@ def open_library(request):
     """The library of a fixture's parameter, closed afterwards."""
     machine, threads = request.param
     isa, _, is_emulated = machine.partition(", ")
-    path = request.getfixturevalue("emulated_path" if is_emulated else "path")
+    path = request.getfixturevalue("emulated_path") if is_emulated else built_for(isa)
     library = Library(path, threads, isa)
     yield library
     library.close()

@@ -8,12 +8,18 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from banyan.ops.cpu.build import OPTIONS, OPTIONS_BY_ISA, SOURCES, machine_isa
+from banyan.ops.cpu.build import ISAS, OPTIONS, OPTIONS_BY_ISA, SOURCES, machine_isa
 
 HERE = Path(__file__).parent / "csrc"
 _WIDE = ("avx512", "vnni", "amx")
 _QUICK_TO_COMPILE = ("linear_vnni", "linear_amx")
 """Many templates of long unrolled loops: optimised, they take twenty times as long to compile."""
+
+
+_EVERYTHING = (
+    f"-DBN_BUILT_FOR={len(ISAS) - 1}",
+    *(f"-DBN_{s.stem.upper()}" for s in SOURCES.glob("*_*.cpp") if not s.stem.startswith("probe")),
+)
 
 
 def cached_emulation(compiler: tuple[str, ...], folder: Path) -> Path:
@@ -43,13 +49,11 @@ def _job(compiler: tuple[str, ...], source: Path, folder: Path) -> tuple[str, ..
     """The command that compiles a source, () where there is nothing to compile: what probes the
     speed of a machine has no place in an emulation of it."""
     name = source.stem
-    isa, highest = name.rpartition("_")[2], "4"
-    if name == "probe":
-        highest = "1"
-    options = ("-O0" if name in _QUICK_TO_COMPILE else "-O1", f"-DBN_HIGHEST={highest}")
+    isa = name.rpartition("_")[2]
+    if name.startswith("probe") and isa in _WIDE:
+        return ()
+    options = ("-O0" if name in _QUICK_TO_COMPILE else "-O1", *_EVERYTHING)
     if isa in _WIDE:
-        if name.startswith("probe"):
-            return ()
         options += (
             *OPTIONS_BY_ISA["avx2"],
             "-w",

@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from banyan.ops.cpu.build import (
     cached_library,
     compilers,
     machine_isa,
+    usable_isa,
 )
-from banyan.ops.cpu.library import Library
+from banyan.ops.cpu.build_process import sources_for
+from banyan.ops.cpu.library import Library, open_library
 
 needs_compiler = pytest.mark.skipif(not any(compilers()), reason="no C++ compiler is here")
 FLAGS = "avx2 fma f16c bmi2"
@@ -51,12 +54,71 @@ def test_a_machine_that_says_nothing_runs_the_plain_code(tmp_path):
 
 @needs_compiler
 @pytest.mark.slow
-def test_every_instruction_set_compiles_and_only_what_the_machine_has_is_used(tmp_path):
-    path = cached_library(folder=tmp_path, highest="amx")
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_library_for_any_instruction_set_compiles_and_uses_what_the_machine_has(tmp_path, isa):
+    path = cached_library(folder=tmp_path, isa=isa)
     library = ctypes.CDLL(str(path))
-    assert ISAS[library.bn_machine_isa()] == machine_isa()
-    assert cached_library(folder=tmp_path, highest="amx") == path
-    assert cached_library(folder=tmp_path, highest="base") != path
+    assert ISAS[library.bn_machine_isa()] == usable_isa(isa)
+    assert cached_library(folder=tmp_path, isa=isa) == path
+
+
+@pytest.mark.parametrize(
+    ("isa", "linear", "attention"),
+    [
+        ("base", {"base"}, {"base"}),
+        ("avx2", {"base", "avx2"}, {"base", "avx2"}),
+        ("avx512", {"base", "avx2"}, {"base", "avx2", "avx512"}),
+        ("vnni", {"base", "vnni"}, {"base", "avx2", "avx512"}),
+        ("amx", {"base", "amx"}, {"base", "avx2", "avx512"}),
+    ],
+)
+def test_only_what_an_instruction_set_runs_is_compiled_for_it(isa, linear, attention):
+    """And well optimised is what serves there."""
+    sources = {source.path.stem: source for source in sources_for(isa)}
+    assert {f"linear_{each}" for each in linear} == {
+        stem for stem in sources if stem.startswith("linear_") and stem != "linear_pack"
+    }
+    assert {f"attention_{each}" for each in attention} == {
+        stem for stem in sources if stem.startswith("attention_") and stem != "attention_check"
+    }
+    seldom = {stem for stem, source in sources.items() if source.is_seldom_run}
+    assert "linear_base" not in seldom if isa == "base" else "linear_base" in seldom
+    assert ("attention_avx2" in seldom) == ("avx512" in attention)
+    assert not {"linear_amx", "linear_vnni", "attention_avx512", "linear", "pool"} & seldom
+
+
+def test_code_that_fails_its_check_is_replaced_by_that_of_lower_instructions(monkeypatch, caplog):
+    """And so are instructions that the processor has, but the system does not give."""
+
+    class Stub:
+        def __init__(self, path, threads, quantization):
+            self.isa = {"amx": "vnni"}.get(path, path)
+
+        def problems(self):
+            return ["linear: wrong"] if self.isa == "avx512" else []
+
+        def close(self):
+            closed.append(self.isa)
+
+    closed = []
+    told = logging.getLogger("banyan.ops.cpu")
+    monkeypatch.setattr(told, "handlers", [caplog.handler])
+    monkeypatch.setattr(told, "propagate", False)
+    monkeypatch.setattr("banyan.ops.cpu.library.Library", Stub)
+    monkeypatch.setattr("banyan.ops.cpu.library.cached_library", lambda compiler, isa: isa)
+
+    assert open_library("amx", 1, "", "").isa == "vnni"
+    assert open_library("avx512", 1, "", "").isa == "avx2"
+    assert closed == ["vnni", "avx512"]
+    assert caplog.messages == [
+        "amx is not used: the system does not give its registers",
+        "avx512 is not used: linear: wrong",
+    ]
+
+
+def test_what_is_wished_for_is_cut_down_to_what_the_machine_has(monkeypatch):
+    monkeypatch.setattr("banyan.ops.cpu.build.machine_isa", lambda: "avx512")
+    assert [usable_isa(isa) for isa in ("", "avx2", "amx")] == ["avx512", "avx2", "avx512"]
 
 
 def test_a_named_compiler_goes_first():
@@ -80,7 +142,7 @@ def test_the_packaged_compiler_gives_a_library_that_checks_itself(tmp_path, monk
     monkeypatch.setattr("banyan.ops.cpu.build.compilers", lambda named: iter(zig))
     library = Library(cached_library(folder=tmp_path), 2)
     assert library.isa == machine_isa()
-    assert library.settle() == []
+    assert library.problems() == []
     library.close()
 
 
@@ -106,7 +168,7 @@ def test_progress_is_counted_and_the_work_is_gone_when_it_is_done(tmp_path, monk
         ("sh", "-c", 'while [ "$1" != -o ]; do shift; done; sleep 0.5; : > "$2"', "cc")
     )
     monkeypatch.setattr("banyan.ops.cpu.build.compilers", lambda named: iter([quick]))
-    path = cached_library(folder=tmp_path, highest="base")
+    path = cached_library(folder=tmp_path, isa="base")
     told = capfd.readouterr().err
     assert re.search(r"with sh, once: (\d+) files, about \d+ s on \d+ cores", told), told
     assert re.search(r"compiling the CPU kernels: \d+ of \d+ files, about \d+ s left", told), told
@@ -144,7 +206,7 @@ from pathlib import Path
 from banyan.ops.cpu import build
 found = build.Compiler(("sh", "-c", json.loads({json.dumps(json.dumps(script))}), "cc"))
 build.compilers = lambda named: iter([found])
-build.cached_library(folder=Path({str(folder)!r}), highest="base")
+build.cached_library(folder=Path({str(folder)!r}), isa="base")
 """
     asking = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     assert asking.stderr is not None

@@ -264,7 +264,7 @@ def test_what_a_device_cannot_round_to_is_refused_with_what_it_can(monkeypatch):
     with pytest.raises(ConfigError, match="q4_0 does not exist on null"):
         open_toolkit("null", 1, {"quantization": "q4_0"})
     monkeypatch.setattr("banyan.ops.cpu.build.compilers", lambda named: iter(()))
-    monkeypatch.setattr("banyan.ops.cpu.build._fingerprint", lambda highest: "not there")
+    monkeypatch.setattr("banyan.ops.cpu.build._fingerprint", lambda isa: "not there")
     with pytest.raises(ConfigError, match="needs the compiled CPU kernels: no C.. compiler"):
         open_toolkit("cpu", 1, {"quantization": "q4_0"})
 
@@ -311,4 +311,4 @@ def test_a_recorded_projection_runs_for_other_numbers_of_rows(library):
 
 
 def test_every_instruction_set_checks_itself(library):
-    assert library.settle() == []
+    assert library.problems() == []

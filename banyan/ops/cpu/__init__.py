@@ -46,8 +46,8 @@ def open_toolkit(threads: int, wishes: Mapping[str, str]) -> "Toolkit":
         ConfigError: a rounding that does not exist, or that has no kernels here.
     """
     from banyan.ops.bind import NoToolkit
-    from banyan.ops.cpu.build import BuildError, cached_library
-    from banyan.ops.cpu.library import Library
+    from banyan.ops.cpu.build import BuildError, usable_isa
+    from banyan.ops.cpu.library import open_library
     from banyan.ops.cpu.weights import QUANTIZATIONS
 
     wanted = wishes.get("quantization", "")
@@ -57,7 +57,8 @@ def open_toolkit(threads: int, wishes: Mapping[str, str]) -> "Toolkit":
             hint=f"choose: {', '.join(QUANTIZATIONS)}",
         )
     try:
-        path = cached_library(wishes.get("cpu-compiler", ""))
+        isa = usable_isa(wishes.get("cpu-isa", ""))
+        library = open_library(isa, threads, wishes.get("cpu-compiler", ""), wanted)
     except BuildError as error:
         if wanted:
             raise ConfigError(
@@ -65,8 +66,5 @@ def open_toolkit(threads: int, wishes: Mapping[str, str]) -> "Toolkit":
             ) from None
         _log.warning("no compiled CPU kernels, plain torch serves: %s", error)
         return NoToolkit(f"not compiled: {error}")
-    library = Library(path, threads, wishes.get("cpu-isa", ""), quantization=wanted)
-    for line in library.settle():
-        _log.warning("%s", line)
     _log.info("compiled CPU kernels: %s, %d threads", library.isa, library.threads)
     return library

@@ -1,8 +1,10 @@
 """Builds the compiled kernels: C++ sources to one shared library, cached by what went into it.
 
-Compilers are tried in order: the one that was named, g++, clang++, and the `ziglang` package (a C++
-compiler as a Python wheel). Nothing is downloaded. The cache is keyed by sources, options and
-machine, so an unchanged library is built once per user, by a process of its own (`build_process`).
+A library is built for one instruction set, so nobody waits for code that does not run: it holds the
+best of each family there, and plain code to check that against. Compilers are tried in order: the
+one that was named, g++, clang++, and the `ziglang` package (a C++ compiler as a wheel). Nothing is
+downloaded. The cache is keyed by sources, options and instruction set, so an unchanged library is
+built once per user, by a process of its own (`build_process`).
 """
 
 import hashlib
@@ -24,7 +26,7 @@ from banyan.base.log import logger, start_logging
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libbanyan_cpu.so"
 OPTIONS = (
-    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-pthread"),
+    *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread"),
     # A product and a sum are fused only where the source says so: results are the same everywhere.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
@@ -39,6 +41,10 @@ OPTIONS_BY_ISA = {
     "amx": (*_AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
 """Last word of a file's name -> options of its instruction set; such files are for x86-64 only."""
+OFTEN_RUN, SELDOM_RUN = "-O3", "-O1"
+"""How hard to optimise what serves; and what only checks that, or serves odd shapes."""
+STAND_INS = {"attention_avx512": "attention_avx2"}
+"""Sources -> what serves the heads that they do not: those of 8, 24, 40 … numbers."""
 _ZIG = (
     # Its own defaults are this machine's instruction set and checks for undefined behaviour.
     *("-mcpu=baseline", "-fno-sanitize=all", "-g0"),
@@ -116,23 +122,29 @@ def machine_isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return best
 
 
-def cached_library(named_compiler: str = "", folder: Path | None = None, highest: str = "") -> Path:
+def usable_isa(wished: str = "") -> str:
+    """The instruction set to build for: the machine's best, or `wished` where that is lower."""
+    return min(wished or ISAS[-1], machine_isa(), key=ISAS.index)
+
+
+def cached_library(named_compiler: str = "", folder: Path | None = None, isa: str = "") -> Path:
     """The path of the built library; builds it when the cache does not hold it.
 
     Args:
         folder: the cache; default: ~/.cache/banyan/kernels.
-        highest: highest of ISAS to compile; default: the machine's, which is all it can run.
+        isa: which of ISAS to build for; default: the machine's best.
 
     Raises:
         BuildError: no compiler is there, or none of them can build it.
     """
-    target = _target(folder, highest or machine_isa())
+    isa = isa or machine_isa()
+    target = _target(folder, isa)
     if target.is_file():
         return target
     found = list(compilers(named_compiler))
     if not found:
         raise BuildError("no C++ compiler: install g++ or clang++, or the ziglang package")
-    with _Building(target, highest or machine_isa(), found) as building:
+    with _Building(target, isa, found) as building:
         reason = building.wait()
     if reason:
         raise BuildError(reason)
@@ -140,19 +152,19 @@ def cached_library(named_compiler: str = "", folder: Path | None = None, highest
 
 
 @contextmanager
-def building_ahead(named_compiler: str = "") -> Iterator[None]:
+def building_ahead(named_compiler: str = "", wished_isa: str = "") -> Iterator[None]:
     """Build what `cached_library` will ask for, here or in another process, during the block.
 
     Says nothing of a failure: whoever needs the library meets it again.
     """
-    highest = machine_isa()
-    target = _target(None, highest)
+    isa = usable_isa(wished_isa)
+    target = _target(None, isa)
     found = [] if target.is_file() else list(compilers(named_compiler))
     if not found:
         yield
         return
     try:
-        building = _Building(target, highest, found)
+        building = _Building(target, isa, found)
     except BuildError:
         yield
         return
@@ -163,9 +175,9 @@ def building_ahead(named_compiler: str = "") -> Iterator[None]:
 class _Building:
     """A process that builds a library, unless one does already; it ends with this one."""
 
-    def __init__(self, target: Path, highest: str, found: list[Compiler]) -> None:
+    def __init__(self, target: Path, isa: str, found: list[Compiler]) -> None:
         words = [each.words for each in found]
-        job = json.dumps({"target": str(target), "highest": highest, "compilers": words})
+        job = json.dumps({"target": str(target), "isa": isa, "compilers": words})
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -194,13 +206,14 @@ class _Building:
         self._process.wait()
 
 
-def _target(folder: Path | None, highest: str) -> Path:
+def _target(folder: Path | None, isa: str) -> Path:
     folder = folder or Path.home() / ".cache" / "banyan" / "kernels"
-    return folder / _fingerprint(highest) / LIBRARY
+    return folder / _fingerprint(isa) / LIBRARY
 
 
-def _fingerprint(highest: str) -> str:
-    choices = (OPTIONS, OPTIONS_BY_ISA, _ZIG, _ZIG_LINK, platform.machine(), highest)
+def _fingerprint(isa: str) -> str:
+    options = (OPTIONS, OPTIONS_BY_ISA, OFTEN_RUN, SELDOM_RUN, STAND_INS, _ZIG, _ZIG_LINK)
+    choices = (options, platform.machine(), isa)
     digest = hashlib.sha256(repr(choices).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())

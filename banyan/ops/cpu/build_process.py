@@ -22,15 +22,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from banyan.base.log import logger, start_logging
-from banyan.ops.cpu.build import ISAS, LIBRARY, OPTIONS_BY_ISA, SOURCES, Compiler
+from banyan.ops.cpu.build import (
+    ISAS,
+    LIBRARY,
+    OFTEN_RUN,
+    OPTIONS_BY_ISA,
+    SELDOM_RUN,
+    SOURCES,
+    STAND_INS,
+    Compiler,
+)
 
 _TIMEOUT_S = 600
 _TELL_S = 3.0
 """Least time between two lines of progress."""
-_LOOPS_S = {"attention": 3.5, "linear": 4.0}
-_FILE_S = 0.4
-"""Processor time of a file (g++ 13): of those that hold an instruction set's loops, by op family,
+_LOOPS_S = {"attention": 3.0, "linear": 3.0}
+_FILE_S = 0.3
+"""Processor time of a file (g++ 12): of those that hold an instruction set's loops, by op family,
 and of any other."""
+_SELDOM = 0.5
+"""Of that, what little optimising takes."""
 _POLL_S = 0.1
 _WORK = "compiling-"
 
@@ -43,13 +54,56 @@ class Job:
 
     Attributes:
         target: path of the library; beside it lie the lock and the work.
-        highest: highest of ISAS to compile.
+        isa: which of ISAS to build for.
         compilers: command lines, tried in order.
     """
 
     target: str
-    highest: str
+    isa: str
     compilers: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file to compile.
+
+    Attributes:
+        is_seldom_run: so it need not be quick.
+    """
+
+    path: Path
+    is_seldom_run: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        how = SELDOM_RUN if self.is_seldom_run else OFTEN_RUN
+        return (how, *OPTIONS_BY_ISA.get(_isa(self.path.stem), ()))
+
+    @property
+    def expected_s(self) -> float:
+        family, isa = _family(self.path.stem), _isa(self.path.stem)
+        seconds = _LOOPS_S.get(family, _FILE_S) if isa else _FILE_S
+        return seconds * (_SELDOM if self.is_seldom_run else 1)
+
+
+def sources_for(isa: str) -> list[Source]:
+    """What a library for an instruction set is made of, the longest first: the best of each family
+    there, what stands in for that, plain code, and what no instruction set matters to."""
+    paths = {path.stem: path for path in sorted(SOURCES.glob("*.cpp"))}
+    best: dict[str, str] = {}
+    for level in ISAS[: ISAS.index(isa) + 1]:
+        best |= {_family(stem): stem for stem in paths if _isa(stem) == level}
+    seldom = {STAND_INS[stem] for stem in best.values() if stem in STAND_INS}
+    seldom |= {f"{family}_{ISAS[0]}" for family in best} - {*best.values()}
+    often = {*best.values(), *(stem for stem in paths if not _isa(stem))}
+    found = [Source(paths[stem], stem in seldom) for stem in sorted(often | seldom)]
+    return sorted(found, key=lambda source: -source.expected_s)
+
+
+def definitions_for(isa: str) -> tuple[str, ...]:
+    """What the sources are told of that: BN_LINEAR_VNNI and so on (csrc/runtime.h)."""
+    held = [s.path.stem.upper() for s in sources_for(isa) if _isa(s.path.stem)]
+    return (f"-DBN_BUILT_FOR={ISAS.index(isa)}", *(f"-DBN_{name}" for name in held))
 
 
 class _Commands:
@@ -95,16 +149,16 @@ class _Commands:
 class _Progress:
     """Says how many files are done, and how long the others will take at the rate so far."""
 
-    def __init__(self, sources: list[Path]) -> None:
+    def __init__(self, sources: list[Source]) -> None:
         self._waiting = len(sources)
         self._number = len(sources)
-        self._left_s = sum(map(_expected_s, sources))
+        self._left_s = sum(source.expected_s for source in sources)
         self._all_s = self._left_s
         self._began = self._told = time.monotonic()
 
-    def one_more(self, source: Path) -> None:
+    def one_more(self, source: Source) -> None:
         self._waiting -= 1
-        self._left_s -= _expected_s(source)
+        self._left_s -= source.expected_s
         now = time.monotonic()
         if now - self._told < _TELL_S or not self._waiting:
             return
@@ -128,7 +182,7 @@ def build(job: Job, commands: _Commands) -> str:
         for words in job.compilers:
             compiler = Compiler(words)
             with tempfile.TemporaryDirectory(prefix=_WORK, dir=target.parent) as work:
-                reason = _compile(compiler, Path(work), target, job.highest, commands)
+                reason = _compile(compiler, Path(work), target, job.isa, commands)
             if not reason:
                 return ""
             reasons.append(f"{compiler.name}: {reason}")
@@ -154,25 +208,20 @@ def _locked(path: Path, commands: _Commands) -> Iterator[None]:
         yield
 
 
-def _compile(
-    compiler: Compiler, work: Path, target: Path, highest: str, commands: _Commands
-) -> str:
+def _compile(compiler: Compiler, work: Path, target: Path, isa: str, commands: _Commands) -> str:
     """Build with one compiler; "" or why that failed."""
-    level = ISAS.index(highest)
-    command = (*compiler.compile(work), f"-DBN_HIGHEST={level}")
-    sources = [s for s in SOURCES.glob("*.cpp") if _isa(s) not in ISAS[level + 1 :]]
-    sources.sort(key=lambda source: (-_expected_s(source), source.name))  # the longest first
-    outputs = [work / f"{source.stem}.o" for source in sources]
+    command = (*compiler.compile(work), *definitions_for(isa))
+    sources = sources_for(isa)
+    outputs = [work / f"{source.path.stem}.o" for source in sources]
     cores = len(os.sched_getaffinity(0))
-    expected_s = sum(map(_expected_s, sources)) / cores
+    expected_s = sum(source.expected_s for source in sources) / cores
     told = "compiling the CPU kernels with %s, once: %d files, about %.0f s on %d cores"
     _log.info(told, compiler.name, len(sources), expected_s, cores)
     progress, began = _Progress(sources), time.monotonic()
     with ThreadPoolExecutor(cores) as threads:
-        running: dict[Future[str], Path] = {}
+        running: dict[Future[str], Source] = {}
         for source, output in zip(sources, outputs, strict=True):
-            options = OPTIONS_BY_ISA.get(_isa(source), ())
-            words = (*command, *options, "-c", str(source), "-o", str(output))
+            words = (*command, *source.options, "-c", str(source.path), "-o", str(output))
             running[threads.submit(commands.run, words, work)] = source
         for done in as_completed(running):
             if reason := done.result():
@@ -187,19 +236,20 @@ def _compile(
     return reason
 
 
-def _isa(source: Path) -> str:
-    return source.stem.rpartition("_")[2]
+def _isa(stem: str) -> str:
+    """The instruction set that a file's name says it is for, "" for none."""
+    last = stem.rpartition("_")[2]
+    return last if last in ISAS else ""
 
 
-def _expected_s(source: Path) -> float:
-    family = source.stem.rpartition("_")[0]
-    return _LOOPS_S.get(family, _FILE_S) if _isa(source) in ISAS else _FILE_S
+def _family(stem: str) -> str:
+    return stem.rpartition("_")[0]
 
 
 def main() -> None:
     """Carry out the job on the command line, until it is done or standard input ends."""
     given = json.loads(sys.argv[1])
-    job = Job(given["target"], given["highest"], tuple(map(tuple, given["compilers"])))
+    job = Job(given["target"], given["isa"], tuple(map(tuple, given["compilers"])))
     start_logging("kernels", "info")
     commands = _Commands()
     signal.signal(signal.SIGTERM, lambda *_: None)  # for the compilers of this group

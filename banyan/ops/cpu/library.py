@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from banyan.base.errors import DeviceError
+from banyan.base.log import logger
 from banyan.ops.api import NotRecordable, OpTime
-from banyan.ops.cpu.build import ISAS, SOURCES
+from banyan.ops.cpu.build import ISAS, SOURCES, cached_library
 
 TOKENS, ROWS, OUTPUTS = range(3)
 """Sizes that change from step to step; the numbers of csrc/runtime.h."""
@@ -31,6 +32,8 @@ _ALIGNMENT = 64
 
 Functions = dict[str, Callable[..., Any]]
 """What the library exports, by name; results as `signatures` says."""
+
+_log = logger("banyan.ops.cpu")
 
 _EXPORT = re.compile(r"BN_EXPORT\s+([\w\s*]+?)\s*\b(bn_\w+)\(([^)]*)\)")
 _TYPES = {
@@ -73,7 +76,7 @@ class Library:
     Args:
         path: the shared library (`build.cached_library`).
         threads: threads that share the work, the calling one included.
-        isa: highest instruction set to use, "" = the machine's best.
+        isa: highest instruction set to use, "" = what the library is built for.
         cpus: processors to pin the threads to, none = wherever the system likes.
         quantization: what packed float weights are rounded to, a name of
             `weights.QUANTIZATIONS`; "" = they are kept.
@@ -119,22 +122,14 @@ class Library:
         """The instruction set in use."""
         return ISAS[self._functions["bn_isa"]()]
 
-    def settle(self) -> list[str]:
-        """Let every family check itself against the plain code, and go down to an instruction set
-        that passes; the reasons for those that did not."""
-        reasons: list[str] = []
-        why = ctypes.create_string_buffer(200)
-        for level in range(ISAS.index(self.isa), 0, -1):
-            failed = [
-                f"{ISAS[level]} is not used: {name.removeprefix('bn_check_')}: {why.value.decode()}"
-                for name, check in self._functions.items()
-                if name.startswith("bn_check_") and check(level, why, len(why))
-            ]
-            if not failed:
-                break
-            reasons += failed
-            self._functions["bn_set_isa"](level - 1)
-        return reasons
+    def problems(self) -> list[str]:
+        """Let every family check itself against the plain code; what did not pass."""
+        level, why = ISAS.index(self.isa), ctypes.create_string_buffer(200)
+        return [
+            f"{name.removeprefix('bn_check_')}: {why.value.decode()}"
+            for name, check in self._functions.items()
+            if level and name.startswith("bn_check_") and check(level, why, len(why))
+        ]
 
     @property
     def threads(self) -> int:
@@ -271,6 +266,27 @@ class Recording:
                 so_far.operations + done.value,
             )
         return list(stages.values())
+
+
+def open_library(isa: str, threads: int, compiler: str, quantization: str) -> Library:
+    """The library for an instruction set, built when it is not there yet; for a lower one where its
+    code does not pass its checks, or the system does not give its registers.
+
+    Args:
+        compiler: a command line to try before other compilers, "" for none.
+
+    Raises:
+        BuildError: none can be built.
+    """
+    while True:
+        library = Library(cached_library(compiler, isa=isa), threads, quantization=quantization)
+        problems = library.problems()
+        if library.isa == isa and not problems:
+            return library
+        for problem in problems or ["the system does not give its registers"]:
+            _log.warning("%s is not used: %s", isa, problem)
+        library.close()
+        isa = ISAS[ISAS.index(isa) - 1]
 
 
 class _OnlyViews(TorchDispatchMode):

@@ -4,12 +4,12 @@
 #include "runtime.h"
 
 namespace banyan {
-static std::atomic<int32_t> chosen{BN_HIGHEST};
+static std::atomic<int32_t> chosen{BN_BUILT_FOR};
 Isa isa() { return (Isa)chosen.load(std::memory_order_relaxed); }
 }  // namespace banyan
 
-BN_EXPORT int32_t bn_machine_isa() { return BN_HIGHEST; }
+BN_EXPORT int32_t bn_machine_isa() { return BN_BUILT_FOR; }
 BN_EXPORT int32_t bn_isa() { return banyan::isa(); }
 BN_EXPORT void bn_set_isa(int32_t isa) {
-  banyan::chosen.store(isa < BN_HIGHEST ? isa : BN_HIGHEST, std::memory_order_relaxed);
+  banyan::chosen.store(isa < BN_BUILT_FOR ? isa : BN_BUILT_FOR, std::memory_order_relaxed);
 }

@@ -13,10 +13,10 @@ namespace banyan {
 
 // The kernels of an instruction set for heads of this size.
 const AttentionKernels& attention_table(int32_t level, int head_dim) {
-#if BN_HIGHEST >= 2
+#ifdef BN_ATTENTION_AVX512
   if (level >= AVX512 && head_dim % attention_avx512.lanes == 0) return attention_avx512;
 #endif
-#if BN_HIGHEST >= 1
+#ifdef BN_ATTENTION_AVX2
   if (level >= AVX2) return attention_avx2;
 #endif
   (void)level, (void)head_dim;

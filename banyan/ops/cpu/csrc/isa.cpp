@@ -45,10 +45,10 @@ Isa detect() {
 Isa detect() { return BASE; }
 #endif
 
-// The highest that the machine has and the library contains.
+// The highest that the machine has and the library is built for.
 Isa highest() {
   Isa found = detect();
-  return found < BN_HIGHEST ? found : (Isa)BN_HIGHEST;
+  return found < BN_BUILT_FOR ? found : (Isa)BN_BUILT_FOR;
 }
 
 std::atomic<int32_t> chosen{-1};

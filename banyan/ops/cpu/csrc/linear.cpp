@@ -10,13 +10,13 @@ namespace banyan {
 namespace {
 
 const LinearKernels& kernels(int32_t level) {
-#if BN_HIGHEST >= 4
+#ifdef BN_LINEAR_AMX
   if (level >= AMX) return linear_amx;
 #endif
-#if BN_HIGHEST >= 3
+#ifdef BN_LINEAR_VNNI
   if (level >= VNNI) return linear_vnni;
 #endif
-#if BN_HIGHEST >= 1
+#ifdef BN_LINEAR_AVX2
   if (level >= AVX2) return linear_avx2;
 #endif
   (void)level;

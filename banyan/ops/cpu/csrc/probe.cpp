@@ -12,13 +12,13 @@ struct Args {
 };
 
 const ProbeKernels& kernels(int32_t level) {
-#if BN_HIGHEST >= 3
+#ifdef BN_PROBE_VNNI
   if (level >= VNNI) return probe_vnni;
 #endif
-#if BN_HIGHEST >= 2
+#ifdef BN_PROBE_AVX512
   if (level >= AVX512) return probe_avx512;
 #endif
-#if BN_HIGHEST >= 1
+#ifdef BN_PROBE_AVX2
   if (level >= AVX2) return probe_avx2;
 #endif
   (void)level;

@@ -13,10 +13,10 @@ using namespace banyan;
 namespace {
 
 const RowKernels& table_of(int32_t level) {
-#if BN_HIGHEST >= 2
+#ifdef BN_ROWS_AVX512
   if (level >= AVX512) return rows_avx512;
 #endif
-#if BN_HIGHEST >= 1
+#ifdef BN_ROWS_AVX2
   if (level >= AVX2) return rows_avx2;
 #endif
   (void)level;

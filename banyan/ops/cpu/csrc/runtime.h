@@ -13,13 +13,10 @@ namespace banyan {
 // above the one the process runs with.
 enum Isa : int32_t { BASE = 0, AVX2 = 1, AVX512 = 2, VNNI = 3, AMX = 4, NUM_ISAS = 5 };
 
-// The number of the highest one that is compiled in.
-#ifndef BN_HIGHEST
-#if defined(__x86_64__)
-#define BN_HIGHEST 4
-#else
-#define BN_HIGHEST 0
-#endif
+// The number of the one that the library is built for. Beside plain code it holds what is best there of
+// each family, and BN_LINEAR_VNNI and so on name those; lower ones are in libraries of their own.
+#ifndef BN_BUILT_FOR
+#define BN_BUILT_FOR 0
 #endif
 
 // The numbers that change from step to step. An op names the one its leading dimension has.

@@ -9,10 +9,10 @@ namespace banyan {
 namespace {
 
 const SampleKernels& kernels(Isa level) {
-#if BN_HIGHEST >= 2
+#ifdef BN_SAMPLE_AVX512
   if (level >= AVX512) return sample_avx512;
 #endif
-#if BN_HIGHEST >= 1
+#ifdef BN_SAMPLE_AVX2
   if (level >= AVX2) return sample_avx2;
 #endif
   (void)level;
