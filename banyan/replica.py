@@ -21,6 +21,7 @@ from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
 from banyan.config.defaults import settings_of, settle
+from banyan.config.flags.device import ATTENTION
 from banyan.config.schema import Config
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.duty import RANK, Duty
@@ -482,6 +483,7 @@ def _runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Run
         ),
         max_tokens=0 if config.device.is_eager else chunk + memory.max_running,
         shapes=() if config.device.is_eager else config.device.shapes,
+        attention="" if config.device.attention in ATTENTION else config.device.attention,
     )
 
 

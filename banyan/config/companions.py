@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError
 from banyan.config.env import Environment
+from banyan.config.flags.device import ATTENTION
 from banyan.config.flags.flag import SWITCH
 from banyan.config.flags.table import GROUPS
 from banyan.config.schema import Config
@@ -72,7 +73,7 @@ _RULES = (
     ),
     _Idle(
         "attention-backend",
-        lambda c: c.device.attention not in ("auto", "torch_native"),
+        lambda c: c.device.attention in ATTENTION[2:],
         "the kernel of the device at hand attends; torch_native takes the one that is torch's",
     ),
     _Idle(

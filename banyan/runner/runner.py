@@ -65,6 +65,7 @@ class RunnerSizes:
         groups: cache groups, in the order of the plans' group numbers.
         max_tokens: tokens of the largest step that is worth recording.
         shapes: rows of the decode steps to capture, where steps are captured by shape.
+        attention: name of the attention backend; "" = what the model takes.
     """
 
     max_slots: int
@@ -72,6 +73,7 @@ class RunnerSizes:
     groups: tuple[GroupLayout, ...]
     max_tokens: int = 0
     shapes: tuple[int, ...] = ()
+    attention: str = ""
 
 
 class PendingStep:
@@ -154,7 +156,8 @@ class ModelRunner:
         """Run `model`, of the same card, from the next step on."""
         self._platform.synchronize()
         card = self._card
-        backend = "encoder" if card.is_encoder else "reference"
+        usual = "encoder" if card.is_encoder else "reference"
+        backend = self._sizes.attention or usual
         attention = BACKENDS.load(backend)(self._build.ops, self.store)
         with self._platform.stream():
             self._forward = open_forward(

@@ -1,8 +1,14 @@
-"""A family and a format of quantised checkpoints that live in somebody else's package."""
+"""What lives in somebody else's package: a family, a format of quantised checkpoints, a device with
+its kernels, an attention backend, a warm-up. Logit processors have a test of their own in
+`tests/system`."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.models.families import rewrite_config, tiny
 
@@ -44,6 +50,94 @@ MineForCausalLM = mine_of_others:MINE
 [banyan.quantizations]
 doubled = mine_of_others:open_doubled
 """
+DEVICE = '''
+from dataclasses import dataclass, replace
+
+import torch
+from banyan.ops import reference
+from banyan.ops.bind import Kernel, NoToolkit
+from banyan.platform.cpu import CpuPlatform
+
+
+class Abacus(CpuPlatform):
+    """A CPU that goes by another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.traits = replace(self.traits, name="abacus")
+
+    def defaults(self, card):
+        return replace(super().defaults(card), device="abacus")
+
+
+@dataclass(frozen=True)
+class Beads(NoToolkit):
+    def norm(self, x, weight, epsilon):
+        return reference.rms_norm(x, weight, epsilon)
+
+
+def open_beads(threads, wishes):
+    return Beads()
+
+
+KERNELS = {"rms_norm": ["device_of_others:norm"]}
+
+
+def declines(spec):
+    return None if isinstance(spec.toolkit, Beads) else "there are no beads"
+
+
+norm = Kernel(make=lambda beads: beads.norm, supports=declines)
+
+
+class Blind:
+    """Every token sees itself alone."""
+
+    def __init__(self, ops, store):
+        pass
+
+    def bind(self, geometry):
+        def attend(spec, q, k, v):
+            return v.repeat_interleave(spec.heads // spec.kv_heads, 1)
+
+        return attend
+'''
+DEVICE_ENTRY_POINTS = """[banyan.platforms]
+abacus = device_of_others:Abacus
+
+[banyan.kernels]
+abacus = device_of_others:KERNELS
+
+[banyan.toolkits]
+abacus = device_of_others:open_beads
+
+[banyan.attention]
+blind = device_of_others:Blind
+"""
+WARMUP = """
+import os, signal
+
+
+async def stretch(service, config):
+    print("stretched for", config.model.served_name, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+SERVING = """
+import json, sys
+import banyan
+
+if __name__ == "__main__":
+    with banyan.Engine(model_path=sys.argv[1], **json.loads(sys.argv[2])) as engine:
+        facts = engine.get_server_info()
+        asked = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
+        scores = [
+            engine.generate(input_ids=ids, sampling_params=asked, return_logprob=True)
+            ["meta_info"]["output_token_logprobs"]
+            for ids in ([5, 6, 7], [9, 8, 7])
+        ]
+        print(json.dumps({"device": facts["device"], "kernels": facts["facts"]["kernels"],
+                          "scores": [[s[0] for s in each] for each in scores]}))
+"""
 PROGRAM = """
 import sys, torch
 import banyan
@@ -58,36 +152,47 @@ print(model.logits(torch.eye(model.card.hidden_size)).double().sum().item())
 """
 
 
-def install(folder: Path) -> None:
+def install(folder: Path, name: str, source: str, entry_points: str) -> None:
     """As pip leaves a package: a module, and its metadata beside it."""
-    (folder / "mine_of_others.py").write_text(PACKAGE)
-    metadata = folder / "mine_of_others-1.0.dist-info"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(source)
+    metadata = folder / f"{name}-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: mine-of-others\nVersion: 1.0\n"
-    )
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(entry_points)
 
 
-def total_of_logits(checkpoint: Path, site: Path) -> float:
+def run(site: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A Python that finds what is installed in `site`."""
     paths = ":".join([str(site), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(checkpoint)],
-        env={"PYTHONPATH": paths, "PATH": ""},
+    return subprocess.run(
+        [sys.executable, *words],
+        env={"PYTHONPATH": paths, "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+def total_of_logits(checkpoint: Path, site: Path) -> float:
+    done = run(site, "-c", PROGRAM, str(checkpoint))
     assert done.returncode == 0, done.stderr[-2000:]
     return float(done.stdout)
+
+
+def served(checkpoint: Path, site: Path, **flags: object) -> dict:
+    (site / "serving.py").write_text(SERVING)
+    asked = json.dumps({"skip_tokenizer_init": True, **flags})
+    done = run(site, str(site / "serving.py"), str(checkpoint), asked)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_a_family_and_a_format_of_another_package_are_served(tmp_path):
     from safetensors.torch import load_file, save_file
 
     checkpoint, site = tmp_path / "model", tmp_path / "site"
-    site.mkdir()
-    install(site)
+    install(site, "mine_of_others", PACKAGE, ENTRY_POINTS)
     tiny("mistral", checkpoint)
     plain = total_of_logits(checkpoint, site)
     path = checkpoint / "model.safetensors"
@@ -103,3 +208,59 @@ def test_a_family_and_a_format_of_another_package_are_served(tmp_path):
     mine = total_of_logits(checkpoint, site)
 
     assert abs(mine - plain / 2) <= 1e-5 * abs(plain)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny("mistral", folder)
+    return folder
+
+
+def test_a_device_of_another_package_serves_with_its_own_kernels(tmp_path, model):
+    install(tmp_path / "site", "device_of_others", DEVICE, DEVICE_ENTRY_POINTS)
+
+    mine = served(model, tmp_path / "site", device="abacus")
+    plain = served(model, tmp_path / "site", device="cpu", cpu_activations="fp32")
+
+    assert mine["device"] == "abacus"
+    assert "device_of_others:norm rms_norm" in " ".join(mine["kernels"].split())
+    for one, other in zip(mine["scores"], plain["scores"], strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_an_attention_backend_of_another_package_attends(tmp_path, model):
+    install(tmp_path / "site", "device_of_others", DEVICE, DEVICE_ENTRY_POINTS)
+
+    blind = served(model, tmp_path / "site", attention_backend="blind")["scores"]
+    seeing = served(model, tmp_path / "site")["scores"]
+
+    assert blind[0] == blind[1]
+    assert seeing[0] != seeing[1]
+
+
+def test_a_warm_up_of_another_package_runs_before_the_server_is_ready(tmp_path, model):
+    install(
+        *(tmp_path / "site", "warmup_of_others", WARMUP),
+        "[banyan.warmups]\nstretch = warmup_of_others:stretch\n",
+    )
+
+    done = run(
+        *(tmp_path / "site", "-m", "banyan", "serve", str(model), "--port", "0"),
+        *("--skip-tokenizer-init", "--served-model-name", "mine", "--warmups", "stretch"),
+    )
+
+    assert done.returncode == 0 and "stretched for mine" in done.stdout, done.stderr[-2000:]
+
+
+def test_what_no_package_has_is_refused_with_what_there_is(tmp_path, model):
+    install(tmp_path / "site", "device_of_others", DEVICE, DEVICE_ENTRY_POINTS)
+
+    for flag in ("device", "attention-backend"):
+        done = run(
+            *(tmp_path / "site", "-m", "banyan", "config", "--model-path", str(model)),
+            *(f"--{flag}", "nonsense"),
+        )
+        assert done.returncode != 0
+        offered = {"device": "cpu, cuda, npu, abacus", "attention-backend": "blind"}[flag]
+        assert f"--{flag} must be one of: " in done.stderr and offered in done.stderr

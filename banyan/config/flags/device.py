@@ -2,20 +2,34 @@
 
 from banyan.config.flags.flag import FLOAT, INT, INTS, JSON, SWITCH, Elsewhere, Flag
 
-OTHER_ATTENTION = (
-    *("ascend", "triton", "flex_attention", "dsa", "nsa", "qsa", "dsv4", "compressed", "fa3"),
+ATTENTION = (
+    *(
+        "auto",
+        "torch_native",
+        "ascend",
+        "triton",
+        "flex_attention",
+        "dsa",
+        "nsa",
+        "qsa",
+        "dsv4",
+        "compressed",
+        "fa3",
+    ),
     *("flashinfer", "llada2_cfg_flashinfer", "flashmla", "trtllm_mla", "cutedsl_mla", "fa4"),
     *("tokenspeed_mla", "trtllm_mha", "hpc_ops", "minicpm_flashattn", "minicpm_flashinfer"),
     *("aiter", "wave", "intel_amx", "intel_xpu", "cutlass_mla", "dual_chunk_flash_attn"),
 )
-"""Kernels of devices that are not served; the device's own attend in their place."""
+"""All but the second: the device's own kernel attends."""
 
 FLAGS = (
     Flag(
         "device",
         "device.name",
-        "device to run on; auto = an accelerator where torch finds one, else the CPU",
+        "device to run on; auto = an accelerator where torch finds one, else the CPU; also a name "
+        "that an installed package adds",
         choices=("auto", "cpu", "cuda", "npu"),
+        plugins="banyan.platforms",
         elsewhere=(
             Elsewhere(
                 "xpu hpu mps musa tpu",
@@ -166,8 +180,10 @@ FLAGS = (
         "attention-backend",
         "device.attention",
         "torch_native = the attention that is written in torch, to bisect a wrong answer (slower); "
-        "auto and every other name = the kernel of the device",
-        choices=("auto", "torch_native", *OTHER_ATTENTION),
+        "auto and every other name = the kernel of the device, but for those that an installed "
+        "package adds",
+        choices=ATTENTION,
+        plugins="banyan.attention",
         proof="tests/system/test_flag_effects.py::test_torch_attends_when_it_is_named",
     ),
     Flag(

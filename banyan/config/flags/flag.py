@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from importlib.metadata import entry_points
 
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list, is_object
@@ -61,6 +62,7 @@ class Form:
         aliases: other spellings in common use.
         old: former names; accepted, and reported with the name they have here.
         choices: every legal text; () for any.
+        plugins: entry-point group whose names are choices too, "" for none.
         translate: spellings of values that others use -> ours.
         elsewhere: values that are known and refused with a reason.
         low, high: bounds of a number, both included.
@@ -74,6 +76,7 @@ class Form:
     aliases: tuple[str, ...] = ()
     old: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()
+    plugins: str = ""
     translate: tuple[tuple[str, str], ...] = ()
     elsewhere: tuple[Elsewhere, ...] = ()
     low: float = -math.inf
@@ -126,6 +129,10 @@ class Form:
             return ",".join(self._check_text(part, spelled) for part in _listed(value))
         return self._check_text(value, spelled)
 
+    def installed(self) -> tuple[str, ...]:
+        """Choices that installed packages add."""
+        return tuple(e.name for e in entry_points(group=self.plugins)) if self.plugins else ()
+
     def _check_number(self, value: object, kind: str, spelled: str) -> object:
         what = "a whole number" if kind == INT else "a number"
         if isinstance(value, str):
@@ -152,13 +159,16 @@ class Form:
             value = str(value)
         if not isinstance(value, str) or not value or "\0" in value:
             raise _illegal(spelled, value, "a text that is not empty")
+        if self.plugins and value not in self.choices and value in self.installed():
+            return value
         value = dict(self.translate).get(value, value)
         for other in self.elsewhere:
             if value in other.values.split():
                 what = f"{spelled} {value} is not available in this build"
                 raise ConfigError(f"{what}: {other.why} ({other.use})")
         if self.choices and value not in self.choices:
-            raise _illegal(spelled, value, f"one of: {', '.join(self.choices)}")
+            known = (*self.choices, *self.installed())
+            raise _illegal(spelled, value, f"one of: {', '.join(known)}")
         return value
 
 
