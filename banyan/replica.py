@@ -4,9 +4,9 @@ Rank 0 runs engine and runner in one process; the other ranks only take plans an
 """
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from typing import cast
 
 import msgspec
@@ -14,12 +14,10 @@ import torch
 import zmq
 
 from banyan.base.clock import Clock, WallClock
-from banyan.base.errors import ConfigError
 from banyan.base.heap import give_back
 from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
-from banyan.config.checkpoint import read_card
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.schema import Config
@@ -30,7 +28,6 @@ from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.nodes import Nodes, check_secret, own_hello, ranks_of
 from banyan.engine.placement import is_placed, place_rank
-from banyan.engine.profiler import Profiler
 from banyan.engine.ranks import LocalRanks
 from banyan.engine.spec import core_spec
 from banyan.engine.step_log import StepLog
@@ -44,12 +41,17 @@ from banyan.layers.build import Build
 from banyan.layers.cache import PageGroup, align_groups, group_caches
 from banyan.memory.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.messages.events import Ready
+from banyan.messages.orders import (
+    Order,
+    ReleaseMemory,
+    ResumeMemory,
+    StartProfile,
+    StopProfile,
+    TakeWeights,
+)
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
 from banyan.models.base import Model
-from banyan.models.foreign import load_foreign
-from banyan.models.weights.custom import load_transforms
-from banyan.models.weights.loader import load_model
 from banyan.ops.api import Ops
 from banyan.ops.bind import PROBES, BoundOps, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
@@ -57,7 +59,10 @@ from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.meter import OpMeter
+from banyan.runner.orders import Carrier, OrderTaker
+from banyan.runner.profiler import Profiler
 from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.weights import Holdings, load_weights
 from banyan.runner.worker import serve_rank
 
 _DTYPES = {
@@ -138,10 +143,9 @@ def open_model(
     build = Build(ops, groups, dtype, device)
     if card.format == "gguf" and not traits.is_host:
         log.info("quantised weights are unpacked to %s at load", config.model.activation_dtype)
-    with _lone_torch(ops):
-        model = _load(config, card, build)
+    model = load_weights(config.model, card, build)
     gc.collect()
-    gc.freeze()  # the model's objects live as long as the process: never walk them again
+    gc.freeze()  # the model's objects live long: never walk them again
     give_back()
     phases.done("weights")
     settings = settings_of(config, origins)
@@ -174,32 +178,6 @@ def _bind(
     )
 
 
-@contextmanager
-def _lone_torch(ops: Ops) -> Iterator[None]:
-    """Keep torch to one thread while compiled kernels pack weights: it has only small pieces to
-    reorder, and on a busy machine its threads would wait for one another at each of them."""
-    threads = torch.get_num_threads()
-    if ops.recorder is not None:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _load(config: Config, card: ModelCard, build: Build) -> Model:
-    if config.model.implementation == "transformers":
-        return load_foreign(card, build, config.model.load_format)
-    return load_model(
-        card,
-        build,
-        config.model.load_format,
-        served_length=config.model.context_length,
-        is_mapped=not config.model.disable_mmap,
-        transforms=load_transforms(config.model.loader_functions, card.path),
-    )
-
-
 def run_engine(
     config: Config,
     card: ModelCard,
@@ -226,12 +204,13 @@ def run_engine(
         ranks.send_sizes(sizes)
         runner = ModelRunner(opened.model, opened.build, sizes, opened.platform)
         kernels, is_async = opened.kernels, opened.platform.traits.async_launch
-        reload = Reload(config, card, opened, runner) if config.parallel.world == 1 else None
+        marks = Marks("engine")
+        obeying = _with_orders(config, card, opened, runner, [marks])
         del opened  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
         wake = Wake()
         cleanup.callback(wake.close)
-        launcher: Launcher = Threaded(runner, wake.ring, is_async)
+        launcher: Launcher = Threaded(obeying, wake.ring, is_async)
         if config.parallel.world > 1:
             launcher = Fanout(launcher, ranks.send_plan)
         spec = core_spec(config, card, memory)
@@ -246,7 +225,6 @@ def run_engine(
             desk = GrammarDesk(grammars)
         core = spec.build(grammars, recorder=journal)
         check_ledger = config.schedule.check_ledger
-        marks = Marks("engine")
         loop = EngineLoop(
             core,
             launcher,
@@ -255,15 +233,9 @@ def run_engine(
             clock,
             check_ledger,
             desk,
-            reload,
             ranks if config.parallel.world > 1 else None,
             config.schedule.watchdog_s,
             StepLog(config.observe.step_log_interval),
-            Profiler(
-                [marks, runner.marks],
-                config.observe.profile_dir,
-                f"engine{config.parallel.replica}",
-            ),
             marks,
         )
         ranks.watch(loop.fail)
@@ -273,6 +245,30 @@ def run_engine(
         has_files = config.model.load_format != "dummy"
         weight_bytes = size_of_weights(card.path) if has_files else 0
         loop.run(_ready(memory, weight_bytes, phases, kernels, steps, settings))
+
+
+def _with_orders(
+    config: Config, card: ModelCard, opened: OpenModel, runner: ModelRunner, marks: list[Marks]
+) -> OrderTaker:
+    """The runner of one rank, and what carries out the orders that it gets.
+
+    Args:
+        marks: of this process's other threads, to be recorded with the runner's.
+    """
+    rank = opened.build.groups.world.rank
+    name = f"engine{config.parallel.replica}" + (f"-rank{rank}" if rank else "")
+    profiler = Profiler([*marks, runner.marks], config.observe.profile_dir, name)
+    holdings = Holdings(config.model, card, opened.build, runner)
+    carriers: dict[type[Order], Carrier] = {
+        TakeWeights: holdings.prepare_take,
+        ReleaseMemory: holdings.prepare_release,
+        ResumeMemory: holdings.prepare_resume,
+        StartProfile: profiler.prepare_start,
+        StopProfile: profiler.prepare_stop,
+    }
+    return OrderTaker(
+        runner, carriers, opened.build.groups.world, opened.build.device, profiler.stepped
+    )
 
 
 def open_meter(config: Config, card: ModelCard) -> OpMeter:
@@ -294,44 +290,6 @@ def open_meter(config: Config, card: ModelCard) -> OpMeter:
     )
 
 
-class Reload:
-    """Takes the weights of another folder or file in the place of the present ones.
-
-    Both are in memory for a moment: a checkpoint that cannot be read changes nothing.
-    """
-
-    def __init__(
-        self, config: Config, card: ModelCard, opened: OpenModel, runner: ModelRunner
-    ) -> None:
-        self._config = config
-        self._card = card
-        self._build = opened.build
-        self._runner = runner
-
-    def __call__(self, path: str) -> None:
-        """
-        Raises:
-            ModelError, ConfigError: no such checkpoint, or one of another architecture or size.
-        """
-        model, mine = self._config.model, self._card
-        found = read_card(
-            path, overrides=model.overrides, is_foreign=model.implementation == "transformers"
-        )
-        same = replace(
-            found, path=mine.path, format=mine.format, dtype=mine.dtype, pooling=mine.pooling
-        )
-        if same != mine:
-            names = [f.name for f in fields(mine) if getattr(same, f.name) != getattr(mine, f.name)]
-            raise ConfigError(
-                f"{path!r} is another model than the one that is served: {', '.join(names)} differ",
-                hint="only weights of the same architecture and sizes can be taken",
-            )
-        config = replace(self._config, model=replace(model, load_format="auto", path=found.path))
-        card = replace(found, pooling=mine.pooling)
-        loaded = _load(config, card, self._build)
-        self._runner.take_model(loaded)
-
-
 def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_address: str) -> None:
     """A rank other than 0: take sizes, then plans, from rank 0 at `address`."""
     opened = open_model(config, card, rank, mesh_address, Phases(WallClock()))
@@ -341,13 +299,15 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
     socket.connect(address)
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
     runner = ModelRunner(opened.model, opened.build, sizes, opened.platform)
+    obeying = _with_orders(opened.config, card, opened, runner, [])
+    del opened  # as on rank 0
     codec = plan_codec()
 
     def receive() -> StepPlan | None:
         frame = socket.recv()
         return codec.decode(frame)[0] if frame else None
 
-    serve_rank(runner, receive)
+    serve_rank(obeying, receive)
 
 
 class OtherRanks:

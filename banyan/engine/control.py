@@ -1,14 +1,26 @@
-"""Administrative verbs. Each is one function: core and arguments in, Reply out."""
+"""Administrative verbs. Each is one function: core and arguments in, Reply out; None where the
+reply comes once every rank has carried out the orders that the verb gives."""
 
+import secrets
+import time
 from collections.abc import Callable, Mapping
 
 import msgspec
 
 from banyan.engine.core import EngineCore
 from banyan.messages.events import Reply
-from banyan.messages.requests import Abort, Control, RetractAll
+from banyan.messages.orders import (
+    MEMORY_TAGS,
+    Order,
+    ReleaseMemory,
+    ResumeMemory,
+    StartProfile,
+    StopProfile,
+    TakeWeights,
+)
+from banyan.messages.requests import Abort, Control, GiveOrders, RetractAll
 
-Verb = Callable[[EngineCore, Control, float], Reply]
+Verb = Callable[[EngineCore, Control, float], Reply | None]
 
 
 def flush_cache(core: EngineCore, control: Control, now: float) -> Reply:
@@ -52,16 +64,86 @@ def stats(core: EngineCore, control: Control, now: float) -> Reply:
     return Reply(control.call, True, body=msgspec.json.encode(core.stats(now)))
 
 
+def update_weights(core: EngineCore, control: Control, now: float) -> Reply | None:
+    """Take the weights of another checkpoint on every rank, or on none."""
+    flushes = bool(control.args.get("flush_cache", True))
+    running = core.stats(now).running
+    if refusal := _while_requests_live(core, control, now):
+        return refusal
+    if flushes and running:
+        return Reply(
+            control.call,
+            False,
+            f"{running} requests hold pages of the old weights. Pause by retract, or send "
+            "flush_cache false to let them keep those.",
+        )
+    path = str(control.args.get("path"))
+    return _give(core, control, now, TakeWeights(path, secrets.token_hex(8), flushes))
+
+
+def release_memory(core: EngineCore, control: Control, now: float) -> Reply | None:
+    """Give memory back to the system, and plan no rows until all of it is there again."""
+    refusal = _while_requests_live(core, control, now)
+    return refusal or _give(core, control, now, ReleaseMemory(_tags(control)))
+
+
+def resume_memory(core: EngineCore, control: Control, now: float) -> Reply | None:
+    """Take released memory back."""
+    return _give(core, control, now, ResumeMemory(_tags(control)))
+
+
+def start_profile(core: EngineCore, control: Control, now: float) -> Reply | None:
+    """Record the steps on every rank."""
+    order = StartProfile(
+        folder=str(control.args.get("output_dir") or ""),
+        prefix=str(control.args.get("profile_prefix") or ""),
+        stamp=time.time_ns() // 1000,
+        steps=int(control.args.get("num_steps") or 0),
+    )
+    return _give(core, control, now, order)
+
+
+def stop_profile(core: EngineCore, control: Control, now: float) -> Reply | None:
+    """Write what was recorded; one file for each rank."""
+    return _give(core, control, now, StopProfile())
+
+
+def _give(core: EngineCore, control: Control, now: float, order: Order) -> None:
+    core.receive(GiveOrders(control.call, [order]), now)
+
+
+def _while_requests_live(core: EngineCore, control: Control, now: float) -> Reply | None:
+    """A refusal while requests live, unless they wait for the end of a pause."""
+    stats = core.stats(now)
+    if core.is_paused or core.released or not stats.running + stats.waiting:
+        return None
+    return Reply(
+        control.call,
+        False,
+        f"{stats.running} running and {stats.waiting} waiting requests. Pause generation, or send "
+        "abort_all_requests.",
+    )
+
+
+def _tags(control: Control) -> list[str]:
+    return str(control.args.get("tags") or ",".join(MEMORY_TAGS)).split(",")
+
+
 VERBS: Mapping[str, Verb] = {
     "flush_cache": flush_cache,
     "abort_all": abort_all,
     "pause": pause,
     "resume": resume,
     "stats": stats,
+    "update_weights": update_weights,
+    "release_memory": release_memory,
+    "resume_memory": resume_memory,
+    "start_profile": start_profile,
+    "stop_profile": stop_profile,
 }
 
 
-def answer(core: EngineCore, control: Control, now: float) -> Reply:
+def answer(core: EngineCore, control: Control, now: float) -> Reply | None:
     """Carry out one verb; unknown ones are answered, not ignored."""
     verb = VERBS.get(control.verb)
     if verb is None:

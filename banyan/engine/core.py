@@ -10,12 +10,22 @@ from typing import Protocol
 
 from banyan.base.ids import NO_STEP, StepId
 from banyan.engine.lockstep import Lockstep
-from banyan.messages.events import Event, Stats
+from banyan.memory.cache import name_of_weights
+from banyan.messages.events import Event, Reply, Stats
+from banyan.messages.orders import (
+    KV_CACHE,
+    WEIGHTS,
+    Order,
+    ReleaseMemory,
+    ResumeMemory,
+    TakeWeights,
+)
 from banyan.messages.plan import CopyResult, Mask, StepPlan, StepResult
-from banyan.messages.requests import Abort, Generate, RetractAll, StopAt
+from banyan.messages.requests import Abort, Generate, GiveOrders, RetractAll, StopAt
+from banyan.scheduler.draft import PlanDraft
 from banyan.scheduler.scheduler import Scheduler
 
-CoreInput = Generate | Abort | StopAt | CopyResult | RetractAll
+CoreInput = Generate | Abort | StopAt | CopyResult | RetractAll | GiveOrders
 
 
 class Recorder(Protocol):
@@ -45,11 +55,16 @@ class EngineCore:
         self.scheduler = scheduler
         self.depth = scheduler.limits.depth
         self.is_paused = False
+        self.released: list[str] = []
+        """Memory that is not there (messages/orders.py); no rows are planned without all of it."""
         self._lockstep = lockstep
         self._recorder = recorder
         self._in_flight: deque[tuple[StepId, float, bool]] = deque()
         """(step, launched at, has rows), oldest first."""
         self._last_step = NO_STEP
+        self._given: deque[GiveOrders] = deque()
+        self._carried_out: GiveOrders | None = None
+        """Of the plan in flight, when that has orders."""
 
     def receive(self, message: CoreInput, now: float) -> None:
         """Take in a message. Its consequences show in the next launch and in the outboxes."""
@@ -66,16 +81,19 @@ class EngineCore:
                 self.scheduler.end_copies(message)
             case RetractAll():
                 self.scheduler.roster.retract_all()
+            case GiveOrders():
+                self._given.append(message)
 
     def launch(self, now: float) -> StepPlan | None:
         """The next plan, or None when there is nothing to do, the depth is reached or it is paused.
 
-        A pause leaves no trace in the journal: nothing is decided while it lasts.
+        Orders have a plan of their own, which is alone in flight. A pause leaves no trace in the
+        journal: nothing is decided while it lasts.
         """
-        if self.is_paused or self.in_flight >= self.depth:
+        if not self._may_launch():
             return None
         step = StepId(self._last_step + 1)
-        draft = self.scheduler.schedule(step, now)
+        draft = self._draft_orders(step) if self._given else self.scheduler.schedule(step, now)
         peers: list[int] = []
         if self._lockstep is not None:
             peers = self._lockstep.agree(sum(row.count for row in draft.rows))
@@ -95,6 +113,8 @@ class EngineCore:
         step, _, _ = self._in_flight.popleft()
         assert result.step == step, f"result of step {result.step}, expected {step}"
         self.scheduler.commit(result, now)
+        if self._carried_out is not None:
+            self._end_orders(self._carried_out, result)
         return self.take_events(), self.take_masks()
 
     def flush(self, now: float) -> bool:
@@ -137,6 +157,7 @@ class EngineCore:
     def stats(self, now: float) -> Stats:
         roster, counters = self.scheduler.roster, self.scheduler.counters
         cache = self.scheduler.cache
+        is_running = bool(self._in_flight) and self._carried_out is None  # orders take their time
         ledgers = [cache.ledger(g) for g in range(len(cache.groups))]
         return Stats(
             steps=counters.steps,
@@ -154,6 +175,52 @@ class EngineCore:
             retractions=counters.retractions,
             finished=counters.finished,
             failed=counters.failed,
-            step_age_s=now - self._in_flight[0][1] if self._in_flight else 0.0,
+            step_age_s=now - self._in_flight[0][1] if is_running else 0.0,
             leaked=sum(x.leaked for x in ledgers),
         )
+
+    def _may_launch(self) -> bool:
+        if self._carried_out is not None:
+            return False
+        if self._given:
+            return self.scheduler.cache.horizon.is_clear
+        return not self.is_paused and not self.released and self.in_flight < self.depth
+
+    def _draft_orders(self, step: StepId) -> PlanDraft:
+        """What is given first, as a plan. Whoever holds pages that go recomputes later."""
+        self._carried_out = self._given.popleft()
+        draft = PlanDraft(step, [], 0)
+        draft.orders = self._carried_out.orders
+        if any(isinstance(o, ReleaseMemory) and KV_CACHE in o.tags for o in draft.orders):
+            self.scheduler.roster.retract_all()
+            self.scheduler.flush()
+        return draft
+
+    def _end_orders(self, given: GiveOrders, result: StepResult) -> None:
+        """Answer whoever gave the orders, and go by what has been done."""
+        self._carried_out = None
+        done = [reply for reply in result.replies if reply.ok]
+        for order, _ in zip(given.orders, done, strict=False):
+            self._is_done(order)
+        ok = len(done) == len(given.orders)
+        told = done if ok else [reply for reply in result.replies if not reply.ok]
+        text = result.error or " ".join(reply.text for reply in told)
+        body = done[-1].body if ok and done else b""
+        self.scheduler.roster.events.append(Reply(given.call, ok, text, body))
+
+    def _is_done(self, order: Order) -> None:
+        match order:
+            case TakeWeights():
+                if order.flush:
+                    self.scheduler.flush()
+                self.scheduler.cache.weights = name_of_weights(order.version)
+                self._has_back([WEIGHTS])
+            case ReleaseMemory():
+                self.released += [tag for tag in order.tags if tag not in self.released]
+            case ResumeMemory():
+                self._has_back(order.tags)
+            case _:
+                pass
+
+    def _has_back(self, tags: list[str]) -> None:
+        self.released = [tag for tag in self.released if tag not in tags]

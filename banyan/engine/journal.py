@@ -27,7 +27,7 @@ from banyan.messages.plan import StepPlan, StepResult
 
 log = logger(__name__)
 
-_MAGIC = b"BANYANJ1"
+_MAGIC = b"BANYANJ2"
 _HEAD = struct.Struct("<II")
 _HASH_BYTES = 8
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -62,30 +62,8 @@ class Handle:
             self._changed.notify_all()
 
 
-class Job:
-    """Work that is done between two plans. Filled by the launcher's thread, read by the loop."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.is_done = False
-        self.error = ""
-        """Why it failed; "" when it did not."""
-        self._work = work
-
-    def run(self) -> None:
-        try:
-            self._work()
-        except Exception as error:  # what failed is told to whoever asked; the engine goes on
-            log.exception("a job between two steps failed")
-            self.error = str(error) or type(error).__name__
-        self.is_done = True
-
-
 class Launcher(Protocol):
     def launch(self, plan: StepPlan) -> Handle: ...
-    def run(self, work: Callable[[], None]) -> Job:
-        """Do `work` when the plans launched before have run, and before those launched later."""
-        ...
-
     def close(self) -> None: ...
 
 
@@ -94,7 +72,7 @@ class Threaded:
 
     Args:
         runner: executes plans.
-        wake: called from a thread whenever a handle or a job is done.
+        wake: called from a thread whenever a handle is done.
         is_async: the runner's `launch` returns while the device still works: another thread waits
             for results, so that the next plan is launched while this one runs. A launch may wait
             for a mask that depends on the plan before it, so neither can be the loop's thread.
@@ -103,7 +81,7 @@ class Threaded:
     def __init__(self, runner: Runner, wake: Callable[[], None], is_async: bool = False) -> None:
         self._runner = runner
         self._wake = wake
-        self._queue: SimpleQueue[Handle | Job | None] = SimpleQueue()
+        self._queue: SimpleQueue[Handle | None] = SimpleQueue()
         self._launched: SimpleQueue[tuple[Handle, PendingStep | Exception] | None] | None = None
         self._open: list[Handle] = []
         self._threads = [threading.Thread(target=self._run, name="runner", daemon=True)]
@@ -120,11 +98,6 @@ class Threaded:
         self._queue.put(handle)
         return handle
 
-    def run(self, work: Callable[[], None]) -> Job:
-        job = Job(work)
-        self._queue.put(job)
-        return job
-
     def close(self) -> None:
         for handle in self._open:
             handle.close()
@@ -134,10 +107,6 @@ class Threaded:
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
-            if isinstance(item, Job):
-                item.run()  # on the device it comes after the steps launched before
-                self._wake()
-                continue
             try:
                 pending = self._runner.launch(item.plan, item.mask_of)
             except Exception as error:  # whatever it is, it must fail the step, not the engine
@@ -185,10 +154,6 @@ class Fanout:
     def launch(self, plan: StepPlan) -> Handle:
         self._broadcast(plan)
         return self._local.launch(plan)
-
-    def run(self, work: Callable[[], None]) -> Job:
-        """On this rank alone."""
-        return self._local.run(work)
 
     def close(self) -> None:
         self._local.close()

@@ -6,7 +6,6 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -20,11 +19,10 @@ from banyan.engine.control import answer
 from banyan.engine.core import EngineCore
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.forecast import StepForecast
-from banyan.engine.launcher import Handle, Job, Launcher
-from banyan.engine.profiler import START, STOP, Profiler
+from banyan.engine.launcher import Handle, Launcher
 from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import Watchdog
-from banyan.messages.events import Event, Fatal, Ready, Reply
+from banyan.messages.events import Event, Fatal, Ready
 from banyan.messages.plan import Mask, StepPlan, StepResult
 from banyan.messages.requests import Control, Message
 
@@ -81,12 +79,11 @@ class EngineLoop:
         wake: the loop's wake-up.
         check_ledger: check every invariant after every step (tests).
         desk: where requests wait for their constraint; None without a grammar backend.
-        reload: takes the weights of another path; None where that cannot be done.
         ranks: None when there is one rank only. A step that fails is the end of several: the
             others may wait in the middle of it for ever.
         watchdog_s: without progress for this long, the log is told where everything stands.
         step_log: told of every step.
-        profiler: records what the loop does when it is told to; with it the loop's own `marks`.
+        marks: of the loop's thread, for whoever records it.
     """
 
     def __init__(
@@ -98,11 +95,9 @@ class EngineLoop:
         clock: Clock,
         check_ledger: bool = False,
         desk: GrammarDesk | None = None,
-        reload: Callable[[str], None] | None = None,
         ranks: OtherRanks | None = None,
         watchdog_s: float = 300.0,
         step_log: StepLog | None = None,
-        profiler: Profiler | None = None,
         marks: Marks | None = None,
     ) -> None:
         self._core = core
@@ -112,14 +107,10 @@ class EngineLoop:
         self._clock = clock
         self._check_ledger = check_ledger
         self._desk = desk
-        self._reload = reload
         self._ranks = ranks
         self._watchdog = Watchdog(watchdog_s, self._stuck_s, self._plans)
         self._step_log = step_log or StepLog(0)
         self._marks = marks or Marks("engine")
-        self._profiler = profiler or Profiler([self._marks])
-        self._reloading: tuple[int, Job] | None = None
-        """The call that asked for other weights, and the work on it."""
         self._flying: deque[Handle] = deque()
         self._forecast = StepForecast()
         self._started_s = 0.0
@@ -180,7 +171,6 @@ class EngineLoop:
             self._desk.release(lambda generate: self._core.receive(generate, now))
         self._marks.end("receive")
         self._collect(events)
-        self._end_reload(events)
         self._marks.end("commit")
         self._launch()
         self._marks.end("plan")
@@ -194,47 +184,12 @@ class EngineLoop:
     def _receive(self, message: Message, events: list[Event], now: float) -> None:
         if self._desk is not None and self._desk.keeps(message, events):
             return
-        if isinstance(message, Control) and message.verb == "update_weights":
-            refusal = self._begin_reload(message, now)
-            if refusal:
-                events.append(Reply(message.call, False, refusal))
-            return
-        if isinstance(message, Control) and message.verb in (START, STOP):
-            events.append(self._profiler.answer(message))
-            return
         if isinstance(message, Control):
-            events.append(answer(self._core, message, now))
+            reply = answer(self._core, message, now)
+            if reply is not None:
+                events.append(reply)
             return
         self._core.receive(message, now)
-
-    def _begin_reload(self, control: Control, now: float) -> str:
-        """Take other weights once the steps in flight have ended; returns why not, "" if so."""
-        if self._reload is None:
-            return "Weights cannot be changed while several ranks share them; start again."
-        if self._reloading is not None:
-            return "Other weights are being loaded already."
-        stats = self._core.stats(now)
-        alive = stats.running + stats.waiting + len(self._desk or ())
-        if alive and not self._core.is_paused:
-            return (
-                f"{stats.running} running and {stats.waiting} waiting requests. Pause generation, "
-                "or send abort_all_requests."
-            )
-        if control.args.get("flush_cache") and not self._core.flush(now):
-            return (
-                f"{stats.running} requests hold pages of the old weights. Pause by retract, or "
-                "send flush_cache false to let them keep those."
-            )
-        path, reload = str(control.args.get("path")), self._reload
-        self._reloading = control.call, self._launcher.run(lambda: reload(path))
-        return ""
-
-    def _end_reload(self, events: list[Event]) -> None:
-        if self._reloading is None or not self._reloading[1].is_done:
-            return
-        call, job = self._reloading
-        self._reloading = None
-        events.append(Reply(call, not job.error, job.error or "The weights have been taken."))
 
     def _collect(self, events: list[Event]) -> None:
         """Take in every step that is done, oldest first."""
@@ -244,14 +199,14 @@ class EngineLoop:
             assert result is not None
             if result.error and self._ranks is not None:
                 raise self._out_of_step(result)
-            self._forecast.measured(_size(handle.plan), result.seconds)
+            if not handle.plan.orders:
+                self._forecast.measured(_size(handle.plan), result.seconds)
             told, masks = self._core.complete(result, now)
             events += told
             self._deliver(masks)
             if handle.copies is not None:
                 self._core.receive(handle.copies, now)
             self._started_s = now
-            self._profiler.stepped()
             if self._step_log.counts(handle.plan):
                 self._step_log.tell(self._core.stats(now), now)
             if self._check_ledger:
@@ -264,9 +219,11 @@ class EngineLoop:
         return DeviceError(told, hint="the ranks are no longer in step: start the replica again")
 
     def _stuck_s(self) -> float:
-        """Seconds without a round, or without the end of the step that runs; from any thread."""
-        now = self._clock.now()
-        return max(now - self._turned_s, now - self._started_s if self._flying else 0.0)
+        """Seconds without a round, or without the end of the step that runs; from any thread.
+        Orders take the time that they need."""
+        now, plans = self._clock.now(), self._plans()
+        is_running = any(not plan.orders for plan in plans)
+        return max(now - self._turned_s, now - self._started_s if is_running else 0.0)
 
     def _plans(self) -> list[StepPlan]:
         return [handle.plan for handle in self._flying.copy()]

@@ -13,6 +13,7 @@ Knows page ids and counts; not tensors, not bytes, not when or why.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import msgspec
 
@@ -26,6 +27,8 @@ from banyan.memory.states import StateCopies
 from banyan.messages.plan import PageCopy, PageGrant
 
 TOKEN_BYTES = 4
+WEIGHTS_BYTES = 8
+"""Of the name of the weights that pages are computed with."""
 
 
 class Ledger(msgspec.Struct, frozen=True):
@@ -82,6 +85,9 @@ class KVCache:
         self.groups = groups
         self.unit = unit_tokens(groups)
         self.horizon = Horizon()
+        self.weights = bytes(WEIGHTS_BYTES)
+        """Name of those that pages are computed with from here on, in front of every namespace:
+        pages of different weights are never shared."""
         self.pools = [PagePool(g.num_pages, self.horizon) for g in groups]
         self.tree = RadixTree(
             groups, eviction_key, lambda g, pages, stamp: self.pools[g].release(pages, stamp)
@@ -99,7 +105,8 @@ class KVCache:
         """Longest prefix of ≤ `limit` tokens that is valid in every group. Changes nothing."""
         if not self._share:
             return Match([], 0)
-        path = list(self.tree.walk(namespace, _keys(tokens, self.unit, 0, limit // self.unit)))
+        keys = _keys(tokens, self.unit, 0, limit // self.unit)
+        path = list(self.tree.walk(self.weights + namespace, keys))
         depth = len(path)
         while depth and not all(
             node.pages[g]
@@ -113,7 +120,7 @@ class KVCache:
         self, slot: SlotId, namespace: bytes, match: Match, priority: int
     ) -> tuple[Lease, list[PageGrant]]:
         """Lock a matched prefix for a request that takes `slot`. The match must be fresh."""
-        lease = Lease(slot, namespace, priority, path=list(match.path))
+        lease = Lease(slot, self.weights + namespace, priority, path=list(match.path))
         grants: list[PageGrant] = []
         depth = len(match.path)
         for node in match.path:
@@ -366,6 +373,11 @@ class KVCache:
             if shortage > 0:
                 self.tree.evict(g, shortage)
         return all(count <= self.pools[g].free for g, count in enumerate(wanted))
+
+
+def name_of_weights(version: str) -> bytes:
+    """What `KVCache.weights` is from when these are taken on."""
+    return blake2b(version.encode(), digest_size=WEIGHTS_BYTES).digest()
 
 
 def _keys(tokens: bytes | bytearray, unit: int, first: int, last: int) -> Iterator[bytes]:

@@ -1,6 +1,7 @@
 """The step border: what the engine tells the runner (StepPlan), and what comes back (StepResult).
 
-Ranks apply a plan in this order: leaves, ops, joins, grants, copies "before", rows, copies "after".
+Ranks apply a plan in this order: orders, leaves, joins, grants, copies "before", rows, copies
+"after". A plan with orders runs alone: nothing is in flight before it, nothing until it has ended.
 Nothing else may pass between engine and runner. Token ids travel as int32 little-endian bytes,
 log-probabilities as float32 little-endian bytes, masks as little-endian bits (bit i of the string =
 token i allowed).
@@ -9,6 +10,7 @@ token i allowed).
 import msgspec
 
 from banyan.base.ids import NO_STEP, PageId, SlotId, StepId
+from banyan.messages.orders import Order, OrderReply
 from banyan.messages.sampling import SamplingParams
 
 SAMPLE = 1
@@ -106,6 +108,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     """Masks already known; those that depend on tokens in flight come from complete()."""
     peers: list[int] = []
     """Token counts agreed with the other replicas for this step; [] when there are none."""
+    orders: list[Order] = []
+    """One after another; when one cannot be carried out, those behind it are left out."""
 
 
 class RowScores(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -150,6 +154,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """float32 per row, empty without POOL; [] when no row of the step has it."""
     hidden: list[bytes] = []
     """float32 [n, hidden] per row, empty without HIDDEN; [] when no row of the step has it."""
+    replies: list[OrderReply] = []
+    """Of the plan's orders, up to the first that could not be carried out."""
 
 
 class CopyResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="copies"):

@@ -3,6 +3,7 @@
 import msgspec
 
 from banyan.base.ids import RequestId
+from banyan.messages.orders import Order
 from banyan.messages.sampling import SamplingParams
 
 NO_SCORES = -1
@@ -55,6 +56,13 @@ class StopAt(msgspec.Struct, frozen=True, tag="stop_at"):
 
 class RetractAll(msgspec.Struct, frozen=True, tag="retract_all"):
     """Take the pages of every running request back; each waits and recomputes later."""
+
+
+class GiveOrders(msgspec.Struct, frozen=True, tag="give_orders"):
+    """Let every rank carry these out between two steps; answered by one `Reply`."""
+
+    call: int
+    orders: list[Order]
 
 
 class Control(msgspec.Struct, frozen=True, omit_defaults=True, tag="control"):

@@ -14,7 +14,7 @@ from banyan.messages.requests import Message
 
 T = TypeVar("T")
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a message changes in a way that an older peer would misread."""
 
 MAX_FRAME_BYTES = 256 << 20

@@ -4,7 +4,9 @@ Knows pages by number only; who owns a page is the engine's business.
 """
 
 import math
+import mmap
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,10 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from banyan.base.errors import ConfigError
 from banyan.config.card import STATE
 from banyan.layers.cache import LayerCache
 from banyan.messages.plan import PageCopy
 
+_LARGE_BYTES = 4 << 20
+"""From here on memory is asked for in huge pages, as numpy does."""
 Positions = TypeVar("Positions", np.ndarray, Tensor)
 
 
@@ -70,13 +75,15 @@ class KVStore:
         self.groups = groups
         self._group_of: dict[int, int] = {}
         self._tensors: dict[int, dict[str, Tensor]] = {}
+        self._maps: list[mmap.mmap] = []
+        """Memory of the host that the pages lie in."""
         for cache in caches:
             index = next(i for i, group in enumerate(groups) if group.holds(cache))
             group = groups[index]
             tokens = () if group.kind == STATE else (group.page_size,)
             self._group_of[cache.layer] = index
             self._tensors[cache.layer] = {
-                name: _zeros((group.num_pages, *tokens, *tensor.shape), tensor.dtype, device)
+                name: self._zeros((group.num_pages, *tokens, *tensor.shape), tensor.dtype, device)
                 for name, tensor in cache.tensors.items()
             }
 
@@ -98,10 +105,25 @@ class KVStore:
                     for pages in self._tensors[layer].values():
                         pages[copy.dst].copy_(pages[copy.src])
 
+    def release(self) -> None:
+        """Give the pages' memory back to the system; they stay where they are, and are zero.
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeroed pages. On the host they take memory only once written: calloc maps the zero page."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
+        Raises:
+            ConfigError: they are not in memory of the host.
+        """
+        if not self._maps:
+            raise ConfigError("the pages of this device cannot be released while the server runs")
+        for memory in self._maps:
+            memory.madvise(mmap.MADV_DONTNEED)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeroed pages. On the host they take memory only once written."""
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or not size_bytes:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if size_bytes >= _LARGE_BYTES:
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        self._maps.append(memory)
+        return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape)

@@ -167,6 +167,11 @@ class ModelRunner:
         self._platform.synchronize()
         self._pooler = None if card.pooling is None else Pooler(card.pooling, model)
 
+    def drop_model(self) -> None:
+        """Let go of the model; no rows can run until another one is taken."""
+        self._platform.synchronize()
+        del self._forward, self._pooler
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan, mask_of: MaskOf | None = None) -> PendingStep:
         """Run a plan: leaves, joins, grants, copies before, rows, copies after. Never raises."""
@@ -228,7 +233,7 @@ class ModelRunner:
         self.store.copy(plan.copies, "after")
         outcome = Outcome(sampled, scores, vectors, hidden or {})
         finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self._platform))
-        if self._forward.results_are_final:
+        if not batch.rows or self._forward.results_are_final:
             return finish
         result = finish()  # the step has ended, and the next one writes into the same memory
         marks.end("read out")

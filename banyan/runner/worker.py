@@ -1,16 +1,16 @@
 """The main loop of a rank other than 0: receive a plan, run it, wait for the next.
 
-Decides nothing and answers nothing: rank 0 speaks for the replica.
+Decides nothing, and answers nobody but the other ranks about orders: rank 0 speaks for the replica.
 """
 
 from collections.abc import Callable
 
 from banyan.base.errors import DeviceError
 from banyan.messages.plan import StepPlan
-from banyan.runner.runner import ModelRunner
+from banyan.runner.orders import Runner
 
 
-def serve_rank(runner: ModelRunner, receive: Callable[[], StepPlan | None]) -> None:
+def serve_rank(runner: Runner, receive: Callable[[], StepPlan | None]) -> None:
     """Run plans in the order of arrival until `receive` gives None.
 
     Raises:

@@ -1,6 +1,7 @@
 """PlanDraft: a step plan while it is being put together."""
 
 from banyan.base.ids import SlotId, StepId
+from banyan.messages.orders import Order
 from banyan.messages.plan import Join, Mask, PageCopy, PageGrant, Row, StepPlan
 from banyan.scheduler.request import Flight
 
@@ -18,6 +19,7 @@ class PlanDraft:
         self.copies: list[PageCopy] = []
         self.rows: list[Row] = []
         self.masks: list[Mask] = []
+        self.orders: list[Order] = []
         self.flights: list[Flight] = []
         self.budget = chunk_tokens
         """Known tokens that the step may still take on."""
@@ -32,7 +34,7 @@ class PlanDraft:
     @property
     def has_work(self) -> bool:
         """Leaves, joins and grants alone can wait for the next plan with rows."""
-        return bool(self.rows or self.copies)
+        return bool(self.rows or self.copies or self.orders)
 
     def spend(self, tokens: int) -> None:
         """A row of known tokens was planned; the last prompt that the step may take ends it."""
@@ -49,4 +51,5 @@ class PlanDraft:
             rows=self.rows,
             masks=self.masks,
             peers=peers,
+            orders=self.orders,
         )

@@ -13,8 +13,16 @@ from random import Random
 
 from banyan.engine.core import Recorder
 from banyan.engine.spec import CoreSpec
-from banyan.messages.events import Event, Failed, Finished, Tokens
-from banyan.messages.requests import Abort, Generate, RetractAll, StopAt
+from banyan.messages.events import Event, Failed, Finished, Reply, Tokens
+from banyan.messages.orders import (
+    MEMORY_TAGS,
+    Order,
+    ReleaseMemory,
+    ResumeMemory,
+    StopProfile,
+    TakeWeights,
+)
+from banyan.messages.requests import Abort, Generate, GiveOrders, RetractAll, StopAt
 from banyan.messages.sampling import SamplingParams
 from tests.border.build import RandomPeers, World, build_core
 from tests.border.kit import FAKE, Kit
@@ -34,11 +42,14 @@ WEIGHTS = {
     "unknown": 1,
 }
 MAX_ALIVE = 24
+ORDERS = 0.01
+"""Share of the actions that orders take the place of."""
 
 
-def random_actions(random: Random, count: int) -> list[Action]:
+def random_actions(random: Random, count: int, orders: float = ORDERS) -> list[Action]:
     kinds = random.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
-    return [(kind, random.randrange(1 << 30)) for kind in kinds]
+    actions = [(kind, random.randrange(1 << 30)) for kind in kinds]
+    return [("orders" if random.random() < orders else kind, at) for kind, at in actions]
 
 
 @dataclass
@@ -73,6 +84,8 @@ class Play:
         self.now = 0.0
         self.clients: dict[str, Client] = {}
         self.namespaces: dict[int, bytes] = {}
+        self.given: list[Order] = []
+        self.replies: list[bool] = []
         self.seen: Counter[str] = Counter()
         peers = RandomPeers(Random(seed + 1)) if self.world.has_peers else None
         recorder = record(self.world.core) if record else None
@@ -92,13 +105,18 @@ class Play:
     def finish(self) -> None:
         """Let everything run to its end; nothing may be left over."""
         for round_ in range(20_000):
-            if self.core.is_idle and self.runner.is_quiet:
+            if self.core.released and len(self.replies) == len(self.given):
+                self._give(ResumeMemory(list(self.core.released)))
+            if self.core.is_idle and self.runner.is_quiet and not self.core.released:
                 break
             self.act((("launch", "complete", "copies")[round_ % 3], round_))
         else:
             raise BorderError(f"still busy: {self.core.stats(self.now)}")
         open_ = [name for name, client in self.clients.items() if client.end is None]
         require(not open_, f"no end for {open_}")
+        obeyed = [order for order, ok in zip(self.given, self.replies, strict=True) if ok]
+        carried_out = self.runner.carried_out
+        require(obeyed == carried_out, f"{carried_out} were carried out, the replies say {obeyed}")
         cache = self.core.scheduler.cache
         self.seen["evicted pages"] += cache.tree.evicted
         require(self.core.flush(self.now), "an idle engine does not flush")
@@ -220,6 +238,19 @@ class Play:
         self.core.receive(RetractAll(), self.now)
         require(not self.core.scheduler.roster.running, "a request runs on")
 
+    def _orders(self, random: Random) -> None:
+        tags = random.choice(([MEMORY_TAGS[0]], [MEMORY_TAGS[1]], list(MEMORY_TAGS)))
+        kinds = (StopProfile(), ReleaseMemory(tags), ResumeMemory(tags), None, None)
+        order = random.choice(kinds)
+        if order is None:  # what runs would go on with pages of both weights
+            self.core.receive(RetractAll(), self.now)
+            order = TakeWeights("path", str(len(self.given)), random.random() < 0.5)
+        self._give(order)
+
+    def _give(self, order: Order) -> None:
+        self.given.append(order)
+        self.core.receive(GiveOrders(len(self.given), [order]), self.now)
+
     def _unknown(self, random: Random) -> None:
         self.core.receive(Abort("nobody"), self.now)
         self.core.receive(StopAt("nobody", 3), self.now)
@@ -232,7 +263,10 @@ class Play:
 
     def _progress(self) -> None:
         """Law 4: requests alive and nothing in flight means that a launch does something."""
-        if self.core.scheduler.is_idle or not self.runner.is_quiet:
+        is_answered = len(self.replies) == len(self.given)
+        if is_answered and (self.core.scheduler.is_idle or self.core.released):
+            return
+        if not self.runner.is_quiet:
             return
         plan = self.core.launch(self.now)
         events = self.core.take_events()
@@ -246,6 +280,10 @@ class Play:
 
     def _hear(self, events: list[Event]) -> None:
         for event in events:
+            if isinstance(event, Reply):
+                self.replies.append(event.ok)
+                require(event.call == len(self.replies), f"{event} comes out of line")
+                continue
             assert isinstance(event, (Tokens, Finished, Failed))
             client = self.clients[event.request]
             require(client.end is None, f"{event} after the end {client.end}")

@@ -13,7 +13,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
+import msgspec
+
 from banyan.memory.groups import FULL, STATE, WINDOW
+from banyan.messages.orders import KV_CACHE, Order, OrderReply, ReleaseMemory, TakeWeights
 from banyan.messages.plan import (
     HIDDEN,
     POOL,
@@ -64,6 +67,7 @@ class Faults:
     row: float = 0.0
     step: float = 0.0
     copy: float = 0.0
+    order: float = 0.0
     good_draft: float = 0.6
 
 
@@ -107,6 +111,8 @@ class FakeRunner:
         self._pages: list[dict[int, list[Content]]] = [{} for _ in device.groups]
         self._ended: list[tuple[int, bool]] = []
         """Copies done and not yet reported: (id, is good)."""
+        self._weights = 0
+        """What pages are computed with; part of their content."""
 
     # -- what the driver calls ----------------------------------------------------------------
 
@@ -114,6 +120,10 @@ class FakeRunner:
     def seen(self) -> Counter[str]:
         """What was exercised."""
         return self.laws.seen
+
+    @property
+    def carried_out(self) -> list[Order]:
+        return self.laws.carried_out
 
     @property
     def copies_to_report(self) -> int:
@@ -147,7 +157,23 @@ class FakeRunner:
     def chance(self, kind: str) -> bool:
         """Whether a fault of this kind strikes at this opportunity."""
         odds = {"row": self.faults.row, "step": self.faults.step, "copy": self.faults.copy}
+        odds["order"] = self.faults.order
         return self._random.random() < odds[kind]
+
+    def obey(self, orders: list[Order]) -> list[OrderReply]:
+        """Carry these out, up to one that fails by chance."""
+        replies: list[OrderReply] = []
+        for order in orders:
+            if self.chance("order"):
+                self.seen["failed orders"] += 1
+                return [*replies, OrderReply(False, "injected")]
+            if isinstance(order, ReleaseMemory) and KV_CACHE in order.tags:
+                self._pages = [{} for _ in self.device.groups]
+            if isinstance(order, TakeWeights):
+                self._weights = oracle.mix(1, int(order.version))
+            self.laws.carry_out(order)
+            replies.append(OrderReply(True, "done"))
+        return replies
 
     def _enter(self, join: Join, life: int, tokens: list[int]) -> Slot:
         start = oracle.start_of(self._namespaces[join.sampling.seed])
@@ -173,6 +199,7 @@ class Execution:
         self.tainted: list[Poison | None] = []
 
     def run(self) -> StepResult:
+        replies = self.runner.obey(self.plan.orders)
         self.laws.start(self.launched)
         for copy in self.plan.copies:
             if copy.when == "before":
@@ -185,7 +212,7 @@ class Execution:
         for copy in self.plan.copies:
             if copy.when == "after":
                 self._copy(copy)
-        return result
+        return msgspec.structs.replace(result, replies=replies)
 
     def _slots(self) -> list[Slot]:
         return [slot for slot in self.launched.rows if isinstance(slot, Slot)]
@@ -245,7 +272,7 @@ class Execution:
         for draft in drafts:
             hashes.append(oracle.mix(hashes[-1], draft))
         is_bad = slot.poison is not None or self.is_broken or index in self.broken_rows
-        values: list[Content] = list(hashes)
+        values: list[Content] = [code ^ self.runner._weights for code in hashes]
         if is_bad:
             values = [slot.poison or self.poison] * len(hashes)
         for g, group in enumerate(self.device.groups):
@@ -290,7 +317,8 @@ class Execution:
                 self._use(g, page, slot.life, is_write=True)
                 if start:
                     content = self.runner._pages[g].get(page, [None])
-                    self._expect(index, f"{where} state", content, [slot.hashes[start]])
+                    state = slot.hashes[start] ^ self.runner._weights
+                    self._expect(index, f"{where} state", content, [state])
                 continue
             first = self.laws.first_read(g, start)
             for i in range(first // size, -(-start // size)):
@@ -300,7 +328,8 @@ class Execution:
                 content = self.runner._pages[g].get(page, [None] * size)
                 got = content[low - i * size : high - i * size]
                 what = f"{where} group {g} page {page} positions {low}…{high - 1}"
-                self._expect(index, what, got, slot.hashes[low + 1 : high + 1])
+                want = [code ^ self.runner._weights for code in slot.hashes[low + 1 : high + 1]]
+                self._expect(index, what, got, want)
                 self.laws.note_sharing(self.launched, g, page, slot)
 
     def _expect(self, index: int, what: str, got: list[Content], want: list[int]) -> None:
@@ -425,7 +454,8 @@ class Execution:
         end = start + row.count - row.drafts + max(0, sampled - 1)
         for g, group in enumerate(self.device.groups):
             if group.kind == STATE:
-                kept = slot.hashes[end] if slot.poison is None else self.poison
+                is_good = slot.poison is None
+                kept = slot.hashes[end] ^ self.runner._weights if is_good else self.poison
                 self.runner._pages[g][slot.tables[g][0]] = [kept]
 
     def _propose(self, row: Row, slot: Slot) -> list[int]:

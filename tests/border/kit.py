@@ -5,6 +5,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
+from banyan.messages.orders import Order
 from banyan.messages.plan import CopyResult, Mask, StepPlan, StepResult
 from banyan.messages.requests import Generate
 from tests.border.build import World, random_world
@@ -26,6 +27,11 @@ class Runner(Protocol):
     @property
     def failed_seeds(self) -> set[int]:
         """Sampling seeds of requests that a fault may have failed."""
+        ...
+
+    @property
+    def carried_out(self) -> list[Order]:
+        """Orders, in the order in which they took effect."""
         ...
 
     @property

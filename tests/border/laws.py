@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from banyan.base.ids import PADDING_PAGE
 from banyan.memory.groups import FULL, WINDOW, CacheGroup
+from banyan.messages.orders import WEIGHTS, Order, ReleaseMemory, ResumeMemory, TakeWeights
 from banyan.messages.plan import SAMPLE, Join, Mask, PageCopy, StepPlan
 
 
@@ -85,6 +86,9 @@ class Laws:
         self.users: list[dict[int, dict[int, int]]] = [{} for _ in device.groups]
         """Per group and page, slot life -> newest step that reads or writes the page."""
         self.completed = 0
+        self.carried_out: list[Order] = []
+        self.released: set[str] = set()
+        """Memory that orders have given back to the system."""
         self._enter = enter
         self._occupied: dict[int, Tenancy] = {}
         """Slots as the launched plans leave them; `slots` is as executed."""
@@ -98,6 +102,7 @@ class Laws:
         counting = sum(bool(x.plan.rows or any(x.plan.peers)) for x in self.queue)
         if plan.rows or any(plan.peers):
             require(counting < self.device.depth, f"{counting} steps in flight, one more launched")
+        self._launch_orders(plan)
         self._launched = plan.step
         launched = Launched(plan, self.completed, frozenset(self.copies))
         self.queue.append(launched)
@@ -115,6 +120,16 @@ class Laws:
     def give_masks(self, masks: list[Mask]) -> None:
         for mask in masks:
             self.masks[(mask.step, mask.row)] = mask.bits
+
+    def _launch_orders(self, plan: StepPlan) -> None:
+        """A plan with orders is alone in flight."""
+        if plan.orders:
+            where = f"step {plan.step} has orders"
+            require(not self.queue, f"{where} while {len(self.queue)} steps are in flight")
+            require(not self.copies, f"{where} while {len(self.copies)} copies are")
+            require(not plan.rows, f"{where} and rows")
+        ordered = [x.plan.step for x in self.queue if x.plan.orders]
+        require(not ordered, f"step {plan.step} is launched before the orders of {ordered} ended")
 
     def _change_occupancy(self, launched: Launched) -> None:
         plan = launched.plan
@@ -182,6 +197,8 @@ class Laws:
     def start(self, launched: Launched) -> None:
         """Leaves, joins and grants."""
         plan = launched.plan
+        is_there = not plan.rows or not self.released
+        require(is_there, f"step {plan.step} has rows while there is no {self.released}")
         for slot in plan.leaves:
             del self.slots[slot]
         self.slots.update(launched.joined)
@@ -195,6 +212,17 @@ class Laws:
                 is_padding = page == PADDING_PAGE and group.kind == WINDOW
                 require(0 < page < group.num_pages or is_padding, f"{where}: page {page}")
             table[grant.first : grant.first + len(grant.pages)] = grant.pages
+
+    def carry_out(self, order: Order) -> None:
+        """An order has been carried out."""
+        self.carried_out.append(order)
+        self.seen[type(order).__name__] += 1
+        if isinstance(order, ReleaseMemory):
+            self.released |= set(order.tags)
+        if isinstance(order, ResumeMemory):
+            self.released -= set(order.tags)
+        if isinstance(order, TakeWeights):
+            self.released -= {WEIGHTS}
 
     def page_at(self, where: str, slot: Tenancy, g: int, index: int) -> int:
         table = slot.tables[g]

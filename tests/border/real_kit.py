@@ -18,6 +18,7 @@ from tests.border.build import World, random_world
 from tests.border.faults import FaultyModel, FaultyOps, Injector
 from tests.border.kit import Hurry, Runner
 from tests.border.oracle import VOCAB, Story
+from tests.border.page_model import PageModel
 from tests.border.page_oracle import PageStory
 from tests.border.page_runner import COMPILED_PAGE, Shape, bind_ops, build_runner
 from tests.border.real_runner import SPARE, RealRunner
@@ -74,8 +75,17 @@ class RealKit:
     ) -> Runner:
         injector = Injector()
         ops = FaultyOps(_ops(world.is_recorded), injector)
-        runner = build_runner(world.shape, ops, lambda model: FaultyModel(model, injector))
-        return RealRunner(runner, world.device, world.faults, injector, world.poison, random, hurry)
+        models: list[FaultyModel] = []
+
+        def wrap(model: PageModel) -> FaultyModel:
+            models.append(FaultyModel(model, injector))
+            return models[0]
+
+        runner = build_runner(world.shape, ops, wrap)
+        return RealRunner(
+            *(runner, models[0], world.device, world.faults, injector, world.poison),
+            *(random, hurry),
+        )
 
     def story(self, generate: Generate, world: RealWorld) -> Story:
         return PageStory(generate, world.shape.windows)

@@ -15,7 +15,17 @@ from random import Random
 import msgspec
 import numpy as np
 
+from banyan.base.errors import RequestError
 from banyan.base.ids import PADDING_PAGE, PageId, SlotId, StepId
+from banyan.messages.orders import (
+    KV_CACHE,
+    WEIGHTS,
+    Order,
+    ReleaseMemory,
+    ResumeMemory,
+    StopProfile,
+    TakeWeights,
+)
 from banyan.messages.plan import (
     POOL,
     SAMPLE,
@@ -28,6 +38,8 @@ from banyan.messages.plan import (
     StepResult,
 )
 from banyan.messages.sampling import SamplingParams
+from banyan.models.base import Model
+from banyan.runner.orders import Finish, OrderTaker, Said
 from banyan.runner.runner import ModelRunner, PendingStep
 from tests.border.fake_runner import Faults
 from tests.border.faults import InjectedError, Injector
@@ -53,7 +65,8 @@ class RealRunner:
     """
     Args:
         runner: fresh, with SPARE pages more per group than `device` says.
-        injector: wired into the runner's model and ops.
+        model: that the runner has.
+        injector: wired into it and into the runner's ops.
         poison: what pages hold that nobody has written.
         hurry: lets the driver go on while a step waits for a mask.
     """
@@ -61,6 +74,7 @@ class RealRunner:
     def __init__(
         self,
         runner: ModelRunner,
+        model: Model,
         device: Device,
         faults: Faults,
         injector: Injector,
@@ -71,6 +85,10 @@ class RealRunner:
         self.laws = Laws(device, self._enter)
         self.failed_seeds: set[int] = set()
         self._runner = runner
+        self._model = model
+        self._is_recorded = runner.is_recorded
+        carriers = dict.fromkeys((TakeWeights, ReleaseMemory, ResumeMemory), self._prepare)
+        self._taker = OrderTaker(runner, carriers | {StopProfile: self._prepare})
         self._device = device
         self._faults = faults
         self._injector = injector
@@ -91,6 +109,10 @@ class RealRunner:
     @property
     def seen(self) -> Counter[str]:
         return self.laws.seen
+
+    @property
+    def carried_out(self) -> list[Order]:
+        return self.laws.carried_out
 
     @property
     def copies_to_report(self) -> int:
@@ -139,7 +161,7 @@ class RealRunner:
 
     def _start(self, launched: Launched) -> None:
         plan = launched.plan
-        if self._random.random() < 0.1:
+        if self._random.random() < 0.1 and not self.laws.released:
             self._trespass(plan.step)
         self.laws.start(launched)
         self._spoil_fresh(launched)
@@ -147,9 +169,10 @@ class RealRunner:
         self._note_uses(launched)
         out = self._carry_away(launched) if self._random.random() < 0.3 else []
         self._arm(launched)
-        before = self._snapshot() if self._random.random() < 0.25 else None
+        is_checked = self._random.random() < 0.25 and not plan.orders
+        before = self._snapshot() if is_checked else None
         sheet = msgspec.structs.replace(plan, copies=[*copies, *out])
-        pending = self._runner.launch(sheet, partial(self._mask_of, launched))
+        pending = self._taker.launch(sheet, partial(self._mask_of, launched))
         if self._broken is not None:
             raise self._broken
         self._started.append(Started(launched, pending))
@@ -174,6 +197,34 @@ class RealRunner:
             raise InjectedError("injected into a mask")
         return self.laws.masks[key]
 
+    # -- orders -------------------------------------------------------------------------------
+
+    def _prepare(self, order: Order) -> Finish:
+        if self._random.random() < self._faults.order:
+            self.seen["failed orders"] += 1
+            raise RequestError("injected")
+        return partial(self._obey, order)
+
+    def _obey(self, order: Order) -> Said:
+        """After other weights, or without memory, no page holds what it held."""
+        tags = order.tags if isinstance(order, ReleaseMemory | ResumeMemory) else []
+        if isinstance(order, ReleaseMemory):
+            if KV_CACHE in tags:
+                self._runner.store.release()
+                for group in range(len(self._device.groups)):
+                    is_empty = not any(pages.any() for pages in self._pages(group))
+                    require(is_empty, f"group {group} holds something without its memory")
+            if WEIGHTS in tags and WEIGHTS not in self.laws.released:
+                self._runner.drop_model()
+        elif isinstance(order, TakeWeights) or WEIGHTS in self.laws.released & set(tags):
+            self._runner.take_model(self._model)
+        if isinstance(order, TakeWeights | ReleaseMemory) and tags != [WEIGHTS]:
+            for group in range(len(self._device.groups)):
+                for pages in self._pages(group):
+                    pages.fill_(self._poison)
+        self.laws.carry_out(order)
+        return Said("done")
+
     # -- faults -------------------------------------------------------------------------------
 
     def _arm(self, launched: Launched) -> None:
@@ -184,7 +235,7 @@ class RealRunner:
             for index in range(len(plan.rows)):
                 self._blame(launched, index, "rows of failed steps")
             return
-        if self._runner.is_recorded:
+        if self._is_recorded:
             return
         spoiled, first = list[int](), 0
         for index, (row, slot) in enumerate(zip(plan.rows, launched.rows, strict=True)):

@@ -5,11 +5,15 @@ from random import Random
 
 import pytest
 
+from banyan.engine import core
 from banyan.engine.core import EngineCore
 from banyan.memory.cache import KVCache
 from banyan.memory.groups import CacheGroup
 from banyan.memory.stamps import Horizon
 from banyan.memory.states import StateCopies
+from banyan.messages.orders import OrderReply
+from banyan.messages.plan import StepResult
+from banyan.messages.requests import GiveOrders
 from banyan.scheduler.roster import Roster
 from banyan.scheduler.rows import RowPlanner
 from banyan.scheduler.scheduler import Scheduler
@@ -113,3 +117,79 @@ def test_a_state_restored_from_the_wrong_prefix_is_noticed() -> None:
 def test_tokens_kept_of_a_row_that_was_recomputed_are_noticed() -> None:
     found = verdict(lambda patch: patch.setattr(Roster, "void", lambda self, request: None))
     assert found
+
+
+def test_orders_that_are_lost_are_noticed() -> None:
+    receive = EngineCore.receive
+
+    def lose(self: EngineCore, message, now: float) -> None:
+        if not isinstance(message, GiveOrders):
+            receive(self, message, now)
+
+    assert "no progress" in verdict(lambda patch: patch.setattr(EngineCore, "receive", lose))
+
+
+def test_orders_that_come_before_the_steps_in_flight_have_ended_are_noticed() -> None:
+    found = verdict(lambda patch: patch.setattr(Horizon, "is_clear", True))
+    assert "has orders while" in found
+
+
+def test_steps_that_are_launched_before_the_orders_have_ended_are_noticed() -> None:
+    may_launch = EngineCore._may_launch
+
+    def hasty(self: EngineCore) -> bool:
+        return may_launch(self) or (self._carried_out is not None and not self._given)
+
+    found = verdict(lambda patch: patch.setattr(EngineCore, "_may_launch", hasty))
+    assert "is launched before the orders of" in found
+
+
+def test_orders_that_are_answered_before_they_are_carried_out_are_noticed() -> None:
+    draft = EngineCore._draft_orders
+
+    def answer_at_once(self: EngineCore, step: int):
+        made = draft(self, step)
+        self._end_orders(self._carried_out, StepResult(step=step, replies=[OrderReply(True)]))
+        return made
+
+    found = verdict(lambda patch: patch.setattr(EngineCore, "_draft_orders", answer_at_once))
+    assert "is launched before the orders of" in found or "the replies say" in found
+
+
+def test_pages_of_other_weights_that_stay_shared_are_noticed() -> None:
+    found = verdict(lambda patch: patch.setattr(core, "name_of_weights", lambda version: b""))
+    assert "foreign" in found
+
+
+def test_pages_that_are_used_after_their_memory_was_released_are_noticed() -> None:
+    found = verdict(
+        lambda patch: patch.setattr(
+            EngineCore,
+            "_draft_orders",
+            without_release(EngineCore._draft_orders),
+        )
+    )
+    assert "never written" in found
+
+
+def without_release(draft):
+    """Orders are planned as they are, and nobody gives pages back for them."""
+
+    def plan(self: EngineCore, step: int):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Roster, "retract_all", lambda roster: None)
+            patch.setattr(Scheduler, "flush", lambda scheduler: True)
+            return draft(self, step)
+
+    return plan
+
+
+def test_steps_without_the_memory_that_they_need_are_noticed() -> None:
+    is_done = EngineCore._is_done
+
+    def forget(self: EngineCore, order) -> None:
+        is_done(self, order)
+        self.released = []
+
+    found = verdict(lambda patch: patch.setattr(EngineCore, "_is_done", forget))
+    assert "has rows while there is no" in found

@@ -9,11 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 
+from banyan.base.errors import RequestError
+from banyan.messages.orders import OrderReply, StopProfile
 from banyan.runner import runner
 from banyan.runner.attention import reference
 from banyan.runner.forward import RecordedForward
 from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.orders import OrderTaker
 from banyan.runner.pooling import Pooler
 from banyan.runner.runner import ModelRunner
 from banyan.runner.sampling.logprobs import Scores
@@ -146,6 +149,29 @@ def _shifted(original, self, without):
     ]
 
 
+def _skips_orders(original, self, order):
+    """It gets ready, and leaves it at that."""
+    prepare = self._carriers[type(order)]
+    try:
+        prepare(order)
+    except RequestError as error:
+        return OrderReply(False, str(error))
+    return OrderReply(True, "done")
+
+
+def _obeys_twice(original, self, order):
+    original(self, order)
+    return original(self, order)
+
+
+def _obeys_unready(original, self, order):
+    """What stands in the way is told, and it is done all the same."""
+    reply = original(self, order)
+    if not reply.ok:
+        self._carriers[StopProfile].__self__._obey(order)
+    return reply
+
+
 def _one_later(original, self, without):
     return [
         msgspec.structs.replace(score, first=score.first + 1) for score in original(self, without)
@@ -206,6 +232,12 @@ DEFECTS: dict[str, Defect] = {
     ),
     "a refused request keeps out those that join with it": _wrap(
         SlotTable, "join", _joins_first_only
+    ),
+    "orders are not carried out": _wrap(OrderTaker, "_carry_out", _skips_orders),
+    "orders are carried out twice": _wrap(OrderTaker, "_carry_out", _obeys_twice),
+    "an order that failed is carried out": _wrap(OrderTaker, "_carry_out", _obeys_unready),
+    "released pages come back as they were": lambda patch: patch.setattr(
+        KVStore, "release", lambda self: None
     ),
     "a vector is that of the first token": lambda patch: patch.setattr(
         Pooler, "_pool", lambda self, forward, batch, rows: forward.hidden(batch.offsets[rows])

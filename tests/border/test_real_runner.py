@@ -17,6 +17,10 @@ from tests.border.real_kit import REAL, plain_runner
 pytestmark = pytest.mark.usefixtures("one_thread")
 ACTIONS_PER_WORLD = 250
 MUST_HAPPEN = (
+    "ReleaseMemory",
+    "ResumeMemory",
+    "StopProfile",
+    "TakeWeights",
     "aborts",
     "checked writes",
     "copies after",
@@ -24,6 +28,7 @@ MUST_HAPPEN = (
     "evicted pages",
     "failed by a fault",
     "failed copies",
+    "failed orders",
     "failed masks",
     "failed steps",
     "failed without a choice",

@@ -145,7 +145,7 @@ def test_window_pages_return_while_the_request_runs():
 def test_a_prefix_is_usable_only_with_its_last_window():
     cache = make_cache(CacheGroup(FULL, 4, 40), CacheGroup(WINDOW, 4, 40, window=6))
     cache.release(fill(cache, ids(32)))
-    nodes = list(cache.tree.walk(b"", (ids(4, 4 * i) for i in range(8))))
+    nodes = list(cache.tree.walk(cache.weights, (ids(4, 4 * i) for i in range(8))))
     cache.tree.drop_pages(nodes[6], 1)
     assert cache.probe(b"", ids(32), 32).tokens == 24
     cache.tree.drop_pages(nodes[2], 1)

@@ -1,15 +1,18 @@
 """Other weights for a running server: taken whole, between steps, or not at all."""
 
 import contextlib
+import json
 import shutil
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from banyan.sim.replay import check
 from tests.system.checkpoint import write_tiny_model
 from tests.system.serving import serving, wait_until
 from tests.system.test_pause import Asking, go_on, pause, wait_running
 
-PROMPT = "The banyan grows new roots and shares them"
+PROMPT = "The banyan grows new roots and shares them, page by page. " * 4
 PARAMS = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 
 
@@ -31,9 +34,9 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
     @contextlib.contextmanager
-    def serve(folder):
+    def serve(folder, *more):
         log = tmp_path_factory.mktemp("log") / "server.log"
-        flags = ("--threads", "1", "--max-total-tokens", "16384")
+        flags = ("--threads", "1", "--max-total-tokens", "16384", *more)
         with serving(log, "--model-path", str(folder), *flags) as server:
             yield server
 
@@ -62,6 +65,8 @@ def test_the_answers_are_those_of_the_new_weights_and_nothing_old_is_cached(
 ):
     before = server.generate(text=PROMPT, sampling_params=PARAMS)
     assert before["output_ids"] != expected
+    cached = server.generate(text=PROMPT, sampling_params=PARAMS)["meta_info"]["cached_tokens"]
+    assert cached > 0
     answer = update(server, folders[1], weight_version="7")
     assert answer.status_code == 200 and answer.json()["success"], answer.text
     after = server.generate(text=PROMPT, sampling_params=PARAMS)
@@ -111,3 +116,40 @@ def test_a_paused_request_goes_on_with_the_new_weights(server, folders):
 def test_what_an_update_cannot_honour_is_refused(server, folders, fields):
     answer = update(server, folders[0], **fields)
     assert answer.status_code == 400 and next(iter(fields)) in answer.json()["message"]
+
+
+def test_all_ranks_take_the_weights_or_none_does(start, folders, expected, tmp_path):
+    """In two stages: what one layer lacks only one rank can know."""
+    lame = shutil.copytree(folders[1], tmp_path / "lame")
+    tensors = load_file(lame / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, lame / "model.safetensors", metadata={"format": "pt"})
+    with start(folders[0], "--pp-size", "2") as server:
+        before = server.generate(text=PROMPT, sampling_params=PARAMS)
+        answer = update(server, lame)
+        assert answer.status_code == 400 and "rank 1: the checkpoint lacks" in answer.text
+        again = server.generate(text=PROMPT, sampling_params=PARAMS)
+        assert again["output_ids"] == before["output_ids"] != expected
+        assert again["meta_info"]["cached_tokens"] > 0
+        assert update(server, folders[1]).status_code == 200
+        assert server.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"] == expected
+
+
+def test_ranks_that_share_layers_answer_with_the_new_weights(start, folders, expected, tmp_path):
+    journal = tmp_path / "journal"
+    with start(folders[0], "--tp-size", "2", "--journal", str(journal)) as server:
+        before = server.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"]
+        assert update(server, folders[1], flush_cache=False).status_code == 200
+        after = server.generate(text=PROMPT, sampling_params=PARAMS)
+        assert after["output_ids"] == expected != before
+        assert after["meta_info"]["cached_tokens"] == 0
+        server.http.post("/start_profile", json={"output_dir": str(tmp_path)})
+        server.generate(text=PROMPT, sampling_params=PARAMS)
+        told = server.http.post("/stop_profile").text
+    names = sorted(tmp_path.glob("banyan-engine0-*.trace.json"))
+    ranks = [json.loads(path.read_text())["traceEvents"] for path in names]
+    assert [len({span["pid"] for span in spans}) for spans in ranks] == [1, 1]
+    assert all(str(path) in told for path in names)
+    assert all(any(span["name"] == "forward" for span in spans) for spans in ranks)
+    report = check(str(journal))
+    assert report.ok and report.plans > 40, str(report)

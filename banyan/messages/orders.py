@@ -1,0 +1,63 @@
+"""Orders: what every rank of a replica does between two steps, and what came of it.
+
+An order is carried out on all ranks or on none: each gets ready first, and only when all of them
+could does it happen.
+"""
+
+import msgspec
+
+WEIGHTS = "weights"
+KV_CACHE = "kv_cache"
+MEMORY_TAGS = (WEIGHTS, KV_CACHE)
+"""What may be released: the model's weights; the pages of the KV cache."""
+
+
+class TakeWeights(msgspec.Struct, frozen=True, array_like=True, tag="take_weights"):
+    """Take the weights of another checkpoint in the place of the present ones."""
+
+    path: str
+    version: str
+    """Names these weights to the prefix cache: pages of others are not shared."""
+    flush: bool = True
+    """Empty the prefix cache as well."""
+
+
+class ReleaseMemory(msgspec.Struct, frozen=True, array_like=True, tag="release_memory"):
+    """Give memory back to the system. Nothing runs until all of it is there again."""
+
+    tags: list[str]
+    """Of MEMORY_TAGS."""
+
+
+class ResumeMemory(msgspec.Struct, frozen=True, array_like=True, tag="resume_memory"):
+    """Take back what was released: pages are empty, weights are loaded again."""
+
+    tags: list[str]
+
+
+class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag="start_profile"):
+    """Record what the steps do, each rank for itself."""
+
+    folder: str
+    """"" = that of the flag."""
+    prefix: str
+    stamp: int
+    """The same number in the file names of all ranks."""
+    steps: int = 0
+    """The recording ends by itself after so many; 0 = it does not."""
+
+
+class StopProfile(msgspec.Struct, frozen=True, array_like=True, tag="stop_profile"):
+    """Write the file of what was recorded."""
+
+
+Order = TakeWeights | ReleaseMemory | ResumeMemory | StartProfile | StopProfile
+
+
+class OrderReply(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Outcome of one order, of all ranks together; while it is gathered, of one of them."""
+
+    ok: bool
+    """No rank had a reason not to; else nothing has changed on any of them."""
+    text: str = ""
+    body: bytes = b""

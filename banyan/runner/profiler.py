@@ -1,0 +1,106 @@
+"""Profiler: records what the steps of one rank do, from one order to another.
+
+What is recorded lies in memory until it ends; then it is one file.
+"""
+
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+
+from banyan.base.errors import RequestError
+from banyan.base.log import logger
+from banyan.base.trace import Marks, Trace
+from banyan.messages.orders import Order, StartProfile
+from banyan.runner.orders import Finish, Said
+
+log = logger(__name__)
+
+_PREFIX = re.compile(r"[A-Za-z0-9_.-]{0,64}")
+
+
+class Profiler:
+    """
+    Args:
+        marks: of the threads that are recorded.
+        folder: where files go unless an order names another; "" = that of temporary files.
+        name: of this rank, for the name of the file.
+    """
+
+    def __init__(self, marks: Sequence[Marks], folder: str = "", name: str = "engine") -> None:
+        self._marks = marks
+        self._folder = folder or tempfile.gettempdir()
+        self._name = name
+        self._trace: Trace | None = None
+        self._path = ""
+        self._steps = 0
+        self._most_steps = 0
+        """Steps after which the recording ends by itself; 0 = it does not."""
+        self._told = ""
+        """What became of the last recording."""
+
+    def stepped(self) -> None:
+        """A step with rows has run."""
+        if self._trace is None:
+            return
+        self._steps += 1
+        if self._steps == self._most_steps:
+            self._end()
+
+    def prepare_start(self, order: Order) -> Finish:
+        """
+        Raises:
+            RequestError: it cannot be recorded.
+        """
+        assert isinstance(order, StartProfile)
+        folder = order.folder or self._folder
+        if self._trace is not None:
+            raise RequestError("A profile is being recorded already.")
+        if not _PREFIX.fullmatch(order.prefix):
+            raise RequestError(
+                "profile_prefix must be at most 64 letters, digits, '.', '_' or '-'."
+            )
+        if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+            raise RequestError(f"output_dir {folder[:200]!r} is not a folder that can be written.")
+        name = f"{order.prefix}banyan-{self._name}-{order.stamp}.trace.json"
+
+        def start() -> Said:
+            self._path = os.path.join(folder, name)
+            self._steps, self._most_steps = 0, order.steps
+            self._told = ""
+            self._trace = Trace()
+            for marks in self._marks:
+                marks.trace = self._trace
+            return Said("Start profiling.")
+
+        return start
+
+    def prepare_stop(self, order: Order) -> Finish:
+        """
+        Raises:
+            RequestError: nothing is recorded, and nothing has been since the last stop.
+        """
+        if self._trace is None and not self._told:
+            raise RequestError("No profile is being recorded.")
+
+        def stop() -> Said:
+            if self._trace is not None:
+                self._end()
+            told, self._told = self._told, ""
+            return Said(told)
+
+        return stop
+
+    def _end(self) -> None:
+        assert self._trace is not None
+        trace, self._trace = self._trace, None
+        for marks in self._marks:
+            marks.trace = None
+        try:
+            spans = trace.write(self._path)
+        except OSError as error:
+            self._told = f"The profile could not be written: {error}"
+        else:
+            more = f", {trace.dropped} more were dropped" if trace.dropped else ""
+            self._told = f"Profile of {self._steps} steps: {self._path} ({spans} spans{more})"
+        log.info("%s", self._told)

@@ -1,0 +1,183 @@
+"""Holdings: the weights and pages that one rank's runner holds, and how they come and go while it
+lives. Knows files and tensors; when anything changes is the engine's business.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+
+import torch
+
+from banyan.base.errors import ConfigError, RequestError
+from banyan.base.heap import give_back
+from banyan.base.log import logger, printable
+from banyan.config.card import ModelCard
+from banyan.config.checkpoint import read_card
+from banyan.config.schema import ModelConfig
+from banyan.layers.build import Build
+from banyan.messages.orders import (
+    KV_CACHE,
+    MEMORY_TAGS,
+    WEIGHTS,
+    Order,
+    ReleaseMemory,
+    ResumeMemory,
+    TakeWeights,
+)
+from banyan.models.base import Model
+from banyan.models.foreign import load_foreign
+from banyan.models.weights.custom import load_transforms
+from banyan.models.weights.loader import load_model
+from banyan.ops.api import Ops
+from banyan.runner.orders import Finish, Said
+from banyan.runner.runner import ModelRunner
+
+log = logger(__name__)
+
+
+def load_weights(config: ModelConfig, card: ModelCard, build: Build) -> Model:
+    """This rank's share of the model at `card.path`."""
+    with _lone_torch(build.ops):
+        if config.implementation == "transformers":
+            return load_foreign(card, build, config.load_format)
+        return load_model(
+            card,
+            build,
+            config.load_format,
+            served_length=config.context_length,
+            is_mapped=not config.disable_mmap,
+            transforms=load_transforms(config.loader_functions, card.path),
+        )
+
+
+def _settle_memory() -> None:
+    """What a model has left behind goes back to the system; what is there now lives long, and is
+    never walked again."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+    give_back()
+
+
+class Holdings:
+    """Takes, releases and resumes, each in two phases (runner/orders.py).
+
+    Args:
+        config: how weights are read.
+        card: of the model that the runner has.
+    """
+
+    def __init__(
+        self, config: ModelConfig, card: ModelCard, build: Build, runner: ModelRunner
+    ) -> None:
+        self._config = config
+        self._card = card
+        self._build = build
+        self._runner = runner
+        self._released: list[str] = []
+
+    def prepare_take(self, order: Order) -> Finish:
+        """Load the weights of another folder or file. Both are in memory for a moment: a checkpoint
+        that cannot be read changes nothing.
+
+        Raises:
+            ModelError, ConfigError: no such checkpoint, or one of another architecture or size.
+        """
+        assert isinstance(order, TakeWeights)
+        card = self._card_at(order.path)
+        config = replace(self._config, load_format="auto", path=card.path)
+        loaded = [load_weights(config, card, self._build)]
+
+        def take() -> Said:
+            self._runner.take_model(loaded.pop())
+            self._config, self._card = config, card
+            self._released = [tag for tag in self._released if tag != WEIGHTS]
+            _settle_memory()
+            return Said("The weights have been taken.")
+
+        return take
+
+    def prepare_release(self, order: Order) -> Finish:
+        """
+        Raises:
+            RequestError: a tag that nothing has, or what is released already or cannot come back.
+        """
+        assert isinstance(order, ReleaseMemory)
+        tags = self._checked(order.tags)
+        if gone := [tag for tag in tags if tag in self._released]:
+            raise RequestError(f"{', '.join(gone)}: released already.")
+        if WEIGHTS in tags and self._config.load_format != "dummy":
+            self._card_at(self._card.path)  # they are read again from there
+
+        def release() -> Said:
+            if KV_CACHE in tags:
+                self._runner.store.release()
+            if WEIGHTS in tags:
+                self._runner.drop_model()
+            self._released += tags
+            _settle_memory()
+            return Said(f"Released: {', '.join(tags)}.")
+
+        return release
+
+    def prepare_resume(self, order: Order) -> Finish:
+        """
+        Raises:
+            RequestError: a tag that nothing has.
+            ModelError, ConfigError: the weights are not where they were.
+        """
+        assert isinstance(order, ResumeMemory)
+        tags = [tag for tag in self._checked(order.tags) if tag in self._released]
+        loaded: list[Model] = []
+        if WEIGHTS in tags:
+            loaded.append(load_weights(self._config, self._card, self._build))
+
+        def resume() -> Said:
+            if loaded:
+                self._runner.take_model(loaded.pop())
+                _settle_memory()
+            self._released = [tag for tag in self._released if tag not in tags]
+            return Said(f"Resumed: {', '.join(tags)}." if tags else "Nothing was released.")
+
+        return resume
+
+    def _card_at(self, path: str) -> ModelCard:
+        """The card of the checkpoint at `path`, which must be of this model."""
+        config, mine = self._config, self._card
+        found = read_card(
+            path, overrides=config.overrides, is_foreign=config.implementation == "transformers"
+        )
+        same = replace(
+            found, path=mine.path, format=mine.format, dtype=mine.dtype, pooling=mine.pooling
+        )
+        if same != mine:
+            names = [f.name for f in fields(mine) if getattr(same, f.name) != getattr(mine, f.name)]
+            raise ConfigError(
+                f"{printable(path)!r} is another model than the one that is served: "
+                f"{', '.join(names)} differ",
+                hint="only weights of the same architecture and sizes can be taken",
+            )
+        return replace(found, pooling=mine.pooling)
+
+    def _checked(self, tags: list[str]) -> list[str]:
+        if unknown := [tag for tag in tags if tag not in MEMORY_TAGS]:
+            raise RequestError(
+                f"{printable(', '.join(unknown), 80)}: only {', '.join(MEMORY_TAGS)} can be "
+                "released and resumed.",
+                param="tags",
+            )
+        return list(dict.fromkeys(tags))
+
+
+@contextmanager
+def _lone_torch(ops: Ops) -> Iterator[None]:
+    """Keep torch to one thread while compiled kernels pack weights: it has only small pieces to
+    reorder, and on a busy machine its threads would wait for one another at each of them."""
+    threads = torch.get_num_threads()
+    if ops.recorder is not None:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
