@@ -15,6 +15,7 @@ from banyan.formats.mapped import TensorInfo
 
 FP32, INT8 = "fp32", "int8"
 
+_ON_INT8 = frozenset(("linear", "experts_in", "experts_out"))
 _WIDE = 28
 
 
@@ -71,7 +72,7 @@ def bound(cost: OpCost, machine: Machine) -> tuple[float, str]:
 def merged(times: Iterable[OpTime]) -> list[OpCost]:
     """Stages of one name, such as the same op of every layer, as one op: "linear × 30".
 
-    The op "linear" multiplies 8-bit activations; all others compute in fp32.
+    The ops of `_ON_INT8` multiply 8-bit activations; all others compute in fp32.
     """
     stages: dict[str, list[OpTime]] = {}
     for time in times:
@@ -82,7 +83,7 @@ def merged(times: Iterable[OpTime]) -> list[OpCost]:
             sum(stage.seconds for stage in same),
             sum(stage.bytes for stage in same),
             sum(stage.operations for stage in same),
-            INT8 if "linear" in name.split(" + ") else FP32,
+            FP32 if _ON_INT8.isdisjoint(name.split(" + ")) else INT8,
         )
         for name, same in stages.items()
     ]

@@ -1,10 +1,10 @@
 """A feed-forward block of many experts, of which each token goes through a few.
 
-Experts run one after another in the order of their numbers, each over its own tokens, and a token
-adds up its experts in that order: its value depends on nothing but itself. No token is dropped.
+A token adds up its experts in the order of their numbers: its value depends on nothing but itself.
+No token is dropped.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,8 @@ from banyan.config.card import ExpertFacts
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP, gate_of
-from banyan.layers.pack import pack
 from banyan.layers.slot import Layer, ShardRule, WeightSlot, single
-from banyan.ops.api import PackedLinear, Routing
+from banyan.ops.experts_api import PackedExperts, Routing, StoredExperts
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
 
@@ -60,8 +59,9 @@ class ExpertWeights(Layer):
     """One projection of this rank's experts.
 
     Args:
-        parts: names of what lies over one another in it, "gate" and "up", or "".
+        parts: names of what is one weight each in it, "gate" and "up", or "".
         rule: how the ranks of `build.groups.expert_ffn` share one expert.
+        filled: called when the weights are here.
     """
 
     def __init__(
@@ -71,13 +71,15 @@ class ExpertWeights(Layer):
         parts: tuple[str, ...],
         rule: ShardRule,
         build: Build,
+        filled: Callable[[], None],
     ) -> None:
         super().__init__()
         self.mine = range(*ShardRule(0).span(count, build.groups.experts))
         self.count, self.shape, self.parts, self.rule = count, shape, parts, rule
         self.group = build.groups.expert_ffn
-        self.ops = build.ops
-        self.packed: dict[int, PackedLinear] = {}
+        self.filled = filled
+        self.weights: list[StoredWeight] = []
+        """This rank's share of each part of each expert; none once they are packed."""
 
     def slots(self) -> dict[str, WeightSlot]:
         names = self._names(self.mine)
@@ -89,10 +91,12 @@ class ExpertWeights(Layer):
         return [f"{part}{expert}" for expert in experts for part in self.parts]
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
-        mine = [self.rule.cut(part, self.group) for part in parts]
-        size = len(self.parts)
-        for at, expert in enumerate(self.mine):
-            self.packed[expert] = pack(mine[at * size : (at + 1) * size], self.ops)
+        self.weights = [self.rule.cut(part, self.group) for part in parts]
+        self.filled()
+
+    def taken(self) -> list[StoredWeight]:
+        weights, self.weights = self.weights, []
+        return weights
 
 
 class Experts(nn.Module):
@@ -103,22 +107,29 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, facts: ExpertFacts, activation: str, build: Build) -> None:
         super().__init__()
-        self.gate = gate_of(activation, build.ops)
-        inner, parts = facts.inner, ("gate", "up")
-        self.gate_up = ExpertWeights(facts.count, (inner, dim), parts, ShardRule(0), build)
-        self.down = ExpertWeights(facts.count, (dim, inner), ("",), ShardRule(1), build)
+        gate_of(activation, build.ops)
+        self.activation = activation
+        self.ops = build.ops
+        inner, filled = facts.inner, self._pack
+        parts = ("gate", "up")
+        self.gate_up = ExpertWeights(facts.count, (inner, dim), parts, ShardRule(0), build, filled)
+        self.down = ExpertWeights(facts.count, (dim, inner), ("",), ShardRule(1), build, filled)
         self.groups = (build.groups.experts, build.groups.expert_ffn)
+        self.packed: PackedExperts | None = None
+
+    def _pack(self) -> None:
+        if not self.gate_up.weights or not self.down.weights:
+            return
+        gate_up, down = self.gate_up.taken(), self.down.taken()
+        gate, up = tuple(gate_up[0::2]), tuple(gate_up[1::2])
+        first = self.gate_up.mine.start
+        stored = StoredExperts(first, gate, up, tuple(down), self.activation)
+        self.packed = self.ops.pack_experts(stored)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x: [tokens, dim]; ids, weights: of the router; returns [tokens, dim]."""
-        out = torch.zeros_like(x)
-        for expert in self.gate_up.mine:
-            tokens, places = torch.where(ids == expert)
-            if not len(tokens):
-                continue
-            inner = self.gate(self.gate_up.packed[expert](x[tokens]))
-            scaled = self.down.packed[expert](inner) * weights[tokens, places].unsqueeze(1)
-            out.index_add_(0, tokens, scaled.to(out.dtype))
+        assert self.packed is not None
+        out = self.packed(x, ids, weights)
         for group in self.groups:
             out = group.all_reduce(out)
         return out
@@ -146,5 +157,5 @@ class ExpertBlock(nn.Module):
             return routed
         shared = self.shared(x)
         if self.shared_gate is not None:
-            shared = shared * self.shared_gate(x).sigmoid()
+            shared = self.ops.sigmoid_scale(shared, self.shared_gate(x))
         return self.ops.add(routed, shared)

@@ -17,7 +17,8 @@ from banyan.config.card import WINDOW, ModelCard
 from banyan.layers.attention import paged_cache
 from banyan.layers.build import Build
 from banyan.layers.step import AttentionSpec, StepInputs
-from banyan.ops.api import Ops, PackedLinear
+from banyan.ops.api import Ops
+from banyan.ops.packed import PackedLinear
 from banyan.ops.stored import StoredWeight
 
 _INTERFACE = "banyan"

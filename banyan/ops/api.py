@@ -12,32 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from banyan.ops.experts_api import ExpertOps
+from banyan.ops.packed import PackedEmbedding, PackedLinear
 from banyan.ops.sampling import SampleRows
 from banyan.ops.stored import StoredWeight
-
-
-class PackedLinear(Protocol):
-    """A weight in the form of the kernel that multiplies with it, chosen once at load."""
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x·Wᵀ + bias.
-
-        x: [tokens, in] T; bias: [out] T or None.
-        returns: [tokens, out] T, accumulated in fp32 or better.
-        """
-        ...
-
-
-class PackedEmbedding(Protocol):
-    """This rank's rows of an embedding, in the form of the kernel that reads them."""
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """The row of each token; ids of other ranks give zeros.
-
-        tokens: [tokens] int64.
-        returns: [tokens, dim] T.
-        """
-        ...
 
 
 @dataclass(frozen=True)
@@ -72,19 +50,6 @@ class Recording(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Routing:
-    """How tokens choose among experts; the words are those of `config.card.ExpertFacts`."""
-
-    per_token: int
-    scoring: str = "softmax"
-    is_normalised: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
-    group_best: int = 1
-
-
 class NotRecordable(Exception):
     """The work does something that is not one of the recorder's ops."""
 
@@ -109,7 +74,7 @@ class Recorder(Protocol):
         ...
 
 
-class Ops(Protocol):
+class Ops(ExpertOps, Protocol):
     """One bound implementation per op. Never dispatches per call."""
 
     @property
@@ -250,20 +215,6 @@ class Ops(Protocol):
         """
         ...
 
-    def route(
-        self, x: Tensor, weight: Tensor, correction: Tensor | None, rule: Routing
-    ) -> tuple[Tensor, Tensor]:
-        """Which experts each token goes through, and with what weight.
-
-        Scores are softmax or sigmoid of x · weightᵀ in fp32. The choice is by score + correction,
-        among the best groups; the lower id wins a tie. The weights are the scores of the chosen,
-        divided by their sum if `is_normalised`, times the scale.
-
-        x: [tokens, dim] T; weight: [experts, dim] fp32; correction: [experts] fp32 or None.
-        returns: ids [tokens, per_token] int64, best first; weights [tokens, per_token] fp32.
-        """
-        ...
-
     def write_latent(
         self,
         latent: Tensor,
@@ -386,6 +337,7 @@ OP_NAMES = (
     "gelu_tanh",
     "select_rows",
     "concat",
+    "sigmoid_scale",
     "scale_logits",
     "embedding",
     "linear",
@@ -393,6 +345,7 @@ OP_NAMES = (
     "paged_attention",
     "head_linear",
     "route",
+    "experts",
     "write_latent",
     "latent_attention",
     "sample",
@@ -400,5 +353,8 @@ OP_NAMES = (
 )
 """The names a table of kernels and a forced choice may use."""
 
-PACKED_OPS = ("embedding", "linear")
-"""The ops with a weight: chosen per storage type, called through what `pack_<op>` returns."""
+PACKED_OPS = ("embedding", "linear", "experts")
+"""The ops with a weight, called through what `pack_<op>` returns."""
+
+TYPED_OPS = ("embedding", "linear")
+"""Those of them whose kernel is chosen per storage type."""

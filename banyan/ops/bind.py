@@ -15,7 +15,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.base.table import Table
 from banyan.ops import reference
-from banyan.ops.api import OP_NAMES, PACKED_OPS, Ops, Recorder
+from banyan.ops.api import OP_NAMES, PACKED_OPS, TYPED_OPS, Ops, Recorder
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 log = logger(__name__)
@@ -68,7 +68,7 @@ class OpSpec:
         dtype: activation dtype.
         features: of the device (`Traits.features`).
         head_dim: width of an attention head.
-        weight_type: storage type of the weight, for PACKED_OPS only.
+        weight_type: storage type of the weight, for TYPED_OPS only.
         exact: activations must not be rounded below `dtype`.
         cache_dtype: dtype of the K/V pages.
         page_size: tokens of a page.
@@ -255,7 +255,7 @@ def bind(
     for op in OP_NAMES:
         packers: dict[str, Callable[..., object]] = {}
         head_packers: dict[str, Callable[..., object]] = {}
-        for weight_type in STORAGE_TYPES if op in PACKED_OPS else ("",):
+        for weight_type in STORAGE_TYPES if op in TYPED_OPS else ("",):
             asked = replace(spec, op=op, weight_type=weight_type)
             choice, run = _choose(platform, table.get(op, []), asked, forced.get(op, ""))
             choices.append(choice)
@@ -265,10 +265,19 @@ def bind(
                 choice, run = _choose(platform, table.get(op, []), asked, forced.get(op, ""))
                 choices.append(choice)
                 head_packers[weight_type] = run
-        if op in PACKED_OPS:
+        if op in TYPED_OPS:
             functions[f"pack_{op}"] = partial(_pack, packers, head_packers, dtype, device)
+        elif op in PACKED_OPS:
+            functions[f"pack_{op}"] = partial(_pack_whole, packers[""], dtype, device)
         else:
             functions[op] = packers[""]
+    _check_layouts(choices)
+    _warn_of_slow_pages(platform, table, spec, forced)
+    return cast(Ops, BoundOps(functions, tuple(choices), spec))
+
+
+def _check_layouts(choices: list[Choice]) -> None:
+    """ConfigError unless the ops that share pages lay them out alike."""
     layouts = {choice.label: choice.pages for choice in choices if choice.label in ON_PAGES}
     if len(set(layouts.values())) > 1:
         raise ConfigError(
@@ -276,8 +285,6 @@ def bind(
             + ", ".join(f"{op}: {layout}" for op, layout in layouts.items()),
             hint=f"force both of {', '.join(ON_PAGES)}, or none",
         )
-    _warn_of_slow_pages(platform, table, spec, forced)
-    return cast(Ops, BoundOps(functions, tuple(choices), spec))
 
 
 def _warn_of_slow_pages(
@@ -361,3 +368,9 @@ def _pack(
 ) -> object:
     chosen = head_packers if named.get("is_head") else packers
     return chosen[weight.type](weight, dtype, device, *more, **named)
+
+
+def _pack_whole(
+    run: Callable[..., object], dtype: torch.dtype, device: torch.device, weights: object
+) -> object:
+    return run(weights, dtype, device)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.ops.api import PackedEmbedding, PackedLinear, Routing
+from banyan.ops.experts_api import PackedExperts, Routing, StoredExperts
+from banyan.ops.packed import PackedEmbedding, PackedLinear
 from banyan.ops.pages import to_numbers, to_stored
 from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_tokens
-from banyan.ops.stored import StoredWeight
+from banyan.ops.stored import StoredWeight, stack
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -77,6 +78,10 @@ def select_rows(x: Tensor, chosen: Tensor) -> Tensor:
 
 def concat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), dim=-1)
+
+
+def sigmoid_scale(x: Tensor, gate: Tensor) -> Tensor:
+    return x * gate.sigmoid()
 
 
 def scale_logits(logits: Tensor, scale: float, soft_cap: float) -> Tensor:
@@ -151,6 +156,33 @@ def route(
     if rule.is_normalised:
         weights = weights / weights.sum(-1, keepdim=True)
     return ids, weights * rule.scale
+
+
+class DenseExperts:
+    """Experts unpacked into plain floats, one after another over their own tokens."""
+
+    def __init__(self, experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> None:
+        gates = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
+        self.first = experts.first
+        self.gate = gates[experts.activation]
+        pairs = zip(experts.gate, experts.up, strict=True)
+        self.gate_up = [stack(pair).dense.to(device, dtype) for pair in pairs]  # [2·inner, dim]
+        self.down = [weight.dense.to(device, dtype) for weight in experts.down]
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for at, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            tokens, places = torch.where(ids == self.first + at)
+            if not len(tokens):
+                continue
+            inner = self.gate(functional.linear(x[tokens], gate_up))
+            scaled = functional.linear(inner, down) * weights[tokens, places].unsqueeze(1)
+            out.index_add_(0, tokens, scaled.to(out.dtype))
+        return out
+
+
+def pack_experts(experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> PackedExperts:
+    return DenseExperts(experts, dtype, device)
 
 
 def write_latent(

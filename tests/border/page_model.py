@@ -15,7 +15,8 @@ from torch import Tensor
 from banyan.config.card import FULL, WINDOW, ModelCard
 from banyan.layers.cache import CacheTensor, LayerCache
 from banyan.layers.step import AttentionSpec, StepInputs
-from banyan.ops.api import Ops, PackedEmbedding, PackedLinear
+from banyan.ops.api import Ops
+from banyan.ops.packed import PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
 from tests.border.page_numbers import (
     BASE,

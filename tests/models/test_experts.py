@@ -10,8 +10,8 @@ from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
 from banyan.ops import reference
-from banyan.ops.api import Routing
 from banyan.ops.bind import bind
+from banyan.ops.experts_api import Routing
 from banyan.parallel.groups import Groups, open_groups
 from tests.models.conftest import PagedModel
 from tests.models.families import EXPERTS, rewrite_config, tiny

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _ROWS = (
     *("rms_norm", "add_rms_norm", "layer_norm", "add", "rotary_angles", "rotary"),
     *("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "concat"),
-    *("scale_logits", "select_rows"),
+    *("sigmoid_scale", "scale_logits", "select_rows"),
 )
 _HERE = "banyan.ops.cpu"
 KERNELS = {
@@ -22,6 +22,8 @@ KERNELS = {
         f"{_HERE}.linear_onednn:onednn",
     ],
     "embedding": [f"{_HERE}.embedding:stored"],
+    "route": [f"{_HERE}.experts:route"],
+    "experts": [f"{_HERE}.experts:rounded", f"{_HERE}.experts:plain"],
     "write_kv": [f"{_HERE}.paged_attention:write_kv"],
     "paged_attention": [
         f"{_HERE}.paged_attention:paged_attention",

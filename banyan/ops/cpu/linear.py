@@ -12,7 +12,7 @@ from torch import Tensor
 
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cpu.library import Library
-from banyan.ops.cpu.weights import SOURCES, Arena, PackedWeight, pack
+from banyan.ops.cpu.weights import SOURCES, Arena, PackedWeight, is_float, pack
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 
@@ -72,8 +72,8 @@ def pack_linear(
     """A projection whose float weights are rounded to a type of `weights.QUANTIZATIONS` at load
     ("" = kept as they are)."""
     packed = pack(library, arena or Arena(), weight, quantization)
-    is_float = STORAGE_TYPES[weight.type].is_float and not quantization
-    return (PlainLinear if is_float else RoundedLinear)(library, packed)
+    kind = PlainLinear if is_float(weight.type, quantization) else RoundedLinear
+    return kind(library, packed)
 
 
 def _check(x: Tensor, weight: PackedWeight) -> None:

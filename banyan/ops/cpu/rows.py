@@ -132,6 +132,13 @@ class Rows:
         self._library.call("bn_add", x.shape[0], *_rows(x), *_rows(y), out.data_ptr(), x.shape[-1])
         return out
 
+    def sigmoid_scale(self, x: Tensor, gate: Tensor) -> Tensor:
+        out = self._library.empty(x.shape)
+        self._library.call(
+            "bn_sigmoid_scale", x.shape[0], *_rows(x), *_rows(gate), out.data_ptr(), x.shape[-1]
+        )
+        return out
+
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         tokens, width = parts[0].shape[0], sum(part.shape[-1] for part in parts)
         out = self._library.empty((tokens, width))
@@ -216,5 +223,6 @@ gelu_and_mul = _kernel(Rows.gelu_and_mul)
 gelu_tanh_and_mul = _kernel(Rows.gelu_tanh_and_mul)
 gelu_tanh = _kernel(Rows.gelu_tanh)
 concat = _kernel(Rows.concat)
+sigmoid_scale = _kernel(Rows.sigmoid_scale)
 scale_logits = _kernel(Rows.scale_logits)
 select_rows = _kernel(Rows.select_rows)

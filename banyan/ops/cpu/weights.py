@@ -29,6 +29,11 @@ _HUGE_PAGE = 2 << 20
 _CHUNK = 32 << 20
 
 
+def is_float(type: str, quantization: str) -> bool:
+    """Whether a weight of this storage type is packed as floats."""
+    return STORAGE_TYPES[type].is_float and not quantization
+
+
 @dataclass(frozen=True)
 class PackedWeight:
     """A weight [outputs, inputs] in tiles.

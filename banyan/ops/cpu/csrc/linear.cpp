@@ -7,9 +7,8 @@
 #include <vector>
 
 namespace banyan {
-namespace {
 
-const LinearKernels& kernels(int32_t level) {
+const LinearKernels& linear_table(int32_t level) {
 #ifdef BN_LINEAR_AMX
   if (level >= AMX) return linear_amx;
 #endif
@@ -23,17 +22,7 @@ const LinearKernels& kernels(int32_t level) {
   return linear_base;
 }
 
-// Rows are cut into panels of nearly equal size, which begin at multiples of 12 (a multiple of what
-// kernels take at once): equal panels are equal work for the threads.
-struct Cut {
-  int64_t count, panels;
-
-  explicit Cut(int64_t rows) : count(rows), panels((rows + PANEL_ROWS - 1) / PANEL_ROWS) {}
-  int64_t begin(int64_t panel) const {
-    int64_t row = (panel * count / panels + 11) / 12 * 12;
-    return row < count ? row : count;
-  }
-};
+namespace {
 
 int64_t linear_units(const void* a, const Sizes& sizes) {
   const LinearArgs& args = *(const LinearArgs*)a;
@@ -51,7 +40,7 @@ int64_t linear_grain(const void* a, const Sizes& sizes) {  // some 3 microsecond
 template <bool EXACT>
 void linear_run(const void* a, const Sizes& sizes, int64_t begin, int64_t end, Worker& worker) {
   const LinearArgs& args = *(const LinearArgs*)a;
-  const LinearKernels& table = kernels(isa());
+  const LinearKernels& table = linear_table(isa());
   LinearUnit unit = EXACT ? table.exact[args.format] : table.rounded[args.format];
   int64_t groups = groups_of(args.n);
   Cut cut(sizes.n[args.size]);
@@ -89,7 +78,7 @@ int64_t quantize_grain(const void* a, const Sizes&) {
 }
 void quantize_run(const void* a, const Sizes&, int64_t begin, int64_t end, Worker& worker) {
   const QuantizeArgs& args = *(const QuantizeArgs*)a;
-  const LinearKernels& table = kernels(isa());
+  const LinearKernels& table = linear_table(isa());
   uint8_t* scratch = worker.scratch(quantize_scratch(args.k));
   for (int64_t i = begin; i < end; i++)
     table.quantize(args.x + i * args.x_stride, args.k, args.out + i * activation_bytes(args.k),
@@ -207,7 +196,7 @@ BN_EXPORT void bn_linear_exact(Program* program, int32_t size, int32_t format, i
 
 // Compare an instruction set with the plain code; 0 = good.
 BN_EXPORT int bn_check_linear(int32_t isa, char* why, int32_t room) {
-  const LinearKernels& asked = kernels(isa);
+  const LinearKernels& asked = linear_table(isa);
   Check check;
   check.fill();
   uint8_t *rows = Check::aligned(check.rows), *other = Check::aligned(check.other);

@@ -99,5 +99,20 @@ struct LinearKernels {
   LinearUnit exact[NUM_FORMATS];                              // on fp32 activations
 };
 extern const LinearKernels linear_base, linear_avx2, linear_vnni, linear_amx;
+const LinearKernels& linear_table(int32_t level);
+
+// Rows are cut into panels of nearly equal size, which begin at multiples of 12 (a multiple of what
+// kernels take at once): equal panels are equal work for the threads.
+namespace {
+struct Cut {
+  int64_t count, panels;
+
+  explicit Cut(int64_t rows) : count(rows), panels((rows + PANEL_ROWS - 1) / PANEL_ROWS) {}
+  int64_t begin(int64_t panel) const {
+    int64_t row = (panel * count / panels + 11) / 12 * 12;
+    return row < count ? row : count;
+  }
+};
+}  // namespace
 
 }  // namespace banyan

@@ -67,7 +67,8 @@ BN_EXPORT int bn_check_rows(int32_t isa, char* why, int32_t room) {
   constexpr Kernel RowKernels::* CHECKED[] = {
       &RowKernels::rms_norm,     &RowKernels::layer_norm,   &RowKernels::rotary,
       &RowKernels::silu_and_mul, &RowKernels::gelu_and_mul, &RowKernels::gelu_tanh_and_mul,
-      &RowKernels::gelu_tanh,    &RowKernels::scale_logits, &RowKernels::add};
+      &RowKernels::gelu_tanh,    &RowKernels::scale_logits, &RowKernels::add,
+      &RowKernels::sigmoid_scale};
   for (Kernel RowKernels::* kernel : CHECKED) {
     std::vector<float> expected = outcome(rows_base, kernel);
     std::vector<float> found = outcome(table_of(isa), kernel);
@@ -142,6 +143,13 @@ BN_EXPORT void bn_gelu_tanh(Program* program, int32_t size, const float* x, int6
                             float* out, int64_t dim) {
   add_rows(program, size, table().gelu_tanh,
            MapArgs{x, nullptr, out, x_stride, 0, dim, dim, 1.0f, 0.0f, size});
+}
+
+// Rows of x [n, dim], each times the sigmoid of its number in gate [n, 1].
+BN_EXPORT void bn_sigmoid_scale(Program* program, int32_t size, const float* x, int64_t x_stride,
+                                const float* gate, int64_t gate_stride, float* out, int64_t dim) {
+  add_rows(program, size, table().sigmoid_scale,
+           MapArgs{x, gate, out, x_stride, gate_stride, dim, dim, 1.0f, 0.0f, size});
 }
 
 // x · scale, then cap·tanh(x/cap) unless the cap is 0.

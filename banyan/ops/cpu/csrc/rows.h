@@ -52,7 +52,7 @@ struct SelectArgs {
 
 struct RowKernels {
   Kernel rms_norm, layer_norm, rotary, rotary_angles, select_rows, copy, add, silu_and_mul,
-      gelu_and_mul, gelu_tanh_and_mul, gelu_tanh, scale_logits;
+      gelu_and_mul, gelu_tanh_and_mul, gelu_tanh, sigmoid_scale, scale_logits;
 };
 
 extern const RowKernels rows_base, rows_avx2, rows_avx512;

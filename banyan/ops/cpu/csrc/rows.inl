@@ -196,6 +196,17 @@ void map_two(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&
   }
 }
 
+// Rows of x, each times the sigmoid of one number: y is [n, 1].
+void sigmoid_scale(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
+  const MapArgs& a = *(const MapArgs*)args;
+  for (int64_t row = begin; row < end; row++) {
+    const float* x = a.x + row * a.x_stride;
+    float* out = a.out + row * a.out_stride;
+    vf factor = gate_by(splat(1.0f), splat(a.y[row * a.y_stride]));
+    each(a.dim, [&](int64_t i, int lanes) { put(out + i, get(x + i, lanes) * factor, lanes); });
+  }
+}
+
 inline vf sum_two(vf x, vf y) { return x + y; }
 inline vf silu_times(vf x, vf y) { return silu(x) * y; }
 inline vf gelu_times(vf x, vf y) { return gelu(x) * y; }
@@ -288,6 +299,7 @@ extern const RowKernels ROWS_TABLE = {
     row_wise<MapArgs>("gelu_and_mul", map_grain, map_two<gelu_times>, map_cost<14>),
     row_wise<MapArgs>("gelu_tanh_and_mul", map_grain, map_two<gelu_tanh_times>, map_cost<10>),
     row_wise<MapArgs>("gelu_tanh", map_grain, map<gelu_tanh>, map_cost<14>),
+    row_wise<MapArgs>("sigmoid_scale", map_grain, sigmoid_scale, map_cost<1>),
     {"scale_logits", logits_units, logits_grain, scale_logits, map_cost<12>},
 };
 

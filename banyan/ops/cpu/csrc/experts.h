@@ -1,0 +1,101 @@
+// Experts: which of them a token goes through, and their feed-forward blocks over packed weights.
+//
+// The pairs of a step, (token, chosen expert), are sorted by expert, so that the tokens of an expert
+// lie together and go through its tiles as rows of a projection do. Work is cut by columns of the
+// results, not by experts: a unit takes its columns through all experts in rising order, so units
+// are equal work however unequal the experts' loads are, and a token adds its experts up in that
+// order whoever else is in the step.
+#pragma once
+#include "linear.h"
+
+namespace banyan {
+
+// One projection of one expert, in the tiles of linear.h.
+struct ExpertWeight {
+  const uint8_t* tiles;
+  const float* factors;
+  int64_t format;
+};
+
+// How many experts of a step have tokens, and how many pairs there are; kept for reports.
+struct ExpertLoad {
+  int64_t active, pairs;
+};
+
+struct LogitsArgs {
+  const float* x;       // [tokens, dim], strided
+  const float* weight;  // [count, dim]
+  float* out;           // [tokens, count]
+  int64_t x_stride, dim, count;
+};
+
+enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1 };
+
+struct RouteArgs {
+  const float* logits;      // [tokens, count]
+  const float* correction;  // [count] or null
+  int64_t* ids;             // [tokens, per_token], best first
+  float* shares;            // [tokens, per_token]
+  int32_t count, per_token, scoring, is_normalised, groups, top_groups, group_best;
+  float scale;
+};
+
+// A step's pairs by expert. Experts are counted from the first one that is here.
+struct SortArgs {
+  const int64_t* ids;   // [tokens, per_token]
+  const float* shares;  // [tokens, per_token]
+  ExpertLoad* load;
+  int32_t* experts;      // [count]: those with tokens, in rising order
+  int32_t* starts;       // [count + 1]: where the pairs of each begin
+  int32_t* places;       // [tokens, per_token]: where a pair lies; -1: its expert is elsewhere
+  int32_t* tokens;       // [pairs]: of the pair at a place
+  float* sorted_shares;  // [pairs]
+  int64_t first, count;
+  int32_t size, per_token;
+};
+
+struct GatherArgs {
+  const uint8_t* x;  // [tokens] rows
+  const int32_t* places;
+  uint8_t* out;  // [pairs] rows
+  int64_t x_bytes, bytes;
+  int32_t per_token;
+};
+
+struct ExpertRowsArgs {  // rows of pairs to 8 bits
+  const float* x;        // [pairs, k]
+  uint8_t* out;
+  const ExpertLoad* load;
+  int64_t k;
+  int32_t size, per_token;
+};
+
+// act(x · gate) · (x · up) of every pair.
+struct ExpertsInArgs {
+  const ExpertWeight *gate, *up;
+  const ExpertLoad* load;
+  const int32_t *experts, *starts;
+  const uint8_t* x;  // [pairs] rows, rounded or fp32
+  float* out;        // [pairs, inner]
+  int64_t x_bytes, dim, inner, count;
+  int32_t size, per_token, is_exact, curve;
+};
+
+// The sum over a token's experts of share · (x · down).
+struct ExpertsOutArgs {
+  const ExpertWeight* down;
+  const ExpertLoad* load;
+  const int32_t *experts, *starts, *tokens;
+  const float* shares;
+  const uint8_t* x;  // [pairs] rows, rounded or fp32
+  float* out;        // [tokens, dim]
+  int64_t x_bytes, inner, dim, count;
+  int32_t size, per_token, is_exact;
+};
+
+struct ExpertKernels {
+  Kernel logits, route, in, out, in_exact, out_exact;
+};
+extern const ExpertKernels experts_base, experts_avx2, experts_avx512;
+
+}  // namespace banyan

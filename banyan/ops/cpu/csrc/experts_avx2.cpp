@@ -1,0 +1,2 @@
+#define EXPERTS_TABLE experts_avx2
+#include "experts.inl"

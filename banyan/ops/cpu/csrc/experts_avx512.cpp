@@ -1,0 +1,2 @@
+#define EXPERTS_TABLE experts_avx512
+#include "experts.inl"

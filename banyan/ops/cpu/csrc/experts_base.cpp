@@ -1,0 +1,2 @@
+#define EXPERTS_TABLE experts_base
+#include "experts.inl"

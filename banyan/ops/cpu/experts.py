@@ -1,0 +1,194 @@
+"""Compiled routing and experts: fp32 in and out, weights as the checkpoint has them.
+
+A step's pairs of a token and an expert are sorted by expert; then the experts' weights multiply as
+those of projections do (`linear.py`), columns of all experts at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banyan.ops.bind import Kernel, OpSpec
+from banyan.ops.cpu.library import Library
+from banyan.ops.cpu.weights import Arena, PackedWeight, is_float, pack
+from banyan.ops.experts_api import Routing, StoredExperts
+from banyan.ops.stored import StoredWeight
+
+_CURVES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}  # of bn_gate_and_mul
+_WEIGHT = np.dtype([("tiles", np.uint64), ("factors", np.uint64), ("format", np.int64)])
+"""ExpertWeight of csrc/experts.h."""
+
+
+def make_route(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
+    def route(
+        x: Tensor, weight: Tensor, correction: Tensor | None, rule: Routing
+    ) -> tuple[Tensor, Tensor]:
+        tokens, (count, dim) = x.shape[0], weight.shape
+        assert x.dtype == weight.dtype == torch.float32 and weight.is_contiguous()
+        assert x.shape[1] == dim and x.stride(1) == 1, f"{list(x.shape)} {x.stride()}"
+        logits = library.empty((tokens, count))
+        library.call(
+            "bn_router_logits",
+            *(tokens, x.data_ptr(), x.stride(0), weight.data_ptr()),
+            *(logits.data_ptr(), dim, count),
+        )
+        ids = library.empty((tokens, rule.per_token), torch.int64)
+        weights = library.empty((tokens, rule.per_token))
+        library.call(
+            "bn_route",
+            *(tokens, logits.data_ptr(), 0 if correction is None else correction.data_ptr()),
+            *(ids.data_ptr(), weights.data_ptr(), count, rule.per_token),
+            *(int(rule.scoring == "sigmoid"), int(rule.is_normalised)),
+            *(rule.groups, rule.top_groups, rule.group_best, rule.scale),
+        )
+        return ids, weights
+
+    return route
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One projection of all experts here.
+
+    Attributes:
+        packed: by expert, all of one shape.
+        table: where theirs lie, for the kernel.
+        is_exact: it multiplies fp32 activations, as they are.
+    """
+
+    packed: tuple[PackedWeight, ...]
+    table: np.ndarray
+    is_exact: bool
+
+    @property
+    def address(self) -> int:
+        return self.table.ctypes.data
+
+
+class Experts:
+    """The feed-forward blocks of a layer's experts, in tiles."""
+
+    def __init__(
+        self, library: Library, arena: Arena, stored: StoredExperts, is_exact: bool
+    ) -> None:
+        self._library = library
+        self._first, self._count = stored.first, len(stored.down)
+        self._curve = _CURVES[stored.activation]
+
+        def projection(weights: Sequence[StoredWeight], is_exact: bool) -> Projection:
+            packed = tuple(pack(library, arena, w, library.quantization) for w in weights)
+            table = np.array(
+                [(p.tiles.data_ptr(), p.factors.data_ptr(), p.format) for p in packed], _WEIGHT
+            )
+            return Projection(packed, table, is_exact)
+
+        def keeps(*weights: StoredWeight) -> bool:
+            return is_exact or any(is_float(w.type, library.quantization) for w in weights)
+
+        exact_in = keeps(*stored.gate, *stored.up)
+        self.gate, self.up = projection(stored.gate, exact_in), projection(stored.up, exact_in)
+        self.down = projection(stored.down, keeps(*stored.down))
+        self.dim, self.inner = stored.down[0].shape
+        self._load = np.zeros(2, np.int64)
+        """Experts with tokens, and pairs, of the last run: what reports count the bytes by."""
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        library, (tokens, per_token) = self._library, ids.shape
+        assert x.dtype == torch.float32 and x.shape[1] == self.dim and x.stride(1) == 1, (
+            f"expected rows of {self.dim} fp32, got {list(x.shape)} {x.dtype} {x.stride()}"
+        )
+        pairs = (tokens, per_token)
+        experts = library.empty((self._count,), torch.int32)
+        starts = library.empty((self._count + 1,), torch.int32)
+        places, owners = library.empty(pairs, torch.int32), library.empty(pairs, torch.int32)
+        shares = library.empty(pairs)
+        library.call(
+            "bn_sort_experts",
+            *(tokens, ids.data_ptr(), weights.data_ptr(), self._load.ctypes.data),
+            *(experts.data_ptr(), starts.data_ptr(), places.data_ptr(), owners.data_ptr()),
+            *(shares.data_ptr(), self._first, self._count, per_token),
+        )
+        lists = (self._load.ctypes.data, experts.data_ptr(), starts.data_ptr())
+        rows = self._gathered(x, places)
+        inner = library.empty((tokens, per_token * self.inner))
+        library.call(
+            "bn_experts_in",
+            *(tokens, self.gate.address, self.up.address, *lists),
+            *(rows.data_ptr(), rows.shape[2] * rows.itemsize, inner.data_ptr()),
+            *(self.dim, self.inner, self._count, per_token),
+            *(int(self.gate.is_exact), self._curve),
+        )
+        rows = self._rounded(inner, per_token)
+        out = library.empty((tokens, self.dim))
+        library.call(
+            "bn_experts_out",
+            *(tokens, self.down.address, *lists, owners.data_ptr(), shares.data_ptr()),
+            *(rows.data_ptr(), rows.shape[2] * rows.itemsize, out.data_ptr()),
+            *(self.inner, self.dim, self._count, per_token, int(self.down.is_exact)),
+        )
+        return out
+
+    def _gathered(self, x: Tensor, places: Tensor) -> Tensor:
+        """Rows of x, rounded where they may be, at the places of their pairs.
+
+        returns: [tokens, per_token, width], of which the pairs take the first places.
+        """
+        library, (tokens, per_token) = self._library, places.shape
+        if not self.gate.is_exact:
+            width = library.function("bn_quantize_bytes")(self.dim)
+            rounded = library.empty((tokens, width), torch.uint8)
+            library.call(
+                "bn_quantize",
+                *(tokens, x.data_ptr(), x.stride(0), self.dim, rounded.data_ptr()),
+            )
+            x = rounded
+        rows = library.empty((tokens, per_token, x.shape[1]), x.dtype)
+        library.call(
+            "bn_gather_experts",
+            *(tokens, x.data_ptr(), x.stride(0) * x.itemsize, places.data_ptr()),
+            *(rows.data_ptr(), x.shape[1] * x.itemsize, per_token),
+        )
+        return rows
+
+    def _rounded(self, inner: Tensor, per_token: int) -> Tensor:
+        """What `down` multiplies; [tokens, per_token, width]."""
+        library, tokens = self._library, inner.shape[0]
+        if self.down.is_exact:
+            return inner.view(tokens, per_token, self.inner)
+        width = library.function("bn_quantize_bytes")(self.inner)
+        rows = library.empty((tokens, per_token, width), torch.uint8)
+        library.call(
+            "bn_round_experts",
+            *(tokens, inner.data_ptr(), rows.data_ptr(), self._load.ctypes.data),
+            *(self.inner, per_token),
+        )
+        return rows
+
+
+def supports(spec: OpSpec) -> str | None:
+    """Why the compiled kernels cannot be used; None when they can."""
+    if spec.toolkit.absence:
+        return spec.toolkit.absence
+    return (
+        None if spec.dtype == torch.float32 else f"computes in fp32, activations are {spec.dtype}"
+    )
+
+
+def _packer(is_exact: bool) -> Callable[[Library], Callable[..., object]]:
+    def make(library: Library) -> Callable[..., object]:
+        arena = Arena()
+
+        def packer(stored: StoredExperts, dtype: torch.dtype, device: torch.device) -> object:
+            return Experts(library, arena, stored, is_exact)
+
+        return packer
+
+    return make
+
+
+route = Kernel(supports=supports, make=make_route)
+rounded = Kernel(supports=supports, make=_packer(False), rounds_activations=True)
+plain = Kernel(supports=supports, make=_packer(True))

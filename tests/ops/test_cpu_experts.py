@@ -1,0 +1,225 @@
+"""Compiled routing and experts against the reference, in every instruction set of this machine."""
+
+import pytest
+import torch
+
+from banyan.ops import reference
+from banyan.ops.cpu.experts import Experts, make_route
+from banyan.ops.cpu.linear import pack_linear
+from banyan.ops.cpu.rows import Rows
+from banyan.ops.cpu.weights import SOURCES, Arena
+from banyan.ops.experts_api import Routing, StoredExperts
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+from tests.ops.conftest import MACHINES, open_library
+from tests.ops.test_cpu_linear import assert_close, random, stored
+
+CPU = torch.device("cpu")
+RULES = {
+    "softmax": (Routing(2), 5, False),
+    "one of seven": (Routing(1, is_normalised=False, scale=2.5), 7, False),
+    "all eight": (Routing(8), 8, False),
+    "of many": (Routing(8, is_normalised=False), 131, False),
+    "best expert of a group": (Routing(3, groups=3, top_groups=2, scale=1.7), 9, False),
+    "sigmoid": (Routing(4, "sigmoid"), 19, True),
+    "two best of a group": (
+        Routing(6, "sigmoid", groups=8, top_groups=4, group_best=2, scale=2.5),
+        64,
+        True,
+    ),
+}
+
+
+@pytest.fixture(params=[*MACHINES, ("amx, emulated", 1)], ids=str)
+def library(request):
+    yield from open_library(request)
+
+
+def experts_of(name, count, dim, inner, first=0, activation="silu", down=""):
+    """Stored experts of a type, each with values of its own."""
+
+    def several(outputs, inputs, type, seed):
+        weight = stored(type, outputs * count, inputs)
+        raw = weight.raw.roll(seed, 0)
+        whole = StoredWeight(weight.type, weight.shape, raw)
+        return tuple(whole.cut(0, e * outputs, (e + 1) * outputs) for e in range(count))
+
+    gate, up = (several(inner, dim, name, seed) for seed in (0, 3))
+    return StoredExperts(first, gate, up, several(dim, inner, down or name, 5), activation)
+
+
+def routed(tokens, count, per_token, seed=0):
+    """Different experts for each token, one of them much liked, and weights."""
+    generator = torch.Generator().manual_seed(seed)
+    liking = torch.rand(tokens, count, generator=generator)
+    liking[:, count // 2] += 0.7
+    return liking.topk(per_token).indices, torch.rand(tokens, per_token, generator=generator)
+
+
+@pytest.mark.parametrize("case", RULES)
+@pytest.mark.parametrize("dim", [8, 67, 256])
+def test_tokens_are_routed_as_the_reference_routes_them(library, case, dim):
+    rule, count, has_correction = RULES[case]
+    x, weight = random(37, dim, seed=1), random(count, dim, seed=2) * dim**-0.5
+    correction = random(count, seed=3) * 0.1 if has_correction else None
+    want_ids, want = reference.route(x, weight, correction, rule)
+
+    ids, weights = make_route(library)(x, weight, correction, rule)
+
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("rule", [Routing(3), Routing(3, "sigmoid", groups=3, top_groups=2)])
+def test_the_lower_expert_and_the_lower_group_win_ties(library, rule):
+    x, weight = torch.ones(2, 5), torch.ones(9, 5)
+
+    ids, weights = make_route(library)(x, weight, None, rule)
+
+    assert ids.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(weights, torch.full((2, 3), 1 / 3))
+
+
+def test_a_token_is_routed_alike_alone_and_in_any_batch(library):
+    x, weight, rule = random(70, 100, seed=4), random(21, 100, seed=5), Routing(4)
+    route = make_route(library)
+    ids, weights = route(x, weight, None, rule)
+
+    for tokens in (1, 2, 3, 4, 5, 7, 31, 32, 33):
+        some_ids, some = route(x[:tokens], weight, None, rule)
+        assert torch.equal(some_ids, ids[:tokens]) and torch.equal(some, weights[:tokens])
+    assert torch.equal(route(x[69:], weight, None, rule)[1], weights[69:])
+
+
+def test_a_token_that_is_no_number_spoils_no_other(library):
+    x, weight, rule = random(5, 40, seed=6), random(6, 40, seed=7), Routing(3)
+    want_ids, want = make_route(library)(x, weight, None, rule)
+    x[2, 7] = float("nan")
+
+    ids, weights = make_route(library)(x, weight, None, rule)
+
+    others = [0, 1, 3, 4]
+    assert torch.equal(ids[others], want_ids[others]) and torch.equal(weights[others], want[others])
+    assert sorted(set(ids[2].tolist())) == sorted(ids[2].tolist()) and max(ids[2]) < 6
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_experts_that_round_nothing_equal_the_reference(library, name):
+    has_super_blocks = STORAGE_TYPES[name].values == 256
+    dim, inner = (256, 512) if has_super_blocks else (96, 160)
+    experts = experts_of(name, 5, dim, inner)
+    x = random(23, dim, seed=8)
+    ids, weights = routed(23, 5, 3)
+    want = reference.pack_experts(experts, torch.float32, CPU)(x, ids, weights)
+
+    got = Experts(library, Arena(), experts, is_exact=True)(x, ids, weights)
+
+    assert_close(got, want.double(), 3e-2 if has_super_blocks else 2e-5)
+
+
+@pytest.mark.parametrize(("name", "down"), [("Q4_0", ""), ("Q4_K", "Q6_K"), ("Q8_0", "F32")])
+def test_rounded_experts_multiply_as_rounded_projections_do(library, name, down):
+    """The same tiles, the same products, and one order of experts."""
+    dim, inner, tokens = 256, 512, 131
+    experts = experts_of(name, 4, dim, inner, down=down)
+    x = random(tokens, dim, seed=9)
+    ids, weights = routed(tokens, 4, 2, seed=1)
+    rows, want = Rows(library), torch.zeros(tokens, dim)
+    for expert in range(4):
+        owners, places = torch.where(ids == expert)
+        gate, up = (pack_linear(library, w[expert])(x[owners]) for w in (experts.gate, experts.up))
+        through = rows.silu_and_mul(torch.cat([gate, up], 1))
+        down_ = pack_linear(library, experts.down[expert])
+        share = weights[owners, places].unsqueeze(1)
+        want[owners] = torch.addcmul(want[owners], share, down_(through))
+
+    got = Experts(library, Arena(), experts, is_exact=False)(x, ids, weights)
+
+    assert_close(got, want.double(), 1e-6)
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("name", ["Q4_1", "BF16"])
+def test_a_token_has_the_same_bits_alone_and_in_any_batch(library, name, is_exact):
+    experts = experts_of(name, 6, 96, 64)
+    run = Experts(library, Arena(), experts, is_exact)
+    x = random(260, 96, seed=10)
+    ids, weights = routed(260, 6, 2, seed=2)
+
+    together = run(x, ids, weights)
+
+    for tokens in (1, 2, 3, 5, 8, 9, 17, 33, 100, 129):
+        assert torch.equal(run(x[:tokens], ids[:tokens], weights[:tokens]), together[:tokens])
+    for token in (50, 259):
+        alone = slice(token, token + 1)
+        assert torch.equal(run(x[alone], ids[alone], weights[alone])[0], together[token])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize(("dim", "inner"), [(1, 1), (19, 21), (33, 5)])
+def test_experts_of_odd_shapes_and_every_activation(library, activation, dim, inner):
+    experts = experts_of("F32", 3, dim, inner, activation=activation)
+    x = random(7, dim, seed=11)
+    ids, weights = routed(7, 3, 2)
+    want = reference.pack_experts(experts, torch.float32, CPU)(x, ids, weights)
+
+    got = Experts(library, Arena(), experts, is_exact=False)(x, ids, weights)
+
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def test_experts_of_other_ranks_add_nothing(library):
+    x = random(40, 64, seed=12)
+    ids, weights = routed(40, 6, 3)
+    whole = experts_of("Q8_0", 6, 64, 96)
+    parts = [
+        StoredExperts(first, *(w[first:last] for w in (whole.gate, whole.up, whole.down)), "silu")
+        for first, last in ((0, 2), (2, 6))
+    ]
+
+    sums = [Experts(library, Arena(), part, False)(x, ids, weights) for part in parts]
+
+    want = Experts(library, Arena(), whole, False)(x, ids, weights)
+    torch.testing.assert_close(sums[0] + sums[1], want, atol=1e-5, rtol=1e-5)
+    assert sums[0].abs().sum() > 0 and sums[1].abs().sum() > 0
+
+
+def test_a_recorded_block_runs_for_any_number_of_tokens(library):
+    experts = experts_of("Q4_0", 6, 64, 96)
+    run, route = Experts(library, Arena(), experts, is_exact=False), make_route(library)
+    weight, rule = random(6, 64, seed=13), Routing(2)
+    x = random(50, 64, seed=14)
+    recording = library.record(lambda: run(x, *route(x, weight, None, rule)), 50, 3)
+
+    for tokens in (50, 1, 7, 0, 33):
+        recording.run(tokens, 1, 0)
+        want = run(x[:tokens], *route(x[:tokens], weight, None, rule))
+        assert torch.equal(recording.result[:tokens], want)
+
+
+def test_the_cost_of_a_step_counts_the_experts_that_it_uses(library):
+    """Of 16 experts, tokens that agree on two read the weights of two."""
+    dim, inner = 64, 96
+    run = Experts(library, Arena(), experts_of("Q8_0", 16, dim, inner), is_exact=False)
+    x, weights = random(4, dim, seed=15), torch.ones(4, 2)
+    ids = torch.tensor([[3, 9]] * 4)
+    recording = library.record(lambda: run(x, ids, weights), 4, 3)
+
+    def weight_bytes():
+        return sum(t.bytes for t in recording.times(4, 1, 0) if "experts_" in t.name)
+
+    two = weight_bytes()
+    ids[:] = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]])
+    eight = weight_bytes()
+
+    expert = 3 * dim * inner * 34 / 32
+    assert eight - two == pytest.approx(6 * expert)
+    assert expert * 2 < two < expert * 3
+
+
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_rows_are_scaled_by_a_sigmoid_of_their_own(library, tokens):
+    x, gate = random(tokens, 37, seed=16), random(tokens, 3, seed=17)[:, 1:2]
+
+    got = Rows(library).sigmoid_scale(x, gate)
+
+    torch.testing.assert_close(got, x * gate.sigmoid(), atol=1e-6, rtol=1e-6)

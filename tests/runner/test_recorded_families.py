@@ -1,0 +1,105 @@
+"""Models of experts and of latent attention: their steps are recorded, which changes no bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from banyan.config.checkpoint import read_card
+from banyan.layers.build import Build
+from banyan.layers.cache import group_caches
+from banyan.models.weights.loader import load_model
+from banyan.ops.bind import bind, open_toolkit
+from banyan.runner.kvstore import GroupLayout
+from banyan.runner.runner import ModelRunner, RunnerSizes
+from tests.models.families import tiny
+from tests.models.test_families import expected_logits
+from tests.runner.driver import PAGE, Driver, Request, greedy
+
+CPU = torch.device("cpu")
+VOCAB = 97
+VARIANTS = {
+    "mixtral": {"sliding_window": None},
+    "olmoe": {},
+    "qwen2 moe": {},
+    "qwen2 moe, some dense": {},
+    "qwen3 moe": {"head_dim": 16},
+}
+"""Variants of tests/models/families.py -> what lets the compiled attention take them."""
+
+
+def open_runner(folder, exact: bool = True, max_tokens: int = 64) -> ModelRunner:
+    """Over compiled kernels; max_tokens 0 = the model is called anew at each step."""
+    card = read_card(str(folder))
+    ops = bind(
+        *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+        exact=exact,
+        toolkit=open_toolkit("cpu", 2, {}),
+        page_size=PAGE,
+    )
+    build = Build(ops)
+    model = load_model(card, build)
+    layouts = tuple(GroupLayout(g.kind, g.window, PAGE, 256) for g in group_caches(model.caches))
+    runner = ModelRunner(model, build, RunnerSizes(12, 128, layouts, max_tokens))
+    for layer in range(card.num_layers):  # who reads what no row has written gets no number
+        for pages in runner.store.tensors(layer).values():
+            pages.fill_(float("nan"))
+    return runner
+
+
+def requests(count: int = 9) -> list[Request]:
+    draw = np.random.default_rng(5)
+    lengths = draw.integers(2, 70, count)
+    return [
+        Request(draw.integers(0, VOCAB, int(n)).tolist(), greedy(6), score_from=0) for n in lengths
+    ]
+
+
+def scores(request: Request) -> list[float]:
+    return [request.scores[p] for p in range(1, request.known)]
+
+
+@pytest.fixture(params=VARIANTS, scope="module")
+def made(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return tiny(request.param, folder, **VARIANTS[request.param]), folder
+
+
+def test_a_recorded_step_has_the_bits_of_one_that_is_not(made):
+    _, folder = made
+    recorded, eager = open_runner(folder), open_runner(folder, max_tokens=0)
+    assert (recorded.how, eager.how) == ("recorded", "eager")
+    mine, theirs = requests(), requests()
+
+    Driver(recorded).run(mine, chunk=16)
+    Driver(eager).run(theirs, chunk=16)
+
+    for got, want in zip(mine, theirs, strict=True):
+        assert got.output == want.output
+        assert scores(got) == scores(want)
+
+
+def test_a_request_has_the_same_bits_alone_and_in_any_batch(made):
+    runner = open_runner(made[1])
+    together, alone = requests(), requests()
+
+    Driver(runner).run(together, chunk=7)
+
+    driver = Driver(open_runner(made[1]))
+    for request in alone:
+        driver.run([request])
+    for got, want in zip(together, alone, strict=True):
+        assert got.output == want.output
+        assert scores(got) == scores(want)
+
+
+def test_recorded_steps_give_the_numbers_of_transformers(made):
+    model, folder = made
+    mine = requests(3)
+
+    Driver(open_runner(folder)).run(mine)
+
+    for request in mine:
+        tokens = request.prompt + request.output
+        logprobs = expected_logits(model, tokens).log_softmax(-1)
+        want = [float(logprobs[p - 1, tokens[p]]) for p in range(1, len(tokens))]
+        np.testing.assert_allclose(scores(request), want, atol=1e-4)
