@@ -21,9 +21,13 @@ _MAX_LEXER_STATES = 50_000
 """A lexer state takes 1 to 2 kB; the other limits are the library's own."""
 
 
+_PROBED_TOKENS = 64
+"""How far what must come first is followed when a constraint is compiled."""
+
 _WAYS_OUT = (
     ('"uniqueItems"', "", "Leave uniqueItems out; in pydantic, write list[…] for set[…]"),
     ("Unimplemented keys", "", "Leave them out of the schema"),
+    (" items; max is", "", "Ask for fewer optional properties, or fewer alternatives"),
     (
         "'coerce_one_of'",
         "oneOf is supported only where no value fits two of its branches",
@@ -51,13 +55,37 @@ class LLGuidance:
         if whitespace is None:
             whitespace = rf"[\x20\x0A\x0D\x09]{{1,{WHITESPACE_LIMIT}}}"
         self._whitespace = whitespace
+        self._ways = _Ways(vocabulary)
 
     def compile(self, constraint: Constraint) -> bytes:
         grammar = self._grammar(constraint)
         matcher = self._matcher(grammar)
         matcher.compute_bitmask()
         _refuse_error(matcher)
+        self._follow(matcher)
         return grammar.encode()
+
+    def _follow(self, matcher: llguidance.LLMatcher) -> None:
+        """Write what every output begins with: RequestError when the library cannot follow it.
+
+        Some of its limits are met there only; those behind a choice end the answer that makes it.
+        """
+        for _ in range(_PROBED_TOKENS):
+            matcher.consume_tokens(matcher.compute_ff_tokens())
+            ways = self._ways.out_of(matcher.compute_bitmask())
+            _refuse_error(matcher)
+            if not ways:
+                return
+            after = matcher
+            for way in ways:
+                after = matcher.deep_copy()
+                after.consume_token(way)
+                if not after.is_error():
+                    break
+            _refuse_error(after)
+            if len(ways) > 1:
+                return
+            matcher = after
 
     def load(self, compiled: bytes) -> "_Program":
         matcher = self._matcher(compiled.decode())
@@ -86,6 +114,24 @@ class LLGuidance:
         return llguidance.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
 
 
+class _Ways:
+    """Tokens that stand for all those with which an output may go on."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._first = np.array([t[0] if t else 0 for t in vocabulary.tokens], dtype=np.uint8)
+        self._is_text = ~np.isin(self._first, list(b"\0 \t\r\n"))
+        self._is_text[list(vocabulary.end_ids)] = False
+        self._len = np.array([len(t) for t in vocabulary.tokens])
+
+    def out_of(self, mask: bytes) -> list[int]:
+        """The shortest token of each first byte that `mask` allows, but white space."""
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        ids = np.flatnonzero(bits[: len(self._first)] & self._is_text)
+        ids = ids[np.argsort(self._len[ids], kind="stable")]
+        _, at = np.unique(self._first[ids], return_index=True)
+        return ids[at].tolist()
+
+
 class _Tokens:
     """The vocabulary in the form that LLTokenizer takes."""
 
@@ -110,7 +156,7 @@ def _refuse_error(matcher: llguidance.LLMatcher) -> None:
 
 def _reason(matcher: llguidance.LLMatcher) -> str:
     text = matcher.get_error().partition("\n<state>")[0]
-    text = printable(text.removesuffix("\n<non-verbose/>"), 400)
+    text = printable(text.removesuffix("\n<non-verbose/>").partition("; consider making")[0], 400)
     return next((f"{told or text}. {do}" for sign, told, do in _WAYS_OUT if sign in text), text)
 
 

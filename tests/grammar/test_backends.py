@@ -346,13 +346,30 @@ def _cached(name: str) -> Backend:
     return backend_or_skip(name)
 
 
+def many_names(count: int) -> dict[str, object]:
+    """An object with so many optional properties that the library cannot follow its beginning."""
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}}
+
+
+@pytest.mark.parametrize("count", [600, 2000])
+def test_limits_that_are_met_in_what_must_come_first_are_told_when_it_is_compiled(count: int):
+    inner = {"type": "object", "properties": {"a": many_names(count)}, "required": ["a"]}
+    for schema in (many_names(count), inner, {"anyOf": [many_names(count)] * 2}):
+        with pytest.raises(RequestError, match="items; max is 2000. Ask for fewer optional"):
+            _cached("llguidance").compile(Constraint(JSON_SCHEMA, json.dumps(schema)))
+
+
+def test_large_schemas_within_the_limits_are_compiled():
+    names = [f"p{i}" for i in range(2000)]
+    for schema in (many_names(100), many_names(2000) | {"required": names}, {"enum": names}):
+        assert _cached("llguidance").compile(Constraint(JSON_SCHEMA, json.dumps(schema)))
+
+
 def test_limits_that_a_library_meets_while_it_writes_are_told_in_its_words():
     names = [[f"q{i}_{j}" for j in range(50)] for i in range(50)]
-    schema = {"anyOf": [{"type": "object", "properties": {n: {} for n in own}} for own in names]}
+    kinds = [{"type": "object", "properties": {n: {} for n in own}} for own in names]
+    schema = {"type": "array", "items": {"anyOf": kinds}}
     grammar = started(backend_or_skip("llguidance"), JSON_SCHEMA, json.dumps(schema))
     assert not grammar.problem
-    random = Random(1)
-    for _ in range(300):
-        if not grammar.accept(random.choice(allowed(grammar) or [0])):
-            break
-    assert "items" in grammar.problem or "expressions" in grammar.problem
+    assert not write(grammar, '[{"q0_1": 1}]')
+    assert "items; max is" in grammar.problem
