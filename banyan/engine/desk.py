@@ -64,7 +64,7 @@ class GrammarDesk:
         if self._compiler.has(generate.grammar):
             return False
         try:
-            self._compiler.prepare(generate.grammar)
+            self._compiler.prepare(generate.grammar, generate.caller)
         except RequestError as error:
             events.append(Failed(generate.request, error.status, str(error), error.code))
         else:

@@ -2,19 +2,19 @@
 constraints to workshops, where they are compiled; a bounded cache keeps the results.
 
 What compiles quickly never waits for what takes long: short constraints go first, and one that
-takes more than a moment goes on in a lane of its own. Knows no requests and no steps.
+takes more than a moment goes on in a lane of its own. What one caller asks for does not hold up
+another's: they take turns. Knows no requests and no steps.
 """
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count
-from queue import PriorityQueue, SimpleQueue
+from queue import SimpleQueue
 
 from banyan.base.errors import RequestError
 from banyan.grammar.base import Grammar, Program
 from banyan.grammar.constrained import Constrained
+from banyan.grammar.lane import Job, Lane
 from banyan.grammar.workshop import LIMIT, NEVER, GrammarLimits, Read, Words, Workshop
 from banyan.messages.constraint import Constraint
 
@@ -46,13 +46,12 @@ class GrammarCompiler:
         self._limits = limits or GrammarLimits()
         self._words = Words(read)
         hurried = replace(self._limits, time_s=min(self._limits.quick_s, self._limits.time_s))
-        self._quick = _Lane(
-            Workshop(backends, self._words, whitespace, hurried), self._finish_quick
-        )
-        self._slow = _Lane(Workshop(backends, self._words, whitespace, self._limits), self._finish)
+        self._quick = Lane(Workshop(backends, self._words, whitespace, hurried), self._finish_quick)
+        self._slow = Lane(Workshop(backends, self._words, whitespace, self._limits), self._finish)
         self._wake = wake
         self._cache = _Cache(self._limits.cache_bytes)
-        self._pending: set[str] = set()
+        self._pending: dict[str, set[bytes]] = {}
+        """Constraint -> who waits for it."""
         self._passing = ""
         """A failure that may not come again."""
         self._done: SimpleQueue[tuple[str, Program | RequestError]] = SimpleQueue()
@@ -61,24 +60,37 @@ class GrammarCompiler:
         """Whether `__call__` answers at once."""
         return self._cache.get(bare_of(grammar)) is not None
 
-    def prepare(self, grammar: str) -> None:
-        """Compile in the background; RequestError 503 when too many constraints wait."""
+    def prepare(self, grammar: str, caller: bytes = b"") -> None:
+        """Compile in the background; RequestError 503 when too many constraints wait.
+
+        Args:
+            caller: whose share of the time it takes.
+        """
         bare = bare_of(grammar)
         if bare in self._pending:
+            self._pending[bare].add(caller)
+            for lane in (self._quick, self._slow):
+                lane.join(bare, caller)
             return
-        if len(self._pending) >= self._limits.max_waiting:
+        self._check_waiting(caller)
+        self._pending[bare] = {caller}
+        (self._quick if len(bare) <= _QUICK_CHARS else self._slow).put(bare, (caller,))
+
+    def _check_waiting(self, caller: bytes) -> None:
+        waiting = len(self._pending)
+        own = sum(caller in callers for callers in self._pending.values())
+        if waiting >= self._limits.max_waiting or own >= self._limits.max_of_one:
             raise RequestError(
-                f"{len(self._pending)} constraints are waiting to be compiled",
+                f"{waiting} constraints are waiting to be compiled, {own} of them of this caller; "
+                f"at most {self._limits.max_waiting} and {self._limits.max_of_one} may",
                 status=503,
                 code="queue_full",
             )
-        self._pending.add(bare)
-        (self._quick if len(bare) <= _QUICK_CHARS else self._slow).put(bare)
 
     def cancel(self, grammar: str) -> None:
         """Nobody waits for it any more: it is not begun if it has not been."""
         bare = bare_of(grammar)
-        self._pending.discard(bare)
+        self._pending.pop(bare, None)
         self._quick.drop(bare)
         self._slow.drop(bare)
 
@@ -94,7 +106,7 @@ class GrammarCompiler:
         if self._done.empty():
             return False
         bare, outcome = self._done.get()
-        self._pending.discard(bare)
+        self._pending.pop(bare, None)
         self._cache.put(bare, outcome)
         if isinstance(outcome, RequestError) and outcome.code != NEVER:
             self._passing = bare
@@ -117,64 +129,16 @@ class GrammarCompiler:
         self._quick.close()
         self._slow.close()
 
-    def _finish_quick(self, bare: str, outcome: Program | RequestError) -> None:
-        if isinstance(outcome, RequestError) and outcome.code == LIMIT and bare in self._pending:
-            self._slow.put(bare)
+    def _finish_quick(self, job: Job, outcome: Program | RequestError) -> None:
+        is_late = isinstance(outcome, RequestError) and outcome.code == LIMIT
+        if is_late and job.bare in self._pending:
+            self._slow.put(job.bare, job.callers)
         else:
-            self._finish(bare, outcome)
+            self._finish(job, outcome)
 
-    def _finish(self, bare: str, outcome: Program | RequestError) -> None:
-        self._done.put((bare, outcome))
+    def _finish(self, job: Job, outcome: Program | RequestError) -> None:
+        self._done.put((job.bare, outcome))
         self._wake()
-
-
-class _Lane:
-    """A thread with a workshop, that makes the shortest constraint first.
-
-    Args:
-        finish: told of each outcome, from the thread.
-    """
-
-    def __init__(
-        self, workshop: Workshop, finish: Callable[[str, Program | RequestError], None]
-    ) -> None:
-        self.workshop = workshop
-        self._finish = finish
-        self._jobs: PriorityQueue[tuple[int, int, str | None]] = PriorityQueue()
-        """(length, number, constraint); None ends the thread."""
-        self._numbers = count()
-        self._wanted: dict[str, int] = {}
-        """Constraint -> the number of its job; other jobs for it are void."""
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-
-    def put(self, bare: str) -> None:
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="grammar", daemon=True)
-                self._thread.start()
-            number = self._wanted[bare] = next(self._numbers)
-            self._jobs.put((len(bare), number, bare))
-
-    def drop(self, bare: str) -> None:
-        with self._lock:
-            self._wanted.pop(bare, None)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._jobs.put((-1, -1, None))
-        self.workshop.close()
-
-    def _work(self) -> None:
-        while True:
-            _, number, bare = self._jobs.get()
-            if bare is None:
-                return
-            with self._lock:
-                if self._wanted.get(bare) != number:
-                    continue
-                del self._wanted[bare]
-            self._finish(bare, self.workshop.make(bare))
 
 
 class _Cache:

@@ -45,6 +45,8 @@ class GrammarLimits:
     cache_bytes: int = 256 << 20
     max_waiting: int = 1024
     """Different constraints waiting to be compiled."""
+    max_of_one: int = 256
+    """Those of one caller."""
 
 
 Read = Callable[[], tuple[Vocabulary, Encode]]

@@ -37,6 +37,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """The pooled vector of the prompt is wanted; max_new_tokens is 0 then."""
     hidden_from: int = NO_HIDDEN
     """First position whose hidden state is wanted."""
+    caller: bytes = b""
+    """Whose share of the time that constraints take to compile it counts against."""
     embeds: bytes = b""
     """float32 [prompt, hidden] in place of the prompt's tokens, which are placeholders then."""
 

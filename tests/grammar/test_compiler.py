@@ -15,7 +15,8 @@ import pytest
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.engine.desk import GrammarDesk
-from banyan.grammar.compiler import GrammarCompiler, _Lane
+from banyan.grammar.compiler import GrammarCompiler
+from banyan.grammar.lane import Lane, Shares
 from banyan.grammar.vocabulary import longest_first
 from banyan.grammar.worker import Outcome, read_frame
 from banyan.grammar.workshop import GrammarLimits, Workshop
@@ -253,7 +254,7 @@ class Slow:
 
 def test_a_lane_makes_the_shortest_first_and_nothing_that_nobody_waits_for():
     slow, done = Slow(), SimpleQueue[str]()
-    lane = _Lane(cast(Workshop, slow), lambda bare, outcome: done.put(bare))
+    lane = Lane(cast(Workshop, slow), lambda job, outcome: done.put(job.bare))
     lane.put("first")
     assert slow.has_begun.wait(60)
     for bare in ("longest", "gone", "abc", "ab", "again"):
@@ -265,6 +266,52 @@ def test_a_lane_makes_the_shortest_first_and_nothing_that_nobody_waits_for():
     assert [done.get(timeout=60) for _ in range(5)] == ["first", "ab", "abc", "again", "longest"]
     lane.close()
     assert done.empty() and "gone" not in slow.made
+
+
+def test_what_one_caller_asks_for_does_not_hold_up_another():
+    slow, done = Slow(), SimpleQueue[str]()
+    lane = Lane(cast(Workshop, slow), lambda job, outcome: done.put(job.bare))
+    lane.put("first", (b"many",))
+    assert slow.has_begun.wait(60)
+    for number in range(20):
+        lane.put(f"m{number:02}", (b"many",))
+    for bare in ("a long one", "a longer one"):
+        lane.put(bare, (b"few",))
+    lane.join("m19", b"third")
+    slow.may_end.set()
+    made = [done.get(timeout=60) for _ in range(23)]
+    lane.close()
+    assert made[0] == "first" and set(made[1:3]) == {"a long one", "m19"}, made
+    assert made.index("a longer one") < 6, made
+
+
+def test_callers_have_equal_shares_of_the_time_that_constraints_take():
+    shares = Shares()
+    had = {b"slow": 0, b"fast": 0}
+    for caller in had:
+        shares.enter(caller)
+    for _ in range(300):
+        caller = min(had, key=lambda c: shares.turn_s((c,)))
+        shares.begin((caller,), had)
+        shares.charge({caller}, 2.0 if caller == b"slow" else 0.1)
+        had[caller] += 1
+    assert 15 <= had[b"fast"] / had[b"slow"] <= 25
+    shares.enter(b"new")
+    level_s = min(shares.turn_s((c,)) for c in had)
+    assert abs(shares.turn_s((b"new",)) - level_s) <= 2.0, "who comes late has no more than others"
+
+
+def test_a_caller_that_fills_his_queue_leaves_room_for_others(opened: Open):
+    compiler, _ = opened(GrammarLimits(max_waiting=3, max_of_one=2))
+    for number in range(2):
+        compiler.prepare(regex(f"a{number}"), b"one")
+    with pytest.raises(RequestError, match="2 of them of this caller") as caught:
+        compiler.prepare(regex("a2"), b"one")
+    assert caught.value.status == 503
+    compiler.prepare(regex("a1"), b"two")
+    compiler.prepare(regex("a2"), b"two")
+    with pytest.raises(RequestError, match="3 constraints are waiting"):
+        compiler.prepare(regex("a3"), b"three")
 
 
 def test_short_constraints_pass_by_long_ones(opened: Open):

@@ -5,10 +5,11 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import jsonschema
 import pytest
 
-from tests.system.serving import Server, serving, settled
+from tests.system.serving import Server, serving, settled, wait_until
 
 CITY = {
     "type": "object",
@@ -233,3 +234,31 @@ def test_an_unknown_backend_is_refused_at_start(server):
         server("--grammar-backend", "banana"),
     ):
         pass
+
+
+def long_schema(name: str, count: int) -> dict[str, object]:
+    """Takes a part of a second to compile."""
+    names = [f"{name}_{i}" for i in range(count)]
+    properties = dict.fromkeys(names, {"type": "integer"})
+    return {"type": "object", "properties": properties, "required": names}
+
+
+def test_schemas_of_one_key_do_not_hold_up_those_of_another(server):
+    """The second key's schema is the longest, and of one key the shortest goes first."""
+    with server("--api-key", "alice bob", "--grammar-backend", "llguidance") as running:
+        ended: list[str] = []
+
+        def ask(key: str, schema: dict[str, object]) -> None:
+            params = {"max_new_tokens": 1, "json_schema": json.dumps(schema)}
+            body = {"input_ids": [5, 6], "sampling_params": params}
+            headers = {"authorization": f"Bearer {key}"}
+            answer = httpx.post(f"{running.url}/generate", json=body, headers=headers, timeout=60)
+            ended.append(key if answer.status_code == 200 else answer.text)
+
+        with ThreadPoolExecutor(8) as pool:
+            many = [pool.submit(ask, "alice", long_schema(f"a{i}", 2_000)) for i in range(8)]
+            wait_until(lambda: ended != [], 60, "the first schema to be compiled")
+            ask("bob", long_schema("b", 2_500))
+            done_before = ended.index("bob")
+        assert all(one.done() for one in many) and ended.count("alice") == 8, ended
+        assert done_before <= 4, ended

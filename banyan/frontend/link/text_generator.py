@@ -395,6 +395,7 @@ def _message(request: TextRequest) -> Generate:
         score_top=scores.top if scores.start != NO_SCORES else 0,
         score_ids=scores.ids if scores.start != NO_SCORES else (),
         grammar=request.grammar,
+        caller=request.caller if request.grammar else b"",
         pool=request.pool,
         hidden_from=first_hidden(request),
         embeds=request.embeds,

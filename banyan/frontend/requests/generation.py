@@ -56,6 +56,8 @@ class TextRequest:
     grammar: str = ""
     """What the output must look like, as requests.constraint makes it; "" for anything."""
     namespace: bytes = b""
+    caller: bytes = b""
+    """Digest of the credential that asks."""
     pool: bool = False
     """The prompt's vector is wanted, and no text."""
     hidden: str = ""

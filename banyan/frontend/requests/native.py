@@ -176,6 +176,7 @@ def parse_native(
                 scores=shown[i].options,
                 grammar=options.grammar,
                 namespace=namespace_with(namespace_of(tenant, salts[i], keys[i]), embeds[i]),
+                caller=tenant,
                 embeds=embeds[i],
                 hidden=hidden[i],
                 priority=priority,

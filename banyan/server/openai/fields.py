@@ -125,6 +125,7 @@ class Origin:
     rid: str
     route: str
     namespace: bytes = b""
+    caller: bytes = b""
     priority: int = 0
     hidden: str = ""
     """Of the hidden states these routes give the last one alone."""
@@ -140,6 +141,7 @@ def origin_of(exchange: Exchange, request: CommonRequest, route: str) -> Origin:
             checked_salt(request.cache_salt, "cache_salt"),
             checked_salt(request.extra_key, "extra_key"),
         ),
+        exchange.tenant,
         request.priority or 0,
         LAST_HIDDEN if hidden_wanted(request.return_hidden_states, "return_hidden_states") else "",
     )
@@ -165,6 +167,7 @@ def sequences(
             scores=scores(ids),
             grammar=parsed.grammar,
             namespace=origin.namespace,
+            caller=origin.caller,
             hidden=origin.hidden,
             priority=origin.priority,
             route=origin.route,
