@@ -41,6 +41,7 @@ from banyan.frontend.words.load import load_tokenizer
 from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.messages.events import Ready, Stats
 from banyan.messages.link import FrontLink, PrivateFolder, ZmqFrontLink, local_pair
+from banyan.messages.orders import MEMORY_TAGS
 from banyan.prepare import prepare
 from banyan.scheduler.routing import ROUTES
 
@@ -219,6 +220,25 @@ class Engine:
         )
         reply = self._loop.run(work)
         return reply.ok, reply.text
+
+    def release_memory_occupation(self, tags: list[str] | None = None) -> None:
+        """Give memory of the weights, the cache ("kv_cache") or both back to the system; needs
+        `enable_memory_saver`. Requests wait until all of it is there again.
+
+        Raises:
+            RequestError: requests are running, or it cannot be released.
+        """
+        self._order("release_memory", tags)
+
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
+        """Take released memory back; the weights are read from their files again."""
+        self._order("resume_memory", tags)
+
+    def _order(self, verb: str, tags: list[str] | None) -> None:
+        work = self._live().client.control(verb, LOAD_S, tags=",".join(tags or MEMORY_TAGS))
+        reply = self._loop.run(work)
+        if not reply.ok:
+            raise RequestError(reply.text)
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; False while requests are running."""

@@ -14,6 +14,7 @@ import torch
 import zmq
 
 from banyan.base.clock import Clock, WallClock
+from banyan.base.errors import ConfigError
 from banyan.base.heap import give_back
 from banyan.base.log import logger
 from banyan.base.trace import Marks
@@ -141,6 +142,11 @@ def open_model(
     if parallel.world > 1:
         phases.done("meeting")
     build = Build(ops, groups, dtype, device)
+    if config.device.memory_saver and not traits.is_host:
+        raise ConfigError(
+            f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
+            hint="leave it out",
+        )
     if card.format == "gguf" and not traits.is_host:
         log.info("quantised weights are unpacked to %s at load", config.model.activation_dtype)
     model = load_weights(config.model, card, build)
@@ -258,7 +264,9 @@ def _with_orders(
     rank = opened.build.groups.world.rank
     name = f"engine{config.parallel.replica}" + (f"-rank{rank}" if rank else "")
     profiler = Profiler([*marks, runner.marks], config.observe.profile_dir, name)
-    holdings = Holdings(config.model, card, opened.build, runner)
+    holdings = Holdings(
+        *(config.model, card, opened.build, runner), may_release=config.device.memory_saver
+    )
     carriers: dict[type[Order], Carrier] = {
         TakeWeights: holdings.prepare_take,
         ReleaseMemory: holdings.prepare_release,

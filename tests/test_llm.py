@@ -202,3 +202,14 @@ print(len(engine.generate("Hi", {GREEDY!r})["output_ids"]), *engine.get_all_chil
     assert (done.returncode, done.stderr, words[:1]) == (0, "", ["6"])
     assert len(words) == (2 if mode == "normal" else 1)
     assert not any(Path("/proc", pid).exists() for pid in words[1:])
+
+
+def test_memory_is_released_and_resumed(model) -> None:
+    flags = {"engine_mode": "inprocess", "max_total_tokens": 1024, "enable_memory_saver": True}
+    with banyan.Engine(str(model), **flags) as engine:
+        first = engine.generate(PROMPTS[0], GREEDY)["output_ids"]
+        engine.release_memory_occupation(["weights"])
+        with pytest.raises(RequestError, match="released already"):
+            engine.release_memory_occupation()
+        engine.resume_memory_occupation()
+        assert engine.generate(PROMPTS[0], GREEDY)["output_ids"] == first

@@ -62,6 +62,11 @@ def check_disposal(config: Config, card: ModelCard, began: Moment) -> None:
             f"{flag}: {printable(config.model.source)!r} is an installed package",
             hint="uninstall it with pip once the server is ready",
         )
+    if config.device.memory_saver:
+        raise ConfigError(
+            f"{flag}: weights that --enable-memory-saver releases are read again from there",
+            hint="leave out one of them",
+        )
     if config.parallel.world > 1:
         raise ConfigError(
             f"{flag} goes with one rank only: the others read their shares in their own time",

@@ -164,6 +164,8 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class DeviceConfig:
     name: str = "auto"
+    memory_saver: bool = False
+    """Weights and cache may be released while the server runs."""
     kernels: dict[str, str] = field(default_factory=dict[str, str])
     """op -> implementation that the user forced, to bisect a wrong answer."""
     compiler: str = ""

@@ -65,16 +65,23 @@ class Holdings:
 
     Args:
         config: how weights are read.
+        may_release: memory was asked to be releasable at the start.
         card: of the model that the runner has.
     """
 
     def __init__(
-        self, config: ModelConfig, card: ModelCard, build: Build, runner: ModelRunner
+        self,
+        config: ModelConfig,
+        card: ModelCard,
+        build: Build,
+        runner: ModelRunner,
+        may_release: bool = False,
     ) -> None:
         self._config = config
         self._card = card
         self._build = build
         self._runner = runner
+        self._may_release = may_release
         self._released: list[str] = []
 
     def prepare_take(self, order: Order) -> Finish:
@@ -104,6 +111,10 @@ class Holdings:
             RequestError: a tag that nothing has, or what is released already or cannot come back.
         """
         assert isinstance(order, ReleaseMemory)
+        if not self._may_release:
+            raise RequestError(
+                "Memory is kept while the server runs.", hint="Start it with --enable-memory-saver."
+            )
         tags = self._checked(order.tags)
         if gone := [tag for tag in tags if tag in self._released]:
             raise RequestError(f"{', '.join(gone)}: released already.")

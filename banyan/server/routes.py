@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from banyan.server.admin import facts, health, loads, operate, profile
+from banyan.server.admin import facts, health, loads, memory, operate, profile
 from banyan.server.admin.unavailable import unavailable_routes
 from banyan.server.anthropic.messages import anthropic_routes
 from banyan.server.batches.route import BatchRequest, batch, batches
@@ -139,6 +139,7 @@ def _operation_routes() -> list[Route]:
     pause, go_on = operate.pause_generation, operate.continue_generation
     logs, ending = operate.configure_logging, facts.abort_request
     of_disk, of_label = Body(operate.WeightsRequest), Body(operate.VersionRequest)
+    of_memory, sleep, wake = Body(memory.MemoryRequest), memory.release, memory.resume
     of_logs = Body(operate.LoggingRequest, is_query=True)
     of_profile = Body(profile.ProfileRequest, is_query=True)
     of_pause, of_ending = Body(operate.PauseRequest, is_query=True), Body(facts.AbortRequest)
@@ -149,6 +150,8 @@ def _operation_routes() -> list[Route]:
         Route("/continue_generation", _POST, go_on, adm, about="plan steps again"),
         Route("/update_weights_from_disk", _POST, weights, adm, about="load others", body=of_disk),
         Route("/update_weight_version", _POST, label, adm, about="label them", body=of_label),
+        Route("/release_memory_occupation", _BOTH, sleep, adm, about="sleep", body=of_memory),
+        Route("/resume_memory_occupation", _BOTH, wake, adm, about="wake", body=of_memory),
         Route("/configure_logging", _BOTH, logs, adm, about="what is logged", body=of_logs),
         Route("/start_profile", _BOTH, begin, adm, about="record the steps", body=of_profile),
         Route("/stop_profile", _BOTH, end, adm, about="write the record"),

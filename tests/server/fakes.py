@@ -162,7 +162,7 @@ class FakeClient:
     def replicas(self) -> list[Replica]:
         return [Replica(0, self.now.alive, READY, self.stats), *self.others]
 
-    async def control(self, verb: str, **args: object) -> Reply:
+    async def control(self, verb: str, timeout_s: float = 60.0, **args: object) -> Reply:
         self.calls.append(verb)
         return self.reply
 

@@ -111,3 +111,20 @@ def test_sagemaker_pings_and_invokes(http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     answer = http.post("/invocations", json=body).json()
     assert answer["choices"][0]["message"]["content"] == "Hello"
+
+
+def test_released_memory_is_told_until_it_is_resumed(site: Site, http: httpx.Client) -> None:
+    assert http.get("/release_memory_occupation").content == b""
+    assert site.client.calls == ["release_memory"]
+    assert "kv_cache, weights" in http.get("/ready").text
+    answer = http.post("/resume_memory_occupation", json={"tags": ["weights", "cuda_graph"]})
+    assert "no cuda_graph" in answer.headers["x-banyan-warnings"]
+    assert "kv_cache" in http.get("/ready").text
+    http.post("/resume_memory_occupation", json={"tags": ["kv_cache"]})
+    assert http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("tags", [["tables"], "weights", [1], ["weights"] * 17])
+def test_only_what_there_is_can_be_released(site: Site, http: httpx.Client, tags) -> None:
+    assert http.post("/release_memory_occupation", json={"tags": tags}).status_code == 400
+    assert not site.client.calls

@@ -100,6 +100,14 @@ FLAGS = (
         proof="tests/frontend/test_fleet.py::test_the_method_decides_which_engine_takes_a_request",
     ),
     Flag(
+        "enable-memory-saver",
+        "device.memory_saver",
+        "memory of weights and cache may be given back while the server runs, by "
+        "POST /release_memory_occupation; on a CPU",
+        kind=SWITCH,
+        proof="tests/system/test_memory.py::test_without_the_flag_memory_is_kept",
+    ),
+    Flag(
         "threads",
         "parallel.threads",
         "CPU threads of one rank; default: the cores this process may use, divided",

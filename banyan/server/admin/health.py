@@ -20,6 +20,8 @@ async def livez(exchange: Exchange, state: ServerState) -> None:
 
 async def readyz(exchange: Exchange, state: ServerState) -> None:
     trouble = state.trouble() or ("generation is paused" if state.paused else "")
+    if state.released and not trouble:
+        trouble = f"memory is released: {', '.join(sorted(state.released))}"
     body: Json = {"status": "not ready" if trouble else "ready"}
     if trouble:
         body |= {"reason": trouble, "phases": state.phases}

@@ -20,7 +20,6 @@ _TIERS = "There is no host or disk cache tier in this build."
 _CORPUS = "N-gram speculation is not available in this build."
 _PROFILE = "No traces are sent; /start_profile and /stop_profile record the steps in a file."
 _EXPERTS = "Expert parallelism is not available in this build."
-_MEMORY = "Memory cannot be released while the server runs; there is no --enable-memory-saver."
 _PEERS = "Prefill-decode disaggregation is not available in this build."
 _AUDIO = "Audio models are not available in this build."
 _SETTINGS = "Settings are frozen at start-up; start the server again with other flags."
@@ -52,8 +51,6 @@ _ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/send_weights_to_remote_instance": (_POST, _WEIGHTS),
     "/remote_instance_transfer_engine_info": (_GET, _WEIGHTS),
     "/get_remote_instance_transfer_engine_info": (_GET, _WEIGHTS),
-    "/release_memory_occupation": (_BOTH, _MEMORY),
-    "/resume_memory_occupation": (_BOTH, _MEMORY),
     "/slow_down": (_BOTH, _SETTINGS),
     "/pd_role_switch": (_POST, _PEERS),
     "/load_lora_adapter": (_POST, _ADAPTERS),

@@ -157,6 +157,8 @@ class ServerState:
     draining: bool = False
     paused: bool = False
     """Requests are accepted and wait until /continue_generation."""
+    released: set[str] = field(default_factory=set[str])
+    """Memory that /release_memory_occupation has given back; requests wait for all of it."""
     dead: str = ""
     open: OpenRequests = field(default_factory=OpenRequests)
     sessions: Sessions = field(default_factory=Sessions)
