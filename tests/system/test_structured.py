@@ -20,6 +20,12 @@ CITY = {
     "required": ["city", "population"],
     "additionalProperties": False,
 }
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 AS_CITY = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
 
 
@@ -52,6 +58,29 @@ def test_every_choice_follows_the_schema_and_ends(constrained: Server):
     for choice in chat(constrained, response_format=AS_CITY, n=3, temperature=1.5):
         assert choice["finish_reason"] == "stop"
         jsonschema.validate(json.loads(choice["message"]["content"]), CITY)
+
+
+@pytest.mark.parametrize("choice", ["required", "describe_city"])
+@pytest.mark.parametrize("question", ["What is the weather in Rome?", "Describe Paris.", "Hello!"])
+def test_a_model_that_never_calls_by_itself_does_where_it_must(
+    constrained: Server, choice: str, question: str
+):
+    described = {"name": "describe_city", "parameters": CITY}
+    weather = {"name": "get_weather", "parameters": WEATHER}
+    named = {"type": "function", "function": {"name": choice}}
+    (answer,) = chat(
+        constrained,
+        messages=[{"role": "user", "content": question}],
+        tools=[{"type": "function", "function": f} for f in (weather, described)],
+        tool_choice=choice if choice == "required" else named,
+        parallel_tool_calls=False,
+        temperature=0,
+    )
+    (call,) = answer["message"]["tool_calls"]
+    assert answer["finish_reason"] == "tool_calls"
+    assert choice in ("required", call["function"]["name"])
+    schema = CITY if call["function"]["name"] == "describe_city" else WEATHER
+    jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
 
 
 def test_a_stream_is_the_same_text(constrained: Server):

@@ -63,7 +63,19 @@ constexpr Format FORMATS[NUM_QUANTISED] = {
 
 constexpr int64_t blocks_of(int64_t k) { return (k + BLOCK - 1) / BLOCK; }
 constexpr int64_t groups_of(int64_t n) { return (n + GROUP - 1) / GROUP; }
-constexpr int64_t apart_of(int64_t blocks) { return blocks < 32 ? 1 : blocks / 16; }
+
+// One input of so many blocks is kept apart, and one at least; 0, as benchmarks/rounding.py builds it
+// to compare: none.
+#ifndef BN_BLOCKS_PER_APART
+#define BN_BLOCKS_PER_APART 16
+#endif
+constexpr int64_t apart_of(int64_t blocks) {
+#if BN_BLOCKS_PER_APART
+  return blocks < 2 * BN_BLOCKS_PER_APART ? 1 : blocks / BN_BLOCKS_PER_APART;
+#else
+  return blocks - blocks;
+#endif
+}
 constexpr int64_t activation_bytes(int64_t k) {
   return (blocks_of(k) * 44 + apart_of(blocks_of(k)) * 8 + 63) / 64 * 64;
 }
