@@ -44,6 +44,7 @@ from banyan.memory.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.messages.events import Ready
 from banyan.messages.orders import (
     Order,
+    ReadWeight,
     ReleaseMemory,
     ResumeMemory,
     StartProfile,
@@ -271,6 +272,7 @@ def _with_orders(
         TakeWeights: holdings.prepare_take,
         ReleaseMemory: holdings.prepare_release,
         ResumeMemory: holdings.prepare_resume,
+        ReadWeight: holdings.prepare_read,
         StartProfile: profiler.prepare_start,
         StopProfile: profiler.prepare_stop,
     }

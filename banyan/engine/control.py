@@ -12,6 +12,7 @@ from banyan.messages.events import Reply
 from banyan.messages.orders import (
     MEMORY_TAGS,
     Order,
+    ReadWeight,
     ReleaseMemory,
     ResumeMemory,
     StartProfile,
@@ -92,6 +93,12 @@ def resume_memory(core: EngineCore, control: Control, now: float) -> Reply | Non
     return _give(core, control, now, ResumeMemory(_tags(control)))
 
 
+def read_weight(core: EngineCore, control: Control, now: float) -> Reply | None:
+    """The first rows of one tensor of the checkpoint that is served."""
+    name, rows = str(control.args.get("name")), int(control.args.get("rows") or 1)
+    return _give(core, control, now, ReadWeight(name, rows))
+
+
 def start_profile(core: EngineCore, control: Control, now: float) -> Reply | None:
     """Record the steps on every rank."""
     order = StartProfile(
@@ -138,6 +145,7 @@ VERBS: Mapping[str, Verb] = {
     "update_weights": update_weights,
     "release_memory": release_memory,
     "resume_memory": resume_memory,
+    "read_weight": read_weight,
     "start_profile": start_profile,
     "stop_profile": stop_profile,
 }

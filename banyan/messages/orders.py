@@ -35,6 +35,15 @@ class ResumeMemory(msgspec.Struct, frozen=True, array_like=True, tag="resume_mem
     tags: list[str]
 
 
+class ReadWeight(msgspec.Struct, frozen=True, array_like=True, tag="read_weight"):
+    """Tell the numbers of one tensor of the checkpoint; changes nothing. The reply's body is JSON:
+    lists of numbers."""
+
+    name: str
+    rows: int
+    """At most so many, from the first."""
+
+
 class StartProfile(msgspec.Struct, frozen=True, array_like=True, tag="start_profile"):
     """Record what the steps do, each rank for itself."""
 
@@ -51,7 +60,7 @@ class StopProfile(msgspec.Struct, frozen=True, array_like=True, tag="stop_profil
     """Write the file of what was recorded."""
 
 
-Order = TakeWeights | ReleaseMemory | ResumeMemory | StartProfile | StopProfile
+Order = TakeWeights | ReleaseMemory | ResumeMemory | ReadWeight | StartProfile | StopProfile
 
 
 class OrderReply(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 
+import msgspec
 import torch
 
 from banyan.base.errors import ConfigError, RequestError
@@ -21,6 +22,7 @@ from banyan.messages.orders import (
     MEMORY_TAGS,
     WEIGHTS,
     Order,
+    ReadWeight,
     ReleaseMemory,
     ResumeMemory,
     TakeWeights,
@@ -28,12 +30,16 @@ from banyan.messages.orders import (
 from banyan.models.base import Model
 from banyan.models.foreign import load_foreign
 from banyan.models.weights.custom import load_transforms
-from banyan.models.weights.loader import load_model
+from banyan.models.weights.loader import load_model, rows_of, tensors_of
+from banyan.models.weights.reader import stamp_of
 from banyan.ops.api import Ops
 from banyan.runner.orders import Finish, Said
 from banyan.runner.runner import ModelRunner
 
 log = logger(__name__)
+
+_MOST_NUMBERS = 1 << 21
+"""Of one tensor that are told at once."""
 
 
 def load_weights(config: ModelConfig, card: ModelCard, build: Build) -> Model:
@@ -81,6 +87,7 @@ class Holdings:
         self._card = card
         self._build = build
         self._runner = runner
+        self._stamp = self._stamp_of(config, card)
         self._may_release = may_release
         self._released: list[str] = []
 
@@ -94,11 +101,13 @@ class Holdings:
         assert isinstance(order, TakeWeights)
         card = self._card_at(order.path)
         config = replace(self._config, load_format="auto", path=card.path)
+        stamp = self._stamp_of(config, card)
         loaded = [load_weights(config, card, self._build)]
 
         def take() -> Said:
             self._runner.take_model(loaded.pop())
             self._config, self._card = config, card
+            self._stamp = stamp
             self._released = [tag for tag in self._released if tag != WEIGHTS]
             _settle_memory()
             return Said("The weights have been taken.")
@@ -152,6 +161,33 @@ class Holdings:
             return Said(f"Resumed: {', '.join(tags)}." if tags else "Nothing was released.")
 
         return resume
+
+    def prepare_read(self, order: Order) -> Finish:
+        """Rank 0 reads; the others would find the same.
+
+        Raises:
+            ModelError, ConfigError: there is no such tensor, or the files are not what they were.
+        """
+        assert isinstance(order, ReadWeight)
+        if self._build.groups.world.rank:
+            return lambda: Said("")
+        if self._config.load_format == "dummy":
+            raise ConfigError("random weights have no names", hint="serve a checkpoint")
+        if self._stamp_of(self._config, self._card) != self._stamp:
+            raise ConfigError(
+                f"the files at {printable(self._card.path)!r} are not those that the weights were "
+                "read from",
+                hint="POST /update_weights_from_disk takes what is there",
+            )
+        config = self._config
+        transforms = load_transforms(config.loader_functions, self._card.path)
+        tensors = tensors_of(self._card, not config.disable_mmap, transforms)
+        body = msgspec.json.encode(rows_of(tensors, order.name, order.rows, _MOST_NUMBERS))
+        return lambda: Said("", body)
+
+    @staticmethod
+    def _stamp_of(config: ModelConfig, card: ModelCard) -> list[tuple[str, int, int]]:
+        return [] if config.load_format == "dummy" else stamp_of(card)
 
     def _card_at(self, path: str) -> ModelCard:
         """The card of the checkpoint at `path`, which must be of this model."""

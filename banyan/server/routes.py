@@ -140,6 +140,7 @@ def _operation_routes() -> list[Route]:
     logs, ending = operate.configure_logging, facts.abort_request
     of_disk, of_label = Body(operate.WeightsRequest), Body(operate.VersionRequest)
     of_memory, sleep, wake = Body(memory.MemoryRequest), memory.release, memory.resume
+    a_weight, of_weight = operate.get_weights_by_name, Body(operate.WeightRequest, is_query=True)
     of_logs = Body(operate.LoggingRequest, is_query=True)
     of_profile = Body(profile.ProfileRequest, is_query=True)
     of_pause, of_ending = Body(operate.PauseRequest, is_query=True), Body(facts.AbortRequest)
@@ -149,6 +150,7 @@ def _operation_routes() -> list[Route]:
         Route("/pause_generation", _POST, pause, adm, about="plan no steps", body=of_pause),
         Route("/continue_generation", _POST, go_on, adm, about="plan steps again"),
         Route("/update_weights_from_disk", _POST, weights, adm, about="load others", body=of_disk),
+        Route("/get_weights_by_name", _BOTH, a_weight, adm, about="of a tensor", body=of_weight),
         Route("/update_weight_version", _POST, label, adm, about="label them", body=of_label),
         Route("/release_memory_occupation", _BOTH, sleep, adm, about="sleep", body=of_memory),
         Route("/resume_memory_occupation", _BOTH, wake, adm, about="wake", body=of_memory),

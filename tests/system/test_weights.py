@@ -153,3 +153,39 @@ def test_ranks_that_share_layers_answer_with_the_new_weights(start, folders, exp
     assert all(any(span["name"] == "forward" for span in spans) for spans in ranks)
     report = check(str(journal))
     assert report.ok and report.plans > 40, str(report)
+
+
+def weight(server, name, status=200, **fields):
+    answer = server.http.post("/get_weights_by_name", json={"name": name, **fields})
+    assert answer.status_code == status, answer.text
+    return answer.json() if status == 200 else answer.text
+
+
+def test_a_tensor_is_told_as_it_was_taken(server, folders, tmp_path):
+    name = "model.layers.1.mlp.down_proj.weight"
+    for folder in (folders[1], folders[0]):
+        assert update(server, folder).status_code == 200
+        tensors = load_file(folder / "model.safetensors")
+        assert weight(server, name, truncate_size=3) == tensors[name][:3].tolist()
+    assert weight(server, "model.norm.weight") == tensors["model.norm.weight"][:100].tolist()
+    params = {"name": name, "truncate_size": "1"}
+    assert len(server.http.get("/get_weights_by_name", params=params).json()) == 1
+    assert f"near are: {name}" in weight(server, name.replace("down", "dwn"), 400).replace("N", "n")
+    for wrong in (0, "many", -1):
+        weight(server, name, 400, truncate_size=wrong)
+
+
+def test_a_tensor_of_files_that_have_changed_is_not_told(server, folders, tmp_path):
+    moving = shutil.copytree(folders[1], tmp_path / "moving")
+    assert update(server, moving).status_code == 200
+    shutil.copy(folders[0] / "model.safetensors", moving)
+    assert "not those" in weight(server, "model.norm.weight", 400)
+    assert update(server, folders[0]).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "route", ["update_weights_from_tensor", "update_weights_from_ipc", "init_weights_update_group"]
+)
+def test_weights_that_do_not_come_from_files_are_refused_with_what_to_do(server, route):
+    answer = server.http.post(f"/{route}", json={"serialized_named_tensors": ["gASVAA=="]})
+    assert answer.status_code == 501 and "/update_weights_from_disk" in answer.text

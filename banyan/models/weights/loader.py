@@ -4,6 +4,8 @@ Every tensor of the checkpoint is used or known to be needless, every slot is fi
 first five names are in the error.
 """
 
+import difflib
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -74,16 +76,54 @@ def load_model(
     if load_format == "dummy":
         _fill_dummy(model, build, seed)
     else:
-        tensors = read_tensors(card, is_mapped)
-        if card.quant is not None:
-            method = open_method(card.quant, card.path)
-            tensors = restored(tensors, tensor_types(card), method, card.quant.method)
-        elif card.latent is not None and card.format == "gguf":
-            tensors = with_whole_expansions(tensors)
-        for transform in transforms:
-            tensors = transform(tensors)
+        tensors = tensors_of(card, is_mapped, transforms)
         Filling(model, family.names[card.format]).run(tensors)
     return model.eval()
+
+
+def tensors_of(
+    card: ModelCard, is_mapped: bool = True, transforms: Sequence[Transform] = ()
+) -> Iterator[tuple[str, Stored]]:
+    """The tensors of a checkpoint as models take them: whole weights under their names.
+
+    Raises:
+        ModelError: unreadable files.
+    """
+    tensors = read_tensors(card, is_mapped)
+    if card.quant is not None:
+        method = open_method(card.quant, card.path)
+        tensors = restored(tensors, tensor_types(card), method, card.quant.method)
+    elif card.latent is not None and card.format == "gguf":
+        tensors = with_whole_expansions(tensors)
+    for transform in transforms:
+        tensors = transform(tensors)
+    return tensors
+
+
+def rows_of(tensors: Iterator[tuple[str, Stored]], wanted: str, rows: int, most: int) -> object:
+    """The first rows of one tensor as numbers in lists.
+
+    Raises:
+        ConfigError: no tensor has the name, or they are more than `most` numbers.
+    """
+    names: list[str] = []
+    for name, tensor in tensors:
+        names.append(name)
+        if name != wanted:
+            continue
+        shape = (min(rows, tensor.shape[0]), *tensor.shape[1:]) if tensor.shape else ()
+        if math.prod(shape) > most:
+            raise ConfigError(
+                f"{math.prod(shape)} numbers are {list(shape)} of it; at most {most} are told",
+                hint="send a smaller truncate_size",
+            )
+        weight = _weight(name, tensor)
+        return (weight.cut(0, 0, shape[0]) if shape else weight).dense.float().tolist()
+    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.6)
+    raise ConfigError(
+        f"no tensor of the checkpoint is called {printable(wanted, 120)!r}",
+        hint=f"near are: {_first(near)}" if near else f"it has: {_first(names)}",
+    )
 
 
 class Filling:

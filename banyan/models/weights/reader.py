@@ -64,6 +64,16 @@ def tensor_types(card: ModelCard) -> dict[str, str]:
     return types
 
 
+def stamp_of(card: ModelCard) -> list[tuple[str, int, int]]:
+    """What tells whether the files of a checkpoint are those of before: names, sizes and times.
+
+    Raises:
+        ModelError: as `read_tensors`.
+    """
+    found = [(path, path.stat()) for path in _files(card)]
+    return [(str(path), facts.st_size, facts.st_mtime_ns) for path, facts in found]
+
+
 def _stored(name: str, type: str, shape: tuple[int, ...], raw: Tensor) -> Stored:
     if type in RAW_TYPES:
         return RawTensor(type, shape, raw)

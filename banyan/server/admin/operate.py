@@ -17,6 +17,7 @@ from banyan.server.vectors.native import refuse_fields
 log = logger(__name__)
 
 _MODES = ("abort", "retract", "in_place")
+_MAX_NAME = 1000
 LOAD_S = 1800.0
 """Longest wait for other weights."""
 
@@ -38,6 +39,12 @@ class WeightsRequest(msgspec.Struct, frozen=True, kw_only=True):
     keep_pause: bool = False
     torch_empty_cache: bool = False
     recapture_cuda_graph: bool = False
+
+
+class WeightRequest(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    truncate_size: int | str = 100
+    """Rows; a text where it comes in the query."""
 
 
 class VersionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +106,23 @@ async def update_weights_from_disk(exchange: Exchange, state: ServerState) -> No
         "num_paused_requests": stats.running + stats.waiting if state.paused else 0,
     }
     await exchange.json(body, 200 if reply.ok else 400)
+
+
+async def get_weights_by_name(exchange: Exchange, state: ServerState) -> None:
+    """The first rows of one tensor, under its name in the checkpoint, as numbers in lists."""
+    asked = typed(await exchange.optional_object(), WeightRequest)
+    rows = asked.truncate_size
+    if not (isinstance(rows, int) or rows.isascii() and rows.isdecimal() and len(rows) <= 9):
+        raise RequestError("truncate_size must be a whole number.", param="truncate_size")
+    if int(rows) < 1:
+        raise RequestError("truncate_size must be at least 1.", param="truncate_size")
+    if len(asked.name) > _MAX_NAME:
+        raise RequestError(f"name has {len(asked.name)} characters.", param="name")
+    client = state.admit().client
+    reply = await client.control("read_weight", LOAD_S, name=asked.name, rows=int(rows))
+    if not reply.ok:
+        raise RequestError(reply.text)
+    await exchange.whole(reply.body, 200, "application/json")
 
 
 async def update_weight_version(exchange: Exchange, state: ServerState) -> None:

@@ -14,7 +14,17 @@ _POST = ("POST",)
 _GET = ("GET",)
 _PUT = ("POST", "PUT")
 
-_WEIGHTS = "Weights are taken from disk only; POST /update_weights_from_disk names where."
+_WEIGHTS = "Weights are taken from files only; POST /update_weights_from_disk names where."
+_PICKLED = (
+    "Tensors come here as pickled objects, which may run anything and are never opened: write a "
+    "checkpoint of safetensors, for speed in /dev/shm, and POST /update_weights_from_disk."
+)
+_GROUPED = (
+    "There is no group of processes to receive weights from: write a checkpoint where every rank "
+    "can read it, and POST /update_weights_from_disk."
+)
+_ONE_BY_ONE = "Weights are taken whole, by one POST /update_weights_from_disk."
+_CHECKSUMS = "Weights are not summed up; /get_weights_by_name shows any tensor of them."
 _ADAPTERS = "LoRA adapters are not available in this build."
 _TIERS = "There is no host or disk cache tier in this build."
 _CORPUS = "N-gram speculation is not available in this build."
@@ -38,15 +48,14 @@ _ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/start_expert_distribution_record": (_BOTH, _EXPERTS),
     "/stop_expert_distribution_record": (_BOTH, _EXPERTS),
     "/dump_expert_distribution_record": (_BOTH, _EXPERTS),
-    "/init_weights_update_group": (_POST, _WEIGHTS),
-    "/destroy_weights_update_group": (_POST, _WEIGHTS),
-    "/update_weights_from_distributed": (_POST, _WEIGHTS),
-    "/update_weights_from_tensor": (_POST, _WEIGHTS),
-    "/update_weights_from_ipc": (_POST, _WEIGHTS),
-    "/begin_weight_update": (_POST, _WEIGHTS),
-    "/end_weight_update": (_POST, _WEIGHTS),
-    "/get_weights_by_name": (_BOTH, _WEIGHTS),
-    "/weights_checker": (_BOTH, _WEIGHTS),
+    "/init_weights_update_group": (_POST, _GROUPED),
+    "/destroy_weights_update_group": (_POST, _GROUPED),
+    "/update_weights_from_distributed": (_POST, _GROUPED),
+    "/update_weights_from_tensor": (_POST, _PICKLED),
+    "/update_weights_from_ipc": (_POST, _PICKLED),
+    "/begin_weight_update": (_POST, _ONE_BY_ONE),
+    "/end_weight_update": (_POST, _ONE_BY_ONE),
+    "/weights_checker": (_BOTH, _CHECKSUMS),
     "/init_weights_send_group_for_remote_instance": (_POST, _WEIGHTS),
     "/send_weights_to_remote_instance": (_POST, _WEIGHTS),
     "/remote_instance_transfer_engine_info": (_GET, _WEIGHTS),
