@@ -163,6 +163,8 @@ class ModelCard:
     layer_kinds: tuple[str, ...] = ()
     window: int = 0
     """Tokens that a "window" layer sees, its own position included."""
+    qk_norm: str = ""
+    """As `Family.qk_norm`, where it differs between models of a family."""
     attention_scale: float = 0.0
     """Factor on q·k; 0 = 1/sqrt(head_dim)."""
     attention_cap: float = 0.0

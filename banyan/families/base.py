@@ -130,7 +130,8 @@ class Family:
         post_norm: what they give is normed before it joins the stream.
         parallel: both read the same norm of the stream and join it together.
         gated: the feed-forward block has a gate.
-        qk_norm: "" | "head" (each head of q and k by itself) | "width" (all heads together).
+        qk_norm: "" | "head" (each head of q and k by itself) | "turned head" (as "head", after it
+            has rotated) | "width" (all heads together).
     """
 
     hub: HubForm = field(default_factory=HubForm)

@@ -7,7 +7,13 @@ from dataclasses import replace
 
 from banyan.families.base import Family, GgufForm, HubForm
 from banyan.families.experts import deepseek_v2, deepseek_v3, gguf_deepseek
-from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_EXPERTS, HUB_NAMES, NameMap
+from banyan.families.names import (
+    GGUF_EXPERTS,
+    GGUF_NAMES,
+    HUB_CORRECTED_EXPERTS,
+    HUB_NAMES,
+    NameMap,
+)
 
 _ATTENTION = {
     "model.layers.{}.self_attn.q_proj": "layers.{}.attention.query",
@@ -17,12 +23,6 @@ _ATTENTION = {
     "model.layers.{}.self_attn.kv_a_proj_with_mqa": "layers.{}.attention.latent",
     "model.layers.{}.self_attn.kv_a_layernorm": "layers.{}.attention.latent_norm",
     "model.layers.{}.self_attn.kv_b_proj": "layers.{}.attention.expansion",
-}
-_FEED_FORWARD = {
-    "model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.mlp.router.correction",
-    "model.layers.{}.mlp.shared_experts.gate_proj": "layers.{}.mlp.shared.gate_up:gate",
-    "model.layers.{}.mlp.shared_experts.up_proj": "layers.{}.mlp.shared.gate_up:up",
-    "model.layers.{}.mlp.shared_experts.down_proj": "layers.{}.mlp.shared.down",
 }
 _GGUF_ATTENTION = {
     "blk.{}.attn_q": "layers.{}.attention.query",
@@ -40,7 +40,7 @@ DEEPSEEK_V2 = Family(
     gguf=GgufForm("DeepseekV2ForCausalLM", more=gguf_deepseek),
     names={
         "safetensors": NameMap(
-            HUB_NAMES | HUB_EXPERTS | _ATTENTION | _FEED_FORWARD,
+            HUB_NAMES | HUB_CORRECTED_EXPERTS | _ATTENTION,
             paired=_PAIRED,
             has_more_layers=True,
         ),

@@ -31,9 +31,12 @@ def _inner(facts: Facts, key: str = "moe_intermediate_size") -> int:
 
 
 def mixtral(facts: Facts, card: ModelCard) -> ModelCard:
+    return replace(card, experts=mixtral_experts(facts, card))
+
+
+def mixtral_experts(facts: Facts, card: ModelCard) -> ExpertFacts:
     count = _count(facts, "num_local_experts")
-    experts = ExpertFacts(count, _per_token(facts, count, 2), card.intermediate_size)
-    return replace(card, experts=experts)
+    return ExpertFacts(count, _per_token(facts, count, 2), card.intermediate_size)
 
 
 def olmoe(facts: Facts, card: ModelCard) -> ModelCard:
@@ -78,21 +81,31 @@ def deepseek_v2(facts: Facts, card: ModelCard) -> ModelCard:
 
 
 def deepseek_v3(facts: Facts, card: ModelCard) -> ModelCard:
-    """Sigmoid scores with a correction; a group is as good as its two best experts."""
+    experts = corrected(facts, card, is_normalised=True, scale=2.5)
+    return replace(_latent(facts, card), experts=experts)
+
+
+def corrected(facts: Facts, card: ModelCard, is_normalised: bool, scale: float) -> ExpertFacts:
+    """Sigmoid scores with a correction; a group is as good as its two best experts (DeepSeek-V3,
+    arXiv 2412.19437).
+
+    Args:
+        is_normalised, scale: the family's defaults.
+    """
     for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if facts.text(key, default=known) != known:
             raise facts.error(key, facts.any(key), known)
     experts = replace(
         _deepseek_experts(facts, card),
         scoring="sigmoid",
-        is_normalised=facts.flag("norm_topk_prob", default=True),
-        scale=_scale(facts, 2.5),
+        is_normalised=facts.flag("norm_topk_prob", default=is_normalised),
+        scale=_scale(facts, scale),
         group_best=2,
         has_correction=True,
     )
     if experts.groups > 1 and experts.count // experts.groups < experts.group_best:
         raise facts.error("n_group", experts.groups, f"at most {experts.count // 2}")
-    return replace(_latent(facts, card), experts=experts)
+    return experts
 
 
 def _scale(facts: Facts, default: float) -> float:

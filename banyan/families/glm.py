@@ -1,10 +1,32 @@
 """GLM-4 (0414): norms before and after each block, half of each head rotates, in pairs 2i, 2i + 1.
+GLM-4.5, 4.6 (arXiv 2508.06471): Llama's norms, and experts that are routed as DeepSeek-V3's.
 
-Source: the published configuration of THUDM/GLM-4-9B-0414; GGUF architecture "glm4".
+Source: the published configurations of THUDM/GLM-4-9B-0414 and zai-org/GLM-4.5; GGUF architecture
+"glm4".
 """
 
+from dataclasses import replace
+
+from banyan.config.card import ModelCard
+from banyan.config.facts import Facts
 from banyan.families.base import Biases, Family, GgufForm, HubForm
-from banyan.families.names import GGUF_NAMES, HUB_NAMES, QK, NameMap
+from banyan.families.experts import corrected
+from banyan.families.names import (
+    GGUF_NAMES,
+    HUB_CORRECTED_EXPERTS,
+    HUB_NAMES,
+    HUB_QK_NORM,
+    QK,
+    NameMap,
+)
+
+
+def _of_experts(facts: Facts, card: ModelCard) -> ModelCard:
+    """The largest models norm q and k."""
+    is_normed = facts.flag("use_qk_norm", default=False)
+    experts = corrected(facts, card, is_normalised=True, scale=1.0)
+    return replace(card, experts=experts, qk_norm="head" if is_normed else "")
+
 
 GLM4 = Family(
     hub=HubForm(
@@ -37,4 +59,18 @@ GLM4 = Family(
         ),
     },
     post_norm=True,
+)
+
+GLM4_MOE = Family(
+    hub=HubForm(
+        eps=1e-5,
+        rotary=0.5,
+        biases=lambda facts: Biases(qkv=facts.flag("attention_bias", default=False)),
+        more=_of_experts,
+    ),
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS, has_more_layers=True
+        )
+    },
 )

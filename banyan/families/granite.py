@@ -1,4 +1,5 @@
-"""Granite 3 (dense): Llama with factors on embedding, residual, attention and logits (the card's).
+"""Granite 3, dense and with experts: Llama with factors on embedding, residual, attention and
+logits (the card's). A tensor holds all experts of a layer.
 
 Source: the published configuration of ibm-granite/granite-3.x; GGUF architecture "granite".
 """
@@ -8,6 +9,7 @@ from dataclasses import replace
 from banyan.config.card import ModelCard
 from banyan.config.facts import Facts
 from banyan.families.base import Family, GgufForm, HubForm
+from banyan.families.experts import mixtral
 from banyan.families.names import GGUF_NAMES, HUB_NAMES, QK, NameMap
 
 
@@ -38,5 +40,21 @@ GRANITE = Family(
     names={
         "safetensors": NameMap(HUB_NAMES),
         "gguf": NameMap(GGUF_NAMES, paired=QK, rope_divisors="rope_freqs.weight"),
+    },
+)
+
+GRANITE_MOE = Family(
+    hub=HubForm(more=lambda facts, card: mixtral(facts, _of_hub(facts, card))),
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES
+            | {
+                "model.layers.{}.block_sparse_moe.router.layer": "layers.{}.mlp.router",
+                "model.layers.{}.block_sparse_moe.input_linear": (
+                    "layers.{}.mlp.experts.gate_up:gate*+up*"
+                ),
+                "model.layers.{}.block_sparse_moe.output_linear": "layers.{}.mlp.experts.down:*",
+            }
+        )
     },
 )

@@ -4,24 +4,19 @@ files are of the architecture "llama" (`llama.py`).
 
 from banyan.families.base import Family, HubForm
 from banyan.families.experts import mixtral
-from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, QK, NameMap
+from banyan.families.names import (
+    GGUF_EXPERTS,
+    GGUF_NAMES,
+    HUB_MIXTRAL_EXPERTS,
+    HUB_NAMES,
+    QK,
+    NameMap,
+)
 
 MIXTRAL = Family(
     hub=HubForm(eps=1e-5, rope_theta=1e6, more=mixtral),
     names={
-        "safetensors": NameMap(
-            HUB_NAMES
-            | {
-                "model.layers.{}.block_sparse_moe.gate": "layers.{}.mlp.router",
-                "model.layers.{}.block_sparse_moe.experts.{}.w1": (
-                    "layers.{}.mlp.experts.gate_up:gate{}"
-                ),
-                "model.layers.{}.block_sparse_moe.experts.{}.w3": (
-                    "layers.{}.mlp.experts.gate_up:up{}"
-                ),
-                "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.down:{}",
-            }
-        ),
+        "safetensors": NameMap(HUB_NAMES | HUB_MIXTRAL_EXPERTS),
         "gguf": NameMap(GGUF_NAMES | GGUF_EXPERTS, paired=QK, rope_divisors="rope_freqs.weight"),
     },
 )

@@ -44,6 +44,22 @@ HUB_EXPERTS = {
 }
 """Names that most families of experts share in Hugging Face's form."""
 
+HUB_CORRECTED_EXPERTS = HUB_EXPERTS | {
+    "model.layers.{}.mlp.gate.e_score_correction_bias": "layers.{}.mlp.router.correction",
+    "model.layers.{}.mlp.shared_experts.gate_proj": "layers.{}.mlp.shared.gate_up:gate",
+    "model.layers.{}.mlp.shared_experts.up_proj": "layers.{}.mlp.shared.gate_up:up",
+    "model.layers.{}.mlp.shared_experts.down_proj": "layers.{}.mlp.shared.down",
+}
+"""Those of families that follow DeepSeek's."""
+
+HUB_MIXTRAL_EXPERTS = {
+    "model.layers.{}.block_sparse_moe.gate": "layers.{}.mlp.router",
+    "model.layers.{}.block_sparse_moe.experts.{}.w1": "layers.{}.mlp.experts.gate_up:gate{}",
+    "model.layers.{}.block_sparse_moe.experts.{}.w3": "layers.{}.mlp.experts.gate_up:up{}",
+    "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.down:{}",
+}
+"""Those of families that follow Mixtral's."""
+
 GGUF_EXPERTS = {
     "blk.{}.ffn_gate_inp": "layers.{}.mlp.router",
     "blk.{}.exp_probs_b.bias": "layers.{}.mlp.router.correction",

@@ -4,17 +4,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from banyan.base.errors import ConfigError
 from banyan.config.card import FULL, WINDOW
 from banyan.layers.build import Build
 from banyan.layers.cache import CacheTensor, Caching, LayerCache
 from banyan.layers.linear import ColumnLinear, RowLinear
-from banyan.layers.norm import RMSNorm
+from banyan.layers.norm import RMSNorm, SpreadNorm
 from banyan.layers.rotary import Angles
 from banyan.layers.slot import ShardRule, Turning
 from banyan.layers.step import AttentionSpec, StepInputs
 from banyan.ops.pages import stored_width
-from banyan.parallel.groups import Group
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,8 @@ class AttentionShape:
 
     Attributes:
         rotary_dim: leading dimensions of a head that rotate; 0 = all.
-        qk_norm: "" | "head" | "width": RMSNorm of q and k before they rotate, each head by itself
-            or all heads together.
+        qk_norm: "" | "head" | "turned head" | "width": RMSNorm of q and k, each head by itself,
+            before or after it rotates, or all heads together.
     """
 
     layer: int
@@ -67,9 +65,12 @@ class Attention(Caching):
         self.cache = paged_cache(self.spec, build)
         self.qk_norm = shape.qk_norm
         if shape.qk_norm:
-            q_dim, k_dim = self._norm_dims(shape, group)
-            self.q_norm = RMSNorm(q_dim, shape.norm_eps, build)
-            self.k_norm = RMSNorm(k_dim, shape.norm_eps, build)
+            self.q_norm, self.k_norm = (
+                RMSNorm(shape.head_dim, shape.norm_eps, build)
+                if shape.qk_norm != "width"
+                else SpreadNorm(of, shape.head_dim, group, shape.norm_eps, build)
+                for of in (width, kv_width)
+            )
         turning = Turning(shape.head_dim, 0, shape.rotary_dim or shape.head_dim)
         self.qkv = ColumnLinear(
             *(shape.dim, outputs, rules, shape.has_bias, group, build),
@@ -77,16 +78,6 @@ class Attention(Caching):
         )
         out_rule = ShardRule(1, shape.head_dim)
         self.out = RowLinear(width, shape.dim, out_rule, shape.has_output_bias, group, build)
-
-    def _norm_dims(self, shape: AttentionShape, group: Group) -> tuple[int, int]:
-        if shape.qk_norm == "head":
-            return shape.head_dim, shape.head_dim
-        if group.size > 1:
-            raise ConfigError(
-                f"this model norms q and k over all heads, {group.size} ranks would each hold some",
-                hint="start it with --tp 1",
-            )
-        return self.sizes[0], self.sizes[1]
 
     def forward(self, x: Tensor, angles: Angles | None, step: StepInputs) -> Tensor:
         """x: [tokens, dim]; angles: cos, sin [tokens, pairs] fp32, None where nothing rotates;
@@ -101,6 +92,8 @@ class Attention(Caching):
             q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None:
             q, k = self.ops.rotary(q, k, *angles)
+        if self.qk_norm == "turned head":
+            q, k = self.q_norm(q), self.k_norm(k)
         attended = step.attention(self.spec, q, k, v)
         return self.out(attended.flatten(1))
 

@@ -9,6 +9,7 @@ from banyan.layers.build import Build
 from banyan.layers.slot import Layer, WeightSlot, single
 from banyan.ops.api import Ops
 from banyan.ops.stored import StoredWeight
+from banyan.parallel.groups import Group
 
 
 class Stream(Protocol):
@@ -41,6 +42,34 @@ class RMSNorm(Layer):
         if residual is None:
             return self.ops.rms_norm(x, self.weight, self.eps), x
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class SpreadNorm(RMSNorm):
+    """RMSNorm over what the ranks of a group hold of x, side by side. Where fewer units are there
+    than ranks, some hold the same, and the mean of the squares stays what it is.
+
+    Args:
+        dim: over all ranks, nothing counted twice.
+        unit: values of x that stay together.
+    """
+
+    def __init__(self, dim: int, unit: int, group: Group, eps: float, build: Build) -> None:
+        super().__init__(dim, eps, build)
+        self.group = group
+        self.unit = unit
+        self.copies = max(1, group.size * unit // dim)
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        super().fill(slot, parts)
+        by_unit = self.weight.view(-1, self.unit)
+        self.weight = by_unit.repeat_interleave(self.copies, dim=0).flatten()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, width of this rank]; returns the same of the normed whole."""
+        width = x.shape[1]
+        whole = self.group.all_gather(x, width * self.group.size)
+        normed = self.ops.rms_norm(whole, self.weight, self.eps)
+        return normed.narrow(1, width * self.group.rank, width)
 
 
 class LayerNorm(Layer):

@@ -178,7 +178,7 @@ def _attention(
         soft_cap=card.attention_cap,
         has_bias=card.attention_bias,
         has_output_bias=card.output_bias,
-        qk_norm=family.qk_norm,
+        qk_norm=card.qk_norm or family.qk_norm,
         norm_eps=card.norm_eps,
         rotary_dim=card.rotary_dim,
     )

@@ -105,6 +105,10 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "starcoder2, window": ("Starcoder2", {**WINDOW, "tie_word_embeddings": False}),
     "starcoder2, no bias": ("Starcoder2", {"use_bias": False}),
     "cohere2": ("Cohere2", {**WINDOW, "num_hidden_layers": 5}),
+    "ernie 4.5": ("Ernie4_5", {"head_dim": 10, "tie_word_embeddings": True}),
+    "ernie 4.5, bias": ("Ernie4_5", {"head_dim": 8, "use_bias": True}),
+    "hunyuan": ("HunYuanDenseV1", {"head_dim": 10}),
+    "hunyuan, bias": ("HunYuanDenseV1", {"head_dim": 8, "attention_bias": True}),
     "cohere2, bias": ("Cohere2", {**WINDOW, "attention_bias": True, "logit_scale": 0.7}),
 }
 
@@ -197,6 +201,97 @@ EXPERTS: dict[str, tuple[str, dict]] = {
             "rope_parameters": _YARN,
         },
     ),
+    "glm4 moe": (
+        "Glm4Moe",
+        {
+            **_MOE,
+            "head_dim": 12,
+            "n_routed_experts": 5,
+            "first_k_dense_replace": 2,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "routed_scaling_factor": 1.3,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "glm4 moe, groups, no norm": (
+        "Glm4Moe",
+        {
+            **_MOE,
+            "head_dim": 8,
+            "n_routed_experts": 12,
+            "n_shared_experts": 2,
+            "n_group": 3,
+            "topk_group": 2,
+            "norm_topk_prob": False,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
+    "dots1": (
+        "Dots1",
+        {**_MOE, "n_routed_experts": 6, "n_shared_experts": 2, "attention_bias": True},
+    ),
+    "dots1, some windows": (
+        "Dots1",
+        {
+            **_MOE,
+            **WINDOW,
+            "max_window_layers": 2,
+            "n_routed_experts": 7,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
+    "ernie 4.5 moe": (
+        "Ernie4_5_Moe",
+        {
+            "moe_intermediate_size": 20,
+            "moe_k": 3,
+            "moe_num_experts": 5,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+        },
+    ),
+    "ernie 4.5 moe, every other layer, none shared": (
+        "Ernie4_5_Moe",
+        {
+            "moe_intermediate_size": 12,
+            "moe_k": 1,
+            "moe_num_experts": 7,
+            "moe_num_shared_experts": 0,
+            "moe_layer_start_index": 0,
+            "moe_layer_interval": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite moe": (
+        "GraniteMoe",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "logits_scaling": 6.0,
+        },
+    ),
+    "minimax m2": (
+        "MiniMaxM2",
+        {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "hunyuan moe": ("HunYuanMoEV1", {"head_dim": 10, "num_experts": 5, "moe_topk": 3}),
 }
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from banyan.base.errors import ModelError
 from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
-from tests.models.families import VARIANTS, rewrite_config, tiny
+from tests.models.families import EXPERTS, VARIANTS, rewrite_config, tiny
 from tests.models.test_recordable import torch_calls
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ def expected_logits(reference, prompt=PROMPT):
         return reference(torch.tensor([prompt])).logits[0]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | EXPERTS)
 def test_logits_equal_those_of_transformers(variant, ops, paged, tmp_path):
     reference = tiny(variant, tmp_path)
 
@@ -33,7 +34,7 @@ def test_logits_equal_those_of_transformers(variant, ops, paged, tmp_path):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | EXPERTS)
 def test_a_prompt_in_chunks_beside_another_gives_the_same_logits(variant, ops, paged, tmp_path):
     tiny(variant, tmp_path)
     model = load(tmp_path, ops)
@@ -68,6 +69,30 @@ def test_older_spellings_of_gemma3s_ropes_give_the_same_card(tmp_path):
     )
 
     assert read_card(str(tmp_path)) == card
+
+
+def test_hunyuans_alpha_gives_its_rope_another_base(tmp_path):
+    tiny("hunyuan moe", tmp_path)
+    plain = read_card(str(tmp_path)).rope
+
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    rewrite_config(tmp_path, rope_parameters=None, rope_scaling=scaling)
+
+    rope = read_card(str(tmp_path)).rope
+    assert rope.kind == "default"
+    assert rope.theta == pytest.approx(plain.theta * 1000 ** (10 / 8))
+
+
+@pytest.mark.parametrize("listed", [[3, 3, 2, 3], [], ["3"], [0, 0]])
+def test_numbers_for_each_layer_must_be_equal(listed, tmp_path):
+    tiny("hunyuan moe", tmp_path)
+    rewrite_config(tmp_path, moe_topk=[3, 3])
+    assert read_card(str(tmp_path)).experts.per_token == 3
+
+    rewrite_config(tmp_path, moe_topk=listed)
+
+    with pytest.raises(ModelError, match="moe_topk"):
+        read_card(str(tmp_path))
 
 
 def test_window_layers_are_declared_by_kind(tmp_path):

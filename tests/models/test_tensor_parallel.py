@@ -45,7 +45,8 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
     quantised, card = tiny_llama(name="m2", **variants[2])
     convert(quantised, tmp_path / "m2.gguf", "Q4_1")
     cards.append(replace(card, path=str(tmp_path / "m2.gguf"), format="gguf"))
-    for variant in ("gemma2", "qwen3, bias", "starcoder2", "cohere2", "glm4", "phi3"):
+    alike = ("gemma2", "qwen3, bias", "starcoder2", "cohere2", "glm4", "phi3", "hunyuan")
+    for variant in (*alike, "olmo2", "olmo2, one kv head"):
         tiny(variant, tmp_path / variant)
         cards.append(read_card(str(tmp_path / variant)))
     context = get_context("spawn")
@@ -69,13 +70,6 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
 def shared_by_two(ops) -> Build:
     """Of a rank that never talks: the refusal comes before."""
     return Build(ops, Groups.of(Group(0, 2, object())))
-
-
-def test_norms_over_all_heads_cannot_be_shared(ops, tmp_path):
-    tiny("olmo2", tmp_path)
-
-    with pytest.raises(ConfigError, match="norms q and k over all heads.*--tp 1"):
-        load_model(read_card(str(tmp_path)), shared_by_two(ops))
 
 
 def test_heads_that_cannot_be_shared_are_refused(tiny_llama, ops):

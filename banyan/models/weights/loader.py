@@ -220,6 +220,8 @@ class Filling:
         whole = (sum(shape[0] for shape in declared), *declared[0][1:])
         if whole == (1, *tensor.shape):
             tensor = tensor.as_row
+        elif tensor.shape == (1, *whole):
+            tensor = tensor.at(0)
         if tensor.shape != whole:
             raise ModelError(
                 f"tensor {printable(name)!r} has shape {list(tensor.shape)}, the model's "

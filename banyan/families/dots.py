@@ -1,0 +1,28 @@
+"""dots.llm1 (arXiv 2506.05767): Qwen3's attention, experts that are routed as DeepSeek-V3's."""
+
+from dataclasses import replace
+
+from banyan.config.card import ModelCard
+from banyan.config.facts import Facts
+from banyan.families.base import MAX_LENGTH, Family, HubForm, Kinds, window_where
+from banyan.families.experts import corrected
+from banyan.families.names import HUB_CORRECTED_EXPERTS, HUB_NAMES, HUB_QK_NORM, NameMap
+
+
+def _kinds(facts: Facts, num_layers: int) -> Kinds:
+    """The window begins above the first `max_window_layers`."""
+    if not facts.has("sliding_window"):
+        return (), 0
+    first = facts.integer("max_window_layers", 0, MAX_LENGTH, default=62)
+    return window_where(facts, num_layers, lambda layer: layer >= first)
+
+
+def _experts(facts: Facts, card: ModelCard) -> ModelCard:
+    return replace(card, experts=corrected(facts, card, is_normalised=False, scale=1.0))
+
+
+DOTS1 = Family(
+    hub=HubForm(kinds=_kinds, more=_experts),
+    names={"safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS)},
+    qk_norm="head",
+)

@@ -1,0 +1,62 @@
+"""ERNIE 4.5, dense and with experts: Llama that rotates in pairs 2i, 2i + 1; experts are chosen by
+softmax scores with a correction.
+
+Source: the published configurations of baidu/ERNIE-4.5-0.3B-PT and ERNIE-4.5-21B-A3B-PT.
+"""
+
+from dataclasses import replace
+
+from banyan.config.card import ExpertFacts, ModelCard
+from banyan.config.facts import Facts
+from banyan.families.base import MAX_WIDTH, Biases, Family, HubForm
+from banyan.families.experts import MAX_EXPERTS
+from banyan.families.names import HUB_CORRECTED_EXPERTS, HUB_NAMES, QK, NameMap
+
+
+def _biases(facts: Facts) -> Biases:
+    has_bias = facts.flag("use_bias", default=False)
+    return Biases(has_bias, has_bias, has_bias)
+
+
+def _experts(facts: Facts, card: ModelCard) -> ModelCard:
+    if card.mlp_bias:
+        raise facts.error("use_bias", True, "false: experts with biases are not supported")
+    count = facts.integer("moe_num_experts", 1, MAX_EXPERTS)
+    inner = facts.integer("moe_intermediate_size", 1, MAX_WIDTH)
+    every = facts.integer("moe_layer_interval", 1, 1 << 16, default=1)
+    first = facts.integer("moe_layer_start_index", 0, 1 << 16, default=1)
+    last = facts.integer("moe_layer_end_index", -1, 1 << 16, default=-1)
+    last = card.num_layers if last < 0 else last
+    layers = range(card.num_layers)
+    experts = ExpertFacts(
+        count,
+        facts.integer("moe_k", 1, count, default=min(6, count)),
+        inner,
+        dense_layers=tuple(i for i in layers if (i + 1) % every or not first <= i <= last),
+        shared_inner=facts.integer("moe_num_shared_experts", 0, MAX_EXPERTS, default=2) * inner,
+        has_correction=True,
+    )
+    return replace(card, experts=experts)
+
+
+_HUB = HubForm(eps=1e-5, tied=True, rope_theta=5e5, biases=_biases)
+
+ERNIE45 = Family(
+    hub=replace(_HUB, head_dim=128), names={"safetensors": NameMap(HUB_NAMES, paired=QK)}
+)
+ERNIE45_MOE = Family(
+    hub=replace(_HUB, more=_experts),
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES
+            | HUB_CORRECTED_EXPERTS
+            | {
+                "model.layers.{}.mlp.moe_statics.e_score_correction_bias": (
+                    "layers.{}.mlp.router.correction"
+                )
+            },
+            paired=QK,
+            has_more_layers=True,
+        )
+    },
+)

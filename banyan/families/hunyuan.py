@@ -1,0 +1,78 @@
+"""Hunyuan V1, dense and with experts (arXiv 2411.02265): heads of q and k are normed after they
+have rotated, and every token goes through one more block beside its experts.
+
+Source: the published configurations of tencent/Hunyuan-7B-Instruct and Hunyuan-A13B-Instruct.
+"""
+
+from dataclasses import replace
+
+from banyan.base.json_types import is_list
+from banyan.config.card import ExpertFacts, ModelCard
+from banyan.config.facts import Facts
+from banyan.families.base import MAX_WIDTH, Biases, Family, HubForm
+from banyan.families.experts import MAX_EXPERTS
+from banyan.families.names import HUB_EXPERTS, HUB_NAMES, NameMap
+
+_ATTENTION = {
+    "model.layers.{}.self_attn.query_layernorm": "layers.{}.attention.q_norm",
+    "model.layers.{}.self_attn.key_layernorm": "layers.{}.attention.k_norm",
+}
+_FEED_FORWARD = {
+    "model.layers.{}.mlp.gate.wg": "layers.{}.mlp.router",
+    "model.layers.{}.mlp.shared_mlp.gate_proj": "layers.{}.mlp.shared.gate_up:gate",
+    "model.layers.{}.mlp.shared_mlp.up_proj": "layers.{}.mlp.shared.gate_up:up",
+    "model.layers.{}.mlp.shared_mlp.down_proj": "layers.{}.mlp.shared.down",
+}
+
+
+def _stretched(facts: Facts, card: ModelCard) -> ModelCard:
+    """A "dynamic" RoPE with alpha has another base, whatever the length."""
+    own = facts.part("rope_parameters") or facts.part("rope_scaling")
+    if own is None or card.rope.kind != "dynamic" or not own.has("alpha"):
+        return card
+    alpha = own.number("alpha", 1.0, 1e6)
+    theta = card.rope.theta * alpha ** (card.head_dim / (card.head_dim - 2))
+    return replace(card, rope=replace(card.rope, kind="default", factor=1.0, theta=theta))
+
+
+def _one(facts: Facts, key: str, high: int) -> int:
+    """Some configurations give a number for each layer; here they must be equal."""
+    listed = facts.any(key)
+    if not is_list(listed):
+        return facts.integer(key, 1, high)
+    first = listed[0] if listed else None
+    if not isinstance(first, int) or not 1 <= first <= high or listed.count(first) != len(listed):
+        raise facts.error(key, listed, f"one number from 1 to {high} for all layers")
+    return first
+
+
+def _experts(facts: Facts, card: ModelCard) -> ModelCard:
+    count = _one(facts, "num_experts", MAX_EXPERTS)
+    inner = card.intermediate_size
+    if facts.has("moe_intermediate_size"):
+        inner = _one(facts, "moe_intermediate_size", MAX_WIDTH)
+    shared = _one(facts, "num_shared_expert", 64) if facts.has("num_shared_expert") else 1
+    experts = ExpertFacts(
+        count,
+        _one(facts, "moe_topk", count),
+        inner,
+        shared_inner=shared * card.intermediate_size,
+    )
+    return replace(_stretched(facts, card), experts=experts)
+
+
+def _biases(facts: Facts) -> Biases:
+    has_bias = facts.flag("attention_bias", default=False)
+    return Biases(has_bias, has_bias)
+
+
+_HUB = HubForm(eps=1e-5, biases=_biases, more=_stretched)
+
+HUNYUAN = Family(
+    hub=_HUB, names={"safetensors": NameMap(HUB_NAMES | _ATTENTION)}, qk_norm="turned head"
+)
+HUNYUAN_MOE = Family(
+    hub=replace(_HUB, more=_experts),
+    names={"safetensors": NameMap(HUB_NAMES | _ATTENTION | HUB_EXPERTS | _FEED_FORWARD)},
+    qk_norm="turned head",
+)
