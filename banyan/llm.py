@@ -393,6 +393,7 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             draw_seed=seed_source(config.server),
             weight_version=config.model.weight_version,
             incremental=config.server.incremental_output,
+            store=config.cache.store,
         )
         vectors = VectorService(generator, tokenizer, limits, config.model.weight_version)
         return _Opened(

@@ -26,6 +26,7 @@ from banyan.frontend.templates.named import fill_in_form, template_source
 from banyan.grammar.base import BACKENDS
 from banyan.server.life.warmups import WARMUPS, named_warmups
 from banyan.server.tool_servers.start import DEMO, addresses, named_servers
+from banyan.transfer.base import STORES
 
 
 def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard]:
@@ -54,6 +55,8 @@ def check_names(config: Config) -> None:
     _check("--reasoning-parser", server.reasoning_parser, ("auto", NONE, *REASONING_PARSERS))
     if config.grammar.backend:
         _check("--grammar-backend", config.grammar.backend, (*BACKENDS, NONE))
+    if config.cache.store:
+        _check("--hicache-storage-backend", config.cache.store, STORES)
     for name in named_warmups(config):
         _check("--warmups", name, tuple(WARMUPS))
     for name in named_servers(server.tool_servers):

@@ -22,6 +22,7 @@ from banyan.config.card import ModelCard
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
 from banyan.config.schema import Config
+from banyan.config.stored import store_wishes
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.duty import RANK, Duty
 from banyan.engine.journal import Journal
@@ -32,7 +33,7 @@ from banyan.engine.placement import is_placed, place_rank
 from banyan.engine.ranks import LocalRanks
 from banyan.engine.spec import core_spec
 from banyan.engine.step_log import StepLog
-from banyan.formats.shards import size_of_weights
+from banyan.formats.shards import files_of_weights, size_of_weights
 from banyan.frontend.words.load import load_tokenizer
 from banyan.grammar.base import stand_ins
 from banyan.grammar.compiler import GrammarCompiler
@@ -41,6 +42,7 @@ from banyan.grammar.workshop import GrammarLimits
 from banyan.layers.build import Build
 from banyan.layers.cache import PageGroup, align_groups, group_caches
 from banyan.memory.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
+from banyan.memory.tiers import can_be_stored
 from banyan.messages.events import Ready
 from banyan.messages.orders import (
     Order,
@@ -59,13 +61,16 @@ from banyan.ops.bind import PROBES, BoundOps, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
 from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
-from banyan.runner.kvstore import GroupLayout
+from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.meter import OpMeter
 from banyan.runner.orders import Carrier, OrderTaker
 from banyan.runner.profiler import Profiler
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.weights import Holdings, load_weights
 from banyan.runner.worker import serve_rank
+from banyan.transfer.base import STORES, StoreOptions
+from banyan.transfer.identity import digest_of_code, digest_of_files, identity
+from banyan.transfer.mover import Mover
 
 _DTYPES = {
     "float32": torch.float32,
@@ -79,6 +84,8 @@ _CACHE_DTYPES = {
     "bf16": torch.bfloat16,
     "int8": torch.int8,
 }
+_NUMERIC_ROOMS = ("layers", "models", "ops", "runner")
+"""Folders whose code decides what bytes a page holds."""
 _WHOLE_PROMPTS = 8192
 """Tokens of the largest step to record where prompts are not cut into chunks."""
 log = logger(__name__)
@@ -209,14 +216,15 @@ def run_engine(
         memory = _plan_memory(card, opened)
         sizes = _runner_sizes(card, opened, memory)
         ranks.send_sizes(sizes)
-        runner = ModelRunner(opened.model, opened.build, sizes, opened.platform)
+        wake = Wake()
+        cleanup.callback(wake.close)
+        open_mover = _mover_of(config, card, opened, memory, wake.ring)
+        runner = ModelRunner(opened.model, opened.build, sizes, opened.platform, open_mover)
         kernels, is_async = opened.kernels, opened.platform.traits.async_launch
         marks = Marks("engine")
         obeying = _with_orders(config, card, opened, runner, [marks])
         del opened  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
-        wake = Wake()
-        cleanup.callback(wake.close)
         launcher: Launcher = Threaded(obeying, wake.ring, is_async)
         if config.parallel.world > 1:
             launcher = Fanout(launcher, ranks.send_plan)
@@ -244,6 +252,7 @@ def run_engine(
             config.schedule.watchdog_s,
             StepLog(config.observe.step_log_interval),
             marks,
+            runner.mover,
         )
         ranks.watch(loop.fail)
         started(loop)
@@ -279,6 +288,56 @@ def _with_orders(
     return OrderTaker(
         runner, carriers, opened.build.groups.world, opened.build.device, profiler.stepped
     )
+
+
+def _mover_of(
+    config: Config,
+    card: ModelCard,
+    opened: OpenModel,
+    memory: MemoryPlan,
+    wake: Callable[[], None],
+) -> Callable[[KVStore], Mover] | None:
+    """What opens the store of a replica and carries pages there; None without one."""
+    cache = config.cache
+    if cache.hierarchical and not opened.platform.traits.is_host:
+        raise ConfigError(
+            f"--enable-hierarchical-cache is not available on {opened.platform.traits.name}: pages "
+            "are moved from and to the memory of the host only",
+            hint="leave it out",
+        )
+    if not cache.store:
+        return None
+    if not can_be_stored(memory.groups):
+        raise ConfigError(
+            f"--hicache-storage-backend {cache.store}: some layers of this model do not keep every "
+            "position, or keep them in pages of another size",
+            hint="leave it out",
+        )
+    model, is_dummy = config.model, config.model.load_format == "dummy"
+    files = [] if is_dummy else files_of_weights(card.path)
+    facts = (
+        *(replace(card, path=""), digest_of_files(files), digest_of_code(_NUMERIC_ROOMS)),
+        *(torch.__version__, sorted(opened.platform.traits.features), config.device.isa),
+        [(c.label, c.kernel) for c in cast(BoundOps, opened.build.ops).choices],
+        *(model.revision, model.load_format, model.implementation, sorted(model.overrides.items())),
+        *(model.loader_functions, model.context_length, model.activation_dtype),
+        *(model.quantization, model.cpu_activations, cache.dtype, cache.page_size),
+        *(config.device.exact_head, config.parallel.tp, config.parallel.pp),
+        _groups_of(card, opened),
+    )
+    rest = store_wishes(cache).rest
+    open_store = STORES.load(cache.store)
+
+    def open_mover(pages: KVStore) -> Mover:
+        sizes = [pages.page_bytes(group) for group in range(len(pages.groups))]
+        store = open_store(StoreOptions(identity(facts), sizes, rest))
+        log.info(
+            "store=%s capacity_gb=%.1f: pages of the cache outlive this process",
+            *(cache.store, store.capacity_bytes / 1e9),
+        )
+        return Mover(pages, store, wake)
+
+    return open_mover
 
 
 def open_meter(config: Config, card: ModelCard) -> OpMeter:

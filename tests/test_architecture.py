@@ -32,7 +32,7 @@ ARROWS = {
     "parallel": "platform ops base",
     "layers": "parallel ops base config.card",
     "models": "layers parallel config.card config.facts families formats ops base",
-    "transfer": "base config messages platform",
+    "transfer": "base config messages",
     "runner": "base config messages models layers parallel ops platform transfer memory.groups",
 }
 """Room -> what it may import of the house, itself aside."""

@@ -22,6 +22,7 @@ from banyan.config.execution import EXECUTION_RULES
 from banyan.config.quantized import FLOAT_FORMS, SPELLINGS, spellings
 from banyan.config.schema import DEMO, Config
 from banyan.config.sources import fetch
+from banyan.config.stored import check_the_store
 from banyan.formats.shards import check_weight_files
 
 log = logger(__name__)
@@ -384,6 +385,7 @@ RULES = (
     ask_the_demo_plainly,
     sample_as_the_makers_advise,
     choose_the_grammar_backend,
+    check_the_store,
     *EXECUTION_RULES,
 )
 

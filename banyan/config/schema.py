@@ -81,6 +81,18 @@ class CacheConfig:
     -1 = not given."""
     keeps_windows: bool = False
     """Window layers keep every position too, instead of giving back what lies below the window."""
+    hierarchical: bool = False
+    """Pages may lie in further tiers, beside those that steps read."""
+    store: str = ""
+    """Where pages outlive the process, a name of `transfer.base.STORES`; "" = nowhere."""
+    store_options: dict[str, object] = field(default_factory=dict[str, object])
+    """Read by `config/stored.py`."""
+    store_path: str = ""
+    """Folder of the file store where the options name none; "" = one of the user's own."""
+    store_writes: str = "write_through"
+    """When pages go to the store."""
+    store_waits: str = "timeout"
+    """How long a request waits for pages of the store."""
 
 
 @dataclass(frozen=True)

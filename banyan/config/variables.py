@@ -26,7 +26,6 @@ _NO_ASCEND = "it tunes Ascend devices, and there are none"
 _NO_TRANSFER = "one server both reads prompts and writes answers"
 _NO_EXPERTS = "tokens are not sent to the ranks of their experts"
 _NO_POLLING = "a request is told when its grammar is compiled; --grammar-timeout bounds the wait"
-_NO_TIERS = "the cache has one tier, in memory"
 _NO_DRAFTS = "tokens are not drafted"
 
 IDLE = {
@@ -69,8 +68,6 @@ IDLE = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": _NO_TRANSFER,
     "SGLANG_DISAGGREGATION_QUEUE_SIZE": _NO_TRANSFER,
     "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE": _NO_TRANSFER,
-    "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": _NO_TIERS,
-    "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE": _NO_TIERS,
     "SGLANG_CACHE_DIR": "compiled kernels lie in ~/.cache/banyan, and nothing else is cached",
     "TORCHINDUCTOR_CACHE_DIR": "torch.compile compiles nothing here",
     "SGLANG_IS_IN_CI": "tests and servers run alike everywhere",
@@ -97,6 +94,10 @@ REFUSED = {
     "SGLANG_LOG_REQUEST_HEADERS": Refusal("headers are never logged", "let a proxy log them"),
     "SGLANG_RADIX_FORCE_MISS": Refusal(
         "a prefix that is cached is used", "use --disable-radix-cache"
+    ),
+    "SGLANG_HICACHE_FILE_BACKEND_MAX_SIZE": Refusal(
+        "the store takes its bound with its other options",
+        "use max_bytes in --hicache-storage-backend-extra-config",
     ),
     "SGLANG_EXTERNAL_MODEL_PACKAGE": Refusal(
         "no code is loaded by a variable", "register the package's entry points"
@@ -187,6 +188,12 @@ SETTINGS = {
             kind=FLOAT,
             low=0.5,
             proof="tests/server/test_serve.py::test_an_engine_may_be_silent_for_the_seconds_given",
+        ),
+        Flag(
+            "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+            "cache.store_path",
+            "folder of --hicache-storage-backend file, where its extra configuration names none",
+            proof="tests/config/test_stored.py::test_a_variable_names_the_folder_of_the_store",
         ),
         Flag(
             "SGLANG_TORCH_PROFILER_DIR",

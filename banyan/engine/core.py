@@ -20,12 +20,12 @@ from banyan.messages.orders import (
     ResumeMemory,
     TakeWeights,
 )
-from banyan.messages.plan import CopyResult, Mask, StepPlan, StepResult
+from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate, GiveOrders, RetractAll, StopAt
 from banyan.scheduler.draft import PlanDraft
 from banyan.scheduler.scheduler import Scheduler
 
-CoreInput = Generate | Abort | StopAt | CopyResult | RetractAll | GiveOrders
+CoreInput = Generate | Abort | StopAt | CopyResult | RetractAll | GiveOrders | Held
 
 
 class Recorder(Protocol):
@@ -79,6 +79,8 @@ class EngineCore:
                 self.scheduler.stop_at(message.request, message.length, now)
             case CopyResult():
                 self.scheduler.end_copies(message)
+            case Held():
+                self.scheduler.fetcher.answer(message)
             case RetractAll():
                 self.scheduler.roster.retract_all()
             case GiveOrders():
@@ -134,6 +136,12 @@ class EngineCore:
         roster = self.scheduler.roster
         masks, roster.masks = roster.masks, []
         return masks
+
+    def take_lookups(self) -> list[Lookup]:
+        """Drain the outbox towards the store."""
+        fetcher = self.scheduler.fetcher
+        lookups, fetcher.lookups = fetcher.lookups, []
+        return lookups
 
     @property
     def in_flight(self) -> int:

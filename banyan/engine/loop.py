@@ -23,7 +23,7 @@ from banyan.engine.launcher import Handle, Launcher
 from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import Watchdog
 from banyan.messages.events import Event, Fatal, Ready
-from banyan.messages.plan import Mask, StepPlan, StepResult
+from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import Control, Message
 
 log = logger(__name__)
@@ -47,6 +47,14 @@ class OtherRanks(Protocol):
     def silence(self) -> tuple[int, float]:
         """The rank that has given no sign of life for longest, and for how many seconds."""
         ...
+
+
+class StoreMover(Protocol):
+    """Carries pages to and from a store (transfer/mover.py); it rings the loop's wake."""
+
+    def look(self, lookups: list[Lookup]) -> None: ...
+    def ended(self) -> list[CopyResult | Held]: ...
+    def close(self) -> None: ...
 
 
 class Wake:
@@ -84,6 +92,7 @@ class EngineLoop:
         watchdog_s: without progress for this long, the log is told where everything stands.
         step_log: told of every step.
         marks: of the loop's thread, for whoever records it.
+        mover: of the runner, where pages go to a store; None without one.
     """
 
     def __init__(
@@ -99,8 +108,10 @@ class EngineLoop:
         watchdog_s: float = 300.0,
         step_log: StepLog | None = None,
         marks: Marks | None = None,
+        mover: StoreMover | None = None,
     ) -> None:
         self._core = core
+        self._mover = mover
         self._launcher = launcher
         self._link = link
         self._wake = wake
@@ -143,6 +154,8 @@ class EngineLoop:
         finally:
             self._watchdog.close()
             self._launcher.close()
+            if self._mover is not None:
+                self._mover.close()
 
     def stop(self) -> None:
         """Ask the loop to end; safe from any thread and from signal handlers."""
@@ -171,6 +184,10 @@ class EngineLoop:
             self._desk.release(lambda generate: self._core.receive(generate, now))
         self._marks.end("receive")
         self._collect(events)
+        if self._mover is not None:
+            for ended in self._mover.ended():
+                self._core.receive(ended, now)
+            self._mover.look(self._core.take_lookups())
         self._marks.end("commit")
         self._launch()
         self._marks.end("plan")

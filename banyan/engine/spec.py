@@ -6,7 +6,8 @@ The same spec and the same calls give the same plans, which is what simulation a
 import msgspec
 
 from banyan.config.card import ModelCard
-from banyan.config.schema import Config
+from banyan.config.schema import CacheConfig, Config
+from banyan.config.stored import store_wishes
 from banyan.engine.core import EngineCore, Recorder
 from banyan.engine.lockstep import Lockstep
 from banyan.grammar.base import GrammarFactory
@@ -14,6 +15,7 @@ from banyan.memory.cache import KVCache
 from banyan.memory.eviction import EVICTION
 from banyan.memory.groups import CacheGroup
 from banyan.memory.sizing import MemoryPlan
+from banyan.memory.tiers import StoreRules
 from banyan.scheduler.budget import Growth, Limits, Priorities
 from banyan.scheduler.order import ORDERS
 from banyan.scheduler.scheduler import Scheduler
@@ -27,6 +29,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     order: str = "fcfs"
     eviction: str = "lru"
     share: bool = True
+    store: StoreRules | None = None
 
     def build(
         self,
@@ -35,7 +38,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
         recorder: Recorder | None = None,
     ) -> EngineCore:
         """A fresh core. ConfigError when a policy has no such name."""
-        cache = KVCache(self.groups, EVICTION.load(self.eviction), self.share)
+        cache = KVCache(self.groups, EVICTION.load(self.eviction), self.share, self.store)
         scheduler = Scheduler(cache, self.limits, ORDERS.load(self.order), grammars)
         return EngineCore(scheduler, lockstep, recorder)
 
@@ -73,4 +76,16 @@ def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
         order=schedule.policy,
         eviction=config.cache.eviction,
         share=not (config.cache.disable_radix or card.needs_whole_prompts),
+        store=_store_rules(config.cache) if config.cache.store else None,
+    )
+
+
+def _store_rules(cache: CacheConfig) -> StoreRules:
+    wishes = store_wishes(cache)
+    return StoreRules(
+        write=cache.store_writes,
+        prefetch=cache.store_waits,
+        threshold=wishes.threshold,
+        timeout_s=wishes.timeout_s,
+        timeout_per_ki_s=wishes.timeout_per_ki_s,
     )

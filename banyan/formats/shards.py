@@ -43,8 +43,12 @@ def weight_files(folder: str) -> list[Path]:
 
 def size_of_weights(path: str) -> int:
     """Bytes of the weights of a file or folder, as they lie on the disk."""
-    files = [Path(path)] if os.path.isfile(path) else weight_files(path)
-    return sum(file.stat().st_size for file in files)
+    return sum(file.stat().st_size for file in files_of_weights(path))
+
+
+def files_of_weights(path: str) -> list[Path]:
+    """The files that hold the weights of a file or folder."""
+    return [Path(path)] if os.path.isfile(path) else weight_files(path)
 
 
 def read_ahead(path: str) -> None:
@@ -52,7 +56,7 @@ def read_ahead(path: str) -> None:
     them yet. Takes a moment per GiB; what is wrong with them, their reader will say."""
     left = _AHEAD_BYTES
     with contextlib.suppress(OSError, ModelError):
-        for file in [Path(path)] if os.path.isfile(path) else weight_files(path):
+        for file in files_of_weights(path):
             with file.open("rb") as opened:
                 size = min(left, os.fstat(opened.fileno()).st_size)
                 for at in range(0, size, _PIECE_BYTES):

@@ -24,6 +24,7 @@ from banyan.memory.pool import PagePool
 from banyan.memory.radix import Node, RadixTree
 from banyan.memory.stamps import Horizon
 from banyan.memory.states import StateCopies
+from banyan.memory.tiers import StoreRules, StoreTier
 from banyan.messages.plan import PageCopy, PageGrant
 
 TOKEN_BYTES = 4
@@ -77,10 +78,15 @@ class KVCache:
         groups: cache groups in plan order.
         eviction_key: which unlocked node goes first.
         share: False turns the radix tree off (nothing is published or matched).
+        store: what goes to a store and comes from it; None without one.
     """
 
     def __init__(
-        self, groups: tuple[CacheGroup, ...], eviction_key: EvictionKey, share: bool = True
+        self,
+        groups: tuple[CacheGroup, ...],
+        eviction_key: EvictionKey,
+        share: bool = True,
+        store: StoreRules | None = None,
     ) -> None:
         self.groups = groups
         self.unit = unit_tokens(groups)
@@ -90,9 +96,17 @@ class KVCache:
         pages of different weights are never shared."""
         self.pools = [PagePool(g.num_pages, self.horizon) for g in groups]
         self.tree = RadixTree(
-            groups, eviction_key, lambda g, pages, stamp: self.pools[g].release(pages, stamp)
+            groups,
+            eviction_key,
+            lambda g, pages, stamp: self.pools[g].release(pages, stamp),
+            lambda node: None if self.tier is None else self.tier.leaving(node),
         )
         self._share = share
+        self.tier: StoreTier | None = None
+        if store is not None and share:
+            self.tier = StoreTier(
+                self.pools, self.tree, self.horizon, store, self._make_room, self.weights
+            )
         self._states = StateCopies(groups, self.pools, self.tree, self.horizon)
         self.has_state = bool(self._states.state_groups)
         self._promises: dict[StepId, list[Node]] = {}
@@ -105,7 +119,7 @@ class KVCache:
         """Longest prefix of ≤ `limit` tokens that is valid in every group. Changes nothing."""
         if not self._share:
             return Match([], 0)
-        keys = _keys(tokens, self.unit, 0, limit // self.unit)
+        keys = unit_keys(tokens, self.unit, 0, limit // self.unit)
         path = list(self.tree.walk(self.weights + namespace, keys))
         depth = len(path)
         while depth and not all(
@@ -125,6 +139,8 @@ class KVCache:
         depth = len(match.path)
         for node in match.path:
             self.tree.touch(node, priority)
+            if self.tier is not None:
+                self.tier.used(node)
         for g, group in enumerate(self.groups):
             lease.tables.append([])
             lease.private.append({})
@@ -221,7 +237,7 @@ class KVCache:
         """
         if not self._share:
             return
-        for key in _keys(tokens, self.unit, len(lease.path), computed // self.unit):
+        for key in unit_keys(tokens, self.unit, len(lease.path), computed // self.unit):
             parent = lease.path[-1] if lease.path else None
             if parent is not None and not parent.is_attached:
                 return  # the prefix proved wrong: its users are about to be recomputed
@@ -238,6 +254,8 @@ class KVCache:
             if step != NO_STEP and any(took):
                 node.promised, node.writer = step, writer
                 self._promises.setdefault(step, []).append(node)
+            elif self.tier is not None and any(took):
+                self.tier.complete(node)
 
     def slide(self, lease: Lease, lowest: int) -> None:
         """Let window pages go that no row starting at `lowest` or later reads."""
@@ -293,12 +311,16 @@ class KVCache:
         self.horizon.completed = step
         for node in self._promises.pop(step, ()):
             node.promised, node.writer = NO_STEP, ""
+            if self.tier is not None:
+                self.tier.complete(node)
         for pool in self.pools:
             pool.settle()
 
     def end_copies(self, ids: list[int], failed: list[int]) -> None:
-        """State copies have ended."""
+        """Copies of states, or to and from the store, have ended."""
         self._states.end(ids, failed)
+        if self.tier is not None:
+            self.tier.end(ids, failed)
         for pool in self.pools:
             pool.settle()
 
@@ -317,14 +339,17 @@ class KVCache:
         return dropped
 
     def flush(self) -> None:
-        """Evict everything that no request uses."""
+        """Evict everything that no request uses. What was not stored before is not stored."""
         self.tree.clear()
+        if self.tier is not None:
+            self.tier.forget_copies()
 
     # -- accounts -----------------------------------------------------------------------------
 
     def ledger(self, group: int) -> Ledger:
         pool = self.pools[group]
-        held = self._held[group] + len(self._states.held(group))
+        loading = 0 if self.tier is None else self.tier.loading
+        held = self._held[group] + len(self._states.held(group)) + loading
         return Ledger(pool.total, pool.free, self.tree.cached[group], held, pool.limbo)
 
     def check(self, leases: list[Lease]) -> None:
@@ -337,6 +362,7 @@ class KVCache:
             owned = [p for lease in leases for p in lease.private[g].values()]
             assert len(owned) == self._held[g], f"group {g}: held {self._held[g]}, not {owned}"
             owned += self._states.held(g)
+            owned += [] if self.tier is None else self.tier.held(g)
             owned += [p for node in self.tree.nodes() for p in node.pages[g]]
             assert len(set(owned)) == len(owned), f"group {g}: a page has two owners"
 
@@ -380,7 +406,7 @@ def name_of_weights(version: str) -> bytes:
     return blake2b(version.encode(), digest_size=WEIGHTS_BYTES).digest()
 
 
-def _keys(tokens: bytes | bytearray, unit: int, first: int, last: int) -> Iterator[bytes]:
+def unit_keys(tokens: bytes | bytearray, unit: int, first: int, last: int) -> Iterator[bytes]:
     """The tree's keys of units first … last−1."""
     size = unit * TOKEN_BYTES
     return (bytes(tokens[i * size : (i + 1) * size]) for i in range(first, last))

@@ -24,7 +24,9 @@ class Node:
         "born",
         "children",
         "hits",
+        "is_stored",
         "key",
+        "key_hash",
         "last_used",
         "locks",
         "pages",
@@ -48,6 +50,10 @@ class Node:
         self.writer = ""
         """Request whose row writes the pages, while promised."""
         self.born = self.last_used = self.hits = self.priority = 0
+        self.is_stored = False
+        """The pages are in the store, or on their way there (memory/tiers.py)."""
+        self.key_hash = b""
+        """What the store calls them; b"" while nobody has asked."""
 
     @property
     def is_attached(self) -> bool:
@@ -61,6 +67,7 @@ class RadixTree:
         groups: cache groups in plan order.
         eviction_key: see memory/eviction.py.
         give_back: called with (group, pages, stamp) when the tree lets pages go.
+        leaving: called with a node before its pages are evicted, while all of them are there.
     """
 
     def __init__(
@@ -68,10 +75,12 @@ class RadixTree:
         groups: tuple[CacheGroup, ...],
         eviction_key: Callable[[Node], tuple[int, ...]],
         give_back: Callable[[int, list[PageId], Stamp], None],
+        leaving: Callable[[Node], None] = lambda node: None,
     ) -> None:
         self._groups = groups
         self._key_of = eviction_key
         self._give_back = give_back
+        self._leaving = leaving
         self._root = Node(b"", None, len(groups))
         self._heaps: list[list[tuple[tuple[int, ...], int, Node]]] = [[] for _ in groups]
         self._ticks = 0
@@ -157,6 +166,7 @@ class RadixTree:
                 self._offer(node, group)
                 continue
             self.evicted += len(node.pages[group])
+            self._leaving(node)
             self.drop_pages(node, group)
 
     def drop_pages(self, node: Node, group: int) -> None:

@@ -25,6 +25,21 @@ class Horizon:
         self.launched = NO_STEP
         self.completed = NO_STEP
         self.open_copies: dict[int, None] = {}
+        """Copies within the device: they may still read what was let go."""
+        self.open_loads: dict[int, None] = {}
+        """Copies from the store. Their pages are nobody else's, so no stamp names them."""
+        self._last_copy = 0
+
+    def new_copy(self) -> int:
+        """A number that no copy had before."""
+        self._last_copy += 1
+        return self._last_copy
+
+    def open_copy(self) -> int:
+        """The number of a new copy within the device."""
+        copy_id = self.new_copy()
+        self.open_copies[copy_id] = None
+        return copy_id
 
     def now(self) -> Stamp:
         """Stamp for something released at this moment."""
@@ -38,5 +53,6 @@ class Horizon:
 
     @property
     def is_clear(self) -> bool:
-        """Nothing is in flight: no step, no copy."""
-        return self.launched == self.completed and not self.open_copies
+        """Nothing is in flight that will give pages back: no step, no copy."""
+        is_over = self.launched == self.completed
+        return is_over and not self.open_copies and not self.open_loads

@@ -12,7 +12,7 @@ from banyan.memory.groups import STATE, CacheGroup
 from banyan.memory.pool import PagePool
 from banyan.memory.radix import Node, RadixTree
 from banyan.memory.stamps import Horizon
-from banyan.messages.plan import PageCopy
+from banyan.messages.plan import PageCopy, device_page
 
 _VOID = "\0void"
 """Writer of a checkpoint whose content proved wrong; no request may bear this name."""
@@ -45,12 +45,12 @@ class StateCopies:
         self._tree = tree
         self._horizon = horizon
         self._open: dict[int, _OpenCopy] = {}
-        self._last_id = 0
 
     def restore(self, node: Node, group: int, live: PageId, row: int, step: StepId) -> PageCopy:
         """Copy the node's state into a live page; the caller's lock goes when the copy ends."""
         copy_id = self._add(_OpenCopy(group, node, node.pages[group][0], False, step, ""))
-        return PageCopy(copy_id, group, node.pages[group][0], live, "before", row)
+        source = device_page(node.pages[group][0])
+        return PageCopy(copy_id, group, source, device_page(live), "before", row)
 
     def checkpoint(
         self, node: Node, group: int, live: PageId, row: int, step: StepId, writer: str
@@ -67,7 +67,7 @@ class StateCopies:
             return None
         (page,) = pool.take(1)
         copy_id = self._add(_OpenCopy(group, node, page, True, step, writer))
-        return PageCopy(copy_id, group, live, page, "after", row)
+        return PageCopy(copy_id, group, device_page(live), device_page(page), "after", row)
 
     def end(self, ids: list[int], failed: list[int]) -> None:
         """Copies have ended. A state that could not be read back is not offered again."""
@@ -95,10 +95,9 @@ class StateCopies:
         return [c.page for c in self._open.values() if c.is_checkpoint and c.group == group]
 
     def _add(self, copy: _OpenCopy) -> int:
-        self._last_id += 1
-        self._open[self._last_id] = copy
-        self._horizon.open_copies[self._last_id] = None
-        return self._last_id
+        copy_id = self._horizon.open_copy()
+        self._open[copy_id] = copy
+        return copy_id
 
     def _end_checkpoint(self, copy: _OpenCopy, is_good: bool) -> None:
         is_wanted = copy.node.is_attached and not copy.node.pages[copy.group]

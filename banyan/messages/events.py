@@ -25,6 +25,8 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     """float32 [n, hidden]: hidden states after the last norm, of consecutive positions."""
     hidden_first: int = 0
     """Absolute position of the first of them."""
+    stored_tokens: int = 0
+    """How many of the cached tokens came from the store."""
 
 
 class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
@@ -40,6 +42,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     """Token id that ended it, -1 for none (length, abort, the front's own StopAt)."""
     retractions: int = 0
     queue_s: float = 0.0
+    stored_tokens: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):

@@ -9,7 +9,7 @@ token i allowed).
 
 import msgspec
 
-from banyan.base.ids import NO_STEP, PageId, SlotId, StepId
+from banyan.base.ids import NO_STEP, PADDING_PAGE, PageId, SlotId, StepId
 from banyan.messages.orders import Order, OrderReply
 from banyan.messages.sampling import SamplingParams
 
@@ -21,6 +21,10 @@ POOL = 4
 """Row.want: report the pooled vector of the row."""
 HIDDEN = 8
 """Row.want: report the hidden states of the row's positions ≥ Row.hidden_from."""
+DEVICE = "device"
+"""PageAt.tier: the pages that rows read and write."""
+STORE = "store"
+"""PageAt.tier: pages that outlive the process."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -68,20 +72,52 @@ class PageGrant(msgspec.Struct, frozen=True, array_like=True):
     pages: list[PageId]
 
 
+class PageAt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Where one page of a group lies: DEVICE by its number, STORE by a key of its content."""
+
+    tier: str
+    page: PageId = PADDING_PAGE
+    key: bytes = b""
+
+
 class PageCopy(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """Copy one page of `group`. "before" is visible to this plan's rows, "after" sees their writes.
 
     Its end is reported by CopyResult, possibly later than the step's own result. When a copy bound
     to a row fails "before", the runner reports that row as failed too.
+
+    A copy to or from the store is always "before" and bound to no row. To the store: the page's
+    bytes are taken at once, so the plan's rows may write the page, and the end comes when the
+    store has them. From the store: nobody uses the page until the end is told.
     """
 
     id: int
     group: int
-    src: PageId
-    dst: PageId
+    src: PageAt
+    dst: PageAt
     when: str
     row: int = -1
     """Index into StepPlan.rows, or -1 when bound to no row."""
+
+    @property
+    def is_on_device(self) -> bool:
+        """It ends with its step; other copies end when their mover says so."""
+        return self.src.tier == self.dst.tier == DEVICE
+
+
+class Lookup(msgspec.Struct, frozen=True, array_like=True):
+    """Which pages the store holds. Goes to the mover between plans, answered by one Held."""
+
+    id: int
+    keys: list[bytes]
+
+
+class Held(msgspec.Struct, frozen=True, omit_defaults=True, tag="held"):
+    """Answer to a Lookup: how many of its keys, from the first on, are in the store in every
+    group. Reaches the engine through receive(); needs no step."""
+
+    id: int
+    count: int
 
 
 class Mask(msgspec.Struct, frozen=True, array_like=True):
@@ -163,3 +199,13 @@ class CopyResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="copies"):
 
     ids: list[int]
     failed: list[int] = []
+    seconds: float = 0.0
+    """What reading those of `ids` from the store took; 0 for other copies."""
+
+
+def device_page(page: PageId) -> PageAt:
+    return PageAt(DEVICE, page)
+
+
+def stored_page(key: bytes) -> PageAt:
+    return PageAt(STORE, key=key)

@@ -9,6 +9,7 @@ class Abilities:
     Attributes:
         groups: kinds of cache groups.
         copies: pages are copied before and after the rows.
+        tiers: between which of them (PageAt.tier).
         drafts: rows may bring drafts to verify.
         peers: a step may be agreed with other replicas, also one without rows.
         adapters: a join may name one.
@@ -19,6 +20,7 @@ class Abilities:
 
     groups: tuple[str, ...]
     copies: bool
+    tiers: tuple[str, ...]
     drafts: bool
     peers: bool
     adapters: bool

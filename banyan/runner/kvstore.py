@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ConfigError
+from banyan.base.ids import PageId
 from banyan.config.card import STATE
 from banyan.layers.cache import LayerCache
 from banyan.messages.plan import PageCopy
@@ -77,6 +78,7 @@ class KVStore:
         self._tensors: dict[int, dict[str, Tensor]] = {}
         self._maps: list[mmap.mmap] = []
         """Memory of the host that the pages lie in."""
+        self._bytes: dict[int, list[np.ndarray]] = {}
         for cache in caches:
             index = next(i for i, group in enumerate(groups) if group.holds(cache))
             group = groups[index]
@@ -96,14 +98,46 @@ class KVStore:
         return self._group_of[layer]
 
     def copy(self, copies: list[PageCopy], when: str) -> None:
-        """Carry out the copies marked `when` ("before" | "after"), in the order of the plan."""
+        """Carry out the copies within the device that are marked `when` ("before" | "after"), in
+        the order of the plan."""
         for copy in copies:
-            if copy.when != when:
-                continue
-            for layer, group in self._group_of.items():
-                if group == copy.group:
-                    for pages in self._tensors[layer].values():
-                        pages[copy.dst].copy_(pages[copy.src])
+            if copy.when == when and copy.is_on_device:
+                for pages in self._pages_of(copy.group):
+                    pages[copy.dst.page].copy_(pages[copy.src.page])
+
+    def page_bytes(self, group: int) -> int:
+        """Bytes of one page over all layers and tensors of a group. Host memory only."""
+        return sum(rows.shape[1] for rows in self._bytes_of(group))
+
+    def take(self, group: int, page: PageId) -> np.ndarray:
+        """The bytes of a page as they are now: layers in order, tensors as declared."""
+        parts = [rows[page] for rows in self._bytes_of(group)]
+        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+    def put(self, group: int, page: PageId, payload: np.ndarray) -> None:
+        """Fill a page with what `take` gave. Nobody else may use the page meanwhile."""
+        at = 0
+        for rows in self._bytes_of(group):
+            rows[page] = payload[at : at + rows.shape[1]]
+            at += rows.shape[1]
+        assert at == len(payload)
+
+    def _bytes_of(self, group: int) -> list[np.ndarray]:
+        """The memory of a group's tensors: [num_pages, bytes of a page] each."""
+        if group not in self._bytes:
+            self._bytes[group] = [
+                pages.view(torch.uint8).numpy().reshape(len(pages), -1)
+                for pages in self._pages_of(group)
+            ]
+        return self._bytes[group]
+
+    def _pages_of(self, group: int) -> list[Tensor]:
+        return [
+            pages
+            for layer, index in self._group_of.items()
+            if index == group
+            for pages in self._tensors[layer].values()
+        ]
 
     def release(self) -> None:
         """Give the pages' memory back to the system; they stay where they are, and are zero.

@@ -21,11 +21,14 @@ from banyan.base.trace import Marks
 from banyan.config.card import FULL, WINDOW
 from banyan.layers.build import Build
 from banyan.messages.plan import (
+    DEVICE,
     HIDDEN,
     POOL,
     SAMPLE,
     SCORE,
+    STORE,
     CopyResult,
+    PageCopy,
     Row,
     RowFailure,
     StepPlan,
@@ -48,6 +51,7 @@ from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
 from banyan.runner.sampling.processors import Processors
 from banyan.runner.sampling.sampler import ALL_BANNED, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
+from banyan.transfer.mover import Mover
 
 log = logger(__name__)
 
@@ -80,17 +84,20 @@ class PendingStep:
     """A launched step. `seconds` counts launching and waiting, not what lies between.
 
     Args:
+        copies: what is told of its copies when it has run.
         is_broken: the launch failed, so that nobody knows which of its copies were made.
     """
 
     def __init__(
         self,
         plan: StepPlan,
+        copies: CopyResult,
         finish: Callable[[], StepResult],
         launch_s: float,
         is_broken: bool = False,
     ) -> None:
         self._plan = plan
+        self._copies = copies
         self._finish = finish
         self._launch_s = launch_s
         self._is_broken = is_broken
@@ -116,11 +123,11 @@ class PendingStep:
         )
 
     def copies(self) -> CopyResult | None:
-        """The plan's page copies; they ended with the step. None when it had none."""
-        ids = [copy.id for copy in self._plan.copies]
-        if not ids:
+        """The plan's page copies that ended with the step. None when it had none."""
+        ids, failed = self._copies.ids, self._copies.failed
+        if not ids and not failed:
             return None
-        return CopyResult(ids=[], failed=ids) if self._is_broken else CopyResult(ids=ids)
+        return CopyResult(ids=[], failed=[*ids, *failed]) if self._is_broken else self._copies
 
 
 class ModelRunner:
@@ -129,10 +136,16 @@ class ModelRunner:
     Args:
         build: what the model was made from: kernels, ranks, device.
         platform: of the device; None = the CPU's.
+        open_mover: opens what carries pages to and from a store; None without one.
     """
 
     def __init__(
-        self, model: Model, build: Build, sizes: RunnerSizes, platform: Platform | None = None
+        self,
+        model: Model,
+        build: Build,
+        sizes: RunnerSizes,
+        platform: Platform | None = None,
+        open_mover: Callable[[KVStore], Mover] | None = None,
     ) -> None:
         card, device = model.card, build.device
         self._platform = platform or CpuPlatform()
@@ -143,6 +156,7 @@ class ModelRunner:
             sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device
         )
         self.store = KVStore(sizes.groups, model.caches, device)
+        self.mover = None if open_mover is None else open_mover(self.store)
         self._card = card
         self._sizes = sizes
         self.marks = Marks("runner")
@@ -176,14 +190,16 @@ class ModelRunner:
     def launch(self, plan: StepPlan, mask_of: MaskOf | None = None) -> PendingStep:
         """Run a plan: leaves, joins, grants, copies before, rows, copies after. Never raises."""
         began = time.perf_counter()
+        copies = self._begin_copies(plan.copies)
         try:
             with self._platform.stream():
                 finish = self._execute(plan, mask_of)
         except Exception as error:
             log.exception("step=%d failed", plan.step)
             result = _failed(plan, error)
-            return PendingStep(plan, lambda: result, time.perf_counter() - began, is_broken=True)
-        return PendingStep(plan, finish, time.perf_counter() - began)
+            launch_s = time.perf_counter() - began
+            return PendingStep(plan, copies, lambda: result, launch_s, is_broken=True)
+        return PendingStep(plan, copies, finish, time.perf_counter() - began)
 
     @property
     def abilities(self) -> Abilities:
@@ -191,6 +207,7 @@ class ModelRunner:
         return Abilities(
             groups=(FULL, WINDOW),
             copies=True,
+            tiers=(DEVICE,) if self.mover is None else (DEVICE, STORE),
             drafts=False,
             peers=False,
             adapters=False,
@@ -212,6 +229,14 @@ class ModelRunner:
     def op_times(self) -> list[OpTime]:
         """What the stages of the last step took; ConfigError where steps are not recorded."""
         return self._forward.op_times()
+
+    def _begin_copies(self, copies: list[PageCopy]) -> CopyResult:
+        """Hand over those to and from the store; what is to be told of the others."""
+        mine = [copy.id for copy in copies if copy.is_on_device]
+        if self.mover is None:
+            return CopyResult(mine, [copy.id for copy in copies if not copy.is_on_device])
+        self.mover.start(copies)
+        return CopyResult(mine)
 
     def _execute(self, plan: StepPlan, mask_of: MaskOf | None) -> Callable[[], StepResult]:
         table, marks = self._table, self.marks

@@ -38,6 +38,7 @@ from banyan.runner.runner import ModelRunner
 
 log = logger(__name__)
 
+_NOT_STORED = "Their pages are not stored, as the store is of the weights of the start."
 _MOST_NUMBERS = 1 << 21
 """Of one tensor that are told at once."""
 
@@ -110,7 +111,9 @@ class Holdings:
             self._stamp = stamp
             self._released = [tag for tag in self._released if tag != WEIGHTS]
             _settle_memory()
-            return Said("The weights have been taken.")
+            if self._runner.mover is None:
+                return Said("The weights have been taken.")
+            return Said(f"The weights have been taken. {_NOT_STORED}")
 
         return take
 

@@ -6,8 +6,8 @@ from banyan.scheduler.budget import Limits, NewTokenRatio
 from banyan.scheduler.request import Request
 
 
-def prefix_of(request: Request, cache: KVCache) -> Match:
-    """Longest cached prefix that the request may use.
+def prefix_limit(request: Request) -> int:
+    """Most tokens of the request that may come from a cache.
 
     At least the last known token is computed, and so is every position whose logits are scored or
     whose hidden state is wanted.
@@ -17,7 +17,12 @@ def prefix_of(request: Request, cache: KVCache) -> Match:
         limit = min(limit, max(0, request.scored_to - 1))
     if request.wants_hidden:
         limit = min(limit, request.hidden_to)
-    return cache.probe(request.generate.namespace, request.tokens, limit)
+    return limit
+
+
+def prefix_of(request: Request, cache: KVCache) -> Match:
+    """Longest cached prefix that the request may use."""
+    return cache.probe(request.generate.namespace, request.tokens, prefix_limit(request))
 
 
 def reserve(running: list[Request], cache: KVCache, ratio: NewTokenRatio) -> list[int]:

@@ -1,11 +1,12 @@
 """Request: one generation as the scheduler sees it. Numbers only; knows no pages but its lease."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from banyan.base.ids import NO_STEP, PADDING_SLOT, SlotId, StepId
 from banyan.grammar.base import Grammar
 from banyan.memory.cache import TOKEN_BYTES, Lease
+from banyan.memory.tiers import Load
 from banyan.messages.requests import Generate
 
 WAITING = "waiting"
@@ -25,6 +26,8 @@ class Flight:
     row: int
     samples: int
     """Most tokens the row can yield: 0 without sampling, drafts + 1 after a verify row."""
+    tokens: int = 0
+    """Positions that the row runs."""
     hidden: tuple[int, int] = (0, 0)
     """First and last + 1 position whose hidden states the row reports."""
     awaits_mask: bool = False
@@ -32,6 +35,29 @@ class Flight:
     """A state copy bound to the row may fail; then the request recomputes without it."""
     is_void: bool = False
     """The result will be ignored."""
+
+
+@dataclass
+class Fetch:
+    """What one request hopes to find in the store."""
+
+    namespace: bytes
+    """In the tree."""
+    tree_keys: list[bytes]
+    keys: list[bytes]
+    """Of every whole unit that the request may share."""
+    first: int
+    """Units that the device had when the request came."""
+    deadline_s: float
+    held: int = -1
+    """Units, from the first one of the prompt, that device and store have; -1 = not known yet."""
+    loads: list[Load] = field(default_factory=list[Load])
+    """Loads that it has waited for, its own or another's; only the last may be under way."""
+    is_over: bool = False
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self.loads) and not self.loads[-1].is_over
 
 
 class Request:
@@ -83,6 +109,10 @@ class Request:
         self.submitted_s = now
         self.admitted_s = -1.0
         self.cached_tokens = 0
+        self.stored_tokens = 0
+        """How many of the cached ones came from the store."""
+        self.fetch: Fetch | None = None
+        """What it looks for in the store (scheduler/fetch.py)."""
         self.retractions = 0
         self.is_suspect = False
         """Was part of a step that failed as a whole; runs alone until it proves itself."""

@@ -91,6 +91,7 @@ class Roster:
                 matched=matched,
                 retractions=request.retractions,
                 queue_s=max(0.0, queued_until - request.submitted_s),
+                stored_tokens=request.stored_tokens,
             )
         )
 

@@ -46,7 +46,7 @@ class RowPlanner:
         row = len(draft.rows)
         samples = self._samples(request, end - drafts, pending, drafts)
         hidden = (max(start, request.hidden_from), end) if request.wants_hidden else (0, 0)
-        flight = Flight(request, draft.step, row, samples, hidden, restores=restores)
+        flight = Flight(request, draft.step, row, samples, count, hidden, restores=restores)
         if restores:
             draft.copies += self._cache.restores(lease, row, draft.step)
         if samples and request.grammar is not None:

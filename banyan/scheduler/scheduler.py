@@ -11,12 +11,20 @@ from banyan.base.ids import NO_STEP, RequestId, StepId
 from banyan.grammar.base import Grammar, GrammarFactory, masks_for
 from banyan.memory.cache import TOKEN_BYTES, KVCache, Match
 from banyan.messages.events import Tokens
-from banyan.messages.plan import CopyResult, Join, Mask, RowFailure, RowScores, StepResult
+from banyan.messages.plan import (
+    CopyResult,
+    Join,
+    Mask,
+    RowFailure,
+    RowScores,
+    StepResult,
+)
 from banyan.messages.requests import Generate
 from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims
 from banyan.scheduler.budget import Limits, NewTokenRatio
 from banyan.scheduler.door import check_request
 from banyan.scheduler.draft import PlanDraft
+from banyan.scheduler.fetch import Fetcher
 from banyan.scheduler.jump import jump
 from banyan.scheduler.order import QueueOrder
 from banyan.scheduler.request import RUNNING, Flight, Request
@@ -49,6 +57,7 @@ class Scheduler:
         self._grammars = grammars
         self._flights: dict[StepId, list[Flight]] = {}
         self._planner = RowPlanner(cache, limits)
+        self.fetcher = Fetcher(cache)
         self._ratio = NewTokenRatio(limits.conservativeness, limits.growth)
         self._has_suspects = False
         self._arrivals = 0
@@ -66,7 +75,9 @@ class Scheduler:
             return
         self._arrivals += 1
         priority = self.limits.priorities.of(generate.priority)
-        self.roster.add(Request(generate, grammar, priority, now, self._arrivals))
+        request = Request(generate, grammar, priority, now, self._arrivals)
+        self.roster.add(request)
+        self.fetcher.begin(request, now)
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """End a request at any state; unknown ids have ended already."""
@@ -83,6 +94,7 @@ class Scheduler:
             self.roster.finish(request, "stop", now)
 
     def end_copies(self, result: CopyResult) -> None:
+        self.fetcher.read(len(result.ids), result.seconds)
         self.cache.end_copies(result.ids, result.failed)
 
     def flush(self) -> bool:
@@ -106,6 +118,9 @@ class Scheduler:
             self._preempt()
             self._plan_running(draft)
             self._admit(draft)
+        if self.cache.tier is not None:
+            self.cache.tier.plan_writes()
+            draft.copies += self.cache.tier.take_copies()
         if draft.has_work:
             self.roster.leaves = []
             self._flights[step] = draft.flights
@@ -119,6 +134,7 @@ class Scheduler:
         """Take in the outcome of the oldest step in flight."""
         self._now = now
         flights = self._flights.pop(result.step, [])
+        self.fetcher.computed(sum(f.tokens for f in flights), result.seconds)
         if result.error:
             self._fail_step(result, flights)
             return
@@ -158,6 +174,8 @@ class Scheduler:
         if not gap or not self.roster.waiting or not self.roster.running:
             return
         first, lowest = self.roster.waiting[0], self.roster.running[-1]
+        if self.fetcher.holds_back(first, self._now):
+            return
         if first.priority - lowest.priority < gap or any(r.flights for r in self.roster.waiting):
             return
         reserved = reserve(self.roster.running, self.cache, self._ratio)
@@ -197,9 +215,15 @@ class Scheduler:
         if draft.is_starved or not self.roster.waiting:
             return
         reserved = reserve(self.roster.running, self.cache, self._ratio)
+        self.fetcher.go_on(
+            self.roster.waiting,
+            lambda request, match: may_enter(
+                request, match, self.cache, self.limits, self._ratio, reserved
+            ),
+        )
         for request in list(self._order(self.roster.waiting, self._probe)):
-            if request.flights:
-                continue  # a retracted request whose last token is still in flight
+            if request.flights or self.fetcher.holds_back(request, self._now):
+                continue  # a retracted request whose last token is still in flight, or the store
             if draft.budget <= 0 or not self.roster.free_slots:
                 return
             if not self._enter(request, draft, reserved):
@@ -235,6 +259,7 @@ class Scheduler:
         )
         if request.admitted_s < 0:
             request.admitted_s, request.cached_tokens = self._now, match.tokens
+            request.stored_tokens = self.fetcher.stored_tokens(request, match)
             self.counters.cached_tokens += match.tokens
         return True
 
@@ -305,6 +330,7 @@ class Scheduler:
                     vector,
                     hidden,
                     hidden_first,
+                    request.stored_tokens,
                 )
             )
         if request.lease is not None and tokens:

@@ -83,6 +83,7 @@ def check(path: str, grammars: GrammarFactory | None = None) -> ReplayReport:
                 plans += plan is not None
         core.take_events()
         core.take_masks()
+        core.take_lookups()
     return ReplayReport(number, plans)
 
 

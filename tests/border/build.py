@@ -1,15 +1,20 @@
 """Random worlds: cache geometry, limits and faults, small enough that everything runs short."""
 
+import dataclasses
 from dataclasses import dataclass
 from random import Random
+
+from msgspec.structs import replace
 
 from banyan.engine.core import EngineCore, Recorder
 from banyan.engine.lockstep import Lockstep
 from banyan.engine.spec import CoreSpec
 from banyan.grammar.base import Grammar
 from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
+from banyan.memory.tiers import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH, StoreRules
 from banyan.runner.abilities import Abilities
 from banyan.scheduler.budget import Limits, Priorities
+from banyan.scheduler.fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
 from tests.border.fake_runner import Faults
 from tests.border.laws import Device
 from tests.border.oracle import HashGrammar
@@ -74,6 +79,23 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
     has_peers = random.random() < 0.15 and abilities.peers
     has_hidden = random.random() < 0.3 and abilities.hidden and not drafts
     return World(core, device, faults, has_peers, abilities, scale, has_hidden)
+
+
+def with_store(random: Random, world: World) -> World:
+    """The same world with a store. `now` goes on by 0.01 with every action."""
+    share = replace(
+        world.core,
+        share=True,
+        groups=world.core.groups[:1],
+        store=StoreRules(
+            write=random.choice((WRITE_THROUGH, WRITE_THROUGH, WRITE_SELECTIVE, WRITE_BACK)),
+            prefetch=random.choice((BEST_EFFORT, WAIT_COMPLETE, TIMEOUT)),
+            threshold=random.choice((0, 0, 2 * PAGE * world.scale)),
+            timeout_s=random.choice((0.03, 0.3, 3.0)),
+        ),
+    )
+    device = dataclasses.replace(world.device, groups=share.groups)
+    return dataclasses.replace(world, core=share, device=device)
 
 
 def _groups(random: Random, kind: str, scale: int) -> list[CacheGroup]:

@@ -99,6 +99,7 @@ class Play:
         self.now += 0.01
         getattr(self, f"_{kind}")(Random(number))
         self._hear(self.core.take_events())
+        self.runner.look(self.core.take_lookups())
         self.core.check()
         self._progress()
 
@@ -208,6 +209,9 @@ class Play:
         return True
 
     def _copies(self, random: Random) -> None:
+        held = self.runner.report_held() if random.random() < 0.7 else None
+        if held is not None:
+            self.core.receive(held, self.now)
         if self.runner.copies_to_report:
             result = self.runner.report_copies(1 + random.randrange(3))
             self.core.receive(result, self.now)

@@ -9,7 +9,7 @@ A plan takes effect in two moments: `launch` checks it as far as the engine coul
 """
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from random import Random
 
@@ -18,12 +18,16 @@ import msgspec
 from banyan.memory.groups import FULL, STATE, WINDOW
 from banyan.messages.orders import KV_CACHE, Order, OrderReply, ReleaseMemory, TakeWeights
 from banyan.messages.plan import (
+    DEVICE,
     HIDDEN,
     POOL,
     SAMPLE,
     SCORE,
+    STORE,
     CopyResult,
+    Held,
     Join,
+    Lookup,
     Mask,
     PageCopy,
     Row,
@@ -48,9 +52,14 @@ Content = int | Poison | None
 """Hash of the sequence up to and with a position; None = never written."""
 
 
+Stored = dict[tuple[int, bytes], list[Content]]
+"""What a store holds, by group and key."""
+
+
 ABILITIES = Abilities(
     groups=(FULL, WINDOW, STATE),
     copies=True,
+    tiers=(DEVICE, STORE),
     drafts=True,
     peers=True,
     adapters=True,
@@ -96,10 +105,16 @@ class FakeRunner:
         device: sizes that the engine was told.
         faults: what goes wrong, and how often.
         namespaces: sampling seed -> cache namespace; the border does not carry namespaces.
+        stored: pages in the store.
     """
 
     def __init__(
-        self, device: Device, faults: Faults, random: Random, namespaces: dict[int, bytes]
+        self,
+        device: Device,
+        faults: Faults,
+        random: Random,
+        namespaces: dict[int, bytes],
+        stored: Stored | None = None,
     ) -> None:
         self.device = device
         self.faults = faults
@@ -113,6 +128,10 @@ class FakeRunner:
         """Copies done and not yet reported: (id, is good)."""
         self._weights = 0
         """What pages are computed with; part of their content."""
+        self._stored = {} if stored is None else stored
+        self._moving: list[tuple[PageCopy, list[Content]]] = []
+        """Copies to the store with what they bring, and from it with nothing."""
+        self._lookups: deque[Lookup] = deque()
 
     # -- what the driver calls ----------------------------------------------------------------
 
@@ -127,11 +146,11 @@ class FakeRunner:
 
     @property
     def copies_to_report(self) -> int:
-        return len(self._ended)
+        return len(self._ended) + len(self._moving)
 
     @property
     def is_quiet(self) -> bool:
-        return not self.laws.queue and not self.laws.copies
+        return not (self.laws.queue or self.laws.copies or self._lookups)
 
     def launch(self, plan: StepPlan) -> None:
         """Take a plan."""
@@ -148,11 +167,47 @@ class FakeRunner:
 
     def report_copies(self, count: int) -> CopyResult:
         """The end of `count` copies, in any order."""
+        self._random.shuffle(self._moving)
+        while self._moving and len(self._ended) < count:
+            self._ended.append(self._move(*self._moving.pop()))
         self._random.shuffle(self._ended)
         batch, self._ended = self._ended[:count], self._ended[count:]
         for copy_id, _ in batch:
             del self.laws.copies[copy_id]
         return CopyResult([i for i, good in batch if good], [i for i, good in batch if not good])
+
+    def look(self, lookups: list[Lookup]) -> None:
+        self._lookups += lookups
+
+    def report_held(self) -> Held | None:
+        """The answer to the oldest lookup; by the time that it is heard, pages may have gone."""
+        if not self._lookups:
+            return None
+        lookup = self._lookups.popleft()
+        groups = range(len(self.device.groups))
+        known = [all((g, key) in self._stored for g in groups) for key in lookup.keys]
+        count = [*known, False].index(False)
+        self.laws.seen["prefixes found in the store"] += count > 0
+        return Held(lookup.id, count)
+
+    def _move(self, copy: PageCopy, content: list[Content]) -> tuple[int, bool]:
+        """End a copy to or from the store: (id, is good)."""
+        if self._stored and self.chance("copy"):
+            del self._stored[self._random.choice(list(self._stored))]
+            self.laws.seen["pages evicted from the store"] += 1
+        is_good = not self.chance("copy")
+        if copy.dst.tier == STORE:
+            if is_good:
+                self._stored[copy.group, copy.dst.key] = content
+            self.laws.seen["stored pages" if is_good else "failed copies"] += 1
+            return copy.id, is_good
+        found = self._stored.get((copy.group, copy.src.key))
+        if found is None or not is_good:
+            self.laws.seen["failed loads"] += 1
+            return copy.id, False
+        self._pages[copy.group][copy.dst.page] = list(found)
+        self.laws.seen["loaded pages"] += 1
+        return copy.id, True
 
     def chance(self, kind: str) -> bool:
         """Whether a fault of this kind strikes at this opportunity."""
@@ -202,7 +257,9 @@ class Execution:
         replies = self.runner.obey(self.plan.orders)
         self.laws.start(self.launched)
         for copy in self.plan.copies:
-            if copy.when == "before":
+            if not copy.is_on_device:
+                self._begin_move(copy)
+            elif copy.when == "before":
                 self._copy(copy)
         pairs = list(zip(self.plan.rows, self._slots(), strict=True))
         for index, (row, slot) in enumerate(pairs):
@@ -210,9 +267,23 @@ class Execution:
         self._read_all(pairs)
         result = self._finish(pairs)
         for copy in self.plan.copies:
-            if copy.when == "after":
+            if copy.when == "after" and copy.is_on_device:
                 self._copy(copy)
         return msgspec.structs.replace(result, replies=replies)
+
+    def _begin_move(self, copy: PageCopy) -> None:
+        """To the store go the bytes of this moment; from it they come when the end is told."""
+        where = f"step {self.plan.step} copy {copy.id}"
+        size = self.device.groups[copy.group].page_tokens
+        pages, content = self.runner._pages[copy.group], list[Content]()
+        if copy.dst.tier == STORE:
+            content = list(pages.get(copy.src.page, [None] * size))
+            is_right = all(isinstance(value, int) for value in content)
+            require(is_right, f"{where}: page {copy.src.page} is stored, and it holds {content}")
+        else:
+            self._use(copy.group, copy.dst.page, -copy.id, is_write=True)
+            pages[copy.dst.page] = [None] * size
+        self.runner._moving.append((copy, content))
 
     def _slots(self) -> list[Slot]:
         return [slot for slot in self.launched.rows if isinstance(slot, Slot)]
@@ -225,14 +296,14 @@ class Execution:
         life = self.launched.rows[copy.row].life if copy.row >= 0 else -copy.id
         self.laws.copy_lives[copy.id] = life
         is_restore = copy.when == "before"
-        self._use(copy.group, copy.dst, life if is_restore else -copy.id, is_write=True)
-        self._use(copy.group, copy.src, -copy.id, is_write=False)
+        self._use(copy.group, copy.dst.page, life if is_restore else -copy.id, is_write=True)
+        self._use(copy.group, copy.src.page, -copy.id, is_write=False)
         pages = runner._pages[copy.group]
         if is_good:
-            pages[copy.dst] = list(pages.get(copy.src, [None]))
+            pages[copy.dst.page] = list(pages.get(copy.src.page, [None]))
             self.laws.seen["restored states" if is_restore else "kept states"] += 1
         else:
-            pages[copy.dst] = [self.poison]
+            pages[copy.dst.page] = [self.poison]
             self.laws.seen["failed copies"] += 1
             if is_restore and copy.row >= 0:
                 self.broken_rows[copy.row] = "copy"

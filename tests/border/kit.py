@@ -6,10 +6,10 @@ from random import Random
 from typing import Protocol
 
 from banyan.messages.orders import Order
-from banyan.messages.plan import CopyResult, Mask, StepPlan, StepResult
+from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import Generate
-from tests.border.build import World, random_world
-from tests.border.fake_runner import ABILITIES, FakeRunner
+from tests.border.build import World, random_world, with_store
+from tests.border.fake_runner import ABILITIES, FakeRunner, Stored
 from tests.border.oracle import HashStory, Story
 
 Hurry = Callable[[bool], bool]
@@ -49,6 +49,10 @@ class Runner(Protocol):
         ...
 
     def report_copies(self, count: int) -> CopyResult: ...
+    def look(self, lookups: list[Lookup]) -> None: ...
+    def report_held(self) -> Held | None:
+        """The answer to the oldest lookup, if there is one."""
+        ...
 
 
 class Kit(Protocol):
@@ -68,15 +72,23 @@ class Kit(Protocol):
 
 
 class FakeKit:
-    """The fake runner, which does everything that the border has words for."""
+    """The fake runner, which does everything that the border has words for.
+
+    Args:
+        stored: pages that outlive the runners of this kit; None for worlds without a store.
+    """
+
+    def __init__(self, stored: Stored | None = None) -> None:
+        self._stored = stored
 
     def world(self, random: Random) -> World:
-        return random_world(random, ABILITIES)
+        world = random_world(random, ABILITIES)
+        return world if self._stored is None else with_store(random, world)
 
     def runner(
         self, world: World, random: Random, namespaces: dict[int, bytes], hurry: Hurry
     ) -> Runner:
-        return FakeRunner(world.device, world.faults, random, namespaces)
+        return FakeRunner(world.device, world.faults, random, namespaces, self._stored)
 
     def story(self, generate: Generate, world: World) -> Story:
         return HashStory(generate)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from banyan.base.ids import PADDING_PAGE
 from banyan.memory.groups import FULL, WINDOW, CacheGroup
 from banyan.messages.orders import WEIGHTS, Order, ReleaseMemory, ResumeMemory, TakeWeights
-from banyan.messages.plan import SAMPLE, Join, Mask, PageCopy, StepPlan
+from banyan.messages.plan import DEVICE, SAMPLE, STORE, Join, Mask, PageCopy, StepPlan
 
 
 class BorderError(AssertionError):
@@ -126,7 +126,8 @@ class Laws:
         if plan.orders:
             where = f"step {plan.step} has orders"
             require(not self.queue, f"{where} while {len(self.queue)} steps are in flight")
-            require(not self.copies, f"{where} while {len(self.copies)} copies are")
+            using = [copy for copy in self.copies.values() if copy.dst.tier != STORE]
+            require(not using, f"{where} while {len(using)} copies are")
             require(not plan.rows, f"{where} and rows")
         ordered = [x.plan.step for x in self.queue if x.plan.orders]
         require(not ordered, f"step {plan.step} is launched before the orders of {ordered} ended")
@@ -181,15 +182,22 @@ class Laws:
         where = f"copy {copy.id}"
         require(copy.id not in self.copies, f"{where}: the id is in use")
         require(copy.when in ("before", "after"), f"{where}: when {copy.when!r}")
-        require(PADDING_PAGE not in (copy.src, copy.dst), f"{where}: padding page")
+        src, dst = copy.src.page, copy.dst.page
+        for end in (copy.src, copy.dst):
+            is_known = (
+                end.tier == DEVICE and end.page != PADDING_PAGE or end.tier == STORE and end.key
+            )
+            require(bool(is_known), f"{where}: {end}")
+        is_move = not copy.is_on_device
+        require(not is_move or (copy.when, copy.row) == ("before", -1), f"{where}: {copy}")
         for other in self.copies.values():
-            if other.group != copy.group:
+            if other.group != copy.group or other.dst.tier == STORE:
                 continue
-            if other.when == "after":
-                is_fresh = other.dst not in (copy.src, copy.dst)
-                require(is_fresh, f"{where}: page {other.dst} still waits for copy {other.id}")
+            if other.when == "after" or other.src.tier == STORE:
+                is_fresh = other.dst.page not in (src, dst)
+                require(is_fresh, f"{where}: {other.dst} still waits for copy {other.id}")
             else:
-                require(copy.dst != other.src, f"{where}: copy {other.id} still reads {copy.dst}")
+                require(dst != other.src.page, f"{where}: copy {other.id} still reads {dst}")
         self.copies[copy.id] = copy
 
     # -- when the device reaches a plan -------------------------------------------------------

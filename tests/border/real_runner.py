@@ -30,12 +30,15 @@ from banyan.messages.plan import (
     POOL,
     SAMPLE,
     CopyResult,
+    Held,
     Join,
+    Lookup,
     Mask,
     PageCopy,
     Row,
     StepPlan,
     StepResult,
+    device_page,
 )
 from banyan.messages.sampling import SamplingParams
 from banyan.models.base import Model
@@ -144,6 +147,12 @@ class RealRunner:
 
     def report_copies(self, count: int) -> CopyResult:
         raise AssertionError("the kit's own copies are not the engine's")
+
+    def look(self, lookups: list[Lookup]) -> None:
+        require(not lookups, "there is no store to look in")
+
+    def report_held(self) -> Held | None:
+        return None
 
     def _enter(self, join: Join, life: int, tokens: list[int]) -> Tenancy:
         if max(tokens) >= VOCAB:
@@ -342,7 +351,8 @@ class RealRunner:
 
     def _copy(self, group: int, src: int, dst: int, when: str) -> PageCopy:
         self._next_copy += 1
-        return PageCopy(self._next_copy, group, PageId(src), PageId(dst), when)
+        pages = device_page(PageId(src)), device_page(PageId(dst))
+        return PageCopy(self._next_copy, group, *pages, when)
 
     def _settle_copies(
         self, pending: PendingStep, back: list[PageCopy], out: list[PageCopy]
@@ -359,8 +369,8 @@ class RealRunner:
         for copy in back:
             if copy.id in failed:
                 for tensor in self._pages(copy.group):
-                    tensor[copy.dst] = tensor[copy.src]
-        self._away = [(c.group, c.src, c.dst) for c in out if c.id in done]
+                    tensor[copy.dst.page] = tensor[copy.src.page]
+        self._away = [(c.group, c.src.page, c.dst.page) for c in out if c.id in done]
         for group in range(len(self._device.groups)):
             self._spoil(group, [page for g, page, _ in self._away if g == group])
 
@@ -381,7 +391,7 @@ class RealRunner:
         allowed = [
             self._touched(launched, g, reads=False)
             | {PADDING_PAGE}
-            | {copy.dst for copy in copies if copy.group == g}
+            | {copy.dst.page for copy in copies if copy.group == g}
             for g in range(len(before))
         ]
         self._require_same(f"step {launched.plan.step}", before, allowed)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
+import msgspec
 import pytest
 
 from banyan.engine import core
@@ -12,7 +13,7 @@ from banyan.memory.groups import CacheGroup
 from banyan.memory.stamps import Horizon
 from banyan.memory.states import StateCopies
 from banyan.messages.orders import OrderReply
-from banyan.messages.plan import StepResult
+from banyan.messages.plan import StepResult, device_page
 from banyan.messages.requests import GiveOrders
 from banyan.scheduler.roster import Roster
 from banyan.scheduler.rows import RowPlanner
@@ -107,7 +108,7 @@ def test_a_state_restored_from_the_wrong_prefix_is_noticed() -> None:
         copy = restore(self, node, group, live, row, step)
         parent = node.parent
         if parent is not None and parent.pages and parent.pages[group]:
-            return type(copy)(copy.id, group, parent.pages[group][0], live, copy.when, row)
+            return msgspec.structs.replace(copy, src=device_page(parent.pages[group][0]))
         return copy
 
     found = verdict(lambda patch: patch.setattr(StateCopies, "restore", wrong))

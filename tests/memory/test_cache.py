@@ -157,7 +157,7 @@ def test_a_state_is_resumed_only_where_a_checkpoint_was_copied():
     lease = fill(cache, ids(8), step=StepId(1))
     assert cache.probe(b"", ids(9), 8).tokens == 0
     (copy,) = cache.checkpoints(lease, 8, 0, StepId(1), "writer")
-    assert copy.when == "after" and copy.src == lease.tables[1][0]
+    assert copy.when == "after" and copy.src.page == lease.tables[1][0]
     cache.settle(StepId(1))
     cache.end_copies([copy.id], [])
     match = cache.probe(b"", ids(9), 8)

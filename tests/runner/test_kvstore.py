@@ -5,7 +5,7 @@ import torch
 
 from banyan.config.card import FULL, STATE, WINDOW
 from banyan.layers.cache import CacheTensor, LayerCache, group_caches
-from banyan.messages.plan import PageCopy
+from banyan.messages.plan import PageCopy, device_page
 from banyan.ops import reference
 from banyan.ops.pages import stored_width
 from banyan.runner.kvstore import GroupLayout, KVStore
@@ -71,7 +71,7 @@ def test_a_copy_moves_every_tensor_of_its_group_and_no_other(copied):
         for tensor in store.tensors(layer).values():
             tensor[2] = 7
 
-    store.copy([PageCopy(id=1, group=copied, src=2, dst=4, when="after")], "after")
+    store.copy([PageCopy(1, copied, device_page(2), device_page(4), "after")], "after")
 
     for layer in range(5):
         for tensor in store.tensors(layer).values():
@@ -84,7 +84,7 @@ def test_bytes_and_their_scales_move_with_their_page():
     k, v = torch.randn(2, 16, 2, 24, generator=torch.Generator().manual_seed(0))
     reference.write_kv(k, v, k_pages, v_pages, torch.arange(32, 48))
 
-    store.copy([PageCopy(id=1, group=0, src=2, dst=4, when="after")], "after")
+    store.copy([PageCopy(1, 0, device_page(2), device_page(4), "after")], "after")
 
     for of, wanted in ((k_pages, k), (v_pages, v)):
         kept, _, _ = reference.gather_row(

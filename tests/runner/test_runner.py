@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from banyan.messages.plan import SAMPLE, SCORE, Join, PageCopy, PageGrant, Row, StepPlan
+from banyan.messages.plan import (
+    SAMPLE,
+    SCORE,
+    Join,
+    PageCopy,
+    PageGrant,
+    Row,
+    StepPlan,
+    device_page,
+)
 from banyan.messages.sampling import SamplingParams
 from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 
@@ -383,7 +392,7 @@ def test_the_copies_of_a_failed_step_are_told_as_failed(make_wrapped):
     driver = Driver(make_wrapped(wrap))
     request = mixed_requests()[0]
     join, grant = driver.enter(request)
-    copies = [PageCopy(3, 0, 1, 900, "after")]
+    copies = [PageCopy(3, 0, device_page(1), device_page(900), "after")]
     plan = driver.plan(joins=[join], grants=[grant], rows=[driver.row(request)], copies=copies)
     told = driver.runner.launch(plan).copies()
     assert (told.ids, told.failed) == ([], [3])
@@ -402,12 +411,16 @@ def test_copied_pages_continue_like_their_source(make_runner, expected):
     driver = Driver(make_runner())
     first = Request(want.prompt, greedy(1))
     join, grant = driver.enter(first)
-    after = [PageCopy(i, 0, grant.pages[i], 900 + i, "after") for i in range(2)]
+    after = [
+        PageCopy(i, 0, device_page(grant.pages[i]), device_page(900 + i), "after") for i in range(2)
+    ]
     pending = driver.runner.launch(
         driver.plan(joins=[join], grants=[grant], rows=[driver.row(first)], copies=after)
     )
     assert pending.copies().ids == [0, 1]
-    before = [PageCopy(7 + i, 0, 900 + i, 910 + i, "before") for i in range(2)]
+    before = [
+        PageCopy(7 + i, 0, device_page(900 + i), device_page(910 + i), "before") for i in range(2)
+    ]
     again = Request(want.prompt, want.sampling)
     join, grant = driver.enter(again, shared=[910, 911])
     rows = [driver.row(again)]

@@ -1,6 +1,6 @@
 """Flags of the KV cache: its size, its pages and what is kept."""
 
-from banyan.config.flags.flag import FLOAT, INT, SWITCH, Elsewhere, Flag
+from banyan.config.flags.flag import FLOAT, INT, JSON, SWITCH, Elsewhere, Flag
 
 FLAGS = (
     Flag(
@@ -91,5 +91,53 @@ FLAGS = (
         "layers with a window keep every position, so that longer prefixes can be reused",
         kind=SWITCH,
         proof="tests/memory/test_sizing.py::test_window_layers_keep_every_position_when_told_so",
+    ),
+    Flag(
+        "enable-hierarchical-cache",
+        "cache.hierarchical",
+        "pages of the cache may lie in further tiers; with --hicache-storage-backend they outlive "
+        "the process",
+        kind=SWITCH,
+        aliases=("enable-hicache",),
+        proof="tests/system/test_store.py::test_a_restarted_server_answers_from_the_store",
+    ),
+    Flag(
+        "hicache-storage-backend",
+        "cache.store",
+        "where pages are kept beyond the process: file = a folder, which servers may share; or the "
+        "name of an installed store",
+        elsewhere=(
+            Elsewhere(
+                "sim mooncake npu_memcache hf3fs nixl aibrix dynamic eic simm mori shm tensorcast "
+                "seaweedfs",
+                "it has no such store",
+                "use file, on a folder that all machines reach",
+            ),
+        ),
+        proof="tests/system/test_store.py::test_a_restarted_server_answers_from_the_store",
+    ),
+    Flag(
+        "hicache-storage-backend-extra-config",
+        "cache.store_options",
+        "of the file store: path, max_bytes, fsync; of every store: prefetch_threshold in tokens, "
+        "prefetch_timeout_base and prefetch_timeout_per_ki_token in seconds",
+        kind=JSON,
+        proof="tests/system/test_store.py::test_a_restarted_server_answers_from_the_store",
+    ),
+    Flag(
+        "hicache-write-policy",
+        "cache.store_writes",
+        "when pages are stored: write_through = once they are computed, write_through_selective = "
+        "when a second request uses them, write_back = when they are evicted",
+        choices=("write_through", "write_through_selective", "write_back"),
+        proof="tests/system/test_store.py::test_the_write_policy_decides_what_is_stored",
+    ),
+    Flag(
+        "hicache-storage-prefetch-policy",
+        "cache.store_waits",
+        "how long a request waits for stored pages: best_effort = not at all, wait_complete = "
+        "until they have come, timeout = the same within a bound",
+        choices=("best_effort", "wait_complete", "timeout"),
+        proof="tests/system/test_store.py::test_the_prefetch_policy_decides_who_waits",
     ),
 )

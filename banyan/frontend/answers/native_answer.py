@@ -33,6 +33,7 @@ class NativeService:
         limits: what one request may ask.
         defaults, draw_seed: sampling parameters, and the seed, of requests that leave them out.
         incremental: each streamed chunk holds only what is new.
+        store: where pages of the cache outlive the engine; "" = nowhere.
     """
 
     def __init__(
@@ -45,8 +46,10 @@ class NativeService:
         draw_seed: DrawSeed = fresh_seed,
         weight_version: str = "default",
         incremental: bool = False,
+        store: str = "",
         clock: Clock | None = None,
     ) -> None:
+        self._store = store
         self._generator = generator
         self._tokenizer = tokenizer
         self.limits = limits
@@ -121,6 +124,13 @@ class NativeService:
             "num_retractions": usage.retractions,
             "weight_version": self._weight_version,
         }
+        if self._store:
+            meta["cached_tokens_details"] = {
+                "device": usage.cached_tokens - usage.stored_tokens,
+                "host": 0,
+                "storage": usage.stored_tokens,
+                "storage_backend": self._store,
+            }
         if chunk.finish is not None:
             meta["e2e_latency"] = self._clock.now() - started_s
         if sequence.show_scores:

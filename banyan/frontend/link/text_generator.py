@@ -194,7 +194,7 @@ class OutputReader:
         self._output_scores: list[TokenScore] = []
         self._vector = b""
         self._hidden = HiddenStates(request, hidden_size)
-        self._cached_tokens = 0
+        self._cached_tokens = self._stored_tokens = 0
         self._retractions = 0
         self._finish: Finish | None = None
         if request.scores.start == 0:
@@ -205,12 +205,14 @@ class OutputReader:
         match event:
             case Tokens():
                 self._cached_tokens = event.cached_tokens
+                self._stored_tokens = event.stored_tokens
                 self._vector = event.vector or self._vector
                 self._take_tokens(event)
                 if event.hidden:
                     self._hidden.take(event, self.num_tokens)
             case Finished():
                 self._cached_tokens = event.cached_tokens
+                self._stored_tokens = event.stored_tokens
                 self._retractions = event.retractions
                 self._end(Finish(event.reason, event.matched if event.matched >= 0 else None))
             case Failed():
@@ -323,7 +325,8 @@ class OutputReader:
 
     def _usage(self) -> Usage:
         num_prompt = len(self._request.prompt)
-        return Usage(num_prompt, self.num_tokens, self._cached_tokens, self._retractions)
+        cached, stored = self._cached_tokens, self._stored_tokens
+        return Usage(num_prompt, self.num_tokens, cached, self._retractions, stored)
 
 
 class HiddenStates:

@@ -119,6 +119,8 @@ class Usage:
     output_tokens: int
     cached_tokens: int = 0
     retractions: int = 0
+    stored_tokens: int = 0
+    """How many of the cached tokens came from a store."""
 
 
 @dataclass(frozen=True)

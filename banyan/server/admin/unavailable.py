@@ -26,7 +26,10 @@ _GROUPED = (
 _ONE_BY_ONE = "Weights are taken whole, by one POST /update_weights_from_disk."
 _CHECKSUMS = "Weights are not summed up; /get_weights_by_name shows any tensor of them."
 _ADAPTERS = "LoRA adapters are not available in this build."
-_TIERS = "There is no host or disk cache tier in this build."
+_TIERS = (
+    "The store of the cache is named at start-up (--hicache-storage-backend) and not changed or "
+    "cleared while servers use it; remove its folder to clear it."
+)
 _CORPUS = "N-gram speculation is not available in this build."
 _PROFILE = "No traces are sent; /start_profile and /stop_profile record the steps in a file."
 _EXPERTS = "Expert parallelism is not available in this build."

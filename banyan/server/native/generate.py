@@ -35,6 +35,7 @@ def native_service(service: Service, state: ServerState) -> NativeService:
         draw_seed=service.draw_seed,
         weight_version=state.config.model.weight_version,
         incremental=state.config.server.incremental_output,
+        store=state.config.cache.store,
     )
 
 

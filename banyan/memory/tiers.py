@@ -1,0 +1,320 @@
+"""StoreTier: which pages go to the store that outlives the process, and which come back.
+
+Every unit of a prefix has a key: a hash of the key before it and its own tokens, the first of the
+namespace, so that equal keys mean equal sequences of one tenant. The store's own names add whose
+weights they are (transfer/identity.py).
+
+A node's pages go to the store once the step that wrote them is complete: what is promised may prove
+wrong. Their bytes are taken in the order of plans, so nothing is locked meanwhile. Pages that come
+back are taken from the pools and belong to this tier until their copy ends; then they are nodes
+like any others. A copy that fails leaves no trace: its tokens are computed instead.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from banyan.base.ids import NO_STEP, PageId
+from banyan.memory.groups import FULL, CacheGroup
+from banyan.memory.pool import PagePool
+from banyan.memory.radix import Node, RadixTree
+from banyan.memory.stamps import NEVER_USED, Horizon
+from banyan.messages.plan import PageCopy, device_page, stored_page
+
+WRITE_THROUGH = "write_through"
+"""Pages are written as soon as they are complete."""
+WRITE_SELECTIVE = "write_through_selective"
+"""Pages are written when a second request uses them."""
+WRITE_BACK = "write_back"
+"""Pages are written when they are evicted."""
+
+KEY_BYTES = 32
+_MAX_WRITES = 64
+"""Copies to the store under way; each holds the bytes of a page in the host's memory."""
+_MAX_WRITES_A_STEP = 16
+_LOADING_SHARE = 4
+"""At most 1 / this of a pool waits for the store."""
+
+
+@dataclass(frozen=True)
+class StoreRules:
+    """What is kept in a store, and for how long a request waits for it.
+
+    Attributes:
+        write: WRITE_THROUGH | WRITE_SELECTIVE | WRITE_BACK.
+        prefetch: a policy of scheduler/fetch.py.
+        threshold: fewer tokens are not looked for.
+        timeout_s, timeout_per_ki_s: most seconds that a request waits, and for each 1024 tokens
+            that it looks for; where the policy has a bound.
+    """
+
+    write: str = WRITE_THROUGH
+    prefetch: str = "timeout"
+    threshold: int = 256
+    timeout_s: float = 1.0
+    timeout_per_ki_s: float = 0.25
+
+
+@dataclass
+class _Unit:
+    """One unit on its way from the store."""
+
+    key: bytes
+    pages: list[PageId]
+    """By group."""
+    open: int
+    is_good: bool = True
+
+
+@dataclass
+class Load:
+    """Consecutive units of one prefix on their way from the store."""
+
+    namespace: bytes
+    first: int
+    units: list[_Unit]
+    tree_keys: list[bytes]
+    parent: Node | None
+    """The deepest node of the prefix that is there; None = the namespace."""
+    came: int = 0
+    """Units that have become nodes."""
+    passed: int = 0
+    """Units whose end has been dealt with, in order."""
+    is_broken: bool = False
+    """A unit before the next one is not there: those that still come are of no use."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.passed == len(self.units)
+
+
+@dataclass
+class StoreTier:
+    """The pages of one replica that go to and come from a store. Every group keeps every position,
+    one page for each unit (`can_be_stored`).
+
+    Args:
+        pools, tree, horizon: of the cache.
+        make_room: whether so many pages per group are free, or could be made so.
+        weights: what the namespaces begin with whose pages are stored. The store's identity knows
+            the weights of the start only.
+    """
+
+    pools: list[PagePool]
+    tree: RadixTree
+    horizon: Horizon
+    rules: StoreRules
+    make_room: Callable[[list[int]], bool]
+    weights: bytes = b""
+    copies: list[PageCopy] = field(default_factory=list[PageCopy])
+    """For the next plan, in the order in which they were decided."""
+    _backlog: deque[Node] = field(default_factory=deque[Node])
+    _writes: dict[int, None] = field(default_factory=dict[int, None])
+    """Copies to the store under way."""
+    _reads: dict[int, tuple[Load, int]] = field(default_factory=dict[int, tuple[Load, int]])
+    """Copy from the store -> its load, and which of its units."""
+    _loading: dict[bytes, tuple[Load, _Unit]] = field(
+        default_factory=dict[bytes, tuple[Load, _Unit]]
+    )
+    """By key, the units under way."""
+
+    def __post_init__(self) -> None:
+        self._backlog = deque(maxlen=min(pool.total for pool in self.pools))
+
+    # -- to the store -------------------------------------------------------------------------
+
+    def complete(self, node: Node) -> None:
+        """The node's pages hold what its key says, and no step can prove them wrong."""
+        if self.rules.write == WRITE_THROUGH:
+            self._note(node)
+
+    def used(self, node: Node) -> None:
+        """One more request uses the node."""
+        if self.rules.write == WRITE_SELECTIVE:
+            self._note(node)
+
+    def leaving(self, node: Node) -> None:
+        """The node is about to be evicted."""
+        if self.rules.write == WRITE_BACK and len(self._writes) < _MAX_WRITES:
+            self._write(node)
+
+    def plan_writes(self) -> None:
+        """Begin to write what waits for it, as much as one step should take on."""
+        for _ in range(min(_MAX_WRITES_A_STEP, len(self._backlog))):
+            if len(self._writes) >= _MAX_WRITES:
+                return
+            self._write(self._backlog.popleft())
+
+    def forget_copies(self) -> None:
+        """Leave out what no plan has begun; only pages that were just evicted may be written so."""
+        for copy in self.copies:
+            assert copy.id in self._writes, "a load waits for a plan"
+            del self._writes[copy.id]
+        self.copies = []
+
+    def take_copies(self) -> list[PageCopy]:
+        taken, self.copies = self.copies, []
+        return taken
+
+    def _note(self, node: Node) -> None:
+        if not node.is_stored:
+            self._backlog.append(node)
+
+    def _write(self, node: Node) -> None:
+        if node.is_stored or node.promised != NO_STEP or not (node.is_attached and all(node.pages)):
+            return
+        node.is_stored = True
+        key = self._key_of(node)
+        if not key:
+            return
+        for g, (page,) in enumerate(node.pages):
+            copy_id = self.horizon.new_copy()
+            self._writes[copy_id] = None
+            self.copies.append(PageCopy(copy_id, g, device_page(page), stored_page(key), "before"))
+
+    # -- from the store -----------------------------------------------------------------------
+
+    def keys(self, namespace: bytes, tree_keys: Sequence[bytes]) -> list[bytes]:
+        """The store's keys of the units of a prefix, from the first one on."""
+        found: list[bytes] = []
+        key = _root_key(namespace)
+        for tree_key in tree_keys:
+            key = _next_key(key, tree_key)
+            found.append(key)
+        return found
+
+    def load_of(self, key: bytes) -> Load | None:
+        """The load that brings the unit of this key, if one does."""
+        found = self._loading.get(key)
+        return None if found is None else found[0]
+
+    @property
+    def loading(self) -> int:
+        """Units under way."""
+        return len(self._loading)
+
+    def room(self) -> int:
+        """Units that may be loaded beside those that are, if the pools can give them."""
+        most = min(pool.total for pool in self.pools) // _LOADING_SHARE
+        return max(0, max(1, most) - len(self._loading))
+
+    def load(
+        self,
+        namespace: bytes,
+        path: Sequence[Node],
+        tree_keys: Sequence[bytes],
+        keys: Sequence[bytes],
+    ) -> Load | None:
+        """Begin to bring the units after `path`, a fresh match; None (and nothing begun) without
+        room.
+
+        tree_keys, keys: of these units in the tree and in the store.
+        """
+        if not self._make_room_beside(path, len(keys)):
+            return None
+        pages = [pool.take(len(keys)) for pool in self.pools]
+        units = [
+            _Unit(key, [of_group[i] for of_group in pages], len(pages))
+            for i, key in enumerate(keys)
+        ]
+        parent = path[-1] if path else None
+        load = Load(namespace, len(path), units, list(tree_keys), parent)
+        for at, unit in enumerate(units):
+            assert unit.key not in self._loading
+            self._loading[unit.key] = load, unit
+            for g, page in enumerate(unit.pages):
+                copy_id = self.horizon.new_copy()
+                self.horizon.open_loads[copy_id] = None
+                self._reads[copy_id] = load, at
+                self.copies.append(
+                    PageCopy(copy_id, g, stored_page(unit.key), device_page(page), "before")
+                )
+        return load
+
+    def _make_room_beside(self, path: Sequence[Node], count: int) -> bool:
+        """Whether each group has so many free pages; those on `path` are not evicted for them."""
+        groups = range(len(self.pools))
+        for node in path:
+            self.tree.touch(node, node.priority)
+            for g in groups:
+                self.tree.lock(node, g)
+        has_room = self.make_room([count] * len(self.pools))
+        for node in reversed(path):
+            for g in groups:
+                self.tree.unlock(node, g, node.stamps[g])
+        return has_room
+
+    def end(self, ids: list[int], failed: list[int]) -> None:
+        """Copies have ended; those that are not this tier's are left alone."""
+        for copy_id in (*ids, *failed):
+            self._writes.pop(copy_id, None)
+            found = self._reads.pop(copy_id, None)
+            if found is None:
+                continue
+            del self.horizon.open_loads[copy_id]
+            load, at = found
+            unit = load.units[at]
+            unit.open -= 1
+            unit.is_good = unit.is_good and copy_id not in failed
+            self._advance(load)
+
+    def held(self, group: int) -> list[PageId]:
+        """Pages that wait for the store."""
+        return [unit.pages[group] for _, unit in self._loading.values()]
+
+    def _advance(self, load: Load) -> None:
+        """Deal with the ends of a load's units, in order."""
+        while not load.is_over and not load.units[load.passed].open:
+            unit, tree_key = load.units[load.passed], load.tree_keys[load.passed]
+            load.passed += 1
+            del self._loading[unit.key]
+            is_lost = load.parent is not None and not load.parent.is_attached
+            load.is_broken = load.is_broken or not unit.is_good or is_lost
+            if load.is_broken:
+                self._let_go(unit)
+                continue
+            node, is_new = self.tree.insert(load.namespace, load.parent, tree_key)
+            load.parent = node
+            load.came += 1
+            if not is_new:
+                self._let_go(unit)  # somebody has computed it meanwhile
+                continue
+            node.is_stored, node.key_hash = True, unit.key
+            for g, page in enumerate(unit.pages):
+                self.tree.attach(node, g, [page], NEVER_USED)
+
+    def _let_go(self, unit: _Unit) -> None:
+        for pool, page in zip(self.pools, unit.pages, strict=True):
+            pool.release([page], NEVER_USED)
+
+    def _key_of(self, node: Node) -> bytes:
+        """The store's key of a node, b"" when it has none; those above it keep theirs as well."""
+        chain: list[Node] = []
+        at = node
+        while not at.key_hash:
+            above = at.parent
+            assert above is not None
+            if above.parent is None:  # the namespace
+                if not at.key.startswith(self.weights):
+                    return b""
+                at.key_hash = _root_key(at.key)
+            else:
+                chain.append(at)
+                at = above
+        key = at.key_hash
+        for below in reversed(chain):
+            key = below.key_hash = _next_key(key, below.key)
+        return key
+
+
+def can_be_stored(groups: Sequence[CacheGroup]) -> bool:
+    return all(g.kind == FULL and g.page_tokens == groups[0].page_tokens for g in groups)
+
+
+def _root_key(namespace: bytes) -> bytes:
+    return blake2b(namespace, digest_size=KEY_BYTES, person=b"banyan tenant").digest()
+
+
+def _next_key(key: bytes, tree_key: bytes) -> bytes:
+    return blake2b(key + tree_key, digest_size=KEY_BYTES).digest()

@@ -1,0 +1,160 @@
+"""Mover: carries pages between the device and a store, on threads of its own.
+
+Each end is told once, through `ended`. A page that cannot be read or written is a failed copy; the
+log hears of the first of its kind, so that a store that is gone does not fill it.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Protocol
+
+import numpy as np
+
+from banyan.base.ids import PageId
+from banyan.base.log import logger
+from banyan.messages.plan import DEVICE, CopyResult, Held, Lookup, PageCopy
+from banyan.transfer.base import Damaged, Missing, Store
+
+log = logger(__name__)
+
+LOOKED_UP, READ, WRITTEN = "looked up", "read", "written"
+_INSTEAD = {
+    LOOKED_UP: "prompts are computed instead",
+    READ: "their tokens are computed instead",
+    WRITTEN: "they are not kept",
+}
+
+
+class Pages(Protocol):
+    """The pages on the device (runner/kvstore.py)."""
+
+    @property
+    def groups(self) -> Sequence[object]: ...
+    def page_bytes(self, group: int) -> int: ...
+    def take(self, group: int, page: PageId) -> np.ndarray: ...
+    def put(self, group: int, page: PageId, payload: np.ndarray) -> None: ...
+
+
+class Mover:
+    """
+    Args:
+        pages: in the host's memory.
+        wake: called from the threads whenever something has ended.
+    """
+
+    def __init__(self, pages: Pages, store: Store, wake: Callable[[], None]) -> None:
+        self._pages = pages
+        self._store = store
+        self._wake = wake
+        self._groups = len(pages.groups)
+        self._ended: SimpleQueue[CopyResult | Held] = SimpleQueue()
+        self._told: dict[str, None] = {}
+        self._lanes = [_Lane(name) for name in ("store-look", "store-read", "store-write")]
+
+    def start(self, copies: list[PageCopy]) -> None:
+        """Begin the copies to and from the store, in order. Returns once the bytes of pages that
+        go to the store are taken."""
+        _, read, write = self._lanes
+        for copy in copies:
+            if copy.is_on_device:
+                continue
+            if copy.src.tier == DEVICE and copy.when == "before":
+                payload = self._pages.take(copy.group, copy.src.page)
+                write.do(lambda copy=copy, payload=payload: self._write(copy, payload))
+            elif copy.dst.tier == DEVICE and copy.when == "before":
+                read.do(lambda copy=copy: self._read(copy))
+            else:
+                self._end(CopyResult(ids=[], failed=[copy.id]))
+
+    def look(self, lookups: list[Lookup]) -> None:
+        """Answer lookups, in order."""
+        for lookup in lookups:
+            self._lanes[0].do(lambda lookup=lookup: self._look(lookup))
+
+    def ended(self) -> list[CopyResult | Held]:
+        """What has ended since the last call."""
+        return [self._ended.get() for _ in range(self._ended.qsize())]
+
+    def close(self) -> None:
+        """End the threads; what waits is not begun."""
+        for lane in self._lanes:
+            lane.close()
+        self._store.close()
+
+    def _look(self, lookup: Lookup) -> None:
+        count = 0
+        try:
+            for key in lookup.keys:
+                if not all(self._store.has(_name(g, key)) for g in range(self._groups)):
+                    break
+                count += 1
+        except Exception as error:
+            self._tell(LOOKED_UP, error)
+        self._end(Held(lookup.id, count))
+
+    def _read(self, copy: PageCopy) -> None:
+        began = time.perf_counter()
+        try:
+            payload = np.frombuffer(self._store.read(_name(copy.group, copy.src.key)), np.uint8)
+            wanted = self._pages.page_bytes(copy.group)
+            if len(payload) != wanted:
+                raise Damaged(f"a page of {len(payload)} bytes, not {wanted}")
+            self._pages.put(copy.group, copy.dst.page, payload)
+        except Missing:
+            self._end(CopyResult(ids=[], failed=[copy.id]))
+        except Exception as error:
+            self._tell(READ, error)
+            self._end(CopyResult(ids=[], failed=[copy.id]))
+        else:
+            self._end(CopyResult([copy.id], seconds=time.perf_counter() - began))
+
+    def _write(self, copy: PageCopy, payload: np.ndarray) -> None:
+        try:
+            self._store.write(_name(copy.group, copy.dst.key), payload.data)
+        except Exception as error:
+            self._tell(WRITTEN, error)
+            self._end(CopyResult(ids=[], failed=[copy.id]))
+        else:
+            self._end(CopyResult([copy.id]))
+
+    def _tell(self, what: str, error: Exception) -> None:
+        kind = f"{what} {type(error).__name__}"
+        if kind not in self._told:
+            self._told[kind] = None
+            log.warning(
+                "pages of the cache store cannot be %s (%s: %s); %s, and this is not told again",
+                *(what, type(error).__name__, error, _INSTEAD[what]),
+            )
+
+    def _end(self, result: CopyResult | Held) -> None:
+        self._ended.put(result)
+        self._wake()
+
+
+class _Lane:
+    """A thread that does one thing after another."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._queue.put(None)
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            if not self._is_closed:
+                work()
+
+
+def _name(group: int, key: bytes) -> bytes:
+    return bytes((group,)) + key
