@@ -64,6 +64,7 @@ bench: $(VENV)/.demo
 # What rounded activations change: scheme by scheme, then in the answers of the demo model; minutes on a quiet machine.
 bench-fidelity: $(VENV)/.demo
 	@$(BIN)/python -m benchmarks.rounding $(ARGS)
+	@$(BIN)/python -m benchmarks.rounding_cost
 	@exec $(BIN)/banyan bench eval --model-path demo --chat-template chatml --against "--cpu-activations fp32"
 
 # Beside other engines; installs them into .peers (several GB, and most of an hour the first time).

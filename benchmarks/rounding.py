@@ -4,32 +4,21 @@ Along the greedy answers of the exact path, a float32 forward in plain torch rou
 projections by one scheme after another, and is compared with itself without rounding: KL, tokens
 that would be chosen otherwise, answers without any such token. Where the package cyllama is
 installed, llama.cpp says what it gives at the same positions of the same file.
-
-With --cost it measures the engine: whole steps with the kernels as they are, with kernels that keep
-no input apart, and with fp32 activations, in turns. On a busy machine read the ratios: those of
-processor time first.
 """
 
 import argparse
-import os
-import random
-import shutil
-import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
-import psutil
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import banyan
 from banyan.base.log import start_logging
-from banyan.bench.evals import columns, own_questions
+from banyan.bench.evals import own_questions
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
@@ -203,21 +192,23 @@ Task = tuple[list[int], list[int]]
 
 
 def exact_answers(path: str, questions: int, tokens: int) -> list[Task]:
-    tasks: list[Task] = []
-    with _engine(path, cpu_activations="fp32", kv_cache_dtype="fp32") as engine:
-        texts = [question.text for question in own_questions()]
-        every = max(1, len(texts) // questions)  # so that all kinds are among them
-        for text in texts[::every][:questions]:
-            prompt = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-            assert engine.tokenizer is not None
-            ids = engine.tokenizer.encode(prompt)
-            asked = {"temperature": 0, "max_new_tokens": tokens}
-            found = engine.generate(input_ids=ids, sampling_params=asked)
-            tasks.append((ids, list(found["output_ids"])))
-    return tasks
+    texts = [question.text for question in own_questions()]
+    every = max(1, len(texts) // questions)  # so that all kinds are among them
+    exact = {"cpu_activations": "fp32", "kv_cache_dtype": "fp32", "log_level": "warning"}
+    with banyan.Engine(model_path=path, **exact) as engine:
+        assert engine.tokenizer is not None
+        prompts = [
+            engine.tokenizer.encode(f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n")
+            for text in texts[::every][:questions]
+        ]
+        asked = {"temperature": 0, "max_new_tokens": tokens}
+        answers = engine.generate(input_ids=prompts, sampling_params=asked)
+    found = [list(answer["output_ids"]) for answer in answers]
+    return list(zip(prompts, found, strict=True))
 
 
 def compare(card: ModelCard, tasks: Sequence[Task]) -> None:
+    """Prints a line for each scheme as soon as it is known."""
     model = Exact(card)
     whole = [model.log_probs(*task) for task in tasks]
     chosen = sum(
@@ -226,15 +217,17 @@ def compare(card: ModelCard, tasks: Sequence[Task]) -> None:
     )
     tokens = sum(len(answer) for _, answer in tasks)
     print(f"{len(tasks)} answers, {tokens} tokens; torch would choose {chosen} of them otherwise\n")
-    rows = [["rounded", "KL, nats", "flips", "same answers"]]
+
+    def show(name: str, *cells: str) -> None:
+        print(f"{name:<42}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
 
     def tally(name: str, run: Callable[[Task], Tensor]) -> None:
         found = Tally()
         for exact, task in zip(whole, tasks, strict=True):
             found.add(exact, run(task))
-        rows.append(found.row(name))
-        print(".", end="", file=sys.stderr, flush=True)
+        show(*found.row(name))
 
+    show("rounded", "KL, nats", "flips", "same answers")
     for name, scheme in SCHEMES.items():
         tally(name, lambda task, scheme=scheme: model.log_probs(*task, scheme))
     for kind in KINDS:
@@ -243,8 +236,6 @@ def compare(card: ModelCard, tasks: Sequence[Task]) -> None:
     with ExitStack() as stack:
         if (llama := _llama(card.path, stack)) is not None:
             tally("llama.cpp", llama)
-    print("", file=sys.stderr)
-    print("\n".join(columns(rows)))
 
 
 def _llama(path: str, stack: ExitStack) -> Callable[[Task], Tensor] | None:
@@ -284,122 +275,14 @@ def _llama(path: str, stack: ExitStack) -> Callable[[Task], Tensor] | None:
     return log_probs
 
 
-# Cost
-
-
-@dataclass(frozen=True)
-class Load:
-    """Requests that begin together."""
-
-    rows: int
-    input_len: int
-    output_len: int
-
-
-LOADS = {
-    "decode, 1 row": Load(1, 16, 96),
-    "decode, 8 rows": Load(8, 16, 48),
-    "decode, 32 rows": Load(32, 16, 24),
-    "prefill, 1,024 tokens": Load(1, 1024, 1),
-}
-
-
-def cost(path: str, rounds: int) -> None:
-    """Whole steps of three engines, in turns, each idle while another runs."""
-    with ExitStack() as stack:
-        other = stack.enter_context(_home_without_apart())
-        engines = {
-            "none kept apart": stack.enter_context(_timed(path, other)),
-            "default": stack.enter_context(_timed(path, "")),
-            "fp32": stack.enter_context(_timed(path, "", cpu_activations="fp32")),
-        }
-        draw = random.Random(1)
-        rows = [["against none kept apart", *(f"{n}, {what}" for n in list(engines)[1:]
-                                              for what in ("CPU time", "time"))]]  # fmt: skip
-        for name, load in LOADS.items():
-            found: dict[str, list[tuple[float, float]]] = {each: [] for each in engines}
-            for number in range(rounds + 1):
-                prompts = [draw.choices(range(1000, 40000), k=load.input_len)] * load.rows
-                prompts = [[1 + at, *ids[1:]] for at, ids in enumerate(prompts)]
-                turn = list(engines) if number % 2 else list(reversed(engines))
-                for each in turn:
-                    seconds = engines[each](prompts, load.output_len)
-                    if number:  # the first one touches the cache's pages
-                        found[each].append(seconds)
-            rows.append([name, *_ratios(found)])
-            print(".", end="", file=sys.stderr, flush=True)
-    print("", file=sys.stderr)
-    print("\n".join(columns(rows)))
-
-
-def _ratios(found: dict[str, list[tuple[float, float]]]) -> Iterator[str]:
-    first, *others = found.values()
-    for other in others:
-        for at in (0, 1):
-            pairs = sorted(o[at] / f[at] for f, o in zip(first, other, strict=True))
-            yield f"{statistics.median(pairs):.2f} [{pairs[0]:.2f}–{pairs[-1]:.2f}]"
-
-
-@contextmanager
-def _home_without_apart() -> Iterator[str]:
-    """A home of its own for kernels that are compiled so that no input is kept apart."""
-    home = tempfile.mkdtemp(prefix="banyan-rounding-")
-    try:
-        yield home
-    finally:
-        shutil.rmtree(home)
-
-
-@contextmanager
-def _timed(
-    path: str, home: str, **flags: object
-) -> Iterator[Callable[[list[list[int]], int], tuple[float, float]]]:
-    """An engine; what it takes for prompts: (processor seconds, seconds)."""
-    mine, before = os.environ["HOME"], set(psutil.Process().children(recursive=True))
-    if home:
-        os.environ["HOME"] = home
-        flags["cpu_compiler"] = "g++ -DBN_BLOCKS_PER_APART=0"
-    try:
-        opened = _engine(path, **flags)
-        engine = opened.__enter__()
-    finally:
-        os.environ["HOME"] = mine
-    processes = set(psutil.Process().children(recursive=True)) - before
-
-    def run(prompts: list[list[int]], output_len: int) -> tuple[float, float]:
-        asked = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
-        spent, began = _spent(processes), time.perf_counter()
-        engine.generate(input_ids=prompts, sampling_params=asked)
-        seconds = time.perf_counter() - began
-        return _spent(processes) - spent, seconds
-
-    try:
-        yield run
-    finally:
-        opened.__exit__(None, None, None)
-
-
-def _spent(processes: set[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-
-def _engine(path: str, **flags: object) -> banyan.Engine:
-    return banyan.Engine(model_path=path, log_level="warning", **flags)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(prog="rounding", description=__doc__)
     parser.add_argument("--model-path", default="demo")
     parser.add_argument("--questions", type=int, default=50, help="of the 200 of banyan bench eval")
     parser.add_argument("--tokens", type=int, default=64, help="of each answer at most")
-    parser.add_argument("--cost", action="store_true", help="time steps of the engine instead")
-    parser.add_argument("--rounds", type=int, default=5, help="of each load, with --cost")
     options = parser.parse_args()
     start_logging("rounding", "warning")
     torch.set_num_threads(1)  # on a busy machine two would wait for each other at every product
-    if options.cost:
-        cost(options.model_path, options.rounds)
-        return 0
     environment = read_environment()
     _, card = prepare(parse(["--model-path", options.model_path], environment), environment)
     compare(card, exact_answers(options.model_path, options.questions, options.tokens))

@@ -14,6 +14,7 @@ import pytest
 
 from banyan.ops.cpu.build import (
     ISAS,
+    SOURCES,
     BuildError,
     Compiler,
     cached_library,
@@ -21,7 +22,7 @@ from banyan.ops.cpu.build import (
     machine_isa,
     usable_isa,
 )
-from banyan.ops.cpu.build_process import sources_for
+from banyan.ops.cpu.build_process import definitions_for, sources_for
 from banyan.ops.cpu.library import Library, open_library
 
 needs_compiler = pytest.mark.skipif(not any(compilers()), reason="no C++ compiler is here")
@@ -85,6 +86,15 @@ def test_only_what_an_instruction_set_runs_is_compiled_for_it(isa, linear, atten
     assert "linear_base" not in seldom if isa == "base" else "linear_base" in seldom
     assert ("attention_avx2" in seldom) == ("avx512" in attention)
     assert not {"linear_amx", "linear_vnni", "attention_avx512", "linear", "pool"} & seldom
+
+
+def test_no_code_for_an_instruction_set_is_compiled_and_then_not_looked_for():
+    """Tables of families name their code by what the build defines; another name finds nothing."""
+    texts = "".join(path.read_text() for path in SOURCES.glob("*.cpp"))
+    for isa in ISAS:
+        for definition in definitions_for(isa)[1:]:
+            name = definition.removeprefix("-D")
+            assert name.endswith("_BASE") or f"#ifdef {name}\n" in texts, name
 
 
 def test_code_that_fails_its_check_is_replaced_by_that_of_lower_instructions(monkeypatch, caplog):
