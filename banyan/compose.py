@@ -5,13 +5,14 @@ Importable without torch, so that the API process stays small; `replica.py` buil
 they load their libraries first, so that a child may be started before its duty is known.
 """
 
+import faulthandler
 import gc
-import itertools
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from banyan.base.errors import BanyanError
@@ -20,9 +21,10 @@ from banyan.base.slow_gc import report_slow_gc
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.engine.duty import ENGINE, RANK, Duty
-from banyan.engine.processes import Child, Pulse, follow_parent, spawn, take_duty
+from banyan.engine.processes import STACKS, Child, Pulse, follow_parent, spawn, take_duty
 from banyan.formats.shards import read_ahead
 from banyan.messages.events import Fatal
+from banyan.messages.link import remove_folders_of
 
 if TYPE_CHECKING:
     from banyan.engine.loop import EngineLoop, Link
@@ -38,6 +40,8 @@ class EngineHandle:
     """A running engine, wherever it runs."""
 
     stop: Callable[[], None]
+    put_down: Callable[[], None]
+    """End one that no longer answers, after the log was told where it stands."""
     pids: Callable[[], list[int]]
 
 
@@ -56,11 +60,9 @@ def waiting_engines(
     """`start_engine_process` for a caller that needs time to find out what will run: `count`
     processes load their libraries meanwhile. Those that got none end with the block."""
     waiting = [_engine_child() for _ in range(count)]
-    numbers = itertools.count()
 
     def start(config: Config, card: ModelCard, address: str, on_death: OnDeath) -> EngineHandle:
         child = waiting.pop() if waiting else _engine_child()
-        config = replace(config, parallel=replace(config.parallel, replica=next(numbers)))
         return _start(child, config, card, address, on_death, secret)
 
     try:
@@ -88,7 +90,16 @@ def _start(
     child.watch(on_death)
     if config.model.load_format != "dummy":
         threading.Thread(target=read_ahead, args=(card.path,), daemon=True).start()
-    return EngineHandle(stop=child.stop, pids=lambda: [child.pid])
+
+    def ended(how: Callable[[], None]) -> None:
+        how()
+        remove_folders_of(child.pid)  # a killed process leaves its own
+
+    return EngineHandle(
+        stop=partial(ended, child.stop),
+        put_down=partial(ended, child.put_down),
+        pids=lambda: [child.pid],
+    )
 
 
 def start_engine_thread(
@@ -123,7 +134,7 @@ def start_engine_thread(
             loop.stop()
         thread.join()
 
-    return EngineHandle(stop=stop, pids=list)
+    return EngineHandle(stop=stop, put_down=stop, pids=list)
 
 
 def main() -> None:
@@ -134,6 +145,7 @@ def main() -> None:
 
     gc.freeze()
     gc.enable()
+    faulthandler.register(STACKS)
     duty = Duty.decode(take_duty())
     start_logging(duty.process_name, duty.config.observe.log_level)
     report_slow_gc(duty.config.observe.slow_gc_s)

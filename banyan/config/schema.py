@@ -242,6 +242,10 @@ class ServerConfig:
     """How long a connection without a request stays open."""
     heartbeat_timeout_s: float = 20.0
     """Silence of the engine after which /health is 503."""
+    engine_restarts: int = 5
+    """How often in a row an engine that is lost is started again; 0 = never."""
+    engine_proof_s: float = 600.0
+    """An engine that has served for longer is sound: the count begins anew."""
     max_new_tokens: int = 0
     """Most tokens of an answer, whatever is asked; 0 = what fits the context."""
     max_body_bytes: int = 32 << 20

@@ -27,6 +27,10 @@ _PR_SET_PDEATHSIG = 1
 _LENGTH = struct.Struct("<Q")
 _MOMENT = struct.Struct("<d")
 _PULSE_S = 0.5
+STACKS = signal.SIGUSR1
+"""Tells a child to write where its threads stand."""
+_REPORT_S = 1.5
+"""What a process that does not answer gets for its report."""
 
 
 class Child:
@@ -84,6 +88,26 @@ class Child:
                 log.warning("%s pid=%d did not end in %.1f s: killed", self.role, self.pid, grace_s)
                 self._process.kill()
                 self._process.wait()
+        self._let_go()
+
+    def put_down(self, report_s: float = _REPORT_S) -> None:
+        """End a child that does not answer. It tells the log where it stands, if it still can."""
+        self._is_expected = True
+        if self.is_alive():
+            state = doing(self.pid)
+            log.error("%s pid=%d does not answer (it %s): killed", self.role, self.pid, state)
+            self.signal(STACKS)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.0 if state == STOPPED else report_s)
+            self._process.kill()
+            self._process.wait()
+        self._let_go()
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
+    def _let_go(self) -> None:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
@@ -137,6 +161,19 @@ def take_duty() -> bytes:
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
     return body
+
+
+STOPPED = "was stopped by a signal"
+
+
+def doing(pid: int) -> str:
+    """What a process is doing, in words (Linux: proc(5), field 3 of stat)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "is gone"
+    found = {"T": STOPPED, "D": "waits for a device", "R": "runs", "S": "waits"}
+    return found.get(state, f"is in state {state}")
 
 
 class Pulse:

@@ -181,12 +181,12 @@ def local_pair() -> tuple[LocalFrontLink, LocalEngineLink]:
 class PrivateFolder:
     """A folder that only this user may enter (mode 0700), for the sockets of one server.
 
-    It is locked while its process lives. A process that was killed leaves it, and the next one to
-    make a folder takes that away.
+    It is locked while its process lives. A process that was killed leaves it; whoever knows that
+    takes it away (`remove_folders_of`), or else the next one to make a folder.
     """
 
     def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix=_FOLDER)
+        self.path = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-")
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         _sweep(Path(self.path).parent)
@@ -202,13 +202,18 @@ class PrivateFolder:
             self._lock = -1
 
 
-def _sweep(place: Path) -> None:
+def remove_folders_of(pid: int) -> None:
+    """Remove the private folders of a process of this machine that has ended."""
+    _sweep(Path(tempfile.gettempdir()), str(pid), 0.0)
+
+
+def _sweep(place: Path, pid: str = "[0-9]*", fresh_s: float = _FRESH_S) -> None:
     """Remove the folders of processes that were killed: of this user, and locked by nobody."""
-    for path in place.glob(f"{_FOLDER}????????"):
+    for path in place.glob(f"{_FOLDER}{pid}-????????"):
         with contextlib.suppress(OSError):  # others come and go meanwhile
             found = path.lstat()
             is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-            if not is_mine or time.time() - found.st_mtime < _FRESH_S:
+            if not is_mine or time.time() - found.st_mtime < fresh_s:
                 continue
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:

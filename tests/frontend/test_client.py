@@ -328,7 +328,7 @@ async def test_a_link_that_fails_counts_as_the_engines_death():
         async def broken(messages):
             raise OSError("no buffer space")
 
-        client._link.send = broken
+        client._line.link.send = broken
         client.abort(RequestId("r"))
         assert "no buffer space" in (await events_of(stream))[-1].text
 
@@ -351,5 +351,5 @@ async def test_five_hundred_random_aborts_leave_no_task_and_no_entry():
 
         await asyncio.gather(*(one(i) for i in range(500)))
         await until(lambda: client.num_open == 0)
-        assert engine.live == {} and client._calls == {} and client._outbox == []
+        assert engine.live == {} and client._calls == {} and client._line._outbox == []
         assert len(asyncio.all_tasks()) == tasks_before

@@ -18,7 +18,7 @@ import zmq
 from banyan.base.ids import RequestId
 from banyan.messages import link as links
 from banyan.messages.events import Fatal, Stats, Tokens
-from banyan.messages.link import PrivateFolder, local_pair, zmq_pair
+from banyan.messages.link import PrivateFolder, local_pair, remove_folders_of, zmq_pair
 from banyan.messages.repeats import Receiver, Sender
 from banyan.messages.requests import Abort, Control, Generate, StopAt
 from banyan.messages.sampling import SamplingParams
@@ -303,7 +303,7 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_and_no_other_does(tmp
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 9
     for name in ("banyan-link-notes", "banyan-linkabcdefgh", "banyan-checkpoints"):
         (tmp_path / name).mkdir()
-    (left,) = set(tmp_path.glob("banyan-link-????????")) - {Path(alive.path)}
+    (left,) = set(tmp_path.glob("banyan-link-[0-9]*-????????")) - {Path(alive.path)}
     fresh = PrivateFolder()
     assert left.exists(), "it is too young to be sure"
     fresh.close()
@@ -320,3 +320,18 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_and_no_other_does(tmp
     }
     alive.close()
     last.close()
+
+
+def test_the_folders_of_a_process_that_has_ended_can_be_removed_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    alive = PrivateFolder()
+    code = """
+from banyan.messages.link import PrivateFolder as F
+import os; print(os.getpid(), flush=True); f, g = F(), F(); os._exit(9)"""
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)
+    assert len(list(tmp_path.iterdir())) == 3
+    remove_folders_of(int(ended.stdout))
+    remove_folders_of(os.getpid())
+    assert list(tmp_path.iterdir()) == [Path(alive.path)], "its process lives"
+    alive.close()

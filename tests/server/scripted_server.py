@@ -1,9 +1,10 @@
 """A whole server process around a scripted engine; run by test_serve.
 
-Arguments: port, model folder, drain time in seconds. The engine says "a" at a steady pace, until
-max_new_tokens; a request for DEADLY_TOKENS kills it. By the name of the folder the engine never
-becomes ready ("late"), the model is never found ("slow") or is refused ("broken"), or a
-thread is busy for ever with a text ("busy"), or for ever in native code that keeps the
+Arguments: port, model folder, drain time in seconds, how often in a row an engine is started again,
+and for how many seconds it has to serve for that to be forgotten. The engine says "a" at a steady
+pace, until max_new_tokens; a request for DEADLY_TOKENS kills it. By the name of the folder the
+engine never becomes ready ("late"), the model is never found ("slow") or is refused ("broken"), or
+a thread is busy for ever with a text ("busy"), or for ever in native code that keeps the
 interpreter's lock ("stuck"), or the engine never stops ("deaf").
 """
 
@@ -51,6 +52,8 @@ class ScriptedEngine:
             threading.Event().wait()
         self._stopping.set()
         self._thread.join()
+
+    put_down = stop
 
     def _run(self) -> None:
         link = ZmqEngineLink(self.address)
@@ -103,10 +106,13 @@ def keep_the_lock() -> None:
 
 def main() -> int:
     port, folder, drain_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    restarts, proof_s = int(sys.argv[4]), float(sys.argv[5])
     start_logging("server")
     config = Config(
         model=ModelConfig(source="tiny", path=folder, tokenizer_path=folder),
-        server=ServerConfig(port=port, drain_timeout_s=drain_s),
+        server=ServerConfig(
+            port=port, drain_timeout_s=drain_s, engine_restarts=restarts, engine_proof_s=proof_s
+        ),
     )
 
     if folder.endswith("busy"):

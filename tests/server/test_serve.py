@@ -19,7 +19,8 @@ from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.schema import Config, ServerConfig
 from banyan.messages.events import Ready
-from banyan.server.life.serve import Server, bind, check_exposure, open_client
+from banyan.server.life.serve import Server, bind, check_exposure
+from banyan.server.life.supervisor import open_client
 from tests.flags import config_of
 from tests.server.fakes import TEMPLATE, byte_tokenizer
 from tests.server.scripted_server import DEADLY_TOKENS
@@ -31,14 +32,16 @@ READY = "The server is fired up and ready to roll!"
 class Process:
     """One scripted server; its log lines come through a queue."""
 
-    def __init__(self, folder: Path, drain_s: float) -> None:
+    def __init__(
+        self, folder: Path, drain_s: float, restarts: int = 0, proof_s: float = 600.0
+    ) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.lines: list[str] = []
         self._queue: queue.Queue[str | None] = queue.Queue()
         command = [sys.executable, "-m", "tests.server.scripted_server"]
         self.process = subprocess.Popen(
-            [*command, str(self.port), str(folder), str(drain_s)],
+            [*command, str(self.port), str(folder), str(drain_s), str(restarts), str(proof_s)],
             cwd=ROOT,
             stderr=subprocess.PIPE,
             text=True,
@@ -76,8 +79,10 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, drain_s: float = 10.0, until: str = READY) -> Iterator[Process]:
-    server = Process(folder, drain_s)
+def serving(
+    folder: Path, drain_s: float = 10.0, until: str = READY, **restarts: float
+) -> Iterator[Process]:
+    server = Process(folder, drain_s, **restarts)
     try:
         server.wait_line(until)
         yield server
@@ -228,6 +233,47 @@ def test_a_dead_engine_is_a_503_then_an_exit_with_its_own_code(model: Path) -> N
         assert out[-1] == "data: [DONE]" and "SIGKILL" in out[-2]
 
 
+DEADLY = {"prompt": "x", "max_tokens": DEADLY_TOKENS}
+"""Kills two engines: the one that has it, and the one that runs it again."""
+BACK = "the engine serves again after"
+
+
+def test_an_engine_is_started_again_as_often_as_is_allowed(model: Path) -> None:
+    with serving(model, restarts=2) as server:
+        threads, outs = start_streams(server, 2, 4000)
+        answer = server.http.post("/v1/completions", json=DEADLY)
+        assert answer.status_code == 503 and "SIGKILL" in answer.text
+        for thread in threads:
+            thread.join(20)
+        server.wait_line("is being started again (1 of 2): engine (pid 1) was killed by SIGKILL")
+        server.wait_line(BACK)
+        server.wait_line("is being started again (2 of 2)")
+        refused = server.http.get("/readyz")
+        assert refused.status_code == 503 and "is being started again (2 of 2)" in refused.text
+        assert server.http.get("/health").status_code == 503
+        server.wait_line(BACK)
+        assert server.http.get("/readyz").status_code == 200
+        alive = {"prompt": "x", "max_tokens": 3}
+        assert server.http.post("/v1/completions", json=alive).json()["usage"]
+        answer = server.http.post("/v1/completions", json=DEADLY)
+        assert answer.status_code == 503 and "after 2 restarts" in answer.text
+        assert server.http.get("/readyz").status_code == 503
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 5
+    for out in outs:
+        assert out[-1] == "data: [DONE]" and "SIGKILL" in out[-2]
+
+
+def test_restarts_are_forgotten_after_the_time_given(model: Path) -> None:
+    with serving(model, restarts=1, proof_s=0.0) as server:
+        for _ in range(2):
+            answer = server.http.post("/v1/completions", json=DEADLY)
+            assert answer.status_code == 503
+            server.wait_line("is being started again (1 of 1)")
+            server.wait_line(BACK)
+        assert server.http.get("/livez").status_code == 200
+
+
 def under(**variables: str) -> Config:
     return parse([], read_environment({f"SGLANG_{name}": v for name, v in variables.items()}))
 
@@ -247,7 +293,7 @@ def test_an_engine_may_be_silent_for_the_seconds_given(tmp_path: Path) -> None:
         client = open_client(config, f"ipc://{tmp_path}/front")
         client._deliver(Ready(max_total_tokens=1, max_request_tokens=1, max_running=1))
         client.stats_at_s -= silent_s
-        client._link.close()
+        client._line.link.close()
         return client.health().progressing
 
     assert is_well(10, under()) and not is_well(30, under())
@@ -295,6 +341,5 @@ def test_servers_on_any_free_port_keep_their_files_apart() -> None:
     for _ in range(2):
         with contextlib.closing(bind(config.server)) as listener:
             made = Server(config, lambda: None, listener, lambda *_: None)
-            made._folder.close()
             found.append((made.state.storage._folder.path.name, listener.getsockname()[1]))
     assert all(name == str(port) and port for name, port in found)

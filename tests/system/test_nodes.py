@@ -60,7 +60,11 @@ def test_two_nodes_give_the_tokens_of_one_rank(tiny_model, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_of_another_node_ends_the_replica_and_is_named(number, tiny_model, tmp_path):
     port = free_port()
-    with node(tmp_path, 1, port, tiny_model) as other, node(tmp_path, 0, port, tiny_model) as first:
+    flags = ("--engine-restarts", "0")
+    with (
+        node(tmp_path, 1, port, tiny_model, *flags) as other,
+        node(tmp_path, 0, port, tiny_model, *flags) as first,
+    ):
         wait_ready(first)
         if number == signal.SIGKILL:
             (rank,) = [

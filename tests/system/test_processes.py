@@ -11,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
+from tests.system.checkpoint import write_tiny_model
 from tests.system.serving import (
     CALL_S,
     ROOT,
@@ -118,40 +120,99 @@ def test_livez_answers_before_the_engine_is_ready(tiny_model, tmp_path):
 # -- the engine dies or stops -----------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_killing_the_engine_ends_every_request_with_one_error_and_health_with_503(server):
-    with server(*ENDLESS) as running, ThreadPoolExecutor(1) as pool:
+BACK_S = 30.0
+"""A tiny model is served again within two or three; the machine may be busy."""
+
+
+def is_back(server: Server) -> None:
+    """Wait until the server serves again by itself, and ask it."""
+    wait_until(lambda: status_of(server, "/readyz") == 200, BACK_S, "the server to serve again")
+    assert status_of(server, "/health") == 200
+    assert server.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 2})
+    wait_until(lambda: server.stats()["held_pages"] == 0, 10.0, "all pages to be let go")
+
+
+def test_a_killed_engine_ends_what_has_begun_with_one_error_and_is_started_again(server):
+    flags = ("--max-running-requests", str(STREAMS), *ENDLESS)
+    with server(*flags) as running, ThreadPoolExecutor(2) as pool:
         streams = load(running, STREAMS - 1)
         body = {"input_ids": [5], "sampling_params": LONG}
         whole = pool.submit(httpx.post, f"{running.url}/generate", json=body, timeout=CALL_S)
         wait_until(lambda: running.stats()["running"] == STREAMS, 5.0, "all requests to run")
-        subprocess.run(["kill", "-9", str(running.engine_pid())], check=True)
+        short = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
+        queued = pool.submit(httpx.post, f"{running.url}/generate", json=short, timeout=CALL_S)
+        wait_until(lambda: running.stats()["waiting"] == 1, 5.0, "a request to wait")
+        engine = running.engine_pid()
+        os.kill(engine, signal.SIGKILL)
         wait_until(lambda: status_of(running, "/health") == 503, 2.0, "/health to be 503")
-        assert status_of(running, "/readyz") == 503
+        refused = running.http.get("/readyz")
+        assert refused.status_code == 503 and "SIGKILL" in refused.text
+        assert "is being started again (1 of 5)" in refused.text
         assert status_of(running, "/livez") == 200
         for stream in streams:
             assert ends_in_one_error(stream.end(5.0))
         assert whole.result(5.0).status_code == 503
-        late = running.http.post("/generate", json=body)
-        assert late.status_code == 503 and "SIGKILL" in late.text
+        late = running.http.post("/generate", json=short)
+        assert late.status_code == 503 and "SIGKILL" in late.text and "retry-after" in late.headers
+        is_back(running)
+        answer = queued.result(5.0)
+        assert answer.status_code == 200 and len(answer.json()["output_ids"]) == 3
+        assert running.engine_pid() != engine and not psutil.pid_exists(engine)
+
+
+@pytest.mark.slow
+def test_a_server_that_may_not_start_engines_again_ends_with_the_first_death(server):
+    with server("--engine-restarts", "0", *ENDLESS) as running:
+        streams = load(running, count=2)
+        os.kill(running.engine_pid(), signal.SIGKILL)
+        wait_until(lambda: status_of(running, "/health") == 503, 2.0, "/health to be 503")
+        for stream in streams:
+            assert ends_in_one_error(stream.end(5.0))
+        assert "SIGKILL" in running.http.get("/readyz").text
         assert running.exit_code(15.0) != 0  # after it has told probes why
         assert running.members() == []
 
 
 @pytest.mark.slow
-def test_killing_a_rank_is_noticed_like_the_end_of_the_engine(server):
+def test_a_killed_rank_is_named_and_the_replica_is_started_again(server):
     with server("--tp-size", "2", *ENDLESS) as running:
         streams = load(running, count=2)
         (rank,) = running.rank_pids()
-        subprocess.run(["kill", "-9", str(rank)], check=True)
+        os.kill(rank, signal.SIGKILL)
         wait_until(lambda: status_of(running, "/health") == 503, 2.0, "/health to be 503")
         for stream in streams:
             assert ends_in_one_error(stream.end(5.0))
-        late = running.http.post("/generate", json={"input_ids": [5], "sampling_params": {}})
+        late = running.http.get("/readyz")
         assert late.status_code == 503 and "rank1" in late.text and "SIGKILL" in late.text
-        subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
-        assert running.exit_code(15.0) != 0
-        assert running.members() == []
+        is_back(running)
+        assert len(running.rank_pids()) == 1 and rank not in running.rank_pids()
+
+
+@pytest.mark.slow
+def test_an_engine_that_comes_back_has_the_weights_and_the_pause_of_the_lost_one(server, tmp_path):
+    other = write_tiny_model(tmp_path / "other", seed=7)
+    with server() as running:
+        asked = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+        before = running.generate(**asked)["output_ids"]
+        taken = running.http.post(
+            "/update_weights_from_disk", json={"model_path": str(other), "weight_version": "two"}
+        )
+        assert taken.status_code == 200, taken.text
+        after = running.generate(**asked)
+        assert after["output_ids"] != before
+        running.http.post("/pause_generation", json={"mode": "in_place"})
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(running.generate, **asked)
+            wait_until(lambda: running.stats()["waiting"] == 1, 5.0, "a request to wait")
+            os.kill(running.engine_pid(), signal.SIGKILL)
+            wait_until(lambda: status_of(running, "/health") == 503, 2.0, "/health to be 503")
+            wait_until(lambda: status_of(running, "/health") == 200, BACK_S, "the server")
+            assert "paused" in running.http.get("/readyz").text
+            assert running.stats()["running"] == 0 and not waiting.done()
+            running.http.post("/continue_generation", json={})
+            again = waiting.result(CALL_S)
+        assert again["output_ids"] == after["output_ids"]
+        assert again["meta_info"]["weight_version"] == "two"
 
 
 def test_a_server_whose_engine_is_killed_while_it_loads_ends_with_an_error(tiny_model, tmp_path):
@@ -165,11 +226,11 @@ def test_a_server_whose_engine_is_killed_while_it_loads_ends_with_an_error(tiny_
         running.kill()
 
 
-def test_a_stopped_engine_is_unhealthy_after_the_deadline_and_recovers(server):
+def test_a_stopped_engine_is_unhealthy_after_the_deadline_and_is_replaced(server):
     with server("--watchdog-timeout", "3", *ENDLESS) as running:
         streams = load(running, count=2)
         engine = running.engine_pid()
-        subprocess.run(["kill", "-STOP", str(engine)], check=True)
+        os.kill(engine, signal.SIGSTOP)
         took = wait_until(lambda: status_of(running, "/health") == 503, 4.0, "/health to be 503")
         assert took > 2.0, "the deadline had not passed"
         for stream in streams:
@@ -177,29 +238,46 @@ def test_a_stopped_engine_is_unhealthy_after_the_deadline_and_recovers(server):
             assert ends_in_one_error(events) and "No heartbeat" in str(events[-1])
         late = running.http.post("/generate", json={"input_ids": [5], "sampling_params": {}})
         assert late.status_code == 503 and "No heartbeat" in late.text
-        subprocess.run(["kill", "-CONT", str(engine)], check=True)
+        is_back(running)
+        assert running.engine_pid() != engine and not psutil.pid_exists(engine)
+        assert "does not answer (it was stopped by a signal): killed" in running.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_stopped_engine_that_is_not_replaced_serves_again_when_it_goes_on(server):
+    flags = ("--engine-restarts", "0", "--watchdog-timeout", "3")
+    with server(*flags, *ENDLESS) as running:
+        streams = load(running, count=2)
+        engine = running.engine_pid()
+        os.kill(engine, signal.SIGSTOP)
+        wait_until(lambda: status_of(running, "/health") == 503, 6.0, "/health to be 503")
+        for stream in streams:
+            assert ends_in_one_error(stream.end(5.0))
+        os.kill(engine, signal.SIGCONT)
         wait_until(lambda: status_of(running, "/health") == 200, 5.0, "/health to recover")
         assert running.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 2})
         wait_until(lambda: running.stats()["running"] == 0, 5.0, "what was ended to be let go")
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_unhealthy_after_the_deadline_and_named_in_the_log(server):
+def test_a_stopped_rank_is_named_after_the_deadline_and_the_replica_is_started_again(server):
     with server("--tp-size", "2", "--watchdog-timeout", "3", *ENDLESS) as running:
         (rank,) = running.rank_pids()
-        subprocess.run(["kill", "-STOP", str(rank)], check=True)
+        os.kill(rank, signal.SIGSTOP)
         # Nothing runs: that the rank is gone is seen all the same.
         took = wait_until(lambda: status_of(running, "/health") == 503, 6.0, "/health to be 503")
         assert took > 1.0, "the deadline had not passed"
         assert "Rank 1 has not run for" in running.http.get("/health").text
-        subprocess.run(["kill", "-CONT", str(rank)], check=True)
-        wait_until(lambda: status_of(running, "/health") == 200, 5.0, "/health to recover")
+        is_back(running)
         streams = load(running, count=2)
-        subprocess.run(["kill", "-STOP", str(rank)], check=True)
+        (rank,) = running.rank_pids()
+        os.kill(rank, signal.SIGSTOP)
         for stream in streams:
             assert ends_in_one_error(stream.end(10.0))
         wait_until(lambda: "in flight: step=" in running.log.read_text(), 10.0, "the log to tell")
         assert "thread runner:" in running.log.read_text()
+        is_back(running)
+        assert not psutil.pid_exists(rank)
 
 
 def test_an_engine_that_pauses_shorter_than_the_deadline_causes_no_error(server):
@@ -331,7 +409,7 @@ def test_no_process_outlives_a_server_that_is_killed_while_it_starts(tiny_model,
 
 
 @pytest.mark.slow
-def test_one_of_two_replicas_dies_and_the_other_serves_on(server):
+def test_one_of_two_replicas_dies_the_other_serves_on_and_the_lost_one_comes_back(server):
     with server("--dp-size", "2", *ENDLESS) as running:
         engines = running.engine_pids()
         assert len(engines) == 2
@@ -339,8 +417,15 @@ def test_one_of_two_replicas_dies_and_the_other_serves_on(server):
         subprocess.run(["kill", "-9", str(engines[0])], check=True)
         ends = [stream.end(CALL_S) for stream in streams]
         survivors = [events for events in ends if not ends_in_one_error(events)]
-        assert len(survivors) == 2
+        assert 2 <= len(survivors) < 4  # one may have ended before its engine was killed
         assert all(finished(events) == ["length"] for events in survivors)
         assert status_of(running, "/health") == 200
         answers = [running.generate(input_ids=[5, 6, 7]) for _ in range(3)]
         assert all(answer["meta_info"]["finish_reason"] for answer in answers)
+        wait_until(lambda: len(running.facts()["internal_states"]) == 2, BACK_S, "the lost one")
+        left, back = running.engine_pids()
+        assert engines[1] in (left, back) and engines[0] not in (left, back)
+        for _ in range(2):
+            running.generate(input_ids=[5, 6, 7])
+        parts = [state["stats"] for state in running.facts()["internal_states"]]
+        assert all(part["steps"] for part in parts)

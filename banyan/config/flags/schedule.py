@@ -134,7 +134,7 @@ FLAGS = (
         kind=FLOAT,
         low=0.1,
         proof="tests/system/test_processes.py"
-        "::test_a_stopped_engine_is_unhealthy_after_the_deadline_and_recovers",
+        "::test_a_stopped_engine_is_unhealthy_after_the_deadline_and_is_replaced",
     ),
     Flag(
         "check-ledger",

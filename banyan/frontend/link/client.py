@@ -2,13 +2,14 @@
 
 Sorts events into one bounded stream per request, matches replies to calls, and knows whether the
 engine is alive, ready and making progress. Knows no text and no HTTP. Every stream ends exactly
-once, also when the engine dies or nobody reads.
+once, also when the engine dies or nobody reads. Whoever keeps the engine up may bring another one
+in the place of a lost one (`listen`, `revive`): it gets the requests of which nothing was answered,
+and is told what its predecessor was told to be.
 """
 
 import asyncio
 import itertools
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,9 @@ from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import BanyanError, DeviceError, RequestError
 from banyan.base.ids import RequestId
 from banyan.base.log import logger
+from banyan.frontend.link.line import Line
+from banyan.frontend.link.standing import Standing
+from banyan.frontend.link.stream import EventStream, OpenStreams
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
 from banyan.messages.link import FrontLink
 from banyan.messages.requests import Abort, Control, Generate, Message, StopAt
@@ -25,9 +29,6 @@ from banyan.messages.wire import WireError, message_codec
 
 log = logger(__name__)
 
-StreamEvent = Tokens | Finished | Failed
-
-TOKEN_BYTES = 4
 _LOOKS = 8
 """How often the front looks at its engine within the deadline of a heartbeat."""
 _MAX_LOOK_S = 1.0
@@ -47,7 +48,8 @@ class Health:
 
 @dataclass(frozen=True)
 class Replica:
-    """One engine, by its number: what it said when it was ready, and its latest heartbeat."""
+    """One engine, by its number: what it said when it was ready, and its latest heartbeat.
+    `alive` = it can admit requests."""
 
     rank: int
     alive: bool
@@ -65,7 +67,7 @@ class Engines(Protocol):
     @property
     def num_open(self) -> int: ...
     async def ready(self) -> Ready: ...
-    def submit(self, generate: Generate) -> "EventStream": ...
+    def submit(self, generate: Generate) -> EventStream: ...
     def abort(self, request: RequestId) -> None: ...
     def stop_at(self, request: RequestId, length: int) -> None: ...
     async def control(
@@ -73,81 +75,6 @@ class Engines(Protocol):
     ) -> Reply: ...
     def health(self) -> Health: ...
     def replicas(self) -> list[Replica]: ...
-
-
-class EventStream:
-    """The events of one request, in order; ends after its Finished or Failed.
-
-    The caller owns the stream and closes it; closing before the end aborts the request.
-    """
-
-    def __init__(
-        self, client: "EngineClient", request: RequestId, tokens: int, max_waiting: int
-    ) -> None:
-        self.request = request
-        self.tokens = tokens
-        """Prompt, and the most that may follow."""
-        self._client = client
-        self._max_waiting = max_waiting
-        self._waiting: deque[StreamEvent] = deque()
-        self._arrived = asyncio.Event()
-        self.is_complete = False
-        """The last event has been put."""
-        self._is_closed = False
-
-    def __aiter__(self) -> "EventStream":
-        return self
-
-    async def __anext__(self) -> StreamEvent:
-        if not await self._has_event():
-            raise StopAsyncIteration
-        return self._waiting.popleft()
-
-    async def batch(self) -> list[StreamEvent]:
-        """Every event that waits, at least one; [] after the end."""
-        if not await self._has_event():
-            return []
-        events = list(self._waiting)
-        self._waiting.clear()
-        return events
-
-    async def aclose(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the request; it is aborted if it still runs."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._waiting.clear()
-        self._arrived.set()
-        if not self.is_complete:
-            self._client.abort(self.request)
-
-    def put(self, event: StreamEvent) -> None:
-        """Take in an event (the client's side); one too many ends the stream and its request."""
-        if self.is_complete or self._is_closed:
-            return
-        self._waiting.append(event)
-        self.is_complete = not isinstance(event, Tokens)
-        if not self.is_complete and len(self._waiting) > self._max_waiting:
-            self._waiting[-1] = Failed(
-                self.request,
-                408,
-                f"The reader is {self._max_waiting} events behind; the request was cancelled.",
-                "slow_reader",
-            )
-            self.is_complete = True
-            self._client.abort(self.request)
-        self._arrived.set()
-
-    async def _has_event(self) -> bool:
-        while not self._waiting:
-            if self.is_complete or self._is_closed:
-                return False
-            self._arrived.clear()
-            await self._arrived.wait()
-        return True
 
 
 class EngineClient:
@@ -160,6 +87,8 @@ class EngineClient:
             stuck, and its streams end.
         max_open: requests that may be open at once, running or waiting; 0 = any number.
         watchdog_s: age of a step after which it does; no silence may be longer.
+        is_kept_up: another engine will come in the place of a lost one, or `give_up` be called;
+            one that is stuck counts as lost.
     """
 
     def __init__(
@@ -172,62 +101,65 @@ class EngineClient:
         watchdog_s: float = 300.0,
         max_waiting_events: int = MAX_WAITING_EVENTS,
         max_open: int = 0,
+        is_kept_up: bool = False,
     ) -> None:
         self.stats = Stats()
         """The latest heartbeat."""
         self.stats_at_s = 0.0
         """When it came; 0 before the first."""
-        self.open_tokens = 0
-        """Prompts of the open requests, and the most that may follow them."""
-        self._link = link
+        self.streams = OpenStreams()
+        """By request, until the engine's last word on it: an id that is still being aborted
+        cannot be taken again, else the old end would end the new request."""
+        self.remedy = ""
+        """What is being done about the loss of the engine; for people."""
+        self._line = Line(link, self._deliver, self.engine_lost)
+        self._watching: asyncio.Task[None] | None = None
         self._clock = clock or WallClock()
         self._origin = origin
         self._heartbeat_timeout_s = min(heartbeat_timeout_s, watchdog_s)
         self._watchdog_s = watchdog_s
         self._max_waiting_events = max_waiting_events
         self._max_open = max_open
-        self._streams: dict[RequestId, EventStream] = {}
-        """By request, until the engine's last word on it: an id that is still being aborted
-        cannot be taken again, else the old end would end the new request."""
+        self._is_kept_up = is_kept_up
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_numbers = itertools.count(1)
         self._codec = message_codec()
         self._sendable_text = ""
         """The constraint of the latest request, which a frame can hold."""
-        self._outbox: list[Message] = []
-        self._has_mail = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
         self._ready: Ready | None = None
+        self.standing = Standing()
+        """What the engine has been told to be, and the next one must be."""
         self._lost = ""
         """Why the engine is gone; "" while it is not."""
-        self._exit_code = DeviceError.exit_code
+        self.exit_code = DeviceError.exit_code
+        """What the server should end with if the engine stays lost."""
+        self.is_stuck = False
+        """The lost engine may still be there, and does not go on."""
+        self._is_reviving = False
+        self._hello: Ready | None = None
+        """What the engine said of itself; it admits requests when `_ready` is that."""
         self._decided = asyncio.Event()
         """Ready has come, or the engine is lost."""
         self._is_lost = asyncio.Event()
 
     async def start(self) -> None:
         """Begin to listen. The engine may start before or after."""
-        self._tasks = [
-            asyncio.create_task(self._guard(self._send_all), name="engine-client-send"),
-            asyncio.create_task(self._guard(self._receive_all), name="engine-client-receive"),
-            asyncio.create_task(self._guard(self._watch), name="engine-client-watch"),
-        ]
+        self._line.open()
+        self._watching = asyncio.create_task(self._watch(), name="engine-client-watch")
 
     async def close(self) -> None:
         """End every stream and call, stop listening, release the link."""
-        self.engine_lost("The server is shutting down.")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
-        self._link.close()
+        self.give_up("The server is shutting down.")
+        if self._watching is not None:
+            self._watching.cancel()
+        await self._line.close()
 
     async def ready(self) -> Ready:
         """Wait until the engine can admit requests; BanyanError when it dies instead."""
         await self._decided.wait()
-        if self._ready is None:
-            raise BanyanError.told(self._lost, self._exit_code)
-        return self._ready
+        if self._lost or self._hello is None:
+            raise BanyanError.told(self._lost, self.exit_code)
+        return self._hello
 
     async def lost(self) -> str:
         """Wait until the engine is gone, in death or by its own word; returns why."""
@@ -237,44 +169,61 @@ class EngineClient:
     def submit(self, generate: Generate) -> EventStream:
         """Start a request; RequestError when the engine cannot take it or its id is in use."""
         self._refuse_unless_ready()
-        if generate.request in self._streams:
+        if generate.request in self.streams:
             raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
-        if self._max_open and len(self._streams) >= self._max_open:
+        if self._max_open and len(self.streams) >= self._max_open:
             raise RequestError(
-                f"{len(self._streams)} sequences are open; at most {self._max_open} are taken",
+                f"{len(self.streams)} sequences are open; at most {self._max_open} are taken",
                 status=429,
                 code="too_many_requests",
                 hint="Try again later",
             )
         self._refuse_unless_sendable(generate)
-        tokens = len(generate.tokens) // TOKEN_BYTES + generate.sampling.max_new_tokens
-        stream = EventStream(self, generate.request, tokens, self._max_waiting_events)
-        self._streams[generate.request] = stream
-        self.open_tokens += tokens
-        self._post(generate)
+        stream = EventStream(self, generate, self._max_waiting_events, self._is_kept_up)
+        self.streams.add(stream)
+        self._line.post(generate)
         return stream
+
+    def take_over(self, stream: EventStream) -> None:
+        """Run a request of which another engine has answered nothing, once."""
+        generate, stream.unanswered = stream.unanswered, None
+        assert generate is not None
+        stream.owner = self
+        self.streams.add(stream)
+        self._line.post(generate)
 
     def abort(self, request: RequestId) -> None:
         """End a request at any state; its stream ends with Finished("abort"). Unknown: no-op."""
-        if request in self._streams:
-            self._post(Abort(request))
+        if self._ready is None:  # no engine has it
+            if stream := self.streams.remove(request):
+                stream.put(Finished(request, "abort", stream.num_prompt, 0, 0))
+        elif request in self.streams:
+            self._line.post(Abort(request))
 
     def stop_at(self, request: RequestId, length: int) -> None:
         """Keep `length` output tokens and finish; its stream ends with Finished("stop")."""
-        if request in self._streams:
-            self._post(StopAt(request, length))
+        if request in self.streams:
+            self._line.post(StopAt(request, length))
 
     async def control(
         self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
     ) -> Reply:
         """Carry out an administrative verb; RequestError 504 when no answer comes in time."""
         self._refuse_unless_ready()
+        reply = await self._call(verb, timeout_s, args)
+        if reply.ok:
+            self.standing.take(verb, args)
+        return reply
+
+    async def _call(
+        self, verb: str, timeout_s: float, args: Mapping[str, str | int | float | bool]
+    ) -> Reply:
         call = next(self._call_numbers)
         message = Control(call, verb, self._origin, dict(args))
         self._refuse_unless_sendable(message)
         answer = asyncio.get_running_loop().create_future()
         self._calls[call] = answer
-        self._post(message)
+        self._line.post(message)
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
@@ -286,25 +235,75 @@ class EngineClient:
         finally:
             del self._calls[call]
 
-    def engine_lost(self, reason: str, exit_code: int = DeviceError.exit_code) -> None:
-        """The engine is gone (from the supervisor, or its own Fatal): end all that waits for it."""
+    def engine_lost(
+        self,
+        reason: str,
+        exit_code: int = DeviceError.exit_code,
+        code: str = "engine_unavailable",
+    ) -> None:
+        """The engine is gone (from the supervisor, or its own Fatal): end all that waits for it,
+        but for requests that the next one can run."""
         if self._lost:
             return
-        self._lost, self._exit_code = reason or "The engine ended.", exit_code
+        self._lost, self.exit_code = reason or "The engine ended.", exit_code
+        self._ready = self._hello = None
         self._decided.set()
         self._is_lost.set()
-        streams, self._streams = self._streams, {}
-        for request, stream in streams.items():
-            stream.put(Failed(request, 503, self._lost, "engine_unavailable"))
+        answered = [stream for stream in self.streams.all() if stream.unanswered is None]
+        self.streams.end(answered, self._lost, code)
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(self._gone())
 
+    def give_up(self, reason: str) -> None:
+        """No other engine will come."""
+        self._is_kept_up, self.remedy = False, ""
+        self.engine_lost(reason)
+        self._lost = reason
+        self.streams.end(self.streams.all(), reason, "engine_unavailable")
+
+    async def listen(self, link: FrontLink) -> None:
+        """Take the next engine, behind `link`, for the lost one; it admits nothing before
+        `revive`."""
+        await self._line.close()
+        self._line = Line(link, self._deliver, self.engine_lost)
+        self.stats, self.stats_at_s = Stats(), 0.0
+        self._lost, self.is_stuck, self._is_reviving = "", False, True
+        self._decided.clear()
+        self._is_lost.clear()
+        self._line.open()
+
+    async def revive(self, timeout_s: float) -> None:
+        """Wait for the next engine, make it what the lost one was, and give it the requests that
+        wait.
+
+        Args:
+            timeout_s: for each thing that the engine is told to do before it admits requests.
+
+        Raises:
+            BanyanError: it is lost as well, or does not do what it is told.
+        """
+        try:
+            await self.ready()
+            told = Standing()
+            while (order := self.standing.lacking(told)) is not None:
+                verb, args = order
+                reply = await self._call(verb, timeout_s, args)
+                if not reply.ok:
+                    raise DeviceError(f"the new engine could not {verb}: {reply.text}")
+                told.take(verb, args)
+            await self.ready()
+        finally:
+            self._is_reviving = False
+        self._ready, self.remedy = self._hello, ""
+        for stream in self.streams.release():
+            self.take_over(stream)
+
     def health(self) -> Health:
         if self._lost:
-            return Health(False, False, False, self._lost)
+            return Health(False, False, False, self.remedy or self._lost)
         if self._ready is None:
-            return Health(True, False, False, "The engine is starting.")
+            return Health(True, False, False, self.remedy or "The engine is starting.")
         silence_s = self._clock.now() - self.stats_at_s
         if silence_s > self._heartbeat_timeout_s:
             return Health(True, True, False, f"No heartbeat for {silence_s:.1f} s.")
@@ -318,21 +317,23 @@ class EngineClient:
 
     def replicas(self) -> list[Replica]:
         """Itself alone."""
-        return [Replica(0, not self._lost, self._ready, self.stats)]
+        return [Replica(0, self._ready is not None, self._ready, self.stats)]
 
     @property
     def num_open(self) -> int:
         """Requests whose end has not come yet."""
-        return len(self._streams)
+        return len(self.streams)
 
-    def has_open(self, request: RequestId) -> bool:
-        return request in self._streams
+    @property
+    def open_tokens(self) -> int:
+        """Prompts of the open requests, and the most that may follow them."""
+        return self.streams.tokens
 
     def _refuse_unless_ready(self) -> None:
         if self._lost:
             raise self._gone()
         if self._ready is None:
-            raise RequestError("The engine is starting.", status=503, code="engine_starting")
+            raise RequestError(self.health().reason, status=503, code="engine_starting")
 
     def _refuse_unless_sendable(self, message: Message) -> None:
         """What no frame can hold is the fault of its sender, and must not reach the outbox, where
@@ -348,31 +349,7 @@ class EngineClient:
             self._sendable_text = message.grammar
 
     def _gone(self) -> RequestError:
-        return RequestError(self._lost, status=503, code="engine_unavailable")
-
-    def _post(self, message: Message) -> None:
-        self._outbox.append(message)
-        self._has_mail.set()
-
-    async def _guard(self, work: Callable[[], Awaitable[None]]) -> None:
-        """A task that fails takes the engine's place in the streams, never silently."""
-        try:
-            await work()
-        except Exception as error:
-            log.exception("the link to the engine failed")
-            self.engine_lost(f"The link to the engine failed: {type(error).__name__}: {error}")
-
-    async def _send_all(self) -> None:
-        while True:
-            await self._has_mail.wait()
-            self._has_mail.clear()
-            messages, self._outbox = self._outbox, []
-            await self._link.send(messages)
-
-    async def _receive_all(self) -> None:
-        while True:
-            for event in await self._link.receive():
-                self._deliver(event)
+        return RequestError(self.remedy or self._lost, status=503, code="engine_unavailable")
 
     async def _watch(self) -> None:
         """End what is open once the engine is stuck. It has to be so at two looks in a row: after
@@ -382,13 +359,16 @@ class EngineClient:
             await asyncio.sleep(min(_MAX_LOOK_S, self._heartbeat_timeout_s / _LOOKS))
             health = self.health()
             is_stuck = health.ready and not health.progressing
-            if is_stuck and was_stuck:
-                self._end_streams(health.reason)
+            if is_stuck and was_stuck and self._is_kept_up:
+                self.is_stuck = True
+                self.engine_lost(f"The engine was stuck. {health.reason}", code="engine_stuck")
+            elif is_stuck and was_stuck:
+                self._fail_open(health.reason)
             was_stuck = is_stuck
 
-    def _end_streams(self, reason: str) -> None:
+    def _fail_open(self, reason: str) -> None:
         """Fail every open request. Ids stay taken until the engine, should it go on, lets go."""
-        ended = [stream for stream in self._streams.values() if not stream.is_complete]
+        ended = [stream for stream in self.streams.all() if not stream.is_complete]
         for stream in ended:
             stream.put(Failed(stream.request, 503, reason, "engine_stuck"))
             self.abort(stream.request)
@@ -396,27 +376,27 @@ class EngineClient:
             log.error("the engine is stuck: ended %d requests: %s", len(ended), reason)
 
     def _deliver(self, event: Event) -> None:
+        if self._lost:  # what it says now may be of requests that another one gets
+            return
         match event:
             case Tokens():
-                if stream := self._streams.get(event.request):
+                if stream := self.streams.find(event.request):
                     stream.put(event)
             case Finished() | Failed():
-                if stream := self._streams.pop(event.request, None):
-                    self.open_tokens -= stream.tokens
+                if stream := self.streams.remove(event.request):
                     stream.put(event)
             case Reply():
                 answer = self._calls.get(event.call)
                 if answer is not None and not answer.done():
                     answer.set_result(event)
             case Stats():
-                self._heard(event)
+                self.stats = event
+                self.stats_at_s = self._clock.now()
             case Ready():
-                self._ready = event
+                self._hello = event
+                if not self._is_reviving:
+                    self._ready = event
                 self.stats_at_s = self._clock.now()
                 self._decided.set()
             case Fatal():
                 self.engine_lost(event.text, event.exit_code)
-
-    def _heard(self, stats: Stats) -> None:
-        self.stats = stats
-        self.stats_at_s = self._clock.now()

@@ -1,7 +1,8 @@
 """Fleet: several engines behind the face of one.
 
-A request goes to one engine and stays there; administrative verbs go to all. An engine that dies
-ends its own requests, the others go on; the fleet is lost with the last of them.
+A request goes to one engine and stays there, unless that dies before it has answered anything;
+administrative verbs go to all. An engine that dies ends the rest of its requests, the others go on;
+the fleet is lost with the last of them.
 """
 
 import asyncio
@@ -13,7 +14,8 @@ import msgspec
 from banyan.base.errors import DeviceError, RequestError
 from banyan.base.ids import RequestId
 from banyan.base.log import logger
-from banyan.frontend.link.client import EngineClient, EventStream, Health, Replica
+from banyan.frontend.link.client import EngineClient, Health, Replica
+from banyan.frontend.link.stream import EventStream
 from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.requests import Generate
 
@@ -70,7 +72,7 @@ class Fleet:
         return reason
 
     def submit(self, generate: Generate) -> EventStream:
-        if any(engine.has_open(generate.request) for engine in self._engines):
+        if any(generate.request in engine.streams for engine in self._engines):
             raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
         alive = self._working() or self._alive() or self._engines
         requests, tokens = [e.num_open for e in alive], [e.open_tokens for e in alive]
@@ -89,10 +91,23 @@ class Fleet:
     async def control(
         self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
     ) -> Reply:
-        """Carry out a verb on every living engine; the first refusal counts, else the first yes."""
-        alive = self._alive() or self._engines
-        replies = await asyncio.gather(*(e.control(verb, timeout_s, **args) for e in alive))
-        return next((reply for reply in replies if not reply.ok), replies[0])
+        """Carry out a verb on every engine that is ready; the first refusal counts, else the first
+        yes, which then holds for those too that come back later."""
+        able = [engine for engine in self._engines if engine.health().ready] or self._engines
+        replies = await asyncio.gather(*(e.control(verb, timeout_s, **args) for e in able))
+        refusal = next((reply for reply in replies if not reply.ok), None)
+        if refusal is None:
+            for engine in self._engines:
+                engine.standing.take(verb, args)
+        return refusal or replies[0]
+
+    def share_out(self, lost: EngineClient) -> None:
+        """Give the requests that wait for a lost engine to those that work, if any do."""
+        able = self._working()
+        for stream in lost.streams.release() if able else ():
+            requests, tokens = [e.num_open for e in able], [e.open_tokens for e in able]
+            able[self._route(requests, tokens, self._sent)].take_over(stream)
+            self._sent += 1
 
     def engine_lost(self, reason: str, exit_code: int = DeviceError.exit_code) -> None:
         for engine in self._engines:

@@ -10,9 +10,10 @@ from collections.abc import AsyncGenerator, Sequence
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.config.schema import ObserveConfig
-from banyan.frontend.link.client import Engines, StreamEvent
+from banyan.frontend.link.client import Engines
 from banyan.frontend.link.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
 from banyan.frontend.link.request_log import RequestLog
+from banyan.frontend.link.stream import StreamEvent
 from banyan.frontend.requests.budget import check_budget
 from banyan.frontend.requests.generation import (
     ALL_HIDDEN,

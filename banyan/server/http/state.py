@@ -185,8 +185,11 @@ class ServerState:
     def admit(self) -> Service:
         """The service for a request that needs a step, or RequestError 503 that says why not."""
         service = self.started()
-        if trouble := service.client.health().reason:
-            raise unavailable(trouble, "engine_stuck")
+        health = service.client.health()
+        if health.reason:
+            raise unavailable(
+                health.reason, "engine_stuck" if health.ready else "engine_restarting"
+            )
         return service
 
     def started(self) -> Service:

@@ -5,16 +5,13 @@ the engine through functions that the composition root gives; drains on SIGTERM.
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import errno
 import signal
 import socket
-import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from enum import Enum
-from typing import Protocol, TypeVar
 
 import uvicorn
 import uvloop
@@ -23,10 +20,8 @@ from banyan.base.errors import CapacityError, ConfigError, DeviceError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config, ServerConfig
-from banyan.frontend.link.client import EngineClient
 from banyan.frontend.link.fleet import Fleet
 from banyan.frontend.threads import use_threads
-from banyan.messages.link import PrivateFolder, ZmqFrontLink
 from banyan.scheduler.routing import ROUTES
 from banyan.server.batches.route import resume_batches
 from banyan.server.http.app import App
@@ -34,20 +29,16 @@ from banyan.server.http.auth import ANY, is_loopback
 from banyan.server.http.connection import Connection
 from banyan.server.http.state import ServerState
 from banyan.server.life import deadline
+from banyan.server.life.daemon import in_daemon
 from banyan.server.life.startup import end_phase, open_service, report
+from banyan.server.life.supervisor import StartEngine, Supervisor
 from banyan.server.routes import create_app
 from banyan.server.tool_servers.start import start_tool_servers
-
-T = TypeVar("T")
 
 log = logger(__name__)
 
 DEATH_NOTICE_S = 10.0
 """How long a server whose engine has died goes on saying so before it exits."""
-
-MAX_OPEN = 16_384
-"""Sequences of one engine that run or wait; more are told 429, whatever --max-queued-requests says:
-they would take memory of the front for nothing."""
 
 CLOSING_S = 1.0
 """For last events to reach clients, and for connections to close."""
@@ -60,23 +51,8 @@ _USER_TIMEOUT_MS = 60_000
 
 _BACKLOG = 2048
 
-
-class EngineHandle(Protocol):
-    """A running engine process."""
-
-    @property
-    def stop(self) -> Callable[[], None]:
-        """End the engine and wait for it. May take seconds; called from a thread."""
-        ...
-
-
 Prepare = Callable[[], tuple[Config, ModelCard]]
 """Fetch the model and resolve the Config. May take minutes; called from a thread."""
-
-StartEngine = Callable[[Config, ModelCard, str, Callable[[str], None]], EngineHandle]
-"""(resolved Config, card, link address, on_death) -> handle. Called once per replica, from the main
-thread, and returns at once; `on_death(text)` may be called from any thread when the engine ends
-unasked."""
 
 
 class Ending(Enum):
@@ -150,21 +126,6 @@ def check_exposure(server: ServerConfig) -> None:
         log.warning("%s", line)
 
 
-def _in_daemon(work: Callable[[], T]) -> asyncio.Future[T]:
-    """Run `work` in a thread that, unlike asyncio's own, no exit waits for."""
-    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
-    outcome.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="server", daemon=True).start()
-    return asyncio.wrap_future(outcome)
-
-
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers: this file decides what signals mean."""
 
@@ -173,18 +134,8 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def open_client(config: Config, address: str) -> EngineClient:
-    """The front's end of the link to the engine that will connect to `address`."""
-    return EngineClient(
-        ZmqFrontLink(address),
-        heartbeat_timeout_s=config.server.heartbeat_timeout_s,
-        watchdog_s=config.schedule.watchdog_s,
-        max_open=MAX_OPEN,
-    )
-
-
 class Server:
-    """One server process with its engine."""
+    """One server process with its engines."""
 
     def __init__(
         self,
@@ -201,10 +152,8 @@ class Server:
         self._prepare = prepare
         self._listener = listener
         self._start_engine = start_engine
-        self._handles: list[EngineHandle] = []
         self._ending: asyncio.Future[Ending] | None = None
         self._now = asyncio.Event()
-        self._folder = PrivateFolder()
         self._web = _Uvicorn(
             uvicorn.Config(
                 self.app,
@@ -233,30 +182,36 @@ class Server:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             loop.add_signal_handler(number, log.info, "%s means nothing here", number.name)
         web = asyncio.create_task(self._web.serve([self._listener]))
-        engines = [open_client(self._config, address) for address in self._addresses()]
-        fleet = Fleet(engines, ROUTES.load(self._config.parallel.load_balance))
+        supervisors, fleet = self._open_engines()
         await fleet.start()
-        watch = asyncio.create_task(self._watch_engines(fleet))
+        watch = asyncio.create_task(self._keep_engines(supervisors))
         try:
-            return await self._serve(fleet, engines)
+            return await self._serve(fleet, supervisors)
         finally:
             watch.cancel()
             self.state.storage.close()
             self.app.end_all("The server is shutting down.")
             self._web.should_exit = True
             self._web.force_exit = self._now.is_set()
-            stops = [_in_daemon(handle.stop) for handle in self._handles]
-            await asyncio.gather(web, *stops, return_exceptions=True)
+            stops = [supervisor.stop() for supervisor in supervisors]
+            await asyncio.gather(web, watch, *stops, return_exceptions=True)
             await fleet.close()
-            self._folder.close()
 
-    def _addresses(self) -> list[str]:
-        return [self._folder.address(f"front{i}") for i in range(self._config.parallel.dp)]
+    def _open_engines(self) -> tuple[list[Supervisor], Fleet]:
+        """Who keeps each replica running, and the face of all of them."""
+        parallel = self._config.parallel
+        supervisors = [
+            Supervisor(self._config, [n], self._start_engine, lambda lost: fleet.share_out(lost))
+            for n in range(parallel.dp)
+        ]
+        engines = [engine for supervisor in supervisors for engine in supervisor.engines]
+        fleet = Fleet(engines, ROUTES.load(parallel.load_balance))
+        return supervisors, fleet
 
-    async def _serve(self, fleet: Fleet, engines: list[EngineClient]) -> int:
+    async def _serve(self, fleet: Fleet, supervisors: list[Supervisor]) -> int:
         """Start, serve, end in order; returns the exit code."""
         assert self._ending is not None
-        starting = asyncio.create_task(self._start(fleet, engines))
+        starting = asyncio.create_task(self._start(fleet, supervisors))
         await asyncio.wait((starting, self._ending), return_when=asyncio.FIRST_COMPLETED)
         if not self._ending.done():
             starting.result()  # raises what went wrong
@@ -275,19 +230,15 @@ class Server:
                 return 128 + signal.SIGINT
         return 0
 
-    async def _start(self, fleet: Fleet, engines: list[EngineClient]) -> None:
-        loop = asyncio.get_running_loop()
+    async def _start(self, fleet: Fleet, supervisors: list[Supervisor]) -> None:
         self.state.tool_servers = await start_tool_servers(self._config.server.tool_servers)
-        self.state.config, card = await _in_daemon(self._prepare)
+        self.state.config, card = await in_daemon(self._prepare)
         end_phase(self.state.phases, "model files")
-        for address, engine in zip(self._addresses(), engines, strict=True):
-
-            def on_death(text: str, engine: EngineClient = engine) -> None:
-                loop.call_soon_threadsafe(engine.engine_lost, text)
-
-            self._handles.append(self._start_engine(self.state.config, card, address, on_death))
+        for supervisor in supervisors:
+            supervisor.start(self.state.config, card)
         self.state.service = service = await open_service(self.state, card, fleet)
-        self._folder.close()  # both ends have met: nothing remains, not even after SIGKILL
+        for supervisor in supervisors:
+            supervisor.settled()
         host = self._config.server.host
         shown = f"[{host}]" if ":" in host else host
         await resume_batches(self.state)
@@ -325,8 +276,23 @@ class Server:
             return Ending.NOW if is_ready else Ending.INTERRUPTED
         return Ending.DRAIN if is_ready else Ending.NOW
 
-    async def _watch_engines(self, fleet: Fleet) -> None:
-        self.state.dead = await fleet.lost()
+    async def _keep_engines(self, supervisors: list[Supervisor]) -> None:
+        """Keep every replica running; the server ends with the last of them."""
+        reasons: list[str] = []
+
+        async def keep(supervisor: Supervisor) -> None:
+            reasons.append(await supervisor.keep())
+            if left := len(supervisors) - len(reasons):
+                log.error("an engine stays lost, %d go on: %s", left, reasons[-1])
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for supervisor in supervisors:
+                    group.create_task(keep(supervisor))
+        except Exception as error:
+            log.exception("engines can no longer be kept running")
+            reasons.append(f"{type(error).__name__}: {error}")
+        self.state.dead = reasons[-1]
         assert self._ending is not None
         if self.state.service is not None:  # else the start fails with these words
             log.error("engine died: %s", self.state.dead)

@@ -1,0 +1,146 @@
+"""EventStream: the events of one request on their way to whoever reads its answer."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from banyan.base.ids import RequestId
+from banyan.messages.events import Failed, Finished, Tokens
+from banyan.messages.requests import Generate
+
+StreamEvent = Tokens | Finished | Failed
+
+TOKEN_BYTES = 4
+
+
+class Owner(Protocol):
+    """Who puts events into a stream."""
+
+    def abort(self, request: RequestId) -> None: ...
+
+
+class EventStream:
+    """The events of one request, in order; ends after its Finished or Failed.
+
+    The caller owns the stream and closes it; closing before the end aborts the request.
+
+    Args:
+        owner: whoever has the request now.
+        may_move: another engine may take the request while nothing of its answer is there.
+    """
+
+    def __init__(
+        self, owner: Owner, generate: Generate, max_waiting: int, may_move: bool = False
+    ) -> None:
+        self.owner = owner
+        self.request = generate.request
+        self.num_prompt = len(generate.tokens) // TOKEN_BYTES
+        self.tokens = self.num_prompt + generate.sampling.max_new_tokens
+        """Prompt, and the most that may follow."""
+        self.unanswered = generate if may_move else None
+        """The request as long as it may run once more; None else."""
+        self._max_waiting = max_waiting
+        self._waiting: deque[StreamEvent] = deque()
+        self._arrived = asyncio.Event()
+        self.is_complete = False
+        """The last event has been put."""
+        self._is_closed = False
+
+    def __aiter__(self) -> "EventStream":
+        return self
+
+    async def __anext__(self) -> StreamEvent:
+        if not await self._has_event():
+            raise StopAsyncIteration
+        return self._waiting.popleft()
+
+    async def batch(self) -> list[StreamEvent]:
+        """Every event that waits, at least one; [] after the end."""
+        if not await self._has_event():
+            return []
+        events = list(self._waiting)
+        self._waiting.clear()
+        return events
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the request; it is aborted if it still runs."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.unanswered = None
+        self._waiting.clear()
+        self._arrived.set()
+        if not self.is_complete:
+            self.owner.abort(self.request)
+
+    def put(self, event: StreamEvent) -> None:
+        """Take in an event (the client's side); one too many ends the stream and its request."""
+        if self.is_complete or self._is_closed:
+            return
+        self.unanswered = None
+        self._waiting.append(event)
+        self.is_complete = not isinstance(event, Tokens)
+        if not self.is_complete and len(self._waiting) > self._max_waiting:
+            self._waiting[-1] = Failed(
+                self.request,
+                408,
+                f"The reader is {self._max_waiting} events behind; the request was cancelled.",
+                "slow_reader",
+            )
+            self.is_complete = True
+            self.owner.abort(self.request)
+        self._arrived.set()
+
+    async def _has_event(self) -> bool:
+        while not self._waiting:
+            if self.is_complete or self._is_closed:
+                return False
+            self._arrived.clear()
+            await self._arrived.wait()
+        return True
+
+
+class OpenStreams:
+    """The streams of one engine, by request, until its last word on each."""
+
+    def __init__(self) -> None:
+        self._open: dict[RequestId, EventStream] = {}
+        self.tokens = 0
+        """Their prompts, and the most that may follow."""
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, request: RequestId) -> bool:
+        return request in self._open
+
+    def all(self) -> list[EventStream]:
+        return list(self._open.values())
+
+    def find(self, request: RequestId) -> EventStream | None:
+        return self._open.get(request)
+
+    def add(self, stream: EventStream) -> None:
+        self._open[stream.request] = stream
+        self.tokens += stream.tokens
+
+    def remove(self, request: RequestId) -> EventStream | None:
+        stream = self._open.pop(request, None)
+        if stream is not None:
+            self.tokens -= stream.tokens
+        return stream
+
+    def end(self, ended: Sequence[EventStream], text: str, code: str) -> None:
+        """Fail some of them."""
+        for stream in ended:
+            self.remove(stream.request)
+            stream.put(Failed(stream.request, 503, text, code))
+
+    def release(self) -> list[EventStream]:
+        """Let go of all of them: the requests go to another engine."""
+        released, self._open, self.tokens = self.all(), {}, 0
+        return released
