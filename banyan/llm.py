@@ -29,6 +29,7 @@ from banyan.config.disposal import dispose
 from banyan.config.env import read_environment
 from banyan.config.schema import Config
 from banyan.frontend.answers.native_answer import NativeService
+from banyan.frontend.link.agreed import agreed
 from banyan.frontend.link.client import EngineClient, Engines
 from banyan.frontend.link.fleet import Fleet
 from banyan.frontend.link.text_generator import open_generator
@@ -39,7 +40,7 @@ from banyan.frontend.requests.vectors import Origin, VectorService, prompts_of
 from banyan.frontend.threads import use_threads
 from banyan.frontend.words.load import load_tokenizer
 from banyan.frontend.words.tokenizer import Tokenizer
-from banyan.messages.events import Ready, Stats
+from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.link import FrontLink, PrivateFolder, ZmqFrontLink, local_pair
 from banyan.messages.orders import MEMORY_TAGS
 from banyan.prepare import prepare
@@ -215,8 +216,9 @@ class Engine:
 
         Refused while requests are running; a checkpoint that does not fit changes nothing.
         """
-        work = self._live().client.control(
-            "update_weights", LOAD_S, path=model_path, flush_cache=flush_cache
+        work = agreed(
+            *(self._live().client, "update_weights", LOAD_S, False),
+            **{"path": model_path, "flush_cache": flush_cache},
         )
         reply = self._loop.run(work)
         return reply.ok, reply.text
@@ -228,17 +230,13 @@ class Engine:
         Raises:
             RequestError: requests are running, or it cannot be released.
         """
-        self._order("release_memory", tags)
+        work = agreed(self._live().client, "release_memory", LOAD_S, False, tags=_joined(tags))
+        _require(self._loop.run(work))
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Take released memory back; the weights are read from their files again."""
-        self._order("resume_memory", tags)
-
-    def _order(self, verb: str, tags: list[str] | None) -> None:
-        work = self._live().client.control(verb, LOAD_S, tags=",".join(tags or MEMORY_TAGS))
-        reply = self._loop.run(work)
-        if not reply.ok:
-            raise RequestError(reply.text)
+        work = self._live().client.control("resume_memory", LOAD_S, tags=_joined(tags))
+        _require(self._loop.run(work))
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache; False while requests are running."""
@@ -488,3 +486,12 @@ def _arguments(model_path: str, server_args: Mapping[str, object]) -> list[str]:
         else:
             words.append(f"{flag}={value}")
     return words
+
+
+def _joined(tags: list[str] | None) -> str:
+    return ",".join(tags or MEMORY_TAGS)
+
+
+def _require(reply: Reply) -> None:
+    if not reply.ok:
+        raise RequestError(reply.text)

@@ -4,6 +4,7 @@ reply comes once every rank has carried out the orders that the verb gives."""
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 
@@ -65,7 +66,9 @@ def stats(core: EngineCore, control: Control, now: float) -> Reply:
     return Reply(control.call, True, body=msgspec.json.encode(core.stats(now)))
 
 
-def update_weights(core: EngineCore, control: Control, now: float) -> Reply | None:
+def update_weights(
+    core: EngineCore, control: Control, now: float, is_trial: bool = False
+) -> Reply | None:
     """Take the weights of another checkpoint on every rank, or on none."""
     flushes = bool(control.args.get("flush_cache", True))
     running = core.stats(now).running
@@ -79,13 +82,15 @@ def update_weights(core: EngineCore, control: Control, now: float) -> Reply | No
             "flush_cache false to let them keep those.",
         )
     path = str(control.args.get("path"))
-    return _give(core, control, now, TakeWeights(path, secrets.token_hex(8), flushes))
+    return _give(core, control, now, TakeWeights(path, secrets.token_hex(8), flushes, is_trial))
 
 
-def release_memory(core: EngineCore, control: Control, now: float) -> Reply | None:
+def release_memory(
+    core: EngineCore, control: Control, now: float, is_trial: bool = False
+) -> Reply | None:
     """Give memory back to the system, and plan no rows until all of it is there again."""
     refusal = _while_requests_live(core, control, now)
-    return refusal or _give(core, control, now, ReleaseMemory(_tags(control)))
+    return refusal or _give(core, control, now, ReleaseMemory(_tags(control), is_trial))
 
 
 def resume_memory(core: EngineCore, control: Control, now: float) -> Reply | None:
@@ -120,9 +125,11 @@ def _give(core: EngineCore, control: Control, now: float, order: Order) -> None:
 
 
 def _while_requests_live(core: EngineCore, control: Control, now: float) -> Reply | None:
-    """A refusal while requests live, unless they wait for the end of a pause."""
+    """A refusal while requests live, unless they wait for the end of a pause, or of the want of
+    memory. A trial is told `is_idle` when the pause is its own."""
     stats = core.stats(now)
-    if core.is_paused or core.released or not stats.running + stats.waiting:
+    is_held = core.is_paused and not control.args.get("is_idle") or bool(core.released)
+    if is_held or not stats.running + stats.waiting:
         return None
     return Reply(
         control.call,
@@ -143,7 +150,9 @@ VERBS: Mapping[str, Verb] = {
     "resume": resume,
     "stats": stats,
     "update_weights": update_weights,
+    "try_update_weights": partial(update_weights, is_trial=True),
     "release_memory": release_memory,
+    "try_release_memory": partial(release_memory, is_trial=True),
     "resume_memory": resume_memory,
     "read_weight": read_weight,
     "start_profile": start_profile,

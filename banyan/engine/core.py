@@ -199,7 +199,7 @@ class EngineCore:
         self._carried_out = self._given.popleft()
         draft = PlanDraft(step, [], 0)
         draft.orders = self._carried_out.orders
-        if any(isinstance(o, ReleaseMemory) and KV_CACHE in o.tags for o in draft.orders):
+        if any(_takes_pages(order) for order in draft.orders):
             self.scheduler.roster.retract_all()
             self.scheduler.flush()
         return draft
@@ -218,6 +218,8 @@ class EngineCore:
 
     def _is_done(self, order: Order) -> None:
         match order:
+            case TakeWeights(is_trial=True) | ReleaseMemory(is_trial=True):
+                pass
             case TakeWeights():
                 if order.flush:
                     self.scheduler.flush()
@@ -232,3 +234,7 @@ class EngineCore:
 
     def _has_back(self, tags: list[str]) -> None:
         self.released = [tag for tag in self.released if tag not in tags]
+
+
+def _takes_pages(order: Order) -> bool:
+    return isinstance(order, ReleaseMemory) and KV_CACHE in order.tags and not order.is_trial

@@ -20,6 +20,8 @@ class TakeWeights(msgspec.Struct, frozen=True, array_like=True, tag="take_weight
     """Names these weights to the prefix cache: pages of others are not shared."""
     flush: bool = True
     """Empty the prefix cache as well."""
+    is_trial: bool = False
+    """Only see whether they can be taken."""
 
 
 class ReleaseMemory(msgspec.Struct, frozen=True, array_like=True, tag="release_memory"):
@@ -27,6 +29,8 @@ class ReleaseMemory(msgspec.Struct, frozen=True, array_like=True, tag="release_m
 
     tags: list[str]
     """Of MEMORY_TAGS."""
+    is_trial: bool = False
+    """Only see whether it can be released."""
 
 
 class ResumeMemory(msgspec.Struct, frozen=True, array_like=True, tag="resume_memory"):

@@ -106,6 +106,10 @@ class Holdings:
         loaded = [load_weights(config, card, self._build)]
 
         def take() -> Said:
+            if order.is_trial:
+                loaded.clear()
+                _settle_memory()
+                return Said("The weights can be taken.")
             self._runner.take_model(loaded.pop())
             self._config, self._card = config, card
             self._stamp = stamp
@@ -134,6 +138,8 @@ class Holdings:
             self._card_at(self._card.path)  # they are read again from there
 
         def release() -> Said:
+            if order.is_trial:
+                return Said("It can be released.")
             if KV_CACHE in tags:
                 self._runner.store.release()
             if WEIGHTS in tags:

@@ -51,6 +51,13 @@ def test_two_nodes_give_the_tokens_of_one_rank(tiny_model, tmp_path):
         ranks = [p for p in other.members() if "banyan.compose" in psutil.Process(p).cmdline()]
         assert len(first.rank_pids()) == 0 and len(ranks) == 1
         assert outputs(first) == expected
+        weights = {"model_path": str(write_tiny_model(tmp_path / "new", seed=1))}
+        answer = first.http.post("/update_weights_from_disk", json=weights)
+        assert answer.status_code == 200, answer.text
+        assert outputs(first) != expected
+        weights = {"model_path": str(tiny_model)}
+        assert first.http.post("/update_weights_from_disk", json=weights).status_code == 200
+        assert outputs(first) == expected
         first.signal(signal.SIGTERM)
         assert first.exit_code(20) == 0
         assert other.exit_code(20) == 0, other.tail()

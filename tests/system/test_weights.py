@@ -189,3 +189,29 @@ def test_a_tensor_of_files_that_have_changed_is_not_told(server, folders, tmp_pa
 def test_weights_that_do_not_come_from_files_are_refused_with_what_to_do(server, route):
     answer = server.http.post(f"/{route}", json={"serialized_named_tensors": ["gASVAA=="]})
     assert answer.status_code == 501 and "/update_weights_from_disk" in answer.text
+
+
+def test_all_replicas_do_it_or_none_does(start, folders, expected):
+    """One of two is busy: the other must not go ahead, and nobody's requests may wait for ever."""
+    with start(folders[0], "--dp-size", "2", "--enable-memory-saver") as server:
+        before = [
+            server.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"] for _ in range(2)
+        ]
+        running = [Asking(server, "The banyan is busy")]
+        wait_running(server, 1)
+        assert "1 running" in update(server, folders[1]).json()["message"]
+        released = server.http.post("/release_memory_occupation")
+        assert released.status_code == 400 and "1 running" in released.text
+        again = [
+            server.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"] for _ in range(4)
+        ]
+        assert again == before * 2 and before[0] == before[1] != expected
+        assert len(running[0].result()["output_ids"]) == 1800
+        assert update(server, folders[1]).status_code == 200
+        for _ in range(4):
+            assert server.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"] == expected
+        for route in ("release", "resume"):
+            assert server.http.post(f"/{route}_memory_occupation").status_code == 200
+        for _ in range(2):
+            assert server.generate(text=PROMPT, sampling_params=PARAMS)["output_ids"] == expected
+        assert server.http.get("/ready").status_code == 200

@@ -6,6 +6,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
+from banyan.frontend.link.agreed import agreed
 from banyan.messages.orders import MEMORY_TAGS
 from banyan.server.admin.operate import LOAD_S
 from banyan.server.http.exchange import Exchange
@@ -26,7 +27,8 @@ class MemoryRequest(msgspec.Struct, frozen=True):
 async def release(exchange: Exchange, state: ServerState) -> None:
     """Give memory back to the system; 400 while requests run, unless generation is paused."""
     tags = await _tags(exchange, state)
-    reply = await state.admit().client.control("release_memory", LOAD_S, tags=",".join(tags))
+    client = state.admit().client
+    reply = await agreed(client, "release_memory", LOAD_S, state.paused, tags=",".join(tags))
     if not reply.ok:
         raise RequestError(reply.text)
     state.released |= set(tags)

@@ -7,6 +7,7 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable, set_level
 from banyan.config.schema import ObserveConfig
+from banyan.frontend.link.agreed import agreed
 from banyan.frontend.link.request_log import RequestLog
 from banyan.frontend.link.text_generator import with_log
 from banyan.server.http.exchange import Exchange
@@ -95,7 +96,9 @@ async def update_weights_from_disk(exchange: Exchange, state: ServerState) -> No
     if asked.abort_all_requests:
         await service.client.control("abort_all")
     path, flush = asked.model_path, asked.flush_cache
-    reply = await service.client.control("update_weights", LOAD_S, path=path, flush_cache=flush)
+    reply = await agreed(
+        *(service.client, "update_weights", LOAD_S, state.paused), path=path, flush_cache=flush
+    )
     if reply.ok:
         _set_version(state, asked.weight_version)
         log.info("weights taken path=%s", printable(path))
