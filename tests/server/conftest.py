@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from banyan.frontend.link.client import Health
+from banyan.messages.events import Reply
 from banyan.server.http.probe import SharedProbe
 from tests.server.fakes import Site, steps
 
@@ -24,6 +25,8 @@ def site(shared_site: Site) -> Site:
     generator.asked.clear()
     client.now = Health(True, True, True)
     client.calls.clear()
+    client.others, client.reply = [], Reply(1, True, "Cache flushed.")
+    shared_site.state.released.clear()
     client.aborted.clear()
     shared_site.state.service = shared_site.service
     shared_site.state.draining = False

@@ -5,7 +5,7 @@ import pytest
 
 from banyan.frontend.link.client import Replica
 from banyan.frontend.link.request_log import RequestLog
-from banyan.messages.events import Stats
+from banyan.messages.events import Reply, Stats
 from tests.server.fakes import READY, Site
 
 
@@ -111,6 +111,17 @@ def test_sagemaker_pings_and_invokes(http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}]}
     answer = http.post("/invocations", json=body).json()
     assert answer["choices"][0]["message"]["content"] == "Hello"
+
+
+def test_replicas_try_before_they_release_memory(site: Site, http: httpx.Client) -> None:
+    site.client.others = [Replica(1, True, READY, Stats())]
+    http.post("/release_memory_occupation")
+    assert site.client.calls == ["pause", "try_release_memory", "release_memory", "resume"]
+    http.post("/resume_memory_occupation")
+    site.client.calls.clear()
+    site.client.reply = Reply(1, False, "1 running")
+    assert http.post("/release_memory_occupation").status_code == 400
+    assert site.client.calls == ["pause", "try_release_memory", "resume"]
 
 
 def test_released_memory_is_told_until_it_is_resumed(site: Site, http: httpx.Client) -> None:
