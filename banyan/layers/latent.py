@@ -7,7 +7,6 @@ brought into the latent space, and values leave it after the weighted sum.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from banyan.config.card import LatentFacts
@@ -18,8 +17,9 @@ from banyan.layers.norm import RMSNorm
 from banyan.layers.rotary import Angles
 from banyan.layers.slot import Layer, ShardRule, Turning, WeightSlot
 from banyan.layers.step import LatentSpec, StepInputs
+from banyan.ops.packed import PackedHeadLinear
 from banyan.ops.pages import stored_width
-from banyan.ops.stored import StoredWeight
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 from banyan.parallel.groups import Group
 
 _WHOLE = {"": ShardRule()}
@@ -52,21 +52,33 @@ class HeadExpansion(Layer):
         self.shape = (shape.heads * head, shape.facts.rank)
         self.rule = ShardRule(0, head)
         self.ops = build.ops
-        self.into = torch.empty(0, dtype=build.dtype, device=build.device)
+        self.into: PackedHeadLinear | None = None
         """[heads, rank, plain_dim] once filled: queries into the latent space."""
-        self.back = torch.empty(0, dtype=build.dtype, device=build.device)
+        self.back: PackedHeadLinear | None = None
         """[heads, value_dim, rank] once filled."""
 
     def slots(self) -> dict[str, WeightSlot]:
         return {"weight": WeightSlot({"": self.shape}, {"": self.rule}, self.group)}
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
-        facts = self.facts
-        whole = self.rule.cut(parts[0], self.group).dense.to(self.into)
-        heads = whole.view(-1, facts.plain_dim + facts.value_dim, facts.rank)
+        facts, mine = self.facts, self.rule.cut(parts[0], self.group)
+        heads = mine.dense.view(-1, facts.plain_dim + facts.value_dim, facts.rank)
         keys, values = heads.split([facts.plain_dim, facts.value_dim], dim=1)
-        self.into = keys.transpose(1, 2).contiguous()
-        self.back = values.contiguous()
+        is_in_blocks = not STORAGE_TYPES[parts[0].type].is_float
+        self.into, self.back = (
+            self.ops.pack_head_linear(StoredWeight.from_tensor(part), is_in_blocks)
+            for part in (keys.transpose(1, 2), values)
+        )
+
+    def narrow(self, q: Tensor) -> Tensor:
+        """[tokens, heads, plain_dim] -> [tokens, heads, rank]"""
+        assert self.into is not None
+        return self.into(q)
+
+    def widen(self, attended: Tensor) -> Tensor:
+        """[tokens, heads, rank] -> [tokens, heads, value_dim]"""
+        assert self.back is not None
+        return self.back(attended)
 
 
 class LatentAttention(Caching):
@@ -122,10 +134,10 @@ class LatentAttention(Caching):
         turned = turned.unflatten(-1, (self.heads, facts.rope_dim))
         latent, key = self.latent(x).split([facts.rank, facts.rope_dim], dim=-1)
         turned, key = ops.rotary(turned, key.unsqueeze(1), *angles)
-        q = ops.head_linear(plain, self.expansion.into)  # [tokens, heads, rank]
+        q = self.expansion.narrow(plain)  # [tokens, heads, rank]
         latent = self.latent_norm(latent)
         attended = step.attention.latent(self.spec, q, turned, latent, key.squeeze(1))
-        values = ops.head_linear(attended, self.expansion.back)  # [tokens, heads, value_dim]
+        values = self.expansion.widen(attended)  # [tokens, heads, value_dim]
         return self.out(values.flatten(1))
 
 

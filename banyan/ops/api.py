@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from banyan.ops.experts_api import ExpertOps
-from banyan.ops.packed import PackedEmbedding, PackedLinear
+from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.sampling import SampleRows
 from banyan.ops.stored import StoredWeight
 
@@ -207,11 +207,13 @@ class Ops(ExpertOps, Protocol):
         """
         ...
 
-    def head_linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Each head through a matrix of its own: x[t, h] · weight[h]ᵀ, summed in fp32 or better.
+    def pack_head_linear(self, weight: StoredWeight, may_round: bool) -> PackedHeadLinear:
+        """Make a matrix for each head, [heads, out, in] of floats, ready to be multiplied with.
 
-        x: [tokens, heads, in] T, heads may lie apart; weight: [heads, out, in] T.
-        returns: [tokens, heads, out] T.
+        Called at load, once per weight.
+
+        may_round: the checkpoint holds it in blocks, so half precision loses nothing that counts;
+            a kernel that rounds activations may take that.
         """
         ...
 
@@ -353,7 +355,7 @@ OP_NAMES = (
 )
 """The names a table of kernels and a forced choice may use."""
 
-PACKED_OPS = ("embedding", "linear", "experts")
+PACKED_OPS = ("embedding", "linear", "experts", "head_linear")
 """The ops with a weight, called through what `pack_<op>` returns."""
 
 TYPED_OPS = ("embedding", "linear")

@@ -371,6 +371,10 @@ def _pack(
 
 
 def _pack_whole(
-    run: Callable[..., object], dtype: torch.dtype, device: torch.device, weights: object
+    run: Callable[..., object],
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: object,
+    *more: object,
 ) -> object:
-    return run(weights, dtype, device)
+    return run(weights, dtype, device, *more)

@@ -27,3 +27,15 @@ class PackedEmbedding(Protocol):
         returns: [tokens, dim] T.
         """
         ...
+
+
+class PackedHeadLinear(Protocol):
+    """A matrix for each head, in the form of the kernel that multiplies with them."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Each head through a matrix of its own: x[t, h] · weight[h]ᵀ.
+
+        x: [tokens, heads, in] T, tokens and heads may lie apart.
+        returns: [tokens, heads, out] T, summed in fp32 or better.
+        """
+        ...

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from banyan.ops.experts_api import PackedExperts, Routing, StoredExperts
-from banyan.ops.packed import PackedEmbedding, PackedLinear
+from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.pages import to_numbers, to_stored
 from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_tokens
 from banyan.ops.stored import StoredWeight, stack
@@ -135,8 +135,20 @@ def pack_linear(
     return DenseLinear(weight.dense.to(device, dtype))
 
 
-def head_linear(x: Tensor, weight: Tensor) -> Tensor:
-    return torch.einsum("thi,hoi->tho", x.float(), weight.float()).to(x.dtype)
+class DenseHeadLinear:
+    """A matrix for each head in plain floats of the activation dtype. [heads, out, in]"""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.einsum("thi,hoi->tho", x.float(), self.weight.float()).to(x.dtype)
+
+
+def pack_head_linear(
+    weight: StoredWeight, dtype: torch.dtype, device: torch.device, may_round: bool
+) -> PackedHeadLinear:
+    return DenseHeadLinear(weight.dense.to(device, dtype))
 
 
 def route(

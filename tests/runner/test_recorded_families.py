@@ -23,6 +23,9 @@ VARIANTS = {
     "qwen2 moe": {},
     "qwen2 moe, some dense": {},
     "qwen3 moe": {"head_dim": 16},
+    "deepseek v2": {},
+    "deepseek v2, groups, yarn": {},
+    "deepseek v3": {},
 }
 """Variants of tests/models/families.py -> what lets the compiled attention take them."""
 

@@ -24,6 +24,9 @@ KERNELS = {
     "embedding": [f"{_HERE}.embedding:stored"],
     "route": [f"{_HERE}.experts:route"],
     "experts": [f"{_HERE}.experts:rounded", f"{_HERE}.experts:plain"],
+    "head_linear": [f"{_HERE}.latent_attention:rounded", f"{_HERE}.latent_attention:plain"],
+    "write_latent": [f"{_HERE}.latent_attention:write_latent"],
+    "latent_attention": [f"{_HERE}.latent_attention:latent_attention"],
     "write_kv": [f"{_HERE}.paged_attention:write_kv"],
     "paged_attention": [
         f"{_HERE}.paged_attention:paged_attention",

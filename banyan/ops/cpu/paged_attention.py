@@ -18,9 +18,9 @@ from banyan.ops.cpu.library import Library, Recording
 
 PAGES = "by head, K transposed"
 """Name of the page layout."""
-_PAGE_SIZES = (16, 32, 64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128, 256)
 _ALIGNMENT = 64
-_CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 
 
 @dataclass
@@ -42,7 +42,7 @@ class PagedAttention:
         self.library.call(
             "bn_write_kv",
             tokens,
-            _CACHE_TYPES[k_pages.dtype],
+            CACHE_TYPES[k_pages.dtype],
             *_rows(k),
             *_rows(v),
             _whole(k_pages),
@@ -67,15 +67,15 @@ class PagedAttention:
     ) -> Tensor:
         tokens, heads, head_dim = q.shape
         page_size, kv_heads = k_pages.shape[1:3]
-        assert page_size in _PAGE_SIZES, f"pages of {page_size} tokens, not one of {_PAGE_SIZES}"
+        assert page_size in PAGE_SIZES, f"pages of {page_size} tokens, not one of {PAGE_SIZES}"
         assert head_dim % 8 == 0, f"heads of {head_dim} dimensions, not a multiple of 8"
         shape = (page_size, kv_heads, heads // kv_heads, head_dim, window)
-        plan = self._plan(tokens, page_tables, row_starts, context_lengths, shape)
+        plan = self.plan(tokens, page_tables, row_starts, context_lengths, shape)
         out = self.library.empty(q.shape)
         self.library.call(
             "bn_paged_attention",
             tokens,
-            _CACHE_TYPES[k_pages.dtype],
+            CACHE_TYPES[k_pages.dtype],
             *_rows(q),
             _whole(k_pages),
             _whole(v_pages),
@@ -90,7 +90,7 @@ class PagedAttention:
         )
         return out
 
-    def _plan(
+    def plan(
         self,
         tokens: int,
         page_tables: Tensor,
@@ -137,15 +137,22 @@ def _whole(x: Tensor) -> int:
     return x.data_ptr()
 
 
-def _supports(spec: OpSpec) -> str | None:
+def supports_pages(spec: OpSpec) -> str | None:
+    """Why compiled kernels cannot work on such pages; None when they can."""
     if spec.toolkit.absence:
         return spec.toolkit.absence
     if spec.dtype != torch.float32:
         return f"computes in fp32, activations are {spec.dtype}"
-    if spec.cache_dtype not in _CACHE_TYPES:
+    if spec.cache_dtype not in CACHE_TYPES:
         return f"cannot read pages of {spec.cache_dtype}"
-    if spec.page_size not in _PAGE_SIZES:
-        return f"pages of {spec.page_size} tokens, not one of {', '.join(map(str, _PAGE_SIZES))}"
+    if spec.page_size not in PAGE_SIZES:
+        return f"pages of {spec.page_size} tokens, not one of {', '.join(map(str, PAGE_SIZES))}"
+    return None
+
+
+def _supports(spec: OpSpec) -> str | None:
+    if reason := supports_pages(spec):
+        return reason
     return None if spec.head_dim % 8 == 0 else f"heads of {spec.head_dim}, not a multiple of 8"
 
 

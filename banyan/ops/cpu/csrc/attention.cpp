@@ -238,3 +238,30 @@ BN_EXPORT void bn_write_kv(Program* program, int32_t size, int32_t cache, const 
                  k_stride, v_stride, page_size, kv_heads, head_dim};
   append(program, attention_table(isa(), head_dim).write[cache], &args, sizeof args, size);
 }
+
+// Latent attention with a plan for `blocks` kv heads of `group` heads and a head_dim of `padded`, the
+// rank up to a multiple of 16. out: [tokens, blocks · group, padded].
+BN_EXPORT void bn_latent_attention(Program* program, int32_t, int32_t cache, const float* q,
+                                   int64_t q_stride, const float* q_turned, int64_t turned_stride,
+                                   const void* latent_pages, const void* key_pages,
+                                   const void* plan, const int32_t* page_tables,
+                                   int64_t table_stride, float* out, int32_t page_size,
+                                   int32_t blocks, int32_t group, int32_t padded, int32_t rank,
+                                   int32_t rope_dim, float scale) {
+  AttentionArgs of{q,        latent_pages, key_pages, out,    (const Plan*)plan, page_tables,
+                   q_stride, table_stride, page_size, blocks, group,             padded,
+                   0,        scale,        0.0f};
+  LatentArgs args{of, q_turned, turned_stride, rank, rope_dim};
+  append(program, attention_table(isa(), padded).attend_latent[cache], &args, sizeof args,
+         NOT_ROW_WISE);
+}
+
+// Pages hold rows of `rank` and `rope_dim` numbers, by token.
+BN_EXPORT void bn_write_latent(Program* program, int32_t size, int32_t cache, const float* latent,
+                               int64_t latent_stride, const float* key, int64_t key_stride,
+                               void* latent_pages, void* key_pages, const int64_t* locations,
+                               int32_t rank, int32_t rope_dim) {
+  WriteLatentArgs args{latent,    key,           latent_pages, key_pages, locations,
+                       latent_stride, key_stride, rank,         rope_dim};
+  append(program, attention_table(isa(), GROUP).write_latent[cache], &args, sizeof args, size);
+}

@@ -76,6 +76,24 @@ struct AttentionArgs {
   float scale, soft_cap;
 };
 
+// Latent attention: one latent vector and one turned key of each token for all heads. Both lie as
+// [page][page_size][width], of 8-bit numbers with their scale behind them. The heads are cut into
+// `kv_heads` blocks of `group` heads for the plan; head_dim is the rank up to a multiple of GROUP.
+struct LatentArgs {
+  AttentionArgs of;       // q: [tokens, heads, rank]; k_pages: latents; v_pages: keys
+  const float* q_turned;  // [tokens, heads, rope_dim], strided by token
+  int64_t turned_stride;
+  int32_t rank, rope_dim;
+};
+
+struct WriteLatentArgs {
+  const float *latent, *key;  // [tokens, rank], [tokens, rope_dim], strided by token
+  void *latent_pages, *key_pages;
+  const int64_t* locations;  // [tokens]: page · page_size + offset
+  int64_t latent_stride, key_stride;
+  int32_t rank, rope_dim;
+};
+
 struct WriteArgs {
   const float *k, *v;  // [tokens, kv_heads, head_dim], strided by token
   void *k_pages, *v_pages;
@@ -91,6 +109,7 @@ inline int32_t first_seen(int32_t position, int32_t window) {
 
 struct AttentionKernels {
   Kernel write[NUM_CACHE_TYPES], attend[NUM_CACHE_TYPES];
+  Kernel write_latent[NUM_CACHE_TYPES], attend_latent[NUM_CACHE_TYPES];
   int32_t lanes;
 };
 

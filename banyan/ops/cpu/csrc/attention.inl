@@ -511,12 +511,21 @@ constexpr Kernel attend_kernel() {
 }
 
 }  // namespace
+}  // namespace banyan
+
+#include "attention_latent.inl"
+
+namespace banyan {
 
 extern const AttentionKernels ATTENTION_TABLE = {
     {write_kernel<Float32>(), write_kernel<Float16>(), write_kernel<Bfloat16>(),
      write_kernel<Int8>()},
     {attend_kernel<Float32>(), attend_kernel<Float16>(), attend_kernel<Bfloat16>(),
      attend_kernel<Int8>()},
+    {write_latent_kernel<Float32>(), write_latent_kernel<Float16>(),
+     write_latent_kernel<Bfloat16>(), write_latent_kernel<Int8>()},
+    {attend_latent_kernel<Float32>(), attend_latent_kernel<Float16>(),
+     attend_latent_kernel<Bfloat16>(), attend_latent_kernel<Int8>()},
     LANES,
 };
 

@@ -75,6 +75,33 @@ std::vector<float> outcome(const AttentionKernels& kernels, int cache) {
   return s.out;
 }
 
+// The same rows by latent attention: GROUP_HEADS heads of DIM numbers that turn and DIM that do not.
+std::vector<float> latent_outcome(const AttentionKernels& kernels, int cache) {
+  Step s;
+  int32_t starts[] = {STARTS[0], STARTS[1], STARTS[2]}, contexts[] = {CONTEXTS[0], CONTEXTS[1]};
+  std::unique_ptr<uint64_t[]> memory(
+      new uint64_t[bn_attention_plan_bytes(TOKENS_NOW, 1, GROUP_HEADS, DIM) / sizeof(uint64_t)]);
+  Program *fill = bn_program_new(), *attend = bn_program_new();
+  WriteLatentArgs write{s.v.data(), s.k.data(), s.v_pages.data(), s.k_pages.data(),
+                        s.locations.data(), DIM, DIM, DIM, DIM};
+  append(fill, kernels.write_latent[cache], &write, sizeof write, TOKENS);
+  bn_attention_plan(attend, TOKENS, memory.get(), s.tables.data(), TABLE_PAGES, starts, contexts,
+                    PAGE, 1, GROUP_HEADS, DIM, 0, TOKENS_NOW, 1);
+  AttentionArgs of{s.q.data(),   s.v_pages.data(),  s.k_pages.data(), s.out.data(),
+                   (const Plan*)memory.get(), s.tables.data(), GROUP_HEADS * DIM, TABLE_PAGES,
+                   PAGE, 1, GROUP_HEADS, DIM, 0, 0.25f, 0.0f};
+  LatentArgs args{of, s.q.data(), GROUP_HEADS * DIM, DIM, DIM};
+  append(attend, kernels.attend_latent[cache], &args, sizeof args, NOT_ROW_WISE);
+  Pool* pool = bn_pool_new(1, nullptr);
+  int64_t past[] = {TOKENS_EVER, 2, 2}, now[] = {TOKENS_NOW, 2, 2};
+  bn_program_run(pool, fill, past, nullptr);
+  bn_program_run(pool, attend, now, nullptr);
+  bn_program_free(pool, fill);
+  bn_program_free(pool, attend);
+  bn_pool_free(pool);
+  return s.out;
+}
+
 }  // namespace
 
 // Whether an instruction set computes what the plain code does; 1 and the reason when not.
@@ -86,6 +113,14 @@ BN_EXPORT int bn_check_attention(int32_t isa, char* why, int32_t room) {
       if (!(std::fabs(found[i] - expected[i]) <= 1e-5f)) {
         std::snprintf(why, room, "attention over cache type %d gives %g for %g", cache, found[i],
                       expected[i]);
+        return 1;
+      }
+    expected = latent_outcome(attention_table(BASE, DIM), cache);
+    found = latent_outcome(attention_table(isa, DIM), cache);
+    for (size_t i = 0; i < found.size(); i++)
+      if (!(std::fabs(found[i] - expected[i]) <= 1e-5f)) {
+        std::snprintf(why, room, "latent attention over cache type %d gives %g for %g", cache,
+                      found[i], expected[i]);
         return 1;
       }
   }

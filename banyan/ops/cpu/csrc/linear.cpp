@@ -63,6 +63,47 @@ const Kernel LINEAR = {"linear", linear_units, linear_grain, linear_run<false>, 
 const Kernel LINEAR_EXACT = {"linear_exact", linear_units, linear_grain, linear_run<true>,
                              linear_cost};
 
+// Several projections, each head's inputs through a weight of its own.
+struct HeadLinearArgs {
+  LinearArgs of;  // of the first head; n and k are those of a head
+  int64_t heads, x_head_bytes;
+};
+
+int64_t head_linear_units(const void* a, const Sizes& sizes) {
+  const HeadLinearArgs& args = *(const HeadLinearArgs*)a;
+  return args.heads * linear_units(&args.of, sizes);
+}
+int64_t head_linear_grain(const void* a, const Sizes& sizes) {
+  return linear_grain(&((const HeadLinearArgs*)a)->of, sizes);
+}
+void head_linear_run(const void* a, const Sizes& sizes, int64_t begin, int64_t end,
+                     Worker& worker) {
+  const HeadLinearArgs& args = *(const HeadLinearArgs*)a;
+  int64_t groups = groups_of(args.of.n), of_panel = args.heads * groups;
+  Cut cut(sizes.n[args.of.size]);
+  LinearUnit unit = linear_table(isa()).exact[args.of.format];
+  uint8_t* scratch = worker.scratch(LINEAR_SCRATCH);
+  for (int64_t i = begin; i < end; i++) {
+    int64_t panel = i / of_panel, head = i % of_panel / groups;
+    LinearArgs one = args.of;
+    one.tiles += head * groups * group_bytes(one.format, one.k);
+    one.factors += head * groups * GROUP;
+    one.x += head * args.x_head_bytes;
+    one.out += head * one.n;
+    int64_t first = cut.begin(panel), last = cut.begin(panel + 1);
+    if (first < last) unit(one, i % groups, first, last, scratch);
+  }
+}
+void head_linear_cost(const void* a, const Sizes& sizes, double* bytes, double* operations) {
+  const HeadLinearArgs& args = *(const HeadLinearArgs*)a;
+  double rows = (double)sizes.n[args.of.size], heads = (double)args.heads;
+  *bytes = heads * (double)groups_of(args.of.n) * (double)group_bytes(args.of.format, args.of.k) +
+           rows * heads * 4.0 * (double)(args.of.k + args.of.n);
+  *operations = 2.0 * rows * heads * (double)args.of.n * (double)args.of.k;
+}
+const Kernel HEAD_LINEAR = {"head_linear", head_linear_units, head_linear_grain, head_linear_run,
+                            head_linear_cost};
+
 struct QuantizeArgs {
   int32_t size;
   const float* x;
@@ -192,6 +233,17 @@ BN_EXPORT void bn_linear_exact(Program* program, int32_t size, int32_t format, i
   LinearArgs args{format, size, n, k, tiles, factors, bias, (const uint8_t*)x, x_stride * 4, out,
                   out_stride};
   append(program, LINEAR_EXACT, &args, sizeof args, NOT_ROW_WISE);
+}
+
+// Each head's inputs through a weight of its own, in fp32. x: [size, heads, k], tokens x_stride and
+// heads head_stride apart; tiles, factors: of the heads one after another; out: [size, heads, n].
+BN_EXPORT void bn_head_linear(Program* program, int32_t size, int32_t format, int64_t heads,
+                              int64_t n, int64_t k, const uint8_t* tiles, const float* factors,
+                              const float* x, int64_t x_stride, int64_t head_stride, float* out) {
+  LinearArgs of{format, size, n, k, tiles, factors, nullptr, (const uint8_t*)x, x_stride * 4, out,
+                heads * n};
+  HeadLinearArgs args{of, heads, head_stride * 4};
+  append(program, HEAD_LINEAR, &args, sizeof args, NOT_ROW_WISE);
 }
 
 // Compare an instruction set with the plain code; 0 = good.
