@@ -37,21 +37,36 @@ class Pages(Protocol):
     def put(self, group: int, page: PageId, payload: np.ndarray) -> None: ...
 
 
+class Lane(Protocol):
+    """Does one thing after another, elsewhere."""
+
+    def do(self, work: Callable[[], None]) -> None: ...
+    def close(self) -> None: ...
+
+
 class Mover:
     """
     Args:
         pages: in the host's memory.
         wake: called from the threads whenever something has ended.
+        open_lane: opens the lanes for lookups, reads and writes.
     """
 
-    def __init__(self, pages: Pages, store: Store, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pages: Pages,
+        store: Store,
+        wake: Callable[[], None],
+        open_lane: Callable[[str], Lane] | None = None,
+    ) -> None:
         self._pages = pages
         self._store = store
         self._wake = wake
         self._groups = len(pages.groups)
         self._ended: SimpleQueue[CopyResult | Held] = SimpleQueue()
         self._told: dict[str, None] = {}
-        self._lanes = [_Lane(name) for name in ("store-look", "store-read", "store-write")]
+        opened = open_lane or _Thread
+        self._lanes = [opened(name) for name in ("store-look", "store-read", "store-write")]
 
     def start(self, copies: list[PageCopy]) -> None:
         """Begin the copies to and from the store, in order. Returns once the bytes of pages that
@@ -133,8 +148,8 @@ class Mover:
         self._wake()
 
 
-class _Lane:
-    """A thread that does one thing after another."""
+class _Thread:
+    """A lane that is a thread."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

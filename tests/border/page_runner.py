@@ -53,7 +53,7 @@ def bind_ops(is_recorded: bool, page_size: int) -> Ops:
     )
 
 
-def build_runner(shape: Shape, ops: Ops, wrap=lambda model: model) -> ModelRunner:
+def build_runner(shape: Shape, ops: Ops, wrap=lambda model: model, open_mover=None) -> ModelRunner:
     card = ModelCard(
         path="",
         format="",
@@ -77,6 +77,6 @@ def build_runner(shape: Shape, ops: Ops, wrap=lambda model: model) -> ModelRunne
         for group in shape.groups
     )
     sizes = RunnerSizes(shape.slots, shape.max_length, layouts, 48 if shape.is_recorded else 0)
-    runner = ModelRunner(model, Build(ops), sizes)
+    runner = ModelRunner(model, Build(ops), sizes, open_mover=open_mover)
     assert runner.is_recorded == shape.is_recorded
     return runner

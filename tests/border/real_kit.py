@@ -4,6 +4,7 @@ import math
 from array import array
 from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from random import Random
 
 import msgspec
@@ -14,7 +15,8 @@ from banyan.messages.requests import Generate
 from banyan.ops.api import Ops
 from banyan.runner.abilities import Abilities
 from banyan.runner.runner import ModelRunner
-from tests.border.build import World, random_world
+from banyan.transfer.identity import identity
+from tests.border.build import World, random_world, with_store
 from tests.border.faults import FaultyModel, FaultyOps, Injector
 from tests.border.kit import Hurry, Runner
 from tests.border.oracle import VOCAB, Story
@@ -22,6 +24,7 @@ from tests.border.page_model import PageModel
 from tests.border.page_oracle import PageStory
 from tests.border.page_runner import COMPILED_PAGE, Shape, bind_ops, build_runner
 from tests.border.real_runner import SPARE, RealRunner
+from tests.border.real_store import Shelf
 
 RECORDED_SCALE = 4
 """The compiled kernels read pages of COMPILED_PAGE tokens, so everything is larger by this."""
@@ -57,9 +60,11 @@ class RealKit:
     """
     Args:
         recorded: share of the worlds with compiled ops and recorded steps.
+        stored: folder of pages that outlive the runners; None for worlds without a store.
     """
 
     recorded: float = 0.75
+    stored: Path | None = None
 
     def world(self, random: Random) -> RealWorld:
         is_recorded = random.random() < self.recorded
@@ -67,6 +72,8 @@ class RealKit:
         poison = random.choice((math.nan, math.nan, 1e6))
         scale = RECORDED_SCALE if is_recorded else 1
         world = random_world(random, _abilities(is_pooling), scale)
+        if self.stored is not None:
+            world = with_store(random, world)
         known = {f.name: getattr(world, f.name) for f in fields(World)}
         return RealWorld(**known, is_recorded=is_recorded, is_pooling=is_pooling, poison=poison)
 
@@ -81,10 +88,15 @@ class RealKit:
             models.append(FaultyModel(model, injector))
             return models[0]
 
-        runner = build_runner(world.shape, ops, wrap)
+        shelf = None
+        if self.stored is not None:  # pages of other worlds have other shapes
+            name = identity([world.shape]).hex()
+            shelf = Shelf(self.stored / name, world.faults, random)
+        open_mover = None if shelf is None else shelf.open_mover
+        runner = build_runner(world.shape, ops, wrap, open_mover)
         return RealRunner(
             *(runner, models[0], world.device, world.faults, injector, world.poison),
-            *(random, hurry),
+            *(random, hurry, shelf),
         )
 
     def story(self, generate: Generate, world: RealWorld) -> Story:

@@ -29,6 +29,7 @@ from banyan.messages.orders import (
 from banyan.messages.plan import (
     POOL,
     SAMPLE,
+    STORE,
     CopyResult,
     Held,
     Join,
@@ -49,6 +50,7 @@ from tests.border.faults import InjectedError, Injector
 from tests.border.kit import Hurry
 from tests.border.laws import Device, Launched, Laws, Tenancy, require
 from tests.border.page_numbers import LAYERS, VOCAB
+from tests.border.real_store import Shelf
 
 SPARE = 3
 """Pages per group that the engine does not know: where pages are carried to."""
@@ -72,6 +74,7 @@ class RealRunner:
         injector: wired into it and into the runner's ops.
         poison: what pages hold that nobody has written.
         hurry: lets the driver go on while a step waits for a mask.
+        shelf: the store of the runner's mover; None without one.
     """
 
     def __init__(
@@ -84,7 +87,9 @@ class RealRunner:
         poison: float,
         random: Random,
         hurry: Hurry,
+        shelf: Shelf | None = None,
     ) -> None:
+        self._shelf = shelf
         self.laws = Laws(device, self._enter)
         self.failed_seeds: set[int] = set()
         self._runner = runner
@@ -119,14 +124,15 @@ class RealRunner:
 
     @property
     def copies_to_report(self) -> int:
-        return 0
+        return 0 if self._shelf is None else self._shelf.copies
 
     @property
     def is_quiet(self) -> bool:
-        return not self.laws.queue
+        return not self.laws.queue and (self._shelf is None or not self._shelf.is_busy)
 
     def launch(self, plan: StepPlan) -> None:
-        require(not plan.copies, f"step {plan.step} copies pages of groups without states")
+        are_moves = all(not copy.is_on_device for copy in plan.copies)
+        require(are_moves, f"step {plan.step} copies pages of groups without states")
         self.laws.launch(plan)
         if self._random.random() < 0.6:
             self._start_all()
@@ -146,13 +152,24 @@ class RealRunner:
         return result
 
     def report_copies(self, count: int) -> CopyResult:
-        raise AssertionError("the kit's own copies are not the engine's")
+        assert self._shelf is not None
+        result = self._shelf.copy(count)
+        for copy_id in (*result.ids, *result.failed):
+            copy = self.laws.copies.pop(copy_id)
+            kind = "stored" if copy.dst.tier == STORE else "loaded"
+            what = "failed loads" if kind == "loaded" else "failed writes"
+            self.seen[f"{kind} pages" if copy_id in result.ids else what] += 1
+        return result
 
     def look(self, lookups: list[Lookup]) -> None:
-        require(not lookups, "there is no store to look in")
+        require(not lookups or self._shelf is not None, "there is no store to look in")
+        if self._shelf is not None and lookups:
+            self._shelf.look(lookups)
 
     def report_held(self) -> Held | None:
-        return None
+        held = None if self._shelf is None else self._shelf.held()
+        self.seen["prefixes found in the store"] += held is not None and held.count > 0
+        return held
 
     def _enter(self, join: Join, life: int, tokens: list[int]) -> Tenancy:
         if max(tokens) >= VOCAB:
@@ -175,12 +192,17 @@ class RealRunner:
         self.laws.start(launched)
         self._spoil_fresh(launched)
         copies = self._bring_back()
+        for copy in plan.copies:
+            if copy.dst.tier != STORE:  # what comes from the store comes later
+                self._spoil(copy.group, [copy.dst.page])
+                self.laws.use(launched, copy.group, copy.dst.page, -copy.id, is_write=True)
         self._note_uses(launched)
-        out = self._carry_away(launched) if self._random.random() < 0.3 else []
+        is_carried = self._random.random() < 0.3 and self._shelf is None  # it takes pages too
+        out = self._carry_away(launched) if is_carried else []
         self._arm(launched)
         is_checked = self._random.random() < 0.25 and not plan.orders
         before = self._snapshot() if is_checked else None
-        sheet = msgspec.structs.replace(plan, copies=[*copies, *out])
+        sheet = msgspec.structs.replace(plan, copies=[*plan.copies, *copies, *out])
         pending = self._taker.launch(sheet, partial(self._mask_of, launched))
         if self._broken is not None:
             raise self._broken

@@ -10,10 +10,13 @@ from banyan.engine.journal import Journal
 from banyan.memory import tiers
 from banyan.memory.cache import WEIGHTS_BYTES
 from banyan.memory.tiers import StoreTier
+from banyan.runner.kvstore import KVStore
 from banyan.sim.replay import check
 from tests.border.build import compile_grammar
 from tests.border.driver import play, random_actions, smallest
 from tests.border.kit import FakeKit
+from tests.border.laws import BorderError
+from tests.border.real_kit import RealKit
 
 ACTIONS = 250
 WORLDS = 90
@@ -71,6 +74,42 @@ def test_a_recorded_world_with_a_store_replays_plan_for_plan(tmp_path, seed: int
     journals[0].close()
     report = check(path, compile_grammar)
     assert report.ok and report.plans == game.runner.seen["steps"], str(report)
+
+
+REAL_MUST_HAPPEN = (
+    "failed loads",
+    "failed steps",
+    "loaded pages",
+    "prefixes found in the store",
+    "retractions",
+    "stored pages",
+)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_real_runner_answers_from_real_files(tmp_path, request: pytest.FixtureRequest) -> None:
+    worlds = max(8, request.config.getoption("--real-border-steps") // (ACTIONS * LIVES * 8))
+    seen: Counter[str] = Counter()
+    for seed in range(1, worlds + 1):
+        kit = RealKit(stored=tmp_path / str(seed))
+        for life in range(LIVES):
+            try:
+                game = play(seed, random_actions(Random(seed * 10 + life), ACTIONS), kit=kit)
+            except Exception as error:
+                raise AssertionError(f"world {seed}, life {life} fails: {error}") from error
+            seen += game.seen + game.runner.seen
+    missing = [what for what in REAL_MUST_HAPPEN if not seen[what]]
+    assert not missing, f"never happened: {missing}; happened: {dict(seen)}"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_loaded_bytes_that_do_not_reach_their_page_are_noticed(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(KVStore, "put", lambda self, group, page, payload: None)
+    with pytest.raises((AssertionError, BorderError)):
+        for seed in range(1, 20):
+            kit = RealKit(stored=tmp_path / str(seed))
+            for life in range(LIVES):
+                play(seed, random_actions(Random(seed * 10 + life), ACTIONS), kit=kit)
 
 
 def verdict(worlds: int = 60) -> str:
