@@ -20,6 +20,10 @@ from banyan.scheduler.budget import Growth, Limits, Priorities
 from banyan.scheduler.order import ORDERS
 from banyan.scheduler.scheduler import Scheduler
 
+_STAGED_BYTES = 128 << 20
+_LEAST_WRITES, _MOST_WRITES = 4, 64
+"""Pages on their way to a store take so much memory of the host, but so many there always are."""
+
 
 class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Plain values; `order` and `eviction` are names in their tables."""
@@ -76,16 +80,18 @@ def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
         order=schedule.policy,
         eviction=config.cache.eviction,
         share=not (config.cache.disable_radix or card.needs_whole_prompts),
-        store=_store_rules(config.cache) if config.cache.store else None,
+        store=_store_rules(config.cache, memory) if config.cache.store else None,
     )
 
 
-def _store_rules(cache: CacheConfig) -> StoreRules:
+def _store_rules(cache: CacheConfig, memory: MemoryPlan) -> StoreRules:
     wishes = store_wishes(cache)
+    page_bytes = memory.cache_bytes // sum(group.num_pages for group in memory.groups)
     return StoreRules(
         write=cache.store_writes,
         prefetch=cache.store_waits,
         threshold=wishes.threshold,
         timeout_s=wishes.timeout_s,
         timeout_per_ki_s=wishes.timeout_per_ki_s,
+        max_writes=min(_MOST_WRITES, max(_LEAST_WRITES, _STAGED_BYTES // max(1, page_bytes))),
     )

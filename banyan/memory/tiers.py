@@ -30,9 +30,9 @@ WRITE_BACK = "write_back"
 """Pages are written when they are evicted."""
 
 KEY_BYTES = 32
-_MAX_WRITES = 64
-"""Copies to the store under way; each holds the bytes of a page in the host's memory."""
-_MAX_WRITES_A_STEP = 16
+_WRITES_BESIDE_ROWS = 4
+"""Units whose bytes one step takes before its rows, which wait for that."""
+_WRITES_ALONE = 16
 _LOADING_SHARE = 4
 """At most 1 / this of a pool waits for the store."""
 
@@ -54,6 +54,8 @@ class StoreRules:
     threshold: int = 256
     timeout_s: float = 1.0
     timeout_per_ki_s: float = 0.25
+    max_writes: int = 64
+    """Copies to the store under way; each holds the bytes of a page in the host's memory."""
 
 
 @dataclass
@@ -136,13 +138,14 @@ class StoreTier:
 
     def leaving(self, node: Node) -> None:
         """The node is about to be evicted."""
-        if self.rules.write == WRITE_BACK and len(self._writes) < _MAX_WRITES:
+        if self.rules.write == WRITE_BACK and len(self._writes) < self.rules.max_writes:
             self._write(node)
 
-    def plan_writes(self) -> None:
+    def plan_writes(self, has_rows: bool) -> None:
         """Begin to write what waits for it, as much as one step should take on."""
-        for _ in range(min(_MAX_WRITES_A_STEP, len(self._backlog))):
-            if len(self._writes) >= _MAX_WRITES:
+        most = _WRITES_BESIDE_ROWS if has_rows else _WRITES_ALONE
+        for _ in range(min(most, len(self._backlog))):
+            if len(self._writes) >= self.rules.max_writes:
                 return
             self._write(self._backlog.popleft())
 

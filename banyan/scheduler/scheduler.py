@@ -119,7 +119,7 @@ class Scheduler:
             self._plan_running(draft)
             self._admit(draft)
         if self.cache.tier is not None:
-            self.cache.tier.plan_writes()
+            self.cache.tier.plan_writes(bool(draft.rows))
             draft.copies += self.cache.tier.take_copies()
         if draft.has_work:
             self.roster.leaves = []

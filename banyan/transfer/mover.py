@@ -19,6 +19,8 @@ from banyan.transfer.base import Damaged, Missing, Store
 
 log = logger(__name__)
 
+_GRACE_S = 0.3
+"""For the page that a thread is at, when the engine ends."""
 LOOKED_UP, READ, WRITTEN = "looked up", "read", "written"
 _INSTEAD = {
     LOOKED_UP: "prompts are computed instead",
@@ -42,6 +44,7 @@ class Lane(Protocol):
 
     def do(self, work: Callable[[], None]) -> None: ...
     def close(self) -> None: ...
+    def join(self, timeout_s: float) -> None: ...
 
 
 class Mover:
@@ -93,9 +96,11 @@ class Mover:
         return [self._ended.get() for _ in range(self._ended.qsize())]
 
     def close(self) -> None:
-        """End the threads; what waits is not begun."""
+        """End the threads; what waits is not begun, and what hangs is left behind."""
         for lane in self._lanes:
             lane.close()
+        for lane in self._lanes:
+            lane.join(_GRACE_S)
         self._store.close()
 
     def _look(self, lookup: Lookup) -> None:
@@ -163,7 +168,9 @@ class _Thread:
     def close(self) -> None:
         self._is_closed = True
         self._queue.put(None)
-        self._thread.join(timeout=5.0)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:

@@ -92,6 +92,7 @@ def with_store(random: Random, world: World) -> World:
             prefetch=random.choice((BEST_EFFORT, WAIT_COMPLETE, TIMEOUT)),
             threshold=random.choice((0, 0, 2 * PAGE * world.scale)),
             timeout_s=random.choice((0.03, 0.3, 3.0)),
+            max_writes=random.choice((2, 64)),
         ),
     )
     device = dataclasses.replace(world.device, groups=share.groups)

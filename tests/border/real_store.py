@@ -29,6 +29,9 @@ class ManualLane:
     def close(self) -> None:
         self.waiting.clear()
 
+    def join(self, timeout_s: float) -> None:
+        pass
+
 
 class Shelf:
     """

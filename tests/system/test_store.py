@@ -11,6 +11,7 @@ import pytest
 
 from banyan.llm import Engine
 from banyan.transfer.files import FileStore
+from tests.system.checkpoint import write_tiny_model
 from tests.system.serving import Server, serving, wait_until
 
 PROMPT = [i * 7 % 400 + 5 for i in range(900)]
@@ -301,8 +302,6 @@ def test_tenants_do_not_find_each_other_s_pages(start, folder) -> None:
 
 
 def test_other_weights_find_nothing(start, folder, tiny_model, tmp_path) -> None:
-    from tests.system.checkpoint import write_tiny_model
-
     fill(start, folder)
     other = write_tiny_model(tmp_path / "other", seed=8)
     extra = {"path": str(folder)}
@@ -315,6 +314,23 @@ def test_other_weights_find_nothing(start, folder, tiny_model, tmp_path) -> None
         **FLAGS,
     ) as engine:
         assert ask(engine)["meta_info"]["cached_tokens"] == 0
+
+
+def test_weights_that_are_taken_later_have_no_part_in_the_store(
+    start, folder, right, tmp_path, tiny_model
+) -> None:
+    fill(start, folder)
+    before = pages(folder)
+    other = write_tiny_model(tmp_path / "other", seed=8)
+    with start() as engine:
+        assert answer(engine) == right
+        reply = engine.update_weights_from_disk(str(other))
+        assert "not stored" in str(reply)
+        changed = ask(engine)
+        assert told(changed) != right and changed["meta_info"]["cached_tokens"] == 0
+        ask(engine, OTHER)
+        assert told(ask(engine)) == told(changed)
+    assert pages(folder) == before
 
 
 def test_many_requests_for_one_stored_prefix_read_it_once(

@@ -1,5 +1,6 @@
 import logging
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -130,3 +131,12 @@ def test_copies_within_the_device_are_not_the_mover_s(scene):
     scene.mover.start([PageCopy(1, 0, device_page(1), device_page(2), "before")])
     scene.mover.start([from_store(2, b"k", 5)])
     assert scene.hear(1) == [CopyResult([], [2])]
+
+
+def test_a_store_that_hangs_does_not_hold_up_the_end(scene):
+    scene.store.gate.clear()
+    scene.mover.start([to_store(1, 3, b"w"), from_store(2, b"k", 4), from_store(3, b"k", 5)])
+    began = time.monotonic()
+    scene.mover.close()
+    assert time.monotonic() - began < 5
+    scene.store.gate.set()
