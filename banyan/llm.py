@@ -38,7 +38,7 @@ from banyan.frontend.requests.sessions import Sessions
 from banyan.frontend.requests.settings import limits_of, sampling_defaults, seed_source
 from banyan.frontend.requests.vectors import Origin, VectorService, prompts_of
 from banyan.frontend.threads import use_threads
-from banyan.frontend.words.load import load_tokenizer
+from banyan.frontend.words.load import open_tokenizer
 from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.link import FrontLink, PrivateFolder, ZmqFrontLink, local_pair
@@ -352,7 +352,7 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
     """Start the engine, load the tokenizer meanwhile, wait until it is ready."""
     async with AsyncExitStack() as stack:
         loop = asyncio.get_running_loop()
-        use_threads(config.server.tokenizer_threads)
+        use_threads(config.server.waiting_texts)
         engines: list[EngineClient] = []
         handles: list[EngineHandle] = []
         for number in range(config.parallel.dp):
@@ -371,7 +371,8 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
         tokenizer = None
         if not config.server.skip_tokenizer:
             path = config.model.tokenizer_path or config.model.path
-            tokenizer = await asyncio.to_thread(load_tokenizer, path)
+            tokenizer = await asyncio.to_thread(open_tokenizer, path, config.server)
+            stack.callback(tokenizer.encoder.close)
         ready = await client.ready()
         dispose(config, card)
         limits = replace(

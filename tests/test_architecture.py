@@ -38,8 +38,8 @@ ARROWS = {
 """Room -> what it may import of the house, itself aside."""
 SHELVES = {
     "frontend": {
-        "words": "",
-        "templates": "words",
+        "words": "child",
+        "templates": "words child",
         "requests": "words threads",
         "answers": "words requests threads",
         "link": "words requests",

@@ -52,9 +52,14 @@ _RULES = (
     ),
     _Idle(
         "chat-template completion-template tool-call-parser reasoning-parser tokenizer-path "
-        "tokenizer-worker-num enable-tokenizer-batch-encode",
+        "tokenizer-worker-num enable-tokenizer-batch-encode enable-dynamic-batch-tokenizer",
         lambda c: c.server.skip_tokenizer,
         "there is no text under --skip-tokenizer-init",
+    ),
+    _Idle(
+        "dynamic-batch-tokenizer-batch-size dynamic-batch-tokenizer-batch-timeout",
+        lambda c: not c.server.gathers_texts,
+        "texts are gathered under --enable-dynamic-batch-tokenizer only",
     ),
     _Idle(
         "weight-loader-disable-mmap",

@@ -36,7 +36,6 @@ _DIFFERENCES = """## Defaults that differ from SGLang's
 | `--page-size` | 16 | 1, on Ascend 128 |
 | `--kv-cache-dtype` | fp16 beside kernels that round activations, else the model's | the model's |
 | `--tool-call-parser`, `--reasoning-parser` | as the chat template shows | none |
-| `--tokenizer-worker-num` | threads, some more than cores, for long texts | 1 process |
 """
 
 _PROOF_LEGEND = """

@@ -268,8 +268,14 @@ class ServerConfig:
     """Names of what runs before the server is ready, separated by commas."""
     batch_encode: bool = False
     """The texts of one request are tokenised in one call, several at a time."""
-    tokenizer_threads: int = 0
-    """Long requests that are read and tokenised at once; 0 = a few more than there are cores."""
+    tokenizer_workers: int = 1
+    """Processes that tokenise; 1 = the server's own."""
+    gathers_texts: bool = False
+    """Texts of requests that come at about the same time are tokenised in one call."""
+    gathered_texts: int = 32
+    """Texts of one such call."""
+    gathering_s: float = 0.002
+    """How long the first of them waits for others."""
     random_seed: int = -1
     """Start of the seeds that requests without one get; -1 = drawn afresh."""
     logit_processors: bool = False
@@ -278,6 +284,17 @@ class ServerConfig:
     """Requests may ask for hidden states."""
     require_key: bool = False
     """Refuse to listen on a non-loopback address without an API key."""
+
+    @property
+    def words_wait(self) -> bool:
+        """Whether tokenising a text waits for other requests or processes."""
+        return self.waiting_texts > 0
+
+    @property
+    def waiting_texts(self) -> int:
+        """Texts that may wait so at a time."""
+        workers = self.tokenizer_workers if self.tokenizer_workers > 1 else 0
+        return workers + (self.gathered_texts if self.gathers_texts else 0)
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,11 @@ class Pool(ThreadPoolExecutor):
                 self._num_open -= 1
 
 
-def use_threads(number: int) -> None:
-    """Let the running event loop have `number` threads for `off_loop`; 0 = four more than cores."""
+def use_threads(waiting: int = 0) -> None:
+    """Let the running event loop have some more threads than cores for `off_loop`, and `waiting`
+    more, for work that mostly waits for other threads or processes."""
     cores = len(os.sched_getaffinity(0))
-    asyncio.get_running_loop().set_default_executor(Pool(number or min(32, cores + 4)))
+    asyncio.get_running_loop().set_default_executor(Pool(min(32, cores + 4) + waiting))
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:

@@ -14,18 +14,25 @@ from tests.flags import config_of
 WAIT_S = 20.0
 
 
-def test_so_many_threads_work_on_long_texts_as_asked_for():
-    both = threading.Barrier(2)
-
-    def work():
-        both.wait(WAIT_S)
-        return threading.current_thread().name
+def test_texts_that_wait_for_others_leave_threads_for_work():
+    server = config_of(
+        "--tokenizer-worker-num", "3", "--enable-dynamic-batch-tokenizer",
+        "--dynamic-batch-tokenizer-batch-size", "40",
+    ).server  # fmt: skip
+    num_waiting = 43
+    all_at_once = threading.Barrier(num_waiting + 1)
 
     async def scenario():
-        use_threads(config_of("--tokenizer-worker-num", "2").server.tokenizer_threads)
-        return await asyncio.gather(*(off_loop(THREAD_BYTES + 1, work) for _ in range(20)))
+        use_threads(server.waiting_texts)
+        waiting = [
+            asyncio.create_task(off_loop(THREAD_BYTES + 1, lambda: all_at_once.wait(WAIT_S)))
+            for _ in range(num_waiting)
+        ]
+        assert await off_loop(THREAD_BYTES + 1, lambda: 5) == 5
+        await off_loop(THREAD_BYTES + 1, lambda: all_at_once.wait(WAIT_S))
+        await asyncio.gather(*waiting)
 
-    assert set(asyncio.run(scenario())) == {"words_0", "words_1"}
+    asyncio.run(scenario())
 
 
 def test_short_texts_stay_on_the_loop():

@@ -70,6 +70,8 @@ class NativeService:
         if size is None:
             text = body.get("text")
             size = len(text) if isinstance(text, str) else THREAD_BYTES + 1
+        if self._tokenizer is not None and self._tokenizer.waits:
+            size += THREAD_BYTES + 1
         return await off_loop(size, lambda: self.parse(body, tenant))
 
     async def answer(self, request: NativeRequest) -> dict[str, object] | list[dict[str, object]]:

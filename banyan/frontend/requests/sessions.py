@@ -16,7 +16,7 @@ from banyan.base.log import logger
 from banyan.frontend.requests.long_texts import encode_texts
 from banyan.frontend.requests.native import checked_rid
 from banyan.frontend.requests.sampling import Limits
-from banyan.frontend.threads import off_loop
+from banyan.frontend.threads import THREAD_BYTES, off_loop
 from banyan.frontend.words.tokenizer import Tokenizer
 
 MAX_SESSIONS = 4096
@@ -158,6 +158,8 @@ class Sessions:
         given = body.get("text") or body.get("input_ids")
         size = len(given) if isinstance(given, str | list) else 0
         is_first = not history
+        if tokenizer is not None and tokenizer.waits:
+            size += THREAD_BYTES + 1
         new = await off_loop(size, lambda: _new_ids(body, tokenizer, limits, is_first))
         prompt = history + new
         if len(prompt) > session.capacity:

@@ -7,16 +7,14 @@ text in UTF-8. All little-endian.
 """
 
 import json
-import os
 import signal
 import struct
-import subprocess
-import sys
-import weakref
 from collections.abc import Mapping
 from queue import LifoQueue
 
-TASK, ANSWER = struct.Struct("<Qd"), struct.Struct("<Q")
+from banyan.frontend.child import Child
+
+TASK = struct.Struct("<Qd")
 DONE, STOPPED, REFUSED, FAILED = b"dsrf"
 """A text; beyond a bound; refused in the template's own words; an error."""
 
@@ -26,6 +24,7 @@ TIME_S = 10.0
 LANES = 2
 """Renderings at a time: a long one does not hold up the next."""
 
+_MODULE = "banyan.frontend.templates.worker"
 _MAX_ANSWER_BYTES = 160 << 20
 """More than the longest output takes in UTF-8."""
 
@@ -84,71 +83,41 @@ class _Lane:
 
     def __init__(self, source: str) -> None:
         self._source = json.dumps(source).encode("ascii")
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end = lambda: None
+        self._child: Child | None = None
 
     def do(self, task: bytes | None, time_s: float) -> str:
         """The output of a task; None asks for the facts of the template."""
-        facts = self._start(time_s) if self._process is None else ""
-        return facts if task is None else self._ask(task, time_s)
+        facts = ""
+        if self._child is None:
+            self._child = Child(_MODULE, most_bytes=_MAX_ANSWER_BYTES)
+            facts = self._ask(self._child, self._source, time_s)
+        return facts if task is None else self._ask(self._child, task, time_s)
 
-    def _start(self, time_s: float) -> str:
-        command = [sys.executable, "-m", "banyan.frontend.templates.worker"]
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
-        self._process = process
-        self._end = weakref.finalize(self, _end, process)
-        return self._ask(self._source, time_s)
-
-    def _ask(self, task: bytes, time_s: float) -> str:
+    def _ask(self, child: Child, task: bytes, time_s: float) -> str:
         try:
-            answer = self._exchange(TASK.pack(len(task), time_s) + task, time_s)
+            answer = _answer(child, TASK.pack(len(task), time_s) + task, time_s)
         except TemplateStopped:
-            self._stop()
+            self._stop(child)
             raise
         verdict, text = answer[0], answer[1:].decode("utf-8", "surrogatepass")
         if verdict == DONE:
             return text
         if verdict == STOPPED or task is self._source:
-            self._stop()  # it holds what it built, or no template
+            self._stop(child)  # it holds what it built, or no template
         errors = {STOPPED: TemplateStopped, REFUSED: TemplateRefused, FAILED: TemplateFailed}
         raise errors[verdict](text)
 
-    def _stop(self) -> None:
-        self._end()
-        self._process = None
-
-    def _exchange(self, frame: bytes, time_s: float) -> bytes:
-        assert self._process is not None and self._process.stdin and self._process.stdout
-        view = memoryview(frame)
-        try:
-            while view:
-                view = view[os.write(self._process.stdin.fileno(), view) :]
-            (length,) = ANSWER.unpack(self._read(ANSWER.size))
-            if not 0 < length <= _MAX_ANSWER_BYTES:
-                raise TemplateStopped(f"it sends a frame of {length:,} bytes")
-            return self._read(length)
-        except (BrokenPipeError, EOFError):
-            if self._process.wait() == -signal.SIGPROF:
-                raise TemplateStopped(f"it takes longer than {time_s:g} s") from None
-            raise TemplateStopped("it takes too much memory, or breaks its process") from None
-
-    def _read(self, size: int) -> bytes:
-        assert self._process is not None and self._process.stdout
-        parts: list[bytes] = []
-        while size:
-            part = os.read(self._process.stdout.fileno(), min(size, 1 << 20))
-            if not part:
-                raise EOFError
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+    def _stop(self, child: Child) -> None:
+        child.end()
+        self._child = None
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
+def _answer(child: Child, task: bytes, time_s: float) -> bytes:
+    try:
+        return child.ask(task)
+    except ValueError as error:
+        raise TemplateStopped(str(error)) from None
+    except EOFError:
+        if child.exit_code() == -signal.SIGPROF:
+            raise TemplateStopped(f"it takes longer than {time_s:g} s") from None
+        raise TemplateStopped("it takes too much memory, or breaks its process") from None

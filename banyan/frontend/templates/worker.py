@@ -21,7 +21,8 @@ from jinja2 import meta
 from jinja2.exceptions import SecurityError
 
 from banyan.base.heap import give_back
-from banyan.frontend.templates.process import ANSWER, DONE, FAILED, REFUSED, STOPPED, TASK
+from banyan.frontend.child import LENGTH
+from banyan.frontend.templates.process import DONE, FAILED, REFUSED, STOPPED, TASK
 from banyan.frontend.templates.sandbox import TemplateEnvironment, constants
 
 ROOM_BYTES = 512 << 20
@@ -94,7 +95,7 @@ def _serve(renderer: Renderer, body: bytes, time_s: float, answers: BinaryIO) ->
     signal.setitimer(signal.ITIMER_PROF, time_s)  # its signal ends the process
     answer = attempt(partial(renderer.run, body))
     signal.setitimer(signal.ITIMER_PROF, 0)
-    answers.write(ANSWER.pack(len(answer)))
+    answers.write(LENGTH.pack(len(answer)))
     answers.write(answer)
     answers.flush()
 

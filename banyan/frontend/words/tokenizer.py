@@ -4,6 +4,7 @@ Knows which ids are special and which end a generation. Reading is in folder_tok
 folder) and gguf_tokenizer (a GGUF file). Knows no chat, no requests, no devices.
 """
 
+import copy
 import json
 import math
 import re
@@ -16,6 +17,7 @@ import tokenizers
 
 from banyan.base.errors import BanyanError, ModelError, RequestError
 from banyan.base.log import printable
+from banyan.frontend.words.encode import Encoder, Kind, Library, is_library_error
 from banyan.frontend.words.literals import any_of
 from banyan.frontend.words.pieces import PieceTable
 
@@ -39,6 +41,16 @@ MAX_GROWTH = 64
 """By how much their replacements together may lengthen a text."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Text between added tokens; not `at_start` = it continues a longer text."""
+
+    text: str
+    at_start: bool
+
+
 Part = Mapping[str, object]
 """One part of a tokenizer as its file describes it."""
 
@@ -73,7 +85,11 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, facts: TokenizerFacts) -> None:
         check_growth(backend, facts.source)
         self._backend = backend
-        self._bare = _without_added_tokens(backend)
+        self.encoder: Encoder = Library(backend)
+        """Who makes ids of texts."""
+        self.waits = False
+        """Whether the encoder waits for other requests or processes; what goes to it goes together
+        then, and from no event loop."""
         backend.no_truncation()
         backend.no_padding()
         self.facts = facts
@@ -91,6 +107,12 @@ class Tokenizer:
         self.bos_id = None if bos is None else backend.token_to_id(bos)
         self.eos_ids = facts.eos_ids
         self._prefix, self._suffix = self._frame()
+
+    def through(self, encoder: Encoder) -> "Tokenizer":
+        """The same tokenizer, whose texts go to `encoder` instead, each request's all at once."""
+        other = copy.copy(self)
+        other.encoder, other.waits = encoder, True
+        return other
 
     @property
     def chat_template(self) -> str | None:
@@ -143,13 +165,10 @@ class Tokenizer:
         Raises:
             RequestError: as `encode`, for any of them.
         """
-        try:
-            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        except BaseException as error:
-            raise _encode_error(error) from None
-        if not add_special_tokens:
-            return [encoding.ids for encoding in found]
-        return [[*self._prefix, *encoding.ids, *self._suffix] for encoding in found]
+        found = self.encoder.ids(texts, Kind.PARSED)
+        return (
+            [[*self._prefix, *ids, *self._suffix] for ids in found] if add_special_tokens else found
+        )
 
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Token ids of two texts as the model's own template joins them, special tokens included.
@@ -159,7 +178,8 @@ class Tokenizer:
         """
         if not first or not second:
             raise RequestError("Both texts of a pair need at least one character.", param="text")
-        return _ids(self._backend, (first, second), add_special_tokens=True)
+        (ids,) = self.encoder.ids((first, second), Kind.PAIR)
+        return ids
 
     def encode_guarded(self, text: str, guards: Sequence[int]) -> list[int]:
         """Token ids of a rendered chat in which some characters are known to come from its content.
@@ -173,7 +193,7 @@ class Tokenizer:
         """
         if not guards:
             return self._parsed(text)
-        ids: list[int] = []
+        found: list[_Piece | int] = []
         at, next_guard, search = 0, 0, 0
         while (match := self._added_pattern.search(text, search)) is not None:
             start, end = match.span()
@@ -185,11 +205,11 @@ class Tokenizer:
                 search = start + 1
                 continue
             before = text[at:start]
-            ids += self._plain(before.rstrip() if token.lstrip else before, at_start=at == 0)
-            ids.append(self.added[token.content])
+            found.append(_Piece(before.rstrip() if token.lstrip else before, at == 0))
+            found.append(self.added[token.content])
             spaces = _SPACES.match(text, end) if token.rstrip else None
             at = search = spaces.end() if spaces else end
-        return ids + self._plain(text[at:], at_start=at == 0)
+        return self._joined([*found, _Piece(text[at:], at == 0)])
 
     def decode(
         self,
@@ -237,23 +257,55 @@ class Tokenizer:
         return any_of(self.added.keys())
 
     @cached_property
+    def _lead(self) -> list[int]:
+        return self._plain("\n", True)
+
+    @cached_property
     def _prefixes_start(self) -> bool:
         """Whether the vocabulary puts a space before the start of a text, and only there."""
         part = self._backend.pre_tokenizer
         return part is not None and '"prepend_scheme":"first"' in part.__getstate__().decode()
 
     def _parsed(self, text: str) -> list[int]:
-        return _ids(self._backend, text)
+        (ids,) = self.encoder.ids((text,), Kind.PARSED)
+        return ids
+
+    def _joined(self, found: "Sequence[_Piece | int]") -> list[int]:
+        """Ids of pieces of a text, and of what stands between them."""
+        pieces = [piece for piece in found if isinstance(piece, _Piece)]
+        if self.waits:
+            each = iter(self._plain_all(pieces))
+        else:
+            each = (ids for piece in pieces for ids in self._plain_all([piece]))
+        joined: list[int] = []
+        for piece in found:
+            joined += next(each) if isinstance(piece, _Piece) else (piece,)
+        return joined
 
     def _plain(self, text: str, at_start: bool) -> list[int]:
-        """Ids of `text` with no added tokens in it; not `at_start` = it continues a longer text."""
-        if not text:
-            return []
-        if self._prefixes_start and not at_start:
-            # A line break before it takes the start-of-text space; both are dropped again.
-            lead, ids = self._plain("\n", True), self._plain("\n" + text, True)
-            return ids[len(lead) :] if ids[: len(lead)] == lead else self._plain(text, True)
-        return _ids(self._bare, text)
+        (ids,) = self._plain_all([_Piece(text, at_start)])
+        return ids
+
+    def _plain_all(self, pieces: "Sequence[_Piece]") -> list[list[int]]:
+        """Ids of each piece with no added tokens in it."""
+        texts = [self._with_lead(piece) for piece in pieces]
+        full = [text for text in texts if text]
+        found = iter(self.encoder.ids(full, Kind.PLAIN) if full else ())
+        return [
+            self._without_lead(next(found), piece) if text else []
+            for text, piece in zip(texts, pieces, strict=True)
+        ]
+
+    def _with_lead(self, piece: "_Piece") -> str:
+        """A line break before it takes the start-of-text space; both are dropped again."""
+        has_lead = piece.text and self._prefixes_start and not piece.at_start
+        return "\n" + piece.text if has_lead else piece.text
+
+    def _without_lead(self, ids: list[int], piece: "_Piece") -> list[int]:
+        if piece.at_start or not self._prefixes_start:
+            return ids
+        lead = self._lead
+        return ids[len(lead) :] if ids[: len(lead)] == lead else self._plain(piece.text, True)
 
 
 def build_backend(path: str, build: Callable[[], T]) -> T:
@@ -261,7 +313,7 @@ def build_backend(path: str, build: Callable[[], T]) -> T:
     try:
         return build()
     except BaseException as error:
-        if isinstance(error, BanyanError) or not _is_library_error(error):
+        if isinstance(error, BanyanError) or not is_library_error(error):
             raise
         raise ModelError(
             f"the tokenizer of {printable(path)!r} cannot be read: {printable(str(error))}",
@@ -311,39 +363,6 @@ def _growth(part: Part) -> float:
         return 1.0
     old = pattern.get("String", "") if isinstance(pattern, Mapping) else ""
     return max(1.0, len(content) / max(1, len(str(old))))
-
-
-def _is_library_error(error: BaseException) -> bool:
-    """Whether the library failed: its panics are BaseExceptions of a class it does not export."""
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _without_added_tokens(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """The same vocabulary, shared, where every text is plain text."""
-    bare = tokenizers.Tokenizer(backend.model)
-    if backend.normalizer is not None:
-        bare.normalizer = backend.normalizer
-    if backend.pre_tokenizer is not None:
-        bare.pre_tokenizer = backend.pre_tokenizer
-    return bare
-
-
-def _ids(
-    backend: tokenizers.Tokenizer, text: str | tuple[str, str], add_special_tokens: bool = False
-) -> list[int]:
-    """Ids of one text or pair, as a batch: only that lets other threads run Python meanwhile."""
-    try:
-        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-    except BaseException as error:
-        raise _encode_error(error) from None
-
-
-def _encode_error(error: BaseException) -> BaseException:
-    if isinstance(error, RequestError) or not _is_library_error(error):
-        return error
-    if isinstance(error, (UnicodeError, TypeError)):
-        return RequestError("the text is not valid Unicode (it has unpaired surrogates)")
-    return RequestError(f"the text cannot be tokenized: {printable(str(error))}")
 
 
 def _is_within_word(text: str, start: int, end: int) -> bool:

@@ -301,7 +301,8 @@ def _with_priority(state: ServerState, body: Json) -> Json:
 async def _ask(state: ServerState, line: Line) -> _Reply:
     """One line through the handler of its route."""
     reply = _Reply("", [])
-    exchange = Exchange({"method": "POST", "path": line.url, "headers": []}, reply.send)
+    scope = {"method": "POST", "path": line.url, "headers": []}
+    exchange = Exchange(scope, reply.send, words_wait=state.config.server.words_wait)
     reply.id, reply.warnings = exchange.id, exchange.warnings
     exchange.tenant = line.tenant
     exchange.body = json.dumps(_body(state, line, exchange)).encode()

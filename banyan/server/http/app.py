@@ -59,7 +59,8 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            await self._answer(Exchange(scope, send, self._send_timeout_s), receive)
+            waits = self.state.config.server.words_wait
+            await self._answer(Exchange(scope, send, self._send_timeout_s, waits), receive)
         elif scope["type"] == "lifespan":
             await _lifespan(receive, send)
         else:

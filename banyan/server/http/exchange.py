@@ -41,9 +41,16 @@ class Exchange:
     Args:
         scope, send: of ASGI.
         send_timeout_s: longest wait for a client that does not read.
+        words_wait: reading a text waits for other requests or processes, whatever its size.
     """
 
-    def __init__(self, scope: Scope, send: Send, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        send: Send,
+        send_timeout_s: float = SEND_TIMEOUT_S,
+        words_wait: bool = False,
+    ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -86,6 +93,7 @@ class Exchange:
         self._abort: Callable[[], None] = scope.get(ABORT, _nothing)
         self._query: bytes = scope.get("query_string", b"")
         self._send = send
+        self._words_wait = words_wait
         self._send_timeout_s = send_timeout_s
 
     def header(self, name: bytes) -> str:
@@ -118,7 +126,7 @@ class Exchange:
             waits: `work` waits for another process, so that it is off the loop whatever its size.
         """
         body = self.body
-        size = len(body) + (THREAD_BYTES + 1 if waits else 0)
+        size = len(body) + (THREAD_BYTES + 1 if waits or self._words_wait else 0)
         try:
             return await off_loop(size, lambda: work(json_object(body, self.media)))
         finally:

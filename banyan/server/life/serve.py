@@ -172,7 +172,7 @@ class Server:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         self._ending = loop.create_future()
-        use_threads(self._config.server.tokenizer_threads)
+        use_threads(self._config.server.waiting_texts)
         ends = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         # nohup leaves SIGHUP ignored
         heard = [number for number in ends if signal.getsignal(number) is not signal.SIG_IGN]

@@ -22,7 +22,7 @@ from banyan.frontend.requests.settings import limits_of, sampling_defaults, seed
 from banyan.frontend.templates.chat import Chat, load_chat
 from banyan.frontend.templates.named import FillIn, fill_in_form, template_source
 from banyan.frontend.threads import use_threads
-from banyan.frontend.words.load import load_tokenizer
+from banyan.frontend.words.load import open_tokenizer
 from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.messages.events import Ready
 from banyan.server.http.state import ServerState, Service
@@ -45,7 +45,7 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
         BanyanError: the engine died, or the tokenizer or template is refused.
     """
     config = state.config
-    use_threads(config.server.tokenizer_threads)
+    use_threads(config.server.waiting_texts)
     loading = asyncio.create_task(asyncio.to_thread(_load_words, config))
     try:
         ready, words = await asyncio.gather(_engine_ready(state, client), loading)
@@ -95,7 +95,7 @@ def _load_words(config: Config) -> _Words:
     server = config.server
     if server.skip_tokenizer:
         return _Words()
-    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.path)
+    tokenizer = open_tokenizer(config.model.tokenizer_path or config.model.path, server)
     source = template_source(server.chat_template)
     chat = None
     if source is not None or tokenizer.chat_template is not None:

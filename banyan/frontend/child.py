@@ -1,0 +1,77 @@
+"""Child: a process of one's own that answers one task at a time over its standard streams.
+
+Both ways a frame is uint64 little-endian length and a body; a task may have a head of its own
+before that. Knows nothing of tasks.
+"""
+
+import os
+import struct
+import subprocess
+import sys
+import weakref
+
+LENGTH = struct.Struct("<Q")
+
+
+class Child:
+    """A running `python -m MODULE`. Ends with this object, and with this process.
+
+    Args:
+        most_bytes: of an answer.
+    """
+
+    def __init__(self, module: str, *words: str, most_bytes: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        self._most_bytes = most_bytes
+        self.end = weakref.finalize(self, _end, self._process)
+        """Kill it and wait for its end. Harmless when repeated."""
+
+    def ask(self, task: bytes) -> bytes:
+        """The answer to a task, which is its head and body.
+
+        Raises:
+            EOFError: it has ended; `exit_code` tells how.
+            ValueError: it says something that is no answer.
+        """
+        assert self._process.stdin is not None
+        view = memoryview(task)
+        try:
+            while view:
+                view = view[os.write(self._process.stdin.fileno(), view) :]
+        except BrokenPipeError:
+            raise EOFError from None
+        (length,) = LENGTH.unpack(self._read(LENGTH.size))
+        if not 0 < length <= self._most_bytes:
+            raise ValueError(f"it sends a frame of {length:,} bytes")
+        return self._read(length)
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def exit_code(self) -> int:
+        """Wait for its end."""
+        return self._process.wait()
+
+    def _read(self, size: int) -> bytes:
+        assert self._process.stdout is not None
+        parts: list[bytes] = []
+        while size:
+            part = os.read(self._process.stdout.fileno(), min(size, 1 << 20))
+            if not part:
+                raise EOFError
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
