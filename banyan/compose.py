@@ -22,6 +22,7 @@ from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.engine.duty import ENGINE, RANK, Duty
 from banyan.engine.processes import STACKS, Child, Pulse, follow_parent, spawn, take_duty
+from banyan.engine.ranks import open_stacks
 from banyan.formats.shards import read_ahead
 from banyan.messages.events import Fatal
 from banyan.messages.link import remove_folders_of
@@ -151,6 +152,7 @@ def main() -> None:
     report_slow_gc(duty.config.observe.slow_gc_s)
     try:
         if duty.role == RANK:
+            faulthandler.register(STACKS, open_stacks(duty.pulse))
             Pulse(duty.pulse).keep_beating()
             run_rank(duty.config, duty.card, duty.rank, duty.address, duty.mesh_address)
         else:

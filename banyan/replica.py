@@ -209,7 +209,7 @@ def run_engine(
     phases = Phases(clock)
     with ExitStack() as cleanup:
         ranks = OtherRanks(config, card, secret)
-        cleanup.callback(ranks.close)
+        cleanup.push(lambda kind, *_: ranks.close(is_failure=kind is not None))
         phases.done("other ranks")
         opened = open_model(config, card, 0, ranks.meeting, phases)
         config, settings = opened.config, opened.settings
@@ -253,6 +253,8 @@ def run_engine(
             StepLog(config.observe.step_log_interval),
             marks,
             runner.mover,
+            soft_watchdog_s=config.schedule.soft_watchdog_s,
+            silence_s=config.server.heartbeat_timeout_s,
         )
         ranks.watch(loop.fail)
         started(loop)
@@ -418,16 +420,26 @@ class OtherRanks:
         signs = [some.silence() for some in (self._local, self._nodes) if some is not None]
         return max(signs, key=lambda sign: sign[1])
 
+    def stacks(self) -> list[tuple[int, str]]:
+        """(rank, where its threads stand)."""
+        some = [part for part in (self._local, self._nodes) if part is not None]
+        return [found for part in some for found in part.stacks()]
+
     def send_sizes(self, sizes: RunnerSizes) -> None:
         self._send(msgspec.json.encode(sizes))
 
     def send_plan(self, plan: StepPlan) -> None:
         self._send(self._codec.encode([plan]))
 
-    def close(self) -> None:
-        for some in (self._local, self._nodes):
-            if some is not None:
-                some.close()
+    def close(self, is_failure: bool = False) -> None:
+        """
+        Args:
+            is_failure: another engine may come in the place of this one.
+        """
+        if self._local is not None:
+            self._local.close()
+        if self._nodes is not None:
+            self._nodes.close(is_failure)
 
     def _send(self, frame: bytes) -> None:
         if self._local is None:

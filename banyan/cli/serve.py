@@ -72,7 +72,8 @@ def _keep_ranks(config: Config, environment: Environment) -> int:
     config, card = prepare(config, environment)
     parallel, secret = config.parallel, environment.dist_secret
     check_secret(parallel, secret)
-    serve_node(parallel, secret, own_hello(parallel, card), card.path)
+    comes_again = config.server.engine_restarts > 0
+    serve_node(parallel, secret, own_hello(parallel, card), card.path, comes_again)
     return 0
 
 

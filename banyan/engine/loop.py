@@ -21,8 +21,8 @@ from banyan.engine.desk import GrammarDesk
 from banyan.engine.forecast import StepForecast
 from banyan.engine.launcher import Handle, Launcher
 from banyan.engine.step_log import StepLog
-from banyan.engine.watchdog import Watchdog
-from banyan.messages.events import Event, Fatal, Ready
+from banyan.engine.watchdog import OtherRanks, Watchdog
+from banyan.messages.events import Event, Fatal, Ready, Stats
 from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import Control, Message
 
@@ -39,14 +39,6 @@ class Link(Protocol):
     def poll_fd(self) -> int: ...
     def receive(self) -> list[Message]: ...
     def send(self, events: list[Event]) -> None: ...
-
-
-class OtherRanks(Protocol):
-    """The ranks that run this one's plans."""
-
-    def silence(self) -> tuple[int, float]:
-        """The rank that has given no sign of life for longest, and for how many seconds."""
-        ...
 
 
 class StoreMover(Protocol):
@@ -90,6 +82,8 @@ class EngineLoop:
         ranks: None when there is one rank only. A step that fails is the end of several: the
             others may wait in the middle of it for ever.
         watchdog_s: without progress for this long, the log is told where everything stands.
+        soft_watchdog_s: the same, for a shorter time; 0 = no such one.
+        silence_s: the same, when another rank has given no sign of life for this long.
         step_log: told of every step.
         marks: of the loop's thread, for whoever records it.
         mover: of the runner, where pages go to a store; None without one.
@@ -109,6 +103,8 @@ class EngineLoop:
         step_log: StepLog | None = None,
         marks: Marks | None = None,
         mover: StoreMover | None = None,
+        soft_watchdog_s: float = 0.0,
+        silence_s: float = 20.0,
     ) -> None:
         self._core = core
         self._mover = mover
@@ -119,7 +115,12 @@ class EngineLoop:
         self._check_ledger = check_ledger
         self._desk = desk
         self._ranks = ranks
-        self._watchdog = Watchdog(watchdog_s, self._stuck_s, self._plans)
+        stands = self._stuck_s, self._plans, self._queues
+        silence_s = min(silence_s, watchdog_s)
+        self._watchdogs = [Watchdog(watchdog_s, *stands, ranks, silence_s)]
+        if soft_watchdog_s:
+            self._watchdogs.append(Watchdog(soft_watchdog_s, *stands, ranks))
+        self._stats = Stats()
         self._step_log = step_log or StepLog(0)
         self._marks = marks or Marks("engine")
         self._flying: deque[Handle] = deque()
@@ -138,7 +139,8 @@ class EngineLoop:
         """Serve until `stop`; a failure of the loop itself ends every open request with Fatal."""
         self._link.send([ready])
         self._turned_s = self._clock.now()
-        self._watchdog.start()
+        for watchdog in self._watchdogs:
+            watchdog.start()
         poller = select.poll()
         poller.register(self._link.poll_fd(), select.POLLIN)
         poller.register(self._wake.fd, select.POLLIN)
@@ -152,7 +154,8 @@ class EngineLoop:
             self._link.send([Fatal(f"The engine failed: {type(error).__name__}: {error}")])
             raise
         finally:
-            self._watchdog.close()
+            for watchdog in self._watchdogs:
+                watchdog.close()
             self._launcher.close()
             if self._mover is not None:
                 self._mover.close()
@@ -242,6 +245,14 @@ class EngineLoop:
         is_running = any(not plan.orders for plan in plans)
         return max(now - self._turned_s, now - self._started_s if is_running else 0.0)
 
+    def _queues(self) -> str:
+        """As of the latest heartbeat; from any thread."""
+        s, waiting = self._stats, len(self._desk) if self._desk is not None else 0
+        return (
+            f"running={s.running} waiting={s.waiting} waiting_for_grammars={waiting} "
+            f"free_pages={s.free_pages} held_pages={s.held_pages} total_pages={s.total_pages}"
+        )
+
     def _plans(self) -> list[StepPlan]:
         return [handle.plan for handle in self._flying.copy()]
 
@@ -281,6 +292,7 @@ class EngineLoop:
             if self._ranks is not None:
                 rank, silent_s = self._ranks.silence()
                 stats = msgspec.structs.replace(stats, silent_rank=rank, silent_s=silent_s)
+            self._stats = stats
             events.append(stats)
         self._was_idle = is_idle
 

@@ -36,9 +36,16 @@ _BEAT_S = 0.5
 SILENT_S = 5.0
 """A node that is not heard of for so long is lost."""
 _FRAME, _END, _BEAT, _START, _REFUSED, _HELLO, _LOST = (b"F", b"E", b"B", b"S", b"R", b"H", b"L")
+_AGAIN, _TELL, _STACKS = (b"A", b"T", b"K")
+"""Come again, to another engine; tell where your ranks stand; that is here."""
+_HELLO_S = 1.0
+"""How often a node says who it is until it is told what to do."""
+_STACKS_S = 3.0
 _SAMPLE_BYTES = 1 << 16
-_MAX_SAID_BYTES = 1 << 16
+_MAX_SAID_BYTES = 1 << 18
 """Of what a node tells the leader."""
+_MAX_STACK = 1 << 13
+"""Characters of what it tells of one rank."""
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -64,6 +71,18 @@ def _sign_of(said: bytes) -> Sign | None:
         return msgspec.json.decode(said, type=Sign)
     except msgspec.MsgspecError:
         return None
+
+
+def _stacks_of(said: bytes) -> list[tuple[int, str]] | None:
+    """Text of another machine: what is no text, or would look like lines of ours, is taken out."""
+    try:
+        found = msgspec.json.decode(said, type=list[tuple[int, str]])
+    except msgspec.MsgspecError:
+        return None
+    return [
+        (rank, "\n".join(f"  {printable(line, 300)}" for line in text.splitlines()))
+        for rank, text in found
+    ]
 
 
 def ranks_of(parallel: ParallelConfig, node: int) -> range:
@@ -157,6 +176,8 @@ class Nodes:
         self._outbox.connect("inproc://frames")
         self._on_death: Callable[[str], None] | None = None
         self._lost = ""
+        self._told: dict[int, list[tuple[int, str]]] = {}
+        """Node -> where its ranks stand, while that is asked for."""
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
@@ -181,6 +202,8 @@ class Nodes:
                 identity, kind, *parts = self._socket.recv_multipart()
                 if kind == _HELLO and parts:
                     self._welcome(identity, parts[0])
+                else:  # it kept ranks for an engine that is gone
+                    self._socket.send_multipart([identity, _AGAIN])
 
     def _welcome(self, identity: bytes, said: bytes) -> None:
         try:
@@ -188,6 +211,8 @@ class Nodes:
             reason = self._objection(hello)
         except msgspec.MsgspecError:
             hello, reason = None, "it speaks another protocol"
+        if hello is not None and self._identity.get(hello.node) == identity:
+            return
         if hello is None or reason:
             name = f"node {hello.node}" if hello else "a node"
             log.error("%s was turned away: %s", name, reason)
@@ -243,14 +268,27 @@ class Nodes:
         node = rank // self._parallel.local_world
         self._outbox.send_multipart([self._identity[node], _FRAME, b"%d" % rank, frame])
 
-    def close(self) -> None:
-        """Let the others end."""
+    def stacks(self) -> list[tuple[int, str]]:
+        """As `LocalRanks.stacks`, over the nodes that answer."""
+        self._told = {}
+        outbox = self._context.socket(zmq.PUSH)  # no thread may use that of another
+        outbox.connect("inproc://frames")
+        for identity in self._identity.values():
+            outbox.send_multipart([identity, _TELL])
+        deadline = time.monotonic() + _STACKS_S
+        while len(self._told) < len(self._identity) and time.monotonic() < deadline:
+            time.sleep(_BEAT_S / 10)
+        outbox.close(linger=0)
+        return [found for node in sorted(self._told) for found in self._told[node]]
+
+    def close(self, is_failure: bool = False) -> None:
+        """Let the others end, or come again to the engine that takes the place of this one."""
         if self._thread is None:
             self._context.destroy(linger=0)
             return
         self._is_closing = True
         for identity in self._identity.values():
-            self._outbox.send_multipart([identity, _END])
+            self._outbox.send_multipart([identity, _AGAIN if is_failure else _END])
         self._outbox.send_multipart([b""])
         self._thread.join(5.0)
         self._outbox.close(linger=0)
@@ -286,14 +324,17 @@ class Nodes:
 
     def _take(self, identity: bytes, kind: bytes, *parts: bytes) -> None:
         node = next((n for n, mine in self._identity.items() if mine == identity), 0)
-        if not node:
-            if kind == _HELLO and parts:
-                self._welcome(identity, parts[0])
+        if not node:  # all seats are taken, perhaps by one that is no more
+            self._socket.send_multipart([identity, _AGAIN])
             return
         self._heard[node] = time.monotonic()
         said = parts[0] if len(parts) == 1 else b""
         if kind == _BEAT and (sign := _sign_of(said)) is not None:
             self._silent[node] = sign
+        elif kind == _HELLO:
+            pass  # it was said again before the answer came
+        elif kind == _STACKS and (told := _stacks_of(said)) is not None:
+            self._told[node] = told
         elif kind == _LOST and said:
             self._lose(f"node {node}: {printable(said.decode(errors='replace'), 300)}")
         else:
@@ -339,35 +380,55 @@ class Leader:
         self._context.term()
 
 
-def serve_node(parallel: ParallelConfig, secret: str, mine: Hello, own_path: str) -> None:
+class _LeaderGone(DeviceError):
+    """The engine that this node has kept ranks for is no more; another one may come."""
+
+
+def serve_node(
+    parallel: ParallelConfig, secret: str, mine: Hello, own_path: str, comes_again: bool = True
+) -> None:
     """Keep this node's ranks for the leader until it ends.
 
     Args:
         own_path: where the model lies on this machine.
+        comes_again: when the leader's engine is lost, wait for the one that takes its place.
 
     Raises:
         DeviceError: the leader does not answer, turns this node away or is lost, or a rank died.
     """
-    with Leader(parallel.meeting, secret) as leader:
+    while True:
+        try:
+            with Leader(parallel.meeting, secret) as leader:
+                duty, meeting = _meet(leader, parallel, mine)
+                duty = replace(duty, card=replace(duty.card, path=own_path))
+                _keep(LocalRanks(ranks_of(parallel, parallel.node), duty, meeting), leader)
+            return
+        except _LeaderGone as gone:
+            if not comes_again:
+                raise
+            log.warning("%s: the node comes again", gone)
+
+
+def _meet(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[Duty, str]:
+    """Say who this is until the leader says what to do: (duty of the ranks, where they meet)."""
+    log.info("node %d of %d waits for %s", mine.node, mine.nodes, parallel.meeting)
+    deadline = time.monotonic() + parallel.meet_timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
         leader.say(_HELLO, msgspec.json.encode(mine))
-        log.info("node %d of %d waits for %s", mine.node, mine.nodes, parallel.meeting)
-        said = leader.hear(parallel.meet_timeout_s)
+        said = leader.hear(min(left_s, _HELLO_S))
         if said is None:
-            raise DeviceError(
-                f"the leader at {parallel.meeting} did not answer within "
-                f"{parallel.meet_timeout_s:g} s",
-                hint="is node 0 started, is its --dist-init-addr the same, and its secret?",
-            )
+            continue
         if said[0] == _REFUSED:
             reason = printable(said[1].decode(errors="replace"), 300)
             raise DeviceError(f"the leader turned this node away: {reason}")
-        while said[0] != _START:
-            said = leader.hear(parallel.meet_timeout_s)
-            if said is None:
-                raise DeviceError("the leader fell silent before it said what to do")
-        duty, meeting = msgspec.json.decode(said[1], type=tuple[Duty, str])
-        duty = replace(duty, card=replace(duty.card, path=own_path))
-        _keep(LocalRanks(ranks_of(parallel, parallel.node), duty, meeting), leader)
+        if said[0] == _START:
+            return msgspec.json.decode(said[1], type=tuple[Duty, str])
+        if said[0] == _AGAIN:
+            time.sleep(_BEAT_S)
+    raise DeviceError(
+        f"the leader at {parallel.meeting} did not answer within {parallel.meet_timeout_s:g} s",
+        hint="is node 0 started, is its --dist-init-addr the same, and its secret?",
+    )
 
 
 def _keep(ranks: LocalRanks, leader: Leader) -> None:
@@ -384,13 +445,18 @@ def _keep(ranks: LocalRanks, leader: Leader) -> None:
                 heard = now
                 if said[0] == _END:
                     return
+                if said[0] == _AGAIN:
+                    raise _LeaderGone("the leader's engine has ended")
                 if said[0] == _FRAME:
                     ranks.send(int(said[1]), said[2])
+                if said[0] == _TELL:
+                    told = [(rank, text[:_MAX_STACK]) for rank, text in ranks.stacks()]
+                    leader.say(_STACKS, msgspec.json.encode(told))
             if died:
                 leader.say(_LOST, died[0].encode())
-                raise DeviceError(died[0])
+                raise _LeaderGone(died[0])
             if now - heard > SILENT_S:
-                raise DeviceError(f"the leader has not been heard of for {now - heard:.1f} s")
+                raise _LeaderGone(f"the leader has not been heard of for {now - heard:.1f} s")
             if now >= beat_at:
                 beat_at = now + _BEAT_S
                 leader.say(_BEAT, msgspec.json.encode(Sign(*ranks.silence())))

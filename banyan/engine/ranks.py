@@ -1,15 +1,22 @@
 """LocalRanks: processes of ranks on this machine, as the one that started them sees them."""
 
+import os
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import zmq
 
 from banyan.engine.duty import Duty
-from banyan.engine.processes import Child, Pulse, spawn
+from banyan.engine.processes import STACKS, Child, Pulse, doing, spawn
 from banyan.messages.link import PrivateFolder
 
+_LOOK_S = 0.1
+_REPORT_LOOKS = 10
+"""How often a look is taken at what a rank writes about its threads."""
+_STACKS = ".stacks"
 _ALIVE_MS = 100
 """How often a sender that has to wait looks whether the receiver still lives."""
 
@@ -51,6 +58,24 @@ class LocalRanks:
         longest, rank = max(silent_s, default=(0.0, 0))
         return rank, longest
 
+    def stacks(self) -> list[tuple[int, str]]:
+        """(rank, what it is doing and where its threads stand), as each writes it itself: one that
+        is stopped cannot. Takes a second at most."""
+        pulses = {rank: f"{self._folder.path}/pulse{rank}" for rank in self._pulses}
+        files = {rank: Path(pulse + _STACKS) for rank, pulse in pulses.items()}
+        for rank, file in files.items():
+            with suppress(OSError):
+                os.truncate(file, 0)
+            self._children[rank].signal(STACKS)
+        told: dict[int, str] = {}
+        for _ in range(_REPORT_LOOKS):
+            time.sleep(_LOOK_S)
+            before, told = told, {rank: _text_of(file) for rank, file in files.items()}
+            if told == before and all(told.values()):
+                break
+        pids = {rank: child.pid for rank, child in self._children.items()}
+        return [(n, f"pid {pids[n]} {doing(pids[n])}\n{text}") for n, text in told.items()]
+
     def send(self, rank: int, frame: bytes) -> None:
         """Give a frame to one of them; dropped when that one has died, which `watch` tells."""
         child, socket = self._children[rank], self._sockets[rank]
@@ -68,3 +93,16 @@ class LocalRanks:
             child.stop()
         self._context.destroy(linger=0)
         self._folder.close()
+
+
+def open_stacks(pulse: str) -> int:
+    """In a rank: the file into which it writes where its threads stand, beside the one of its signs
+    of life; a descriptor."""
+    return os.open(pulse + _STACKS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -199,6 +199,9 @@ class Ranks:
     def silence(self):
         return 1, self.silent_s
 
+    def stacks(self):
+        return [(1, "in collectives.py")]
+
 
 def broken_loop(ranks):
     """A loop whose first step fails, with a request for it."""
@@ -262,6 +265,7 @@ def test_the_log_is_told_once_where_a_stuck_engine_stands(caplog):
     lines = [r.getMessage() for r in caplog.records if r.name == logger.name]
     (stack,) = [line for line in lines if line.startswith("thread runner:")]
     assert "self.gate.wait(WAIT_S)" in stack
+    assert any(line.startswith("queues: running=") for line in lines)
     plans = [line for line in lines if line.startswith("in flight: ")]
     assert "step=1 joins=1" in plans[0] and "1:0+3" in plans[0] and len(plans) <= 2
 
@@ -274,3 +278,31 @@ def test_an_engine_that_works_is_never_told_to_be_stuck(caplog):
         while link.hear(Stats).running:
             pass
     assert not [r for r in caplog.records if "progress" in r.getMessage()]
+
+
+@pytest.mark.parametrize("patience", [{"soft_watchdog_s": 0.2}, {"silence_s": 5.0}])
+def test_the_log_is_told_of_a_slow_step_or_a_silent_rank_and_where_the_others_stand(
+    caplog, patience
+):
+    ranks, told = Ranks(), threading.Event()
+
+    class Told(logging.Handler):
+        def emit(self, record):
+            if record.getMessage() == "rank 1 stands here:\nin collectives.py":
+                told.set()
+
+    logger, handler = logging.getLogger("banyan.engine.watchdog"), Told()
+    logger.addHandler(handler)
+    try:
+        with serving(check_ledger=True, ranks=ranks, **patience) as (link, runner, _):
+            if "silence_s" in patience:
+                ranks.silent_s = 7.5
+            else:
+                runner.gate.clear()
+                link.tell(generate("a"))
+            assert told.wait(WAIT_S)
+            runner.gate.set()
+            if "silence_s" not in patience:
+                link.hear(Finished)
+    finally:
+        logger.removeHandler(handler)

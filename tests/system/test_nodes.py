@@ -10,7 +10,15 @@ import psutil
 import pytest
 
 from tests.system.checkpoint import write_tiny_model
-from tests.system.serving import Server, free_port, launch, serving, wait_ready, wait_until
+from tests.system.serving import (
+    Server,
+    free_port,
+    launch,
+    serving,
+    status_of,
+    wait_ready,
+    wait_until,
+)
 
 PROMPTS = [[2 + (i * j * 5 + i) % 390 for i in range(5 + 30 * j)] for j in range(3)]
 FEW = ("--threads", "1", "--max-total-tokens", "2048")
@@ -86,14 +94,37 @@ def test_a_lost_rank_of_another_node_ends_the_replica_and_is_named(number, tiny_
             assert "node 1 has not been heard of" in first.tail()
 
 
-def test_a_node_whose_leader_is_gone_ends(tiny_model, tmp_path):
+def ranks_at(other: Server) -> list[int]:
+    return [p for p in other.members() if "banyan.compose" in psutil.Process(p).cmdline()]
+
+
+@pytest.mark.parametrize("who", ["engine", "rank"])
+def test_a_node_comes_again_to_the_engine_that_takes_the_place_of_a_lost_one(
+    who, tiny_model, tmp_path
+):
     port = free_port()
-    with node(tmp_path, 1, port, tiny_model) as other:
+    with node(tmp_path, 1, port, tiny_model) as other, node(tmp_path, 0, port, tiny_model) as first:
+        wait_ready(first)
+        expected = outputs(first)
+        lost = first.engine_pid() if who == "engine" else ranks_at(other)[0]
+        os.kill(lost, signal.SIGKILL)
+        wait_until(lambda: status_of(first, "/readyz") == 503, 5.0, "the loss to be noticed")
+        wait_until(lambda: status_of(first, "/readyz") == 200, 60.0, "both to serve again")
+        assert outputs(first) == expected and lost not in (first.engine_pid(), *ranks_at(other))
+        first.signal(signal.SIGTERM)
+        assert first.exit_code(20) == 0
+        assert other.exit_code(20) == 0, other.tail()
+
+
+def test_a_node_whose_leader_is_gone_ends(tiny_model, tmp_path):
+    port, flags = free_port(), ("--dist-timeout", "12")
+    with node(tmp_path, 1, port, tiny_model, *flags) as other:
         with node(tmp_path, 0, port, tiny_model) as first:
             wait_ready(first)
             first.kill()
-            assert other.exit_code(20) != 0
+            assert other.exit_code(40) != 0
         assert "the leader has not been heard of" in other.tail()
+        assert "did not answer within 12 s" in other.tail()
 
 
 def test_a_node_that_does_not_come_is_named(tiny_model, tmp_path):

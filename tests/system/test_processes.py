@@ -280,6 +280,23 @@ def test_a_stopped_rank_is_named_after_the_deadline_and_the_replica_is_started_a
         assert not psutil.pid_exists(rank)
 
 
+@pytest.mark.slow
+def test_a_slow_step_is_told_to_the_log_and_ends_nothing(server):
+    flags = ("--tp-size", "2", "--soft-watchdog-timeout", "0.5", "--log-level", "warning")
+    with server(*flags, *ENDLESS) as running:
+        streams = load(running, count=2, max_new_tokens=3000)
+        (rank,) = running.rank_pids()
+        os.kill(rank, signal.SIGSTOP)
+        told = f"rank 1 stands here:\npid {rank} was stopped by a signal"
+        wait_until(lambda: told in running.log.read_text(), 10.0, "the log to tell")
+        os.kill(rank, signal.SIGCONT)
+        for stream in streams:
+            assert finished(stream.end(CALL_S)) == ["length"]
+        log = running.log.read_text()
+        assert "in flight: step=" in log and "queues: running=2" in log and "thread runner:" in log
+        assert running.rank_pids() == [rank]
+
+
 def test_an_engine_that_pauses_shorter_than_the_deadline_causes_no_error(server):
     with server("--watchdog-timeout", "5", *ENDLESS) as running:
         streams = load(running, count=2, max_new_tokens=3000)

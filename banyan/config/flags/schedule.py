@@ -137,6 +137,14 @@ FLAGS = (
         "::test_a_stopped_engine_is_unhealthy_after_the_deadline_and_is_replaced",
     ),
     Flag(
+        "soft-watchdog-timeout",
+        "schedule.soft_watchdog_s",
+        "seconds after which the log is told where a step that does not end stands; 0 = never",
+        kind=FLOAT,
+        low=0.0,
+        proof="tests/system/test_processes.py::test_a_slow_step_is_told_to_the_log_and_ends_nothing",
+    ),
+    Flag(
         "check-ledger",
         "schedule.check_ledger",
         "check after every step that each page and slot has exactly one owner (slow; for tests)",
