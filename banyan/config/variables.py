@@ -22,7 +22,8 @@ class Refusal:
     neutral: tuple[str, ...] = _OFF
 
 
-_NO_ASCEND = "it tunes Ascend devices, and there are none"
+_OF_ASCEND = "nothing here depends on it; the libraries of Ascend devices read it themselves"
+_NO_ASCEND = "--kernels chooses the kernels of Ascend devices"
 _NO_TRANSFER = "one server both reads prompts and writes answers"
 _NO_EXPERTS = "tokens are not sent to the ranks of their experts"
 _NO_POLLING = "a request is told when its grammar is compiled; --grammar-timeout bounds the wait"
@@ -30,13 +31,13 @@ _NO_DRAFTS = "tokens are not drafted"
 
 IDLE = {
     "GLOO_SOCKET_IFNAME": "a rank listens at the address from which it reaches the others",
-    "PYTORCH_NPU_ALLOC_CONF": _NO_ASCEND,
-    "STREAMS_PER_DEVICE": _NO_ASCEND,
-    "HCCL_BUFFSIZE": _NO_ASCEND,
-    "DEEPEP_HCCL_BUFFSIZE": _NO_ASCEND,
-    "HCCL_SOCKET_IFNAME": _NO_ASCEND,
-    "HCCL_OP_EXPANSION_MODE": _NO_ASCEND,
-    "TASK_QUEUE_ENABLE": _NO_ASCEND,
+    "PYTORCH_NPU_ALLOC_CONF": _OF_ASCEND,
+    "STREAMS_PER_DEVICE": _OF_ASCEND,
+    "HCCL_BUFFSIZE": _OF_ASCEND,
+    "DEEPEP_HCCL_BUFFSIZE": _NO_EXPERTS,
+    "HCCL_SOCKET_IFNAME": _OF_ASCEND,
+    "HCCL_OP_EXPANSION_MODE": _OF_ASCEND,
+    "TASK_QUEUE_ENABLE": _OF_ASCEND,
     "SGLANG_NPU_USE_MLAPO": _NO_ASCEND,
     "SGLANG_USE_FIA_NZ": _NO_ASCEND,
     "SGLANG_NPU_USE_MULTI_STREAM": _NO_ASCEND,
