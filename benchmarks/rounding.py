@@ -193,7 +193,7 @@ Task = tuple[list[int], list[int]]
 
 def exact_answers(path: str, questions: int, tokens: int) -> list[Task]:
     texts = [question.text for question in own_questions()]
-    every = max(1, len(texts) // questions)  # so that all kinds are among them
+    every = max(1, len(texts) // questions)  # their kinds follow one another
     exact = {"cpu_activations": "fp32", "kv_cache_dtype": "fp32", "log_level": "warning"}
     with banyan.Engine(model_path=path, **exact) as engine:
         assert engine.tokenizer is not None

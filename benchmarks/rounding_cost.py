@@ -1,8 +1,8 @@
 """What rounded activations cost: `python -m benchmarks.rounding_cost`.
 
-Whole steps of the engine with the kernels as they are, with kernels that keep no input apart, and
-with fp32 activations, in turns, each engine idle while another runs. On a busy machine read the
-ratios, those of processor time first.
+Whole steps of two engines in turns, each idle while the other runs: one with the kernels as they
+are, one with kernels that keep no input apart. Shown are medians of the ratios of pairs, least and
+most beside them; on a busy machine those of processor time tell more.
 """
 
 import argparse
@@ -10,10 +10,9 @@ import os
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -21,7 +20,6 @@ import psutil
 
 import banyan
 from banyan.base.log import start_logging
-from banyan.bench.evals import columns
 
 
 @dataclass(frozen=True)
@@ -42,39 +40,32 @@ LOADS = {
 
 
 def cost(path: str, rounds: int) -> None:
-    """Whole steps of three engines, in turns, each idle while another runs."""
+    """Prints a line for each load as soon as it is known."""
+    show("default / none kept apart", "processor time", "time")
     with ExitStack() as stack:
         other = stack.enter_context(_home_without_apart())
-        engines = {
-            "none kept apart": stack.enter_context(_timed(path, other)),
-            "default": stack.enter_context(_timed(path, "")),
-            "fp32": stack.enter_context(_timed(path, "", cpu_activations="fp32")),
-        }
+        plain = stack.enter_context(_timed(path, other))
+        default = stack.enter_context(_timed(path, ""))
         draw = random.Random(1)
-        rows = [["against none kept apart", *(f"{n}, {what}" for n in list(engines)[1:]
-                                              for what in ("CPU time", "time"))]]  # fmt: skip
         for name, load in LOADS.items():
-            found: dict[str, list[tuple[float, float]]] = {each: [] for each in engines}
+            ratios: list[tuple[float, float]] = []
             for number in range(rounds + 1):
-                prompts = [draw.choices(range(1000, 40000), k=load.input_len)] * load.rows
-                prompts = [[1 + at, *ids[1:]] for at, ids in enumerate(prompts)]
-                turn = list(engines) if number % 2 else list(reversed(engines))
-                for each in turn:
-                    seconds = engines[each](prompts, load.output_len)
-                    if number:  # the first one touches the cache's pages
-                        found[each].append(seconds)
-            rows.append([name, *_ratios(found)])
-            print(".", end="", file=sys.stderr, flush=True)
-    print("", file=sys.stderr)
-    print("\n".join(columns(rows)))
+                shared = draw.choices(range(1000, 40000), k=load.input_len)
+                prompts = [[1 + at, *shared[1:]] for at in range(load.rows)]
+                turn = (plain, default) if number % 2 else (default, plain)
+                found = {run: run(prompts, load.output_len) for run in turn}
+                if number:  # the first one touches the cache's pages
+                    mine, theirs = found[default], found[plain]
+                    ratios.append((mine[0] / theirs[0], mine[1] / theirs[1]))
+            show(name, *(_spread(column) for column in zip(*ratios, strict=True)))
 
 
-def _ratios(found: dict[str, list[tuple[float, float]]]) -> Iterator[str]:
-    first, *others = found.values()
-    for other in others:
-        for at in (0, 1):
-            pairs = sorted(o[at] / f[at] for f, o in zip(first, other, strict=True))
-            yield f"{statistics.median(pairs):.2f} [{pairs[0]:.2f}–{pairs[-1]:.2f}]"
+def show(name: str, *cells: str) -> None:
+    print(f"{name:<28}" + "".join(f"{cell:>20}" for cell in cells), flush=True)
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f} [{min(ratios):.2f}–{max(ratios):.2f}]"
 
 
 @contextmanager
@@ -88,16 +79,14 @@ def _home_without_apart() -> Iterator[str]:
 
 
 @contextmanager
-def _timed(
-    path: str, home: str, **flags: object
-) -> Iterator[Callable[[list[list[int]], int], tuple[float, float]]]:
+def _timed(path: str, home: str) -> Iterator[Callable[[list[list[int]], int], tuple[float, float]]]:
     """An engine; what it takes for prompts: (processor seconds, seconds)."""
     mine, before = os.environ["HOME"], set(psutil.Process().children(recursive=True))
     if home:
         os.environ["HOME"] = home
-        flags["cpu_compiler"] = "g++ -DBN_BLOCKS_PER_APART=0"
+    compiler = "g++ -DBN_BLOCKS_PER_APART=0" if home else "g++"
     try:
-        engine = banyan.Engine(model_path=path, log_level="warning", **flags)
+        engine = banyan.Engine(model_path=path, log_level="warning", cpu_compiler=compiler)
     finally:
         os.environ["HOME"] = mine
     processes = set(psutil.Process().children(recursive=True)) - before

@@ -1,9 +1,11 @@
 """How tools are best shown to a model whose chat template has no place for them:
 `python -m benchmarks.tool_prompts --url http://127.0.0.1:30000`.
 
-Thirty questions that need one of the tools offered, and fifteen that need none, with the tools
-written into ChatML prompts in several ways. The first way is what the server does by itself
-(`frontend/answers/tools/as_text.py`).
+Thirty questions that need one of the tools offered, and fifteen that need none: through the chat
+route, and with the tools written into ChatML prompts in several ways. A call that stands in the
+answer without its tags, which no parser takes for one, counts as bare. To measure the server's own
+text (`frontend/answers/tools/as_text.py`) with a model whose template shows tools, start it with
+--chat-template chatml.
 """
 
 import argparse
@@ -11,17 +13,19 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 
 from banyan.bench.evals import columns
-from banyan.frontend.answers.tools.as_text import tools_as_text
-from banyan.frontend.answers.tools.hermes import FORMAT
 
 Function = dict[str, object]
 Turn = tuple[str, str]
 """Role and text."""
+Ask = Callable[[Sequence[Function], str], str]
+"""(tools that are offered, question) -> the answer."""
 CALL = "<tool_call>"
+BARE = re.compile(r"\s*(```\w*\s*)?\{\s*\"name\"")
 
 
 def _function(name: str, does: str, *parameters: str) -> Function:
@@ -100,14 +104,6 @@ def _listed(tools: Sequence[Function]) -> str:
     return "\n".join(map(json.dumps, tools))
 
 
-def ours(tools: Sequence[Function], question: str) -> list[Turn]:
-    assert FORMAT.tag is not None
-    asked = [{"role": "user", "content": question}]
-    shown = [{"type": "function", "function": tool} for tool in tools]
-    found = tools_as_text(asked, shown, FORMAT.tag, takes_system=True)
-    return [(str(message["role"]), str(message["content"])) for message in found]
-
-
 def an_object(tools: Sequence[Function], question: str) -> list[Turn]:
     """The whole call as one object to write, without a word on answers that need none."""
     text = (
@@ -155,8 +151,8 @@ def _parameters(tool: Function) -> list[str]:
     return list(schema["properties"])
 
 
-FORMS: dict[str, Callable[[Sequence[Function], str], list[Turn]]] = {
-    "ours": ours,
+Form = Callable[[Sequence[Function], str], list[Turn]]
+FORMS: dict[str, Form] = {
     "an object to write": an_object,
     "a short list": short_list,
     "an example of another tool": an_example,
@@ -164,19 +160,18 @@ FORMS: dict[str, Callable[[Sequence[Function], str], list[Turn]]] = {
 }
 
 
-def measure(ask: Callable[[str], str], name: str, offered: int) -> list[str]:
-    """One row of the table. ask: prompt -> answer."""
-    form = FORMS[name]
+def measure(ask: Ask, name: str, offered: int) -> list[str]:
+    """One row of the table."""
 
     def answers(asked: Sequence[tuple[int, str]]) -> list[str]:
-        prompts = [_prompt(form(_offered(tool, offered), text)) for tool, text in asked]
         with ThreadPoolExecutor(8) as threads:
-            return list(threads.map(ask, prompts))
+            return list(threads.map(lambda it: ask(_offered(it[0], offered), it[1]), asked))
 
     needing = [re.fullmatch(r"(\d) (.+?): (.+)", line) for line in NEEDING]
     wanted = [(int(m[1]), m[2], m[3]) for m in needing if m]
     heard = answers([(tool, text) for tool, _, text in wanted])
     called = [CALL in answer for answer in heard]
+    bare = sum(BARE.match(answer) is not None for answer in heard)
     named = [
         is_call and str(TOOLS[tool]["name"]) in answer
         for is_call, answer, (tool, _, _) in zip(called, heard, wanted, strict=True)
@@ -187,12 +182,12 @@ def measure(ask: Callable[[str], str], name: str, offered: int) -> list[str]:
     ]
     none = [line.split(": ", 1) for line in NEEDING_NONE]
     plain = answers([(at % len(TOOLS), text) for at, (_, text) in enumerate(none)])
-    needless = sum(CALL in answer for answer in plain)
+    needless = sum(CALL in answer or BARE.match(answer) is not None for answer in plain)
     fine = [
-        CALL not in answer and bool(re.search(pattern, answer))
+        CALL not in answer and not BARE.match(answer) and bool(re.search(pattern, answer))
         for answer, (pattern, _) in zip(plain, none, strict=True)
     ]
-    counts = (sum(called), sum(named), sum(right), needless, sum(fine))
+    counts = (bare, sum(called), sum(named), sum(right), needless, sum(fine))
     return [name, str(offered), *map(str, counts)]
 
 
@@ -205,23 +200,39 @@ def _prompt(turns: Sequence[Turn]) -> str:
     return f"{said}<|im_start|>assistant\n"
 
 
+def _by_chat(client: httpx.Client, tools: Sequence[Function], question: str) -> str:
+    """The answer, with its calls written as Hermes does."""
+    offered = [{"type": "function", "function": tool} for tool in tools]
+    messages = [{"role": "user", "content": question}]
+    body = {"model": "m", "messages": messages, "tools": offered, "max_tokens": 64}
+    reply = client.post("/v1/chat/completions", json={**body, "temperature": 0})
+    message = reply.raise_for_status().json()["choices"][0]["message"]
+    calls = [each["function"] for each in message["tool_calls"] or ()]
+    return (message["content"] or "") + "".join(
+        f"{CALL}{call['name']} {call['arguments']}" for call in calls
+    )
+
+
+def _by_prompt(client: httpx.Client, form: Form, tools: Sequence[Function], question: str) -> str:
+    settings = {"temperature": 0, "max_new_tokens": 64, "skip_special_tokens": False}
+    body = {"text": _prompt(form(tools, question)), "sampling_params": settings}
+    return client.post("/generate", json=body).raise_for_status().json()["text"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tool_prompts", description=__doc__)
     parser.add_argument(
         "--url", default="http://127.0.0.1:30000", help="a server of a ChatML model"
     )
     url = parser.parse_args().url
-    settings = {"temperature": 0, "max_new_tokens": 48, "skip_special_tokens": False}
-    with httpx.Client(timeout=300) as client:
-
-        def ask(prompt: str) -> str:
-            body = {"text": prompt, "sampling_params": settings}
-            return client.post(f"{url}/generate", json=body).raise_for_status().json()["text"]
-
-        head = ["tools as", "offered", "calls", "right tool", "and arguments", "needless", "right"]
-        rows = [measure(ask, name, offered) for name in FORMS for offered in (1, 3)]
+    with httpx.Client(base_url=url, timeout=300) as client:
+        asks = {"the chat route": partial(_by_chat, client)}
+        asks |= {name: partial(_by_prompt, client, form) for name, form in FORMS.items()}
+        head = ["tools as", "offered", "bare", "calls", "right tool", "and arguments"]
+        head += ["needless", "right"]
+        rows = [measure(ask, name, offered) for name, ask in asks.items() for offered in (1, 3)]
     print("\n".join(columns([head, *rows])))
-    print(f"of {len(NEEDING)} that need a tool (3 columns), and {len(NEEDING_NONE)} that need none")
+    print(f"of {len(NEEDING)} that need a tool (4 columns), and {len(NEEDING_NONE)} that need none")
     return 0
 
 
