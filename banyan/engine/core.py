@@ -178,6 +178,7 @@ class EngineCore:
             in_flight_pages=sum(x.in_flight for x in ledgers),
             prompt_tokens=counters.prompt_tokens,
             cached_tokens=counters.cached_tokens,
+            stored_tokens=counters.stored_tokens,
             output_tokens=counters.output_tokens,
             computed_tokens=counters.computed_tokens,
             retractions=counters.retractions,

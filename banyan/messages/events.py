@@ -101,6 +101,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     """The rank other than 0 that has given no sign of life for longest."""
     silent_s: float = 0.0
     """For how many seconds it has not."""
+    stored_tokens: int = 0
+    """How many of the cached tokens came from a store."""
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

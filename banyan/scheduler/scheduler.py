@@ -261,6 +261,7 @@ class Scheduler:
             request.admitted_s, request.cached_tokens = self._now, match.tokens
             request.stored_tokens = self.fetcher.stored_tokens(request, match)
             self.counters.cached_tokens += match.tokens
+            self.counters.stored_tokens += request.stored_tokens
         return True
 
     def _suspect(self) -> Request | None:

@@ -8,6 +8,7 @@ class Counters:
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    stored_tokens: int = 0
     output_tokens: int = 0
     computed_tokens: int = 0
     retractions: int = 0

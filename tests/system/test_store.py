@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from banyan.llm import Engine
+from banyan.sim.replay import check
 from banyan.transfer.files import FileStore
 from tests.system.checkpoint import write_tiny_model
 from tests.system.serving import Server, serving, wait_until
@@ -156,6 +157,16 @@ def test_a_few_tokens_are_not_looked_for(start, folder, length: int, found: int)
     fill(start, folder)
     with start(extra={"prefetch_threshold": 600}) as again:
         assert ask(again, PROMPT[:length])["meta_info"]["cached_tokens"] == found
+
+
+def test_a_journal_of_an_engine_with_a_store_replays(start, folder, tmp_path) -> None:
+    fill(start, folder)
+    path = str(tmp_path / "journal")
+    with start(journal=path, journal_bytes=8 << 20) as engine:
+        for prompt in (PROMPT, OTHER, PROMPT[:500] + OTHER[:300], PROMPT):
+            ask(engine, prompt)
+    report = check(path)
+    assert report.ok and report.plans > 4, str(report)
 
 
 # -- policies --------------------------------------------------------------------------------
