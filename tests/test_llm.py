@@ -204,12 +204,44 @@ print(len(engine.generate("Hi", {GREEDY!r})["output_ids"]), *engine.get_all_chil
     assert not any(Path("/proc", pid).exists() for pid in words[1:])
 
 
-def test_memory_is_released_and_resumed(model) -> None:
+@pytest.fixture
+def sleeper(tmp_path):
+    """Serves a folder of its own, and may release memory."""
+    path = write_tiny_model(tmp_path / "model")
     flags = {"engine_mode": "inprocess", "max_total_tokens": 1024, "enable_memory_saver": True}
-    with banyan.Engine(str(model), **flags) as engine:
-        first = engine.generate(PROMPTS[0], GREEDY)["output_ids"]
+    with banyan.Engine(str(path), **flags) as engine:
+        yield engine, path
+
+
+def test_memory_is_released_and_resumed(sleeper) -> None:
+    engine, _ = sleeper
+    first = engine.generate(PROMPTS[0], GREEDY)["output_ids"]
+    engine.release_memory_occupation(["weights"])
+    with pytest.raises(RequestError, match="released already"):
+        engine.release_memory_occupation()
+    engine.resume_memory_occupation()
+    assert engine.generate(PROMPTS[0], GREEDY)["output_ids"] == first
+
+
+def test_weights_do_not_come_back_from_other_files(sleeper) -> None:
+    engine, path = sleeper
+    first = engine.generate(PROMPTS[0], GREEDY)["output_ids"]
+    engine.release_memory_occupation(["weights"])
+    write_tiny_model(path, seed=1)
+    with pytest.raises(RequestError, match="not those that the weights were read from"):
+        engine.resume_memory_occupation()
+    assert engine.update_weights_from_disk(str(path)) == (True, "The weights have been taken.")
+    assert engine.generate(PROMPTS[0], GREEDY)["output_ids"] != first
+    (path / "model.safetensors").unlink()
+    with pytest.raises(RequestError, match="model.safetensors|safetensors"):
         engine.release_memory_occupation(["weights"])
-        with pytest.raises(RequestError, match="released already"):
-            engine.release_memory_occupation()
+    assert engine.generate(PROMPTS[0], GREEDY)["output_ids"] != first
+
+
+def test_random_weights_come_back_as_they_were(model) -> None:
+    flags = {"engine_mode": "inprocess", "max_total_tokens": 1024, "enable_memory_saver": True}
+    with banyan.Engine(str(model), load_format="dummy", **flags) as engine:
+        first = engine.generate(PROMPTS[0], GREEDY)["output_ids"]
+        engine.release_memory_occupation()
         engine.resume_memory_occupation()
         assert engine.generate(PROMPTS[0], GREEDY)["output_ids"] == first

@@ -134,8 +134,8 @@ class Holdings:
         tags = self._checked(order.tags)
         if gone := [tag for tag in tags if tag in self._released]:
             raise RequestError(f"{', '.join(gone)}: released already.")
-        if WEIGHTS in tags and self._config.load_format != "dummy":
-            self._card_at(self._card.path)  # they are read again from there
+        if WEIGHTS in tags:
+            self._require_same_files()  # they are read again from there
 
         def release() -> Said:
             if order.is_trial:
@@ -160,6 +160,7 @@ class Holdings:
         tags = [tag for tag in self._checked(order.tags) if tag in self._released]
         loaded: list[Model] = []
         if WEIGHTS in tags:
+            self._require_same_files()
             loaded.append(load_weights(self._config, self._card, self._build))
 
         def resume() -> Said:
@@ -182,17 +183,24 @@ class Holdings:
             return lambda: Said("")
         if self._config.load_format == "dummy":
             raise ConfigError("random weights have no names", hint="serve a checkpoint")
+        self._require_same_files()
+        config = self._config
+        transforms = load_transforms(config.loader_functions, self._card.path)
+        tensors = tensors_of(self._card, not config.disable_mmap, transforms)
+        body = msgspec.json.encode(rows_of(tensors, order.name, order.rows, _MOST_NUMBERS))
+        return lambda: Said("", body)
+
+    def _require_same_files(self) -> None:
+        """
+        Raises:
+            ModelError, ConfigError: the files are not those that the weights were read from.
+        """
         if self._stamp_of(self._config, self._card) != self._stamp:
             raise ConfigError(
                 f"the files at {printable(self._card.path)!r} are not those that the weights were "
                 "read from",
                 hint="POST /update_weights_from_disk takes what is there",
             )
-        config = self._config
-        transforms = load_transforms(config.loader_functions, self._card.path)
-        tensors = tensors_of(self._card, not config.disable_mmap, transforms)
-        body = msgspec.json.encode(rows_of(tensors, order.name, order.rows, _MOST_NUMBERS))
-        return lambda: Said("", body)
 
     @staticmethod
     def _stamp_of(config: ModelConfig, card: ModelCard) -> list[tuple[str, int, int]]:

@@ -12,14 +12,15 @@ PARAMS = {"temperature": 0, "max_new_tokens": 1800, "ignore_eos": True}
 class Asking(threading.Thread):
     """One request of a client that waits for its answer."""
 
-    def __init__(self, server: Server, text: str) -> None:
+    def __init__(self, server: Server, text: str, tokens: int = 1800) -> None:
         super().__init__(daemon=True)
         self._server, self._text = server, text
+        self._params = PARAMS | {"max_new_tokens": tokens}
         self.answer: dict = {}
         self.start()
 
     def run(self) -> None:
-        self.answer = self._server.generate(text=self._text, sampling_params=PARAMS)
+        self.answer = self._server.generate(text=self._text, sampling_params=self._params)
 
     def result(self) -> dict:
         self.join(60)

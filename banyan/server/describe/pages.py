@@ -180,7 +180,8 @@ def _rows(routes: Sequence[Route]) -> str:
 def _facts(state: ServerState) -> str:
     """What a person asks first, as rows of a table."""
     trouble, service = state.trouble(), state.service
-    paused = "paused: requests wait" if state.paused else "ready"
+    is_waiting = state.paused or state.released
+    paused = "paused: requests wait" if is_waiting else "ready"
     found = {"Model": state.served_name, "State": trouble or paused}
     if service is not None:
         found["Context"] = f"{service.limits.total:,} tokens"
