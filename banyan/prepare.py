@@ -67,6 +67,11 @@ def check_names(config: Config) -> None:
                     f"--tool-server {name} needs the package mcp",
                     hint="run: pip install 'banyan[tools]'",
                 )
+    if config.observe.metrics and find_spec("prometheus_client") is None:
+        raise ConfigError(
+            "--enable-metrics needs the package prometheus-client",
+            hint="run: pip install 'banyan[metrics]'",
+        )
     template_source(server.chat_template)
     fill_in_form(server.completion_template)
     for name in config.model.loader_functions:

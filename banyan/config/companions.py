@@ -30,6 +30,17 @@ _RULES = (
         lambda c: not c.observe.log_requests,
         "no request is logged without --log-requests",
     ),
+    _Idle(
+        "collect-tokens-histogram bucket-time-to-first-token bucket-inter-token-latency "
+        "bucket-e2e-request-latency prompt-tokens-buckets generation-tokens-buckets",
+        lambda c: not c.observe.metrics,
+        "nothing is counted without --enable-metrics",
+    ),
+    _Idle(
+        "prompt-tokens-buckets generation-tokens-buckets",
+        lambda c: c.observe.metrics and not c.observe.length_histograms,
+        "lengths are not counted without --collect-tokens-histogram",
+    ),
     _Idle("journal-bytes", lambda c: not c.observe.journal, "there is no --journal"),
     _Idle(
         "schedule-low-priority-values-first priority-scheduling-preemption-threshold "

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
+from banyan.config.buckets import check_the_bounds
 from banyan.config.card import ModelCard
 from banyan.config.catalogue import recognise
 from banyan.config.checkpoint import read_card
@@ -386,6 +387,7 @@ RULES = (
     sample_as_the_makers_advise,
     choose_the_grammar_backend,
     check_the_store,
+    check_the_bounds,
     *EXECUTION_RULES,
 )
 

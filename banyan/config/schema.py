@@ -315,6 +315,17 @@ class ObserveConfig:
     """Steps with decode rows between two lines about the load; 0 = none."""
     profile_dir: str = ""
     """Folder of profiles; "" = that of temporary files."""
+    metrics: bool = False
+    """Count requests and tokens, and tell them at /metrics."""
+    ttft_buckets: tuple[float, ...] = ()
+    itl_buckets: tuple[float, ...] = ()
+    e2e_buckets: tuple[float, ...] = ()
+    """Upper bounds in seconds; () = the usual ones."""
+    length_histograms: bool = False
+    """Count prompts and answers by their length too."""
+    prompt_buckets: tuple[str, ...] = ()
+    output_buckets: tuple[str, ...] = ()
+    """Upper bounds in tokens, or the rule for them (server/admin/metrics.py)."""
     slow_gc_s: float = 0.0
     """Collections of garbage that take longer are reported; 0 = none are."""
     log_format: str = "text"

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from banyan.server.admin import facts, health, loads, memory, operate, profile
+from banyan.server.admin.metrics import show_metrics
 from banyan.server.admin.unavailable import unavailable_routes
 from banyan.server.anthropic.messages import anthropic_routes
 from banyan.server.batches.route import BatchRequest, batch, batches
@@ -56,6 +57,7 @@ def _health_routes() -> list[Route]:
         Route("/health", _GET, health.health, open_, about="the engine makes progress"),
         Route("/health_generate", _GET, health.health_generate, open_, about="a token comes"),
         Route("/ping", _GET, health.health, about="as /health"),
+        Route("/metrics", _GET, show_metrics, open_, about="figures for Prometheus"),
     ]
 
 

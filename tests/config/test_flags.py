@@ -9,7 +9,7 @@ from banyan.base.errors import ConfigError
 from banyan.config.cli import default_of, help_text, parse
 from banyan.config.env import Environment
 from banyan.config.flags.absent import REPLACED
-from banyan.config.flags.flag import FLOAT, INT, INTS, JSON, SWITCH, WORDS, Absent, Flag
+from banyan.config.flags.flag import FLOAT, FLOATS, INT, INTS, JSON, SWITCH, WORDS, Absent, Flag
 from banyan.config.flags.table import GROUPS, find, known_flags
 from banyan.config.schema import Config
 
@@ -25,9 +25,10 @@ def another_value(flag: Flag) -> object:
         return next(choice for choice in flag.choices if choice != default)
     if flag.kind == INT:
         return next(n for n in (1, 2, 2048, 1 << 21) if n != default and flag.low <= n <= flag.high)
-    return {FLOAT: 0.5, JSON: {"a": "b"}, WORDS: ("a:b", "c:d"), INTS: (1, 2)}.get(
-        flag.kind, "text"
-    )
+    if flag.kind == WORDS and not re.fullmatch(flag.pattern, "a:b"):
+        return ("custom", "7")
+    lists = {WORDS: ("a:b", "c:d"), INTS: (1, 2), FLOATS: (0.5, 2.0)}
+    return {FLOAT: 0.5, JSON: {"a": "b"}, **lists}.get(flag.kind, "text")
 
 
 @pytest.mark.parametrize("flag", ALL, ids=lambda flag: flag.name)
@@ -54,8 +55,11 @@ def test_both_values_of_a_flag_reach_its_field(flag: Flag) -> None:
         given, expected = [f"--{flag.name}"], flag.sets
     else:
         expected = another_value(flag)
-        words = {JSON: ['{"a": "b"}'], WORDS: ["a:b", "c:d"], INTS: ["1", "2"]}
-        texts = words.get(flag.kind, [str(expected)])
+        texts = [str(expected)]
+        if flag.kind == JSON:
+            texts = ['{"a": "b"}']
+        elif isinstance(expected, tuple):
+            texts = [str(word) for word in expected]
         given = [f"--{flag.name}", *texts]
     assert value_of(parse(given, Environment())) == expected
     assert value_of(parse([], Environment())) == default_of(flag) != expected

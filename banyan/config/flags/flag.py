@@ -67,6 +67,7 @@ class Form:
         elsewhere: values that are known and refused with a reason.
         low, high: bounds of a number, both included.
         pattern: what every word of a list looks like; "" for anything.
+        shown: how its value is called in the help; "" for the name of its kind.
         documented: one of the founding documents' flags; only these may be abbreviated.
     """
 
@@ -82,6 +83,7 @@ class Form:
     low: float = -math.inf
     high: float = math.inf
     pattern: str = ""
+    shown: str = ""
     documented: bool = True
 
     @property
@@ -95,7 +97,7 @@ class Form:
             return ""
         if self.choices:
             return "|".join(self.choices)
-        return "MODULE:FUNCTION …" if self.pattern else _METAVAR[self.kind]
+        return self.shown or _METAVAR[self.kind]
 
     def from_words(self, words: Sequence[str], spelled: str) -> object:
         """The value that the words after the flag stand for; ConfigError names `spelled`."""

@@ -80,6 +80,7 @@ FLAGS = (
         "module:function of your own, each changing the tensors before the model takes them",
         kind=WORDS,
         pattern=r"[A-Za-z_][\w.]*[:.][A-Za-z_]\w*",
+        shown="MODULE:FUNCTION …",
         proof="tests/system/test_flag_effects.py::test_functions_and_ways_to_read_reach_the_loader",
     ),
     Flag(

@@ -1,6 +1,6 @@
 """Flags of what people see: logs and the journal."""
 
-from banyan.config.flags.flag import FLOAT, INT, SWITCH, Flag
+from banyan.config.flags.flag import FLOAT, FLOATS, INT, SWITCH, WORDS, Flag
 
 FLAGS = (
     Flag(
@@ -68,6 +68,62 @@ FLAGS = (
         kind=INT,
         low=0,
         proof="tests/engine/test_step_log.py::test_so_many_steps_pass_between_two_lines",
+    ),
+    Flag(
+        "enable-metrics",
+        "observe.metrics",
+        "count requests, tokens and latencies, and tell them to Prometheus at /metrics",
+        kind=SWITCH,
+        proof="tests/server/test_metrics.py::test_metrics_are_there_when_they_are_asked_for",
+    ),
+    Flag(
+        "collect-tokens-histogram",
+        "observe.length_histograms",
+        "count prompts and answers by their length too",
+        kind=SWITCH,
+        proof="tests/server/test_metrics.py::test_lengths_are_counted_when_that_is_asked_for",
+    ),
+    Flag(
+        "bucket-time-to-first-token",
+        "observe.ttft_buckets",
+        "upper bounds of the time to the first token, in seconds",
+        kind=FLOATS,
+        low=0.0,
+        proof="tests/server/test_metrics.py::test_bounds_are_those_of_the_flags",
+    ),
+    Flag(
+        "bucket-inter-token-latency",
+        "observe.itl_buckets",
+        "upper bounds of the time between tokens, in seconds",
+        kind=FLOATS,
+        low=0.0,
+        proof="tests/server/test_metrics.py::test_bounds_are_those_of_the_flags",
+    ),
+    Flag(
+        "bucket-e2e-request-latency",
+        "observe.e2e_buckets",
+        "upper bounds of the time of a whole request, in seconds",
+        kind=FLOATS,
+        low=0.0,
+        proof="tests/server/test_metrics.py::test_bounds_are_those_of_the_flags",
+    ),
+    Flag(
+        "prompt-tokens-buckets",
+        "observe.prompt_buckets",
+        "upper bounds of the length of prompts: default, tse MIDDLE BASE COUNT, or custom N …",
+        kind=WORDS,
+        pattern=r"default|custom|tse|[0-9.]+",
+        shown="RULE …",
+        proof="tests/server/test_metrics.py::test_lengths_have_the_bounds_of_their_rule",
+    ),
+    Flag(
+        "generation-tokens-buckets",
+        "observe.output_buckets",
+        "upper bounds of the length of answers: default, tse MIDDLE BASE COUNT, or custom N …",
+        kind=WORDS,
+        pattern=r"default|custom|tse|[0-9.]+",
+        shown="RULE …",
+        proof="tests/server/test_metrics.py::test_lengths_have_the_bounds_of_their_rule",
     ),
     Flag(
         "gc-warning-threshold-secs",

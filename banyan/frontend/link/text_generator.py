@@ -12,6 +12,7 @@ from banyan.base.log import logger
 from banyan.config.schema import ObserveConfig
 from banyan.frontend.link.client import Engines
 from banyan.frontend.link.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
+from banyan.frontend.link.meter import Meter, Metered
 from banyan.frontend.link.request_log import RequestLog
 from banyan.frontend.link.stream import StreamEvent
 from banyan.frontend.requests.budget import check_budget
@@ -134,10 +135,17 @@ class TextGenerator:
 
 
 def open_generator(
-    client: Engines, tokenizer: Tokenizer | None, limits: Limits, observe: ObserveConfig
+    client: Engines,
+    tokenizer: Tokenizer | None,
+    limits: Limits,
+    observe: ObserveConfig,
+    meter: Meter | None = None,
 ) -> Generator:
-    """The generator that serves every route, logging the end of each request if asked to."""
-    return with_log(TextGenerator(client, tokenizer, limits), tokenizer, observe)
+    """The generator that serves every route, metering and logging requests if asked to."""
+    generator: Generator = TextGenerator(client, tokenizer, limits)
+    if meter is not None:
+        generator = Metered(generator, meter)
+    return with_log(generator, tokenizer, observe)
 
 
 def with_log(
@@ -197,6 +205,7 @@ class OutputReader:
         self._hidden = HiddenStates(request, hidden_size)
         self._cached_tokens = self._stored_tokens = 0
         self._retractions = 0
+        self._queue_s = 0.0
         self._finish: Finish | None = None
         if request.scores.start == 0:
             self._prompt_scores.append(TokenScore(None, request.prompt[0]))
@@ -215,6 +224,7 @@ class OutputReader:
                 self._cached_tokens = event.cached_tokens
                 self._stored_tokens = event.stored_tokens
                 self._retractions = event.retractions
+                self._queue_s = event.queue_s
                 self._end(Finish(event.reason, event.matched if event.matched >= 0 else None))
             case Failed():
                 self._end(Finish("abort", None, event.status, event.text, event.code))
@@ -327,7 +337,9 @@ class OutputReader:
     def _usage(self) -> Usage:
         num_prompt = len(self._request.prompt)
         cached, stored = self._cached_tokens, self._stored_tokens
-        return Usage(num_prompt, self.num_tokens, cached, self._retractions, stored)
+        return Usage(
+            *(num_prompt, self.num_tokens, cached, self._retractions, stored), self._queue_s
+        )
 
 
 class HiddenStates:

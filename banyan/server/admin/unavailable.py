@@ -78,7 +78,6 @@ _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/v1/realtime": (_GET, _AUDIO),
     "/v1/decisions": (_POST, "Typed questions are not available in this build."),
     "/v1/systemone": (_POST, "Typed questions are not available in this build."),
-    "/metrics": (_GET, f"There are no metrics in this build; {_LOADS}"),
 }
 
 

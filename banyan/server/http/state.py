@@ -20,6 +20,7 @@ from banyan.config.schema import Config
 from banyan.frontend.answers.parser_choice import Parsers
 from banyan.frontend.answers.tools.as_text import Tag
 from banyan.frontend.link.client import Engines
+from banyan.frontend.link.meter import Metrics
 from banyan.frontend.requests.generation import Generator, TextRequest
 from banyan.frontend.requests.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.frontend.requests.sessions import Sessions
@@ -166,6 +167,8 @@ class ServerState:
     version: str = field(default_factory=_version)
     storage: Storage = field(init=False)
     responses: ResponseStore = field(default_factory=ResponseStore)
+    metrics: Metrics | None = None
+    """None where nothing is counted."""
     tool_servers: ToolServers = field(default_factory=ToolServers)
     """Set once, before the model is loaded."""
 

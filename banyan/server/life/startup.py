@@ -25,6 +25,7 @@ from banyan.frontend.threads import use_threads
 from banyan.frontend.words.load import open_tokenizer
 from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.messages.events import Ready
+from banyan.server.admin.metrics import open_metrics
 from banyan.server.http.state import ServerState, Service
 from banyan.server.life.warmup import warm_up
 
@@ -56,11 +57,12 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
     limits = limits_of(config, card, ready, words.tokenizer)
     defaults = sampling_defaults(config.server)
     recommended = _model_defaults(config, card)
+    state.metrics = open_metrics(config, state.served_name, client.replicas)
     service = Service(
         card=card,
         ready=ready,
         client=client,
-        generator=open_generator(client, words.tokenizer, limits, config.observe),
+        generator=open_generator(client, words.tokenizer, limits, config.observe, state.metrics),
         limits=limits,
         tokenizer=words.tokenizer,
         chat=words.chat,

@@ -1,0 +1,94 @@
+"""Metered: tells a meter what each request came to, as those who wait for it see it."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from banyan.base.errors import RequestError
+from banyan.frontend.requests.generation import Generator, TextChunk, TextRequest, Usage
+
+CLOSED = "closed"
+"""Whoever asked went away before the end."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """One request that has ended.
+
+    Attributes:
+        usage: None when it was refused.
+        reason: "stop" | "length" | "abort" | CLOSED | the code of an error.
+        seconds: from its arrival to its end.
+    """
+
+    request: TextRequest
+    usage: Usage | None
+    reason: str
+    seconds: float
+
+
+class Meter(Protocol):
+    """Called on the event loop, and not for what the server asks itself."""
+
+    def first_tokens(self, seconds: float) -> None:
+        """The first tokens of a request came, so long after it did."""
+        ...
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """`count` more came, so long after those before."""
+        ...
+
+    def ended(self, course: Course) -> None: ...
+
+
+class Metrics(Meter, Protocol):
+    """A meter that tells what it was told."""
+
+    kind: str
+    """Media type of what is shown."""
+
+    def show(self) -> bytes: ...
+
+
+_OWN = ("probe", "warm-up")
+"""Routes of requests that nobody has sent."""
+
+
+class Metered:
+    """A generator whose requests are metered."""
+
+    def __init__(self, inner: Generator, meter: Meter) -> None:
+        self._inner = inner
+        self._meter = meter
+
+    def check(self, requests: Sequence[TextRequest]) -> None:
+        self._inner.check(requests)
+
+    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        if request.route in _OWN:
+            async with aclosing(self._inner.generate(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        began_s = last_s = time.perf_counter()
+        usage, reason, told = None, CLOSED, 0
+        try:
+            async with aclosing(self._inner.generate(request)) as chunks:
+                async for chunk in chunks:
+                    usage, now_s = chunk.usage, time.perf_counter()
+                    if count := usage.output_tokens - told:
+                        if told:
+                            self._meter.next_tokens(now_s - last_s, count)
+                        else:
+                            self._meter.first_tokens(now_s - began_s)
+                        told, last_s = usage.output_tokens, now_s
+                    if chunk.finish is not None:
+                        reason = chunk.finish.code if chunk.finish.status else chunk.finish.reason
+                    yield chunk
+        except RequestError as error:
+            reason = error.code
+            raise
+        finally:
+            self._meter.ended(Course(request, usage, reason, time.perf_counter() - began_s))

@@ -1,0 +1,34 @@
+"""/metrics: what this server has done, for Prometheus. No figure carries anything of a request's
+text, and no label comes from a request.
+"""
+
+from collections.abc import Callable
+
+from banyan.base.errors import RequestError
+from banyan.config.schema import Config
+from banyan.frontend.link.client import Replica
+from banyan.frontend.link.meter import Metrics
+from banyan.server.http.exchange import Exchange
+from banyan.server.http.state import ServerState
+
+
+async def show_metrics(exchange: Exchange, state: ServerState) -> None:
+    if state.metrics is None:
+        raise RequestError(
+            "This server counts nothing for Prometheus",
+            status=404,
+            code="not_enabled",
+            hint="Start it with --enable-metrics.",
+        )
+    await exchange.whole(state.metrics.show(), 200, state.metrics.kind)
+
+
+def open_metrics(
+    config: Config, name: str, replicas: Callable[[], list[Replica]]
+) -> Metrics | None:
+    """None where none are wanted. The library is loaded only where they are."""
+    if not config.observe.metrics:
+        return None
+    from banyan.server.admin.prometheus import PrometheusMetrics
+
+    return PrometheusMetrics(config, name, replicas)

@@ -1,0 +1,189 @@
+"""Metrics in SGLang's names, kept by prometheus_client.
+
+Counters and histograms are told by requests as they end; gauges are read from the replicas'
+heartbeats when somebody asks.
+"""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from banyan.config.buckets import bounds_of
+from banyan.config.schema import Config
+from banyan.frontend.link.client import Replica
+from banyan.frontend.link.meter import CLOSED, Course
+
+Replicas = Callable[[], list[Replica]]
+
+_LABELS = ("model_name", "engine_type")
+_UNIFIED = "unified"
+_WAITS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
+_WHOLE = (*_WAITS, 600, 1200, 1800, 2400)
+_GAPS = (
+    *(0.002, 0.004, 0.006, 0.008, 0.010, 0.015, 0.020, 0.025, 0.030, 0.035, 0.040, 0.060),
+    *(0.080, 0.100, 0.200, 0.400, 0.600, 0.800, 1, 2, 4, 6, 8),
+)
+_GIB = 1 << 30
+
+
+class PrometheusMetrics:
+    """Implements Metrics.
+
+    Args:
+        name: of the model, as clients call it.
+    """
+
+    kind = CONTENT_TYPE_LATEST
+
+    def __init__(self, config: Config, name: str, replicas: Replicas) -> None:
+        self._registry = CollectorRegistry()
+        self._values = (name, _UNIFIED)
+        observe = config.observe
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "Time to first token", observe.ttft_buckets or _WAITS
+        )
+        self._itl = self._histogram(
+            "inter_token_latency_seconds", "Time between tokens", observe.itl_buckets or _GAPS
+        )
+        self._e2e = self._histogram(
+            "e2e_request_latency_seconds", "Time of whole requests", observe.e2e_buckets or _WHOLE
+        )
+        self._queue = self._histogram("queue_time_seconds", "Wait for a place", _WAITS)
+        self._requests = self._counter("num_requests", "Requests that have ended")
+        self._aborted = self._counter("num_aborted_requests", "Requests that did not end in order")
+        self._structured = self._counter("num_so_requests", "Requests with a constrained output")
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
+        self._output_tokens = self._counter("generation_tokens", "Tokens that were generated")
+        cached = Counter(
+            "sglang:cached_tokens",
+            "Tokens of prompts that came from the cache",
+            (*_LABELS, "cache_source"),
+            registry=self._registry,
+        )
+        self._from_device, self._from_store = (
+            cached.labels(*self._values, source) for source in ("device", "storage")
+        )
+        self._prompts = self._outputs = None
+        if observe.length_histograms:
+            self._prompts = self._histogram(
+                "prompt_tokens_histogram", "Lengths of prompts", bounds_of(observe.prompt_buckets)
+            )
+            self._outputs = self._histogram(
+                "generation_tokens_histogram",
+                "Lengths of answers",
+                bounds_of(observe.output_buckets),
+            )
+        self._registry.register(_Gauges(config, name, replicas))
+
+    def first_tokens(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        for _ in range(count):
+            self._itl.observe(seconds / count)
+
+    def ended(self, course: Course) -> None:
+        self._requests.inc()
+        if course.reason not in ("stop", "length"):
+            self._aborted.inc()
+        if course.request.grammar:
+            self._structured.inc()
+        if course.reason != CLOSED:
+            self._e2e.observe(course.seconds)
+        usage = course.usage
+        if usage is None:
+            return
+        self._queue.observe(usage.queue_s)
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._output_tokens.inc(usage.output_tokens)
+        self._from_device.inc(usage.cached_tokens - usage.stored_tokens)
+        self._from_store.inc(usage.stored_tokens)
+        if self._prompts is not None and self._outputs is not None:
+            self._prompts.observe(usage.prompt_tokens)
+            self._outputs.observe(usage.output_tokens)
+
+    def show(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, about: str) -> Counter:
+        whole = Counter(f"sglang:{name}", about, _LABELS, registry=self._registry)
+        return whole.labels(*self._values)
+
+    def _histogram(self, name: str, about: str, bounds: Sequence[float]) -> Histogram:
+        whole = Histogram(
+            f"sglang:{name}",
+            about,
+            _LABELS,
+            registry=self._registry,
+            buckets=sorted({*bounds, math.inf}),
+        )
+        return whole.labels(*self._values)
+
+
+class _Gauges(Collector):
+    """What the replicas said last."""
+
+    def __init__(self, config: Config, name: str, replicas: Replicas) -> None:
+        self._page_size = config.cache.page_size
+        self._name = name
+        self._replicas = replicas
+
+    def describe(self) -> list[Metric]:
+        return []  # asked when nothing runs yet
+
+    def collect(self) -> Iterator[Metric]:
+        gauges: dict[str, GaugeMetricFamily] = {}
+        retracted = CounterMetricFamily(
+            "sglang:num_retracted_requests",
+            "Requests whose pages were taken back",
+            labels=(*_LABELS, "tp_rank", "pp_rank", "dp_rank"),
+        )
+        for replica in self._replicas():
+            if replica.ready is None:
+                continue
+            labels = (self._name, _UNIFIED, "0", "0", str(replica.rank))
+            for name, (about, value) in self._of(replica).items():
+                if name not in gauges:
+                    gauges[name] = GaugeMetricFamily(
+                        f"sglang:{name}", about, labels=(*_LABELS, "tp_rank", "pp_rank", "dp_rank")
+                    )
+                gauges[name].add_metric(labels, value)
+            retracted.add_metric(labels, replica.stats.retractions)
+        yield from gauges.values()
+        yield retracted
+
+    def _of(self, replica: Replica) -> dict[str, tuple[str, float]]:
+        """Name -> what it means, and its value."""
+        stats, ready = replica.stats, replica.ready
+        assert ready is not None
+        size, most = self._page_size, ready.max_total_tokens
+        used = (stats.held_pages + stats.in_flight_pages) * size
+        memory = json.loads(ready.facts).get("memory", {})
+        return {
+            "num_running_reqs": ("Requests that run", stats.running),
+            "num_queue_reqs": ("Requests that wait", stats.waiting),
+            "token_usage": ("Share of the cache that requests hold", used / most if most else 0.0),
+            "num_used_tokens": ("Tokens of the cache that requests hold", used),
+            "kv_used_tokens": ("Tokens of the cache that requests hold", used),
+            "kv_evictable_tokens": ("Tokens kept for prompts to come", stats.cached_pages * size),
+            "kv_available_tokens": ("Tokens of the cache that are free", stats.free_pages * size),
+            "max_total_num_tokens": ("Tokens that the cache holds", most),
+            "cache_hit_rate": (
+                "Share of all prompts' tokens that came from the cache",
+                stats.cached_tokens / max(1, stats.prompt_tokens),
+            ),
+            "utilization": ("Share of places taken", stats.running / max(1, ready.max_running)),
+            "page_size": ("Tokens per page", size),
+            "weight_memory_usage_gb": ("GiB of weights", memory.get("weight_bytes", 0) / _GIB),
+            "kv_cache_memory_usage_gb": ("GiB of cache", memory.get("cache_bytes", 0) / _GIB),
+        }

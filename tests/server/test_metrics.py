@@ -1,0 +1,227 @@
+"""/metrics: figures for Prometheus that agree with what clients saw."""
+
+import asyncio
+from contextlib import aclosing
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from banyan.base.errors import ConfigError, RequestError
+from banyan.base.ids import RequestId
+from banyan.config.buckets import bounds_of
+from banyan.config.cli import parse
+from banyan.config.env import Environment
+from banyan.frontend.link.client import Replica
+from banyan.frontend.link.meter import Metered
+from banyan.frontend.requests.generation import Finish, TextChunk, TextRequest, Usage
+from banyan.messages.events import Stats
+from banyan.messages.sampling import SamplingParams
+from banyan.server.admin.metrics import open_metrics
+from tests.server.fakes import READY, Site
+
+STATS = Stats(running=2, waiting=1, held_pages=4, cached_pages=3, free_pages=5, retractions=7)
+
+
+def config_of(*words):
+    return parse(list(words), Environment({}))
+
+
+def metrics_of(*words, replicas=lambda: [Replica(0, True, READY, STATS)]):
+    return open_metrics(config_of(*words), "tiny", replicas)
+
+
+def read(metrics) -> dict[tuple[str, tuple[str, ...]], float]:
+    """(name, values of the labels that are not the same everywhere) -> value."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.show().decode()):
+        for sample in family.samples:
+            assert sample.labels["model_name"] == "tiny"
+            assert sample.labels["engine_type"] == "unified"
+            kept = {k: v for k, v in sample.labels.items() if k in ("le", "dp_rank")}
+            kept |= {k: v for k, v in sample.labels.items() if k == "cache_source"}
+            found[sample.name.removeprefix("sglang:"), tuple(kept.values())] = sample.value
+    return found
+
+
+class Scripted:
+    """A generator whose chunks are given."""
+
+    def __init__(self, *chunks: TextChunk, error: RequestError | None = None) -> None:
+        self.chunks = chunks
+        self.error = error
+
+    def check(self, requests) -> None:
+        pass
+
+    async def generate(self, request):
+        for chunk in self.chunks:
+            yield chunk
+        if self.error is not None:
+            raise self.error
+
+
+def chunk(count, finish=None, **usage):
+    return TextChunk("x", [1], Usage(10, count, **usage), finish=finish)
+
+
+def asked(route="chat", grammar=""):
+    return TextRequest(
+        RequestId("r"), [1] * 10, SamplingParams(max_new_tokens=4), route=route, grammar=grammar
+    )
+
+
+def run(metrics, generator, request=None, take=99):
+    async def all_of_it():
+        async with aclosing(Metered(generator, metrics).generate(request or asked())) as chunks:
+            async for _ in chunks:
+                nonlocal take
+                take -= 1
+                if not take:
+                    return
+
+    asyncio.run(all_of_it())
+
+
+STOP = Finish("stop")
+
+
+def test_metrics_are_there_when_they_are_asked_for() -> None:
+    site = Site()
+    site.state.metrics = metrics_of("--enable-metrics")
+    with site.serving():
+        answer = site.http.get("/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    assert "# TYPE sglang:num_requests_total counter" in answer.text
+
+
+def test_a_server_that_counts_nothing_says_how_it_would(http: httpx.Client) -> None:
+    answer = http.get("/metrics")
+    assert answer.status_code == 404 and "--enable-metrics" in answer.json()["message"]
+
+
+def test_tokens_are_those_of_the_usage() -> None:
+    metrics = metrics_of("--enable-metrics")
+    last = chunk(5, STOP, cached_tokens=8, stored_tokens=3, queue_s=0.25)
+
+    run(metrics, Scripted(chunk(1), chunk(3), last))
+    run(metrics, Scripted(chunk(2, Finish("length"))), asked(grammar="json"))
+
+    found = read(metrics)
+    assert found["num_requests_total", ()] == 2
+    assert found["num_aborted_requests_total", ()] == 0
+    assert found["num_so_requests_total", ()] == 1
+    assert found["prompt_tokens_total", ()] == 20
+    assert found["generation_tokens_total", ()] == 7
+    assert found["cached_tokens_total", ("device",)] == 5
+    assert found["cached_tokens_total", ("storage",)] == 3
+    assert found["time_to_first_token_seconds_count", ()] == 2
+    assert found["inter_token_latency_seconds_count", ()] == 4  # one for each token that followed
+    assert found["e2e_request_latency_seconds_count", ()] == 2
+    assert found["queue_time_seconds_sum", ()] == 0.25
+
+
+def test_what_did_not_end_in_order_is_counted_as_that() -> None:
+    metrics = metrics_of("--enable-metrics")
+
+    run(metrics, Scripted(chunk(1), chunk(2)), take=1)  # the client leaves
+    run(metrics, Scripted(chunk(1), chunk(2, Finish("abort", None, 500, "no", "engine_error"))))
+    with pytest.raises(RequestError):
+        run(metrics, Scripted(error=RequestError("no", code="too_long")))
+
+    found = read(metrics)
+    assert found["num_requests_total", ()] == found["num_aborted_requests_total", ()] == 3
+    assert found["generation_tokens_total", ()] == 3
+    assert found["prompt_tokens_total", ()] == 20
+    assert found["e2e_request_latency_seconds_count", ()] == 2
+
+
+@pytest.mark.parametrize("route", ["probe", "warm-up"])
+def test_what_the_server_asks_itself_is_not_counted(route) -> None:
+    metrics = metrics_of("--enable-metrics")
+    run(metrics, Scripted(chunk(1, STOP)), asked(route))
+    assert read(metrics)["num_requests_total", ()] == 0
+
+
+def test_gauges_are_what_each_replica_said_last() -> None:
+    second = replace_stats(running=9)
+    replicas = [Replica(0, True, READY, STATS), Replica(3, True, READY, second)]
+    replicas.append(Replica(4, False, None, Stats()))
+    metrics = metrics_of("--enable-metrics", "--page-size", "16", replicas=lambda: replicas)
+
+    found = read(metrics)
+
+    assert found["num_running_reqs", ("0",)] == 2 and found["num_running_reqs", ("3",)] == 9
+    assert ("num_running_reqs", ("4",)) not in found
+    assert found["num_queue_reqs", ("0",)] == 1
+    assert found["num_used_tokens", ("0",)] == 64
+    assert found["token_usage", ("0",)] == 64 / READY.max_total_tokens
+    assert found["kv_evictable_tokens", ("0",)] == 48
+    assert found["kv_available_tokens", ("0",)] == 80
+    assert found["num_retracted_requests_total", ("0",)] == 7
+
+
+def replace_stats(**changes):
+    fields = {name: getattr(STATS, name) for name in STATS.__struct_fields__}
+    return Stats(**{**fields, **changes})
+
+
+def test_a_server_without_replicas_has_counters_all_the_same() -> None:
+    assert read(metrics_of("--enable-metrics", replicas=list))["num_requests_total", ()] == 0
+
+
+def test_bounds_are_those_of_the_flags() -> None:
+    flags = {
+        "time-to-first-token": "time_to_first_token_seconds",
+        "inter-token-latency": "inter_token_latency_seconds",
+        "e2e-request-latency": "e2e_request_latency_seconds",
+    }
+    words = [word for flag in flags for word in (f"--bucket-{flag}", "0.5", "3")]
+    found = read(metrics_of("--enable-metrics", *words))
+    for name in flags.values():
+        assert {le for key, le in found if key == f"{name}_bucket"} == {
+            ("0.5",),
+            ("3.0",),
+            ("+Inf",),
+        }
+
+
+def test_lengths_are_counted_when_that_is_asked_for() -> None:
+    plain = metrics_of("--enable-metrics")
+    metrics = metrics_of("--enable-metrics", "--collect-tokens-histogram")
+    for each in (plain, metrics):
+        run(each, Scripted(chunk(40, STOP)))
+
+    assert ("prompt_tokens_histogram_count", ()) not in read(plain)
+    found = read(metrics)
+    assert found["prompt_tokens_histogram_bucket", ("16.0",)] == 1
+    assert found["generation_tokens_histogram_bucket", ("32.0",)] == 0
+    assert found["generation_tokens_histogram_bucket", ("64.0",)] == 1
+
+
+def test_lengths_have_the_bounds_of_their_rule() -> None:
+    found = read(
+        metrics_of(
+            *("--enable-metrics", "--collect-tokens-histogram"),
+            *("--prompt-tokens-buckets", "custom", "7", "9"),
+            *("--generation-tokens-buckets", "tse", "100", "2", "4"),
+        )
+    )
+    prompts = {le for key, (le, *_) in sized(found) if key == "prompt_tokens_histogram_bucket"}
+    outputs = {le for key, (le, *_) in sized(found) if key == "generation_tokens_histogram_bucket"}
+    assert prompts == {"7.0", "9.0", "+Inf"}
+    assert outputs == {"96.0", "98.0", "100.0", "102.0", "104.0", "+Inf"}
+
+
+def sized(found):
+    return [key for key in found if key[1]]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["custom", "custom 0", "custom nan", "tse 1 2", "tse 9 1 4", "tse 9 2 65", "other 1"],
+)
+def test_a_rule_that_is_none_is_refused(rule) -> None:
+    with pytest.raises(ConfigError, match="no rule"):
+        bounds_of(rule.split())
