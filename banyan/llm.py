@@ -40,7 +40,7 @@ from banyan.frontend.requests.vectors import Origin, VectorService, prompts_of
 from banyan.frontend.threads import use_threads
 from banyan.frontend.words.load import open_tokenizer
 from banyan.frontend.words.tokenizer import Tokenizer
-from banyan.messages.events import Ready, Reply, Stats
+from banyan.messages.events import Ready, Reply, Stats, accept_length
 from banyan.messages.link import FrontLink, PrivateFolder, ZmqFrontLink, local_pair
 from banyan.messages.orders import MEMORY_TAGS
 from banyan.prepare import prepare
@@ -255,7 +255,12 @@ class Engine:
             "version": banyan.__version__,
             "max_total_num_tokens": opened.ready.max_total_tokens,
             "max_req_input_len": opened.ready.max_request_tokens,
-            "internal_states": [{"stats": msgspec.structs.asdict(opened.client.stats)}],
+            "internal_states": [
+                {
+                    "avg_spec_accept_length": accept_length(opened.client.stats),
+                    "stats": msgspec.structs.asdict(opened.client.stats),
+                }
+            ],
             "facts": facts,
         }
 

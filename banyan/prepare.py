@@ -24,6 +24,7 @@ from banyan.frontend.answers.tools import TOOL_PARSERS
 from banyan.frontend.requests.settings import check_preferred
 from banyan.frontend.templates.named import fill_in_form, template_source
 from banyan.grammar.base import BACKENDS
+from banyan.runner.speculative import DRAFTERS
 from banyan.server.life.warmups import WARMUPS, named_warmups
 from banyan.server.tool_servers.start import DEMO, addresses, named_servers
 from banyan.transfer.base import STORES
@@ -57,6 +58,8 @@ def check_names(config: Config) -> None:
         _check("--grammar-backend", config.grammar.backend, (*BACKENDS, NONE))
     if config.cache.store:
         _check("--hicache-storage-backend", config.cache.store, STORES)
+    if config.speculative.algorithm:
+        _check("--speculative-algorithm", config.speculative.algorithm, DRAFTERS)
     for name in named_warmups(config):
         _check("--warmups", name, tuple(WARMUPS))
     for name in named_servers(server.tool_servers):

@@ -66,8 +66,11 @@ from banyan.runner.meter import OpMeter
 from banyan.runner.orders import Carrier, OrderTaker
 from banyan.runner.profiler import Profiler
 from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.speculative import DRAFTERS
+from banyan.runner.speculative.base import Drafter
 from banyan.runner.weights import Holdings, load_weights
 from banyan.runner.worker import serve_rank
+from banyan.scheduler.budget import DRAFT_ROOM
 from banyan.transfer.base import STORES, StoreOptions
 from banyan.transfer.identity import digest_of_code, digest_of_files, identity
 from banyan.transfer.mover import Mover
@@ -132,6 +135,12 @@ def open_model(
     place_rank(config.device, replace(parallel, tp=here, pp=1), place)
     platform = open_platform(config.device.name)
     traits = platform.traits
+    if config.speculative.drafts and not traits.is_host:
+        raise ConfigError(
+            f"--speculative-algorithm {config.speculative.algorithm} on {traits.name}: drafts are "
+            "made on the host, and wait there for every step of the device",
+            hint="leave it out, or use --device cpu",
+        )
     config, origins = settle(config, platform.defaults(card))
     sharers = 1 if is_placed(config.device) else here * parallel.dp
     threads = config.parallel.threads or max(1, traits.cores // sharers)
@@ -219,7 +228,10 @@ def run_engine(
         wake = Wake()
         cleanup.callback(wake.close)
         open_mover = _mover_of(config, card, opened, memory, wake.ring)
-        runner = ModelRunner(opened.model, opened.build, sizes, opened.platform, open_mover)
+        drafter = _open_drafter(config)
+        runner = ModelRunner(
+            opened.model, opened.build, sizes, opened.platform, open_mover, drafter
+        )
         kernels, is_async = opened.kernels, opened.platform.traits.async_launch
         marks = Marks("engine")
         obeying = _with_orders(config, card, opened, runner, [marks])
@@ -369,7 +381,8 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
     socket = context.socket(zmq.PULL)
     socket.connect(address)
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
-    runner = ModelRunner(opened.model, opened.build, sizes, opened.platform)
+    drafter = _open_drafter(opened.config)
+    runner = ModelRunner(opened.model, opened.build, sizes, opened.platform, drafter=drafter)
     obeying = _with_orders(opened.config, card, opened, runner, [])
     del opened  # as on rank 0
     codec = plan_codec()
@@ -515,6 +528,7 @@ def _runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Run
     config = opened.config
     chunk_tokens = config.schedule.chunk_tokens
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
+    draft_room = DRAFT_ROOM if config.speculative.drafts else 0
     return RunnerSizes(
         max_slots=memory.max_running,
         max_length=memory.max_request_tokens,
@@ -522,10 +536,18 @@ def _runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Run
             GroupLayout(declared.kind, declared.window, group.page_tokens, group.num_pages)
             for declared, group in zip(_groups_of(card, opened), memory.groups, strict=True)
         ),
-        max_tokens=0 if config.device.is_eager else chunk + memory.max_running,
+        max_tokens=0 if config.device.is_eager else chunk + memory.max_running + draft_room,
         shapes=() if config.device.is_eager else config.device.shapes,
         attention="" if config.device.attention in ATTENTION else config.device.attention,
+        drafts=config.speculative.drafts,
+        draft_room=draft_room,
     )
+
+
+def _open_drafter(config: Config) -> Drafter | None:
+    """Every rank has one of its own, and all of them draft alike."""
+    speculative = config.speculative
+    return DRAFTERS.load(speculative.algorithm)(speculative) if speculative.drafts else None
 
 
 def _ready(

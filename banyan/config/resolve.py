@@ -23,6 +23,7 @@ from banyan.config.execution import EXECUTION_RULES
 from banyan.config.quantized import FLOAT_FORMS, SPELLINGS, spellings
 from banyan.config.schema import DEMO, Config
 from banyan.config.sources import fetch
+from banyan.config.speculation import plan_the_drafts
 from banyan.config.stored import check_the_store
 from banyan.formats.shards import check_weight_files
 
@@ -389,6 +390,7 @@ RULES = (
     check_the_store,
     check_the_bounds,
     *EXECUTION_RULES,
+    plan_the_drafts,
 )
 
 

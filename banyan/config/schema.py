@@ -220,6 +220,33 @@ class GrammarConfig:
 
 
 @dataclass(frozen=True)
+class SpeculativeConfig:
+    algorithm: str = ""
+    """Name in the table of drafters; "" = tokens are not drafted."""
+    num_tokens: int = 0
+    """Tokens that a row verifies at most: the last one and its drafts; 0 = the longest suffix."""
+    num_steps: int = 0
+    """Drafts after each sampled token at most; 0 = one less than `num_tokens`."""
+    min_match: int = 1
+    """Shortest suffix that NGRAM looks for in what it has seen."""
+    max_match: int = 12
+    """Longest one."""
+    max_breadth: int = 10
+    """Places with the same suffix that are looked at."""
+    match_type: str = "BFS"
+    """"BFS": the newest of these places is continued, "PROB": by what most of them go on with."""
+    branch: int = 18
+    """Tokens of the shortest suffix and its continuation together."""
+    capacity: int = 10_000_000
+    """Nodes of NGRAM's memory: `branch` of them for each token that is remembered."""
+
+    @property
+    def drafts(self) -> int:
+        """Drafts after each sampled token; 0 = none are made."""
+        return self.num_steps if self.algorithm else 0
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 30000
@@ -342,5 +369,6 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

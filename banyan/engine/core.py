@@ -23,6 +23,7 @@ from banyan.messages.orders import (
 from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate, GiveOrders, RetractAll, StopAt
 from banyan.scheduler.draft import PlanDraft
+from banyan.scheduler.request import DraftCounts
 from banyan.scheduler.scheduler import Scheduler
 
 CoreInput = Generate | Abort | StopAt | CopyResult | RetractAll | GiveOrders | Held
@@ -166,6 +167,8 @@ class EngineCore:
         roster, counters = self.scheduler.roster, self.scheduler.counters
         cache = self.scheduler.cache
         is_running = bool(self._in_flight) and self._carried_out is None  # orders take their time
+        speculation = self.scheduler.speculation
+        drafts = DraftCounts() if speculation is None else speculation.drafts
         ledgers = [cache.ledger(g) for g in range(len(cache.groups))]
         return Stats(
             steps=counters.steps,
@@ -186,6 +189,9 @@ class EngineCore:
             failed=counters.failed,
             step_age_s=now - self._in_flight[0][1] if is_running else 0.0,
             leaked=sum(x.leaked for x in ledgers),
+            verify_rows=drafts.steps,
+            proposed_drafts=drafts.proposed,
+            correct_drafts=drafts.correct,
         )
 
     def _may_launch(self) -> bool:

@@ -60,6 +60,7 @@ def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
             depth=schedule.depth,
             max_queued=schedule.max_queued,
             token_gap=schedule.token_gap,
+            drafts=config.speculative.drafts,
             conservativeness=schedule.conservativeness,
             priorities=Priorities(
                 are_honoured=schedule.priorities,

@@ -29,6 +29,17 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     """How many of the cached tokens came from the store."""
 
 
+class DraftReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What the drafts of one request came to."""
+
+    steps: int = 0
+    """Rows that began at its newest token, each of which gave one token and its right drafts."""
+    proposed: int = 0
+    correct: int = 0
+    histogram: list[int] = []
+    """Rows with 0, 1, 2 … right drafts."""
+
+
 class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     """The request ended in order. Exactly one `Finished` or `Failed` ends every request."""
 
@@ -43,6 +54,8 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     retractions: int = 0
     queue_s: float = 0.0
     stored_tokens: int = 0
+    drafts: DraftReport | None = None
+    """None when nothing drafts."""
 
 
 class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
@@ -97,12 +110,22 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     step_age_s: float = 0.0
     """Seconds since the oldest unfinished step was launched; 0 when none is in flight."""
     leaked: int = 0
+    verify_rows: int = 0
+    """Rows that began at a request's newest token, where tokens are drafted."""
+    proposed_drafts: int = 0
+    correct_drafts: int = 0
     silent_rank: int = 0
     """The rank other than 0 that has given no sign of life for longest."""
     silent_s: float = 0.0
     """For how many seconds it has not."""
     stored_tokens: int = 0
     """How many of the cached tokens came from a store."""
+
+
+def accept_length(stats: Stats) -> float | None:
+    """Tokens that each of these rows gave, on average; None when nothing is drafted."""
+    rows = stats.verify_rows
+    return (rows + stats.correct_drafts) / rows if rows else None
 
 
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):

@@ -39,13 +39,14 @@ class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     start: int
     count: int
     drafts: int = 0
-    """How many of `count` are draft tokens to verify (the runner's own, from its last result)."""
+    """How many of `count` are draft tokens to verify: the first of the runner's own, from its last
+    result. An upper bound like `start`: the row is shorter where the runner had fewer."""
     given: bytes = b""
     """int32 ids for positions start …; only when nothing of this slot is in flight."""
     want: int = 0
     score_from: int = 0
     masked: bool = False
-    """Sampling waits for this row's masks (drafts + 1 of them)."""
+    """Sampling waits for this row's masks (one more than it verifies drafts)."""
     hidden_from: int = 0
 
 
@@ -61,6 +62,8 @@ class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     adapter: int = 0
     embeds: bytes = b""
     """float32 [prompt_len, hidden] in place of the prompt's tokens; b"" when these count."""
+    namespace: bytes = b""
+    """Of the prefix cache: drafts are made from what requests of the same one have held."""
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):
@@ -179,7 +182,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
 
     step: StepId = NO_STEP
     tokens: list[bytes] = []
-    """int32 ids per row: empty without SAMPLE, 1 … drafts+1 after a verify row."""
+    """int32 ids per row: empty without SAMPLE, 1 … drafts+1 after a verify row: the drafts that
+    stand, then the model's own next token."""
     drafts: list[bytes] = []
     """int32 ids per row that the runner will verify next; [] when nothing drafts."""
     scores: list[RowScores] = []

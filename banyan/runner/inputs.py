@@ -76,6 +76,12 @@ class Batch:
             ),
         )
 
+    def outputs_at(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """The outputs whose tokens go to these positions of these rows; all [n] int64."""
+        drafts = np.array([row.drafts for row in self.rows], np.int64)
+        first = np.searchsorted(self.sampling, rows)
+        return first + positions - (self.ends[rows] - drafts[rows])
+
     def wanting(self, what: int) -> list[int]:
         """The rows that want it."""
         return [at for at, row in enumerate(self.rows) if row.want & what]

@@ -31,6 +31,7 @@ from banyan.messages.plan import (
     PageCopy,
     Row,
     RowFailure,
+    RowScores,
     StepPlan,
     StepResult,
 )
@@ -51,6 +52,8 @@ from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
 from banyan.runner.sampling.processors import Processors
 from banyan.runner.sampling.sampler import ALL_BANNED, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
+from banyan.runner.speculative.base import Drafter
+from banyan.runner.speculative.drafting import Drafting, Verified
 from banyan.transfer.mover import Mover
 
 log = logger(__name__)
@@ -70,6 +73,8 @@ class RunnerSizes:
         max_tokens: tokens of the largest step that is worth recording.
         shapes: rows of the decode steps to capture, where steps are captured by shape.
         attention: name of the attention backend; "" = what the model takes.
+        drafts: most tokens that are drafted after each sampled one.
+        draft_room: drafts that one step verifies at most, beside the tokens of its rows.
     """
 
     max_slots: int
@@ -78,6 +83,8 @@ class RunnerSizes:
     max_tokens: int = 0
     shapes: tuple[int, ...] = ()
     attention: str = ""
+    drafts: int = 0
+    draft_room: int = 0
 
 
 class PendingStep:
@@ -118,6 +125,7 @@ class PendingStep:
             failed=result.failed,
             error=result.error,
             seconds=seconds,
+            drafts=result.drafts,
             vectors=result.vectors,
             hidden=result.hidden,
         )
@@ -137,6 +145,7 @@ class ModelRunner:
         build: what the model was made from: kernels, ranks, device.
         platform: of the device; None = the CPU's.
         open_mover: opens what carries pages to and from a store; None without one.
+        drafter: guesses next tokens; None = rows bring no drafts.
     """
 
     def __init__(
@@ -146,6 +155,7 @@ class ModelRunner:
         sizes: RunnerSizes,
         platform: Platform | None = None,
         open_mover: Callable[[KVStore], Mover] | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         card, device = model.card, build.device
         self._platform = platform or CpuPlatform()
@@ -153,8 +163,12 @@ class ModelRunner:
         self._device = device
         self._ranks = build.groups.world
         self._table = SlotTable(
-            sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device
+            *(sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device),
+            is_drafting=drafter is not None,
         )
+        self._drafting = None
+        if drafter is not None:
+            self._drafting = Drafting(drafter, self._table, sizes.drafts)
         self.store = KVStore(sizes.groups, model.caches, device)
         self.mover = None if open_mover is None else open_mover(self.store)
         self._card = card
@@ -208,7 +222,7 @@ class ModelRunner:
             groups=(FULL, WINDOW),
             copies=True,
             tiers=(DEVICE,) if self.mover is None else (DEVICE, STORE),
-            drafts=False,
+            drafts=self._drafting is not None,
             peers=False,
             adapters=False,
             text=self._pooler is None,
@@ -245,18 +259,22 @@ class ModelRunner:
         table.join(plan.joins)
         table.grant(plan.grants)
         self.store.copy(plan.copies, "before")
+        if self._drafting is not None:
+            self._drafting.enter(plan)
         batch, failed = self._admit(plan.rows)
         marks.end("enter", step=plan.step)
-        sampled, scores, vectors, hidden = None, None, None, None
+        sampled, scores, verified, vectors, hidden = None, None, None, None, None
         if batch.rows:
             self._run(batch)
             sampled, scores = self._read_out(plan, batch, mask_of)
+            if sampled is not None and self._drafting is not None:
+                verified = self._drafting.verify(batch, sampled.tokens, len(plan.rows))
             if self._pooler is not None:
                 vectors = self._pooler.read(self._forward, batch)
             if batch.wanted & HIDDEN:
                 hidden = _hidden_states(self._forward, batch)
         self.store.copy(plan.copies, "after")
-        outcome = Outcome(sampled, scores, vectors, hidden or {})
+        outcome = Outcome(sampled, scores, vectors, hidden or {}, verified)
         finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self._platform))
         if not batch.rows or self._forward.results_are_final:
             return finish
@@ -284,11 +302,13 @@ class ModelRunner:
             try:
                 if row.want & POOL and self._pooler is None:
                     raise RowError("this model is not served for pooled vectors")
-                self._table.prepare(row, bool(row.want & SAMPLE))
+                exact = self._table.prepare(row, bool(row.want & SAMPLE))
             except RowError as error:
                 failed[index] = str(error)
             else:
-                good.append((index, row))
+                good.append((index, exact))
+                if row.given and self._drafting is not None:
+                    self._drafting.give(row)
         return Batch.of(good), failed
 
     def _read_out(
@@ -306,12 +326,13 @@ class ModelRunner:
         if sampled is None:
             logits = self._forward.next_logits(batch)
             sampled = self._sample(plan, batch, logits, mask_of)
-        self._table.grow(batch.to_slots)
+        if self._drafting is None:
+            self._table.grow(batch.to_slots)
         if sheet is None or scores is None:
             return sampled, None
         entries = np.flatnonzero(sheet.is_sampled)
         if len(entries):
-            rows = np.searchsorted(batch.sampling, sheet.row[entries])
+            rows = batch.outputs_at(sheet.row[entries], sheet.position[entries])
             chosen = torch.from_numpy(rows).to(self._device)
             assert logits is not None, "a step that scores does not sample by itself"
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
@@ -349,13 +370,17 @@ class ModelRunner:
         masks: dict[int, bytes] = {}
         ready = {mask.row: mask.bits for mask in plan.masks}
         for i, at in enumerate(batch.sampling.tolist()):
-            if not batch.rows[at].masked:
+            if not batch.rows[at].masked or (i and batch.sampling[i - 1] == at):
                 continue
             index = int(batch.indices[at])
             try:
-                masks[i] = ready[index] if index in ready else _wait_for(mask_of, index)
+                packed = ready[index] if index in ready else _wait_for(mask_of, index)
             except Exception as error:  # a grammar that breaks is its own row's alone
                 failed[i] = f"the grammar mask did not come: {error}"
+            else:
+                size = len(packed) // (batch.rows[at].drafts + 1)
+                for k in range(batch.rows[at].drafts + 1):
+                    masks[i + k] = packed[k * size : (k + 1) * size]
         if self._table.processed:
             logits, faults = self._processors.apply(logits, slots, positions)
             failed |= faults
@@ -376,17 +401,17 @@ def open_forward(
     platform: Platform,
 ) -> Forward:
     """The quickest way through the model that its ops and its device allow."""
-    rows = sizes.max_slots
+    rows, outputs = sizes.max_slots, sizes.max_slots + sizes.draft_room
 
     def tensors(max_tokens: int, max_outputs: int) -> StepTensors:
         size = (max_tokens, rows, max_outputs)
         return StepTensors(table, store.groups, platform, build.device, *size)
 
     def larger(batch: Batch) -> StepTensors:
-        return tensors(int(batch.offsets[-1]), max(rows, len(batch.last)))
+        return tensors(int(batch.offsets[-1]), max(outputs, len(batch.last)))
 
     # A recording tells its sizes apart by their numbers.
-    step = tensors(max(sizes.max_tokens, rows + 1), rows)
+    step = tensors(max(sizes.max_tokens, outputs + 1), outputs)
     eager = EagerForward(model, step, attention, larger, build.device)
     recorder = build.ops.recorder
     try:
@@ -416,12 +441,14 @@ class Outcome:
 
     Attributes:
         hidden: index in the plan -> [positions, hidden].
+        verified: None where nothing drafts, or no row samples.
     """
 
     sampled: Sampled | None
     scores: Scores | None
     vectors: Tensor | None
     hidden: dict[int, Tensor]
+    verified: Verified | None = None
 
     def fetch(self, platform: Platform) -> Callable[[], list[Tensor]]:
         """Begin to bring its tensors to the host: tokens, best, scores, vectors, hidden."""
@@ -464,17 +491,23 @@ def _result(
     tokens = [b""] * len(plan.rows)
     failed = dict(failed)
     here = iter(fetch())
-    sampled, scores = outcome.sampled, outcome.scores
+    sampled, scores, verified = outcome.sampled, outcome.scores, outcome.verified
     if sampled is not None:
         indices = batch.indices[batch.sampling].tolist()
-        for index, token in zip(indices, next(here).tolist(), strict=True):
-            tokens[index] += struct.pack("=i", token)
+        stands = [True] * len(indices) if verified is None else verified.stands.tolist()
+        for index, token, is_good in zip(indices, next(here).tolist(), stands, strict=True):
+            if is_good:
+                tokens[index] += struct.pack("=i", token)
         best = None if sampled.best is None else next(here)
         for i, text in sampled.faults(best).items():
-            failed[indices[i]] = text
+            if stands[i]:
+                failed[indices[i]] = text
     for index in failed:
         tokens[index] = b""
-    scored = [] if scores is None else scores.rows(list(islice(here, 4)), without=set(failed))
+    scored: list[RowScores] = []
+    if scores is not None:
+        cut = {} if verified is None else verified.cut
+        scored = scores.rows(list(islice(here, 4)), without=set(failed), cut=cut)
     pooled: list[bytes] = []
     if outcome.vectors is not None:
         pooled = [b""] * len(plan.rows)
@@ -494,6 +527,7 @@ def _result(
             RowFailure(i, failed[i], 400 if failed[i] == ALL_BANNED else 500)
             for i in sorted(failed)
         ],
+        drafts=[] if verified is None else verified.drafts,
         vectors=pooled,
         hidden=states,
     )

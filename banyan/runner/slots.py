@@ -7,6 +7,7 @@ requests and no policy; it obeys plans.
 
 from collections.abc import Iterable
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ class SlotTable:
         max_slots: slots are numbered 1 … max_slots.
         max_length: longest request in tokens.
         vocab_size: token ids lie in [0, vocab_size).
+        is_drafting: rows may bring drafts, so that plans know bounds of starts and counts only.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class SlotTable:
         vocab_size: int,
         groups: tuple[GroupLayout, ...],
         device: torch.device,
+        is_drafting: bool = False,
     ) -> None:
         slots = max_slots + 1
         self.max_slots = max_slots
@@ -55,6 +58,11 @@ class SlotTable:
         ]
         self.known = [0] * slots
         """Tokens that have a value on the device, those of launched steps included."""
+        self.drafts: dict[int, list[int]] = {}
+        """Slot -> what a drafter makes of its tokens: what may come after the last known one."""
+        self._is_drafting = is_drafting
+        self._brought = [0] * slots
+        """Tokens that joins and `given` brought; rows of others start where the slot ends."""
         self._granted = [[0] * slots for _ in groups]
         """By group and slot: pages that the table has."""
         self.lengths = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -92,7 +100,8 @@ class SlotTable:
             self.embeds.pop(slot, None)
             self.processed.pop(slot, None)
             self.edited.discard(slot)
-            self.known[slot] = 0
+            self.drafts.pop(slot, None)
+            self.known[slot] = self._brought[slot] = 0
             for granted in self._granted:
                 granted[slot] = 0
         gone = torch.tensor(leaves, device=self._device)
@@ -126,7 +135,8 @@ class SlotTable:
         if sampling.logit_bias or sampling.min_new_tokens:
             self.edited.add(join.slot)
         self._joins[join.slot] = join
-        self.known[join.slot] = len(tokens)
+        self.known[join.slot] = self._brought[join.slot] = len(tokens)
+        self.drafts.pop(join.slot, None)
         self.params[join.slot] = (
             join.prompt_len,
             1.0 if sampling.is_greedy else sampling.temperature,
@@ -171,27 +181,40 @@ class SlotTable:
                 granted = self._granted[index]
                 granted[grant.slot] = max(granted[grant.slot], grant.first + len(grant.pages))
 
-    def prepare(self, row: Row, samples: bool) -> None:
-        """Take the tokens a row brings, and check that the row can run.
+    def holds(self, slot: int) -> bool:
+        """Whether a request has the slot, and could take it."""
+        return slot in self._joins
+
+    def prepare(self, row: Row, samples: bool) -> Row:
+        """Take the tokens a row brings, its drafts too, and check that the row can run.
+
+        returns: the row as it runs: exact where the plan knew bounds.
 
         Raises:
             RowError: the slot is empty, or a token or a page of the row is missing.
         """
-        slot, end = row.slot, row.start + row.count
+        slot = row.slot
         if slot not in self._joins:
             raise RowError(self._refused.get(slot, f"slot {slot}: {_NO_JOIN}"))
-        if row.drafts:
+        if row.drafts and not self._is_drafting:
             raise RowError(f"the row brings {row.drafts} drafts; no drafter is configured")
-        if row.count < 1 or row.start < 0:
-            raise RowError(f"the row covers {row.count} positions from {row.start}")
+        if row.count <= row.drafts or row.start < 0:
+            raise RowError(
+                f"the row covers {row.count} positions from {row.start}, {row.drafts} of drafts"
+            )
         if row.given:
             self._write(slot, row.start, np.frombuffer(row.given, np.int32))
-            self.known[slot] = max(self.known[slot], row.start + len(row.given) // 4)
-        known = self.known[slot]
-        if end > known:
+            self.known[slot] = self._brought[slot] = row.start + len(row.given) // 4
+            self.drafts.pop(slot, None)
+        if self._is_drafting:
+            row = self._exact(row)
+        known, end = self.known[slot], row.start + row.count
+        if end - row.drafts > known:
             raise RowError(f"the row runs to position {end - 1}; tokens are known below {known}")
-        if samples and end != known:
+        if samples and end - row.drafts != known:
             raise RowError(f"the row would sample position {end}, whose token is known already")
+        if row.drafts:
+            self._write(slot, known, np.array(self.drafts[slot][: row.drafts], np.int32))
         for group, layout in enumerate(self._groups):
             granted = self._granted[group][slot]
             if layout.columns(end) > granted:
@@ -199,6 +222,18 @@ class SlotTable:
                     f"the row runs to position {end - 1} and needs {layout.columns(end)} pages "
                     f"of group {group}; it has {granted}"
                 )
+        return row
+
+    def _exact(self, row: Row) -> Row:
+        """The row where the slot's tokens and drafts really are."""
+        if row.start + row.count - row.drafts <= self._brought[row.slot]:
+            return row
+        start = self.known[row.slot] - 1
+        if start > row.start:
+            raise RowError(f"the row starts at {row.start}, the slot's last token is at {start}")
+        drafts = min(row.drafts, len(self.drafts.get(row.slot, ())))
+        count = row.count - row.drafts + drafts
+        return msgspec.structs.replace(row, start=start, count=count, drafts=drafts)
 
     def _write(self, slot: SlotId, first: int, tokens: np.ndarray) -> None:
         if not len(tokens) or first + len(tokens) > self.max_length:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from banyan.scheduler.request import Request
 
+DRAFT_ROOM = 64
+"""Drafts that are worth verifying beside each other: steps of more tokens take longer with each."""
+
 
 @dataclass(frozen=True)
 class Growth:
@@ -67,6 +70,7 @@ class Limits:
         depth: plans with rows that may be in flight at once.
         token_gap: steps between sampling a token and a row that needs it (stages − 1).
         drafts: tokens the runner drafts after each sampled one; 0 = no speculation.
+        draft_room: drafts of one step, over all rows.
         conservativeness: scales the new-token ratio.
         growth: what that ratio is made of.
         priorities: who goes before whom.
@@ -84,6 +88,7 @@ class Limits:
     whole_prompts: bool = False
     max_prompts: int = 0
     growth: Growth = Growth()
+    draft_room: int = DRAFT_ROOM
 
 
 class NewTokenRatio:

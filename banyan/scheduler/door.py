@@ -30,10 +30,6 @@ def check_request(generate: Generate, roster: Roster, cache: KVCache, limits: Li
         raise RequestError(
             f"{total} tokens do not fit in the cache", code="context_length_exceeded"
         )
-    if generate.hidden_from >= 0 and limits.drafts:
-        raise RequestError(
-            "Hidden states are not reported while tokens are drafted", param="return_hidden_states"
-        )
     priorities = limits.priorities
     if generate.priority and priorities.refuse_when_off and not priorities.are_honoured:
         raise RequestError(

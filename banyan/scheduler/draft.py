@@ -10,7 +10,13 @@ class PlanDraft:
     """Collects what goes into one StepPlan, and the flights that will expect its results."""
 
     def __init__(
-        self, step: StepId, leaves: list[SlotId], chunk_tokens: int, max_prompts: int = 0
+        self,
+        step: StepId,
+        leaves: list[SlotId],
+        chunk_tokens: int,
+        max_prompts: int = 0,
+        running: int = 0,
+        draft_room: int = 0,
     ) -> None:
         self.step = step
         self.leaves = leaves
@@ -23,6 +29,10 @@ class PlanDraft:
         self.flights: list[Flight] = []
         self.budget = chunk_tokens
         """Known tokens that the step may still take on."""
+        self.running = max(1, running)
+        """Requests that run when it is begun."""
+        self.draft_room = draft_room
+        """Drafts that the step may still verify."""
         self._max_prompts = max_prompts
         self._prompts = 0
         self.is_starved = False

@@ -14,39 +14,65 @@ _WORTH_WAITING = 3
 but for the first, which is being sampled."""
 
 
-def jump(request: Request, grammar: Grammar, roster: Roster, depth: int) -> None:
-    """After a sampled token: append those that are certain, or let the request wait for that.
+def advance(
+    request: Request, grammar: Grammar, tokens: "array[int]", depth: int
+) -> "tuple[array[int], bool]":
+    """Move a request's grammar past sampled tokens.
+
+    Where the output is complete, and at the place of a jump, it goes on as it would have done if
+    its tokens had come one by one.
+
+    returns: the tokens that the request takes, and whether the last of them is allowed.
+    """
+    for count, token in enumerate(tokens, 1):
+        if not grammar.accept(token):
+            return tokens[:count], False
+        if grammar.is_ended or _is_place(request, grammar, request.known + count, depth):
+            return tokens[:count], True
+    return tokens, True
+
+
+def _is_place(request: Request, grammar: Grammar, known: int, depth: int) -> bool:
+    """Whether the request jumps behind its `known` tokens, the last of which was sampled.
 
     The next tokens may be in flight already, and what is forced may be written in several ways. So
     as many as may be in flight are sampled in any case, and the jump comes after them: the output
     depends on its tokens alone, never on how the steps fell.
     """
     if request.wants_scores or request.wants_hidden:
-        return  # each of its tokens is told with numbers that only sampling brings
-    certain = _certain(request, grammar)
-    if not request.jumps_at and len(certain) >= _WORTH_WAITING:
-        request.jumps_at = request.known + depth - 1
+        return False  # each of its tokens is told with numbers that only sampling brings
+    if not request.jumps_at and len(_certain(request, grammar, known)) >= _WORTH_WAITING:
+        request.jumps_at = known + depth - 1
+    return known == request.jumps_at
+
+
+def jump(request: Request, grammar: Grammar, roster: Roster) -> None:
+    """At its place a request takes the tokens that are certain."""
     if request.known != request.jumps_at:
         return
-    assert not request.pending
     request.jumps_at = 0
     first = request.output_len
     tokens = array("i")
-    for token in certain:
+    for token in _certain(request, grammar, request.known):
         if not grammar.accept(token):
             break
         tokens.append(token)
     if not tokens:
         return
+    if request.flights:  # it was sampled behind drafts that do not count
+        request.given_after = request.flights[-1].step
+        roster.void(request)
+    if request.lease is not None:
+        request.planned = request.known - 1
     request.tokens += tokens.tobytes()
-    request.has_jumped, request.has_sampled = True, False
+    request.has_jumped, request.has_sampled, request.next_drafts = True, False, []
     roster.counters.output_tokens += len(tokens)
     cached = request.cached_tokens
     roster.events.append(Tokens(request.id, first, tokens.tobytes(), cached_tokens=cached))
 
 
-def _certain(request: Request, grammar: Grammar) -> list[int]:
+def _certain(request: Request, grammar: Grammar, known: int) -> list[int]:
     """Up to what may end the request: that is sampled, so that every end has one way to come."""
-    found = grammar.forced()[: max(0, request.limit - request.known - 1)]
+    found = grammar.forced()[: max(0, request.limit - known - 1)]
     stops = request.sampling.stop_ids
     return found[: next((i for i, token in enumerate(found) if token in stops), len(found))]

@@ -1,6 +1,6 @@
 """Request: one generation as the scheduler sees it. Numbers only; knows no pages but its lease."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from banyan.base.ids import NO_STEP, PADDING_SLOT, SlotId, StepId
@@ -18,6 +18,28 @@ FINISHED = "finished"
 
 
 @dataclass
+class DraftCounts:
+    """What drafts have come to, in rows that began at the newest token."""
+
+    steps: int = 0
+    proposed: int = 0
+    correct: int = 0
+    by_correct: Counter[int] = field(default_factory=Counter[int])
+    """Rows by how many of their drafts were right."""
+
+    def count(self, proposed: int, correct: int) -> None:
+        self.steps += 1
+        self.proposed += proposed
+        self.correct += correct
+        self.by_correct[correct] += 1
+
+    @property
+    def histogram(self) -> list[int]:
+        """Rows with 0, 1, 2 … right drafts."""
+        return [self.by_correct[i] for i in range(max(self.by_correct, default=-1) + 1)]
+
+
+@dataclass
 class Flight:
     """One row in flight."""
 
@@ -28,6 +50,8 @@ class Flight:
     """Most tokens the row can yield: 0 without sampling, drafts + 1 after a verify row."""
     tokens: int = 0
     """Positions that the row runs."""
+    is_decode: bool = False
+    """The row began at the newest token."""
     hidden: tuple[int, int] = (0, 0)
     """First and last + 1 position whose hidden states the row reports."""
     awaits_mask: bool = False
@@ -94,10 +118,15 @@ class Request:
         """The newest token is the runner's own, which drafted with it when it does so."""
         self.next_drafts: list[int] = []
         """Its drafts, when it has told them."""
+        self.draft_share = -1.0
+        """Share of its drafts that come true, the last ones above all; -1 = none has been seen."""
+        self.drafts = DraftCounts()
         self.jumps_at = 0
         """Once so many tokens are known; none is sampled past them before (scheduler/jump.py)."""
         self.has_jumped = False
         """The newest tokens are not the runner's own: the next row gives them to it."""
+        self.given_after = NO_STEP
+        """Not before this step has ended, whose row is void."""
         self.scored_to = generate.score_from
         """First position whose score has not been passed on."""
         self.score_from = generate.score_from

@@ -6,16 +6,17 @@ from bisect import insort
 
 from banyan.base.ids import RequestId, SlotId
 from banyan.memory.cache import KVCache, Lease
-from banyan.messages.events import Event, Failed, Finished
+from banyan.messages.events import DraftReport, Event, Failed, Finished
 from banyan.messages.plan import Mask
-from banyan.scheduler.request import FINISHED, RUNNING, WAITING, Request
+from banyan.scheduler.request import FINISHED, RUNNING, WAITING, DraftCounts, Request
 from banyan.scheduler.stats import Counters
 
 
 class Roster:
     """Live requests, free slots, and the outboxes towards front and runner."""
 
-    def __init__(self, cache: KVCache, max_running: int) -> None:
+    def __init__(self, cache: KVCache, max_running: int, is_drafting: bool = False) -> None:
+        self.is_drafting = is_drafting
         self._cache = cache
         self._max_running = max_running
         self._requests: dict[RequestId, Request] = {}
@@ -92,6 +93,7 @@ class Roster:
                 retractions=request.retractions,
                 queue_s=max(0.0, queued_until - request.submitted_s),
                 stored_tokens=request.stored_tokens,
+                drafts=_report(request.drafts) if self.is_drafting else None,
             )
         )
 
@@ -142,3 +144,7 @@ class Roster:
     def _give_slot(self, slot: SlotId) -> None:
         self.free_slots.append(slot)
         self.leaves.append(slot)
+
+
+def _report(drafts: DraftCounts) -> DraftReport:
+    return DraftReport(drafts.steps, drafts.proposed, drafts.correct, drafts.histogram)

@@ -10,6 +10,7 @@ from banyan.messages.plan import HIDDEN, POOL, SAMPLE, SCORE, Mask, Row
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.draft import PlanDraft
 from banyan.scheduler.request import Flight, Request
+from banyan.scheduler.speculation import Speculation
 
 
 class Planned(Enum):
@@ -23,9 +24,12 @@ class Planned(Enum):
 class RowPlanner:
     """Adds rows to a plan, with their pages, masks and copies."""
 
-    def __init__(self, cache: KVCache, limits: Limits) -> None:
+    def __init__(
+        self, cache: KVCache, limits: Limits, speculation: Speculation | None = None
+    ) -> None:
         self._cache = cache
         self._limits = limits
+        self._speculation = speculation
 
     def plan(self, request: Request, draft: PlanDraft, restores: bool = False) -> Planned:
         """Plan the next row of `request`; `restores` when it starts on a matched state."""
@@ -39,6 +43,9 @@ class RowPlanner:
         end = start + count
         self._cache.slide(lease, start if not self._limits.drafts else min(start, request.known))
         grants = self._cache.grow(lease, end)
+        if grants is None and drafts:  # they are no reason to retract anybody
+            end, count, drafts = end - drafts, count - drafts, 0
+            grants = self._cache.grow(lease, end)
         if grants is None:
             draft.is_starved, draft.starved_of = True, self._cache.missing(lease, end)
             return Planned.STARVED
@@ -46,7 +53,9 @@ class RowPlanner:
         row = len(draft.rows)
         samples = self._samples(request, end - drafts, pending, drafts)
         hidden = (max(start, request.hidden_from), end) if request.wants_hidden else (0, 0)
-        flight = Flight(request, draft.step, row, samples, count, hidden, restores=restores)
+        flight = Flight(
+            request, draft.step, row, samples, count, is_decode, hidden, restores=restores
+        )
         if restores:
             draft.copies += self._cache.restores(lease, row, draft.step)
         if samples and request.grammar is not None:
@@ -59,6 +68,7 @@ class RowPlanner:
             self._share(request, lease, draft, end, row)
         if is_decode:
             draft.has_decode = True
+            draft.draft_room -= drafts
         else:
             draft.spend(count)
         return Planned.ROW
@@ -70,6 +80,8 @@ class RowPlanner:
         those who are past theirs.
         """
         start, known, pending = request.planned, request.known, request.pending
+        if request.has_jumped and request.given_after > self._cache.horizon.completed:
+            return 0, 0
         if pending and (
             known + pending >= request.limit
             or 0 < request.jumps_at <= known + pending
@@ -78,7 +90,7 @@ class RowPlanner:
             return 0, 0
         border = 0 if pending else self._cache.checkpoint_at(known, start)
         if request.is_decoding:
-            drafts = 0 if border else self._drafts(request, pending)
+            drafts = 0 if border else self._drafts(request, pending, draft)
             return 1 + drafts, drafts
         count = max(0, min(known - start, draft.budget))
         if self._limits.whole_prompts and count < known - start:
@@ -86,9 +98,16 @@ class RowPlanner:
             return (known - start, 0) if is_first else (0, 0)
         return min(count, border - start) if border else count, 0
 
-    def _drafts(self, request: Request, pending: int) -> int:
-        left = request.limit - request.known - pending
-        return max(0, min(self._limits.drafts, left - 1))
+    def _drafts(self, request: Request, pending: int, draft: PlanDraft) -> int:
+        left = (request.jumps_at or request.limit) - request.known - pending
+        if self._speculation is None or left <= 1:
+            return 0
+        if request.wants_hidden:
+            return 0  # they are told of positions that stand
+        if request.grammar is not None and self._cache.has_state:
+            return 0  # a jump may come before drafts that stand, and a state does not go back
+        wanted = self._speculation.wanted(request, draft.running)
+        return max(0, min(wanted, left - 1, draft.draft_room))
 
     def _gap_is_over(self, request: Request, draft: PlanDraft) -> bool:
         return draft.step - request.last_sampled_at > self._limits.token_gap

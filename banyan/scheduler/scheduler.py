@@ -25,11 +25,12 @@ from banyan.scheduler.budget import Limits, NewTokenRatio
 from banyan.scheduler.door import check_request
 from banyan.scheduler.draft import PlanDraft
 from banyan.scheduler.fetch import Fetcher
-from banyan.scheduler.jump import jump
+from banyan.scheduler.jump import advance, jump
 from banyan.scheduler.order import QueueOrder
 from banyan.scheduler.request import RUNNING, Flight, Request
 from banyan.scheduler.roster import Roster
 from banyan.scheduler.rows import Planned, RowPlanner
+from banyan.scheduler.speculation import Speculation
 
 
 class Scheduler:
@@ -51,13 +52,14 @@ class Scheduler:
     ) -> None:
         self.cache = cache
         self.limits = limits
-        self.roster = Roster(cache, limits.max_running)
+        self.roster = Roster(cache, limits.max_running, limits.drafts > 0)
         self.counters = self.roster.counters
         self._order = order
         self._grammars = grammars
         self._flights: dict[StepId, list[Flight]] = {}
-        self._planner = RowPlanner(cache, limits)
         self.fetcher = Fetcher(cache)
+        self.speculation = Speculation(limits.drafts) if limits.drafts else None
+        self._planner = RowPlanner(cache, limits, self.speculation)
         self._ratio = NewTokenRatio(limits.conservativeness, limits.growth)
         self._has_suspects = False
         self._arrivals = 0
@@ -110,7 +112,10 @@ class Scheduler:
         """What step `step` should do; a draft without work is not launched."""
         self._now = now
         limits = self.limits
-        draft = PlanDraft(step, self.roster.leaves, limits.chunk_tokens, limits.max_prompts)
+        draft = PlanDraft(
+            *(step, self.roster.leaves, limits.chunk_tokens, limits.max_prompts),
+            *(len(self.roster.running), limits.draft_room),
+        )
         suspect = self._suspect()
         if suspect is not None:
             self._run_alone(suspect, draft)
@@ -141,6 +146,8 @@ class Scheduler:
         for failure in result.failed:
             self._fail_row(flights[failure.row], failure)
         self.cache.settle(result.step)
+        if self.speculation is not None and (tokens_run := _decoded(flights)):
+            self.speculation.times.learn(tokens_run, result.seconds)
         scores: dict[int, list[RowScores]] = {}
         for score in result.scores:
             scores.setdefault(score.row, []).append(score)
@@ -255,6 +262,7 @@ class Scheduler:
                 score_top=generate.score_top,
                 score_ids=generate.score_ids,
                 embeds=generate.embeds,
+                namespace=generate.namespace if self.limits.drafts else b"",
             )
         )
         if request.admitted_s < 0:
@@ -306,11 +314,20 @@ class Scheduler:
         request.flights.popleft()
         tokens = array("i", sampled)
         if flight.samples:
+            if self.speculation is not None and flight.is_decode:
+                told = request.next_drafts
+                verified = min(flight.samples - 1, len(told))
+                self.speculation.saw(request, told, verified, tokens)
             request.next_drafts = list(array("i", drafts))  # a retracted one may await a mask
             if request.lease is not None:
                 request.planned -= flight.samples - len(tokens)  # rejected drafts
                 request.has_sampled = True
         tokens, matched = _cut(request, tokens)
+        is_allowed = True
+        if request.grammar is not None:
+            taken, is_allowed = advance(request, request.grammar, tokens, self.limits.depth)
+            matched = matched if len(taken) == len(tokens) else -1
+            tokens = taken
         first = request.output_len
         request.tokens += tokens.tobytes()
         request.is_suspect = request.is_suspect and not flight.samples
@@ -338,33 +355,28 @@ class Scheduler:
             self.cache.publish(
                 request.lease, request.tokens, request.known - 1, NO_STEP, request.id
             )
-        if not self._advance(request, tokens):
-            return
-        if matched >= 0:
+        if not is_allowed:
+            self._fail_grammar(request, tokens[-1])
+        elif matched >= 0:
             self.roster.finish(request, "stop", self._now, matched)
         elif request.grammar is not None and request.grammar.is_ended:
             self.roster.finish(request, "stop", self._now)
         elif request.known >= request.limit and (tokens or vector or request.is_all_computed):
             self.roster.finish(request, "length", self._now)
         else:
-            if request.grammar is not None and tokens and not self.limits.drafts:
-                jump(request, request.grammar, self.roster, self.limits.depth)
+            if request.grammar is not None and tokens:
+                jump(request, request.grammar, self.roster)
             self._release_mask(request)
 
-    def _advance(self, request: Request, tokens: "array[int]") -> bool:
-        """Move the request's grammar; False when a token broke it (the request has failed)."""
-        if request.grammar is None:
-            return True
-        for token in tokens:
-            if not request.grammar.accept(token):
-                if problem := request.grammar.problem:
-                    text = f"The constraint cannot be followed further: {problem}"
-                    self.roster.fail(request, 400, text, "invalid_grammar")
-                else:
-                    text = f"token {token} does not fit the grammar"
-                    self.roster.fail(request, 500, text, "grammar_error")
-                return False
-        return True
+    def _fail_grammar(self, request: Request, token: int) -> None:
+        """`token` broke the request's grammar."""
+        assert request.grammar is not None
+        if problem := request.grammar.problem:
+            text = f"The constraint cannot be followed further: {problem}"
+            self.roster.fail(request, 400, text, "invalid_grammar")
+        else:
+            text = f"token {token} does not fit the grammar"
+            self.roster.fail(request, 500, text, "grammar_error")
 
     def _release_mask(self, request: Request) -> None:
         """The next row in flight can be masked once the token before it is known (rule R4)."""
@@ -420,6 +432,13 @@ class Scheduler:
         if self._grammars is None:
             raise RequestError("Constrained output is not available: no grammar backend is loaded")
         return self._grammars(text)
+
+
+def _decoded(flights: list[Flight]) -> int:
+    """Tokens of a step in which every row began at its request's newest token; 0 for others."""
+    if not all(flight.is_decode and not flight.is_void for flight in flights):
+        return 0
+    return sum(1 + min(f.samples - 1, len(f.request.next_drafts)) for f in flights)
 
 
 def _cut(request: Request, tokens: "array[int]") -> tuple["array[int]", int]:

@@ -77,7 +77,7 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
     quiet = random.random() < 0.4
     faults = Faults() if quiet else Faults(row=0.01, step=0.01, copy=0.1, order=0.1)
     has_peers = random.random() < 0.15 and abilities.peers
-    has_hidden = random.random() < 0.3 and abilities.hidden and not drafts
+    has_hidden = random.random() < 0.3 and abilities.hidden
     return World(core, device, faults, has_peers, abilities, scale, has_hidden)
 
 

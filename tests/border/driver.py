@@ -90,7 +90,9 @@ class Play:
         peers = RandomPeers(Random(seed + 1)) if self.world.has_peers else None
         recorder = record(self.world.core) if record else None
         self.core = build_core(self.world, peers, recorder)
-        self.runner = kit.runner(self.world, Random(seed + 2), self.namespaces, self._hurry)
+        self.runner = kit.runner(
+            *(self.world, Random(seed + 2), self.namespaces, self._hurry, self._open_answers)
+        )
         self._steps: deque[int] = deque()
 
     def act(self, action: Action) -> None:
@@ -195,6 +197,9 @@ class Play:
         self.seen["masks after launch"] += sum(bool(mask.bits) for mask in masks)
         self.runner.give_masks(masks)
         self._hear(events)
+
+    def _open_answers(self) -> list[Answer]:
+        return [client.answer for client in self.clients.values() if client.end is None]
 
     def _hurry(self, is_behind: bool) -> bool:
         """The runner waits for a mask; `is_behind`: for one of a step after the oldest.

@@ -91,6 +91,13 @@ class Slot(Tenancy):
     drafts: list[int] = field(default_factory=list)
     poison: Poison | None = None
 
+    def cut(self, length: int) -> None:
+        """Forget the tokens from `length` on: they were sampled, and did not count."""
+        tokens = self.tokens[:length]
+        self.tokens, self.hashes, self.masked_state, self.drafts = [], self.hashes[:1], 0, []
+        for token in tokens:
+            self.append(token)
+
     def append(self, token: int) -> None:
         self.tokens.append(token)
         self.hashes.append(oracle.mix(self.hashes[-1], token))
@@ -329,10 +336,14 @@ class Execution:
         """All rows write before any reads, so rows may hit each other's pages (rule R2)."""
         where = f"step {self.plan.step} row {index} (slot {row.slot})"
         if row.given:
-            for position, token in enumerate(array("i", row.given), row.start):
-                if position == len(slot.tokens):
-                    slot.append(token)
-                require(slot.tokens[position] == token, f"{where}: given token {position}")
+            given = list(array("i", row.given))
+            require(row.start <= len(slot.tokens), f"{where}: given after a hole")
+            known = slot.tokens[row.start : row.start + 1]
+            require(known in ([], given[:1]), f"{where}: given token {row.start}")
+            slot.cut(row.start)
+            slot.poison = None  # what a void row has spoiled lies behind what is given
+            for token in given:
+                slot.append(token)
             slot.known = len(slot.tokens)
             self.laws.seen["jumps"] += 1
         start = self._true_start(where, row, slot, self.launched.slack[index])

@@ -10,10 +10,12 @@ from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepPlan, StepR
 from banyan.messages.requests import Generate
 from tests.border.build import World, random_world, with_store
 from tests.border.fake_runner import ABILITIES, FakeRunner, Stored
-from tests.border.oracle import HashStory, Story
+from tests.border.oracle import Answer, HashStory, Story
 
 Hurry = Callable[[bool], bool]
 """See `Play._hurry`."""
+Answers = Callable[[], list[Answer]]
+"""Of the requests that are alive."""
 
 
 class Runner(Protocol):
@@ -60,7 +62,12 @@ class Kit(Protocol):
 
     def world(self, random: Random) -> World: ...
     def runner(
-        self, world: World, random: Random, namespaces: dict[int, bytes], hurry: Hurry
+        self,
+        world: World,
+        random: Random,
+        namespaces: dict[int, bytes],
+        hurry: Hurry,
+        answers: Answers,
     ) -> Runner: ...
     def story(self, generate: Generate, world: World) -> Story:
         """What a request must answer."""
@@ -86,7 +93,12 @@ class FakeKit:
         return world if self._stored is None else with_store(random, world)
 
     def runner(
-        self, world: World, random: Random, namespaces: dict[int, bytes], hurry: Hurry
+        self,
+        world: World,
+        random: Random,
+        namespaces: dict[int, bytes],
+        hurry: Hurry,
+        answers: Answers,
     ) -> Runner:
         return FakeRunner(world.device, world.faults, random, namespaces, self._stored)
 

@@ -48,6 +48,12 @@ class Tenancy:
     tables: list[list[int]] = field(default_factory=list)
     flights: list[tuple[int, int]] = field(default_factory=list)
     """(step, drafts) of launched sampling rows whose results have not been delivered."""
+    length: int = 0
+    """Tokens that the runner has, as far as its results tell; for runners with real rows."""
+    drafts: list[int] = field(default_factory=list)
+    """What it has told that it will verify next."""
+    is_lost: bool = False
+    """A row of it has failed, so that nobody knows its length."""
 
 
 @dataclass

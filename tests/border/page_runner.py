@@ -11,12 +11,15 @@ from banyan.ops.api import Ops
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.speculative.base import Drafter
 from tests.border.page_model import HEAD_DIM, HEADS, KV_HEADS, PageModel
 from tests.border.page_numbers import LAYERS, UNITS, VOCAB
 
 CPU = torch.device("cpu")
 COMPILED_PAGE = 16
 """The smallest page that the compiled attention reads."""
+DRAFT_ROOM = 5
+"""Small enough that some steps verify more than what was recorded holds."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Shape:
         spare: pages of each group that the engine does not know.
         is_recorded: compiled ops and recorded steps; else torch's ops, the model called each time.
         is_pooling: served for vectors instead of text.
+        drafts: drafted after each sampled token.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -36,6 +40,7 @@ class Shape:
     spare: int
     is_recorded: bool
     is_pooling: bool
+    drafts: int = 0
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -53,7 +58,13 @@ def bind_ops(is_recorded: bool, page_size: int) -> Ops:
     )
 
 
-def build_runner(shape: Shape, ops: Ops, wrap=lambda model: model, open_mover=None) -> ModelRunner:
+def build_runner(
+    shape: Shape,
+    ops: Ops,
+    wrap=lambda model: model,
+    open_mover=None,
+    drafter: Drafter | None = None,
+) -> ModelRunner:
     card = ModelCard(
         path="",
         format="",
@@ -76,7 +87,11 @@ def build_runner(shape: Shape, ops: Ops, wrap=lambda model: model, open_mover=No
         GroupLayout(group.kind, group.window, group.page_tokens, group.num_pages + shape.spare)
         for group in shape.groups
     )
-    sizes = RunnerSizes(shape.slots, shape.max_length, layouts, 48 if shape.is_recorded else 0)
-    runner = ModelRunner(model, Build(ops), sizes, open_mover=open_mover)
+    sizes = RunnerSizes(
+        *(shape.slots, shape.max_length, layouts, 48 if shape.is_recorded else 0),
+        drafts=shape.drafts,
+        draft_room=DRAFT_ROOM if shape.drafts else 0,
+    )
+    runner = ModelRunner(model, Build(ops), sizes, open_mover=open_mover, drafter=drafter)
     assert runner.is_recorded == shape.is_recorded
     return runner

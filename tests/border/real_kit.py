@@ -18,8 +18,9 @@ from banyan.runner.runner import ModelRunner
 from banyan.transfer.identity import identity
 from tests.border.build import World, random_world, with_store
 from tests.border.faults import FaultyModel, FaultyOps, Injector
-from tests.border.kit import Hurry, Runner
+from tests.border.kit import Answers, Hurry, Runner
 from tests.border.oracle import VOCAB, Story
+from tests.border.page_drafter import Prompter
 from tests.border.page_model import PageModel
 from tests.border.page_oracle import PageStory
 from tests.border.page_runner import COMPILED_PAGE, Shape, bind_ops, build_runner
@@ -37,11 +38,13 @@ class RealWorld(World):
         is_recorded: compiled ops and recorded steps; else torch's ops.
         is_pooling: served for vectors.
         poison: what pages hold that nobody has written.
+        good_draft: share of the drafts that are right.
     """
 
     is_recorded: bool = False
     is_pooling: bool = False
     poison: float = math.nan
+    good_draft: float = 0.8
 
     @property
     def shape(self) -> Shape:
@@ -52,6 +55,7 @@ class RealWorld(World):
             SPARE,
             self.is_recorded,
             self.is_pooling,
+            self.core.limits.drafts,
         )
 
 
@@ -75,13 +79,27 @@ class RealKit:
         if self.stored is not None:
             world = with_store(random, world)
         known = {f.name: getattr(world, f.name) for f in fields(World)}
-        return RealWorld(**known, is_recorded=is_recorded, is_pooling=is_pooling, poison=poison)
+        return RealWorld(
+            **known,
+            is_recorded=is_recorded,
+            is_pooling=is_pooling,
+            poison=poison,
+            good_draft=random.choice((0.0, 0.5, 0.8, 1.0)),
+        )
 
     def runner(
-        self, world: RealWorld, random: Random, namespaces: dict[int, bytes], hurry: Hurry
+        self,
+        world: RealWorld,
+        random: Random,
+        namespaces: dict[int, bytes],
+        hurry: Hurry,
+        answers: Answers,
     ) -> Runner:
         injector = Injector()
         ops = FaultyOps(_ops(world.is_recorded), injector)
+        drafter = None
+        if world.core.limits.drafts:
+            drafter = Prompter(answers, Random(random.random()), world.good_draft)
         models: list[FaultyModel] = []
 
         def wrap(model: PageModel) -> FaultyModel:
@@ -93,7 +111,7 @@ class RealKit:
             name = identity([world.shape]).hex()
             shelf = Shelf(self.stored / name, world.faults, random)
         open_mover = None if shelf is None else shelf.open_mover
-        runner = build_runner(world.shape, ops, wrap, open_mover)
+        runner = build_runner(world.shape, ops, wrap, open_mover, drafter)
         return RealRunner(
             *(runner, models[0], world.device, world.faults, injector, world.poison),
             *(random, hurry, shelf),
@@ -129,15 +147,16 @@ def _ops(is_recorded: bool) -> Ops:
     return bind_ops(is_recorded, COMPILED_PAGE)
 
 
-def plain_runner(is_pooling: bool = False) -> ModelRunner:
+def plain_runner(is_pooling: bool = False, has_drafter: bool = False) -> ModelRunner:
     """A runner of one slot and one page."""
     groups = (CacheGroup(FULL, COMPILED_PAGE, 2),)
-    return build_runner(Shape(groups, 1, 8, 0, False, is_pooling), _ops(False))
+    drafter = Prompter(list, Random(0), 0.0) if has_drafter else None
+    return build_runner(Shape(groups, 1, 8, 0, False, is_pooling), _ops(False), drafter=drafter)
 
 
 @cache
 def _abilities(is_pooling: bool) -> Abilities:
-    return plain_runner(is_pooling).abilities
+    return plain_runner(is_pooling, has_drafter=True).abilities
 
 
 REAL = RealKit()

@@ -8,7 +8,7 @@ back by copies of its own: "after" the step that wrote them, "before" the next o
 
 from array import array
 from collections import Counter, deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
@@ -64,6 +64,8 @@ class Started:
 
     launched: Launched
     pending: PendingStep
+    rows: list[Row] = field(default_factory=list)
+    """As they ran."""
 
 
 class RealRunner:
@@ -107,6 +109,8 @@ class RealRunner:
         self._away: list[tuple[int, int, int]] = []
         """(group, page, spare page): what has to come back before the next step."""
         self._next_copy = FIRST_COPY
+        self._rows: list[Row] = []
+        """Of the step that is being started, as they run."""
         self._broken: Exception | None = None
         for group in range(len(device.groups)):
             for pages in self._pages(group):
@@ -148,7 +152,7 @@ class RealRunner:
         assert started.launched is launched
         result = started.pending.result()
         self.laws.completed = launched.plan.step
-        self._check_result(launched, result)
+        self._check_result(launched, started.rows, result)
         return result
 
     def report_copies(self, count: int) -> CopyResult:
@@ -175,7 +179,7 @@ class RealRunner:
         if max(tokens) >= VOCAB:
             self.failed_seeds.add(join.sampling.seed)
             self.seen["refused joins"] += 1
-        return Tenancy(join, life, len(tokens))
+        return Tenancy(join, life, len(tokens), length=len(tokens))
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -190,6 +194,7 @@ class RealRunner:
         if self._random.random() < 0.1 and not self.laws.released:
             self._trespass(plan.step)
         self.laws.start(launched)
+        rows = self._rows = self._true_rows(launched)
         self._spoil_fresh(launched)
         copies = self._bring_back()
         for copy in plan.copies:
@@ -206,7 +211,9 @@ class RealRunner:
         pending = self._taker.launch(sheet, partial(self._mask_of, launched))
         if self._broken is not None:
             raise self._broken
-        self._started.append(Started(launched, pending))
+        self._started.append(Started(launched, pending, rows))
+        if self._device.drafts:
+            self._follow(launched, rows, pending.result())
         if before is not None:
             self._check_writes(launched, before, sheet.copies)
         self._injector.step, self._injector.nan_tokens = "", ()
@@ -256,6 +263,43 @@ class RealRunner:
         self.laws.carry_out(order)
         return Said("done")
 
+    # -- drafts -------------------------------------------------------------------------------
+
+    def _true_rows(self, launched: Launched) -> list[Row]:
+        """What the rows really run: of drafts in flight a plan knows bounds only."""
+        found = list[Row]()
+        for row, slot in zip(launched.plan.rows, launched.rows, strict=True):
+            if row.given:
+                slot.known = slot.length = row.start + len(row.given) // 4
+                slot.drafts = []
+            is_said = slot.is_lost or not self._device.drafts
+            if is_said or row.start + row.count - row.drafts <= slot.known:
+                found.append(row)
+                continue
+            start, drafts = slot.length - 1, min(row.drafts, len(slot.drafts))
+            require(start <= row.start, f"slot {row.slot}: starts at {row.start}, not {start}")
+            count = row.count - row.drafts + drafts
+            found.append(msgspec.structs.replace(row, start=start, count=count, drafts=drafts))
+        return found
+
+    def _follow(self, launched: Launched, rows: list[Row], result: StepResult) -> None:
+        """Learn how long the slots are now. What stands of a row are its drafts up to the first
+        that the model does not choose, and what it chooses instead."""
+        failed = {failure.row for failure in result.failed}
+        for index, (row, slot) in enumerate(zip(rows, launched.rows, strict=True)):
+            slot.is_lost = slot.is_lost or bool(result.error) or index in failed
+            if row.want & SAMPLE and not slot.is_lost:
+                tokens = list(array("i", result.tokens[index]))
+                drafts = slot.drafts[: row.drafts]
+                last = len(tokens) - 1
+                is_right = (
+                    tokens[:last] == drafts[:last] and tokens[last:] != drafts[last : last + 1]
+                )
+                where = launched.where(index)
+                require(is_right, f"{where}: {tokens} stand of drafts {drafts}")
+                slot.length += len(tokens)
+                slot.drafts = list(array("i", result.drafts[index]))
+
     # -- faults -------------------------------------------------------------------------------
 
     def _arm(self, launched: Launched) -> None:
@@ -269,12 +313,14 @@ class RealRunner:
         if self._is_recorded:
             return
         spoiled, first = list[int](), 0
-        for index, (row, slot) in enumerate(zip(plan.rows, launched.rows, strict=True)):
+        for index, (row, slot) in enumerate(zip(self._rows, launched.rows, strict=True)):
             if max(array("i", slot.join.tokens)) >= VOCAB:
                 continue  # the runner leaves it out
             first += row.count
+            if slot.is_lost:
+                return  # how many tokens it runs is not known
             if row.want & SAMPLE and self._random.random() < self._faults.row:
-                spoiled.append(first - 1)
+                spoiled.append(first - 1 - row.drafts)
                 self._blame(launched, index, "rows of no numbers")
         self._injector.nan_tokens = tuple(spoiled)
 
@@ -297,7 +343,7 @@ class RealRunner:
 
     def _spoil_fresh(self, launched: Launched) -> None:
         """Pages that no row has computed hold nothing, whatever lay there before."""
-        starts = {row.slot: row.start for row in launched.plan.rows}
+        starts = {row.slot: row.start for row in self._rows}
         for grant in launched.plan.grants:
             require(grant.slot in starts, f"step {launched.plan.step}: a grant without a row")
             size = self._device.groups[grant.group].page_tokens
@@ -311,14 +357,14 @@ class RealRunner:
 
     def _note_uses(self, launched: Launched) -> None:
         """Which pages the rows write and read, for rule R1."""
-        for index, (row, slot) in enumerate(zip(launched.plan.rows, launched.rows, strict=True)):
+        for index, (row, slot) in enumerate(zip(self._rows, launched.rows, strict=True)):
             where = launched.where(index)
             for g, group in enumerate(self._device.groups):
                 size = group.page_tokens
                 for at in range(row.start // size, (row.start + row.count - 1) // size + 1):
                     page = self.laws.page_at(where, slot, g, at)
                     self.laws.use(launched, g, page, slot.life, is_write=True)
-        for index, (row, slot) in enumerate(zip(launched.plan.rows, launched.rows, strict=True)):
+        for index, (row, slot) in enumerate(zip(self._rows, launched.rows, strict=True)):
             where = launched.where(index)
             for g, group in enumerate(self._device.groups):
                 size = group.page_tokens
@@ -333,12 +379,16 @@ class RealRunner:
         size = self._device.groups[g].page_tokens
         return {
             slot.tables[g][at]
-            for row, slot in zip(launched.plan.rows, launched.rows, strict=True)
+            for row, slot in zip(self._rows, launched.rows, strict=True)
             for at in range(
-                (self.laws.first_read(g, row.start) if reads else row.start) // size,
+                (self.laws.first_read(g, row.start) if reads else self._lowest(row, slot)) // size,
                 (row.start + row.count - 1) // size + 1,
             )
         }
+
+    def _lowest(self, row: Row, slot: Tenancy) -> int:
+        """The first position that the row may write; of a lost slot, any of its output."""
+        return min(row.start, slot.known - 1) if slot.is_lost else row.start
 
     def _trespass(self, step: StepId) -> None:
         """A request that takes a free slot has no pages, whoever held the slot before."""
@@ -428,17 +478,21 @@ class RealRunner:
                 stray = sorted(changed - allowed[g])
                 require(not stray, f"{where} writes pages {stray} of group {g}")
 
-    def _check_result(self, launched: Launched, result: StepResult) -> None:
+    def _check_result(self, launched: Launched, rows: list[Row], result: StepResult) -> None:
         plan = launched.plan
         require(result.step == plan.step, f"step {plan.step} answers as {result.step}")
         if result.error:
             require("Injected" in result.error, f"step {plan.step} fails: {result.error}")
             return
         failed = {failure.row for failure in result.failed}
-        for index, row in enumerate(plan.rows):
+        for index, row in enumerate(rows):
             count = len(result.tokens[index]) // 4
             right = int(bool(row.want & SAMPLE) and index not in failed)
-            require(count == right, f"{launched.where(index)}: {count} tokens, not {right}")
+            most = right * (1 + row.drafts)
+            where = launched.where(index)
+            require(right <= count <= most, f"{where}: {count} tokens, not {right} to {most}")
+            self.seen["accepted drafts"] += max(0, count - 1)
+            self.seen["rejected drafts"] += most - count
         self.seen["failed rows"] += len(failed)
         self.seen["masked rows"] += sum(row.masked for row in plan.rows)
         self.seen["jumps"] += sum(bool(row.given) for row in plan.rows)

@@ -22,6 +22,8 @@ from banyan.runner.runner import ModelRunner
 from banyan.runner.sampling.logprobs import Scores
 from banyan.runner.sampling.sampler import Sampler
 from banyan.runner.slots import SlotTable
+from banyan.runner.speculative import drafting
+from banyan.runner.speculative.drafting import Drafting
 from tests.border.driver import play, random_actions
 from tests.border.real_kit import REAL
 
@@ -140,9 +142,9 @@ def _is_read_late(original, self, plan, mask_of):
         return original(self, plan, mask_of)
 
 
-def _shifted(original, self, without):
+def _shifted(original, self, *a, **k):
     """Each score stands where the next one belongs."""
-    found = original(self, without)
+    found = original(self, *a, **k)
     return [
         msgspec.structs.replace(score, logprobs=score.logprobs[4:] + score.logprobs[:4])
         for score in found
@@ -172,13 +174,58 @@ def _obeys_unready(original, self, order):
     return reply
 
 
-def _one_later(original, self, without):
+def _one_later(original, self, *a, **k):
     return [
-        msgspec.structs.replace(score, first=score.first + 1) for score in original(self, without)
+        msgspec.structs.replace(score, first=score.first + 1) for score in original(self, *a, **k)
     ]
 
 
+def _grows_by_all(original, self, batch, sampled, num_rows):
+    """The slot counts its rejected drafts too."""
+    verified = original(self, batch, sampled, num_rows)
+    for index, count in verified.cut.items():
+        at = batch.indices.tolist().index(index)
+        self._table.known[batch.rows[at].slot] += count
+    return verified
+
+
+def _with_first_mask(original, self, logits, slots, positions, masks, where):
+    """The masks of drafts are those of the token before them."""
+    first = {
+        i: masks.get(i - 1, mask) if slots[i - 1] == slots[i] else mask for i, mask in masks.items()
+    }
+    return original(self, logits, slots, positions, first, where)
+
+
+def _told_shorter(original, self, batch, sampled, num_rows):
+    """The engine hears of one draft less than the next row verifies."""
+    verified = original(self, batch, sampled, num_rows)
+    return replace(verified, drafts=[drafts[:-4] for drafts in verified.drafts])
+
+
+def _scores_all(original, self, values, without, cut):
+    return original(self, values, without, {})
+
+
 DEFECTS: dict[str, Defect] = {
+    "every draft stands": _wrap(
+        drafting, "standing", lambda original, drafts, sampled: len(drafts) + 1
+    ),
+    "one draft too many stands": _wrap(
+        drafting,
+        "standing",
+        lambda original, drafts, sampled: min(len(drafts) + 1, original(drafts, sampled) + 1),
+    ),
+    "the model's own token after the drafts is lost": _wrap(
+        drafting, "standing", lambda original, *a: max(1, original(*a) - 1)
+    ),
+    "rejected drafts count": _wrap(Drafting, "verify", _grows_by_all),
+    "drafts have the masks of the token before": _wrap(Sampler, "sample", _with_first_mask),
+    "the engine is told other drafts": _wrap(Drafting, "verify", _told_shorter),
+    "rows of drafts start where the plan says": _wrap(
+        SlotTable, "_exact", lambda original, self, row: row
+    ),
+    "scores of rejected drafts are told": _wrap(Scores, "rows", _scores_all),
     "a page table is off by one": _grants(
         lambda grants: [msgspec.structs.replace(g, first=g.first + 1) for g in grants]
     ),

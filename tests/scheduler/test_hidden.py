@@ -89,7 +89,9 @@ def test_a_retraction_repeats_and_skips_no_state(depth, steps):
     assert driver.told["a"] == list(range(len(PROMPT) + 5))
 
 
-def test_drafts_and_hidden_states_do_not_go_together():
+def test_a_request_for_hidden_states_verifies_no_drafts():
     driver = HiddenDriver(drafts=2)
     driver.ask("a", 0)
-    assert driver.ends["a"].status == 400 and "drafted" in driver.ends["a"].text
+    driver.run()
+    assert driver.told["a"] == list(range(len(PROMPT) + 5))
+    assert not any(row.drafts for plan in driver.plans for row in plan.rows)

@@ -6,7 +6,7 @@ from functools import cache
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.flags import cache as cache_flags
-from banyan.config.flags import device, grammar, model, observe, schedule, server
+from banyan.config.flags import device, grammar, model, observe, schedule, server, speculative
 from banyan.config.flags.absent import REPLACED, read_absent
 from banyan.config.flags.flag import Absent, Flag, Replaced
 
@@ -16,6 +16,7 @@ GROUPS = (
     ("Scheduler", schedule.FLAGS),
     ("KV cache", cache_flags.FLAGS),
     ("Grammar", grammar.FLAGS),
+    ("Speculation", speculative.FLAGS),
     ("Machine", device.FLAGS),
     ("Logs", observe.FLAGS),
 )

@@ -24,6 +24,7 @@ from banyan.frontend.requests.native import NativeRequest, NativeSequence, parse
 from banyan.frontend.requests.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.frontend.threads import THREAD_BYTES, off_loop
 from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.messages.events import DraftReport
 
 
 class NativeService:
@@ -135,6 +136,8 @@ class NativeService:
             }
         if chunk.finish is not None:
             meta["e2e_latency"] = self._clock.now() - started_s
+            if usage.drafts is not None:
+                meta |= _drafted(usage.drafts)
         if sequence.show_scores:
             meta |= self._scores(sequence, chunk)
         if sequence.request.hidden and chunk.finish is not None:
@@ -201,3 +204,15 @@ def finish_reason(finish: Finish | None, max_new_tokens: int) -> dict[str, objec
             return {"type": "length", "length": max_new_tokens}
     text = finish.text or "The request was aborted."
     return {"type": "abort", "message": text, "status_code": None, "err_type": None}
+
+
+def _drafted(drafts: DraftReport) -> dict[str, object]:
+    rows, proposed = drafts.steps, drafts.proposed
+    return {
+        "spec_accept_rate": drafts.correct / proposed if proposed else 0.0,
+        "spec_accept_length": (rows + drafts.correct) / rows if rows else 0.0,
+        "spec_num_correct_drafts": drafts.correct,
+        "spec_num_proposed_drafts": proposed,
+        "spec_verify_ct": rows,
+        "spec_correct_drafts_histogram": drafts.histogram,
+    }

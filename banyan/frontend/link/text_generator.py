@@ -29,7 +29,7 @@ from banyan.frontend.requests.generation import (
 from banyan.frontend.requests.sampling import Limits
 from banyan.frontend.words.stop import StopChecker
 from banyan.frontend.words.tokenizer import Tokenizer
-from banyan.messages.events import Failed, Finished, Tokens
+from banyan.messages.events import DraftReport, Failed, Finished, Tokens
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import NO_HIDDEN, NO_SCORES, Generate
 
@@ -206,6 +206,7 @@ class OutputReader:
         self._cached_tokens = self._stored_tokens = 0
         self._retractions = 0
         self._queue_s = 0.0
+        self._drafts: DraftReport | None = None
         self._finish: Finish | None = None
         if request.scores.start == 0:
             self._prompt_scores.append(TokenScore(None, request.prompt[0]))
@@ -224,7 +225,7 @@ class OutputReader:
                 self._cached_tokens = event.cached_tokens
                 self._stored_tokens = event.stored_tokens
                 self._retractions = event.retractions
-                self._queue_s = event.queue_s
+                self._queue_s, self._drafts = event.queue_s, event.drafts
                 self._end(Finish(event.reason, event.matched if event.matched >= 0 else None))
             case Failed():
                 self._end(Finish("abort", None, event.status, event.text, event.code))
@@ -337,9 +338,8 @@ class OutputReader:
     def _usage(self) -> Usage:
         num_prompt = len(self._request.prompt)
         cached, stored = self._cached_tokens, self._stored_tokens
-        return Usage(
-            *(num_prompt, self.num_tokens, cached, self._retractions, stored), self._queue_s
-        )
+        told = (cached, self._retractions, stored, self._queue_s, self._drafts)
+        return Usage(num_prompt, self.num_tokens, *told)
 
 
 class HiddenStates:

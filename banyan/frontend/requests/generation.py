@@ -12,6 +12,7 @@ from typing import Protocol
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
+from banyan.messages.events import DraftReport
 from banyan.messages.requests import NO_SCORES
 from banyan.messages.sampling import SamplingParams
 
@@ -123,6 +124,8 @@ class Usage:
     """How many of the cached tokens came from a store."""
     queue_s: float = 0.0
     """How long it waited for a place among those that run; known in the last chunk."""
+    drafts: DraftReport | None = None
+    """None before the end, and when nothing drafts."""
 
 
 @dataclass(frozen=True)

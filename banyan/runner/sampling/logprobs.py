@@ -6,6 +6,7 @@ biases move the choice, not the reported value. So a value is a function of the 
 temperature alone, finite for every token, and the same when it is computed again.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +51,7 @@ class ScoreSheet:
             span = np.arange(max(row.start + 1, row.score_from), last + 1)
             rows.append(np.full(len(span), i))
             positions.append(span)
-            sampled.append((span == end) & is_sampled)
+            sampled.append((span >= end - row.drafts) & is_sampled)
         if not rows:
             none = np.zeros(0, np.int64)
             return cls(none, none, none.astype(bool), 0, none.reshape(0, 0))
@@ -114,8 +115,14 @@ class Scores:
         """What `rows` wants on the host."""
         return [self._logprobs, self._top_ids, self._top_logprobs, self._picked]
 
-    def rows(self, values: list[Tensor], without: set[int]) -> list[RowScores]:
-        """The values by row, plan indices in `without` left out. values: `tensors`, on the host."""
+    def rows(
+        self, values: list[Tensor], without: set[int], cut: Mapping[int, int]
+    ) -> list[RowScores]:
+        """The values by row.
+
+        values: `tensors`, on the host; without: plan indices to leave out; cut: by plan index, how
+        many of the last positions to leave out.
+        """
         if not len(self._sheet):
             return []
         logprobs, top_ids, top_logprobs, picked = (value.numpy() for value in values)
@@ -124,7 +131,8 @@ class Scores:
         for begin, end in zip(edges[:-1], edges[1:], strict=True):
             row = int(self._sheet.row[begin])
             index = int(self._batch.indices[row])
-            if index in without:
+            end -= cut.get(index, 0)
+            if index in without or end <= begin:
                 continue
             join = self._joins[row]
             top, ids = join.score_top, len(join.score_ids)

@@ -13,6 +13,7 @@ from banyan.base.log import logger, printable
 from banyan.config.described import described
 from banyan.frontend.answers.parser_choice import NONE
 from banyan.frontend.link.client import Replica
+from banyan.messages.events import accept_length
 from banyan.server.admin.loads import living
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
@@ -154,6 +155,7 @@ def _internal(replica: Replica) -> Json:
             "token_capacity": ready.max_total_tokens,
         },
         "last_gen_throughput": None,
+        "avg_spec_accept_length": accept_length(replica.stats),
         "stats": msgspec.structs.asdict(replica.stats),
     }
 

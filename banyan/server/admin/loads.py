@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from banyan.base.errors import RequestError
 from banyan.frontend.link.client import Replica
-from banyan.messages.events import Ready, Stats
+from banyan.messages.events import Ready, Stats, accept_length
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
@@ -116,13 +116,24 @@ def _queues(stats: Stats, ready: Ready) -> Json:
     return {"waiting": stats.waiting, "grammar": None, "paused": None, "retracted": None}
 
 
+def _drafts(stats: Stats, ready: Ready) -> Json | None:
+    """None when nothing drafts."""
+    if not stats.verify_rows:
+        return None
+    proposed = stats.proposed_drafts
+    return {
+        "accept_length": accept_length(stats),
+        "accept_rate": stats.correct_drafts / proposed if proposed else 0.0,
+    }
+
+
 def _nothing(stats: Stats, ready: Ready) -> None:
     """A section about something that this build does not have."""
 
 
 SECTIONS: Mapping[str, tuple[str, Callable[[Stats, Ready], Json | None]]] = {
     "memory": ("memory", _memory),
-    "spec": ("speculative", _nothing),
+    "spec": ("speculative", _drafts),
     "lora": ("lora", _nothing),
     "disagg": ("disaggregation", lambda stats, ready: {"mode": "null"}),
     "queues": ("queues", _queues),

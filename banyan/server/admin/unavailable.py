@@ -30,7 +30,7 @@ _TIERS = (
     "The store of the cache is named at start-up (--hicache-storage-backend) and not changed or "
     "cleared while servers use it; remove its folder to clear it."
 )
-_CORPUS = "N-gram speculation is not available in this build."
+_CORPUS = "Drafts come from what the server has seen, and corpora are not read."
 _PROFILE = "No traces are sent; /start_profile and /stop_profile record the steps in a file."
 _EXPERTS = "Expert parallelism is not available in this build."
 _PEERS = "Prefill-decode disaggregation is not available in this build."

@@ -1,0 +1,64 @@
+"""Rules about drafts: how many there are, and what they do not go with. Part of
+`config/resolve.py`; knows no drafters.
+"""
+
+from dataclasses import fields, replace
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.config.card import ModelCard
+from banyan.config.env import Environment
+from banyan.config.schema import Config, SpeculativeConfig
+
+log = logger(__name__)
+
+
+def plan_the_drafts(config: Config, card: ModelCard, environment: Environment) -> Config:
+    speculative = config.speculative
+    if not speculative.algorithm:
+        nothing = SpeculativeConfig()
+        for field in fields(SpeculativeConfig):
+            if getattr(speculative, field.name) != getattr(nothing, field.name):
+                log.warning(
+                    "speculative %s has no effect: nothing drafts without --speculative-algorithm",
+                    field.name.replace("_", " "),
+                )
+        return config
+    _check(config, card)
+    tokens = speculative.num_tokens or max(
+        2, speculative.num_steps + 1 if speculative.num_steps else speculative.max_match
+    )
+    steps = min(speculative.num_steps or tokens - 1, tokens - 1)
+    return replace(config, speculative=replace(speculative, num_tokens=tokens, num_steps=steps))
+
+
+def _check(config: Config, card: ModelCard) -> None:
+    """Refuse what drafts do not go with, by name."""
+    speculative = config.speculative
+    flag = f"--speculative-algorithm {speculative.algorithm}"
+    if card.pooling is not None:
+        raise ConfigError(
+            f"{flag}: this model makes vectors, and no tokens to draft", hint="leave it out"
+        )
+    if config.parallel.pp > 1:
+        raise ConfigError(
+            f"{flag} and --pipeline-parallel-size {config.parallel.pp}: drafts are not verified "
+            "by stages",
+            hint="use --tensor-parallel-size",
+        )
+    if speculative.min_match > speculative.max_match:
+        raise ConfigError(
+            f"--speculative-ngram-min-match-window-size {speculative.min_match} is more than "
+            f"--speculative-ngram-max-match-window-size {speculative.max_match}"
+        )
+    if speculative.branch <= speculative.min_match:
+        raise ConfigError(
+            f"--speculative-ngram-branch-length {speculative.branch} leaves no room for drafts "
+            f"behind a suffix of {speculative.min_match} tokens",
+            hint="raise it, or lower --speculative-ngram-min-match-window-size",
+        )
+    if speculative.capacity < speculative.branch:
+        raise ConfigError(
+            f"--speculative-ngram-capacity {speculative.capacity} does not hold one token, which "
+            f"takes {speculative.branch} nodes"
+        )

@@ -1,0 +1,10 @@
+"""Drafters by name. A plug-in names itself in the entry points `banyan.drafters`."""
+
+from banyan.base.table import Table
+from banyan.runner.speculative.base import DrafterFactory
+
+DRAFTERS: Table[DrafterFactory] = Table(
+    "drafter",
+    {"NGRAM": "banyan.runner.speculative.ngram:open_ngram"},
+    plugins="banyan.drafters",
+)

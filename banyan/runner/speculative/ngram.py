@@ -1,0 +1,241 @@
+"""NGRAM: drafts are what followed the last few tokens where they stood before.
+
+Every sequence that a slot holds is remembered, its own prompt first of all, and after it has left
+until room is needed. The index leads from the last tokens of a sequence to the places behind which
+the same ones stand, newest first; the places that agree over the longest suffix are continued.
+Sequences of one cache namespace are found by that namespace's requests alone.
+"""
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from banyan.config.schema import SpeculativeConfig
+
+_SURE = 3
+"""Tokens of the longer kind of key. Few places share so many, so that walking them is worth it."""
+_TRUST = 2
+"""Drafts for each token of the suffix that was found: a short one says little."""
+_HOPS = 3
+"""Places that are passed for each that is looked at: nothing has followed at some."""
+_POSITION_BITS = 32
+_TOKEN_BITS = 24
+_NOWHERE = -1
+
+
+class _Sequence:
+    """Tokens that only grow, but for `cut`.
+
+    Attributes:
+        number: of the sequence; the upper part of the addresses of its places.
+        before: by kind of key and place, the address of the place before with the same key.
+    """
+
+    def __init__(self, number: int, namespace: bytes, kinds: int) -> None:
+        self.number = number
+        self.namespace = namespace
+        self.tokens = array("i")
+        self.before = [array("q", [_NOWHERE]) for _ in range(kinds)]
+
+
+class Ngram:
+    """Satisfies `speculative.base.Drafter`.
+
+    Args:
+        shortest, longest: suffixes that are looked for, in tokens.
+        places: at most so many are compared.
+        branch: tokens of the shortest suffix and its continuation together.
+        capacity: tokens that are remembered; sequences that run are never forgotten.
+        is_frequent: of several places the likeliest token goes on, not the newest place.
+    """
+
+    def __init__(
+        self,
+        shortest: int = 1,
+        longest: int = 12,
+        places: int = 10,
+        branch: int = 18,
+        capacity: int = 1 << 19,
+        is_frequent: bool = False,
+    ) -> None:
+        self._longest = longest
+        self._places = places
+        self._most = branch - shortest
+        self._capacity = capacity
+        self._is_frequent = is_frequent
+        sure = min(max(shortest, _SURE), longest)
+        self._lengths = sorted({shortest, sure}, reverse=True)
+        """Of the kinds of keys, the longer first."""
+        self._heads: dict[bytes, list[dict[int, int]]] = {}
+        """By namespace and kind: key -> address of the newest place behind it."""
+        self._sequences: dict[int, _Sequence] = {}
+        self._running: dict[int, _Sequence] = {}
+        """By slot."""
+        self._left: deque[_Sequence] = deque()
+        self._next = 0
+        self.num_tokens = 0
+        """Remembered now."""
+
+    def join(self, slot: int, tokens: list[int], namespace: bytes) -> None:
+        sequence = _Sequence(self._next, namespace, len(self._lengths))
+        self._next += 1
+        self._sequences[sequence.number] = self._running[slot] = sequence
+        self._append(sequence, tokens)
+        self._forget()
+
+    def leave(self, slot: int) -> None:
+        self._left.append(self._running.pop(slot))
+        self._forget()
+
+    def extend(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+        sequence = self._running[slot]
+        known = sequence.tokens[first : first + len(tokens)]
+        same = _common_beginning(known, tokens)
+        self._cut(sequence, first + same)
+        self._append(sequence, tokens[same:])
+        self._forget()
+
+    def propose(self, slot: int, count: int) -> list[int]:
+        sequence = self._running[slot]
+        matched, found = self._find(sequence)
+        count = min(count, self._most, _TRUST * matched)
+        if not found or count < 1:
+            return []
+        if self._is_frequent:
+            return _most_frequent(found, count)
+        newest, place = found[0]
+        return newest.tokens[place : place + count].tolist()
+
+    def _find(self, mine: _Sequence) -> tuple[int, list[tuple[_Sequence, int]]]:
+        """The longest suffix that stood somewhere before, in tokens, and the places behind it."""
+        end, tokens = len(mine.tokens), mine.tokens
+        heads = self._heads.get(mine.namespace)
+        matched, found = 0, list[tuple[_Sequence, int]]()
+        for kind, length in enumerate(self._lengths):
+            if end < length or heads is None:
+                continue
+            address = heads[kind].get(_key(tokens, end, length), _NOWHERE)
+            looked = 0
+            # Where tokens were taken back, a place may be another one than it was: not for ever.
+            for _ in range(_HOPS * self._places):
+                sequence = self._sequences.get(address >> _POSITION_BITS)
+                place = address & (1 << _POSITION_BITS) - 1
+                if sequence is None or place > len(sequence.tokens) or looked == self._places:
+                    break
+                address = sequence.before[kind][place]
+                if place == len(sequence.tokens):
+                    continue  # nothing has followed there yet
+                looked += 1
+                common = _common(sequence.tokens, place, tokens, end, self._longest)
+                if common > matched:
+                    matched, found = common, []
+                if common == matched:
+                    found.append((sequence, place))
+                if common == self._longest and not self._is_frequent:
+                    break
+            if found:
+                break
+        return matched, found
+
+    def _heads_of(self, namespace: bytes) -> list[dict[int, int]]:
+        if namespace not in self._heads:
+            self._heads[namespace] = [{} for _ in self._lengths]
+        return self._heads[namespace]
+
+    def _append(self, sequence: _Sequence, tokens: Iterable[int]) -> None:
+        heads = self._heads_of(sequence.namespace)
+        known, base = sequence.tokens, sequence.number << _POSITION_BITS
+        begin = len(known)
+        known.extend(tokens)
+        self.num_tokens += len(known) - begin
+        for kind, length in enumerate(self._lengths):
+            newest, before = heads[kind], sequence.before[kind]
+            for end in range(begin + 1, len(known) + 1):
+                if end < length:
+                    before.append(_NOWHERE)
+                    continue
+                key = _key(known, end, length)
+                before.append(newest.get(key, _NOWHERE))
+                newest[key] = base | end
+
+    def _cut(self, sequence: _Sequence, length: int) -> None:
+        """Forget what lies at `length` and behind."""
+        heads = self._heads_of(sequence.namespace)
+        base = sequence.number << _POSITION_BITS
+        for end in range(len(sequence.tokens), length, -1):
+            for kind, size in enumerate(self._lengths):
+                before = sequence.before[kind].pop()
+                key = _key(sequence.tokens, end, size) if end >= size else 0
+                if end >= size and heads[kind].get(key) == base | end:
+                    if before == _NOWHERE:
+                        del heads[kind][key]
+                    else:
+                        heads[kind][key] = before
+            sequence.tokens.pop()
+            self.num_tokens -= 1
+
+    def _forget(self) -> None:
+        """Make room: the sequence that left first goes first."""
+        while self.num_tokens > self._capacity and self._left:
+            sequence = self._left.popleft()
+            del self._sequences[sequence.number]
+            self.num_tokens -= len(sequence.tokens)
+            heads = self._heads_of(sequence.namespace)
+            base = sequence.number << _POSITION_BITS
+            for kind, length in enumerate(self._lengths):
+                for end in range(length, len(sequence.tokens) + 1):
+                    key = _key(sequence.tokens, end, length)
+                    if heads[kind].get(key) == base | end:
+                        del heads[kind][key]
+            if not any(heads):
+                del self._heads[sequence.namespace]
+
+
+def open_ngram(speculative: SpeculativeConfig) -> Ngram:
+    return Ngram(
+        shortest=speculative.min_match,
+        longest=speculative.max_match,
+        places=speculative.max_breadth,
+        branch=speculative.branch,
+        capacity=speculative.capacity // speculative.branch,
+        is_frequent=speculative.match_type == "PROB",
+    )
+
+
+def _key(tokens: "array[int]", end: int, length: int) -> int:
+    """A number for the `length` tokens before `end`."""
+    key = 0
+    for token in tokens[end - length : end]:
+        key = key << _TOKEN_BITS | token
+    return key
+
+
+def _common(a: "array[int]", a_end: int, b: "array[int]", b_end: int, most: int) -> int:
+    """How many tokens before the two ends agree."""
+    most = min(most, a_end, b_end)
+    for count in range(most):
+        if a[a_end - 1 - count] != b[b_end - 1 - count]:
+            return count
+    return most
+
+
+def _common_beginning(known: Sequence[int], tokens: Sequence[int]) -> int:
+    for count, (old, new) in enumerate(zip(known, tokens, strict=False)):
+        if old != new:
+            return count
+    return min(len(known), len(tokens))
+
+
+def _most_frequent(places: list[tuple[_Sequence, int]], count: int) -> list[int]:
+    """Of the continuations the token that most of them have, again and again; the newest place
+    decides between equals."""
+    chain = list[int]()
+    while places and len(chain) < count:
+        following = [sequence.tokens[place] for sequence, place in places]
+        chain.append(Counter(following).most_common(1)[0][0])
+        places = [
+            (sequence, place + 1)
+            for (sequence, place), token in zip(places, following, strict=True)
+            if token == chain[-1] and place + 1 < len(sequence.tokens)
+        ]
+    return chain

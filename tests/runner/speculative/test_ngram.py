@@ -1,0 +1,129 @@
+"""What NGRAM makes of what it has seen."""
+
+from random import Random
+
+from banyan.config.schema import SpeculativeConfig
+from banyan.runner.speculative import DRAFTERS
+from banyan.runner.speculative.ngram import Ngram
+
+
+def drafts_after(tokens, *before, count=8, namespace=b"", **settings):
+    """What is drafted behind `tokens`, once sequences of the empty namespace have come and gone."""
+    drafter = Ngram(**settings)
+    for seen in before:
+        drafter.join(1, list(seen), b"")
+        drafter.leave(1)
+    drafter.join(2, list(tokens), namespace)
+    return drafter.propose(2, count)
+
+
+def test_a_prompt_is_its_own_best_source():
+    assert drafts_after([1, 2, 3, 4, 5, 6, 7, 1, 2, 3]) == [4, 5, 6, 7, 1, 2]
+
+
+def test_what_others_have_said_is_continued():
+    assert drafts_after([9, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7]) == [5, 6, 7]
+
+
+def test_nothing_is_drafted_where_nothing_was_seen():
+    assert drafts_after([1, 2, 3]) == []
+
+
+def test_a_namespace_hears_nothing_of_another():
+    assert drafts_after([2, 3, 4], [2, 3, 4, 5, 6], namespace=b"tenant") == []
+    assert drafts_after([2, 3, 4], [2, 3, 4, 5, 6], namespace=b"") == [5, 6]
+
+
+def test_the_longest_suffix_decides():
+    seen = [[7, 1, 2, 3, 50], [8, 1, 2, 3, 60]]
+    assert drafts_after([7, 1, 2, 3], *seen)[:1] == [50]
+    assert drafts_after([8, 1, 2, 3], *seen)[:1] == [60]
+
+
+def test_a_suffix_shorter_than_the_shortest_is_not_followed():
+    assert drafts_after([9, 2], [1, 2, 3], shortest=1) == [3]
+    assert drafts_after([9, 2], [1, 2, 3], shortest=2) == []
+
+
+def test_places_that_agree_over_more_than_the_longest_suffix_are_equal():
+    seen = [[7, 1, 2, 3, 50], [8, 1, 2, 3, 60]]
+    assert drafts_after([7, 1, 2, 3], *seen, longest=4)[:1] == [50]
+    assert drafts_after([7, 1, 2, 3], *seen, longest=3)[:1] == [60]
+
+
+def test_no_more_places_are_looked_at_than_told():
+    seen = [[7, 1, 2, 3, 50], [8, 1, 2, 3, 60], [9, 1, 2, 3, 70]]
+    assert drafts_after([7, 1, 2, 3], *seen, places=3)[:1] == [50]
+    assert drafts_after([7, 1, 2, 3], *seen, places=2)[:1] == [70]
+
+
+def test_the_newest_continuation_is_drafted_or_the_most_frequent():
+    seen = [[1, 2, 3, 50], [1, 2, 3, 50], [1, 2, 3, 60]]
+    assert drafts_after([1, 2, 3], *seen)[:1] == [60]
+    assert drafts_after([1, 2, 3], *seen, is_frequent=True)[:1] == [50]
+
+
+def test_a_continuation_ends_with_its_branch():
+    seen = list(range(40))
+    assert len(drafts_after(seen[:12], seen, count=30, branch=18, shortest=1)) == 17
+    assert len(drafts_after(seen[:12], seen, count=30, branch=6, shortest=2)) == 4
+
+
+def test_a_short_suffix_brings_few_drafts():
+    assert drafts_after([99, 2], [1, 2, 3, 4, 5, 6]) == [3, 4]
+
+
+def test_the_sequence_that_left_first_is_forgotten_first():
+    first, second = [1, 2, 3, 4], [5, 6, 7, 8]
+    assert drafts_after([2, 3], first, second, capacity=10) == [4]
+    assert drafts_after([2, 3], first, second, capacity=9) == []
+    assert drafts_after([6, 7], first, second, capacity=9) == [8]
+
+
+def test_tokens_that_are_taken_back_leave_no_trace():
+    drafter = Ngram()
+    drafter.join(1, [1, 2, 3, 4, 5], b"")
+    drafter.extend(1, 3, [7, 8])
+    drafter.join(2, [1, 2, 3], b"")
+    assert drafter.propose(2, 4) == [7, 8]
+    drafter.join(3, [4], b"")
+    assert drafter.propose(3, 4) == []
+
+
+def test_memory_is_bounded_and_counts_true():
+    random, drafter = Random(0), Ngram(capacity=300)
+    lengths: dict[int, int] = {}
+    for _ in range(2000):
+        slot = random.randrange(1, 5)
+        if slot not in lengths:
+            tokens = [random.randrange(9) for _ in range(random.randrange(1, 40))]
+            drafter.join(slot, tokens, random.choice((b"", b"a", b"b")))
+            lengths[slot] = len(tokens)
+        elif random.random() < 0.2:
+            drafter.leave(slot)
+            del lengths[slot]
+        else:
+            first = lengths[slot] - (random.random() < 0.2)
+            drafter.extend(slot, first, [random.randrange(9)])
+            lengths[slot] = first + 1
+            assert len(drafter.propose(slot, 5)) <= 5
+        assert drafter.num_tokens <= max(300, sum(lengths.values()))
+        places = sum(len(kind) for heads in drafter._heads.values() for kind in heads)
+        assert places <= 2 * drafter.num_tokens
+    for slot in list(lengths):
+        drafter.leave(slot)
+    for _ in range(400):
+        drafter.join(1, [random.randrange(100, 1000)], b"other")
+        drafter.leave(1)
+    assert set(drafter._heads) == {b"other"}
+
+
+def test_two_drafters_that_are_told_the_same_draft_the_same():
+    mine, other = (DRAFTERS.load("NGRAM")(SpeculativeConfig(algorithm="NGRAM")) for _ in range(2))
+    random = Random(3)
+    for slot in range(1, 6):
+        tokens = [random.randrange(6) for _ in range(30)]
+        for drafter in (mine, other):
+            drafter.join(slot, tokens, b"")
+    for slot in range(1, 6):
+        assert mine.propose(slot, 11) == other.propose(slot, 11) != []

@@ -1,0 +1,160 @@
+"""How many drafts rows verify: what they bring against what they cost, learnt from results."""
+
+from array import array
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from banyan.messages.plan import SAMPLE, StepPlan, StepResult
+from banyan.scheduler.speculation import StepTimes
+from tests.scheduler.driver import Driver, continuation, next_token
+
+PROMPT = list(range(9))
+MOST = 6
+
+
+class DraftingDriver(Driver):
+    """
+    Args:
+        good: share of the drafts that come true.
+        seconds: of a step, by the number of its tokens.
+    """
+
+    def __init__(
+        self, good: float, seconds: Callable[[int], float] = lambda tokens: 1 + 0.1 * tokens, **more
+    ) -> None:
+        self.good = good
+        self._seconds = seconds
+        self._random = Random(1)
+        self._drafts: dict[int, list[int]] = {}
+        super().__init__(drafts=MOST, **more)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        for slot in plan.leaves:
+            del self.slots[slot]
+        for join in plan.joins:
+            self.slots[join.slot], self._drafts[join.slot] = list(array("i", join.tokens)), []
+        tokens, drafts, num_tokens = [], [], 0
+        for row in plan.rows:
+            history, given = self.slots[row.slot], self._drafts[row.slot][: row.drafts]
+            num_tokens += row.count - row.drafts + len(given)
+            sampled = []
+            if row.want & SAMPLE:
+                for draft in [*given, None]:
+                    sampled.append(next_token(history))
+                    history.append(sampled[-1])
+                    if draft != sampled[-1]:
+                        break
+                self._drafts[row.slot] = self._guess(history)
+            tokens.append(array("i", sampled).tobytes())
+            drafts.append(array("i", self._drafts[row.slot]).tobytes())
+        seconds = self._seconds(num_tokens)
+        return StepResult(step=plan.step, tokens=tokens, drafts=drafts, seconds=seconds)
+
+    def _guess(self, history: list[int]) -> list[int]:
+        right = continuation(history, MOST)
+        return [token if self._random.random() < self.good else token + 1 for token in right]
+
+    def drafts_of_rows(self) -> list[int]:
+        """Of the rows that begin at a request's newest token."""
+        return [row.drafts for plan in self.plans for row in plan.rows if row.start >= len(PROMPT)]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_answers_are_the_same_whatever_is_drafted(depth):
+    for good in (0.0, 0.5, 1.0):
+        driver = DraftingDriver(good, depth=depth)
+        for name in "abc":
+            driver.submit(name, [*PROMPT, ord(name)], 40)
+        driver.run()
+        for name in "abc":
+            assert driver.outputs[name] == continuation([*PROMPT, ord(name)], 40)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_that_come_true_are_verified_in_numbers(depth):
+    driver = DraftingDriver(1.0, depth=depth)
+    driver.submit("a", PROMPT, 200)
+    driver.run()
+    assert max(driver.drafts_of_rows()) == MOST
+    assert len(driver.plans) < 60
+    drafts = driver.ends["a"].drafts
+    assert drafts.correct == drafts.proposed > 100
+    assert drafts.steps + drafts.correct == 199
+    assert sum(drafts.histogram) == drafts.steps
+
+
+def test_drafts_that_never_come_true_are_soon_verified_no_more():
+    driver = DraftingDriver(0.0)
+    driver.submit("a", PROMPT, 200)
+    driver.run()
+    verified = driver.drafts_of_rows()
+    assert 0 < sum(verified) < 40
+    assert not any(verified[40:])
+
+
+def test_drafts_are_verified_again_once_they_would_have_come_true():
+    driver = DraftingDriver(0.0)
+    driver.submit("a", PROMPT, 200)
+    while len(driver.outputs.get("a", [])) < 100:
+        driver.step()
+    before = len(driver.plans)
+    assert not any(row.drafts for plan in driver.plans[60:] for row in plan.rows)
+    driver.good = 1.0
+    driver.run()
+    assert len(driver.plans) - before < 60
+
+
+def test_nothing_is_verified_where_each_token_costs_a_whole_step():
+    driver = DraftingDriver(0.9, seconds=lambda tokens: float(tokens))
+    driver.submit("a", PROMPT, 200)
+    driver.run()
+    assert not any(driver.drafts_of_rows()[40:])
+
+
+def test_many_requests_verify_fewer_drafts_each_than_one_alone():
+    def most(requests: int) -> float:
+        driver = DraftingDriver(0.7, max_running=16)
+        for i in range(requests):
+            driver.submit(str(i), [*PROMPT, i], 100)
+        driver.run()
+        verified = driver.drafts_of_rows()
+        return sum(verified) / len(verified)
+
+    assert most(1) > 1.5 * most(16) > 0
+
+
+def test_a_step_has_room_for_so_many_drafts():
+    driver = DraftingDriver(1.0, draft_room=8, max_running=4)
+    for i in range(4):
+        driver.submit(str(i), [*PROMPT, i], 60)
+    driver.run()
+    assert max(sum(row.drafts for row in plan.rows) for plan in driver.plans) == 8
+
+
+def test_drafts_take_no_pages_from_other_requests():
+    def retractions(good: float) -> int:
+        driver = DraftingDriver(good, pages=13, page_tokens=4, max_running=2)
+        for i in range(2):
+            driver.submit(str(i), [*PROMPT, i], 14)
+        driver.run()
+        return driver.core.scheduler.counters.retractions
+
+    assert retractions(1.0) == retractions(0.0) == 0
+
+
+def test_a_line_over_step_times_is_found():
+    times = StepTimes()
+    for tokens in (1, 4, 2, 7, 1, 3) * 20:
+        times.learn(tokens, 0.010 + 0.002 * tokens)
+    assert times.per_token == pytest.approx(0.002, rel=0.05)
+    assert times.of(10) == pytest.approx(0.030, rel=0.05)
+
+
+def test_one_slow_step_does_not_change_the_line_much():
+    times = StepTimes()
+    for tokens in (1, 4) * 50:
+        times.learn(tokens, 0.010 + 0.002 * tokens)
+    times.learn(4, 10.0)
+    assert times.per_token < 0.004

@@ -1,0 +1,138 @@
+"""Answers with drafts are the answers without, token by token, whatever else a request asks for."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import BanyanError
+from banyan.llm import Engine
+
+REPEATS = "One two three four five six. " * 4 + "One two"
+LONG = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+REQUESTS: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "drawn": {"sampling_params": LONG | {"temperature": 0.7, "sampling_seed": 5}},
+    "filtered": {
+        "sampling_params": LONG
+        | {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "min_p": 0.02, "sampling_seed": 6}
+    },
+    "penalised": {
+        "sampling_params": LONG
+        | {"frequency_penalty": 0.4, "presence_penalty": 0.2, "repetition_penalty": 1.2}
+    },
+    "biased": {"sampling_params": LONG | {"logit_bias": {"7": 3.0, "11": -4.0}}},
+    "at least": {"sampling_params": LONG | {"ignore_eos": False, "min_new_tokens": 40}},
+    "stopped": {"sampling_params": LONG | {"stop": ["e t", "qu", "an"]}},
+    "stopped by a token": {"sampling_params": LONG | {"stop_token_ids": list(range(60, 90))}},
+    "scored": {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3},
+    "regex": {"sampling_params": LONG | {"ignore_eos": False, "regex": "(one |two |three )+end"}},
+    "schema": {
+        "sampling_params": LONG
+        | {
+            "ignore_eos": False,
+            "json_schema": '{"type":"object","properties":{"a_long_name":{"type":"integer"},'
+            '"another_long_name":{"type":"boolean"}},'
+            '"required":["a_long_name","another_long_name"]}',
+        }
+    },
+    "several": {"sampling_params": LONG | {"n": 3, "temperature": 0.9, "sampling_seed": 8}},
+    "one token": {"sampling_params": LONG | {"max_new_tokens": 1}},
+}
+
+
+def start(model: Path, is_drafting: bool = True, **flags: object) -> Engine:
+    if is_drafting:
+        flags |= {"speculative_algorithm": "NGRAM"}
+    known = {"threads": 1, "max_total_tokens": 4096, "log_level": "error", "check_ledger": True}
+    return Engine(model_path=str(model), **(known | flags))
+
+
+def answers(engine: Engine, **body: object) -> list[dict]:
+    found = engine.generate(**({"prompt": REPEATS, "sampling_params": LONG} | body))
+    return found if isinstance(found, list) else [found]
+
+
+def told(answer: dict) -> object:
+    """What of an answer must not depend on drafts."""
+    meta = answer["meta_info"]
+    scores = {key: meta[key] for key in meta if "logprob" in key}
+    return answer["text"], answer["output_ids"], meta["finish_reason"], scores
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path) -> Iterator[Engine]:
+    with start(tiny_model, is_drafting=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def drafting(tiny_model: Path) -> Iterator[Engine]:
+    with start(tiny_model) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_is_answered_as_without_drafts(plain, drafting, name: str):
+    right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
+    for _ in range(2):  # what was answered once is drafted the next time
+        assert [told(answer) for answer in answers(drafting, **REQUESTS[name])] == right
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps_and_reads_the_same(plain, drafting):
+    (right,) = answers(plain)
+    assert "spec_verify_ct" not in right["meta_info"]
+    for _ in range(3):
+        (found,) = answers(drafting)
+    meta = found["meta_info"]
+    assert told(found) == told(right)
+    assert meta["spec_verify_ct"] < meta["completion_tokens"] - 1
+    assert meta["spec_num_correct_drafts"] + meta["spec_verify_ct"] == meta["completion_tokens"] - 1
+    assert meta["spec_num_proposed_drafts"] >= meta["spec_num_correct_drafts"] > 0
+    assert meta["spec_accept_length"] > 1
+    assert meta["spec_accept_rate"] > 0
+    assert sum(meta["spec_correct_drafts_histogram"]) == meta["spec_verify_ct"]
+
+
+def test_a_crowd_is_answered_as_alone(plain, drafting):
+    prompts = [f"{REPEATS} {i}" for i in range(12)]
+    right = [told(answers(plain, prompt=prompt)[0]) for prompt in prompts]
+    assert [told(answer) for answer in answers(drafting, prompt=prompts)] == right
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"disable_overlap_schedule": True},
+        {"chunked_prefill_size": 16},
+        {"disable_radix_cache": True},
+        {"page_size": 16, "max_total_tokens": 512, "max_running_requests": 6},
+        {"disable_cuda_graph": True},
+        {"tp_size": 2},
+        {"speculative_ngram_match_type": "PROB", "speculative_num_draft_tokens": 4},
+    ],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_however_the_engine_runs_the_answers_are_the_same(tiny_model, plain, flags):
+    prompts = [f"{REPEATS} {i}" for i in range(8)]
+    right = [told(answers(plain, prompt=prompt)[0]) for prompt in prompts]
+    with start(tiny_model, **flags) as engine:
+        found = answers(engine, prompt=prompts)
+        assert [told(answer) for answer in found] == right
+        assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found) > 0
+
+
+def test_an_answer_that_is_given_up_leaves_nothing(drafting):
+    stream = drafting.generate(
+        prompt=REPEATS, sampling_params=LONG | {"max_new_tokens": 1500}, stream=True
+    )
+    next(iter(stream))
+    stream.close()
+    assert answers(drafting, prompt="The banyan grows")[0]["output_ids"]
+    assert drafting.stats().leaked == 0
+
+
+def test_other_devices_refuse_drafts_by_name(tiny_model, monkeypatch):
+    monkeypatch.setenv("BANYAN_NPU", "emulated")
+    with pytest.raises(BanyanError, match="drafts are made on the host"):
+        start(tiny_model, device="npu").shutdown()
