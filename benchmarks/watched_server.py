@@ -17,11 +17,12 @@ from pathlib import Path
 import uvloop
 
 from banyan.base.log import start_logging
+from banyan.compose import EngineHandle
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.schema import Config
-from banyan.engine.processes import Child, spawn
+from banyan.engine.processes import spawn
 from banyan.prepare import prepare
 from banyan.server.life.serve import Server, bind
 
@@ -39,10 +40,10 @@ async def note_lag(notes: list[tuple[float, float]]) -> None:
 
 def start_engine(
     rate: str, config: Config, card: ModelCard, address: str, on_death: Callable[[str], None]
-) -> Child:
+) -> EngineHandle:
     child = spawn("benchmarks.instant_engine", "engine", f"{address} {rate}".encode())
     child.watch(on_death)
-    return child
+    return EngineHandle(child.stop, child.put_down, lambda: [child.pid])
 
 
 def main() -> None:
