@@ -28,9 +28,11 @@ test-border: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m pytest tests/border --border-steps=1000000 --real-border-steps=200000 $(ARGS)
 
-# Processes killed or stopped at twelve moments of each kind instead of one; takes ten minutes.
+# Processes killed or stopped at twenty moments in each layout instead of two, and servers at twelve
+# moments of each kind; takes half an hour, and prints the table of docs/operations.md.
 test-faults: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
+	@FAULTS=20 $(BIN)/python -m pytest -s tests/system/test_self_healing.py $(ARGS)
 	@FAULT_MOMENTS=12 $(BIN)/python -m pytest tests/system/test_faults.py $(ARGS)
 
 # Every parser on 10,000 answers instead of 120; takes some minutes.

@@ -13,7 +13,7 @@ from openai.types.responses import Response
 
 from banyan.base.ids import RequestId
 from banyan.config.schema import ScheduleConfig, ServerConfig
-from banyan.frontend.requests.generation import TextRequest
+from banyan.frontend.requests.generation import Finish, TextRequest
 from banyan.messages.sampling import SamplingParams
 from banyan.server.batches.lines import MAX_FAULTS, MAX_LINES, read_lines
 from banyan.server.batches.route import resume_batches
@@ -296,6 +296,30 @@ def test_an_unfinished_batch_goes_on_at_the_next_start(tmp_path: Path) -> None:
     said = [a["response"]["body"]["choices"][0]["message"]["content"] for a in found.values()]
     assert "one" in said and "two" in said
     assert len(second.generator.asked) == said.count("two")
+
+
+def test_a_line_on_which_engines_die_fails_alone_while_others_take_their_place(
+    tmp_path: Path,
+) -> None:
+    """The first death suspects what ran, the second is of one line that ran alone; the server
+    serves on."""
+    with Site(ServerConfig(storage_path=str(tmp_path))).serving() as site:
+        client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
+
+        def script(request: TextRequest) -> list:
+            if "deadly" not in site.tokenizer.decode(request.prompt):
+                return steps("fine")
+            return steps("", finish=Finish("abort", None, 503, "killed", "engine_unavailable"))
+
+        site.generator.script = script
+        ids = ["a", "b", "deadly", "c", "d", "e", "f"]
+        batch = ended(client, begin(client, [line(id) for id in ids]))
+        good = answers(client, batch.output_file_id)
+        failed = answers(client, batch.error_file_id)
+        prompts = [site.tokenizer.decode(r.prompt) for r in site.generator.asked]
+    assert batch.status == "completed" and sorted(good) == sorted(set(ids) - {"deadly"})
+    assert failed["deadly"]["response"]["body"]["error"]["code"] == "engine_died"
+    assert sum("deadly" in prompt for prompt in prompts) == 2
 
 
 def test_a_line_on_which_the_engine_dies_twice_has_failed_and_the_others_go_on(

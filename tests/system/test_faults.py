@@ -1,6 +1,7 @@
 """Processes that die or stop at a random moment, and full disks: who is told, and what remains.
 
-FAULT_MOMENTS moments of each kind are tried (`make test-faults`: twelve), by default one.
+FAULT_MOMENTS moments of each kind are tried (`make test-faults`: twelve), by default one. What
+happens to engines and ranks stands in test_self_healing.
 """
 
 import os
@@ -14,48 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.serving import CALL_S, ROOT, launch, status_of, wait_until
-from tests.system.test_processes import ENDLESS, ends_in_one_error, is_back, load
+from tests.system.serving import CALL_S, ROOT, launch, wait_until
 
 MOMENTS = range(int(os.environ.get("FAULT_MOMENTS", "1")))
-RANKS = ("--tp-size", "2", "--watchdog-timeout", "3", *ENDLESS)
-
-
-def some_process(running, moment: int) -> int:
-    """The engine or its other rank, in turn."""
-    (rank,) = running.rank_pids()
-    return (running.engine_pid(), rank)[moment % 2]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_whatever_dies_under_load_every_stream_ends_once(server, moment):
-    draw = random.Random(moment)
-    with server(*RANKS) as running:
-        streams = load(running, count=4)
-        time.sleep(draw.random())  # the moment is what is tested
-        os.kill(some_process(running, moment), signal.SIGKILL)
-        wait_until(lambda: status_of(running, "/health") == 503, 5.0, "/health to be 503")
-        for stream in streams:
-            assert ends_in_one_error(stream.end(10.0))
-        is_back(running)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_whatever_stops_under_load_is_noticed_and_replaced(server, moment):
-    draw = random.Random(moment)
-    with server(*RANKS) as running:
-        streams = load(running, count=4)
-        time.sleep(draw.random())  # the moment is what is tested
-        stopped = some_process(running, moment + 1)
-        os.kill(stopped, signal.SIGSTOP)
-        wait_until(lambda: status_of(running, "/health") == 503, 8.0, "/health to be 503")
-        for stream in streams:
-            assert ends_in_one_error(stream.end(10.0))
-        late = running.http.post("/generate", json={"input_ids": [5], "sampling_params": {}})
-        assert late.status_code == 503 and "retry-after" in late.headers
-        is_back(running)
 
 
 @pytest.mark.slow

@@ -94,7 +94,12 @@ class Fleet:
         """Carry out a verb on every engine that is ready; the first refusal counts, else the first
         yes, which then holds for those too that come back later."""
         able = [engine for engine in self._engines if engine.health().ready] or self._engines
-        replies = await asyncio.gather(*(e.control(verb, timeout_s, **args) for e in able))
+        calls = (engine.control(verb, timeout_s, **args) for engine in able)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        replies = [result for result in results if isinstance(result, Reply)]
+        for engine, result in zip(able, results, strict=True):
+            if isinstance(result, BaseException) and (engine.health().ready or not replies):
+                raise result  # but for one that was lost meanwhile: it is told when it is back
         refusal = next((reply for reply in replies if not reply.ok), None)
         if refusal is None:
             for engine in self._engines:

@@ -60,8 +60,13 @@ def endpoints() -> dict[str, Handler]:
     }
 
 
+_LOST = ("engine_unavailable", "engine_stuck")
+"""Codes of answers that an engine has not given because it was lost."""
+
+
 class ServerEnding(Exception):
-    """The server takes no more requests; the rest of the batch is for its next start.
+    """The server takes no requests; the rest of the batch is for its next start, or for the next
+    engine.
 
     Args:
         running: custom_ids of the lines that ran when the engine died; () when it lives.
@@ -227,7 +232,7 @@ async def _work(
             del running[line.custom_id]
             await done.put(answer)
     except ServerEnding:
-        await done.put(ServerEnding(tuple(running) if state.dead else ()))
+        await done.put(ServerEnding(() if state.draining and not state.dead else tuple(running)))
     except Exception as error:
         await done.put(error)
     else:
@@ -240,7 +245,7 @@ async def _answered(state: ServerState, line: Line) -> tuple[str, bool, bytes]:
         reply = await _ask(state, line)
         if reply.status not in (429, 503) or attempt == NUM_RETRIES - 1:
             break
-        if state.dead or state.draining:
+        if state.dead or state.draining or _is_lost(reply):
             raise ServerEnding
         await asyncio.sleep(RETRY_S)
     response: Json = {
@@ -252,6 +257,14 @@ async def _answered(state: ServerState, line: Line) -> tuple[str, bool, bytes]:
         response["warnings"] = reply.warnings
     id = os.urandom(16).hex()
     return line.custom_id, reply.status == 200, answer_line(id, line.custom_id, response)
+
+
+def _is_lost(reply: "_Reply") -> bool:
+    """Whether the engine was lost that ran the line."""
+    if reply.status != 503:
+        return False
+    error = orjson.loads(reply.body).get("error")
+    return isinstance(error, dict) and error.get("code") in _LOST
 
 
 def _given_up(line: Line) -> tuple[str, bool, bytes]:

@@ -14,7 +14,14 @@ import msgspec
 
 from banyan.base.errors import BanyanError, ConfigError, RequestError
 from banyan.base.log import logger
-from banyan.server.batches.lines import Line, ServerEnding, endpoints, read_lines, run_lines
+from banyan.server.batches.lines import (
+    RETRY_S,
+    Line,
+    ServerEnding,
+    endpoints,
+    read_lines,
+    run_lines,
+)
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState
@@ -156,14 +163,28 @@ async def _work(state: ServerState, store: BatchStore) -> None:
     try:
         while (found := store.next(state.served_name)) is not None:
             log.info("batch started id=%s status=%s", found.id, found.status)
-            await _run(state, found.id)
-            log.info("batch ended id=%s status=%s", found.id, store.batches[found.id].status)
+            try:
+                await _run(state, found.id)
+            except ServerEnding:
+                if not await _is_back(state):
+                    raise
+            else:
+                log.info("batch ended id=%s status=%s", found.id, store.batches[found.id].status)
     except ServerEnding:
         log.info("batches go on at the next start")
     except BanyanError as error:
         log.error("batches stopped: %s", error)
     except Exception:
         log.exception("batches stopped")
+
+
+async def _is_back(state: ServerState) -> bool:
+    """Wait while an engine is started in the place of a lost one; False when none will come."""
+    while not (state.dead or state.draining):
+        if not state.trouble():
+            return True
+        await asyncio.sleep(RETRY_S)
+    return False
 
 
 async def _run(state: ServerState, id: str) -> None:

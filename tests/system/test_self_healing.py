@@ -1,0 +1,163 @@
+"""Engines and ranks that are killed or stopped under load, in every layout of processes: what
+clients see, how long it takes until all of it serves again by itself, and what remains.
+
+FAULTS faults are tried in each layout (`make test-faults`: twenty), by default two in one of them,
+a kill and a stop. Each layout prints a line of the table in docs/operations.md.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.system.serving import (
+    CALL_S,
+    Server,
+    free_port,
+    launch,
+    open_files,
+    status_of,
+    wait_ready,
+    wait_until,
+)
+from tests.system.test_processes import ENDLESS, ends_in_one_error, finished, load
+
+ALL = "FAULTS" in os.environ
+FAULTS = int(os.environ.get("FAULTS", "2"))
+BACK_S = 90.0
+DEADLINE_S = 3.0
+FLAGS = (
+    *("--watchdog-timeout", f"{DEADLINE_S:g}", "--engine-restart-window", "0"),
+    *("--threads", "1", "--log-level", "info", "--decode-log-interval", "100000", *ENDLESS),
+)
+NUM_STREAMS = 4
+ASKED = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 8}}
+LAYOUTS = {
+    "one rank": (),
+    "--tp 2": ("--tp-size", "2"),
+    "--pp 2": ("--pp-size", "2"),
+    "--dp 2": ("--dp-size", "2"),
+    "two nodes": ("--tp-size", "2", "--nnodes", "2"),
+}
+
+
+@dataclass
+class Site:
+    """A server, and the program of another node where there is one."""
+
+    running: Server
+    num_replicas: int
+    start_node: Callable[[], Server] | None = None
+    nodes: list[Server] = field(default_factory=list)
+    """The last one lives."""
+
+    def targets(self, number: signal.Signals) -> list[int]:
+        """Processes to which this may happen. A node's program is only killed: whoever keeps it
+        running starts it again when it ends, and does not see that it is stopped."""
+        servers = [self.running, *self.nodes[-1:]]
+        found = [p for s in servers for p in s.members() if _is_ours(p)]
+        if self.nodes and number == signal.SIGKILL:
+            found.append(self.nodes[-1].pid)
+        return sorted(found)
+
+    def strike(self, pid: int, number: signal.Signals) -> None:
+        os.kill(pid, number)
+        if self.nodes and pid == self.nodes[-1].pid and self.start_node is not None:
+            self.nodes[-1].exit_code(5.0)
+            self.nodes.append(self.start_node())
+
+    def is_whole(self) -> bool:
+        if status_of(self.running, "/readyz") != 200:
+            return False
+        return len(self.running.facts()["internal_states"]) == self.num_replicas
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether it is an engine or a rank."""
+    try:
+        return "banyan.compose" in psutil.Process(pid).cmdline()
+    except psutil.NoSuchProcess:
+        return False
+
+
+@contextlib.contextmanager
+def site(log: Path, model: Path, layout: str) -> Iterator[Site]:
+    port, flags = free_port(), ("--model-path", str(model), *FLAGS, *LAYOUTS[layout])
+    if "--nnodes" in flags:
+        flags = (*flags, "--dist-init-addr", f"127.0.0.1:{port}")
+    found = Site(launch(log / "server.log", *flags), 2 if "--dp-size" in flags else 1)
+    try:
+        if "--nnodes" in flags:
+
+            def start_node() -> Server:
+                name = f"node{len(found.nodes)}.log"
+                return launch(log / name, *flags, "--node-rank", "1")
+
+            found.start_node = start_node
+            found.nodes.append(start_node())
+        wait_ready(found.running)
+        yield found
+    except BaseException:
+        for server in (found.running, *found.nodes):
+            print(f"--- {server.log.name}\n{server.tail()}")
+        raise
+    finally:
+        for server in (found.running, *found.nodes):
+            server.kill()
+
+
+def has_one_end(events: list[dict]) -> bool:
+    """The last event says that it is the last, and no other does."""
+    return ends_in_one_error(events) or finished(events) == ["length"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS if ALL else ["--tp 2"])
+def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
+    layout, tiny_model, tmp_path, monkeypatch
+):
+    place = tmp_path / "t"
+    place.mkdir()
+    monkeypatch.setenv("TMPDIR", str(place))
+    draw = random.Random(layout)
+    took_s: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
+    num_errors = 0
+    with site(tmp_path, tiny_model, layout) as found:
+        running = found.running
+        expected = running.generate(**ASKED)["output_ids"]
+        files = open_files(running.pid)
+        for fault in range(FAULTS):
+            number = (signal.SIGKILL, signal.SIGSTOP)[fault % 2]
+            streams = load(running, NUM_STREAMS, max_new_tokens=12_000)
+            time.sleep(draw.random())  # the moment is what is tested
+            struck = draw.choice(found.targets(number))
+            began = time.monotonic()
+            found.strike(struck, number)
+            wait_until(lambda: not found.is_whole(), DEADLINE_S + 10.0, "the fault to be noticed")
+            wait_until(found.is_whole, BACK_S, f"all to serve again after {number.name}")
+            took_s[number.name].append(time.monotonic() - began)
+            ends = [stream.end(CALL_S) for stream in streams]
+            assert all(has_one_end(events) for events in ends)
+            num_errors += sum(ends_in_one_error(events) for events in ends)
+            assert running.generate(**ASKED)["output_ids"] == expected
+            assert not psutil.pid_exists(struck)
+        assert num_errors >= FAULTS, "some streams ran where it happened"
+        assert open_files(running.pid) <= files + 8, "each life of an engine leaves descriptors"
+        running.signal(signal.SIGTERM)
+        assert running.exit_code(30.0) == 0
+        for server in (running, *found.nodes):
+            wait_until(lambda s=server: s.members() == [], 10.0, "the children to end")
+    assert [p.name for p in place.glob("banyan-*")] == []
+    assert [name for name in os.listdir("/dev/shm") if name.startswith("banyan")] == []
+    told = " | ".join(
+        f"{len(t)} | {statistics.median(t):.1f} s | {max(t):.1f} s" for t in took_s.values() if t
+    )
+    print(f"\n| {layout} | {told} | {FAULTS * NUM_STREAMS} of {FAULTS * NUM_STREAMS} | nothing |")
