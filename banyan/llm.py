@@ -363,7 +363,8 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
         for number in range(config.parallel.dp):
 
             def on_death(text: str, number: int = number) -> None:
-                loop.call_soon_threadsafe(lambda: engines[number].engine_lost(text))
+                told = f"{text}. Nothing starts it again here: make a new Engine"
+                loop.call_soon_threadsafe(lambda: engines[number].engine_lost(told))
 
             link, handle = _start(config, card, in_process, on_death, stack)
             engines.append(EngineClient(link, watchdog_s=config.schedule.watchdog_s))

@@ -29,7 +29,7 @@ _MOMENT = struct.Struct("<d")
 _PULSE_S = 0.5
 STACKS = signal.SIGUSR1
 """Tells a child to write where its threads stand."""
-_REPORT_S = 1.5
+_REPORT_S = 2.5
 """What a process that does not answer gets for its report."""
 
 

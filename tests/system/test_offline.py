@@ -129,3 +129,23 @@ def test_a_model_that_cannot_be_loaded_raises_and_leaves_no_process(tmp_path):
 
 def stats(engine: Engine) -> dict:
     return engine.get_server_info()["internal_states"][0]["stats"]
+
+
+def test_a_killed_engine_is_an_error_that_says_what_to_do(tiny_model):
+    with start(tiny_model) as running:
+        stream = running.generate(
+            prompt="The banyan grows",
+            sampling_params=PARAMS | {"max_new_tokens": 1500},
+            stream=True,
+        )
+        next(iter(stream))
+        children = psutil.Process().children()
+        (mine, *_) = sorted(
+            (c for c in children if "banyan.compose" in c.cmdline()), key=lambda c: -c.create_time()
+        )
+        mine.kill()
+        told = "was killed by SIGKILL. Nothing starts it again here: make a new Engine"
+        with pytest.raises(BanyanError, match=told):
+            list(stream)
+        with pytest.raises(BanyanError, match=told):
+            running.generate(prompt="The banyan grows", sampling_params=PARAMS)
