@@ -6,7 +6,9 @@ Starts servers one after another, with and without a store, on a folder that is 
 """
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
 import signal
 import socket
@@ -38,33 +40,69 @@ def main() -> None:
         *("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
         *("--hicache-storage-backend-extra-config", extra),
     ]
-    prompt = tokens(args.input_len, 7)
     try:
-        with serving(args.model, stored) as port:
-            ask(port, prompt)
-            wait_for_pages(folder, args.input_len // 16)
-        print(f"{pages(folder)} pages, {size_of(folder) / 1e6:.1f} MB")
-        for name, flags in (("without a store", []), ("with the store", stored)):
-            found = []
-            for _ in range(args.repeats):
-                with serving(args.model, flags) as port:
-                    found.append(ask(port, prompt))
-            cached = found[0][1]
-            seconds = [each[0] for each in found]
-            print(f"first token after a restart, {name}: {spread(seconds)} ({cached} cached)")
-        for turn in range(2):  # either order, since machines warm up and cool down
-            order = [("without a store", []), ("with a store", stored)]
-            for name, flags in order if turn else reversed(order):
-                with serving(args.model, flags) as port:
-                    seconds = [
-                        ask(port, tokens(args.input_len, 1000 + turn * 100 + n))[0]
-                        for n in range(args.cold)
-                    ]
-                    print(f"first token of prompts that nobody has sent, {name}: {spread(seconds)}")
-                if flags:
-                    shutil.rmtree(folder, ignore_errors=True)
+        if args.repeats:
+            compare_restarts(args, stored, folder)
+        compare_cold(args, stored, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def compare_restarts(args: argparse.Namespace, stored: list[str], folder: Path) -> None:
+    """One prompt, computed once, to servers that have just been started."""
+    prompt = tokens(args.input_len, 7)
+    with serving(args.model, stored) as port:
+        ask(port, prompt)
+        wait_for_pages(folder, args.input_len // 16)
+    print(f"{pages(folder)} pages, {size_of(folder) / 1e6:.1f} MB")
+    for name, flags in (("without a store", []), ("with the store", stored)):
+        found = []
+        for _ in range(args.repeats):
+            with serving(args.model, flags) as port:
+                found.append(ask(port, prompt))
+        cached = found[0][1]
+        seconds = [each[0] for each in found]
+        print(f"first token after a restart, {name}: {spread(seconds)} ({cached} cached)")
+
+
+def compare_cold(args: argparse.Namespace, stored: list[str], folder: Path) -> None:
+    """Prompts that nobody has sent, by turns to a server without a store and to one with it."""
+    with serving(args.model, []) as plain, serving(args.model, stored) as keeping:
+        ports = {"without a store": plain, "with a store": keeping}
+        before = {name: cpu_of(port) for name, port in ports.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in ports}
+        held = pages(folder)
+        for number in range(args.cold):
+            order = list(ports.items())
+            for name, port in order if number % 2 else reversed(order):
+                found, _ = ask(port, tokens(args.input_len, 1000 + number))
+                seconds[name].append(found)
+        wait_for_pages(folder, held + args.cold * (args.input_len // 16))
+        for name, port in ports.items():
+            cpu = (cpu_of(port) - before[name]) / args.cold
+            print(
+                f"first token of prompts that nobody has sent, {name}: {spread(seconds[name])}, "
+                f"{cpu:.3f} CPU seconds each"
+            )
+
+
+def cpu_of(port: int) -> float:
+    """CPU seconds of the server at `port` and of all that it has started."""
+    stats = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = path.read_text().rpartition(")")[2].split()
+            stats[int(path.parent.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
+    mine = {pid for pid in stats if f"--port\0{port}\0" in command_of(pid)}
+    while more := {pid for pid, (parent, _) in stats.items() if parent in mine} - mine:
+        mine |= more
+    return sum(stats[pid][1] for pid in mine) / os.sysconf("SC_CLK_TCK")
+
+
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
 
 
 def tokens(count: int, seed: int) -> list[int]:

@@ -19,6 +19,8 @@ from banyan.transfer.base import Damaged, Missing, Store
 
 log = logger(__name__)
 
+_TOLD_AT_ONCE = 16
+"""Pages whose coming is told together: each word wakes the engine."""
 _GRACE_S = 0.3
 """For the page that a thread is at, when the engine ends."""
 LOOKED_UP, READ, WRITTEN = "looked up", "read", "written"
@@ -75,16 +77,24 @@ class Mover:
         """Begin the copies to and from the store, in order. Returns once the bytes of pages that
         go to the store are taken."""
         _, read, write = self._lanes
+        taken: list[tuple[PageCopy, np.ndarray]] = []
+        wanted: list[PageCopy] = []
+        refused: list[int] = []
         for copy in copies:
             if copy.is_on_device:
                 continue
             if copy.src.tier == DEVICE and copy.when == "before":
-                payload = self._pages.take(copy.group, copy.src.page)
-                write.do(lambda copy=copy, payload=payload: self._write(copy, payload))
+                taken.append((copy, self._pages.take(copy.group, copy.src.page)))
             elif copy.dst.tier == DEVICE and copy.when == "before":
-                read.do(lambda copy=copy: self._read(copy))
+                wanted.append(copy)
             else:
-                self._end(CopyResult(ids=[], failed=[copy.id]))
+                refused.append(copy.id)
+        if refused:
+            self._end(CopyResult(ids=[], failed=refused))
+        if taken:
+            write.do(lambda: self._write(taken))
+        for first in range(0, len(wanted), _TOLD_AT_ONCE):
+            read.do(lambda some=wanted[first : first + _TOLD_AT_ONCE]: self._read(some))
 
     def look(self, lookups: list[Lookup]) -> None:
         """Answer lookups, in order."""
@@ -114,8 +124,14 @@ class Mover:
             self._tell(LOOKED_UP, error)
         self._end(Held(lookup.id, count))
 
-    def _read(self, copy: PageCopy) -> None:
+    def _read(self, copies: list[PageCopy]) -> None:
         began = time.perf_counter()
+        ids, failed = list[int](), list[int]()
+        for copy in copies:
+            (ids if self._has_read(copy) else failed).append(copy.id)
+        self._end(CopyResult(ids, failed, time.perf_counter() - began if ids else 0.0))
+
+    def _has_read(self, copy: PageCopy) -> bool:
         try:
             payload = np.frombuffer(self._store.read(_name(copy.group, copy.src.key)), np.uint8)
             wanted = self._pages.page_bytes(copy.group)
@@ -123,21 +139,22 @@ class Mover:
                 raise Damaged(f"a page of {len(payload)} bytes, not {wanted}")
             self._pages.put(copy.group, copy.dst.page, payload)
         except Missing:
-            self._end(CopyResult(ids=[], failed=[copy.id]))
+            return False
         except Exception as error:
             self._tell(READ, error)
-            self._end(CopyResult(ids=[], failed=[copy.id]))
-        else:
-            self._end(CopyResult([copy.id], seconds=time.perf_counter() - began))
+            return False
+        return True
 
-    def _write(self, copy: PageCopy, payload: np.ndarray) -> None:
-        try:
-            self._store.write(_name(copy.group, copy.dst.key), payload.data)
-        except Exception as error:
-            self._tell(WRITTEN, error)
-            self._end(CopyResult(ids=[], failed=[copy.id]))
-        else:
-            self._end(CopyResult([copy.id]))
+    def _write(self, pages: list[tuple[PageCopy, np.ndarray]]) -> None:
+        ids, failed = list[int](), list[int]()
+        for copy, payload in pages:
+            try:
+                self._store.write(_name(copy.group, copy.dst.key), payload.data)
+                ids.append(copy.id)
+            except Exception as error:
+                self._tell(WRITTEN, error)
+                failed.append(copy.id)
+        self._end(CopyResult(ids, failed))
 
     def _tell(self, what: str, error: Exception) -> None:
         kind = f"{what} {type(error).__name__}"
