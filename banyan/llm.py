@@ -27,6 +27,7 @@ from banyan.config.defaults import with_settings
 from banyan.config.described import described
 from banyan.config.disposal import dispose
 from banyan.config.env import read_environment
+from banyan.config.joined import of_replica
 from banyan.config.schema import Config
 from banyan.frontend.answers.native_answer import NativeService
 from banyan.frontend.link.agreed import agreed
@@ -355,21 +356,30 @@ class _Opened:
 
 async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
     """Start the engine, load the tokenizer meanwhile, wait until it is ready."""
+    if in_process and config.parallel.is_joined:
+        raise ConfigError(
+            "--enable-dp-attention: joined replicas have processes of their own",
+            hint='leave engine_mode at "normal"',
+        )
     async with AsyncExitStack() as stack:
         loop = asyncio.get_running_loop()
         use_threads(config.server.waiting_texts)
         engines: list[EngineClient] = []
         handles: list[EngineHandle] = []
+        folder = PrivateFolder()
+        stack.callback(folder.close)
         for number in range(config.parallel.dp):
 
             def on_death(text: str, number: int = number) -> None:
                 told = f"{text}. Nothing starts it again here: make a new Engine"
                 loop.call_soon_threadsafe(lambda: engines[number].engine_lost(told))
 
-            link, handle = _start(config, card, in_process, on_death, stack)
+            mine = of_replica(config, number, f"{folder.path}/joined")
+            link, handle = _start(mine, card, in_process, on_death, stack)
             engines.append(EngineClient(link, watchdog_s=config.schedule.watchdog_s))
             handles.append(handle)
-        client = Fleet(engines, ROUTES.load(config.parallel.load_balance))
+        parallel = config.parallel
+        client = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.is_joined)
         await client.start()
         stack.push_async_callback(client.close)
         for handle in handles:

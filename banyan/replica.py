@@ -21,12 +21,13 @@ from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
 from banyan.config.defaults import settings_of, settle
 from banyan.config.flags.device import ATTENTION
-from banyan.config.schema import Config
+from banyan.config.schema import Config, ParallelConfig
 from banyan.config.stored import store_wishes
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.duty import RANK, Duty
 from banyan.engine.journal import Journal
 from banyan.engine.launcher import Fanout, Launcher, Threaded
+from banyan.engine.lockstep import StepClock, open_step_clock
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.nodes import Nodes, check_secret, own_hello, ranks_of
 from banyan.engine.placement import is_placed, place_rank
@@ -132,7 +133,7 @@ def open_model(
     """Open the device, meet the other ranks, load this rank's share of the weights."""
     parallel = config.parallel
     here, place = parallel.local_world, rank % parallel.local_world
-    place_rank(config.device, replace(parallel, tp=here, pp=1), place)
+    place_rank(config.device, replace(parallel, tp=here, pp=1, is_joined=False), place)
     platform = open_platform(config.device.name)
     traits = platform.traits
     if config.speculative.drafts and not traits.is_host:
@@ -140,6 +141,12 @@ def open_model(
             f"--speculative-algorithm {config.speculative.algorithm} on {traits.name}: drafts are "
             "made on the host, and wait there for every step of the device",
             hint="leave it out, or use --device cpu",
+        )
+    if parallel.is_joined and not traits.is_host:
+        raise ConfigError(
+            f"--enable-dp-attention: replicas share feed-forward blocks on CPUs only, this is "
+            f"{traits.name}",
+            hint="leave the flag out; --data-parallel-size starts independent replicas",
         )
     config, origins = settle(config, platform.defaults(card))
     sharers = 1 if is_placed(config.device) else here * parallel.dp
@@ -150,13 +157,18 @@ def open_model(
     ops = _bind(config, card, traits, device, threads)
     phases.done("kernels")
     groups = open_groups(
-        *(rank, parallel.tp, mesh_address, traits.collectives, config.parallel.meet_timeout_s),
+        *(rank, parallel.attention_ranks, mesh_address, traits.collectives),
+        config.parallel.meet_timeout_s,
         recorder=ops.recorder,
         is_crowded=threads * sharers > traits.cores,
         are_experts_apart=parallel.ep > 1,
         stages=parallel.pp,
+        replica=parallel.replica if parallel.is_joined else 0,
+        replicas=parallel.dp if parallel.is_joined else 1,
+        are_heads_apart=parallel.are_heads_apart,
+        is_dense_whole=parallel.dense_tp == 1,
     )
-    if parallel.world > 1:
+    if parallel.world > 1 or parallel.is_joined:
         phases.done("meeting")
     build = Build(ops, groups, dtype, device)
     if config.device.memory_saver and not traits.is_host:
@@ -250,7 +262,8 @@ def run_engine(
         if grammars is not None:
             cleanup.callback(grammars.close)
             desk = GrammarDesk(grammars)
-        core = spec.build(grammars, recorder=journal)
+        step_clock = _step_clock(config.parallel)
+        core = spec.build(grammars, step_clock, journal)
         check_ledger = config.schedule.check_ledger
         loop = EngineLoop(
             core,
@@ -267,6 +280,7 @@ def run_engine(
             runner.mover,
             soft_watchdog_s=config.schedule.soft_watchdog_s,
             silence_s=config.server.heartbeat_timeout_s,
+            step_clock=step_clock,
         )
         ranks.watch(loop.fail)
         started(loop)
@@ -403,7 +417,7 @@ class OtherRanks:
         self._local: LocalRanks | None = None
         self._nodes: Nodes | None = None
         self._remote: list[int] = []
-        self.meeting = ""
+        self.meeting = parallel.meeting if parallel.is_joined else ""
         if parallel.world == 1:
             return
         duty = Duty(RANK, config, card, "")
@@ -464,6 +478,14 @@ class OtherRanks:
             self._local.send(rank, frame)
 
 
+def _step_clock(parallel: ParallelConfig) -> StepClock | None:
+    """What joined replicas agree by; None for one by itself."""
+    if not parallel.is_joined:
+        return None
+    whole = (parallel.meeting, parallel.replica, parallel.dp, parallel.meet_timeout_s)
+    return open_step_clock(*whole)
+
+
 def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> GrammarCompiler | None:
     """What compiles constraints; reads the tokenizer only when the first constraint comes."""
     grammar = config.grammar
@@ -491,7 +513,7 @@ def _agree_on_memory(card: ModelCard, opened: OpenModel) -> tuple[Memory, list[G
     """What the rank with least memory has, once all of them have loaded their weights, and the
     most that a page of each group takes on any of them: a plan is carried out by every rank. All
     ranks must call this."""
-    world, mine = opened.build.groups.world, opened.platform.memory()
+    world, mine = opened.build.groups.everyone, opened.platform.memory()
     page_size = opened.config.cache.page_size
     groups = [
         GroupBytes(group.kind, group.page_bytes(page_size), group.window)

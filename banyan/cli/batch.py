@@ -15,6 +15,7 @@ from banyan.base.log import logger, start_logging, tell
 from banyan.compose import start_engine_process
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
+from banyan.config.joined import of_replica
 from banyan.config.schema import Config
 from banyan.frontend.link.client import EngineClient
 from banyan.frontend.link.fleet import Fleet
@@ -112,15 +113,17 @@ async def _engine(config: Config, prepared: partial) -> AsyncIterator[ServerStat
         addresses = [folder.address(f"front{i}") for i in range(config.parallel.dp)]
         watchdog_s = config.schedule.watchdog_s
         engines = [EngineClient(ZmqFrontLink(a), watchdog_s=watchdog_s) for a in addresses]
-        fleet = Fleet(engines, ROUTES.load(config.parallel.load_balance))
+        parallel = config.parallel
+        fleet = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.is_joined)
         await fleet.start()
         stack.push_async_callback(fleet.close)
-        for address, engine in zip(addresses, engines, strict=True):
+        for number, (address, engine) in enumerate(zip(addresses, engines, strict=True)):
 
             def on_death(text: str, engine: EngineClient = engine) -> None:
                 loop.call_soon_threadsafe(engine.engine_lost, text)
 
-            handle = start_engine_process(config, card, address, on_death)
+            mine = of_replica(config, number, f"{folder.path}/joined")
+            handle = start_engine_process(mine, card, address, on_death)
             stack.push_async_callback(asyncio.to_thread, handle.stop)
         watch = asyncio.create_task(_watch(state, fleet))
         stack.callback(watch.cancel)

@@ -53,7 +53,16 @@ _RULES = (
         lambda c: c.schedule.priorities,
         "priorities are on",
     ),
-    _Idle("load-balance-method", lambda c: c.parallel.dp == 1, "there is one replica"),
+    _Idle(
+        "load-balance-method enable-dp-attention",
+        lambda c: c.parallel.dp == 1,
+        "there is one replica",
+    ),
+    _Idle(
+        "enable-dp-lm-head",
+        lambda c: not c.parallel.is_joined or c.parallel.dp == 1,
+        "there is no --enable-dp-attention with several replicas",
+    ),
     _Idle("radix-eviction-policy", lambda c: c.cache.disable_radix, "no prefix is cached"),
     _Idle(
         "constrained-json-disable-any-whitespace constrained-json-whitespace-pattern "

@@ -20,6 +20,7 @@ from banyan.config.disposal import Moment, check_disposal
 from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
 from banyan.config.execution import EXECUTION_RULES
+from banyan.config.joined import check_the_dense_blocks, check_the_joined_replicas
 from banyan.config.quantized import FLOAT_FORMS, SPELLINGS, spellings
 from banyan.config.schema import DEMO, Config
 from banyan.config.sources import fetch
@@ -229,13 +230,20 @@ def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -
         _check_the_stages(config, card)
     if ep > 1:
         _check_the_experts(card, tp, ep)
-    if _fits(card, tp, ep):
+    replicas = config.parallel.dp if config.parallel.is_joined else 1
+    is_cut = not config.parallel.dense_tp
+
+    def fits(ranks: int) -> bool:
+        return _fits(card, ranks, ranks if ep > 1 else 1, replicas, is_cut)
+
+    if fits(tp):
         return config
-    counts = [n for n in range(1, card.num_heads + 1) if _fits(card, n, n if ep > 1 else 1)]
+    counts = [n for n in range(replicas, replicas * card.num_heads + 1, replicas) if fits(n)]
+    shares = f" ({replicas} replicas share the heads by themselves)" if replicas > 1 else ""
     raise ConfigError(
-        f"--tensor-parallel-size {tp} does not divide the model's {card.num_heads:,} attention "
-        f"heads, {card.num_kv_heads:,} KV heads and {card.intermediate_size:,} MLP columns"
-        + (f" ({card.experts.inner:,} of an expert)" if card.experts else ""),
+        f"--tensor-parallel-size {tp}{shares} does not divide the model's {card.num_heads:,} "
+        f"attention heads, {card.num_kv_heads:,} KV heads and {card.intermediate_size:,} MLP "
+        "columns" + (f" ({card.experts.inner:,} of an expert)" if card.experts else ""),
         hint=f"choose one of: {', '.join(map(str, counts))}",
     )
 
@@ -306,12 +314,17 @@ def _check_the_experts(card: ModelCard, tp: int, ep: int) -> None:
         )
 
 
-def _fits(card: ModelCard, tp: int, ep: int) -> bool:
-    """Whether `tp` ranks can share the model; KV heads may also be had by several ranks each."""
-    kv_heads = card.num_kv_heads
-    columns = (card.intermediate_size, card.experts.inner if card.experts and ep == 1 else 0)
-    shares_kv = kv_heads % tp == 0 or tp % kv_heads == 0
-    return shares_kv and not any(size % tp for size in (card.num_heads, *columns))
+def _fits(card: ModelCard, tp: int, ep: int, replicas: int, is_cut: bool) -> bool:
+    """Whether `tp` ranks can share the model; KV heads may also be had by several ranks each.
+
+    replicas: among which the ranks are shared out, as far as heads go; is_cut: the blocks without
+    experts are.
+    """
+    kv_heads, ranks = card.num_kv_heads, tp // replicas
+    experts = card.experts.inner if card.experts and ep == 1 else 0
+    columns = (card.intermediate_size if is_cut else 0, experts)
+    shares_kv = kv_heads % ranks == 0 or ranks % kv_heads == 0
+    return shares_kv and not card.num_heads % ranks and not any(size % tp for size in columns)
 
 
 def sample_the_demo_as_its_makers_do(
@@ -381,6 +394,8 @@ RULES = (
     check_the_quantization,
     check_the_chunk,
     bound_the_prompts,
+    check_the_joined_replicas,
+    check_the_dense_blocks,
     check_the_ranks,
     check_the_nodes,
     sample_the_demo_as_its_makers_do,

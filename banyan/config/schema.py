@@ -150,12 +150,21 @@ class ParallelConfig:
     """Ranks that each hold some of the experts whole: 1, or all of them."""
     dp: int = 1
     """Replicas behind one server."""
+    is_joined: bool = False
+    """The replicas attend by themselves and share all feed-forward blocks: `tp` counts the ranks
+    of all of them."""
+    are_heads_apart: bool = False
+    """Joined replicas have the weight of the logits each by itself."""
+    dense_tp: int = 0
+    """Ranks that share a feed-forward block without experts in a model that has some: 1; 0 = as
+    all others."""
     nodes: int = 1
     """Machines that the ranks are spread over."""
     node: int = 0
     """Which of them this is; 0 leads and serves."""
     meeting: str = ""
-    """host:port where node 0 listens for the others; the port above is taken too."""
+    """host:port where node 0 listens for the others; the port above is taken too. Of replicas that
+    are joined, the file where all their ranks meet."""
     replica: int = 0
     """Which of them this is; every engine is told its own."""
     load_balance: str = "round_robin"
@@ -167,7 +176,12 @@ class ParallelConfig:
     @property
     def world(self) -> int:
         """Ranks of a replica."""
-        return self.tp * self.pp
+        return self.attention_ranks * self.pp
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks that share the heads of a layer."""
+        return self.tp // self.dp if self.is_joined else self.tp
 
     @property
     def local_world(self) -> int:

@@ -72,7 +72,7 @@ def update_weights(
     """Take the weights of another checkpoint on every rank, or on none."""
     flushes = bool(control.args.get("flush_cache", True))
     running = core.stats(now).running
-    if refusal := _while_requests_live(core, control, now):
+    if refusal := _while_joined(core, control) or _while_requests_live(core, control, now):
         return refusal
     if flushes and running:
         return Reply(
@@ -89,13 +89,14 @@ def release_memory(
     core: EngineCore, control: Control, now: float, is_trial: bool = False
 ) -> Reply | None:
     """Give memory back to the system, and plan no rows until all of it is there again."""
-    refusal = _while_requests_live(core, control, now)
+    refusal = _while_joined(core, control) or _while_requests_live(core, control, now)
     return refusal or _give(core, control, now, ReleaseMemory(_tags(control), is_trial))
 
 
 def resume_memory(core: EngineCore, control: Control, now: float) -> Reply | None:
     """Take released memory back."""
-    return _give(core, control, now, ResumeMemory(_tags(control)))
+    refusal = _while_joined(core, control)
+    return refusal or _give(core, control, now, ResumeMemory(_tags(control)))
 
 
 def read_weight(core: EngineCore, control: Control, now: float) -> Reply | None:
@@ -122,6 +123,14 @@ def stop_profile(core: EngineCore, control: Control, now: float) -> Reply | None
 
 def _give(core: EngineCore, control: Control, now: float, order: Order) -> None:
     core.receive(GiveOrders(control.call, [order]), now)
+
+
+def _while_joined(core: EngineCore, control: Control) -> Reply | None:
+    """A refusal where other replicas compute with the same weights, step by step."""
+    if not core.is_joined:
+        return None
+    told = "Weights and memory stay as they are while replicas share feed-forward blocks."
+    return Reply(control.call, False, f"{told} Start again.")
 
 
 def _while_requests_live(core: EngineCore, control: Control, now: float) -> Reply | None:

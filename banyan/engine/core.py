@@ -20,7 +20,7 @@ from banyan.messages.orders import (
     ResumeMemory,
     TakeWeights,
 )
-from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepPlan, StepResult
+from banyan.messages.plan import CopyResult, Held, Load, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate, GiveOrders, RetractAll, StopAt
 from banyan.scheduler.draft import PlanDraft
 from banyan.scheduler.request import DraftCounts
@@ -33,7 +33,9 @@ class Recorder(Protocol):
     """Takes down everything that decisions depend on, in order (engine/journal.py)."""
 
     def received(self, message: CoreInput, now: float) -> None: ...
-    def launched(self, plan: StepPlan | None, peers: list[int], now: float) -> None: ...
+    def launched(
+        self, plan: StepPlan | None, peers: list[Load] | None, now: float, is_paused: bool
+    ) -> None: ...
     def completed(self, result: StepResult, now: float) -> None: ...
     def flushed(self, now: float) -> None: ...
 
@@ -66,6 +68,9 @@ class EngineCore:
         self._given: deque[GiveOrders] = deque()
         self._carried_out: GiveOrders | None = None
         """Of the plan in flight, when that has orders."""
+        self._held: PlanDraft | None = None
+        """What the other replicas have yet to agree to."""
+        self._held_s = 0.0
 
     def receive(self, message: CoreInput, now: float) -> None:
         """Take in a message. Its consequences show in the next launch and in the outboxes."""
@@ -88,26 +93,48 @@ class EngineCore:
                 self._given.append(message)
 
     def launch(self, now: float) -> StepPlan | None:
-        """The next plan, or None when there is nothing to do, the depth is reached or it is paused.
+        """The next plan, or None when there is nothing to do, the depth is reached, it is paused,
+        or other replicas have yet to agree: then what was drafted is held for the next call.
 
         Orders have a plan of their own, which is alone in flight. A pause leaves no trace in the
-        journal: nothing is decided while it lasts.
+        journal but the steps of other replicas that it goes along with: nothing is decided while it
+        lasts.
         """
-        if not self._may_launch():
+        if self._held is None and not self._may_launch():
             return None
-        step = StepId(self._last_step + 1)
-        draft = self._draft_orders(step) if self._given else self.scheduler.schedule(step, now)
-        peers: list[int] = []
-        if self._lockstep is not None:
-            peers = self._lockstep.agree(sum(row.count for row in draft.rows))
-        plan = draft.plan(peers) if draft.has_work or any(peers) else None
-        if self._recorder is not None:
-            self._recorder.launched(plan, peers, now)
+        was_held = self._held is not None
+        draft = self._held or self._draft(now)
+        peers: list[Load] | None = []
+        if self._lockstep is not None and not draft.orders:
+            peers = self._lockstep.agree(draft.load)
+        self._held = draft if peers is None else None
+        plan = None
+        if peers or (draft.has_work and peers is not None):
+            plan = draft.plan(peers)
+        if was_held:
+            is_news = peers is not None
+        else:
+            is_news = plan is not None or peers is None or self._may_plan
+        if self._recorder is not None and is_news:
+            self._recorder.launched(plan, peers, now, self.is_paused)
         if plan is not None:
-            self._last_step = step
-            self.scheduler.cache.horizon.launched = step
-            self._in_flight.append((step, now, bool(draft.rows) or any(peers)))
+            self._last_step = plan.step
+            self.scheduler.cache.horizon.launched = plan.step
+            self._in_flight.append((plan.step, now, bool(plan.rows or plan.peers)))
         return plan
+
+    def _draft(self, now: float) -> PlanDraft:
+        """What this replica would do next; from here on its rows count as launched."""
+        step = StepId(self._last_step + 1)
+        self._held_s = now
+        if self._given:
+            return self._draft_orders(step)
+        if not self._may_plan:
+            return PlanDraft(step, [], 0)
+        draft = self.scheduler.schedule(step, now)
+        if draft.has_work:
+            self.scheduler.cache.horizon.launched = step
+        return draft
 
     def complete(self, result: StepResult, now: float) -> tuple[list[Event], list[Mask]]:
         """Take in the result of the oldest plan in flight; what it means for front and runner."""
@@ -133,9 +160,13 @@ class EngineCore:
         return events
 
     def take_masks(self) -> list[Mask]:
-        """Drain the outbox towards the runner."""
+        """Drain the outbox towards the runner; masks of a draft that is held go with its plan."""
         roster = self.scheduler.roster
         masks, roster.masks = roster.masks, []
+        if self._held is not None:
+            step = self._held.step
+            self._held.masks += [mask for mask in masks if mask.step == step]
+            masks = [mask for mask in masks if mask.step != step]
         return masks
 
     def take_lookups(self) -> list[Lookup]:
@@ -143,6 +174,11 @@ class EngineCore:
         fetcher = self.scheduler.fetcher
         lookups, fetcher.lookups = fetcher.lookups, []
         return lookups
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether steps are agreed with other replicas."""
+        return self._lockstep is not None
 
     @property
     def in_flight(self) -> int:
@@ -166,7 +202,6 @@ class EngineCore:
     def stats(self, now: float) -> Stats:
         roster, counters = self.scheduler.roster, self.scheduler.counters
         cache = self.scheduler.cache
-        is_running = bool(self._in_flight) and self._carried_out is None  # orders take their time
         speculation = self.scheduler.speculation
         drafts = DraftCounts() if speculation is None else speculation.drafts
         ledgers = [cache.ledger(g) for g in range(len(cache.groups))]
@@ -187,7 +222,7 @@ class EngineCore:
             retractions=counters.retractions,
             finished=counters.finished,
             failed=counters.failed,
-            step_age_s=now - self._in_flight[0][1] if is_running else 0.0,
+            step_age_s=self._step_age_s(now),
             leaked=sum(x.leaked for x in ledgers),
             verify_rows=drafts.steps,
             proposed_drafts=drafts.proposed,
@@ -199,7 +234,12 @@ class EngineCore:
             return False
         if self._given:
             return self.scheduler.cache.horizon.is_clear
-        return not self.is_paused and not self.released and self.in_flight < self.depth
+        return (self._may_plan or self.is_joined) and self.in_flight < self.depth
+
+    @property
+    def _may_plan(self) -> bool:
+        """Whether rows may be planned."""
+        return not self.is_paused and not self.released
 
     def _draft_orders(self, step: StepId) -> PlanDraft:
         """What is given first, as a plan. Whoever holds pages that go recomputes later."""
@@ -241,6 +281,12 @@ class EngineCore:
 
     def _has_back(self, tags: list[str]) -> None:
         self.released = [tag for tag in self.released if tag not in tags]
+
+    def _step_age_s(self, now: float) -> float:
+        """Seconds since the oldest step was launched, or held; orders take their time."""
+        if self._in_flight and self._carried_out is None:
+            return now - self._in_flight[0][1]
+        return now - self._held_s if self._held is not None else 0.0
 
 
 def _takes_pages(order: Order) -> bool:

@@ -23,7 +23,7 @@ from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger
 from banyan.engine.core import CoreInput
 from banyan.engine.spec import CoreSpec
-from banyan.messages.plan import StepPlan, StepResult
+from banyan.messages.plan import Load, StepPlan, StepResult
 
 log = logger(__name__)
 
@@ -45,7 +45,10 @@ class Launched(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
 
     now: float
     plan_hash: bytes
-    peers: list[int]
+    peers: list[Load] | None
+    """None: other replicas had yet to agree, and what was drafted was held."""
+    is_paused: bool = False
+    """Nothing was decided here; other replicas had work."""
 
 
 class Completed(msgspec.Struct, frozen=True, array_like=True, tag="done"):
@@ -111,8 +114,10 @@ class Journal:
     def received(self, message: CoreInput, now: float) -> None:
         self._record(Received(now, message))
 
-    def launched(self, plan: StepPlan | None, peers: list[int], now: float) -> None:
-        self._record(Launched(now, plan_hash(plan), peers))
+    def launched(
+        self, plan: StepPlan | None, peers: list[Load] | None, now: float, is_paused: bool
+    ) -> None:
+        self._record(Launched(now, plan_hash(plan), peers, is_paused))
 
     def completed(self, result: StepResult, now: float) -> None:
         if result.hidden:  # large, and nothing is decided by them

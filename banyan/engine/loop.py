@@ -20,6 +20,7 @@ from banyan.engine.core import EngineCore
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.forecast import StepForecast
 from banyan.engine.launcher import Handle, Launcher
+from banyan.engine.lockstep import StepClock
 from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import OtherRanks, Watchdog
 from banyan.messages.events import Event, Fatal, Ready, Stats
@@ -87,6 +88,8 @@ class EngineLoop:
         step_log: told of every step.
         marks: of the loop's thread, for whoever records it.
         mover: of the runner, where pages go to a store; None without one.
+        step_clock: by which the core agrees with the replicas that it shares batches with; they
+            end together.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class EngineLoop:
         mover: StoreMover | None = None,
         soft_watchdog_s: float = 0.0,
         silence_s: float = 20.0,
+        step_clock: StepClock | None = None,
     ) -> None:
         self._core = core
         self._mover = mover
@@ -123,6 +127,7 @@ class EngineLoop:
         self._stats = Stats()
         self._step_log = step_log or StepLog(0)
         self._marks = marks or Marks("engine")
+        self._step_clock = step_clock
         self._flying: deque[Handle] = deque()
         self._forecast = StepForecast()
         self._started_s = 0.0
@@ -145,15 +150,21 @@ class EngineLoop:
         poller.register(self._link.poll_fd(), select.POLLIN)
         poller.register(self._wake.fd, select.POLLIN)
         readable = {self._link.poll_fd(), self._wake.fd}
+        if self._step_clock is not None:
+            poller.register(self._step_clock.poll_fd, select.POLLIN)
+        reason = ""
         try:
             while not self._is_stopping:
                 self._turn(readable)
                 readable = {fd for fd, _ in poller.poll(self._wait_ms())}
         except Exception as error:
             log.exception("the engine loop failed")
+            reason = f"{type(error).__name__}: {error}"
             self._link.send([Fatal(f"The engine failed: {type(error).__name__}: {error}")])
             raise
         finally:
+            if self._step_clock is not None:
+                self._step_clock.close(reason)
             for watchdog in self._watchdogs:
                 watchdog.close()
             self._launcher.close()
@@ -177,6 +188,9 @@ class EngineLoop:
             self._wake.clear()
         if self._failure:
             raise DeviceError(self._failure)
+        if self._step_clock is not None:
+            self._step_clock.receive()
+            self._step_clock.check()
         now = self._turned_s = self._clock.now()
         self._marks.begin()
         events: list[Event] = []
@@ -217,7 +231,8 @@ class EngineLoop:
             handle = self._flying.popleft()
             result, now = handle.result, self._clock.now()
             assert result is not None
-            if result.error and self._ranks is not None:
+            is_shared = self._ranks is not None or self._step_clock is not None
+            if result.error and is_shared:
                 raise self._out_of_step(result)
             if not handle.plan.orders:
                 self._forecast.measured(_size(handle.plan), result.seconds)
@@ -234,6 +249,8 @@ class EngineLoop:
 
     def _out_of_step(self, result: StepResult) -> DeviceError:
         """Why a step failed; when another rank has died, its death says more."""
+        if self._step_clock is not None:
+            self._step_clock.receive()  # or another replica
         self._failed.wait(BLAME_S)
         told = self._failure or f"step {result.step} failed on rank 0: {result.error}"
         return DeviceError(told, hint="the ranks are no longer in step: start the replica again")
@@ -313,4 +330,7 @@ class EngineLoop:
 
 
 def _size(plan: StepPlan) -> int:
+    """Tokens, those of other replicas in a joint step too."""
+    if plan.peers:
+        return sum(load.tokens for load in plan.peers)
     return sum(row.count for row in plan.rows)

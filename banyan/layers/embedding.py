@@ -72,7 +72,7 @@ class Logits(Layer):
     ) -> None:
         super().__init__()
         self.shape = (vocab_size, dim)
-        self.group = build.groups.vocabulary
+        self.group = build.groups.head
         self.share = _VocabularyShare(vocab_size, self.group)
         self.ops = build.ops
         self.scale = scale
@@ -89,9 +89,9 @@ class Logits(Layer):
 
     def forward(self, hidden: Tensor) -> Tensor:
         assert self.weight is not None
-        logits = self.weight(hidden)  # [n, ids]
+        logits = self.weight(self.group.gather_rows(hidden))  # [n of all replicas, ids]
         if self.soft_cap or self.scale != 1.0 or logits.dtype != torch.float32:
             logits = self.ops.scale_logits(logits, self.scale, self.soft_cap)
         if self.group.size == 1:
             return logits
-        return self.group.all_gather(logits, self.shape[0])  # [n, vocab]
+        return self.group.gather_columns(logits, self.shape[0])  # [n, vocab]

@@ -127,11 +127,12 @@ class Experts(nn.Module):
         self.packed = self.ops.pack_experts(stored)
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x: [tokens, dim]; ids, weights: of the router; returns [tokens, dim]."""
+        """x: [tokens, dim], of all replicas that share the experts; ids, weights: of the router;
+        returns this replica's [tokens, dim]."""
         assert self.packed is not None
         out = self.packed(x, ids, weights)
         for group in self.groups:
-            out = group.all_reduce(out)
+            out = group.reduce_rows(out)
         return out
 
 
@@ -143,19 +144,21 @@ class ExpertBlock(nn.Module):
         self.ops = build.ops
         self.router = Router(dim, facts, build)
         self.experts = Experts(dim, facts, activation, build)
+        self.group = build.groups.ffn
         self.shared: GatedMLP | None = None
         self.shared_gate: ColumnLinear | None = None
         if facts.shared_inner:
-            group = build.groups.ffn
-            self.shared = GatedMLP(dim, facts.shared_inner, activation, False, group, build)
+            inner = facts.shared_inner
+            self.shared = GatedMLP(dim, inner, activation, False, self.group, build)
         if facts.has_shared_gate:
             self.shared_gate = ColumnLinear(dim, {"": 1}, {"": ShardRule()}, False, Group(), build)
 
     def forward(self, x: Tensor) -> Tensor:
-        routed = self.experts(x, *self.router(x))
+        rows = self.group.gather_rows(x)
+        routed = self.experts(rows, *self.router(rows))
         if self.shared is None:
             return routed
-        shared = self.shared(x)
+        shared = self.shared.of_gathered(rows)
         if self.shared_gate is not None:
             shared = self.ops.sigmoid_scale(shared, self.shared_gate(x))
         return self.ops.add(routed, shared)

@@ -73,7 +73,10 @@ class ColumnLinear(Layer):
 
 
 class RowLinear(Layer):
-    """A projection whose inputs are shared out: partial sums are added over the ranks."""
+    """A projection whose inputs are shared out: partial sums are added over the ranks.
+
+    It may be given the rows of several replicas, and returns this one's (`Group.gather_rows`).
+    """
 
     def __init__(
         self,
@@ -109,4 +112,4 @@ class RowLinear(Layer):
     def forward(self, x: Tensor) -> Tensor:
         assert self.weight is not None
         bias = self.bias if self.group.rank == 0 else None  # partial sums: it is added once
-        return self.group.all_reduce(self.weight(x, bias))
+        return self.group.reduce_rows(self.weight(x, bias))

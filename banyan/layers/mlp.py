@@ -51,10 +51,15 @@ class GatedMLP(nn.Module):
         self.gate = gate_of(activation, build.ops)
         parts = {"gate": inner, "up": inner}
         rules = {part: ShardRule(0) for part in parts}
+        self.group = group
         self.gate_up = ColumnLinear(dim, parts, rules, has_bias, group, build)
         self.down = RowLinear(inner, dim, ShardRule(1), has_bias, group, build)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.of_gathered(self.group.gather_rows(x))
+
+    def of_gathered(self, x: Tensor) -> Tensor:
+        """x: rows that the group has gathered already; returns this replica's."""
         return self.down(self.gate(self.gate_up(x)))
 
 
@@ -83,8 +88,9 @@ class PlainMLP(nn.Module):
             raise ModelError(f"activation {activation!r} is not one of: {', '.join(known)}")
         self.activation = known[activation]
         rules = {"": ShardRule(0)}
+        self.group = group
         self.up = ColumnLinear(dim, {"": inner}, rules, has_bias, group, build)
         self.down = RowLinear(inner, dim, ShardRule(1), has_bias, group, build)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.up(self.group.gather_rows(x))))

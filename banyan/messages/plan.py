@@ -134,6 +134,16 @@ class Mask(msgspec.Struct, frozen=True, array_like=True):
     bits: bytes
 
 
+class Load(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one replica brings to a step that several of them work on."""
+
+    tokens: int
+    outputs: int = 0
+    """Tokens that it may sample."""
+    scores: int = 0
+    """Most positions of known tokens that it scores."""
+
+
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """One step's order sheet. Slots, pages and row order are the engine's decision alone."""
 
@@ -145,8 +155,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     rows: list[Row] = []
     masks: list[Mask] = []
     """Masks already known; those that depend on tokens in flight come from complete()."""
-    peers: list[int] = []
-    """Token counts agreed with the other replicas for this step; [] when there are none."""
+    peers: list[Load] = []
+    """What each replica brings to this step, as they have agreed; [] when it is not joint."""
     orders: list[Order] = []
     """One after another; when one cannot be carried out, those behind it are left out."""
 

@@ -148,7 +148,7 @@ def _feed_forward(
         card.intermediate_size,
         card.hidden_act,
         card.mlp_bias,
-        build.groups.ffn,
+        build.groups.ffn if card.experts is None else build.groups.dense_ffn,
         build,
     )
 

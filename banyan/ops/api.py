@@ -43,9 +43,15 @@ class Recording(Protocol):
         """What the recorded work returned; a run fills its first rows."""
         ...
 
-    def run(self, tokens: int, rows: int, outputs: int) -> None: ...
+    def run(
+        self, tokens: int, rows: int, outputs: int, all_tokens: int = 0, all_outputs: int = 0
+    ) -> None:
+        """all_…: of every replica, where several work on one batch."""
+        ...
 
-    def times(self, tokens: int, rows: int, outputs: int) -> list[OpTime]:
+    def times(
+        self, tokens: int, rows: int, outputs: int, all_tokens: int = 0, all_outputs: int = 0
+    ) -> list[OpTime]:
         """Run once and say what each stage took."""
         ...
 
@@ -62,11 +68,14 @@ class Recorder(Protocol):
         """Whether what is called is recorded and does not run."""
         ...
 
-    def record(self, work: Callable[[], Tensor], tokens: int, outputs: int) -> Recording:
+    def record(
+        self, work: Callable[[], Tensor], tokens: int, outputs: int, replicas: int = 1
+    ) -> Recording:
         """Record the ops and views that `work` consists of.
 
         Its inputs are tensors that stay where they are; their leading dimension is `tokens` or
-        `outputs`, which must differ.
+        `outputs`, which must differ, or `replicas` times as many, where several replicas work on
+        one batch.
 
         Raises:
             NotRecordable: it does something else.

@@ -53,6 +53,22 @@ class Collectives(Protocol):
         """
         ...
 
+    def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        """The rows that the ranks give, those of rank 0 first: [count, width].
+
+        x: this rank's rows first. rows: as `parallel.joint.JointRows.table`, which says how many
+        each rank gives, `count` in all. Here and below every rank has rows of its own.
+        """
+        ...
+
+    def reduce_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        """Of the sum of x over the ranks the `count` rows that `rows` calls this rank's."""
+        ...
+
+    def gather_columns(self, x: Tensor, columns: int, rows: Tensor, count: int) -> Tensor:
+        """Of what `all_gather` gives the `count` rows that `rows` calls this rank's."""
+        ...
+
     def broadcast(self, x: Tensor, source: int) -> None:
         """Replace x on every rank by that of rank `source`."""
         ...

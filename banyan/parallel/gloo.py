@@ -84,6 +84,19 @@ class Gloo:
         ).wait()
         return out, received
 
+    def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        given = rows[2:].tolist()
+        mine = given[self._rank]
+        whole = torch.nn.functional.pad(x[:mine], (0, 0, 0, max(given) - mine))
+        parts = self._parts(whole)
+        return torch.cat([part[:n] for part, n in zip(parts, given, strict=True)])
+
+    def reduce_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        return _sum([part[_mine(rows)] for part in self._parts(x)])
+
+    def gather_columns(self, x: Tensor, columns: int, rows: Tensor, count: int) -> Tensor:
+        return self.all_gather(x, columns)[_mine(rows)]
+
     def broadcast(self, x: Tensor, source: int) -> None:
         self._refuse_recording()
         self._group.broadcast(x, source).wait()
@@ -100,6 +113,8 @@ class Gloo:
         """The x of every rank, in the order of the ranks."""
         self._refuse_recording()
         x = x.contiguous()
+        if not x.numel():  # of no rank
+            return [x] * self._size
         parts = [x.new_empty(x.shape) for _ in range(self._size)]
         self._group.allgather([parts], [x]).wait()
         return parts
@@ -112,6 +127,11 @@ class Gloo:
         """
         if self._recorder is not None and self._recorder.is_recording:
             raise NotRecordable("gloo's collectives are no compiled ops")
+
+
+def _mine(rows: Tensor) -> slice:
+    first, count = rows[:2].tolist()
+    return slice(first, first + count)
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

@@ -2,6 +2,9 @@
 
 A layer is handed the one group that its weights are cut over and knows no other, so a layout of
 ranks is a choice made here and nowhere else. A group of one needs no library and costs nothing.
+
+The ranks of a group have the same rows, unless they are of several replicas: then a layer works on
+the rows of all of them, between `gather_rows` and `reduce_rows`, which else change nothing.
 """
 
 from collections.abc import Sequence
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from banyan.ops.api import Recorder
 from banyan.parallel.collectives import Collectives, Meeting, open_collectives
+from banyan.parallel.joint import JointBatch, JointRows
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -21,15 +25,47 @@ class Group:
     Args:
         rank: this rank's place in the group, 0 … size − 1.
         collectives: None only for a group of one.
+        joint: whose rows its layers work on; None where all ranks have the same.
     """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, collectives: Collectives | None = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        collectives: Collectives | None = None,
+        joint: JointRows | None = None,
     ) -> None:
         assert 0 <= rank < size and (size == 1 or collectives is not None)
         self.rank = rank
         self.size = size
         self._collectives = collectives
+        self._joint = joint
+
+    def of_rows(self, joint: JointRows) -> "Group":
+        """The same ranks, which are of several replicas and have rows of their own."""
+        return Group(self.rank, self.size, self._collectives, joint)
+
+    def gather_rows(self, x: Tensor) -> Tensor:
+        """The rows that a layer works on, those of all replicas: [all, width] from [n, width]."""
+        if self._joint is None or self._collectives is None:
+            return x
+        rows = self._joint
+        return self._collectives.gather_rows(x, rows.table, rows.all_of(len(x)))
+
+    def reduce_rows(self, x: Tensor) -> Tensor:
+        """This replica's rows of the sum over the ranks: [n, width] from [all, width]; x itself is
+        used for it and must not be needed any more."""
+        if self._joint is None or self._collectives is None:
+            return self.all_reduce(x)
+        rows = self._joint
+        return self._collectives.reduce_rows(x, rows.table, rows.own_of(len(x)))
+
+    def gather_columns(self, x: Tensor, columns: int) -> Tensor:
+        """This replica's rows of all columns: [n, columns] from this rank's columns of [all, …]."""
+        if self._joint is None or self._collectives is None:
+            return self.all_gather(x, columns)
+        rows = self._joint
+        return self._collectives.gather_columns(x, columns, rows.table, rows.own_of(len(x)))
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks; x itself is used for it and must not be needed any more."""
@@ -85,8 +121,12 @@ class Groups:
         ffn: share the inner width of feed-forward blocks.
         experts: share the routed experts, each of which is whole on …
         expert_ffn: … the ranks that share its inner width.
-        vocabulary: share the token ids of embedding and logits.
+        vocabulary: share the token ids of the embedding.
+        head: share the token ids of the logits.
         stages: hold the layers one part after another, the first part in front.
+        everyone: all ranks of all replicas that work on one batch.
+        joint: the rows of such a batch; None for a replica by itself.
+        dense_ffn: as `ffn`, of the blocks without experts among others that have them.
     """
 
     world: Group
@@ -95,12 +135,27 @@ class Groups:
     experts: Group
     expert_ffn: Group
     vocabulary: Group
+    head: Group
     stages: Group
+    everyone: Group
+    dense_ffn: Group
+    joint: JointBatch | None = None
 
     @classmethod
     def of(cls, group: Group) -> "Groups":
         """Tensor parallelism: the same ranks share everything, experts within each of them."""
-        return cls(group, group, group, Group(), group, group, Group())
+        return cls(
+            world=group,
+            attention=group,
+            ffn=group,
+            experts=Group(),
+            expert_ffn=group,
+            vocabulary=group,
+            head=group,
+            stages=Group(),
+            everyone=group,
+            dense_ffn=group,
+        )
 
     @classmethod
     def with_experts_apart(cls, group: Group) -> "Groups":
@@ -109,7 +164,42 @@ class Groups:
 
     def in_stages(self, world: Group, stages: Group) -> "Groups":
         """These groups of one stage among several; all ranks share the vocabulary."""
-        return replace(self, world=world, vocabulary=world, stages=stages)
+        return replace(
+            self, world=world, vocabulary=world, head=world, stages=stages, everyone=world
+        )
+
+    def with_dense_whole(self) -> "Groups":
+        """These groups, but each rank has the feed-forward blocks without experts whole."""
+        return replace(self, dense_ffn=Group())
+
+    @classmethod
+    def of_replicas(
+        cls, mine: Group, everyone: Group, joint: JointBatch, are_experts_apart: bool
+    ) -> "Groups":
+        """Data-parallel attention: each replica attends by itself, and all of them share the
+        feed-forward blocks and the head.
+
+        Args:
+            mine: the ranks of this replica.
+            everyone: those of all replicas.
+        """
+        over_tokens = everyone.of_rows(joint.tokens)
+        shared = cls.of(over_tokens)
+        if are_experts_apart:
+            shared = cls.with_experts_apart(over_tokens)
+        return replace(
+            shared,
+            world=mine,
+            attention=mine,
+            vocabulary=mine,
+            head=everyone.of_rows(joint.outputs),
+            everyone=everyone,
+            joint=joint,
+        )
+
+    def with_heads_apart(self) -> "Groups":
+        """These groups, but each replica has the weight of the logits by itself."""
+        return replace(self, head=self.world)
 
 
 ALONE = Groups.of(Group())
@@ -126,6 +216,10 @@ def open_groups(
     is_crowded: bool = False,
     are_experts_apart: bool = False,
     stages: int = 1,
+    replica: int = 0,
+    replicas: int = 1,
+    are_heads_apart: bool = False,
+    is_dense_whole: bool = False,
 ) -> Groups:
     """Meet the other ranks at `address`; returns when all have come.
 
@@ -139,6 +233,9 @@ def open_groups(
         is_crowded: the ranks of this machine have more threads than cores.
         are_experts_apart: each rank holds some experts whole, instead of a cut of each.
         stages: parts that the layers are divided into.
+        replica, replicas: which of how many replicas that work on one batch; they have one stage.
+        are_heads_apart: each of them has the weight of the logits by itself.
+        is_dense_whole: in a model of experts, each rank has the blocks without any whole.
     """
 
     def meet(name: str, place: int, of: int) -> Group:
@@ -147,12 +244,20 @@ def open_groups(
         meeting = Meeting(place, of, address, timeout_s, recorder, is_crowded, name)
         return Group(place, of, open_collectives(meeting, libraries))
 
-    if size * stages == 1:
+    if size * stages * replicas == 1:
         return ALONE
+    if replicas > 1:
+        everyone = meet("", replica * size + rank, replicas * size)
+        mine = meet(f".replica{replica}", rank, size)
+        joint = JointBatch(replica, replicas, size, recorder, has_outputs=not are_heads_apart)
+        groups = Groups.of_replicas(mine, everyone, joint, are_experts_apart)
+        groups = groups.with_heads_apart() if are_heads_apart else groups
+        return groups.with_dense_whole() if is_dense_whole else groups
     stage, place = divmod(rank, size)
     world = meet("", rank, size * stages)
     mine = meet(f".stage{stage}", place, size) if stages > 1 else world
     groups = Groups.with_experts_apart(mine) if are_experts_apart else Groups.of(mine)
+    groups = groups.with_dense_whole() if is_dense_whole else groups
     if stages == 1:
         return groups
     line = meet(f".line{place}", stage, stages) if size > 1 else world

@@ -17,6 +17,7 @@ from banyan.messages.plan import SCORE
 from banyan.models.base import Model
 from banyan.ops.api import Ops, OpTime, Recorder
 from banyan.ops.sampling import SampleRows
+from banyan.parallel.joint import JointBatch
 from banyan.runner.attention.base import AttentionBackend
 from banyan.runner.inputs import Batch, StepTensors, has_embedded
 from banyan.runner.sampling.sampler import Sampled
@@ -42,7 +43,7 @@ class Forward(Protocol):
     watch: Callable[[list[OpTime]], None] | None
 
     def run(self, batch: Batch) -> None:
-        """Compute the hidden states of a batch of at least one row."""
+        """Compute the hidden states of a batch."""
         ...
 
     def next_tokens(self) -> Sampled | None:
@@ -82,6 +83,7 @@ class EagerForward:
 
     Args:
         step: its inputs, where they are large enough for a batch.
+        joint: of the replicas that work on one batch; None for one by itself.
     """
 
     how = "eager"
@@ -95,6 +97,7 @@ class EagerForward:
         attention: AttentionBackend,
         larger: Callable[[Batch], StepTensors],
         device: torch.device,
+        joint: JointBatch | None = None,
     ) -> None:
         self.watch: Callable[[list[OpTime]], None] | None = None
         self._model = model
@@ -102,6 +105,7 @@ class EagerForward:
         self._larger = larger
         self._attention = attention
         self._device = device
+        self._joint = joint
         self._hidden = torch.empty(0)
 
     def run(self, batch: Batch) -> None:
@@ -117,7 +121,8 @@ class EagerForward:
         return self.logits(batch.last)
 
     def logits(self, tokens: np.ndarray) -> Tensor:
-        return self._model.logits(self.hidden(tokens))
+        count = len(tokens)
+        return self._model.logits(self.hidden(as_agreed(tokens, self._joint)))[:count]
 
     def hidden(self, tokens: np.ndarray) -> Tensor:
         return self._hidden[torch.from_numpy(tokens).to(self._device)]  # [n, hidden]
@@ -137,6 +142,7 @@ class RecordedForward:
 
     Args:
         step: inputs of the largest step that is recorded, also of most logits computed at once.
+        joint: as for EagerForward.
 
     Raises:
         NotRecordable: the model does something that is not a compiled op.
@@ -155,8 +161,10 @@ class RecordedForward:
         table: SlotTable,
         attention: AttentionBackend,
         step: StepTensors,
+        joint: JointBatch | None = None,
     ) -> None:
         self.watch: Callable[[list[OpTime]], None] | None = None
+        self._joint = joint
         self._eager = eager
         self._is_eager = False
         self._last = (0, 0)
@@ -173,6 +181,8 @@ class RecordedForward:
         self._has_logits = model.card.pooling is None
         self._num_ready = 0
         """Rows of the result that hold the logits of the last step."""
+        self._is_ready = False
+        """The last step has made logits, of this replica or of others."""
         self._is_sampled = False
         # What outlives its use in the recording is kept, so that its memory is not used again.
         self._hidden = self._sampled = self._best = torch.empty(0)
@@ -185,11 +195,12 @@ class RecordedForward:
             self._sampled, self._best = ops.sample(logits, sampling)
             return logits
 
-        self._step = recorder.record(whole, step.max_tokens, step.max_outputs)
+        replicas = 1 if joint is None else joint.replicas
+        self._step = recorder.record(whole, step.max_tokens, step.max_outputs, replicas)
 
     def run(self, batch: Batch) -> None:
         num_rows, num_tokens = len(batch.rows), int(batch.offsets[-1])
-        self._is_eager = not self._inputs.holds(batch)
+        self._is_eager = not self._inputs.holds(batch) or self._is_too_joint()
         if self._table.embeds:
             self._is_eager = self._is_eager or has_embedded(batch, self._table)
         if self._is_eager:
@@ -197,13 +208,19 @@ class RecordedForward:
             return
         self._inputs.fill(batch)
         # Logits of a prompt come first in the same memory, if there are any.
-        count = self._num_ready = 0 if batch.wanted & SCORE else len(batch.last)
-        self._is_sampled = bool(count) and is_sampled_plainly(batch, self._table)
+        all_tokens, all_outputs = _shared_sizes(self._joint)
+        is_scored = bool(batch.wanted & SCORE)
+        is_late = not all_outputs if self._shares_head else is_scored
+        count = self._num_ready = 0 if is_late else len(batch.last)
+        self._is_ready = bool(count or all_outputs)
+        is_plain = bool(count) and not is_scored
+        self._is_sampled = is_plain and is_sampled_plainly(batch, self._table)
         self._entered[:count] = batch.to_slots[:count] if self._is_sampled else _NOWHERE
+        sizes = (num_tokens, num_rows, count, all_tokens, all_outputs)
         if self.watch is None:
-            self._step.run(num_tokens, num_rows, count)
+            self._step.run(*sizes)
         else:
-            self.watch(self._step.times(num_tokens, num_rows, count))
+            self.watch(self._step.times(*sizes))
         self._last = (num_tokens, num_rows)
 
     def next_tokens(self) -> Sampled | None:
@@ -212,7 +229,7 @@ class RecordedForward:
         return Sampled(self._sampled[: self._num_ready], self._best[: self._num_ready])
 
     def next_logits(self, batch: Batch) -> Tensor:
-        if self._is_eager or not self._num_ready:
+        if self._is_eager or not self._is_ready:
             return self.logits(batch.last)
         return self._step.result[: self._num_ready]
 
@@ -242,11 +259,37 @@ class RecordedForward:
 
     def _some_logits(self, tokens: np.ndarray) -> Tensor:
         assert self._has_logits, "a model for vectors has no logits"
+        wanted = len(tokens)
+        tokens = as_agreed(tokens, self._joint)
         count = len(tokens)
         self._chosen[:count] = tokens
         self._entered[:count] = _NOWHERE
-        self._step.run(0, 0, count)  # of the hidden states that are there
-        return self._step.result[:count]
+        all_outputs = _shared_sizes(self._joint)[1]
+        self._step.run(0, 0, count, 0, all_outputs)  # of the hidden states that are there
+        return self._step.result[:wanted]
+
+    @property
+    def _shares_head(self) -> bool:
+        return self._joint is not None and self._joint.has_outputs
+
+    def _is_too_joint(self) -> bool:
+        """Whether the tokens of all replicas are more than what was recorded has room for."""
+        joint = self._joint
+        return joint is not None and joint.tokens.total > joint.replicas * self._inputs.max_tokens
+
+
+def _shared_sizes(joint: JointBatch | None) -> tuple[int, int]:
+    """Tokens of all replicas, and outputs that they make logits for together."""
+    if joint is None:
+        return 0, 0
+    return joint.tokens.total, joint.outputs.total if joint.has_outputs else 0
+
+
+def as_agreed(tokens: np.ndarray, joint: JointBatch | None) -> np.ndarray:
+    """`tokens` to make logits for, filled up with the first to as many as replicas agreed on."""
+    if joint is None or not joint.has_outputs:
+        return tokens
+    return np.pad(tokens, (0, joint.outputs.mine - len(tokens)))
 
 
 def is_sampled_plainly(batch: Batch, table: SlotTable) -> bool:

@@ -156,7 +156,7 @@ class StepTensors:
         )
 
     def fill(self, batch: Batch) -> None:
-        """Enter a batch of at least one row."""
+        """Enter a batch; one without rows takes part in what other replicas do."""
         self._fill(batch)
 
     def whole(self, attention: AttentionBackend) -> StepInputs:
@@ -168,7 +168,7 @@ class StepTensors:
     def part(self, batch: Batch, attention: AttentionBackend) -> StepInputs:
         """The inputs of the batch that was entered."""
         rows, tokens = len(batch.rows), int(batch.offsets[-1])
-        longest = int(batch.ends.max())
+        longest = max(batch.ends.tolist(), default=0)
         views = tuple(
             GroupView(pages[:rows, : layout.columns(longest)], locations[:tokens])
             for pages, locations, layout in zip(
@@ -201,7 +201,7 @@ class StepTensors:
         host.positions[:num_tokens] = positions
         host.row_starts[: num_rows + 1] = batch.offsets
         host.context_lengths[:num_rows] = batch.starts
-        longest = max(batch.ends.tolist())
+        longest = max(batch.ends.tolist(), default=0)
         for index, layout in enumerate(self._groups):
             known, width = host.known_pages[index], layout.columns(longest)
             host.page_tables[index][:num_rows, :width] = known[batch.slots, :width]

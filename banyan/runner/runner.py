@@ -7,7 +7,7 @@ others the tokens.
 
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from banyan.base.ids import PADDING_SLOT
 from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import FULL, WINDOW
@@ -47,6 +48,7 @@ from banyan.runner.captured import CapturedForward
 from banyan.runner.forward import EagerForward, Forward, RecordedForward
 from banyan.runner.inputs import Batch, StepTensors
 from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.peers import Peers
 from banyan.runner.pooling import Pooler
 from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
 from banyan.runner.sampling.processors import Processors
@@ -178,6 +180,11 @@ class ModelRunner:
         self._sampler = Sampler(self._table, card.vocab_size, build.ops)
         self._processors = Processors(self._table)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
+        self._peers: Peers | None = None
+        joint = build.groups.joint
+        if joint is not None:
+            # One round is one exchange, however a replica goes through the model.
+            self._peers = Peers(joint, min(self._score_chunk, sizes.max_slots))
         self.take_model(model)
 
     def take_model(self, model: Model) -> None:
@@ -223,7 +230,7 @@ class ModelRunner:
             copies=True,
             tiers=(DEVICE,) if self.mover is None else (DEVICE, STORE),
             drafts=self._drafting is not None,
-            peers=False,
+            peers=self._peers is not None,
             adapters=False,
             text=self._pooler is None,
             vectors=self._pooler is not None,
@@ -262,9 +269,11 @@ class ModelRunner:
         if self._drafting is not None:
             self._drafting.enter(plan)
         batch, failed = self._admit(plan.rows)
+        if self._peers is not None and (plan.rows or plan.peers):
+            self._peers.begin(plan.peers)
         marks.end("enter", step=plan.step)
         sampled, scores, verified, vectors, hidden = None, None, None, None, None
-        if batch.rows:
+        if batch.rows or plan.peers:
             self._run(batch)
             sampled, scores = self._read_out(plan, batch, mask_of)
             if sampled is not None and self._drafting is not None:
@@ -305,6 +314,8 @@ class ModelRunner:
                 exact = self._table.prepare(row, bool(row.want & SAMPLE))
             except RowError as error:
                 failed[index] = str(error)
+                if self._peers is not None:  # the others count on so many tokens
+                    good.append((index, Row(PADDING_SLOT, 0, row.count)))
             else:
                 good.append((index, exact))
                 if row.given and self._drafting is not None:
@@ -319,12 +330,15 @@ class ModelRunner:
         if batch.wanted & SCORE:
             sheet = ScoreSheet.of(batch, self._table)
             scores = Scores(sheet, batch, self._table, self._device, self._build.ops)
-            self._score_known(batch, sheet, scores)
-        if not batch.wanted & SAMPLE:
+        self._score_known(batch, sheet, scores)
+        samples = bool(batch.wanted & SAMPLE)
+        if not samples and (self._peers is None or not self._peers.has_outputs):
             return None, scores
         sampled, logits = self._forward.next_tokens(), None
         if sampled is None:
             logits = self._forward.next_logits(batch)
+            if not samples:
+                return None, scores
             sampled = self._sample(plan, batch, logits, mask_of)
         if self._drafting is None:
             self._table.grow(batch.to_slots)
@@ -338,11 +352,14 @@ class ModelRunner:
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
         return sampled, scores
 
-    def _score_known(self, batch: Batch, sheet: ScoreSheet, scores: Scores) -> None:
+    def _score_known(self, batch: Batch, sheet: ScoreSheet | None, scores: Scores | None) -> None:
         """Score the tokens that were there before the step, a bounded number of logits at once."""
-        known = np.flatnonzero(~sheet.is_sampled)
-        for first in range(0, len(known), self._score_chunk):
-            entries = known[first : first + self._score_chunk]
+        known = np.zeros(0, np.int64) if sheet is None else np.flatnonzero(~sheet.is_sampled)
+        for part in self._rounds(len(known)):
+            entries = known[part]
+            if sheet is None or scores is None or not len(entries):
+                self._forward.logits(entries)  # those of other replicas
+                continue
             row, position = sheet.row[entries], sheet.position[entries]
             before = batch.offsets[row] + position - 1 - batch.starts[row]
             logits = self._forward.logits(before)
@@ -350,6 +367,13 @@ class ModelRunner:
             slots, positions = torch.from_numpy(where).to(self._device)
             tokens = self._table.tokens[slots, positions].long()
             scores.fill(entries, logits, np.arange(len(entries)), tokens)
+
+    def _rounds(self, count: int) -> Iterator[slice]:
+        """Parts of `count` tokens whose logits are made at once."""
+        if self._peers is not None and self._peers.has_scores:
+            return self._peers.rounds()
+        chunk = self._score_chunk
+        return (slice(first, first + chunk) for first in range(0, count, chunk))
 
     def _sample(
         self,
@@ -411,12 +435,18 @@ def open_forward(
         return tensors(int(batch.offsets[-1]), max(outputs, len(batch.last)))
 
     # A recording tells its sizes apart by their numbers.
-    step = tensors(max(sizes.max_tokens, outputs + 1), outputs)
-    eager = EagerForward(model, step, attention, larger, build.device)
+    joint = build.groups.joint
+    max_tokens = max(sizes.max_tokens, outputs + 1)
+    if joint is not None and max_tokens == joint.replicas * outputs:
+        max_tokens += 1
+    step = tensors(max_tokens, outputs)
+    eager = EagerForward(model, step, attention, larger, build.device, joint)
     recorder = build.ops.recorder
     try:
         if recorder is not None and sizes.max_tokens:
-            return RecordedForward(eager, model, build.ops, recorder, table, attention, step)
+            return RecordedForward(
+                *(eager, model, build.ops, recorder, table, attention, step, joint)
+            )
     except NotRecordable as error:
         log.info("steps are not recorded: %s", error)
     if platform.traits.programs != BY_SHAPE or not sizes.shapes or model.card.pooling is not None:

@@ -2,7 +2,17 @@
 
 from banyan.base.ids import SlotId, StepId
 from banyan.messages.orders import Order
-from banyan.messages.plan import Join, Mask, PageCopy, PageGrant, Row, StepPlan
+from banyan.messages.plan import (
+    SAMPLE,
+    SCORE,
+    Join,
+    Load,
+    Mask,
+    PageCopy,
+    PageGrant,
+    Row,
+    StepPlan,
+)
 from banyan.scheduler.request import Flight
 
 
@@ -51,7 +61,17 @@ class PlanDraft:
         self._prompts += 1
         self.budget = 0 if self._prompts == self._max_prompts else self.budget - tokens
 
-    def plan(self, peers: list[int]) -> StepPlan:
+    @property
+    def load(self) -> Load:
+        """What the rows bring to a step of several replicas."""
+        rows = self.rows
+        return Load(
+            tokens=sum(row.count for row in rows),
+            outputs=sum(row.drafts + 1 for row in rows if row.want & SAMPLE),
+            scores=sum(_scored(row) for row in rows if row.want & SCORE),
+        )
+
+    def plan(self, peers: list[Load]) -> StepPlan:
         return StepPlan(
             step=self.step,
             leaves=self.leaves if self.has_work else [],
@@ -63,3 +83,9 @@ class PlanDraft:
             peers=peers,
             orders=self.orders,
         )
+
+
+def _scored(row: Row) -> int:
+    """Most positions of known tokens that a row scores: those behind its own, up to its end."""
+    end = row.start + row.count - bool(row.want & SAMPLE)
+    return max(0, end + 1 - max(row.start + 1, row.score_from))

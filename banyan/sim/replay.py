@@ -14,7 +14,7 @@ from banyan.engine.journal import (
     read_journal,
 )
 from banyan.grammar.base import GrammarFactory
-from banyan.messages.plan import StepResult
+from banyan.messages.plan import Load, StepResult
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class _RecordedPeers:
     """Answers what the other replicas answered then."""
 
     def __init__(self) -> None:
-        self.next: list[int] = []
+        self.next: list[Load] | None = []
 
-    def agree(self, tokens: int) -> list[int]:
+    def agree(self, load: Load) -> list[Load] | None:
         return self.next
 
 
@@ -76,7 +76,7 @@ def check(path: str, grammars: GrammarFactory | None = None) -> ReplayReport:
             case Flushed():
                 core.flush(record.now)
             case Launched():
-                peers.next = record.peers
+                peers.next, core.is_paused = record.peers, record.is_paused
                 plan = core.launch(record.now)
                 if plan_hash(plan) != record.plan_hash:
                     return ReplayReport(number, plans, _difference(record, plan is not None))

@@ -12,6 +12,7 @@ from banyan.engine.spec import CoreSpec
 from banyan.grammar.base import Grammar
 from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
 from banyan.memory.tiers import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH, StoreRules
+from banyan.messages.plan import Load
 from banyan.runner.abilities import Abilities
 from banyan.scheduler.budget import Limits, Priorities
 from banyan.scheduler.fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
@@ -121,11 +122,25 @@ def compile_grammar(text: str) -> Grammar:
 
 
 class RandomPeers:
-    """Another replica that has work now and then."""
+    """Another replica that has work now and then, and may take its time to say so.
 
-    def __init__(self, random: Random) -> None:
+    Where rows have drafts it answers at once: a row's start is a bound by the drafts in flight when
+    it is planned, and its plan must not wait for their results.
+    """
+
+    def __init__(self, random: Random, is_quick: bool) -> None:
         self._random = random
+        self._is_quick = is_quick
+        self._offered: Load | None = None
+        self.is_pending = False
 
-    def agree(self, tokens: int) -> list[int]:
+    def agree(self, load: Load) -> list[Load] | None:
+        assert self._offered in (None, load), "another load than the one that is held"
         other = self._random.randrange(1, 4) if self._random.random() < 0.2 else 0
-        return [tokens, other]
+        if not load.tokens and not other and not self.is_pending:
+            return []
+        self.is_pending = not self._is_quick and self._random.random() < 0.3
+        self._offered = load if self.is_pending else None
+        if self.is_pending:
+            return None
+        return [load, Load(other or int(not load.tokens), other)]

@@ -87,9 +87,12 @@ class Play:
         self.given: list[Order] = []
         self.replies: list[bool] = []
         self.seen: Counter[str] = Counter()
-        peers = RandomPeers(Random(seed + 1)) if self.world.has_peers else None
+        self.peers: RandomPeers | None = None
+        if self.world.has_peers:
+            is_quick = bool(self.world.core.limits.drafts)
+            self.peers = RandomPeers(Random(seed + 1), is_quick)
         recorder = record(self.world.core) if record else None
-        self.core = build_core(self.world, peers, recorder)
+        self.core = build_core(self.world, self.peers, recorder)
         self.runner = kit.runner(
             *(self.world, Random(seed + 2), self.namespaces, self._hurry, self._open_answers)
         )
@@ -182,6 +185,7 @@ class Play:
 
     def _launch(self, random: Random) -> None:
         plan = self.core.launch(self.now)
+        self.seen["held for peers"] += self.peers is not None and self.peers.is_pending
         if plan is not None:
             self._steps.append(plan.step)
             self.runner.launch(plan)
@@ -278,6 +282,8 @@ class Play:
         if not self.runner.is_quiet:
             return
         plan = self.core.launch(self.now)
+        while plan is None and self.peers is not None and self.peers.is_pending:
+            plan = self.core.launch(self.now)
         events = self.core.take_events()
         stuck = plan is None and not events
         require(not stuck, f"no progress: {self.core.stats(self.now)}")

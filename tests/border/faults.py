@@ -69,8 +69,8 @@ class _FaultyRecorder:
     recorder: Recorder
     injector: Injector
 
-    def record(self, work, tokens: int, outputs: int) -> "_FaultyRecording":
-        return _FaultyRecording(self.recorder.record(work, tokens, outputs), self.injector)
+    def record(self, work, *sizes: int) -> "_FaultyRecording":
+        return _FaultyRecording(self.recorder.record(work, *sizes), self.injector)
 
 
 @dataclass
@@ -82,9 +82,9 @@ class _FaultyRecording:
     def result(self) -> Tensor:
         return self.recording.result
 
-    def run(self, tokens: int, rows: int, outputs: int) -> None:
+    def run(self, tokens: int, *sizes: int) -> None:
         if tokens:
             self.injector.strike("before")
-        self.recording.run(tokens, rows, outputs)
+        self.recording.run(tokens, *sizes)
         if tokens:
             self.injector.strike("after")

@@ -105,8 +105,8 @@ class Laws:
     def launch(self, plan: StepPlan) -> Launched:
         """Take a plan and check what can be seen without executing it."""
         require(plan.step > self._launched, f"step {plan.step} after step {self._launched}")
-        counting = sum(bool(x.plan.rows or any(x.plan.peers)) for x in self.queue)
-        if plan.rows or any(plan.peers):
+        counting = sum(bool(x.plan.rows or x.plan.peers) for x in self.queue)
+        if plan.rows or plan.peers:
             require(counting < self.device.depth, f"{counting} steps in flight, one more launched")
         self._launch_orders(plan)
         self._launched = plan.step
@@ -118,7 +118,7 @@ class Laws:
         for copy in plan.copies:
             self._launch_copy(copy)
         self.seen["steps"] += 1
-        self.seen["idle peer steps"] += not plan.rows and any(plan.peers)
+        self.seen["idle peer steps"] += not plan.rows and bool(plan.peers)
         self.seen["copy-only plans"] += not plan.rows and bool(plan.copies)
         self.seen["overlapped steps"] += len(self.queue) > 1
         return launched

@@ -29,6 +29,7 @@ MUST_HAPPEN = (
     "finished by length",
     "finished by stop",
     "flushes",
+    "held for peers",
     "idle peer steps",
     "kept states",
     "masks after launch",

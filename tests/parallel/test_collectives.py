@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from banyan.parallel.groups import Group
+from banyan.parallel.joint import JointRows
 from tests.parallel.ranks import LIBRARIES, meet, needs_compiler, together
 
 SLOT = 1024
@@ -44,6 +45,7 @@ def exercise(rank: int, size: int, address: str, threads: int) -> tuple[list[str
                 if found.shape != wanted.shape or not torch.equal(found, wanted):
                     wrong.append(f"{name}: {what.__name__} of {rows}x{columns} on rank {rank}")
         wrong += [f"{name}: rows, {text}" for text in send_rows(group)]
+        wrong += [f"{name}: joint rows, {text}" for text in join_rows(group)]
         sums[name] = add_in_batches(group)
     return wrong, sums
 
@@ -120,6 +122,29 @@ def send_rows(group: Group) -> list[str]:
             wrong.append(f"counts of pattern {pattern}")
         if not torch.equal(found[: len(wanted)], wanted):
             wrong.append(f"pattern {pattern}")
+    return wrong
+
+
+def join_rows(group: Group) -> list[str]:
+    """Rows of several replicas: gathered, added up and shared out again, column by column too."""
+    ranks = 2 if group.size == 4 else 1
+    replicas, mine = group.size // ranks, group.rank // ranks
+    joint = JointRows(mine, replicas, ranks)
+    group, wrong = group.of_rows(joint), []
+    for counts in ([5, 0, 2], [0, 33, 0], [1, 1, 1], [40, 3, 17]):
+        joint.enter(counts[:replicas])
+        total, first = sum(counts[:replicas]), sum(counts[:mine])
+        own = slice(first, first + counts[mine])
+        parts = [matrix(r, total, 37) for r in range(group.size)]
+        whole = matrix(99, total, 29)
+        share = -(-29 // group.size)
+        columns = whole[:, group.rank * share : (group.rank + 1) * share]
+        found = {
+            "gathered": (group.gather_rows(whole[own].contiguous()), whole),
+            "added": (group.reduce_rows(parts[group.rank].clone()), in_order(parts)[own]),
+            "columns": (group.gather_columns(columns, 29), whole[own]),
+        }
+        wrong += [f"{k} of {counts}" for k, (a, b) in found.items() if not torch.equal(a, b)]
     return wrong
 
 

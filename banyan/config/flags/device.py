@@ -81,6 +81,33 @@ FLAGS = (
         proof="tests/system/test_flag_effects.py::test_each_replica_is_a_process_of_its_own",
     ),
     Flag(
+        "enable-dp-attention",
+        "parallel.is_joined",
+        "the replicas are groups of the --tensor-parallel-size ranks: each attends by itself, and "
+        "all ranks share the feed-forward blocks",
+        kind=SWITCH,
+        proof="tests/system/test_joined.py::test_joined_replicas_give_the_tokens_of_one_rank",
+    ),
+    Flag(
+        "enable-dp-lm-head",
+        "parallel.are_heads_apart",
+        "with --enable-dp-attention each replica has the weight of the logits by itself, instead "
+        "of sharing it with the others",
+        kind=SWITCH,
+        proof="tests/parallel/test_joined.py::test_the_flags_decide_who_shares_what",
+    ),
+    Flag(
+        "moe-dense-tp-size",
+        "parallel.dense_tp",
+        "ranks that share a feed-forward block without experts, in a model of experts: 1 = each "
+        "has it whole; default: all ranks",
+        kind=INT,
+        low=1,
+        high=1024,
+        proof="tests/system/test_joined.py"
+        "::test_dense_blocks_that_cannot_be_cut_are_whole_on_every_rank",
+    ),
+    Flag(
         "load-balance-method",
         "parallel.load_balance",
         "which replica takes a request",

@@ -2,7 +2,8 @@
 
 A request goes to one engine and stays there, unless that dies before it has answered anything;
 administrative verbs go to all. An engine that dies ends the rest of its requests, the others go on;
-the fleet is lost with the last of them.
+the fleet is lost with the last of them. Engines that are joined need one another at every step: the
+worst of them is the state of all.
 """
 
 import asyncio
@@ -32,10 +33,14 @@ class Fleet:
     Args:
         engines: at least one.
         route: where a request goes.
+        are_joined: they share what they compute with, and end together.
     """
 
-    def __init__(self, engines: Sequence[EngineClient], route: Route) -> None:
+    def __init__(
+        self, engines: Sequence[EngineClient], route: Route, are_joined: bool = False
+    ) -> None:
         self._engines = tuple(engines)
+        self._are_joined = are_joined
         self._route = route
         self._sent = 0
 
@@ -119,9 +124,11 @@ class Fleet:
             engine.engine_lost(reason, exit_code)
 
     def health(self) -> Health:
-        """The best there is: one engine that answers keeps the service up."""
+        """The best there is: one engine that answers keeps the service up; of joined ones the
+        worst."""
+        choose = min if self._are_joined else max
         found = [engine.health() for engine in self._engines]
-        return max(found, key=lambda h: (h.progressing, h.ready, h.alive))
+        return choose(found, key=lambda h: (h.progressing, h.ready, h.alive))
 
     def replicas(self) -> list[Replica]:
         """Every engine, the dead ones too, in order."""

@@ -105,6 +105,34 @@ class SharedMemory:
         )
         return out, received
 
+    def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        assert x.dim() == 2 and x.is_contiguous() and rows.is_contiguous()
+        out = self._library.empty((count, x.shape[1]), x.dtype)
+        self._library.call(
+            *("bn_gather_rows", count, self._group, x.data_ptr(), out.data_ptr()),
+            *(rows.data_ptr(), x.shape[1] * x.element_size()),
+        )
+        return out
+
+    def reduce_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        wide = x.float().contiguous()
+        out = self._library.empty((count, x.shape[1]))
+        self._library.call(
+            *("bn_reduce_rows", len(x), self._group, wide.data_ptr(), out.data_ptr()),
+            *(rows.data_ptr(), x.shape[1] * 4),
+        )
+        return out.to(x.dtype)
+
+    def gather_columns(self, x: Tensor, columns: int, rows: Tensor, count: int) -> Tensor:
+        item = x.element_size()
+        out = self._library.empty((count, columns), x.dtype)
+        room = -(-columns // self._size) * item
+        self._library.call(
+            *("bn_gather_columns", len(x), self._group, *_rows(x), out.data_ptr()),
+            *(x.shape[1] * item, room, columns * item, rows.data_ptr()),
+        )
+        return out
+
     def broadcast(self, x: Tensor, source: int) -> None:
         self._whole("bn_broadcast", x, source)
 

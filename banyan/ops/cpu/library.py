@@ -12,6 +12,7 @@ import ctypes
 import re
 import weakref
 from collections.abc import Callable, Sequence
+from ctypes import Array
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from banyan.base.log import logger
 from banyan.ops.api import NotRecordable, OpTime
 from banyan.ops.cpu.build import ISAS, SOURCES, cached_library
 
-TOKENS, ROWS, OUTPUTS = range(3)
+TOKENS, ROWS, OUTPUTS, ALL_TOKENS, ALL_OUTPUTS = range(5)
 """Sizes that change from step to step; the numbers of csrc/runtime.h."""
 _ALIGNMENT = 64
 
@@ -175,27 +176,33 @@ class Library:
             builder(self._recording.program, self._recording.size_of(leading), *arguments)
             return
         builder(self._scratch, TOKENS, *arguments)
-        sizes = (ctypes.c_int64 * 3)(leading, rows, leading)
+        sizes = _sizes(leading, rows, leading)
         _succeed(self._functions["bn_program_run_once"](self._pool, self._scratch, sizes))
 
-    def _run(self, program: Pointer, tokens: int, rows: int, outputs: int) -> None:
-        sizes = (ctypes.c_int64 * 3)(tokens, rows, outputs)
+    def _run(self, program: Pointer, *given: int) -> None:
+        sizes = _sizes(*given)
         _succeed(self._functions["bn_program_run"](self._pool, program, sizes, None))
 
-    def record(self, work: Callable[[], Tensor], tokens: int, outputs: int) -> "Recording":
+    def record(
+        self, work: Callable[[], Tensor], tokens: int, outputs: int, replicas: int = 1
+    ) -> "Recording":
         """Record the ops that `work` calls, for any number of tokens and outputs up to these.
 
         Args:
             work: called once; its result is what a run leaves in `Recording.result`. Inputs are
                 tensors that stay where they are; their leading dimension is `tokens` or
-                `outputs`, which differ.
+                `outputs`, which differ; or `replicas` times as many, where ops work on the rows of
+                several replicas.
 
         Raises:
             NotRecordable: it calls something else than ops and views.
         """
-        if tokens == outputs:
+        leading = {tokens: TOKENS, outputs: OUTPUTS}
+        if replicas > 1:
+            leading |= {replicas * tokens: ALL_TOKENS, replicas * outputs: ALL_OUTPUTS}
+        if len(leading) < (4 if replicas > 1 else 2):
             raise ValueError("tokens and outputs tell sizes apart: they must differ")
-        recording = Recording(self, self._functions, tokens, outputs)
+        recording = Recording(self, self._functions, leading)
         self._recording = recording
         try:
             with _OnlyViews():
@@ -215,12 +222,11 @@ class Recording:
         self,
         library: Library,
         functions: Functions,
-        tokens: int,
-        outputs: int,
+        sizes: dict[int, int],
     ) -> None:
         self._library = library
         self._functions = functions
-        self._sizes = {tokens: TOKENS, outputs: OUTPUTS}
+        self._sizes = sizes
         self._free: dict[int, list[np.ndarray]] = {}
         self.program = functions["bn_program_new"]()
         weakref.finalize(self, _free_program, functions, library._close, library.pool, self.program)
@@ -241,14 +247,18 @@ class Recording:
         weakref.finalize(mine, free.append, block)
         return torch.from_numpy(mine).view(dtype).view(tuple(shape))
 
-    def run(self, tokens: int, rows: int, outputs: int) -> None:
+    def run(
+        self, tokens: int, rows: int, outputs: int, all_tokens: int = 0, all_outputs: int = 0
+    ) -> None:
         """Do the recorded work for the first `tokens` tokens of `rows` requests."""
-        self._library._run(self.program, tokens, rows, outputs)
+        self._library._run(self.program, tokens, rows, outputs, all_tokens, all_outputs)
 
-    def times(self, tokens: int, rows: int, outputs: int) -> list[OpTime]:
+    def times(
+        self, tokens: int, rows: int, outputs: int, all_tokens: int = 0, all_outputs: int = 0
+    ) -> list[OpTime]:
         """Run once and say what each stage took and cost; for reports."""
         get = self._functions
-        sizes = (ctypes.c_int64 * 3)(tokens, rows, outputs)
+        sizes = _sizes(tokens, rows, outputs, all_tokens, all_outputs)
         seconds = (ctypes.c_double * get["bn_program_stages"](self.program))()
         _succeed(get["bn_program_run"](self._library.pool, self.program, sizes, seconds))
         stages: dict[int, OpTime] = {}
@@ -312,6 +322,11 @@ def signatures() -> dict[str, tuple[type | None, list[type | None]]]:
             words = [a for a in re.sub(r"//[^\n]*", "", arguments).split(",") if a.strip()]
             found[name] = (_type_of(result), [_type_of(_without_name(a)) for a in words])
     return found
+
+
+def _sizes(*given: int) -> Array[ctypes.c_int64]:
+    """The sizes of a run; those that are not given are 0."""
+    return (ctypes.c_int64 * 5)(*given)
 
 
 def _succeed(failure: bytes | None) -> None:

@@ -200,12 +200,14 @@ class Server:
     def _open_engines(self) -> tuple[list[Supervisor], Fleet]:
         """Who keeps each replica running, and the face of all of them."""
         parallel = self._config.parallel
+        numbers = range(parallel.dp)
+        together = [list(numbers)] if parallel.is_joined else [[number] for number in numbers]
         supervisors = [
-            Supervisor(self._config, [n], self._start_engine, lambda lost: fleet.share_out(lost))
-            for n in range(parallel.dp)
+            Supervisor(self._config, some, self._start_engine, lambda lost: fleet.share_out(lost))
+            for some in together
         ]
         engines = [engine for supervisor in supervisors for engine in supervisor.engines]
-        fleet = Fleet(engines, ROUTES.load(parallel.load_balance))
+        fleet = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.is_joined)
         return supervisors, fleet
 
     async def _serve(self, fleet: Fleet, supervisors: list[Supervisor]) -> int:

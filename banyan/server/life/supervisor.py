@@ -10,13 +10,13 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from banyan.base.errors import BanyanError, ConfigError, ModelError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
+from banyan.config.joined import of_replica
 from banyan.config.schema import Config
 from banyan.frontend.link.client import EngineClient
 from banyan.messages.link import PrivateFolder, ZmqFrontLink
@@ -158,7 +158,7 @@ class Supervisor:
                 with contextlib.suppress(RuntimeError):  # the server has ended
                     loop.call_soon_threadsafe(told, text)
 
-            mine = replace(config, parallel=replace(config.parallel, replica=number))
+            mine = of_replica(config, number, f"{life.path}/joined")
             self._handles.append(self._start_engine(mine, card, address, on_death))
 
     async def _first_lost(self) -> EngineClient:

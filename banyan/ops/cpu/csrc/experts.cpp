@@ -131,7 +131,8 @@ std::vector<float> outcome(const ExpertKernels& kernels) {
   auto run = [&](const Kernel& kernel, const void* args, int64_t units) {
     kernel.run(args, sizes, 0, units, worker);
   };
-  LogitsArgs logits{s.x.data(), s.router.data(), s.logits.data(), Step::DIM, Step::DIM, Step::COUNT};
+  LogitsArgs logits{s.x.data(), s.router.data(), s.logits.data(), Step::DIM,
+                    Step::DIM,  Step::COUNT,     TOKENS};
   run(kernels.logits, &logits, kernels.logits.units(&logits, sizes));
   RouteArgs route{s.logits.data(), nullptr, s.ids.data(), s.shares.data(), Step::COUNT, Step::CHOSEN,
                   SIGMOID, 1, 2, 1, 2, 1.5f};
@@ -180,8 +181,7 @@ BN_EXPORT int bn_check_experts(int32_t isa, char* why, int32_t room) {
 // [size, count].
 BN_EXPORT void bn_router_logits(Program* program, int32_t size, const float* x, int64_t x_stride,
                                 const float* weight, float* out, int64_t dim, int64_t count) {
-  (void)size;
-  LogitsArgs args{x, weight, out, x_stride, dim, count};
+  LogitsArgs args{x, weight, out, x_stride, dim, count, size};
   append(program, experts_table(isa()).logits, &args, sizeof args, NOT_ROW_WISE);
 }
 

@@ -27,6 +27,7 @@ struct LogitsArgs {
   const float* weight;  // [count, dim]
   float* out;           // [tokens, count]
   int64_t x_stride, dim, count;
+  int32_t size;  // of the tokens
 };
 
 enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1 };

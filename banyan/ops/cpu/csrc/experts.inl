@@ -50,12 +50,13 @@ int64_t logits_chunks(const LogitsArgs& a) {
   return (a.count + EXPERTS_OF_UNIT - 1) / EXPERTS_OF_UNIT;
 }
 int64_t logits_units(const void* args, const Sizes& sizes) {
-  int64_t panels = (sizes.n[TOKENS] + TOKENS_OF_UNIT - 1) / TOKENS_OF_UNIT;
-  return panels * logits_chunks(*(const LogitsArgs*)args);
+  const LogitsArgs& a = *(const LogitsArgs*)args;
+  int64_t panels = (sizes.n[a.size] + TOKENS_OF_UNIT - 1) / TOKENS_OF_UNIT;
+  return panels * logits_chunks(a);
 }
 int64_t logits_grain(const void* args, const Sizes& sizes) {
   const LogitsArgs& a = *(const LogitsArgs*)args;
-  int64_t tokens = least(sizes.n[TOKENS], TOKENS_OF_UNIT);
+  int64_t tokens = least(sizes.n[a.size], TOKENS_OF_UNIT);
   return 30000 / (EXPERTS_OF_UNIT * a.dim * (1 + tokens / 4) + 1) + 1;
 }
 void logits_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker&) {
@@ -63,7 +64,7 @@ void logits_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end
   int64_t chunks = logits_chunks(a);
   for (int64_t unit = begin; unit < end; unit++) {
     int64_t first = unit / chunks * TOKENS_OF_UNIT, e = unit % chunks * EXPERTS_OF_UNIT;
-    int64_t last = least(first + TOKENS_OF_UNIT, sizes.n[TOKENS]);
+    int64_t last = least(first + TOKENS_OF_UNIT, sizes.n[a.size]);
     int64_t stop = least(e + EXPERTS_OF_UNIT, a.count);
     auto at = [&](auto run, int64_t token, int64_t expert) {
       run(a.x + token * a.x_stride, a.x_stride, a.weight + expert * a.dim, a.dim,
@@ -84,7 +85,7 @@ void logits_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end
 }
 void logits_cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
   const LogitsArgs& a = *(const LogitsArgs*)args;
-  double tokens = (double)sizes.n[TOKENS];
+  double tokens = (double)sizes.n[a.size];
   *bytes = 4.0 * (a.count * a.dim + tokens * (a.dim + a.count));
   *operations = 2.0 * tokens * a.count * a.dim;
 }

@@ -19,8 +19,11 @@ enum Isa : int32_t { BASE = 0, AVX2 = 1, AVX512 = 2, VNNI = 3, AMX = 4, NUM_ISAS
 #define BN_BUILT_FOR 0
 #endif
 
-// The numbers that change from step to step. An op names the one its leading dimension has.
-enum Size : int32_t { TOKENS = 0, ROWS = 1, OUTPUTS = 2, NUM_SIZES = 3 };
+// The numbers that change from step to step. An op names the one its leading dimension has. ALL_*
+// counts those of every replica, where several work on one batch.
+enum Size : int32_t {
+  TOKENS = 0, ROWS = 1, OUTPUTS = 2, ALL_TOKENS = 3, ALL_OUTPUTS = 4, NUM_SIZES = 5
+};
 struct Sizes {
   int64_t n[NUM_SIZES];
 };

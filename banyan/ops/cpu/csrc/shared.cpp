@@ -39,11 +39,13 @@ constexpr int64_t SUM_BLOCK = 2048;  // floats that stay in the first cache whil
 namespace {
 
 enum Kind : uint64_t {
-  MEET = 1, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ROWS, BROADCAST, SEND
+  MEET = 1, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ROWS, BROADCAST, GATHER_ROWS,
+  REDUCE_ROWS, GATHER_COLUMNS, SEND
 };
 constexpr const char* KINDS[] = {"nothing",        "meet",       "all_reduce",
                                  "all_gather",     "reduce_scatter", "all_to_all",
-                                 "all_to_all_rows", "broadcast", "send"};
+                                 "all_to_all_rows", "broadcast", "gather_rows",
+                                 "reduce_rows",    "gather_columns", "send"};
 
 int64_t now_ns() {
   timespec t;
@@ -247,6 +249,21 @@ struct RowsArgs : Args {
   int64_t* received;
   int64_t row_bytes, room;
 };
+// Whose rows a batch of several replicas consists of, in memory that changes from step to step.
+struct Joint {
+  int64_t first, mine;  // this rank's rows
+  // Behind them, by rank: rows that it gives.
+  int64_t given(int32_t rank) const { return (&mine)[1 + rank]; }
+};
+struct JointArgs : Args {
+  const uint8_t* x;
+  uint8_t* out;
+  const Joint* rows;
+  int64_t row_bytes;
+};
+struct ColumnsArgs : BlockArgs {
+  const Joint* rows;
+};
 struct WholeArgs : Args {
   uint8_t* x;
   int64_t row_bytes;
@@ -442,6 +459,77 @@ void broadcast(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& w
   }
 }
 
+// `size` counts the rows of all; a rank gives `given` of them, those of rank 0 come first.
+void gather_rows(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
+  const JointArgs& a = *(const JointArgs*)args;
+  Shared& g = *a.group;
+  if (!g.begin(worker)) return;
+  int64_t all = sizes.n[a.size] * a.row_bytes, sum = 0, longest = 0;
+  for (int32_t r = 0; r < g.ranks; r++) {
+    int64_t given = a.rows->given(r) * a.row_bytes;
+    if (given > longest) longest = given;
+    sum += given;
+  }
+  if (sum != all) {
+    std::snprintf(g.failure, sizeof g.failure, "the ranks give %lld bytes of rows, not %lld",
+                  (long long)sum, (long long)all);
+    worker.failure = g.failure;
+    return;
+  }
+  int64_t mine = a.rows->given(g.rank) * a.row_bytes;
+  for (int64_t at = 0; at < longest; at += g.slot) {
+    uint8_t* slot = g.open_turn();
+    if (at < mine) std::memcpy(slot, a.x + at, least(g.slot, mine - at));
+    if (!g.meet(what_of(GATHER_ROWS, all), worker)) return;
+    uint8_t* to = a.out + at;
+    for (int32_t r = 0; r < g.ranks; r++) {
+      int64_t given = a.rows->given(r) * a.row_bytes;
+      if (at < given) std::memcpy(to, g.slot_of(r), least(g.slot, given - at));
+      to += given;
+    }
+  }
+}
+
+// As all_reduce, but of the sum each rank keeps its own rows.
+void reduce_rows(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
+  const JointArgs& a = *(const JointArgs*)args;
+  Shared& g = *a.group;
+  if (!g.begin(worker)) return;
+  int64_t bytes = sizes.n[a.size] * a.row_bytes;
+  int64_t first = a.rows->first * a.row_bytes, last = first + a.rows->mine * a.row_bytes;
+  for (int64_t at = 0; at < bytes; at += g.slot) {
+    int64_t end = at + least(g.slot, bytes - at);
+    std::memcpy(g.open_turn(), a.x + at, end - at);
+    if (!g.meet(what_of(REDUCE_ROWS, bytes), worker)) return;
+    int64_t low = first > at ? first : at, high = least(last, end);
+    if (low < high)
+      add_up((float*)(a.out + low - first), (high - low) / 4, g.ranks,
+             [&](int32_t r) { return (const float*)(g.slot_of(r) + low - at); });
+  }
+}
+
+// As all_gather, but of the whole each rank keeps its own rows.
+void gather_columns(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
+  const ColumnsArgs& a = *(const ColumnsArgs*)args;
+  Shared& g = *a.group;
+  if (!g.begin(worker)) return;
+  int64_t rows = sizes.n[a.size], first = a.rows->first, last = first + a.rows->mine;
+  in_tiles(g.slot, rows, 1, a.room, [&](int64_t row, int64_t high, int64_t column, int64_t wide) {
+    uint8_t* slot = g.open_turn();
+    int64_t mine = least(wide, a.mine - column);
+    for (int64_t i = 0; i < high && mine > 0; i++)
+      std::memcpy(slot + i * wide, a.x + (row + i) * a.x_stride + column, mine);
+    if (!g.meet(what_of(GATHER_COLUMNS, rows * a.total), worker)) return false;
+    for (int32_t r = 0; r < g.ranks; r++) {
+      int64_t to = r * a.room + column, count = least(wide, a.total - to);
+      for (int64_t i = 0; i < high && count > 0; i++)
+        if (first <= row + i && row + i < last)
+          std::memcpy(a.out + (row + i - first) * a.total + to, g.slot_of(r) + i * wide, count);
+    }
+    return true;
+  });
+}
+
 void send(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
   const WholeArgs& a = *(const WholeArgs*)args;
   Shared& g = *a.group;
@@ -513,6 +601,17 @@ void cost_of_all_reduce(const void* args, const Sizes& sizes, double* bytes, dou
   *bytes = whole * (a.group->ranks + 3);
   *operations = whole / 4 * (a.group->ranks - 1);
 }
+void cost_of_joint(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  const JointArgs& a = *(const JointArgs*)args;
+  *bytes = (double)(sizes.n[a.size] * a.row_bytes) * 2;
+  *operations = 0;
+}
+void cost_of_joint_sums(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  const JointArgs& a = *(const JointArgs*)args;
+  double own = (double)(a.rows->mine * a.row_bytes);
+  *bytes = (double)(sizes.n[a.size] * a.row_bytes) * 2 + own * (a.group->ranks + 1);
+  *operations = own / 4 * (a.group->ranks - 1);
+}
 void cost_of_rows(const void* args, const Sizes& sizes, double* bytes, double* operations) {
   const RowsArgs& a = *(const RowsArgs*)args;
   *bytes = (double)(sizes.n[a.size] * a.row_bytes) * 4;
@@ -529,6 +628,10 @@ const Kernel REDUCE_SCATTER_KERNEL = {"reduce_scatter", if_any, always, reduce_s
 const Kernel ALL_TO_ALL_KERNEL = {"all_to_all", if_any, always, all_to_all, cost_of_blocks};
 const Kernel ROWS_KERNEL = {"all_to_all_rows", always, always, all_to_all_rows, cost_of_rows};
 const Kernel BROADCAST_KERNEL = {"broadcast", if_any, always, broadcast, cost_of_whole};
+const Kernel GATHER_ROWS_KERNEL = {"gather_rows", if_any, always, gather_rows, cost_of_joint};
+const Kernel REDUCE_ROWS_KERNEL = {"reduce_rows", if_any, always, reduce_rows, cost_of_joint_sums};
+const Kernel GATHER_COLUMNS_KERNEL = {"gather_columns", if_any, always, gather_columns,
+                                      cost_of_blocks};
 const Kernel SEND_KERNEL = {"send", if_any, always, send, cost_of_whole};
 const Kernel RECV_KERNEL = {"recv", if_any, always, recv, cost_of_whole};
 const Kernel MEET_KERNEL = {"meet", always, always, meet_all, cost_of_nothing};
@@ -629,6 +732,27 @@ BN_EXPORT void bn_all_to_all_rows(Program* program, int32_t size, Shared* group,
                                   int64_t row_bytes, int64_t room) {
   add(program, ROWS_KERNEL,
       RowsArgs{{group, size}, (const uint8_t*)x, counts, (uint8_t*)out, received, row_bytes, room});
+}
+// rows: two numbers, the first of this rank's rows and how many it has; then how many each rank
+// gives. x: contiguous rows; out: those of all ranks, [size, row_bytes].
+BN_EXPORT void bn_gather_rows(Program* program, int32_t size, Shared* group, const void* x,
+                              void* out, const int64_t* rows, int64_t row_bytes) {
+  add(program, GATHER_ROWS_KERNEL,
+      JointArgs{{group, size}, (const uint8_t*)x, (uint8_t*)out, (const Joint*)rows, row_bytes});
+}
+// x: the rows of all, contiguous fp32; out: this rank's rows of the sum over the ranks.
+BN_EXPORT void bn_reduce_rows(Program* program, int32_t size, Shared* group, const void* x,
+                              void* out, const int64_t* rows, int64_t row_bytes) {
+  add(program, REDUCE_ROWS_KERNEL,
+      JointArgs{{group, size}, (const uint8_t*)x, (uint8_t*)out, (const Joint*)rows, row_bytes});
+}
+// As bn_all_gather, of the rows of all; out: this rank's rows alone.
+BN_EXPORT void bn_gather_columns(Program* program, int32_t size, Shared* group, const void* x,
+                                 int64_t x_stride, void* out, int64_t mine, int64_t room,
+                                 int64_t total, const int64_t* rows) {
+  add(program, GATHER_COLUMNS_KERNEL,
+      ColumnsArgs{{{group, size}, (const uint8_t*)x, (uint8_t*)out, x_stride, mine, room, total},
+                  (const Joint*)rows});
 }
 BN_EXPORT void bn_broadcast(Program* program, int32_t size, Shared* group, void* x,
                             int64_t row_bytes, int32_t source) {

@@ -1,0 +1,241 @@
+"""Joined replicas: each attends by itself, and all share the feed-forward blocks and the logits.
+
+The answers are those of one rank, and a request's own bits depend neither on the requests of other
+replicas nor on whether these have any.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from banyan.base.clock import WallClock
+from banyan.config.card import ModelCard
+from banyan.config.checkpoint import read_card
+from banyan.config.joined import of_replica
+from banyan.layers.build import Build
+from banyan.layers.cache import group_caches
+from banyan.messages.plan import Load, StepPlan
+from banyan.messages.sampling import SamplingParams
+from banyan.models.weights.loader import load_model
+from banyan.ops.bind import bind, open_toolkit
+from banyan.parallel.groups import ALONE, open_groups
+from banyan.replica import Phases, open_model
+from banyan.runner.kvstore import GroupLayout
+from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.scheduler.draft import PlanDraft
+from tests.config.test_resolve import CARD
+from tests.flags import config_of
+from tests.models.families import tiny
+from tests.parallel.ranks import meet, needs_compiler, together
+from tests.parallel.test_steps import SIZES, Grouped
+from tests.runner.driver import PAGE, Request, greedy
+
+VOCAB = 97
+IS_ALL = os.environ.get("PARALLEL") == "all"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is shared, and which one. The rest as for `open_groups`."""
+
+    variant: str
+    replicas: int = 2
+    ranks: int = 1
+    library: str = "shared"
+    are_experts_apart: bool = False
+    are_heads_apart: bool = False
+    is_dense_whole: bool = False
+    is_eager: bool = False
+    """Of the first replica only: one that calls the model works with one that replays it."""
+
+
+TWO = (
+    Layout("mistral"),
+    Layout("mistral", is_eager=True),
+    Layout("mistral", library="gloo"),
+    Layout("gemma2", are_heads_apart=True),
+    Layout("qwen3 moe, six of 21", are_experts_apart=True),
+    Layout("deepseek v3", is_dense_whole=True),
+)
+FOUR = (
+    Layout("gemma2", ranks=2),
+    Layout("mistral", ranks=2, are_heads_apart=True),
+    Layout("deepseek v3", ranks=2, are_experts_apart=True),
+)
+
+
+class Joined(Grouped):
+    """Agrees with the other replicas before each step, as a step clock would."""
+
+    def __init__(self, runner: ModelRunner, num_groups: int, agree) -> None:
+        super().__init__(runner, num_groups)
+        self.agree = agree
+        self.empty_steps = 0
+
+    def plan(self, **parts) -> StepPlan:
+        plan = super().plan(**parts)
+        draft = PlanDraft(plan.step, [], 0)
+        draft.rows = plan.rows
+        return msgspec.structs.replace(plan, peers=self.agree(draft.load))
+
+    def rest(self) -> None:
+        """Go along with the others until none has work."""
+        while (plan := self.plan()).peers:
+            self.empty_steps += 1
+            result = self.runner.launch(plan).result()
+            assert not result.error, result.error
+
+
+def requests(replica: int) -> list[Request]:
+    """Those of a replica; the second one has a request that fails, too."""
+    kinds = (
+        greedy(8),
+        SamplingParams(max_new_tokens=9, temperature=0.8, top_p=0.9, seed=4),
+        SamplingParams(max_new_tokens=5, temperature=0.0, frequency_penalty=0.7),
+    )
+    draw = np.random.default_rng(2 + replica)
+    found = [
+        Request(draw.integers(3, VOCAB, n).tolist(), kinds[i % 3], score_from=(0, -1)[i % 2])
+        for i, n in enumerate((1, 17, 44, 30 + replica))
+    ]
+    return [*found, Request([5, VOCAB, 7], greedy(4))] if replica == 1 else found
+
+
+def outcome(asked: list[Request]) -> list[tuple]:
+    return [(r.output, [r.scores[p] for p in sorted(r.scores)], r.failure) for r in asked]
+
+
+def open_runner(card: ModelCard, groups_of, max_tokens: int) -> tuple[ModelRunner, int]:
+    ops = bind(
+        *("cpu", torch.device("cpu"), torch.float32, frozenset(), card.head_dim),
+        toolkit=open_toolkit("cpu", 1, {}),
+        page_size=PAGE,
+        exact=True,
+    )
+    build = Build(ops, groups_of(ops.recorder))
+    model = load_model(card, build)
+    kinds = group_caches(model.caches)
+    layouts = tuple(GroupLayout(kind.kind, kind.window, PAGE, 128) for kind in kinds)
+    runner = ModelRunner(model, build, RunnerSizes(16, 120, layouts, max_tokens=max_tokens))
+    return runner, len(kinds)
+
+
+def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
+    """Each replica alone, one request after another; then all requests of all together."""
+    replica, place = divmod(rank, layout.ranks)
+    size = layout.replicas * layout.ranks
+    talk = meet("gloo", rank, size, f"{address}-talk")
+
+    def agree(load: Load) -> list[Load]:
+        told = torch.tensor([msgspec.structs.astuple(load)], dtype=torch.float32)
+        heard = talk.all_gather(told, 3 * size).view(size, 3)[:: layout.ranks].int().tolist()
+        return [Load(*one) for one in heard] if any(one[0] for one in heard) else []
+
+    runner, num_groups = open_runner(
+        read_card(str(folder)),
+        lambda recorder: open_groups(
+            *(place, layout.ranks, address, (layout.library,), 60),
+            recorder=recorder,
+            replica=replica,
+            replicas=layout.replicas,
+            are_experts_apart=layout.are_experts_apart,
+            are_heads_apart=layout.are_heads_apart,
+            is_dense_whole=layout.is_dense_whole,
+        ),
+        0 if layout.is_eager and replica == 0 else 300,
+    )
+    driver = Joined(runner, num_groups, agree)
+    alone = []
+    for turn in range(layout.replicas):
+        if turn == replica:
+            for request in requests(replica):
+                driver.run([request], chunk=24)
+                alone.append(request)
+        driver.rest()
+    crowd = requests(replica)
+    driver.run(crowd, chunk=24)
+    driver.rest()
+    return {
+        "how": runner.how,
+        "alone": outcome(alone),
+        "together": outcome(crowd),
+        "empty steps": driver.empty_steps,
+    }
+
+
+def answer_all(rank: int, size: int, address: str, asked: list) -> list[dict]:
+    return [
+        answer(layout, folder, rank, f"{address}-{at}") for at, (layout, folder) in enumerate(asked)
+    ]
+
+
+def of_one_rank(folder: Path, replica: int) -> list[tuple]:
+    """What one rank that holds all answers to the requests of a replica."""
+    runner, num_groups = open_runner(read_card(str(folder)), lambda recorder: ALONE, 300)
+    asked = requests(replica)
+    Grouped(runner, num_groups).run(asked, chunk=24)
+    return outcome(asked)
+
+
+def how(layout: Layout, replica: int) -> str:
+    is_eager = layout.library == "gloo" or (layout.is_eager and replica == 0)
+    return "eager" if is_eager else "recorded"
+
+
+def are_close(found: list[tuple], expected: list[tuple]) -> bool:
+    """The same tokens and failures, log-probabilities but for rounding."""
+    return all(
+        (a[0], a[2]) == (b[0], b[2]) and np.allclose(a[1], b[1], rtol=0, atol=1e-5)
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("layouts", [TWO, FOUR] if IS_ALL else [TWO])
+def test_joined_replicas_answer_as_one_rank_does_and_company_changes_no_bit(layouts, tmp_path):
+    asked = []
+    for at, layout in enumerate(layouts):
+        folder = tmp_path / str(at)
+        tiny(layout.variant, folder, **(SIZES if "moe" not in layout.variant else {}))
+        asked.append((layout, folder))
+    size = layouts[0].replicas * layouts[0].ranks
+    answers = together(size, tmp_path, answer_all, asked)
+    for at, (layout, folder) in enumerate(asked):
+        expected = [of_one_rank(folder, replica) for replica in range(layout.replicas)]
+        for rank, found in enumerate(answers):
+            assert isinstance(found, list), found
+            mine, replica = found[at], rank // layout.ranks
+            alone = expected[replica]
+            assert mine["how"] == how(layout, replica)
+            assert mine["empty steps"] > 20
+            assert are_close(mine["alone"], alone) and are_close(mine["together"], alone), layout
+            assert mine["alone"] == mine["together"], layout
+        assert sum(bool(failure) for _, _, failure in expected[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ((), (4, 0, 1, False, False)),
+        (("--enable-dp-attention",), (2, 1, 2, False, False)),
+        (("--enable-dp-attention", "--enable-dp-lm-head"), (2, 1, 2, True, False)),
+        (("--moe-dense-tp-size", "1"), (4, 0, 1, False, True)),
+    ],
+)
+def test_the_flags_decide_who_shares_what(flags, expected, monkeypatch):
+    """The groups are opened as the flags say; meeting is all that is left to do."""
+
+    def tell(rank, size, address, libraries, timeout_s, **more):
+        names = ("replica", "replicas", "are_heads_apart", "is_dense_whole")
+        raise TimeoutError((size, *(more[name] for name in names)))
+
+    monkeypatch.setattr("banyan.replica.open_groups", tell)
+    config = of_replica(config_of("--tp", "4", "--dp", "2", *flags), 1, "/meeting")
+    with pytest.raises(TimeoutError) as found:
+        open_model(config, CARD, 0, "", Phases(WallClock()))
+    assert found.value.args[0] == expected
