@@ -20,7 +20,13 @@ class Asking(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        self.answer = self._server.generate(text=self._text, sampling_params=self._params)
+        # With alternatives to each token it takes several heartbeats, so that it is seen running.
+        self.answer = self._server.generate(
+            text=self._text,
+            sampling_params=self._params,
+            return_logprob=True,
+            top_logprobs_num=20,
+        )
 
     def result(self) -> dict:
         self.join(60)
