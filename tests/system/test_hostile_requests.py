@@ -185,6 +185,17 @@ HOSTILE = {
             }
         ),
     ),
+    "best tokens of many outputs": (
+        "/generate",
+        json.dumps(
+            {
+                "input_ids": [5],
+                "return_logprob": True,
+                "top_logprobs_num": 256,
+                "sampling_params": {"n": 128, "max_new_tokens": 1000},
+            }
+        ),
+    ),
     "ids named at every position": (
         "/generate",
         json.dumps(
