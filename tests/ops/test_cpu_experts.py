@@ -154,6 +154,16 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(library, name, is_exac
         assert torch.equal(run(x[alone], ids[alone], weights[alone])[0], together[token])
 
 
+@pytest.mark.parametrize(("name", "bytes_of_32"), [("Q4_0", 18), ("Q4_K", 20), ("Q6_K", 28)])
+def test_experts_stay_in_their_bits(library, name, bytes_of_32):
+    run = Experts(library, Arena(), experts_of(name, 4, 256, 512), is_exact=False)
+
+    parts = (run.gate, run.up, run.down)
+    taken = sum(packed.tiles.numel() for part in parts for packed in part.packed)
+
+    assert taken == 4 * 3 * 256 * 512 // 32 * bytes_of_32
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize(("dim", "inner"), [(1, 1), (19, 21), (33, 5)])
 def test_experts_of_odd_shapes_and_every_activation(library, activation, dim, inner):
