@@ -54,6 +54,23 @@ def test_the_model_sees_the_tools_and_its_call_is_a_call(
     assert '<tool_call>\n{"name": "NAME", "arguments": {' in shown
 
 
+BARE = CALL.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_call_without_its_tags_is_a_call_when_it_names_a_tool(
+    model: Site, http: httpx.Client, stream: bool
+) -> None:
+    says(model, BARE, pieces=9)
+    heard = ask(http, stream, tools=TOOLS)
+    assert heard.said == ("", "", [("get_weather", '{"city": "東京"}')], "tool_calls")
+    unknown = BARE.replace("get_weather", "get_data")
+    says(model, unknown, pieces=9)
+    assert ask(http, stream, tools=TOOLS).said == (unknown, "", [], "stop")
+    says(model, f"{BARE}\n{CALL}", pieces=9)
+    assert len(ask(http, stream, tools=TOOLS).said[2]) == 2
+
+
 def test_nothing_is_reported_of_what_is_honoured(model: Site, http: httpx.Client) -> None:
     answer = http.post(PATH, json={"messages": USER, "tools": TOOLS})
     assert answer.status_code == 200 and "x-banyan-warnings" not in answer.headers

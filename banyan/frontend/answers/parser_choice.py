@@ -11,6 +11,7 @@ from banyan.frontend.answers.reasoning import REASONING_PARSERS
 from banyan.frontend.answers.reasoning.base import ReasoningFormat
 from banyan.frontend.answers.tools import TOOL_PARSERS
 from banyan.frontend.answers.tools.base import ToolFormat
+from banyan.frontend.answers.tools.tagged import bare_first
 
 NONE = "none"
 AS_TEXT = "hermes"
@@ -73,12 +74,13 @@ def choose_parsers(
         ConfigError: there is no parser of that name.
     """
     tool = _named(tool_flag) or tool_parser_for(template)
+    found = None if tool == NONE else TOOL_PARSERS.load(tool)
     if tool == NONE and not _named(tool_flag) and not takes_tools:
-        tool = AS_TEXT
+        tool, found = AS_TEXT, bare_first(TOOL_PARSERS.load(AS_TEXT))
     reasoning = _named(reasoning_flag) or reasoning_parser_for(template)
     return Parsers(
         tool,
-        None if tool == NONE else TOOL_PARSERS.load(tool),
+        found,
         reasoning,
         None if reasoning == NONE else REASONING_PARSERS.load(reasoning),
         "enable_thinking" in template or reasoning == "gpt-oss",

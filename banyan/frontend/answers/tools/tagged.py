@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 from banyan.frontend.answers.incremental import Arriving, Malformed, Marks, Reading
 from banyan.frontend.answers.tools.base import Outcome, ToolFormat, attempt, call_json
@@ -21,6 +22,19 @@ def tagged_json(opener: str, closer: str) -> ToolFormat:
         return f'{opener}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{closer}"
 
     return ToolFormat(blocks(opener, block), (opener, closer), tag, opener)
+
+
+def bare_first(format: ToolFormat) -> ToolFormat:
+    """`format`, in which a whole answer may also begin with a call that nothing marks: models that
+    were not taught the tags often leave them out. It must name one of the tools."""
+
+    def read(source: Arriving, out: Outcome) -> Reading[None]:
+        out.say((yield from source.spaces()))
+        if (yield from source.peek()) == "{":
+            yield from attempt(source, out, "", call_json(source, out, only_known=True))
+        yield from format.read(source, out)
+
+    return replace(format, read=read)
 
 
 def blocks(opener: str, block: Block, *ignored: str) -> Block:
