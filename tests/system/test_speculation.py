@@ -7,6 +7,7 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
+from tests.models.families import tiny
 
 REPEATS = "One two three four five six. " * 4 + "One two"
 LONG = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
@@ -136,3 +137,20 @@ def test_other_devices_refuse_drafts_by_name(tiny_model, monkeypatch):
     monkeypatch.setenv("BANYAN_NPU", "emulated")
     with pytest.raises(BanyanError, match="drafts are made on the host"):
         start(tiny_model, device="npu").shutdown()
+
+
+def test_layers_with_a_window_go_together_with_drafts(tmp_path):
+    tiny("gemma2", tmp_path)
+    prompt = [2 + 7 * i % 20 for i in range(60)]
+    asked = {"max_new_tokens": 60, "temperature": 0.3, "sampling_seed": 3, "ignore_eos": True}
+
+    def answer(is_drafting: bool) -> dict:
+        flags = {"skip_tokenizer_init": True, "max_total_tokens": 2048}
+        with start(tmp_path, is_drafting, **flags) as engine:
+            for _ in range(2):
+                found = engine.generate(input_ids=prompt, sampling_params=asked)
+        return found
+
+    right, found = answer(False), answer(True)
+    assert found["output_ids"] == right["output_ids"]
+    assert found["meta_info"]["spec_num_correct_drafts"] > 0

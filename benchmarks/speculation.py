@@ -1,0 +1,92 @@
+"""What drafts bring and cost: the same requests with and without them, in turn.
+
+Two engines of one model are alive and one of them is asked at a time, so that what else the machine
+does falls on both alike. Every request is new to both, unless `--again` asks it twice.
+
+    python -m benchmarks.speculation [--model demo] [--rounds 3] [--new 200] [--again]
+"""
+
+import argparse
+import time
+
+from banyan.llm import Engine
+
+FUNCTION = '''def total_{i}(orders, tax):
+    """Add up the orders of customer {i}."""
+    result = {i}
+    for order in orders:
+        if order.is_paid:
+            result += order.price * order.count
+        else:
+            result -= order.discount
+    return round(result * (1 + tax), 2)
+'''
+TASKS = {
+    "editing": "Repeat this code exactly, with the comment '# checked' above it.\n\n" + FUNCTION,
+    "quoting": "Read this text, then write all of it again, word by word:\n\n"
+    "In the year {i} the harbour had {i} ships. Each of them carried salt, cloth and oil to the "
+    "islands, and came back with fish and wine. The old keeper of the light counted them every "
+    "evening, and wrote their names into a book that nobody was allowed to open.",
+    "chat": "Tell me in a few sentences why the number {i} might be interesting, and what a child "
+    "could learn from it.",
+    "nonsense": "Write anything about {i}.",
+}
+CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def timed(engine: Engine, prompt: str, new: int, hot: bool = False) -> tuple[int, float, dict]:
+    """Output tokens, seconds, and the answer; `hot`: drawn so freely that nothing is foreseen."""
+    heat = {"temperature": 1.5, "sampling_seed": 1} if hot else {"temperature": 0}
+    began = time.perf_counter()
+    answer = engine.generate(prompt, {"max_new_tokens": new, "ignore_eos": hot, **heat})
+    assert isinstance(answer, dict)
+    seconds = time.perf_counter() - began
+    return answer["meta_info"]["completion_tokens"], seconds, answer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new", type=int, default=200)
+    parser.add_argument("--again", action="store_true", help="ask every request twice")
+    options = parser.parse_args()
+    flags = {"model_path": options.model, "log_level": "error", "max_total_tokens": 8192}
+    with (
+        Engine(**flags) as plain,
+        Engine(**flags, speculative_algorithm="NGRAM") as drafting,
+    ):
+        for engine in (plain, drafting):
+            timed(engine, CHAT.format("Count to twenty."), 60)
+        print("| task | plain, tokens/s | with drafts | ratio | tokens per row | drafts right |")
+        print("|---|---|---|---|---|---|")
+        for name, text in TASKS.items():
+            _measure(name, text, plain, drafting, options)
+
+
+def _measure(
+    name: str, text: str, plain: Engine, drafting: Engine, options: argparse.Namespace
+) -> None:
+    tokens, seconds, rows, correct, proposed = 0, [0.0, 0.0], 0, 0, 0
+    for i in range(options.rounds * (2 if options.again else 1)):
+        number = 3 + 7 * (i // 2 if options.again else i)
+        prompt = CHAT.format(text.format(i=number))
+        pair = [plain, drafting] if i % 2 else [drafting, plain]
+        hot = name == "nonsense"
+        answers = {id(engine): timed(engine, prompt, options.new, hot) for engine in pair}
+        (count, slow, one), (_, quick, other) = answers[id(plain)], answers[id(drafting)]
+        assert one["output_ids"] == other["output_ids"], "drafts have changed an answer"
+        tokens, seconds = tokens + count, [seconds[0] + slow, seconds[1] + quick]
+        meta = other["meta_info"]
+        rows, correct = rows + meta["spec_verify_ct"], correct + meta["spec_num_correct_drafts"]
+        proposed += meta["spec_num_proposed_drafts"]
+    print(
+        f"| {name} | {tokens / seconds[0]:.0f} | {tokens / seconds[1]:.0f} | "
+        f"{seconds[0] / seconds[1]:.2f} | {1 + correct / max(1, rows):.2f} | "
+        f"{correct} of {proposed} |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
