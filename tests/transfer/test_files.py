@@ -11,6 +11,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.transfer.base import STORES, Damaged, Missing, StoreOptions
 from banyan.transfer.files import FileStore
+from tests.system.serving import wait_until
 from tests.transfer.kit import MemoryStore, check_store, name, page
 
 MODEL = bytes(range(32))
@@ -180,6 +181,7 @@ def test_a_writer_killed_at_any_moment_leaves_whole_pages_only(tmp_path):
         command = [sys.executable, "-c", WRITER, str(folder)]
         writer = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
         assert writer.stdout.readline() == b"ready\n"
+        wait_until(lambda: files(folder), 30, "a first page")
         time.sleep(delay_s)  # the moment of the blow is what differs
         writer.send_signal(signal.SIGKILL)
         writer.wait()
