@@ -15,6 +15,7 @@ from banyan.config.schema import Config, ObserveConfig, ServerConfig
 from banyan.messages.events import Fatal, Ready, Stats
 from banyan.messages.link import ZmqEngineLink
 from banyan.server.life.supervisor import Supervisor
+from tests.flags import config_of
 from tests.frontend.test_client import asynchronous
 from tests.server.fakes import CARD
 
@@ -181,3 +182,33 @@ def test_the_journal_of_a_lost_engine_is_kept(tmp_path: Path):
 
     asynchronous(scenario)()
     assert (tmp_path / "journal.2").read_text() == "what led to the end" and not journal.exists()
+
+
+async def deaths_borne(config: Config, most: int) -> int:
+    """How many deaths in a row are followed by an engine that serves."""
+    engines = Engines(READY)
+    supervisor = await opened(engines, config)
+    keeping = asyncio.create_task(supervisor.keep())
+    for death in range(most):
+        engines.lives[-1].on_death("killed")
+        while supervisor.engines[0].health().progressing:
+            await asyncio.sleep(0.01)
+        while not keeping.done() and not supervisor.engines[0].health().progressing:
+            await asyncio.sleep(0.01)
+        if keeping.done():
+            await closed(supervisor, keeping)
+            return death
+    await closed(supervisor, keeping)
+    return most
+
+
+@asynchronous
+async def test_a_dead_engine_is_replaced_as_often_in_a_row_as_the_flag_says():
+    assert await deaths_borne(config_of("--engine-restarts", "0"), 1) == 0
+    assert await deaths_borne(config_of("--engine-restarts", "2"), 3) == 2
+
+
+@asynchronous
+async def test_an_engine_that_has_served_for_the_time_given_begins_the_count_anew():
+    flags = ("--engine-restarts", "1", "--engine-restart-window", "0")
+    assert await deaths_borne(config_of(*flags), 3) == 3

@@ -264,7 +264,8 @@ FLAGS = (
         kind=INT,
         low=0,
         documented=False,
-        proof="tests/server/test_serve.py::test_an_engine_is_started_again_as_often_as_is_allowed",
+        proof="tests/server/test_supervisor.py"
+        "::test_a_dead_engine_is_replaced_as_often_in_a_row_as_the_flag_says",
     ),
     Flag(
         "engine-restart-window",
@@ -273,7 +274,8 @@ FLAGS = (
         kind=FLOAT,
         low=0.0,
         documented=False,
-        proof="tests/server/test_serve.py::test_restarts_are_forgotten_after_the_time_given",
+        proof="tests/server/test_supervisor.py"
+        "::test_an_engine_that_has_served_for_the_time_given_begins_the_count_anew",
     ),
     Flag(
         "drain-timeout",
