@@ -22,9 +22,9 @@ from banyan.messages.orders import (
 )
 from banyan.messages.plan import CopyResult, Held, Load, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate, GiveOrders, RetractAll, StopAt
-from banyan.scheduler.draft import PlanDraft
 from banyan.scheduler.request import DraftCounts
 from banyan.scheduler.scheduler import Scheduler
+from banyan.scheduler.sheet import PlanSheet
 
 CoreInput = Generate | Abort | StopAt | CopyResult | RetractAll | GiveOrders | Held
 
@@ -68,7 +68,7 @@ class EngineCore:
         self._given: deque[GiveOrders] = deque()
         self._carried_out: GiveOrders | None = None
         """Of the plan in flight, when that has orders."""
-        self._held: PlanDraft | None = None
+        self._held: PlanSheet | None = None
         """What the other replicas have yet to agree to."""
         self._held_s = 0.0
 
@@ -103,14 +103,14 @@ class EngineCore:
         if self._held is None and not self._may_launch():
             return None
         was_held = self._held is not None
-        draft = self._held or self._draft(now)
+        sheet = self._held or self._next_sheet(now)
         peers: list[Load] | None = []
-        if self._lockstep is not None and not draft.orders:
-            peers = self._lockstep.agree(draft.load)
-        self._held = draft if peers is None else None
+        if self._lockstep is not None and not sheet.orders:
+            peers = self._lockstep.agree(sheet.load)
+        self._held = sheet if peers is None else None
         plan = None
-        if peers or (draft.has_work and peers is not None):
-            plan = draft.plan(peers)
+        if peers or (sheet.has_work and peers is not None):
+            plan = sheet.plan(peers)
         if was_held:
             is_news = peers is not None
         else:
@@ -123,18 +123,18 @@ class EngineCore:
             self._in_flight.append((plan.step, now, bool(plan.rows or plan.peers)))
         return plan
 
-    def _draft(self, now: float) -> PlanDraft:
+    def _next_sheet(self, now: float) -> PlanSheet:
         """What this replica would do next; from here on its rows count as launched."""
         step = StepId(self._last_step + 1)
         self._held_s = now
         if self._given:
-            return self._draft_orders(step)
+            return self._sheet_of_orders(step)
         if not self._may_plan:
-            return PlanDraft(step, [], 0)
-        draft = self.scheduler.schedule(step, now)
-        if draft.has_work:
+            return PlanSheet(step, [], 0)
+        sheet = self.scheduler.schedule(step, now)
+        if sheet.has_work:
             self.scheduler.cache.horizon.launched = step
-        return draft
+        return sheet
 
     def complete(self, result: StepResult, now: float) -> tuple[list[Event], list[Mask]]:
         """Take in the result of the oldest plan in flight; what it means for front and runner."""
@@ -160,7 +160,7 @@ class EngineCore:
         return events
 
     def take_masks(self) -> list[Mask]:
-        """Drain the outbox towards the runner; masks of a draft that is held go with its plan."""
+        """Drain the outbox towards the runner; masks of a sheet that is held go with its plan."""
         roster = self.scheduler.roster
         masks, roster.masks = roster.masks, []
         if self._held is not None:
@@ -241,15 +241,15 @@ class EngineCore:
         """Whether rows may be planned."""
         return not self.is_paused and not self.released
 
-    def _draft_orders(self, step: StepId) -> PlanDraft:
+    def _sheet_of_orders(self, step: StepId) -> PlanSheet:
         """What is given first, as a plan. Whoever holds pages that go recomputes later."""
         self._carried_out = self._given.popleft()
-        draft = PlanDraft(step, [], 0)
-        draft.orders = self._carried_out.orders
-        if any(_takes_pages(order) for order in draft.orders):
+        sheet = PlanSheet(step, [], 0)
+        sheet.orders = self._carried_out.orders
+        if any(_takes_pages(order) for order in sheet.orders):
             self.scheduler.roster.retract_all()
             self.scheduler.flush()
-        return draft
+        return sheet
 
     def _end_orders(self, given: GiveOrders, result: StepResult) -> None:
         """Answer whoever gave the orders, and go by what has been done."""

@@ -8,8 +8,8 @@ from banyan.grammar.base import masks_for
 from banyan.memory.cache import TOKEN_BYTES, KVCache, Lease
 from banyan.messages.plan import HIDDEN, POOL, SAMPLE, SCORE, Mask, Row
 from banyan.scheduler.budget import Limits
-from banyan.scheduler.draft import PlanDraft
 from banyan.scheduler.request import Flight, Request
+from banyan.scheduler.sheet import PlanSheet
 from banyan.scheduler.speculation import Speculation
 
 
@@ -31,12 +31,12 @@ class RowPlanner:
         self._limits = limits
         self._speculation = speculation
 
-    def plan(self, request: Request, draft: PlanDraft, restores: bool = False) -> Planned:
+    def plan(self, request: Request, sheet: PlanSheet, restores: bool = False) -> Planned:
         """Plan the next row of `request`; `restores` when it starts on a matched state."""
         lease = request.lease
         assert lease is not None
         is_decode = request.is_decoding
-        count, drafts = self._extent(request, draft)
+        count, drafts = self._extent(request, sheet)
         if not count:
             return Planned.NOTHING
         start, pending = request.planned, request.pending
@@ -47,33 +47,33 @@ class RowPlanner:
             end, count, drafts = end - drafts, count - drafts, 0
             grants = self._cache.grow(lease, end)
         if grants is None:
-            draft.is_starved, draft.starved_of = True, self._cache.missing(lease, end)
+            sheet.is_starved, sheet.starved_of = True, self._cache.missing(lease, end)
             return Planned.STARVED
-        draft.grants += grants
-        row = len(draft.rows)
+        sheet.grants += grants
+        row = len(sheet.rows)
         samples = self._samples(request, end - drafts, pending, drafts)
         hidden = (max(start, request.hidden_from), end) if request.wants_hidden else (0, 0)
         flight = Flight(
-            request, draft.step, row, samples, count, is_decode, hidden, restores=restores
+            request, sheet.step, row, samples, count, is_decode, hidden, restores=restores
         )
         if restores:
-            draft.copies += self._cache.restores(lease, row, draft.step)
+            sheet.copies += self._cache.restores(lease, row, sheet.step)
         if samples and request.grammar is not None:
-            self._mask(request, draft, flight, drafts)
-        draft.rows.append(self._row(request, start, count, drafts, flight))
-        draft.flights.append(flight)
+            self._mask(request, sheet, flight, drafts)
+        sheet.rows.append(self._row(request, start, count, drafts, flight))
+        sheet.flights.append(flight)
         request.flights.append(flight)
         request.planned, request.has_jumped = end, False
         if not pending:
-            self._share(request, lease, draft, end, row)
+            self._share(request, lease, sheet, end, row)
         if is_decode:
-            draft.has_decode = True
-            draft.draft_room -= drafts
+            sheet.has_decode = True
+            sheet.draft_room -= drafts
         else:
-            draft.spend(count)
+            sheet.spend(count)
         return Planned.ROW
 
-    def _extent(self, request: Request, draft: PlanDraft) -> tuple[int, int]:
+    def _extent(self, request: Request, sheet: PlanSheet) -> tuple[int, int]:
         """(count, drafts) of the next row; count 0 = no row now.
 
         Decode rows are not counted against the step's budget, so a long prompt never holds up
@@ -85,20 +85,20 @@ class RowPlanner:
         if pending and (
             known + pending >= request.limit
             or 0 < request.jumps_at <= known + pending
-            or not self._gap_is_over(request, draft)
+            or not self._gap_is_over(request, sheet)
         ):
             return 0, 0
         border = 0 if pending else self._cache.checkpoint_at(known, start)
         if request.is_decoding:
-            drafts = 0 if border else self._drafts(request, pending, draft)
+            drafts = 0 if border else self._drafts(request, pending, sheet)
             return 1 + drafts, drafts
-        count = max(0, min(known - start, draft.budget))
+        count = max(0, min(known - start, sheet.budget))
         if self._limits.whole_prompts and count < known - start:
-            is_first = draft.budget == self._limits.chunk_tokens
+            is_first = sheet.budget == self._limits.chunk_tokens
             return (known - start, 0) if is_first else (0, 0)
         return min(count, border - start) if border else count, 0
 
-    def _drafts(self, request: Request, pending: int, draft: PlanDraft) -> int:
+    def _drafts(self, request: Request, pending: int, sheet: PlanSheet) -> int:
         left = (request.jumps_at or request.limit) - request.known - pending
         if self._speculation is None or left <= 1:
             return 0
@@ -106,24 +106,24 @@ class RowPlanner:
             return 0  # they are told of positions that stand
         if request.grammar is not None and self._cache.has_state:
             return 0  # a jump may come before drafts that stand, and a state does not go back
-        wanted = self._speculation.wanted(request, draft.running)
-        return max(0, min(wanted, left - 1, draft.draft_room))
+        wanted = self._speculation.wanted(request, sheet.running)
+        return max(0, min(wanted, left - 1, sheet.draft_room))
 
-    def _gap_is_over(self, request: Request, draft: PlanDraft) -> bool:
-        return draft.step - request.last_sampled_at > self._limits.token_gap
+    def _gap_is_over(self, request: Request, sheet: PlanSheet) -> bool:
+        return sheet.step - request.last_sampled_at > self._limits.token_gap
 
     def _samples(self, request: Request, end: int, pending: int, drafts: int) -> int:
         """Most tokens that a row ending at `end` (drafts left out) can yield."""
         reaches_last = pending > 0 or end == request.known
         return drafts + 1 if reaches_last and request.known < request.limit else 0
 
-    def _mask(self, request: Request, draft: PlanDraft, flight: Flight, drafts: int) -> None:
+    def _mask(self, request: Request, sheet: PlanSheet, flight: Flight, drafts: int) -> None:
         assert request.grammar is not None
         if any(f.samples for f in request.flights):
             flight.awaits_mask = True
             return
         bits = masks_for(request.grammar, request.next_drafts[:drafts])
-        draft.masks.append(Mask(draft.step, flight.row, bits))
+        sheet.masks.append(Mask(sheet.step, flight.row, bits))
 
     def _row(self, request: Request, start: int, count: int, drafts: int, flight: Flight) -> Row:
         want = SAMPLE if flight.samples else 0
@@ -146,9 +146,9 @@ class RowPlanner:
             hidden_from=flight.hidden[0],
         )
 
-    def _share(self, request: Request, lease: Lease, draft: PlanDraft, end: int, row: int) -> None:
+    def _share(self, request: Request, lease: Lease, sheet: PlanSheet, end: int, row: int) -> None:
         """Promise the full units of a row of known tokens to whoever comes next (rule R2)."""
         end = min(end, request.known)
-        self._cache.publish(lease, request.tokens, end, draft.step, request.id)
+        self._cache.publish(lease, request.tokens, end, sheet.step, request.id)
         if self._cache.checkpoint_at(request.known, end - 1) == end:
-            draft.copies += self._cache.checkpoints(lease, end, row, draft.step, request.id)
+            sheet.copies += self._cache.checkpoints(lease, end, row, sheet.step, request.id)

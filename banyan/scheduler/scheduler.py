@@ -23,13 +23,13 @@ from banyan.messages.requests import Generate
 from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims
 from banyan.scheduler.budget import Limits, NewTokenRatio
 from banyan.scheduler.door import check_request
-from banyan.scheduler.draft import PlanDraft
 from banyan.scheduler.fetch import Fetcher
 from banyan.scheduler.jump import advance, jump
 from banyan.scheduler.order import QueueOrder
 from banyan.scheduler.request import RUNNING, Flight, Request
 from banyan.scheduler.roster import Roster
 from banyan.scheduler.rows import Planned, RowPlanner
+from banyan.scheduler.sheet import PlanSheet
 from banyan.scheduler.speculation import Speculation
 
 
@@ -108,32 +108,32 @@ class Scheduler:
 
     # -- a step -------------------------------------------------------------------------------
 
-    def schedule(self, step: StepId, now: float) -> PlanDraft:
-        """What step `step` should do; a draft without work is not launched."""
+    def schedule(self, step: StepId, now: float) -> PlanSheet:
+        """What step `step` should do; a sheet without work is not launched."""
         self._now = now
         limits = self.limits
-        draft = PlanDraft(
+        sheet = PlanSheet(
             *(step, self.roster.leaves, limits.chunk_tokens, limits.max_prompts),
             *(len(self.roster.running), limits.draft_room),
         )
         suspect = self._suspect()
         if suspect is not None:
-            self._run_alone(suspect, draft)
+            self._run_alone(suspect, sheet)
         else:
             self._preempt()
-            self._plan_running(draft)
-            self._admit(draft)
+            self._plan_running(sheet)
+            self._admit(sheet)
         if self.cache.tier is not None:
-            self.cache.tier.plan_writes(bool(draft.rows))
-            draft.copies += self.cache.tier.take_copies()
-        if draft.has_work:
+            self.cache.tier.plan_writes(bool(sheet.rows))
+            sheet.copies += self.cache.tier.take_copies()
+        if sheet.has_work:
             self.roster.leaves = []
-            self._flights[step] = draft.flights
+            self._flights[step] = sheet.flights
             self.counters.steps += 1
-            self.counters.computed_tokens += sum(row.count for row in draft.rows)
-            if draft.has_decode:
+            self.counters.computed_tokens += sum(row.count for row in sheet.rows)
+            if sheet.has_decode:
                 self._ratio.decay()
-        return draft
+        return sheet
 
     def commit(self, result: StepResult, now: float) -> None:
         """Take in the outcome of the oldest step in flight."""
@@ -192,15 +192,15 @@ class Scheduler:
         ):
             self.roster.retract(lowest)
 
-    def _plan_running(self, draft: PlanDraft) -> None:
+    def _plan_running(self, sheet: PlanSheet) -> None:
         for request in list(self.roster.running):
             if request.state != RUNNING:
                 continue  # retracted for a request of higher rank
-            if self._planner.plan(request, draft) is Planned.STARVED:
-                self._make_way(request, draft.starved_of)
+            if self._planner.plan(request, sheet) is Planned.STARVED:
+                self._make_way(request, sheet.starved_of)
                 if request.state == RUNNING:
-                    self._planner.plan(request, draft)  # what was retracted may be free at once
-        draft.is_starved = draft.is_starved and bool(self.roster.running)
+                    self._planner.plan(request, sheet)  # what was retracted may be free at once
+        sheet.is_starved = sheet.is_starved and bool(self.roster.running)
 
     def _make_way(self, starved: Request, wanted: list[int]) -> None:
         """Retract until the pages that `starved` lacks are at least on their way back."""
@@ -218,8 +218,8 @@ class Scheduler:
             self.roster.fail(starved, 500, text, "out_of_pages")
         self._ratio.retracted(self.roster.running)
 
-    def _admit(self, draft: PlanDraft) -> None:
-        if draft.is_starved or not self.roster.waiting:
+    def _admit(self, sheet: PlanSheet) -> None:
+        if sheet.is_starved or not self.roster.waiting:
             return
         reserved = reserve(self.roster.running, self.cache, self._ratio)
         self.fetcher.go_on(
@@ -231,14 +231,14 @@ class Scheduler:
         for request in list(self._order(self.roster.waiting, self._probe)):
             if request.flights or self.fetcher.holds_back(request, self._now):
                 continue  # a retracted request whose last token is still in flight, or the store
-            if draft.budget <= 0 or not self.roster.free_slots:
+            if sheet.budget <= 0 or not self.roster.free_slots:
                 return
-            if not self._enter(request, draft, reserved):
+            if not self._enter(request, sheet, reserved):
                 return
             for g, pages in enumerate(reserve([request], self.cache, self._ratio)):
                 reserved[g] += pages
 
-    def _enter(self, request: Request, draft: PlanDraft, reserved: list[int]) -> bool:
+    def _enter(self, request: Request, sheet: PlanSheet, reserved: list[int]) -> bool:
         """Give a slot, a lease and the first row; False (and nothing changed) without room."""
         match = prefix_of(request, self.cache)
         if not may_enter(request, match, self.cache, self.limits, self._ratio, reserved):
@@ -247,13 +247,13 @@ class Scheduler:
         generate = request.generate
         lease, grants = self.cache.lease(slot, generate.namespace, match, generate.priority)
         self.roster.enter(request, slot, lease, match.tokens)
-        at_grants = len(draft.grants)
+        at_grants = len(sheet.grants)
         restores = self.cache.has_state and match.tokens > 0
-        if self._planner.plan(request, draft, restores) is not Planned.ROW:
+        if self._planner.plan(request, sheet, restores) is not Planned.ROW:
             self.roster.step_back(request)
             return False
-        draft.grants[at_grants:at_grants] = grants
-        draft.joins.append(
+        sheet.grants[at_grants:at_grants] = grants
+        sheet.joins.append(
             Join(
                 slot=slot,
                 tokens=bytes(request.tokens),
@@ -281,17 +281,17 @@ class Scheduler:
             self._has_suspects = False
         return None
 
-    def _run_alone(self, suspect: Request, draft: PlanDraft) -> None:
+    def _run_alone(self, suspect: Request, sheet: PlanSheet) -> None:
         """After a step failed as a whole, run its requests one at a time to find the culprit."""
         if self._flights:
             return
         if suspect.state == RUNNING:
-            if self._planner.plan(suspect, draft) is Planned.STARVED:
-                self._make_way(suspect, draft.starved_of)
+            if self._planner.plan(suspect, sheet) is Planned.STARVED:
+                self._make_way(suspect, sheet.starved_of)
             if suspect.state == RUNNING:
                 return
         nothing = [0] * len(self.cache.groups)
-        while not self._enter(suspect, draft, nothing) and self.roster.running:
+        while not self._enter(suspect, sheet, nothing) and self.roster.running:
             self.roster.retract(self.roster.running[-1])
 
     def _probe(self, request: Request) -> Match:

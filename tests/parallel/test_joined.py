@@ -27,7 +27,7 @@ from banyan.parallel.groups import ALONE, open_groups
 from banyan.replica import Phases, open_model
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.scheduler.draft import PlanDraft
+from banyan.scheduler.sheet import PlanSheet
 from tests.config.test_resolve import CARD
 from tests.flags import config_of
 from tests.models.families import tiny
@@ -79,9 +79,9 @@ class Joined(Grouped):
 
     def plan(self, **parts) -> StepPlan:
         plan = super().plan(**parts)
-        draft = PlanDraft(plan.step, [], 0)
-        draft.rows = plan.rows
-        return msgspec.structs.replace(plan, peers=self.agree(draft.load))
+        sheet = PlanSheet(plan.step, [], 0)
+        sheet.rows = plan.rows
+        return msgspec.structs.replace(plan, peers=self.agree(sheet.load))
 
     def rest(self) -> None:
         """Go along with the others until none has work."""

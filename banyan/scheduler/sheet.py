@@ -1,4 +1,4 @@
-"""PlanDraft: a step plan while it is being put together."""
+"""PlanSheet: a step plan while it is being put together."""
 
 from banyan.base.ids import SlotId, StepId
 from banyan.messages.orders import Order
@@ -16,7 +16,7 @@ from banyan.messages.plan import (
 from banyan.scheduler.request import Flight
 
 
-class PlanDraft:
+class PlanSheet:
     """Collects what goes into one StepPlan, and the flights that will expect its results."""
 
     def __init__(
