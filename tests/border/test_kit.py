@@ -146,14 +146,14 @@ def test_steps_that_are_launched_before_the_orders_have_ended_are_noticed() -> N
 
 
 def test_orders_that_are_answered_before_they_are_carried_out_are_noticed() -> None:
-    draft = EngineCore._draft_orders
+    sheet = EngineCore._sheet_of_orders
 
     def answer_at_once(self: EngineCore, step: int):
-        made = draft(self, step)
+        made = sheet(self, step)
         self._end_orders(self._carried_out, StepResult(step=step, replies=[OrderReply(True)]))
         return made
 
-    found = verdict(lambda patch: patch.setattr(EngineCore, "_draft_orders", answer_at_once))
+    found = verdict(lambda patch: patch.setattr(EngineCore, "_sheet_of_orders", answer_at_once))
     assert "is launched before the orders of" in found or "the replies say" in found
 
 
@@ -166,8 +166,8 @@ def test_pages_that_are_used_after_their_memory_was_released_are_noticed() -> No
     found = verdict(
         lambda patch: patch.setattr(
             EngineCore,
-            "_draft_orders",
-            without_release(EngineCore._draft_orders),
+            "_sheet_of_orders",
+            without_release(EngineCore._sheet_of_orders),
         )
     )
     assert "never written" in found

@@ -87,7 +87,7 @@ REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
         GUIDE + "--dp-size 8 --ep 32 --enable-dp-attention --enable-dp-lm-head "
         "--cuda-graph-max-bs 4 --deepep-mode low_latency --mem-fraction-static 0.79",
         {"SGLANG_ENABLE_SPEC_V2": "1", "SGLANG_SCHEDULER_SKIP_ALL_GATHER": "1"},
-        ("--speculative-algorithm", "--enable-dp-attention"),
+        ("--speculative-algorithm", "--moe-a2a-backend deepep"),
     ),
 )
 
@@ -127,8 +127,7 @@ def test_the_documented_flag_file_is_a_start(metrics: str, tmp_path: Path) -> No
     config = parse(["--config", str(file)], Environment())
     assert (config.model.source, config.server.host, config.server.port) == ("M", "0.0.0.0", 30000)
     assert (config.parallel.tp, config.observe.log_requests) == (2, True)
-    (note,) = config.observe.notes
-    assert ("format=prometheus" in note) == (metrics == "true")
+    assert config.observe.metrics == (metrics == "true") and not config.observe.notes
 
 
 @pytest.fixture

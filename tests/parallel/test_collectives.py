@@ -189,7 +189,7 @@ def fail_in_the_middle(rank: int, size: int, address: str, victim: int, how: str
     [
         ("dies", 0, "rank 0", "rank 0 has ended"),
         ("hangs", 1, "rank 1", "rank 1 did not come within 1 s"),
-        ("strays", 1, "not in step", "in broadcast of 64 bytes, rank"),
+        ("strays", 1, "not in step", "in broadcast of 64 bytes"),
     ],
 )
 def test_a_rank_that_does_not_come_is_named_by_all_others(how, victim, all_say, one_says, tmp_path):

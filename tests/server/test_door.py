@@ -21,7 +21,15 @@ from tests.server.fakes import Site, steps
 from tests.system.serving import wait_until
 
 KEY, ADMIN = "sesame-key", "sesame-admin"
-OPEN_PATHS = {"/livez", "/readyz", "/ready", "/health", "/health_generate", "/favicon.ico"}
+OPEN_PATHS = {
+    "/metrics",
+    "/livez",
+    "/readyz",
+    "/ready",
+    "/health",
+    "/health_generate",
+    "/favicon.ico",
+}
 ADMIN_SAMPLE = {"/flush_cache", "/load_lora_adapter", "/configure_logging"}
 USER = [{"role": "user", "content": "Hi"}]
 
