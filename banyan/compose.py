@@ -134,6 +134,8 @@ def start_engine_thread(
         for loop in loops:
             loop.stop()
         thread.join()
+        gc.unfreeze()  # what the engine held for good may go with it, files and memory too
+        gc.collect()
 
     return EngineHandle(stop=stop, put_down=stop, pids=list)
 

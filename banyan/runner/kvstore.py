@@ -6,7 +6,6 @@ Knows pages by number only; who owns a page is the engine's business.
 import math
 import mmap
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,8 +19,6 @@ from banyan.config.card import STATE
 from banyan.layers.cache import LayerCache
 from banyan.messages.plan import PageCopy
 
-_LARGE_BYTES = 4 << 20
-"""From here on memory is asked for in huge pages, as numpy does."""
 Positions = TypeVar("Positions", np.ndarray, Tensor)
 
 
@@ -155,9 +152,7 @@ class KVStore:
         size_bytes = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or not size_bytes:
             return torch.zeros(shape, dtype=dtype, device=device)
+        # Not in huge pages: the first token of every layer would take one of 2 MiB.
         memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if size_bytes >= _LARGE_BYTES:
-            with suppress(OSError):  # a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
         self._maps.append(memory)
         return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape)
