@@ -23,6 +23,7 @@ from banyan.base.log import logger, tell
 from banyan.compose import EngineHandle, start_engine_process, start_engine_thread
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
+from banyan.config.companions import without_a_server
 from banyan.config.defaults import with_settings
 from banyan.config.described import described
 from banyan.config.disposal import dispose
@@ -100,7 +101,7 @@ class Engine:
     def _begin(self, words: Sequence[str], engine_mode: str) -> None:
         environment = read_environment()
         config = parse(words, environment)
-        tell(log, config.observe.notes)
+        tell(log, (*config.observe.notes, *without_a_server(config)))
         config, card = prepare(config, environment)
         self._config = config
         self._loop = _LoopThread()

@@ -14,6 +14,7 @@ from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.log import logger, start_logging, tell
 from banyan.compose import start_engine_process
 from banyan.config.cli import parse
+from banyan.config.companions import without_a_server
 from banyan.config.env import forget_secrets, read_environment
 from banyan.config.joined import of_replica
 from banyan.config.schema import Config
@@ -57,7 +58,7 @@ def batch(argv: Sequence[str]) -> int:
     config = parse(argv[2:], environment)
     quiet = not any(word.startswith("--log-level") for word in argv)
     start_logging("batch", "warning" if quiet else config.observe.log_level)
-    tell(log, config.observe.notes)
+    tell(log, (*config.observe.notes, *without_a_server(config)))
     answers = AnswerLog(out, out)
     try:
         try:

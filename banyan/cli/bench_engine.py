@@ -22,6 +22,7 @@ from banyan.cli.bench_roofline import Rooflines, measure
 from banyan.compose import start_engine_thread
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
+from banyan.config.companions import without_a_server
 from banyan.config.env import read_environment
 from banyan.config.schema import Config
 from banyan.messages.events import Ready
@@ -64,7 +65,7 @@ def batch(argv: Sequence[str]) -> int:
     config = parse(rest, environment)
     is_level_given = any(word.startswith("--log") for word in rest)
     start_logging("bench", config.observe.log_level if is_level_given else "warning")
-    tell(log, config.observe.notes)
+    tell(log, (*config.observe.notes, *without_a_server(config)))
     config, card = prepare(config, environment)
     if options.roofline:
         say("timing the ops of each kind of step …")

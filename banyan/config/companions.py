@@ -119,6 +119,12 @@ def _remarks(config: Config) -> Iterator[str]:
         )
 
 
+def without_a_server(config: Config) -> Iterator[str]:
+    """A line for what was asked for and only a server gives; for engines that run without one."""
+    if config.observe.metrics:
+        yield "--enable-metrics has no effect: figures are told at /metrics, and no server runs"
+
+
 def check_companions(
     config: Config, origins: Mapping[str, str], environment: Environment
 ) -> Iterator[str]:

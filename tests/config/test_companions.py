@@ -4,6 +4,7 @@ import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
+from banyan.config.companions import without_a_server
 from banyan.config.env import Environment
 
 
@@ -64,3 +65,9 @@ def test_a_default_is_not_worth_a_line() -> None:
 def test_functions_that_change_weights_are_refused_where_they_cannot_run() -> None:
     with pytest.raises(ConfigError, match="--custom-weight-loader and --model-impl transformers"):
         parse(["--custom-weight-loader", "a:b", "--model-impl", "transformers"], Environment())
+
+
+def test_what_only_a_server_gives_is_told_where_there_is_none() -> None:
+    (line,) = without_a_server(parse(["--enable-metrics"], Environment()))
+    assert "--enable-metrics has no effect" in line
+    assert not list(without_a_server(parse([], Environment())))

@@ -162,6 +162,15 @@ def test_gauges_are_what_each_replica_said_last() -> None:
     assert found["num_retracted_requests_total", ("0",)] == 7
 
 
+def test_drafts_are_told_where_there_are_any() -> None:
+    drafted = replace_stats(verify_rows=10, correct_drafts=5)
+    for stats, told in ((STATS, None), (drafted, 1.5)):
+        metrics = metrics_of(
+            "--enable-metrics", replicas=lambda stats=stats: [Replica(0, True, READY, stats)]
+        )
+        assert read(metrics).get(("spec_accept_length", ("0",))) == told
+
+
 def replace_stats(**changes):
     fields = {name: getattr(STATS, name) for name in STATS.__struct_fields__}
     return Stats(**{**fields, **changes})

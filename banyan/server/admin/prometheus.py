@@ -22,6 +22,7 @@ from banyan.config.buckets import bounds_of
 from banyan.config.schema import Config
 from banyan.frontend.link.client import Replica
 from banyan.frontend.link.meter import CLOSED, Course
+from banyan.messages.events import accept_length
 
 Replicas = Callable[[], list[Replica]]
 
@@ -169,7 +170,7 @@ class _Gauges(Collector):
         size, most = self._page_size, ready.max_total_tokens
         used = (stats.held_pages + stats.in_flight_pages) * size
         memory = json.loads(ready.facts).get("memory", {})
-        return {
+        found = {
             "num_running_reqs": ("Requests that run", stats.running),
             "num_queue_reqs": ("Requests that wait", stats.waiting),
             "token_usage": ("Share of the cache that requests hold", used / most if most else 0.0),
@@ -187,3 +188,6 @@ class _Gauges(Collector):
             "weight_memory_usage_gb": ("GiB of weights", memory.get("weight_bytes", 0) / _GIB),
             "kv_cache_memory_usage_gb": ("GiB of cache", memory.get("cache_bytes", 0) / _GIB),
         }
+        if (length := accept_length(stats)) is not None:
+            found["spec_accept_length"] = ("Tokens that each verified row gave", length)
+        return found
