@@ -13,6 +13,7 @@ from banyan.bench.options import option, split_options
 from banyan.config.cli import parse
 from banyan.config.defaults import Defaults, settle
 from banyan.config.env import read_environment
+from banyan.config.schema import Config
 from banyan.prepare import prepare
 from banyan.sim.hardware import SHEETS, Hardware, read_hardware
 from banyan.sim.layout import Layout, read_layout
@@ -60,11 +61,12 @@ def simulate(argv: Sequence[str]) -> int:
     config = parse(rest, environment)
     start_logging("simulate", "warning")
     tell(log, config.observe.notes)
+    _refuse_what_is_not_simulated(config)
+    config, card = prepare(config, environment)
     parallel = config.parallel
     layouts = [read_layout(text) for text in options.layouts] or [
-        Layout(parallel.tp, parallel.pp, parallel.dp)
+        Layout(parallel.tp, parallel.pp, parallel.dp, parallel.is_joined)
     ]
-    config, card = prepare(config, environment)
     config, _ = settle(config, _defaults(hardware))
     question = Question(
         config=replace(config, schedule=replace(config.schedule, max_queued=0)),
@@ -79,6 +81,16 @@ def simulate(argv: Sequence[str]) -> int:
     for line in _table([study(question, layout) for layout in layouts]):
         print(line)
     return 0
+
+
+def _refuse_what_is_not_simulated(config: Config) -> None:
+    """What would be planned for and never come: figures would be wrong without a word."""
+    for flag, is_there in (
+        ("--speculative-algorithm", bool(config.speculative.algorithm)),
+        ("--hicache-storage-backend", bool(config.cache.store)),
+    ):
+        if is_there:
+            raise ConfigError(f"{flag} is not simulated", hint="leave it out")
 
 
 def _check(options: SimulateOptions) -> None:

@@ -186,9 +186,22 @@ def test_the_command_compares_layouts_of_a_model_without_weights(tmp_path, capsy
     assert first.split()[:2] == ["tp=1", "1"] and second.split()[:2] == ["tp=2,dp=2", "4"]
 
 
+def test_the_layout_is_that_of_the_flags_where_none_is_named(tmp_path, capsys):
+    tiny("qwen3", tmp_path)
+    words = [str(tmp_path), "--load-format", "dummy", "--skip-tokenizer-init", "--requests", "2"]
+    words += ["--input-len", "8", "--output-len", "4", "--tp-size", "2", "--dp-size", "2"]
+
+    assert simulate([*words, "--enable-dp-attention"]) == 0
+
+    _, line = capsys.readouterr().out.splitlines()
+    assert line.split()[:2] == ["tp=2,dp=2,dp-attention", "2"]
+
+
 @pytest.mark.parametrize(
     "words",
     [
+        ["--speculative-algorithm", "NGRAM"],
+        ["--enable-hierarchical-cache", "--hicache-storage-backend", "file"],
         ["--rate", "0"],
         ["--requests", "-1"],
         ["--shared-len", "9", "--input-len", "8"],
