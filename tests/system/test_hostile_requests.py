@@ -17,7 +17,9 @@ OLLAMA = {"model": "x", "prompt": "hello", "stream": False, "options": {"num_pre
 NATIVE = {"text": "hello", "sampling_params": {"max_new_tokens": 2}}
 SCORE = {"model": "x", "query": "q", "items": ["a", "b"], "label_token_ids": [5, 6]}
 
-MAX_BLOCKED_S = 0.2
+IS_ALL = os.environ.get("HOSTILE") == "all"
+MAX_BLOCKED_S = 0.2 if IS_ALL else 0.5
+"""What is wrong takes seconds; what is right takes longer on a machine with much else to do."""
 MAX_GROWN_MB = 50
 ATTEMPTS = 3
 """A busy machine slows a thread down beyond its own work; what is wrong in itself is so always."""
@@ -279,8 +281,7 @@ def altered(base: dict, field: str, value: object) -> dict:
 @pytest.mark.parametrize("path", NUMBERS)
 def test_a_number_of_any_size_in_any_field_is_no_failure_of_the_server(shared_server, path):
     base, fields = NUMBERS[path]
-    is_all = os.environ.get("HOSTILE") == "all"
-    edges = EDGES if is_all else [2**31, 2**63, 2**64, -(2**63) - 1]
+    edges = EDGES if IS_ALL else [2**31, 2**63, 2**64, -(2**63) - 1]
     with watched(shared_server) as seen:
         for field in fields.split():
             for edge in edges:

@@ -3,7 +3,7 @@
 Streams are cumulative unless told otherwise: each chunk repeats the whole answer so far.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import cast
@@ -26,6 +26,12 @@ from banyan.frontend.threads import THREAD_BYTES, off_loop
 from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.messages.events import DraftReport
 
+Pack = Callable[[list[list[object]]], object]
+
+
+def _as_it_is(triples: list[list[object]]) -> object:
+    return triples
+
 
 class NativeService:
     """The native form over a generator. Shared by the HTTP route and the offline API.
@@ -35,6 +41,8 @@ class NativeService:
         defaults, draw_seed: sampling parameters, and the seed, of requests that leave them out.
         incremental: each streamed chunk holds only what is new.
         store: where pages of the cache outlive the engine; "" = nowhere.
+        pack: makes of some log-probabilities what stands for them in the answer. There may be a
+            million in one, and so many small objects hold up whoever shares the interpreter.
     """
 
     def __init__(
@@ -48,9 +56,11 @@ class NativeService:
         weight_version: str = "default",
         incremental: bool = False,
         store: str = "",
+        pack: Pack = _as_it_is,
         clock: Clock | None = None,
     ) -> None:
         self._store = store
+        self._pack = pack
         self._generator = generator
         self._tokenizer = tokenizer
         self.limits = limits
@@ -151,9 +161,9 @@ class NativeService:
     def _scores(self, sequence: NativeSequence, chunk: TextChunk) -> dict[str, object]:
         shown: dict[str, object] = {"output_token_logprobs_length": len(chunk.output_scores)}
         for part, scores in (("input", chunk.prompt_scores), ("output", chunk.output_scores)):
-            shown[f"{part}_token_logprobs"] = [
-                self._triple(sequence, s.logprob, s.token) for s in scores
-            ]
+            shown[f"{part}_token_logprobs"] = self._pack(
+                [self._triple(sequence, s.logprob, s.token) for s in scores]
+            )
             if sequence.show_top:
                 shown[f"{part}_top_logprobs"] = [self._triples(sequence, s, s.top) for s in scores]
             if sequence.show_picked:
@@ -173,10 +183,10 @@ class NativeService:
 
     def _triples(
         self, sequence: NativeSequence, score: TokenScore, pairs: list[tuple[float, int]]
-    ) -> list[list[object]] | None:
+    ) -> object:
         if score.logprob is None:
             return None
-        return [self._triple(sequence, logprob, token) for logprob, token in pairs]
+        return self._pack([self._triple(sequence, logprob, token) for logprob, token in pairs])
 
     def _triple(self, sequence: NativeSequence, logprob: float | None, token: int) -> list[object]:
         if not sequence.show_score_text or self._tokenizer is None:

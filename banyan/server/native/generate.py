@@ -5,6 +5,7 @@ requests.native.
 from contextlib import aclosing
 
 import msgspec
+import orjson
 
 from banyan.base.errors import RequestError
 from banyan.frontend.answers.native_answer import NativeService
@@ -36,6 +37,7 @@ def native_service(service: Service, state: ServerState) -> NativeService:
         weight_version=state.config.model.weight_version,
         incremental=state.config.server.incremental_output,
         store=state.config.cache.store,
+        pack=lambda triples: orjson.Fragment(orjson.dumps(triples)),
     )
 
 
