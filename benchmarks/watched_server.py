@@ -24,7 +24,8 @@ from banyan.config.env import read_environment
 from banyan.config.schema import Config
 from banyan.engine.processes import spawn
 from banyan.prepare import prepare
-from banyan.server.life.serve import Server, bind
+from banyan.server.http.listen import bind
+from banyan.server.life.serve import Server
 
 TICK_S = 0.002
 

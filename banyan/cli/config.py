@@ -16,7 +16,7 @@ from banyan.config.flags.table import GROUPS
 from banyan.config.reference import count_line, reference
 from banyan.platform import open_platform
 from banyan.prepare import prepare_with_origins
-from banyan.server.life.serve import check_exposure
+from banyan.server.http.listen import check_exposure
 
 USAGE = """banyan config [MODEL] [flags of banyan serve]
 banyan config --reference | --count

@@ -31,8 +31,8 @@ from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.requests import NO_SCORES
 from banyan.server.http.app import App
 from banyan.server.http.connection import Connection
+from banyan.server.http.listen import bind
 from banyan.server.http.state import ServerState, Service
-from banyan.server.life.serve import bind
 from banyan.server.routes import create_app
 
 TEMPLATE = (

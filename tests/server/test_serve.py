@@ -19,7 +19,8 @@ from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.schema import Config, ServerConfig
 from banyan.messages.events import Ready
-from banyan.server.life.serve import Server, bind, check_exposure
+from banyan.server.http.listen import bind, check_exposure
+from banyan.server.life.serve import Server
 from banyan.server.life.supervisor import open_client
 from tests.flags import config_of
 from tests.server.fakes import TEMPLATE, byte_tokenizer

@@ -9,17 +9,18 @@ import contextlib
 import difflib
 import re
 from collections.abc import Awaitable, Collection, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from banyan.base.errors import RequestError
 from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
+from banyan.config.schema import Config
 from banyan.server.errors import internal, unavailable
 from banyan.server.http import auth
 from banyan.server.http.access_log import AccessLog
 from banyan.server.http.exchange import SEND_TIMEOUT_S, Exchange, Scope, Send
 from banyan.server.http.limits import Body, BodyRoom, ClientGone, Receive, read_body
 from banyan.server.http.route import Route
-from banyan.server.http.state import ServerState
 
 log = logger(__name__)
 
@@ -35,11 +36,24 @@ _LONGEST_GUESSED = 64
 """Characters of a path that is compared with those of the routes."""
 
 
-class App:
+class Shared(Protocol):
+    """What is asked here of the one object that all routes share."""
+
+    config: Config
+
+    def has_begun(self, work: asyncio.Task[None]) -> bool:
+        """Whether this handler's work has its own line in the log."""
+        ...
+
+
+S = TypeVar("S", bound=Shared)
+
+
+class App(Generic[S]):
     """The application over a table of routes."""
 
     def __init__(
-        self, state: ServerState, routes: list[Route], send_timeout_s: float = SEND_TIMEOUT_S
+        self, state: S, routes: list[Route[S]], send_timeout_s: float = SEND_TIMEOUT_S
     ) -> None:
         server = state.config.server
         self.state = state
@@ -104,18 +118,18 @@ class App:
             del self.exchanges[exchange]
             exchange.drop_body()
             self._ended.set()
-            has_begun = exchange.work is not None and self.state.open.has_held(exchange.work)
+            has_begun = exchange.work is not None and self.state.has_begun(exchange.work)
             self._access.tell(exchange, has_begun, self.state.config.observe)
             if body.size + exchange.num_sent > TRIM_BYTES:
                 with contextlib.suppress(RuntimeError):  # the server ends, and its pool with it
                     asyncio.get_running_loop().run_in_executor(None, give_back)
 
-    def _most_body(self, route: Route, exchange: Exchange) -> int:
+    def _most_body(self, route: Route[S], exchange: Exchange) -> int:
         """Bytes of a body; none where nobody reads one, least of all from strangers."""
         has_none = route.guard == auth.OPEN or exchange.method in ("GET", "HEAD")
         return 0 if has_none else self._max_body
 
-    async def _admit(self, exchange: Exchange) -> Route | None:
+    async def _admit(self, exchange: Exchange) -> Route[S] | None:
         """The route, or None when a refusal was sent. A key is needed before a path is known."""
         route = self._find(exchange)
         if route is not None:
@@ -150,7 +164,7 @@ class App:
             return None
         return route
 
-    def _find(self, exchange: Exchange) -> Route | None:
+    def _find(self, exchange: Exchange) -> Route[S] | None:
         path = exchange.path
         if self._root and path.startswith(self._root + "/"):
             path = path[len(self._root) :]
@@ -162,7 +176,7 @@ class App:
                 return route
         return None
 
-    async def _accepts(self, route: Route, exchange: Exchange) -> bool:
+    async def _accepts(self, route: Route[S], exchange: Exchange) -> bool:
         """Whether method and content type fit; a refusal was sent otherwise."""
         method = "GET" if exchange.method == "HEAD" else exchange.method
         if method not in route.methods:
@@ -179,7 +193,7 @@ class App:
             raise RequestError("compressed bodies are not accepted", code="unsupported_encoding")
         return True
 
-    async def _run(self, route: Route, exchange: Exchange, receive: Receive) -> None:
+    async def _run(self, route: Route[S], exchange: Exchange, receive: Receive) -> None:
         """Run the handler until it ends, the client leaves, or `stop` is called."""
         exchange.work = asyncio.create_task(route.handler(exchange, self.state))
         watch = asyncio.create_task(_watch(exchange, receive))

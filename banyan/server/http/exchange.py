@@ -6,7 +6,15 @@ routes and no models.
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, Awaitable, Callable, Generator, Mapping, MutableMapping
+from collections.abc import (
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Generator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
@@ -188,6 +196,16 @@ class Exchange:
         self.ended = True
         await self._put(b"", more=False)
 
+    async def relay(self, status: int, lines: Sequence[tuple[bytes, bytes]]) -> None:
+        """Begin an answer that another server gives: its status and headers, to which those are
+        added that web pages need. `piece` follows until the last."""
+        await self._start(status, [*lines, *_for_pages(self.page)])
+
+    async def piece(self, body: bytes, is_last: bool = False) -> None:
+        """Send bytes of such an answer as they are; waits like `event`."""
+        self.ended = is_last
+        await self._put(body, more=not is_last)
+
     async def begin_events(self) -> None:
         """Start a stream; the status is 200 from here on."""
         await self._start(200, self._head(self.dialect.media) + [(b"cache-control", b"no-cache")])
@@ -222,15 +240,15 @@ class Exchange:
         ]
         if given := self.headers.get(b"x-request-id"):
             lines.append((b"x-client-request-id", _ascii(given.decode("latin-1"), 128)))
-        if self.page:
-            lines += [
-                (b"access-control-allow-origin", self.page.encode("latin-1")),
-                (b"access-control-expose-headers", b"x-request-id, x-banyan-warnings"),
-                (b"vary", b"origin"),
-            ]
+        lines += _for_pages(self.page)
         if self.warnings:
             lines.append((b"x-banyan-warnings", _ascii("; ".join(self.warnings), WARNINGS_CHARS)))
         return lines
+
+    def cut(self) -> None:
+        """Drop the connection: what was begun cannot be ended in order."""
+        self.ended = True
+        self._abort()
 
     async def _start(self, status: int, lines: list[tuple[bytes, bytes]]) -> None:
         self.started, self.status = True, status
@@ -269,6 +287,17 @@ class _Begun:
 
 def _nothing() -> None:
     """In place of cutting a connection that cannot be cut."""
+
+
+def _for_pages(page: str) -> list[tuple[bytes, bytes]]:
+    """What a web page of others at `page` needs to read an answer; "" = there is none."""
+    if not page:
+        return []
+    return [
+        (b"access-control-allow-origin", page.encode("latin-1")),
+        (b"access-control-expose-headers", b"x-request-id, x-banyan-warnings"),
+        (b"vary", b"origin"),
+    ]
 
 
 def _ascii(text: str, limit: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -12,7 +12,11 @@ from banyan.server.http.exchange import Exchange
 from banyan.server.http.limits import JSON_MEDIA
 from banyan.server.http.state import ServerState
 
+S = TypeVar("S")
+"""What the handlers of a table share."""
+
 Handler = Callable[[Exchange, ServerState], Coroutine[Any, Any, None]]
+"""Of the server's own routes."""
 
 WITH_BODY = ("POST", "PUT")
 """Methods whose body is read."""
@@ -33,7 +37,7 @@ class Body:
 
 
 @dataclass(frozen=True)
-class Route:
+class Route(Generic[S]):
     """One path. A path that ends in "/" also serves everything below it (`Exchange.tail`).
 
     Attributes:
@@ -46,14 +50,14 @@ class Route:
 
     path: str
     methods: tuple[str, ...]
-    handler: Handler
+    handler: Callable[[Exchange, S], Coroutine[Any, Any, None]]
     guard: str = auth.KEY
     dialect: Dialect = OPENAI
     about: str = ""
     body: Body | None = None
     below: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     group: str = ""
-    locked: Handler | None = None
+    locked: Callable[[Exchange, S], Coroutine[Any, Any, None]] | None = None
     is_available: bool = True
 
     def places(self) -> dict[str, tuple[str, ...]]:

@@ -175,6 +175,10 @@ class ServerState:
     def __post_init__(self) -> None:
         self.storage = Storage(storage_path(self.config.server))
 
+    def has_begun(self, work: "asyncio.Task[None]") -> bool:
+        """Whether requests of this handler went to the engine, whose end is logged there."""
+        return self.open.has_held(work)
+
     def trouble(self) -> str:
         """Why no request can be admitted; "" when one can."""
         if self.dead:

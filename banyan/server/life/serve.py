@@ -6,27 +6,24 @@ the engine through functions that the composition root gives; drains on SIGTERM.
 
 import asyncio
 import contextlib
-import errno
 import signal
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
-import uvicorn
 import uvloop
 
-from banyan.base.errors import CapacityError, ConfigError, DeviceError
+from banyan.base.errors import DeviceError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
-from banyan.config.schema import Config, ServerConfig
+from banyan.config.schema import Config
 from banyan.frontend.link.fleet import Fleet
 from banyan.frontend.threads import use_threads
 from banyan.scheduler.routing import ROUTES
 from banyan.server.batches.route import resume_batches
 from banyan.server.http.app import App
-from banyan.server.http.auth import ANY, is_loopback
-from banyan.server.http.connection import Connection
+from banyan.server.http.listen import bind, check_exposure, web_server
 from banyan.server.http.state import ServerState
 from banyan.server.life import deadline
 from banyan.server.life.daemon import in_daemon
@@ -45,11 +42,6 @@ CLOSING_S = 1.0
 
 LEAVING_S = 30.0
 """For engines and connections to end once the drain is over; what takes longer is cut off."""
-
-_USER_TIMEOUT_MS = 60_000
-"""The kernel drops connections whose client has acknowledged nothing for this long."""
-
-_BACKLOG = 2048
 
 Prepare = Callable[[], tuple[Config, ModelCard]]
 """Fetch the model and resolve the Config. May take minutes; called from a thread."""
@@ -80,60 +72,6 @@ def run_server(config: Config, prepare: Prepare, start_engine: StartEngine) -> i
         return uvloop.run(Server(config, prepare, listener, start_engine).run())
 
 
-def bind(server: ServerConfig) -> socket.socket:
-    """A listening socket on the configured address."""
-    where = f"{server.host}:{server.port}"
-    try:
-        found = socket.getaddrinfo(
-            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, address = found[0]
-    except OSError as error:
-        raise ConfigError(
-            f"--host {server.host!r} is no address of this machine: {error}"
-        ) from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
-    try:
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise CapacityError(
-                f"{where} is in use", hint="Stop what listens there, or choose another --port"
-            ) from None
-        raise ConfigError(f"cannot listen on {where}: {error}") from None
-    listener.setblocking(False)
-    return listener
-
-
-def check_exposure(server: ServerConfig) -> None:
-    """Warn, or refuse under --require-key, when strangers could use a server without a key."""
-    if server.api_key:
-        return
-    if ANY in server.allowed_origins:
-        log.warning("any web page in a browser here can use this server; give --api-key as well")
-    if is_loopback(server.host):
-        return
-    advice = "Give --api-key, or bind --host 127.0.0.1"
-    if server.require_key:
-        raise ConfigError(f"--host {server.host} without a key, under --require-key", hint=advice)
-    rule = "!" * 78
-    for line in (rule, f"Anyone who reaches {server.host} can use this server. {advice}.", rule):
-        log.warning("%s", line)
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: this file decides what signals mean."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-
 class Server:
     """One server process with its engines."""
 
@@ -154,20 +92,7 @@ class Server:
         self._start_engine = start_engine
         self._ending: asyncio.Future[Ending] | None = None
         self._now = asyncio.Event()
-        self._web = _Uvicorn(
-            uvicorn.Config(
-                self.app,
-                http=Connection,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=config.server.keep_alive_s,
-                timeout_graceful_shutdown=int(CLOSING_S),
-            )
-        )
+        self._web = web_server(self.app, config.server.keep_alive_s, CLOSING_S)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()

@@ -1,0 +1,103 @@
+"""Where a server listens, and uvicorn over it: the socket, who could reach it, and the protocol.
+
+Knows no routes and nothing of what is served.
+"""
+
+import contextlib
+import errno
+import socket
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any
+
+import uvicorn
+
+from banyan.base.errors import CapacityError, ConfigError
+from banyan.base.log import logger
+from banyan.config.schema import ServerConfig
+from banyan.server.http.auth import ANY, is_loopback
+from banyan.server.http.connection import Connection
+
+log = logger(__name__)
+
+_USER_TIMEOUT_MS = 60_000
+"""The kernel drops connections whose client has acknowledged nothing for this long."""
+
+_BACKLOG = 2048
+
+Application = Callable[..., Awaitable[Any]]
+
+
+def bind(server: ServerConfig) -> socket.socket:
+    """A listening socket on the configured address."""
+    where = f"{server.host}:{server.port}"
+    try:
+        found = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, address = found[0]
+    except OSError as error:
+        raise ConfigError(
+            f"--host {server.host!r} is no address of this machine: {error}"
+        ) from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+    try:
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise CapacityError(
+                f"{where} is in use", hint="Stop what listens there, or choose another --port"
+            ) from None
+        raise ConfigError(f"cannot listen on {where}: {error}") from None
+    listener.setblocking(False)
+    return listener
+
+
+def check_exposure(server: ServerConfig) -> None:
+    """Warn, or refuse under --require-key, when strangers could use a server without a key."""
+    if server.api_key:
+        return
+    if ANY in server.allowed_origins:
+        log.warning("any web page in a browser here can use this server; give --api-key as well")
+    if is_loopback(server.host):
+        return
+    advice = "Give --api-key, or bind --host 127.0.0.1"
+    if server.require_key:
+        raise ConfigError(f"--host {server.host} without a key, under --require-key", hint=advice)
+    rule = "!" * 78
+    for line in (rule, f"Anyone who reaches {server.host} can use this server. {advice}.", rule):
+        log.warning("%s", line)
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: whoever runs it decides what signals mean."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+def web_server(app: Application, keep_alive_s: int, closing_s: float) -> uvicorn.Server:
+    """uvicorn over `app`; `serve([listener])` runs it until `should_exit`.
+
+    Args:
+        closing_s: what connections get to close in order.
+    """
+    return _Uvicorn(
+        uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=keep_alive_s,
+            timeout_graceful_shutdown=int(closing_s),
+        )
+    )
