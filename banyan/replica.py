@@ -3,24 +3,20 @@
 Rank 0 runs engine and runner in one process; the other ranks only take plans and run them.
 """
 
-import gc
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import cast
 
 import msgspec
 import torch
 import zmq
 
-from banyan.base.clock import Clock, WallClock
+from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
-from banyan.base.heap import give_back
 from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
-from banyan.config.defaults import settings_of, settle
-from banyan.config.flags.device import ATTENTION
 from banyan.config.schema import Config, ParallelConfig
 from banyan.config.stored import store_wishes
 from banyan.engine.desk import GrammarDesk
@@ -30,7 +26,6 @@ from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.lockstep import StepClock, open_step_clock
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.nodes import Nodes, check_secret, own_hello, ranks_of
-from banyan.engine.placement import is_placed, place_rank
 from banyan.engine.ranks import LocalRanks
 from banyan.engine.spec import core_spec
 from banyan.engine.step_log import StepLog
@@ -40,9 +35,7 @@ from banyan.grammar.base import stand_ins
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
 from banyan.grammar.workshop import GrammarLimits
-from banyan.layers.build import Build
-from banyan.layers.cache import PageGroup, align_groups, group_caches
-from banyan.memory.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
+from banyan.memory.sizing import MemoryPlan
 from banyan.memory.tiers import can_be_stored
 from banyan.messages.events import Ready
 from banyan.messages.orders import (
@@ -56,161 +49,32 @@ from banyan.messages.orders import (
 )
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
-from banyan.models.base import Model
-from banyan.ops.api import Ops
-from banyan.ops.bind import PROBES, BoundOps, bind, kernel_table, open_toolkit
-from banyan.parallel.groups import open_groups
-from banyan.platform import open_platform
-from banyan.platform.base import Memory, Platform, Traits
-from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.opening import (
+    OpenModel,
+    Phases,
+    agree_on_memory,
+    groups_of,
+    open_model,
+    plan_the_memory,
+    runner_sizes,
+)
+from banyan.ops.bind import PROBES, BoundOps
+from banyan.runner.kvstore import KVStore
 from banyan.runner.meter import OpMeter
 from banyan.runner.orders import Carrier, OrderTaker
 from banyan.runner.profiler import Profiler
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative import DRAFTERS
 from banyan.runner.speculative.base import Drafter
-from banyan.runner.weights import Holdings, load_weights
+from banyan.runner.weights import Holdings
 from banyan.runner.worker import serve_rank
-from banyan.scheduler.budget import DRAFT_ROOM
 from banyan.transfer.base import STORES, StoreOptions
 from banyan.transfer.identity import digest_of_code, digest_of_files, identity
 from banyan.transfer.mover import Mover
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-_CACHE_DTYPES = {
-    "auto": None,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "int8": torch.int8,
-}
 _NUMERIC_ROOMS = ("layers", "models", "ops", "runner")
 """Folders whose code decides what bytes a page holds."""
-_WHOLE_PROMPTS = 8192
-"""Tokens of the largest step to record where prompts are not cut into chunks."""
 log = logger(__name__)
-
-
-class Phases:
-    """Start-up phases and their seconds, in order."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._began = clock.now()
-        self.seconds: dict[str, float] = {}
-
-    def done(self, name: str) -> None:
-        now = self._clock.now()
-        self.seconds[name] = now - self._began
-        self._began = now
-
-
-@dataclass(frozen=True)
-class OpenModel:
-    """A device with the model's weights on it; the cache is not laid out yet.
-
-    Attributes:
-        config: what was asked for, with nothing left open.
-        settings: the fields that the device has decided, "part.field" -> its value.
-    """
-
-    config: Config
-    settings: dict[str, object]
-    platform: Platform
-    build: Build
-    model: Model
-    kernels: str
-    threads: int
-
-
-def open_model(
-    config: Config, card: ModelCard, rank: int, mesh_address: str, phases: Phases
-) -> OpenModel:
-    """Open the device, meet the other ranks, load this rank's share of the weights."""
-    parallel = config.parallel
-    here, place = parallel.local_world, rank % parallel.local_world
-    place_rank(config.device, replace(parallel, tp=here, pp=1, is_joined=False), place)
-    platform = open_platform(config.device.name)
-    traits = platform.traits
-    if config.speculative.drafts and not traits.is_host:
-        raise ConfigError(
-            f"--speculative-algorithm {config.speculative.algorithm} on {traits.name}: drafts are "
-            "made on the host, and wait there for every step of the device",
-            hint="leave it out, or use --device cpu",
-        )
-    if parallel.is_joined and not traits.is_host:
-        raise ConfigError(
-            f"--enable-dp-attention: replicas share feed-forward blocks on CPUs only, this is "
-            f"{traits.name}",
-            hint="leave the flag out; --data-parallel-size starts independent replicas",
-        )
-    config, origins = settle(config, platform.defaults(card))
-    sharers = 1 if is_placed(config.device) else here * parallel.dp
-    threads = config.parallel.threads or max(1, traits.cores // sharers)
-    device = platform.open(place, threads)
-    phases.done("device")
-    dtype = _DTYPES[config.model.activation_dtype]
-    ops = _bind(config, card, traits, device, threads)
-    phases.done("kernels")
-    groups = open_groups(
-        *(rank, parallel.attention_ranks, mesh_address, traits.collectives),
-        config.parallel.meet_timeout_s,
-        recorder=ops.recorder,
-        is_crowded=threads * sharers > traits.cores,
-        are_experts_apart=parallel.ep > 1,
-        stages=parallel.pp,
-        replica=parallel.replica if parallel.is_joined else 0,
-        replicas=parallel.dp if parallel.is_joined else 1,
-        are_heads_apart=parallel.are_heads_apart,
-        is_dense_whole=parallel.dense_tp == 1,
-    )
-    if parallel.world > 1 or parallel.is_joined:
-        phases.done("meeting")
-    build = Build(ops, groups, dtype, device)
-    if config.device.memory_saver and not traits.is_host:
-        raise ConfigError(
-            f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
-            hint="leave it out",
-        )
-    if card.format == "gguf" and not traits.is_host:
-        log.info("quantised weights are unpacked to %s at load", config.model.activation_dtype)
-    model = load_weights(config.model, card, build)
-    gc.collect()
-    gc.freeze()  # the model's objects live long: never walk them again
-    give_back()
-    phases.done("weights")
-    settings = settings_of(config, origins)
-    return OpenModel(
-        config, settings, platform, build, model, kernel_table(cast(BoundOps, ops).choices), threads
-    )
-
-
-def _bind(
-    config: Config, card: ModelCard, traits: Traits, device: torch.device, threads: int
-) -> Ops:
-    """The kernels of this rank, as the flags about them wish."""
-    wishes = {
-        "quantization": config.model.quantization,
-        "cpu-compiler": config.device.compiler,
-        "cpu-isa": config.device.isa,
-    }
-    return bind(
-        traits.name,
-        device,
-        _DTYPES[config.model.activation_dtype],
-        traits.features,
-        card.head_dim,
-        config.device.kernels,
-        exact=config.model.cpu_activations == "fp32",
-        cache_dtype=_CACHE_DTYPES[config.cache.dtype],
-        page_size=config.cache.page_size,
-        exact_head=config.device.exact_head,
-        toolkit=open_toolkit(traits.name, threads, {k: v for k, v in wishes.items() if v}),
-    )
 
 
 def run_engine(
@@ -234,8 +98,8 @@ def run_engine(
         phases.done("other ranks")
         opened = open_model(config, card, 0, ranks.meeting, phases)
         config, settings = opened.config, opened.settings
-        memory = _plan_memory(card, opened)
-        sizes = _runner_sizes(card, opened, memory)
+        memory = plan_the_memory(card, opened)
+        sizes = runner_sizes(card, opened, memory)
         ranks.send_sizes(sizes)
         wake = Wake()
         cleanup.callback(wake.close)
@@ -351,7 +215,7 @@ def _mover_of(
         *(model.loader_functions, model.context_length, model.activation_dtype),
         *(model.quantization, model.cpu_activations, cache.dtype, cache.page_size),
         *(config.device.exact_head, config.parallel.tp, config.parallel.pp),
-        _groups_of(card, opened),
+        groups_of(card, opened),
     )
     rest = store_wishes(cache).rest
     open_store = STORES.load(cache.store)
@@ -371,8 +235,8 @@ def _mover_of(
 def open_meter(config: Config, card: ModelCard) -> OpMeter:
     """A model with a cache of its own, to time the ops of its steps. One rank only."""
     opened = open_model(config, card, 0, "", Phases(WallClock()))
-    memory = _plan_memory(card, opened)
-    sizes = _runner_sizes(card, opened, memory)
+    memory = plan_the_memory(card, opened)
+    sizes = runner_sizes(card, opened, memory)
     recorder = opened.build.ops.recorder
     device = opened.platform.traits.name
 
@@ -390,7 +254,7 @@ def open_meter(config: Config, card: ModelCard) -> OpMeter:
 def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_address: str) -> None:
     """A rank other than 0: take sizes, then plans, from rank 0 at `address`."""
     opened = open_model(config, card, rank, mesh_address, Phases(WallClock()))
-    _agree_on_memory(card, opened)
+    agree_on_memory(card, opened)
     context = zmq.Context()
     socket = context.socket(zmq.PULL)
     socket.connect(address)
@@ -503,67 +367,6 @@ def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> Gram
     limits = GrammarLimits(time_s=grammar.timeout_s)
     backends = stand_ins(grammar.backend)
     return GrammarCompiler(backends, read, grammar.between_tokens, limits, wake)
-
-
-def _groups_of(card: ModelCard, opened: OpenModel) -> tuple[PageGroup, ...]:
-    return align_groups(card, group_caches(opened.model.caches))
-
-
-def _agree_on_memory(card: ModelCard, opened: OpenModel) -> tuple[Memory, list[GroupBytes]]:
-    """What the rank with least memory has, once all of them have loaded their weights, and the
-    most that a page of each group takes on any of them: a plan is carried out by every rank. All
-    ranks must call this."""
-    world, mine = opened.build.groups.everyone, opened.platform.memory()
-    page_size = opened.config.cache.page_size
-    groups = [
-        GroupBytes(group.kind, group.page_bytes(page_size), group.window)
-        for group in _groups_of(card, opened)
-    ]
-    if world.size == 1:
-        return mine, groups
-    least = (mine.total_bytes, mine.free_bytes, -mine.ours_bytes)
-    numbers = [n / MIB for n in (*least, *(-group.page_bytes for group in groups))]
-    told = torch.tensor([numbers], device=opened.build.device)
-    everyone = world.all_gather(told, told.numel() * world.size).view(world.size, -1)
-    total, free, ours, *pages = (round(n * MIB) for n in everyone.amin(0).tolist())  # sync: once
-    agreed = [replace(g, page_bytes=-n) for g, n in zip(groups, pages, strict=True)]
-    return Memory(total, free, -ours), agreed
-
-
-def _plan_memory(card: ModelCard, opened: OpenModel) -> MemoryPlan:
-    config = opened.config
-    found, groups = _agree_on_memory(card, opened)
-    is_host = opened.platform.traits.is_host  # ranks and replicas share its memory
-    sharers = config.parallel.local_world * config.parallel.dp if is_host else 1
-    return plan_memory(
-        config.cache,
-        config.schedule,
-        context_length=config.model.context_length or card.context_length,
-        groups=groups,
-        process_bytes=found.ours_bytes,
-        total_bytes=found.total_bytes // sharers,
-        free_bytes=found.free_bytes // sharers,
-    )
-
-
-def _runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> RunnerSizes:
-    config = opened.config
-    chunk_tokens = config.schedule.chunk_tokens
-    chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
-    draft_room = DRAFT_ROOM if config.speculative.drafts else 0
-    return RunnerSizes(
-        max_slots=memory.max_running,
-        max_length=memory.max_request_tokens,
-        groups=tuple(
-            GroupLayout(declared.kind, declared.window, group.page_tokens, group.num_pages)
-            for declared, group in zip(_groups_of(card, opened), memory.groups, strict=True)
-        ),
-        max_tokens=0 if config.device.is_eager else chunk + memory.max_running + draft_room,
-        shapes=() if config.device.is_eager else config.device.shapes,
-        attention="" if config.device.attention in ATTENTION else config.device.attention,
-        drafts=config.speculative.drafts,
-        draft_room=draft_room,
-    )
 
 
 def _open_drafter(config: Config) -> Drafter | None:

@@ -22,9 +22,9 @@ from banyan.layers.cache import group_caches
 from banyan.messages.plan import Load, StepPlan
 from banyan.messages.sampling import SamplingParams
 from banyan.models.weights.loader import load_model
+from banyan.opening import Phases, open_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import ALONE, open_groups
-from banyan.replica import Phases, open_model
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.scheduler.sheet import PlanSheet
@@ -234,7 +234,7 @@ def test_the_flags_decide_who_shares_what(flags, expected, monkeypatch):
         names = ("replica", "replicas", "are_heads_apart", "is_dense_whole")
         raise TimeoutError((size, *(more[name] for name in names)))
 
-    monkeypatch.setattr("banyan.replica.open_groups", tell)
+    monkeypatch.setattr("banyan.opening.open_groups", tell)
     config = of_replica(config_of("--tp", "4", "--dp", "2", *flags), 1, "/meeting")
     with pytest.raises(TimeoutError) as found:
         open_model(config, CARD, 0, "", Phases(WallClock()))
