@@ -46,7 +46,14 @@ def prepare_with_origins(
     """As `prepare`, with the name of the rule behind each schema field that a rule has set."""
     check_system()
     check_names(config)
-    return resolve.prepare(config, environment)
+    if config.device.name != "npu":
+        return resolve.prepare(config, environment)
+    from banyan.launch.start import check_start
+
+    check_start(config, "", environment)  # before a model is fetched for nothing
+    found = resolve.prepare(config, environment)
+    check_start(config, found[1].path, environment)
+    return found
 
 
 def check_names(config: Config) -> None:

@@ -11,9 +11,11 @@ from banyan.base.log import start_logging
 from banyan.config.cli import Given, read, value_of
 from banyan.config.defaults import settle
 from banyan.config.described import shown
-from banyan.config.env import read_environment
+from banyan.config.env import Environment, read_environment
 from banyan.config.flags.table import GROUPS
 from banyan.config.reference import count_line, reference
+from banyan.launch.machine import find_soc
+from banyan.launch.support import device_outcomes
 from banyan.platform import open_platform
 from banyan.prepare import prepare_with_origins
 from banyan.server.http.listen import check_exposure
@@ -24,7 +26,8 @@ banyan config --reference | --count
 Shows the configuration that `banyan serve` would have with these flags, as a file for --config;
 after each value stands where it came from. What `banyan serve` would refuse before it loads the
 model is refused here too. --reference prints docs/server_arguments.md instead, and --count how many
-of the documented flags work.
+of the documented flags work. With --device npu it also says which flags work on this machine's
+Ascend NPUs, which do not apply and which are refused.
 """
 
 _ORIGIN_COLUMN = 48
@@ -51,9 +54,21 @@ def config(argv: Sequence[str]) -> int:
     origins = {**given.origins, **ruled, **settled}
     for line in _lines(Given(resolved, origins)):
         print(line)
+    if resolved.device.name == "npu":
+        for line in _on_the_device(environment):
+            print(line)
     for note in resolved.observe.notes:
         print(note, file=sys.stderr)
     return 0
+
+
+def _on_the_device(environment: Environment) -> Iterator[str]:
+    """What each documented flag comes to on this machine's chip, as comments."""
+    soc = environment.npu.soc if environment.npu.driver else find_soc() or "A3"
+    yield f"# Flags on an {soc}, and what the documents' table says of each"
+    for name, outcome in device_outcomes(soc).items():
+        why = f": {outcome.why}" if outcome.why else ""
+        yield f"# {name:<{_ORIGIN_COLUMN - 4}}  {outcome.verdict} ({outcome.column or '-'}{why})"
 
 
 def _lines(given: Given) -> Iterator[str]:

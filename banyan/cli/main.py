@@ -23,6 +23,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "bench": "banyan.cli.bench:main",
         "profile": "banyan.cli.profile:profile",
         "config": "banyan.cli.config:config",
+        "check": "banyan.cli.check:check",
         "doctor": "banyan.cli.doctor:doctor",
         "version": "banyan.cli.doctor:version",
     },
@@ -43,6 +44,7 @@ HELP = """banyan VERB [flags]
   replay FILE     check a journal against this build
   profile [URL]   record what a running server's steps do, as a trace file
   config [MODEL]  show the resolved configuration, and where each value came from
+  check [MODEL]   hold a launch on Ascend NPUs against the rules, without starting it
   doctor          show what this machine offers and what is missing
   version         the version; --json for more
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from banyan.config.variables import SETTINGS, notes_on, refusals_of
+from banyan.config.variables import OF_LAUNCHES, SETTINGS, notes_on, refusals_of
 
 _PREFIX = "BANYAN_"
 _TRUE = ("1", "true", "yes", "on")
@@ -44,6 +44,7 @@ class Environment:
         settings: name -> text of the variables that set a field.
         dist_secret: what the nodes of one replica have in common.
         npu: how an Ascend NPU is opened.
+        launch: name -> text of the variables that rules for Ascend NPUs are about.
         hf_cache: folder of the hub cache, "" = the library's own choice.
         notes: a line for each variable that is set and has no effect.
         refusals: a line for each variable that must not be ignored.
@@ -59,6 +60,7 @@ class Environment:
     use_modelscope: bool = False
     allow_longer_context: bool = False
     npu: NpuWishes = NpuWishes()
+    launch: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
 
@@ -99,6 +101,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             given.get("BANYAN_NPU_SOC", "") or "A3",
             is_on("BANYAN_NPU_CHECKS"),
         ),
+        launch={name: given[name] for name in OF_LAUNCHES if given.get(name)},
         notes=notes_on(given),
         refusals=refusals_of(given),
     )

@@ -170,19 +170,13 @@ def test_the_cache_is_as_large_as_the_memory_of_the_device_allows(start, npu: Em
     assert 32 << 20 < taken <= 64 << 20
 
 
-@pytest.mark.parametrize("steps", STEPS)
-def test_pages_that_the_operators_do_not_take_are_served_by_the_reference(start, cpu, steps):
-    ids = prompts(2, 40)
-    with start(**STEPS[steps], page_size=16) as engine:
-        assert compare(answer(engine, ids), answer(cpu, ids)) > 4
-
-
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
         ({"dtype": "float32"}, "no kernel of npu computes on such activations"),
         ({"quantization": "int8"}, "does not exist on npu"),
         ({"tp_size": 2}, "hccl"),
+        ({"page_size": 16}, "multiples of 128 from 128 to 512"),
     ],
 )
 def test_what_the_device_cannot_do_is_refused_at_the_start(start, flags, why):

@@ -1,0 +1,216 @@
+"""What a launch on Ascend devices consists of: arguments, variables, chip, network and model.
+
+Values only: nothing here looks at a machine. What is not known is None, and no rule guesses it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from banyan.base.json_types import is_object
+
+DESCRIPTION = "quant_model_description.json"
+"""The file that ModelSlim puts beside the weights it has made."""
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Soc:
+    """A chip, and what rules ask of it.
+
+    Attributes:
+        devices: of one machine; both dies of an A3 card count.
+        dispatch_tokens: most tokens that one rank sends at once to experts, low latency.
+        normal_tokens: the same in normal mode; `far_tokens` beyond one machine.
+    """
+
+    name: str
+    devices: int
+    dispatch_tokens: int
+    normal_tokens: int
+    far_tokens: int
+    fuses_experts: bool
+
+
+SOCS = MappingProxyType(
+    {
+        "A2": Soc("A2", 8, 256, 8192, 4096, fuses_experts=False),
+        "A3": Soc("A3", 16, 512, 8192, 8192, fuses_experts=True),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Facts of a model that rules depend on.
+
+    Attributes:
+        is_latent: attends over latents (MLA); q_rank: of its queries, 0 = whole.
+        is_sparse: an indexer chooses what it attends to (DSA).
+        draft_layers: layers that predict further tokens (MTP).
+        is_modelslim: ModelSlim has quantised it; None = nobody has looked.
+    """
+
+    name: str
+    hidden: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_experts: int = 0
+    is_latent: bool = False
+    q_rank: int = 0
+    is_sparse: bool = False
+    draft_layers: int = 0
+    is_modelslim: bool | None = None
+
+
+_DEEPSEEK = {
+    **{"hidden": 7168, "experts": 256, "experts_per_token": 8, "shared_experts": 1},
+    **{"is_latent": True, "q_rank": 1536, "draft_layers": 1},
+}
+KNOWN = (
+    Model("deepseek-v3.2", **_DEEPSEEK, is_sparse=True),
+    Model("deepseek-v3", **_DEEPSEEK),
+    Model("deepseek-r1", **_DEEPSEEK),
+)
+"""Models of the recipes, by how their names begin: a plan needs no weights. The first fits."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One node's start.
+
+    Attributes:
+        arguments: flag (its name in the tables) -> value; what nobody gave is not in it.
+        interfaces: network interface -> addresses of the machine; None = of another machine.
+        packages: names that can be imported; None = of another machine.
+        is_relaxed: also take what later releases take.
+    """
+
+    arguments: Mapping[str, object]
+    variables: Mapping[str, str]
+    soc: Soc
+    interfaces: Mapping[str, tuple[str, ...]] | None = None
+    packages: frozenset[str] | None = None
+    model: Model | None = None
+    is_relaxed: bool = False
+
+    def text(self, flag: str, default: str = "") -> str:
+        return str(self.arguments.get(flag, default))
+
+    def number(self, flag: str, default: int = 0) -> int:
+        value = self.arguments.get(flag, default)
+        return value if isinstance(value, int) else default
+
+    def is_on(self, flag: str) -> bool:
+        return self.arguments.get(flag) is True
+
+    def variable(self, name: str) -> str:
+        return self.variables.get(name, "").strip()
+
+    def is_set(self, name: str) -> bool:
+        """Whether a variable asks for something: set, and not to 0."""
+        return self.variable(name).lower() not in ("", "0", "false")
+
+    def count(self, name: str) -> int | None:
+        """A variable's whole number; None when it is not set or none."""
+        text = self.variable(name)
+        return int(text) if text.removeprefix("-").isdigit() else None
+
+    @property
+    def role(self) -> str:
+        """ "prefill", "decode", or "" where one server does both."""
+        mode = self.text("disaggregation-mode")
+        return "" if mode == "null" else mode
+
+    @property
+    def tp(self) -> int:
+        return self.number("tensor-parallel-size", 1)
+
+    @property
+    def dp(self) -> int:
+        return self.number("data-parallel-size", 1)
+
+    @property
+    def ep(self) -> int:
+        """Ranks of the experts: with an exchange between them, all."""
+        given = self.number("expert-parallel-size", 0)
+        return given or (self.tp if self.exchange != "none" else 1)
+
+    @property
+    def cp(self) -> int:
+        return self.number("attn-cp-size", 1)
+
+    @property
+    def nodes(self) -> int:
+        return self.number("nnodes", 1)
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks that share one attention."""
+        shared = self.cp * (self.dp if self.is_on("enable-dp-attention") else 1)
+        return max(1, self.tp // shared)
+
+    @property
+    def running_per_replica(self) -> int:
+        """Requests of one group of attention ranks at once; 0 = nobody said."""
+        return -(-self.number("max-running-requests") // self.dp)
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens of a request in one decode step."""
+        return max(1, self.number("speculative-num-draft-tokens"))
+
+    @property
+    def exchange(self) -> str:
+        return self.text("moe-a2a-backend", "none")
+
+    @property
+    def deepep_mode(self) -> str:
+        """The mode that runs; "auto" where both may."""
+        mode = self.text("deepep-mode", "auto")
+        by_role = {"prefill": "normal", "decode": "low_latency"}
+        return by_role.get(self.role, mode) if mode == "auto" else mode
+
+    @property
+    def has_graphs(self) -> bool:
+        return not self.is_on("disable-cuda-graph")
+
+
+def read_model(folder: str) -> Model | None:
+    """The facts in a checkpoint's folder; None where it has no config.json."""
+    place = Path(folder)
+    try:
+        with open(place / "config.json", "rb") as file:
+            read: object = json.loads(file.read(_MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not is_object(read):
+        return None
+    inner = read.get("text_config")
+    facts = inner if is_object(inner) else read
+
+    def number(*keys: str) -> int:
+        found = (facts.get(key) for key in keys)
+        return next((n for n in found if isinstance(n, int) and not isinstance(n, bool)), 0)
+
+    return Model(
+        name=place.name,
+        hidden=number("hidden_size"),
+        experts=number("n_routed_experts", "num_local_experts", "num_experts"),
+        experts_per_token=number("num_experts_per_tok"),
+        shared_experts=number("n_shared_experts")
+        or int(number("shared_expert_intermediate_size") > 0),
+        is_latent=number("kv_lora_rank") > 0,
+        q_rank=number("q_lora_rank"),
+        is_sparse=number("index_topk") > 0,
+        draft_layers=number("num_nextn_predict_layers"),
+        is_modelslim=(place / DESCRIPTION).is_file(),
+    )
+
+
+def known_model(source: str) -> Model | None:
+    """The facts of a model by its name, for machines that do not have it."""
+    name = source.rstrip("/").rpartition("/")[2].lower()
+    return next((model for model in KNOWN if name.startswith(model.name)), None)

@@ -1,0 +1,17 @@
+"""`banyan config --device npu`: what each documented flag comes to on the chip."""
+
+from banyan.cli.main import main
+from tests.config.test_checkpoint import LLAMA, folder
+
+
+def test_each_documented_flag_is_told_with_its_outcome(npu, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("BANYAN_NPU", "emulated")
+    monkeypatch.setenv("BANYAN_NPU_SOC", "A3")
+    assert main(["config", folder(tmp_path, LLAMA), "--device", "npu"]) == 0
+    out = capsys.readouterr().out
+    told = out.partition("# Flags on an A3")[2].splitlines()
+    assert len(told) > 300 and all(line.startswith("#") for line in told[1:])
+    found = {line.split()[1]: line for line in told[1:]}
+    assert "works (yes)" in found["page-size"]
+    assert "not applicable (gpu-only)" in found["enable-p2p-check"]
+    assert "refused (planned)" in found["enable-deterministic-inference"]
