@@ -13,7 +13,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.companions import check_companions
 from banyan.config.env import Environment
-from banyan.config.file import read_flag_file
+from banyan.config.file import read_mapping
 from banyan.config.flags.flag import BELONGS, LISTS, REFUSED, SWITCH, Absent, Flag, Replaced
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
 from banyan.config.schema import UNSAID, Config
@@ -225,7 +225,7 @@ def _read_files(reading: _Reading) -> _Layer:
 
 
 def _read_file(path: str, layer: _Layer, reading: _Reading) -> None:
-    for key, value in read_flag_file(path).items():
+    for key, value in read_mapping(path, "--config").items():
         name = plain(key)
         if name == CONFIG_FILE:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""A file of flags: YAML (JSON is a subset), one flat mapping from flag name to value."""
+"""Files of settings: YAML (JSON is a subset), one mapping from name to value."""
 
 from collections.abc import Collection, Hashable
 from typing import TypeGuard, cast
@@ -8,8 +8,8 @@ from banyan.base.errors import ConfigError
 MAX_BYTES = 1 << 20
 
 
-def read_flag_file(path: str) -> dict[str, object]:
-    """Flag name as written -> value.
+def read_mapping(path: str, flag: str) -> dict[str, object]:
+    """Name as written -> value, of the file that `flag` names.
 
     Raises:
         ConfigError: the file is missing, too large, not YAML, not a mapping, or has a key twice.
@@ -18,9 +18,9 @@ def read_flag_file(path: str) -> dict[str, object]:
         with open(path, "rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"cannot read --config {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {flag} {path}: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
-        raise ConfigError(f"--config {path} is larger than {MAX_BYTES:,} bytes")
+        raise ConfigError(f"{flag} {path} is larger than {MAX_BYTES:,} bytes")
     return _parse(raw, path)
 
 
@@ -51,7 +51,7 @@ def _parse(raw: bytes, path: str) -> dict[str, object]:
     if content is None:
         return {}
     if not _has_names(content):
-        raise ConfigError(f"{path} must be a mapping from flag names to values")
+        raise ConfigError(f"{path} must be a mapping from names to values")
     return content
 
 

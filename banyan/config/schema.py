@@ -130,6 +130,12 @@ class ScheduleConfig:
     """A waiting request this far above a running one takes its place; 0 = never."""
     refuse_priorities: bool = False
     """Refuse requests that bring a priority while priorities are off."""
+    max_wait_s: float = 0.0
+    """With priorities: a request that has waited longer goes first; 0 = none does."""
+    wait_s: float = 0.0
+    """Longest that a request waits until it runs; 0 = any time."""
+    run_s: float = 0.0
+    """Longest that a request runs; 0 = any time."""
     depth: int = 2
     """Plans in flight: 1 = synchronous, 2 = overlap, 1 + stages with pipeline parallelism."""
     token_gap: int = 0
@@ -265,6 +271,8 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 30000
     api_key: str = ""
+    api_key_file: str = ""
+    """Callers with names, keys, weights and limits; read again when it changes."""
     admin_api_key: str = ""
     allowed_hosts: str = ""
     """Names beside the server's own that the header Host may have, with commas; "*" = any."""
@@ -327,6 +335,10 @@ class ServerConfig:
     """Requests may ask for hidden states."""
     require_key: bool = False
     """Refuse to listen on a non-loopback address without an API key."""
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self.api_key or self.api_key_file)
 
     @property
     def words_wait(self) -> bool:

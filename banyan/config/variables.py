@@ -91,12 +91,6 @@ OF_LAUNCHES = (
 """What the rules of `banyan/launch` read; a start on an Ascend NPU is held against them."""
 
 REFUSED = {
-    "SGLANG_REQ_WAITING_TIMEOUT": Refusal(
-        "requests wait until they run", "use --max-queued-requests", ("", "-1")
-    ),
-    "SGLANG_REQ_RUNNING_TIMEOUT": Refusal(
-        "requests run to their end", "close the connection in the client", ("", "-1")
-    ),
     "SGLANG_ENABLE_REQUEST_DECOMPRESSION": Refusal(
         "bodies are never decompressed", "let a proxy do it"
     ),
@@ -176,6 +170,22 @@ SETTINGS = {
             kind=INT,
             low=1,
             proof="tests/scheduler/test_growth.py::test_longer_outputs_are_counted_as_those_given",
+        ),
+        Flag(
+            "SGLANG_REQ_WAITING_TIMEOUT",
+            "schedule.wait_s",
+            "seconds that a request may wait until it runs, then it ends with 503; -1 = any time",
+            kind=FLOAT,
+            low=-1.0,
+            proof="tests/scheduler/test_turns.py::test_who_waits_too_long_for_a_place_ends_alone",
+        ),
+        Flag(
+            "SGLANG_REQ_RUNNING_TIMEOUT",
+            "schedule.run_s",
+            "seconds that a request may run, then it ends with 503; -1 = any time",
+            kind=FLOAT,
+            low=-1.0,
+            proof="tests/scheduler/test_turns.py::test_who_runs_too_long_ends_alone",
         ),
         Flag(
             "SGLANG_MAX_NEW_TOKENS_LIMIT",

@@ -38,7 +38,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     hidden_from: int = NO_HIDDEN
     """First position whose hidden state is wanted."""
     caller: bytes = b""
-    """Whose share of the time that constraints take to compile it counts against."""
+    """Whose share of the steps, and of the time that constraints take to compile, it is part of."""
+    weight: float = 1.0
+    """Of that share against those of others."""
     embeds: bytes = b""
     """float32 [prompt, hidden] in place of the prompt's tokens, which are placeholders then."""
 

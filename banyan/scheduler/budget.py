@@ -42,12 +42,14 @@ class Priorities:
         preemption_gap: a waiting request takes the place of running ones that are at least this
             much below it; 0 = never.
         refuse_when_off: refuse requests that bring one while they are not honoured.
+        max_wait_s: who has waited longer goes before all others; 0 = nobody does.
     """
 
     are_honoured: bool = False
     low_first: bool = False
     preemption_gap: int = 10
     refuse_when_off: bool = False
+    max_wait_s: float = 0.0
 
     def of(self, given: int) -> int:
         """The priority that counts; higher goes first."""
@@ -66,6 +68,8 @@ class Limits:
         whole_prompts: a prompt is never cut; one that is longer than a step goes alone.
         max_prompts: requests whose prompts one step computes, whole or in part; 0 = unbounded.
         max_queued: waiting requests before new ones are refused; 0 = unbounded.
+        wait_s: longest that a request waits until it runs; 0 = any time.
+        run_s: longest that it runs from then on; 0 = any time.
         max_request_tokens: longest prompt + output.
         depth: plans with rows that may be in flight at once.
         token_gap: steps between sampling a token and a row that needs it (stages − 1).
@@ -81,6 +85,8 @@ class Limits:
     max_request_tokens: int
     depth: int = 1
     max_queued: int = 0
+    wait_s: float = 0.0
+    run_s: float = 0.0
     token_gap: int = 0
     drafts: int = 0
     conservativeness: float = 1.0

@@ -105,6 +105,7 @@ class Request:
         self.prompt_len = len(generate.tokens) // TOKEN_BYTES
         self.limit = self.prompt_len + generate.sampling.max_new_tokens
         """Known tokens at which the request ends."""
+        self.caller, self.weight = generate.caller, generate.weight
         self.priority = priority
         self.rank = (-priority, order)
         """Who goes first: higher priority, then earlier arrival."""

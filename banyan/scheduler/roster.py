@@ -3,6 +3,7 @@ changes state; whatever it held is let go here.
 """
 
 from bisect import insort
+from collections.abc import Iterable
 
 from banyan.base.ids import RequestId, SlotId
 from banyan.memory.cache import KVCache, Lease
@@ -37,6 +38,9 @@ class Roster:
 
     def find(self, request_id: RequestId) -> Request | None:
         return self._requests.get(request_id)
+
+    def alive(self) -> Iterable[Request]:
+        return self._requests.values()
 
     def ids(self) -> list[RequestId]:
         return list(self._requests)

@@ -31,6 +31,7 @@ from banyan.scheduler.roster import Roster
 from banyan.scheduler.rows import Planned, RowPlanner
 from banyan.scheduler.sheet import PlanSheet
 from banyan.scheduler.speculation import Speculation
+from banyan.scheduler.turns import Turns, end_overdue
 
 
 class Scheduler:
@@ -55,6 +56,7 @@ class Scheduler:
         self.roster = Roster(cache, limits.max_running, limits.drafts > 0)
         self.counters = self.roster.counters
         self._order = order
+        self._turns = Turns(limits.priorities.max_wait_s)
         self._grammars = grammars
         self._flights: dict[StepId, list[Flight]] = {}
         self.fetcher = Fetcher(cache)
@@ -78,6 +80,7 @@ class Scheduler:
         self._arrivals += 1
         priority = self.limits.priorities.of(generate.priority)
         request = Request(generate, grammar, priority, now, self._arrivals)
+        self._turns.join(request, self.roster.alive())
         self.roster.add(request)
         self.fetcher.begin(request, now)
 
@@ -112,6 +115,7 @@ class Scheduler:
         """What step `step` should do; a sheet without work is not launched."""
         self._now = now
         limits = self.limits
+        end_overdue(self.roster, limits, now)
         sheet = PlanSheet(
             *(step, self.roster.leaves, limits.chunk_tokens, limits.max_prompts),
             *(len(self.roster.running), limits.draft_room),
@@ -228,7 +232,8 @@ class Scheduler:
                 request, match, self.cache, self.limits, self._ratio, reserved
             ),
         )
-        for request in list(self._order(self.roster.waiting, self._probe)):
+        ordered = self._order(self.roster.waiting, self._probe)
+        for request in self._turns.deal(ordered, self._now):
             if request.flights or self.fetcher.holds_back(request, self._now):
                 continue  # a retracted request whose last token is still in flight, or the store
             if sheet.budget <= 0 or not self.roster.free_slots:
@@ -332,6 +337,7 @@ class Scheduler:
         request.tokens += tokens.tobytes()
         request.is_suspect = request.is_suspect and not flight.samples
         self.counters.output_tokens += len(tokens)
+        self._turns.charge(request, flight.tokens + len(tokens))
         for score in scores:
             request.scored_to = max(request.scored_to, score.first + len(score.logprobs) // 4)
         hidden_first, request.hidden_to = flight.hidden[0], max(request.hidden_to, flight.hidden[1])

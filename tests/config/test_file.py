@@ -5,7 +5,7 @@ import pytest
 from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.config.file import read_flag_file
+from banyan.config.file import read_mapping
 
 
 def start(folder: Path, text: str | bytes) -> object:
@@ -39,7 +39,7 @@ def test_json_is_understood(tmp_path: Path) -> None:
 def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
     path = tmp_path / "flags.yaml"
     path.write_text("# only a comment\n")
-    assert read_flag_file(str(path)) == {}
+    assert read_mapping(str(path), "--config") == {}
 
 
 @pytest.mark.parametrize(

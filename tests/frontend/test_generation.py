@@ -322,3 +322,13 @@ def test_every_chunk_tells_how_much_of_the_prompt_was_cached():
     chunks, _ = asyncio.run(chunks_of(say("hello world"), request()))
     assert len(chunks) > 1
     assert [c.usage.cached_tokens for c in chunks] == [2] * len(chunks)
+
+
+@asynchronous
+async def test_the_engine_is_told_who_asks_and_with_which_weight():
+    asked = replace(request(), caller=b"research")
+    async with serving(say("x")) as (client, engine):
+        generator = TextGenerator(client, TOKENIZER, LIMITS, {b"research": 2.0}.__getitem__)
+        await collect(generator, [asked])
+        (message,) = [m for m in engine.received if isinstance(m, Generate)]
+    assert (message.caller, message.weight) == (b"research", 2.0)

@@ -82,6 +82,7 @@ class Driver:
         self.core = self.spec.build(recorder=recorder and recorder(self.spec), grammars=grammars)
         self.flying: deque[StepPlan] = deque()
         self.plans: list[StepPlan] = []
+        self.now = 0.0
         self.slots: dict[int, list[int]] = {}
         self.outputs: dict[str, list[int]] = {}
         self.ends: dict[str, Finished | Failed] = {}
@@ -96,11 +97,11 @@ class Driver:
         self.receive(Generate(request=name, tokens=tokens, sampling=params, priority=priority))
 
     def receive(self, message) -> None:
-        self.core.receive(message, 0.0)
+        self.core.receive(message, self.now)
         self._hear()
 
     def launch(self) -> StepPlan | None:
-        plan = self.core.launch(0.0)
+        plan = self.core.launch(self.now)
         self._hear()
         self.core.check()
         if plan is not None:
@@ -115,7 +116,7 @@ class Driver:
             result = StepResult(
                 step=plan.step, tokens=result.tokens, failed=[RowFailure(failed_row, "broken")]
             )
-        events, _ = self.core.complete(result, 0.0)
+        events, _ = self.core.complete(result, self.now)
         self._hear(events)
         self.core.check()
 

@@ -14,6 +14,7 @@ from banyan.base.errors import RequestError
 from banyan.server.http import auth, connection
 from banyan.server.http.app import BODIES_IN_MEMORY
 from banyan.server.http.auth import Guard
+from banyan.server.http.keys import Keys
 from banyan.server.http.limits import Body, BodyRoom, read_body, strict_json
 from banyan.server.routes import all_routes
 from tests.flags import config_of
@@ -104,7 +105,7 @@ def test_no_answer_holds_a_key(locked: Site) -> None:
 
 
 def test_admin_routes_need_a_key_from_afar() -> None:
-    guard = Guard("", "", "0.0.0.0")
+    guard = Guard(Keys(""), "", "0.0.0.0")
     assert guard.judge(auth.ADMIN, b"", "10.0.0.9", "10.0.0.1:30000").status == 403
     assert guard.judge(auth.ADMIN, b"", "10.0.0.9", "localhost").status == 403
     assert guard.judge(auth.ADMIN, b"", "127.0.0.1", "localhost:30000").status == 200
@@ -113,24 +114,24 @@ def test_admin_routes_need_a_key_from_afar() -> None:
 
 
 def test_a_page_s_own_name_for_this_machine_opens_no_admin_route() -> None:
-    guard = Guard("", "", "0.0.0.0")
+    guard = Guard(Keys(""), "", "0.0.0.0")
     assert guard.judge(auth.ADMIN, b"", "127.0.0.1", "evil.example:30000").status == 403
     assert guard.judge(auth.KEY, b"", "127.0.0.1", "evil.example:30000").status == 200
 
 
 def test_the_only_key_is_the_admin_key_too() -> None:
-    guard = Guard(KEY, "", "0.0.0.0")
+    guard = Guard(Keys(KEY), "", "0.0.0.0")
     assert guard.judge(auth.ADMIN, b"Bearer sesame-key", "10.0.0.9", "h").status == 200
     assert guard.judge(auth.ADMIN, b"Bearer wrong", "127.0.0.1", "h").status == 401
 
 
 def test_with_several_keys_each_opens_the_api_and_none_the_admin_routes() -> None:
-    guard = Guard("alice-key bob-key", "", "0.0.0.0")
+    guard = Guard(Keys("alice-key bob-key"), "", "0.0.0.0")
     tenants = set()
     for name in (b"alice", b"bob"):
         verdict = guard.judge(auth.KEY, b"Bearer " + name + b"-key", "10.0.0.9", "h")
         assert verdict.status == 200 and not verdict.is_admin
-        tenants.add(verdict.tenant)
+        tenants.add(verdict.caller.tenant)
         refused = guard.judge(auth.ADMIN, b"Bearer " + name + b"-key", "127.0.0.1", "localhost")
         assert refused.status == 403 and "--admin-api-key" in refused.text
     assert len(tenants) == 2
@@ -138,7 +139,7 @@ def test_with_several_keys_each_opens_the_api_and_none_the_admin_routes() -> Non
 
 
 def test_an_admin_key_rules_over_what_every_key_has_made() -> None:
-    guard = Guard("alice-key bob-key", ADMIN, "0.0.0.0")
+    guard = Guard(Keys("alice-key bob-key"), ADMIN, "0.0.0.0")
     assert guard.judge(auth.OWN, b"Bearer sesame-admin", "10.0.0.9", "h").is_admin
     assert not guard.judge(auth.OWN, b"Bearer alice-key", "10.0.0.9", "h").is_admin
     assert guard.judge(auth.OWN, b"Bearer carol-key", "10.0.0.9", "h").status == 401
@@ -160,7 +161,7 @@ def test_a_rebound_name_is_421_and_a_foreign_page_403(http: httpx.Client) -> Non
 
 def test_a_server_for_the_network_answers_to_any_name() -> None:
     for key in ("", KEY):
-        guard = Guard(key, "", "0.0.0.0")
+        guard = Guard(Keys(key), "", "0.0.0.0")
         guard.check_origin("models.example", "", "")
         guard.check_origin("models.example:30000", "https://models.example", "same-origin")
     guard.check_origin("models.example", "https://app.example", "cross-site")  # it has a key
@@ -174,7 +175,7 @@ def test_a_server_for_the_network_answers_to_any_name() -> None:
 )  # fmt: skip
 def test_without_a_key_no_page_of_others_calls_a_server(host: str, origin: str, site: str) -> None:
     with pytest.raises(RequestError) as caught:
-        Guard("", "", host).check_origin("127.0.0.1:30000", origin, site)
+        Guard(Keys(""), "", host).check_origin("127.0.0.1:30000", origin, site)
     assert caught.value.status == 403
 
 

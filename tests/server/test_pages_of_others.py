@@ -9,6 +9,7 @@ import pytest
 from banyan.base.errors import ConfigError, RequestError
 from banyan.server.http import auth
 from banyan.server.http.auth import Guard
+from banyan.server.http.keys import Keys
 from banyan.server.http.listen import check_exposure
 from tests.flags import config_of
 from tests.server.fakes import Site
@@ -76,7 +77,7 @@ def test_headers_of_a_page_that_are_no_names_are_not_repeated(known: Site) -> No
 
 @pytest.mark.parametrize("origins", ["*", FOREIGN])
 def test_without_a_key_no_page_of_others_gets_to_admin_routes(origins: str) -> None:
-    guard = Guard("", "", "127.0.0.1", "", origins)
+    guard = Guard(Keys(""), "", "127.0.0.1", "", origins)
     page = guard.check_origin("127.0.0.1:30000", FOREIGN, "cross-site")
     assert page == FOREIGN
     assert guard.judge(auth.KEY, b"", "127.0.0.1", "localhost", page).status == 200
@@ -85,17 +86,17 @@ def test_without_a_key_no_page_of_others_gets_to_admin_routes(origins: str) -> N
 
 
 def test_what_a_proxy_forwards_gets_to_no_admin_route_without_a_key() -> None:
-    guard = Guard("", "", "127.0.0.1", "models.example")
+    guard = Guard(Keys(""), "", "127.0.0.1", "models.example")
     assert guard.judge(auth.ADMIN, b"", "127.0.0.1", "models.example").status == 403
 
 
 def test_names_are_checked_on_every_address_once_they_are_given() -> None:
-    named = Guard("key", "", "0.0.0.0", "models.example")
+    named = Guard(Keys("key"), "", "0.0.0.0", "models.example")
     named.check_origin("models.example", "", "")
     named.check_origin("127.0.0.1:30000", "", "")
     with pytest.raises(Exception, match="own names"):
         named.check_origin("other.example", "", "")
-    Guard("", "", "127.0.0.1", "*").check_origin("other.example", "", "")
+    Guard(Keys(""), "", "127.0.0.1", "*").check_origin("other.example", "", "")
 
 
 def test_origins_come_as_a_list_of_json_too() -> None:
@@ -112,7 +113,7 @@ def test_any_page_without_a_key_is_warned_of(caplog: pytest.LogCaptureFixture) -
 
 def test_what_is_no_origin_is_refused_at_start() -> None:
     with pytest.raises(ConfigError, match="localhost:3000' is no origin"):
-        Guard("", "", "127.0.0.1", "", "localhost:3000")
+        Guard(Keys(""), "", "127.0.0.1", "", "localhost:3000")
 
 
 @pytest.mark.parametrize("kind", ["", "application/x-www-form-urlencoded", "text/plain"])

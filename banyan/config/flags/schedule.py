@@ -102,6 +102,17 @@ FLAGS = (
         proof="tests/scheduler/test_priorities.py::test_a_gap_of_zero_never_preempts",
     ),
     Flag(
+        "priority-scheduling-max-wait",
+        "schedule.max_wait_s",
+        "with priorities: seconds after which a request goes before all others, so that nobody "
+        "waits for ever; 0 = priorities alone decide",
+        kind=FLOAT,
+        low=0.0,
+        documented=False,
+        proof="tests/scheduler/test_turns.py"
+        "::test_who_has_waited_longest_goes_before_those_of_higher_priority",
+    ),
+    Flag(
         "abort-on-priority-when-disabled",
         "schedule.refuse_priorities",
         "refuse requests that bring a priority while priorities are off",

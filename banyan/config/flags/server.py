@@ -26,6 +26,14 @@ FLAGS = (
         "::test_a_request_without_the_key_is_401_and_probes_are_open",
     ),
     Flag(
+        "api-key-file",
+        "server.api_key_file",
+        "YAML file of callers with names, keys, weights and limits, read again when it changes "
+        "(docs/operations.md)",
+        documented=False,
+        proof="tests/server/test_keys.py::test_a_key_of_the_file_lets_its_caller_in",
+    ),
+    Flag(
         "admin-api-key",
         "server.admin_api_key",
         "key that the administrative routes want instead",

@@ -20,6 +20,7 @@ from banyan.base.errors import BanyanError, DeviceError, RequestError
 from banyan.base.ids import RequestId
 from banyan.base.log import logger
 from banyan.frontend.link.line import Line
+from banyan.frontend.link.pace import Pace
 from banyan.frontend.link.standing import Standing
 from banyan.frontend.link.stream import EventStream, OpenStreams
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
@@ -55,6 +56,8 @@ class Replica:
     alive: bool
     ready: Ready | None
     stats: Stats
+    ends_per_s: float = 0.0
+    """Requests that have ended lately; 0 = not known yet."""
 
 
 class Engines(Protocol):
@@ -114,6 +117,7 @@ class EngineClient:
         """What is being done about the loss of the engine; for people."""
         self._line = Line(link, self._deliver, self.engine_lost)
         self._watching: asyncio.Task[None] | None = None
+        self._pace = Pace()
         self._clock = clock or WallClock()
         self._origin = origin
         self._heartbeat_timeout_s = min(heartbeat_timeout_s, watchdog_s)
@@ -317,7 +321,8 @@ class EngineClient:
 
     def replicas(self) -> list[Replica]:
         """Itself alone."""
-        return [Replica(0, self._ready is not None, self._ready, self.stats)]
+        is_alive = self._ready is not None
+        return [Replica(0, is_alive, self._ready, self.stats, self._pace.per_s)]
 
     @property
     def num_open(self) -> int:
@@ -392,6 +397,7 @@ class EngineClient:
             case Stats():
                 self.stats = event
                 self.stats_at_s = self._clock.now()
+                self._pace.saw(event.finished, self.stats_at_s)
             case Ready():
                 self._hello = event
                 if not self._is_reviving:

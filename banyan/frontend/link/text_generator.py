@@ -5,7 +5,7 @@ decided token by token, scores by position.
 """
 
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
@@ -37,15 +37,29 @@ log = logger(__name__)
 
 FLOAT_BYTES = 4
 
+WeightOf = Callable[[bytes], float]
+
+
+def _equal(caller: bytes) -> float:
+    return 1.0
+
 
 class TextGenerator:
     """Implements Generator on one engine.
 
     Args:
         tokenizer: None = ids only; requests with stop texts are then refused.
+        weight_of: each caller's weight against others who wait too.
     """
 
-    def __init__(self, client: Engines, tokenizer: Tokenizer | None, limits: Limits) -> None:
+    def __init__(
+        self,
+        client: Engines,
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+        weight_of: WeightOf = _equal,
+    ) -> None:
+        self._weight_of = weight_of
         self._client = client
         self._tokenizer = tokenizer
         self._limits = limits
@@ -61,7 +75,7 @@ class TextGenerator:
         if self._tokenizer is not None and not request.pool:
             words = Words(request, self._tokenizer)
         reader = OutputReader(request, words, self._limits.hidden_size)
-        stream = self._client.submit(_message(request))
+        stream = self._client.submit(_message(request, self._weight_of(request.caller)))
         has_stopped = False
         try:
             while events := await stream.batch():
@@ -140,9 +154,10 @@ def open_generator(
     limits: Limits,
     observe: ObserveConfig,
     meter: Meter | None = None,
+    weight_of: WeightOf = _equal,
 ) -> Generator:
     """The generator that serves every route, metering and logging requests if asked to."""
-    generator: Generator = TextGenerator(client, tokenizer, limits)
+    generator: Generator = TextGenerator(client, tokenizer, limits, weight_of)
     if meter is not None:
         generator = Metered(generator, meter)
     return with_log(generator, tokenizer, observe)
@@ -399,7 +414,7 @@ def first_hidden(request: TextRequest) -> int:
     return 0 if request.hidden == ALL_HIDDEN else len(request.prompt) - 1
 
 
-def _message(request: TextRequest) -> Generate:
+def _message(request: TextRequest, weight: float) -> Generate:
     scores = request.scores
     return Generate(
         request=request.id,
@@ -411,7 +426,8 @@ def _message(request: TextRequest) -> Generate:
         score_top=scores.top if scores.start != NO_SCORES else 0,
         score_ids=scores.ids if scores.start != NO_SCORES else (),
         grammar=request.grammar,
-        caller=request.caller if request.grammar else b"",
+        caller=request.caller,
+        weight=weight,
         pool=request.pool,
         hidden_from=first_hidden(request),
         embeds=request.embeds,

@@ -34,6 +34,7 @@ class Origin:
 
     rid: str
     namespace: bytes = b""
+    caller: bytes = b""
     priority: int = 0
     route: str = "encode"
 
@@ -133,6 +134,7 @@ class VectorService:
             prompt=[],
             sampling=SamplingParams(max_new_tokens=0),
             namespace=origin.namespace,
+            caller=origin.caller,
             priority=origin.priority,
             pool=True,
             route=origin.route,

@@ -203,7 +203,7 @@ def _facts(state: ServerState) -> str:
 def _command(exchange: Exchange, state: ServerState) -> str:
     """A line for a shell that asks this server for something it can do."""
     path, asked = _sample(state.service)
-    key = " -H 'Authorization: Bearer '$BANYAN_API_KEY" if state.config.server.api_key else ""
+    key = " -H 'Authorization: Bearer '$BANYAN_API_KEY" if state.config.server.has_keys else ""
     return f"curl {_address(exchange, state)}{path}{key} -d '{json.dumps(asked)}'"
 
 

@@ -19,7 +19,16 @@ from banyan.server.errors import internal, unavailable
 from banyan.server.http import auth
 from banyan.server.http.access_log import AccessLog
 from banyan.server.http.exchange import SEND_TIMEOUT_S, Exchange, Scope, Send
-from banyan.server.http.limits import Body, BodyRoom, ClientGone, Receive, read_body
+from banyan.server.http.keys import Caller, Keys
+from banyan.server.http.limits import (
+    Body,
+    BodyRoom,
+    ClientGone,
+    Receive,
+    read_body,
+    time_left,
+    too_late,
+)
 from banyan.server.http.route import Route
 
 log = logger(__name__)
@@ -40,6 +49,12 @@ class Shared(Protocol):
     """What is asked here of the one object that all routes share."""
 
     config: Config
+    keys: Keys
+    """Who may call."""
+
+    def retry_after_s(self) -> int:
+        """Seconds after which a request that is refused because of the load may fit."""
+        ...
 
     def has_begun(self, work: asyncio.Task[None]) -> bool:
         """Whether this handler's work has its own line in the log."""
@@ -62,7 +77,7 @@ class App(Generic[S]):
         self.exchanges: dict[Exchange, None] = {}
         self._ended = asyncio.Event()
         self._guard = auth.Guard(
-            *(server.api_key, server.admin_api_key, server.host),
+            *(state.keys, server.admin_api_key, server.host),
             *(server.allowed_hosts, server.allowed_origins),
         )
         self._max_body = server.max_body_bytes
@@ -96,6 +111,7 @@ class App(Generic[S]):
         self.exchanges[exchange] = None
         body = Body(self._room)
         exchange.let_body_go = body.let_go
+        exchange.retry_after_s = self.state.retry_after_s
         try:
             route = await self._admit(exchange)
             if route is None:
@@ -158,11 +174,25 @@ class App(Generic[S]):
             raise RequestError(verdict.text, status=verdict.status, code="forbidden")
         if route is None:
             raise no_route(exchange.path, self.routes)
-        exchange.tenant, exchange.is_admin = verdict.tenant, verdict.is_admin
+        self._check_number(verdict.caller)
+        exchange.tenant, exchange.is_admin = verdict.caller.tenant, verdict.is_admin
         exchange.is_probe = route.guard == auth.OPEN
         if not await self._accepts(route, exchange):
             return None
         return route
+
+    def _check_number(self, caller: Caller) -> None:
+        if not caller.max_requests:
+            return
+        number = sum(other.tenant == caller.tenant for other in self.exchanges)
+        if number >= caller.max_requests:
+            raise RequestError(
+                f"{number} requests of this key are open; it may have {caller.max_requests} at "
+                "once",
+                status=429,
+                code="too_many_requests",
+                hint="Send it again when one of them has ended",
+            )
 
     def _find(self, exchange: Exchange) -> Route[S] | None:
         path = exchange.path
@@ -195,8 +225,11 @@ class App(Generic[S]):
 
     async def _run(self, route: Route[S], exchange: Exchange, receive: Receive) -> None:
         """Run the handler until it ends, the client leaves, or `stop` is called."""
+        left_s = time_left(exchange.headers, exchange.began_s)
         exchange.work = asyncio.create_task(route.handler(exchange, self.state))
         watch = asyncio.create_task(_watch(exchange, receive))
+        loop = asyncio.get_running_loop()
+        timer = None if left_s is None else loop.call_later(left_s, exchange.stop, too_late())
         try:
             await exchange.work
         except asyncio.CancelledError:
@@ -206,6 +239,8 @@ class App(Generic[S]):
                 await _quietly(exchange.fail(exchange.ending))
         finally:
             watch.cancel()
+            if timer is not None:
+                timer.cancel()
 
 
 def _options(route: Route | None, exchange: Exchange) -> dict[str, str]:

@@ -3,13 +3,13 @@
 Keys are compared as SHA-256 digests in constant time; nothing here can print a key.
 """
 
-import hashlib
 import hmac
 from dataclasses import dataclass
 from ipaddress import ip_address
 
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import printable
+from banyan.server.http.keys import ANYONE, Caller, Keys, digest
 
 OPEN = "open"
 """Guard of routes that answer without a key: health and metrics."""
@@ -26,10 +26,6 @@ _OWN_SITES = ("", "none", "same-origin")
 """Sec-Fetch-Site of programs, of a person who types an address, and of the server's own pages."""
 
 
-def _digest(key: str | bytes) -> bytes:
-    return hashlib.sha256(key if isinstance(key, bytes) else key.encode()).digest()
-
-
 def is_loopback(host: str) -> bool:
     """Whether an address or name stays on this machine."""
     if host == "localhost":
@@ -42,11 +38,11 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`status` 200 admits. `tenant` is the digest of the key presented, b"" without keys."""
+    """`status` 200 admits. `caller` is whose key was presented."""
 
     status: int
     text: str = ""
-    tenant: bytes = b""
+    caller: Caller = ANYONE
     is_admin: bool = False
     """What others have made may be ended."""
 
@@ -55,7 +51,7 @@ class Guard:
     """Decides by route guard, key and peer.
 
     Args:
-        api_keys: separated by spaces; "" for none. Who has one sees nothing of the others.
+        keys: of callers. Who has one sees nothing of the others.
         admin_key: "" for none: then the only API key is the administrator's too.
         host: the address that the server is bound to.
         hosts: other names in the header Host, with commas; "*" = any.
@@ -67,16 +63,14 @@ class Guard:
 
     def __init__(
         self,
-        api_keys: str,
+        keys: Keys,
         admin_key: str,
         host: str,
         hosts: str = "",
         origins: str = "",
     ) -> None:
-        self._keys = tuple(_digest(key) for key in api_keys.split())
-        self._admin = _digest(admin_key) if admin_key else b""
-        if len(self._keys) == 1 and not admin_key:
-            self._admin = self._keys[0]
+        self._keys = keys
+        self._admin = digest(admin_key) if admin_key else keys.only
         self._is_local = is_loopback(host)
         own = {"localhost", "127.0.0.1", "[::1]", host.lower(), f"[{host}]"}
         self._hosts = frozenset(own | {_bare(name) for name in _parts(hosts)})
@@ -106,7 +100,7 @@ class Guard:
             )
         if origin and (ANY in self._origins or origin.lower() in self._origins):
             return origin
-        if self._keys and not self._is_local:
+        if self._keys.are_asked_for and not self._is_local:
             return ""
         own = self._hosts if self._is_local else (_bare(host),)
         if _bare(origin.partition("://")[2]) in own if origin else site in _OWN_SITES:
@@ -129,24 +123,26 @@ class Guard:
         """
         if guard == OPEN:
             return Verdict(200)
-        if not self._keys and not self._admin:
+        if not self._keys.are_asked_for and not self._admin:
             is_near = self._is_local or is_loopback(peer)
             is_admin = is_near and (not host or is_loopback(_bare(host))) and not page
             if guard == ADMIN and not is_admin:
                 return Verdict(403, "admin routes need a key here: start with --admin-api-key")
             return Verdict(200, is_admin=is_admin)
         scheme, _, token = authorization.partition(b" ")
-        given = _digest(token.strip()) if scheme.lower() == b"bearer" else b""
-        has_key = any([hmac.compare_digest(given, key) for key in self._keys])
+        given = digest(token.strip()) if scheme.lower() == b"bearer" else b""
+        caller = self._keys.find(given)
         is_admin = bool(self._admin) and hmac.compare_digest(given, self._admin)
-        if guard == ADMIN and has_key and not self._admin:
+        if guard == ADMIN and caller is not None and not self._admin:
             return Verdict(403, "with several keys admin routes need one: --admin-api-key")
-        fits = has_key or not self._keys
+        fits = caller is not None or not self._keys.are_asked_for
         if guard == ADMIN or (guard == OWN and is_admin):
             fits = is_admin
         if not fits:
             return Verdict(UNAUTHORIZED)
-        return Verdict(200, "", given if self._keys else b"", is_admin)
+        if caller is None:
+            caller = Caller(given) if self._keys.are_asked_for else ANYONE
+        return Verdict(200, "", caller, is_admin)
 
 
 def _parts(given: str) -> list[str]:

@@ -22,6 +22,7 @@ import orjson
 
 from banyan.base.errors import RequestError
 from banyan.base.log import printable
+from banyan.frontend.link.pace import UNKNOWN_S
 from banyan.frontend.threads import THREAD_BYTES, off_loop
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI
@@ -36,7 +37,10 @@ T = TypeVar("T")
 SEND_TIMEOUT_S = 30.0
 """A client that takes nothing for this long is cut off, and its request is aborted."""
 
-RETRY_AFTER_S = 5
+RETRY_AFTER_S = UNKNOWN_S
+"""Where nothing better is known."""
+OF_LOAD = ("queue_full", "too_many_requests", "overloaded", "timed_out")
+"""Codes of refusals that end with the load."""
 MAX_QUERY_FIELDS = 32
 WARNINGS_CHARS = 1000
 ABORT = "banyan.abort"
@@ -76,6 +80,8 @@ class Exchange:
         its prefix-cache namespace."""
         self.is_admin = False
         """What others own may be ended."""
+        self.retry_after_s: Callable[[], int] = lambda: RETRY_AFTER_S
+        """When it may be better, for refusals because of the load."""
         self.page = ""
         """Origin of the web page that asks, where it may read the answer."""
         self.is_probe = False
@@ -228,8 +234,10 @@ class Exchange:
             await self.event(self.dialect.error_event(error))
             await self.end_events()
         elif not self.started:
-            busy = error.status in (429, 503, 529)
-            retry = {"retry-after": str(RETRY_AFTER_S)} if busy else None
+            retry: dict[str, str] = {}
+            if error.status in (429, 503, 529):
+                after_s = self.retry_after_s() if error.code in OF_LOAD else RETRY_AFTER_S
+                retry["retry-after"] = str(after_s)
             await self.json(self.dialect.error_body(error), error.status, retry)
 
     def _head(self, kind: str) -> list[tuple[bytes, bytes]]:

@@ -6,7 +6,7 @@ Knows bytes and JSON; knows no routes.
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -25,6 +25,9 @@ BODY_TIMEOUT_S = 10.0
 BODY_TOTAL_S = 120.0
 """Longest time for a whole body, however steadily it drips."""
 
+DEADLINE = "x-request-timeout"
+"""Header: seconds from the request's first byte to the last of its answer."""
+MAX_DEADLINE_S = 7 * 24 * 3600.0
 
 MAX_VALUES = 1_000_000
 MAX_CONTAINERS = 250_000
@@ -133,6 +136,37 @@ def _too_large(size: str, max_bytes: int) -> RequestError:
         f"the body has {size} bytes; at most {max_bytes} are accepted",
         status=413,
         code="body_too_large",
+    )
+
+
+def time_left(headers: Mapping[bytes, bytes], began_s: float) -> float | None:
+    """Seconds that the client gives its request from now on; None = any time.
+
+    Raises:
+        RequestError: 400; the header is no such number.
+    """
+    given = headers.get(DEADLINE.encode())
+    if given is None:
+        return None
+    try:
+        allowed_s = float(given)
+    except ValueError:
+        allowed_s = 0.0
+    if not 0 < allowed_s <= MAX_DEADLINE_S:
+        raise RequestError(
+            f"the header {DEADLINE} must be seconds in (0, {MAX_DEADLINE_S:g}], got "
+            f"{printable(given.decode('latin-1'), 40)!r}",
+            param=DEADLINE,
+        )
+    return began_s + allowed_s - time.monotonic()
+
+
+def too_late() -> RequestError:
+    return RequestError(
+        f"the request was not done within the seconds of its header {DEADLINE}",
+        status=504,
+        code="deadline_exceeded",
+        hint="Give it more time, or ask for less",
     )
 
 

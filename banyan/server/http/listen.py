@@ -59,7 +59,7 @@ def bind(server: ServerConfig) -> socket.socket:
 
 def check_exposure(server: ServerConfig) -> None:
     """Warn, or refuse under --require-key, when strangers could use a server without a key."""
-    if server.api_key:
+    if server.has_keys:
         return
     if ANY in server.allowed_origins:
         log.warning("any web page in a browser here can use this server; give --api-key as well")

@@ -21,6 +21,7 @@ from banyan.frontend.answers.parser_choice import Parsers
 from banyan.frontend.answers.tools.as_text import Tag
 from banyan.frontend.link.client import Engines
 from banyan.frontend.link.meter import Metrics
+from banyan.frontend.link.pace import UNKNOWN_S, wait_s
 from banyan.frontend.requests.generation import Generator, TextRequest
 from banyan.frontend.requests.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.frontend.requests.sessions import Sessions
@@ -29,6 +30,7 @@ from banyan.frontend.templates.named import FillIn
 from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.messages.events import Ready
 from banyan.server.errors import unavailable
+from banyan.server.http.keys import Keys
 from banyan.server.http.probe import SharedProbe
 from banyan.server.store.responses import ResponseStore
 from banyan.server.store.storage import Storage, storage_path
@@ -169,11 +171,13 @@ class ServerState:
     responses: ResponseStore = field(default_factory=ResponseStore)
     metrics: Metrics | None = None
     """None where nothing is counted."""
+    keys: Keys = field(init=False)
     tool_servers: ToolServers = field(default_factory=ToolServers)
     """Set once, before the model is loaded."""
 
     def __post_init__(self) -> None:
         self.storage = Storage(storage_path(self.config.server))
+        self.keys = Keys(self.config.server.api_key, self.config.server.api_key_file)
 
     def has_begun(self, work: "asyncio.Task[None]") -> bool:
         """Whether requests of this handler went to the engine, whose end is logged there."""
@@ -208,6 +212,14 @@ class ServerState:
         if self.service is None:
             raise unavailable("the model is still loading; ask /readyz for when", "starting")
         return self.service
+
+    def retry_after_s(self) -> int:
+        """Seconds until the requests that wait now have ended, at the pace of late."""
+        if self.service is None:
+            return UNKNOWN_S
+        alive = [replica for replica in self.service.client.replicas() if replica.alive]
+        waiting = sum(replica.stats.waiting for replica in alive)
+        return wait_s(waiting, sum(replica.ends_per_s for replica in alive))
 
     @property
     def served_name(self) -> str:

@@ -62,7 +62,9 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
         card=card,
         ready=ready,
         client=client,
-        generator=open_generator(client, words.tokenizer, limits, config.observe, state.metrics),
+        generator=open_generator(
+            *(client, words.tokenizer, limits, config.observe, state.metrics, state.keys.weight_of)
+        ),
         limits=limits,
         tokenizer=words.tokenizer,
         chat=words.chat,
@@ -165,7 +167,7 @@ def report(state: ServerState, service: Service, address: str) -> None:
     log.info("%s", READY_LINE)
     log.info("listening on %s", address)
     body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
-    log.info("try: %s", curl(address, body, bool(state.config.server.api_key)))
+    log.info("try: %s", curl(address, body, state.config.server.has_keys))
 
 
 def _summary(config: Config, service: Service, facts: Mapping[str, Any]) -> list[str]:

@@ -119,6 +119,7 @@ def origin_of(exchange: Exchange, request: VectorRequest, route: str) -> Origin:
             checked_salt(request.cache_salt, "cache_salt"),
             checked_salt(request.extra_key, "extra_key"),
         ),
+        exchange.tenant,
         request.priority or 0,
         route,
     )

@@ -189,6 +189,7 @@ def _for_labels(
         sampling=sampling,
         priority=origin.priority,
         namespace=origin.namespace,
+        caller=origin.caller,
         route=origin.route,
     )
     return [

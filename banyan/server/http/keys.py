@@ -1,0 +1,178 @@
+"""Keys: who may call. Keys of --api-key, and those of a file that is read again when it changes.
+
+    keys:
+      - name: research        # its cache, files and sessions stay its own when its keys change
+        key: [sk-new, sk-old]
+        weight: 2             # of its share of the steps while others wait too; 1
+        max-requests: 16      # at once, 429 beyond; 0 = any number
+
+Keys are kept and compared as SHA-256 digests, in constant time; nothing here can print a key.
+"""
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from banyan.base.clock import Clock, WallClock
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger, printable
+from banyan.config.file import read_mapping
+
+log = logger(__name__)
+
+LOOK_S = 1.0
+"""How often the file is looked at while requests come."""
+MAX_CALLERS = 10_000
+_LEAST = 0.001
+"""Weights lie between this and its inverse."""
+_FIELDS = ("name", "key", "weight", "max-requests")
+
+
+def digest(key: str | bytes) -> bytes:
+    return hashlib.sha256(key if isinstance(key, bytes) else key.encode()).digest()
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who has a key.
+
+    Attributes:
+        tenant: digest of the name, or of the key of one without a name.
+        weight: of its share of the steps, against those of others.
+        max_requests: at once; 0 = any number.
+    """
+
+    tenant: bytes
+    name: str = ""
+    weight: float = 1.0
+    max_requests: int = 0
+
+
+ANYONE = Caller(b"")
+"""Of a server without keys."""
+
+
+class Keys:
+    """
+    Args:
+        given: keys separated by spaces, of callers without names.
+        path: of the file; "" for none.
+
+    Raises:
+        ConfigError: the file is missing or not what it must be.
+    """
+
+    def __init__(self, given: str = "", path: str = "", clock: Clock | None = None) -> None:
+        self._given = {key: Caller(key) for key in map(digest, given.split())}
+        self._path = path
+        self._clock = clock or WallClock()
+        self._looked_s = self._clock.now()
+        self._seen = _state_of(path) if path else None
+        self._named: Mapping[bytes, Caller] = {}
+        self._weights: Mapping[bytes, float] = {}
+        if path:
+            self._take(_read(path))
+
+    def __len__(self) -> int:
+        return len(self._given) + len(self._named)
+
+    @property
+    def only(self) -> bytes:
+        """Digest of the one key, where it is the administrator's too; b"" otherwise."""
+        return next(iter(self._given)) if len(self._given) == 1 and not self._path else b""
+
+    @property
+    def are_asked_for(self) -> bool:
+        """A file that lists nobody lets nobody in."""
+        return bool(self._given or self._path)
+
+    def find(self, given: bytes) -> Caller | None:
+        """Whose key has this digest. Takes as long for a wrong one."""
+        self._look()
+        found: Caller | None = None
+        for keys in (self._given, self._named):
+            for key, caller in keys.items():
+                if hmac.compare_digest(given, key):
+                    found = caller
+        return found
+
+    def weight_of(self, tenant: bytes) -> float:
+        return self._weights.get(tenant, 1.0)
+
+    def _take(self, named: Mapping[bytes, Caller]) -> None:
+        self._named = named
+        self._weights = {caller.tenant: caller.weight for caller in named.values()}
+
+    def _look(self) -> None:
+        """Read the file again if it is another one. A bad one changes nothing, and is told."""
+        now = self._clock.now()
+        if not self._path or now - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now
+        state = _state_of(self._path)
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            self._take(_read(self._path))
+        except ConfigError as error:
+            log.error("the keys stay as they were: %s", error)
+        else:
+            log.info("read %d keys from %s", len(self._named), printable(self._path, 200))
+
+
+def _state_of(path: str) -> tuple[int, int, int] | None:
+    """What differs when a file is another one; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def _read(path: str) -> Mapping[bytes, Caller]:
+    """Digest of each key -> whose it is."""
+    content = read_mapping(path, "--api-key-file")
+    listed = content.get("keys")
+    if set(content) != {"keys"} or not isinstance(listed, list):
+        raise ConfigError(f"{path} must have one entry, keys: a list of callers")
+    callers = cast(list[object], listed)
+    if len(callers) > MAX_CALLERS:
+        raise ConfigError(f"{path} has {len(callers)} callers; at most {MAX_CALLERS} are taken")
+    found: dict[bytes, Caller] = {}
+    names: set[str] = set()
+    for number, entry in enumerate(callers, 1):
+        caller, keys = _caller(entry, f"{path}: caller {number}")
+        if caller.name in names:
+            raise ConfigError(f"{path} has the name {printable(caller.name, 80)!r} twice")
+        names.add(caller.name)
+        for key in keys:
+            if key in found:
+                raise ConfigError(f"{path}: caller {number} has a key of another one")
+            found[key] = caller
+    return found
+
+
+def _caller(entry: object, place: str) -> tuple[Caller, list[bytes]]:
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{place} must be a mapping with name and key")
+    fields = cast(dict[object, object], entry)
+    if unknown := [name for name in fields if name not in _FIELDS]:
+        what = printable(str(unknown[0]), 40)
+        raise ConfigError(f"{place} has no {what!r}", hint=f"Fields are {', '.join(_FIELDS)}")
+    name, given = fields.get("name"), fields.get("key")
+    keys = cast(list[object], given) if isinstance(given, list) else [given]
+    if not isinstance(name, str) or not name or len(name) > 200:
+        raise ConfigError(f"{place} needs a name of at most 200 characters")
+    if not keys or not all(isinstance(key, str) and key and " " not in key for key in keys):
+        raise ConfigError(f"{place} needs a key: a text without spaces, or a list of such texts")
+    weight, most = fields.get("weight", 1), fields.get("max-requests", 0)
+    if type(weight) not in (int, float) or not _LEAST <= cast(float, weight) <= 1 / _LEAST:
+        raise ConfigError(f"{place}: weight must be in [{_LEAST:g}, {1 / _LEAST:g}]")
+    if type(most) is not int or most < 0:
+        raise ConfigError(f"{place}: max-requests must be 0 or more")
+    caller = Caller(digest(f"name {name}"), name, float(cast(float, weight)), most)
+    return caller, [digest(key) for key in cast(list[str], keys)]

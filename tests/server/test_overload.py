@@ -1,0 +1,86 @@
+"""Deadlines that clients give, and when those who are refused should come again."""
+
+import json
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from banyan.base.clock import VirtualClock
+from banyan.frontend.link.client import Replica
+from banyan.frontend.link.pace import LATELY_S, MOST_WAIT_S, UNKNOWN_S, Pace, wait_s
+from banyan.frontend.requests.generation import Finish
+from banyan.messages.events import Stats
+from tests.server.fakes import READY, Site, steps
+
+FULL = Finish("abort", None, 503, "The request queue is full.", "queue_full")
+
+
+def ask(site: Site, seconds: str, **fields: object) -> httpx.Response:
+    headers = {"x-request-timeout": seconds}
+    return site.http.post("/generate", json={"text": "a", **fields}, headers=headers)
+
+
+def test_a_request_ends_at_its_deadline_and_is_aborted(site: Site) -> None:
+    site.generator.hold_after = 0
+    answer = ask(site, "0.2")
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    assert site.generator.closed.acquire(timeout=10)
+
+
+def test_a_stream_ends_at_its_deadline_with_an_event(site: Site) -> None:
+    site.generator.hold_after = 1
+    answer = ask(site, "0.3", stream=True)
+    assert answer.status_code == 200
+    events = [e.removeprefix("data: ") for e in answer.text.split("\n\n")]
+    assert json.loads(events[0])["text"] == "Hel"
+    assert json.loads(events[1])["error"]["code"] == 504
+    assert events[2:] == ["[DONE]", ""]
+
+
+def test_what_is_done_in_time_is_left_alone(site: Site) -> None:
+    assert ask(site, "30").json()["text"] == "Hello"
+    assert ask(site, "1e5").json()["text"] == "Hello"
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf", "1e9", "9" * 400, "1_0x"])
+def test_what_is_no_deadline_is_refused(site: Site, given: str) -> None:
+    answer = ask(site, given)
+    assert answer.status_code == 400 and "x-request-timeout" in answer.text
+    assert not site.generator.asked
+
+
+def test_a_refusal_for_the_load_says_when_the_queue_will_have_gone(site: Site) -> None:
+    site.generator.script = lambda _: steps("", finish=FULL)
+    busy = Replica(0, True, READY, Stats(waiting=30), ends_per_s=2.0)
+    site.client.others = [busy, replace(busy, ends_per_s=1.0), replace(busy, alive=False)]
+    site.client.stats = Stats(waiting=0)
+    answer = ask(site, "30")
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "20"
+
+
+def test_refusals_for_other_reasons_keep_to_what_is_usual(site: Site) -> None:
+    site.client.others = [Replica(0, True, READY, Stats(waiting=30), ends_per_s=0.1)]
+    site.state.draining = True
+    assert ask(site, "30").headers["retry-after"] == str(UNKNOWN_S)
+
+
+def test_the_pace_is_that_of_late() -> None:
+    clock, pace = VirtualClock(), Pace()
+    pace.saw(5, clock.now())
+    assert pace.per_s == 0.0
+    for second in range(1, 400):
+        clock.advance_to(float(second))
+        pace.saw(5 + (second if second < 200 else 200 + 4 * (second - 200)), clock.now())
+    assert pace.per_s == pytest.approx(4.0)
+    clock.advance_to(400.0 + LATELY_S)
+    pace.saw(1001, clock.now())
+    assert pace.per_s == 0.0
+    pace.saw(3, clock.now() + 1)
+    assert pace.per_s == 0.0, "a new engine counts from nought"
+
+
+def test_a_wait_is_bounded_and_never_nothing() -> None:
+    assert wait_s(0, 5.0) == 1 and wait_s(10, 0.0) == UNKNOWN_S
+    assert wait_s(7, 2.0) == 4 and wait_s(10**9, 0.001) == MOST_WAIT_S
