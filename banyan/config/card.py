@@ -75,6 +75,8 @@ class ExpertFacts:
         groups, top_groups: experts lie in groups of which a token may use the best few.
         group_best: a group is as good as the sum of this many of its best scores.
         has_correction: a bias per expert counts for the choice and not for the weight.
+        has_bias: the router and every projection of the experts have one.
+        limit, alpha: the gated unit is clamped (`ops/experts_api.py`, Clamp); 0 = it is not.
     """
 
     count: int
@@ -90,6 +92,9 @@ class ExpertFacts:
     top_groups: int = 1
     group_best: int = 1
     has_correction: bool = False
+    has_bias: bool = False
+    limit: float = 0.0
+    alpha: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,8 @@ class ModelCard:
     """Factor on q·k; 0 = 1/sqrt(head_dim)."""
     attention_cap: float = 0.0
     """Attention logits become cap·tanh(logits/cap); 0 = off."""
+    attention_sinks: bool = False
+    """Each head has a learned logit in the softmax that has no value."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor on what each block adds to the residual stream."""

@@ -14,6 +14,7 @@ SPELLINGS = MappingProxyType(
         "w8a8_int8": ("w8a8_int8",),
         "modelslim": ("modelslim", "w8a8_int8"),
         "bitsandbytes": ("bitsandbytes",),
+        "mxfp4": ("mxfp4",),
         "modelopt": ("modelopt", "modelopt_fp8", "modelopt_fp4"),
     }
 )

@@ -166,7 +166,7 @@ def gguf_mixtral(facts: Facts, card: ModelCard) -> ModelCard:
     """Mixtral's files call themselves "llama", with a number of experts."""
     if not _has_experts(facts):
         return card
-    experts = _gguf_experts(facts, card, is_normalised=True)
+    experts = gguf_experts(facts, card, is_normalised=True)
     return replace(card, architecture="MixtralForCausalLM", experts=experts)
 
 
@@ -174,24 +174,24 @@ def gguf_olmoe(facts: Facts, card: ModelCard) -> ModelCard:
     key = "attention.clamp_kqv"
     if facts.has(key):
         raise facts.error(key, facts.any(key), "absent: clipping is not supported")
-    return replace(card, experts=_gguf_experts(facts, card, is_normalised=False))
+    return replace(card, experts=gguf_experts(facts, card, is_normalised=False))
 
 
 def gguf_qwen2_moe(facts: Facts, card: ModelCard) -> ModelCard:
     shared = facts.integer("expert_shared_feed_forward_length", 1, _MAX_WIDTH)
-    experts = _gguf_experts(facts, card, is_normalised=False)
+    experts = gguf_experts(facts, card, is_normalised=False)
     return replace(card, experts=replace(experts, shared_inner=shared, has_shared_gate=True))
 
 
 def gguf_qwen3_moe(facts: Facts, card: ModelCard) -> ModelCard:
-    return replace(card, experts=_gguf_experts(facts, card, is_normalised=True))
+    return replace(card, experts=gguf_experts(facts, card, is_normalised=True))
 
 
 def gguf_deepseek(facts: Facts, card: ModelCard) -> ModelCard:
     """V2 scores by softmax, V3 by sigmoid with a correction; files of both are "deepseek2"."""
     scoring = facts.integer("expert_gating_func", 0, 2, default=_SOFTMAX)
     is_third = scoring == _SIGMOID
-    experts = _gguf_experts(facts, card, is_normalised=is_third)
+    experts = gguf_experts(facts, card, is_normalised=is_third)
     first = facts.integer("leading_dense_block_count", 0, card.num_layers, default=0)
     groups = facts.integer("expert_group_count", 1, experts.count, default=1)
     if experts.count % groups:
@@ -240,7 +240,7 @@ def _has_experts(facts: Facts) -> bool:
     return facts.integer("expert_count", 0, MAX_EXPERTS, default=0) > 0
 
 
-def _gguf_experts(facts: Facts, card: ModelCard, is_normalised: bool) -> ExpertFacts:
+def gguf_experts(facts: Facts, card: ModelCard, is_normalised: bool) -> ExpertFacts:
     count = facts.integer("expert_count", 1, MAX_EXPERTS)
     return ExpertFacts(
         count,

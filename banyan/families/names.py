@@ -98,6 +98,8 @@ class NameMap:
             counts the experts. A name with its last part -> "module.slot".
         ignored: names, {} for every number, that carry nothing the model needs.
         has_more_layers: layers past the model's own are for drafting and not read.
+        has_gates_between: a tensor holds all experts, their gate and up taking turns
+            (`models/weights/interleaved.py`).
         paired: modules ("module:part") whose rows come in interleaved RoPE pairs.
         rope_divisors: tensor that holds factors for the RoPE frequencies, "" for none.
         norm_offset: added to every norm weight (Gemma stores them minus one).
@@ -109,3 +111,4 @@ class NameMap:
     rope_divisors: str = ""
     norm_offset: float = 0.0
     has_more_layers: bool = False
+    has_gates_between: bool = False

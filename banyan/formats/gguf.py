@@ -55,6 +55,7 @@ BLOCK_TYPES = {
     27: BlockType("I64", 1, 8),
     28: BlockType("F64", 1, 8),
     30: BlockType("BF16", 1, 2),
+    39: BlockType("MXFP4", 32, 17),
 }
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from banyan.config.card import FULL, WINDOW
@@ -10,9 +11,10 @@ from banyan.layers.cache import CacheTensor, Caching, LayerCache
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.norm import RMSNorm, SpreadNorm
 from banyan.layers.rotary import Angles
-from banyan.layers.slot import ShardRule, Turning
+from banyan.layers.slot import Layer, ShardRule, Turning, WeightSlot
 from banyan.layers.step import AttentionSpec, StepInputs
 from banyan.ops.pages import stored_width
+from banyan.ops.stored import StoredWeight
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class AttentionShape:
         rotary_dim: leading dimensions of a head that rotate; 0 = all.
         qk_norm: "" | "head" | "turned head" | "width": RMSNorm of q and k, each head by itself,
             before or after it rotates, or all heads together.
+        has_sinks: each head has a learned logit beside those of the keys.
     """
 
     layer: int
@@ -38,6 +41,22 @@ class AttentionShape:
     qk_norm: str = ""
     norm_eps: float = 0.0
     rotary_dim: int = 0
+    has_sinks: bool = False
+
+
+class Sinks(Layer):
+    """A logit of each head that counts in the softmax and has no value (gpt-oss)."""
+
+    def __init__(self, heads: int, build: Build) -> None:
+        super().__init__()
+        self.heads, self.group = heads, build.groups.attention
+        self.logits = torch.empty(0, dtype=torch.float32, device=build.device)  # [heads here]
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {"weight": WeightSlot({"": (self.heads,)}, {"": ShardRule(0)}, self.group)}
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        self.logits = ShardRule(0).cut(parts[0], self.group).dense.to(self.logits)
 
 
 class Attention(Caching):
@@ -76,6 +95,7 @@ class Attention(Caching):
             *(shape.dim, outputs, rules, shape.has_bias, group, build),
             turning={"q": turning, "k": turning},
         )
+        self.sinks = Sinks(shape.heads, build) if shape.has_sinks else None
         out_rule = ShardRule(1, shape.head_dim)
         self.out = RowLinear(width, shape.dim, out_rule, shape.has_output_bias, group, build)
 
@@ -94,7 +114,8 @@ class Attention(Caching):
             q, k = self.ops.rotary(q, k, *angles)
         if self.qk_norm == "turned head":
             q, k = self.q_norm(q), self.k_norm(k)
-        attended = step.attention(self.spec, q, k, v)
+        sinks = None if self.sinks is None else self.sinks.logits
+        attended = step.attention(self.spec, q, k, v, sinks)
         return self.out(attended.flatten(1))
 
 

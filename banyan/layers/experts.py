@@ -14,7 +14,7 @@ from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP, gate_of
 from banyan.layers.slot import Layer, ShardRule, WeightSlot, single
-from banyan.ops.experts_api import PackedExperts, Routing, StoredExperts
+from banyan.ops.experts_api import Clamp, PackedExperts, Routing, StoredExperts
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
 
@@ -25,7 +25,7 @@ class Router(Layer):
     def __init__(self, dim: int, facts: ExpertFacts, build: Build) -> None:
         super().__init__()
         self.shape = (facts.count, dim)
-        self.has_correction = facts.has_correction
+        self.has_correction, self.has_bias = facts.has_correction, facts.has_bias
         self.ops = build.ops
         self.rule = Routing(
             facts.per_token,
@@ -38,21 +38,20 @@ class Router(Layer):
         )
         self.weight = torch.empty(0, device=build.device)  # [experts, dim] fp32 once filled
         self.correction: Tensor | None = None
+        self.bias: Tensor | None = None
 
     def slots(self) -> dict[str, WeightSlot]:
-        slots = {"weight": single(self.shape)}
-        return slots | {"correction": single(self.shape[:1])} if self.has_correction else slots
+        beside = {"correction": self.has_correction, "bias": self.has_bias}
+        vectors = {name: single(self.shape[:1]) for name, has_it in beside.items() if has_it}
+        return {"weight": single(self.shape)} | vectors
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
         values = parts[0].dense.to(self.weight)
-        if slot == "weight":
-            self.weight = values
-        else:
-            self.correction = values
+        setattr(self, slot, values)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """returns: ids [tokens, per_token] int64, weights [tokens, per_token] fp32."""
-        return self.ops.route(x, self.weight, self.correction, self.rule)
+        return self.ops.route(x, self.weight, self.correction, self.rule, self.bias)
 
 
 class ExpertWeights(Layer):
@@ -61,7 +60,8 @@ class ExpertWeights(Layer):
     Args:
         parts: names of what is one weight each in it, "gate" and "up", or "".
         rule: how the ranks of `build.groups.expert_ffn` share one expert.
-        filled: called when the weights are here.
+        has_bias: each part has one.
+        filled: called when the weights, or the biases, are here.
     """
 
     def __init__(
@@ -70,6 +70,7 @@ class ExpertWeights(Layer):
         shape: tuple[int, int],
         parts: tuple[str, ...],
         rule: ShardRule,
+        has_bias: bool,
         build: Build,
         filled: Callable[[], None],
     ) -> None:
@@ -77,22 +78,44 @@ class ExpertWeights(Layer):
         self.mine = range(*ShardRule(0).span(count, build.groups.experts))
         self.count, self.shape, self.parts, self.rule = count, shape, parts, rule
         self.group = build.groups.expert_ffn
-        self.filled = filled
+        self.has_bias, self.filled = has_bias, filled
+        self.bias_rule = rule if rule.dim == 0 else ShardRule()
         self.weights: list[StoredWeight] = []
         """This rank's share of each part of each expert; none once they are packed."""
+        self.biases: Tensor | None = None  # [experts · parts, outputs here] fp32
 
     def slots(self) -> dict[str, WeightSlot]:
         names = self._names(self.mine)
         others = self._names(e for e in range(self.count) if e not in self.mine)
-        shapes, rules = dict.fromkeys(names, self.shape), dict.fromkeys(names, self.rule)
-        return {"weight": WeightSlot(shapes, rules, self.group, elsewhere=frozenset(others))}
+        kinds = {"weight": (self.shape, self.rule)}
+        if self.has_bias:
+            kinds["bias"] = (self.shape[:1], self.bias_rule)
+        return {
+            slot: WeightSlot(
+                dict.fromkeys(names, shape),
+                dict.fromkeys(names, rule),
+                self.group,
+                elsewhere=frozenset(others),
+            )
+            for slot, (shape, rule) in kinds.items()
+        }
 
     def _names(self, experts: Iterable[int]) -> list[str]:
         return [f"{part}{expert}" for expert in experts for part in self.parts]
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
-        self.weights = [self.rule.cut(part, self.group) for part in parts]
+        if slot == "weight":
+            self.weights = [self.rule.cut(part, self.group) for part in parts]
+        else:
+            mine = [self.bias_rule.cut(part, self.group).dense.float() for part in parts]
+            self.biases = torch.stack(mine)
+            if self.rule.dim == 1 and self.group.rank:  # partial sums: it is added once
+                self.biases = torch.zeros_like(self.biases)
         self.filled()
+
+    @property
+    def is_filled(self) -> bool:
+        return bool(self.weights) and (self.biases is not None or not self.has_bias)
 
     def taken(self) -> list[StoredWeight]:
         weights, self.weights = self.weights, []
@@ -111,20 +134,29 @@ class Experts(nn.Module):
         self.activation = activation
         self.ops = build.ops
         inner, filled = facts.inner, self._pack
-        parts = ("gate", "up")
-        self.gate_up = ExpertWeights(facts.count, (inner, dim), parts, ShardRule(0), build, filled)
-        self.down = ExpertWeights(facts.count, (dim, inner), ("",), ShardRule(1), build, filled)
+        self.clamp = Clamp(facts.limit, facts.alpha) if facts.limit else None
+        count, parts, has_bias = facts.count, ("gate", "up"), facts.has_bias
+        self.gate_up = ExpertWeights(
+            *(count, (inner, dim), parts, ShardRule(0), has_bias, build, filled)
+        )
+        self.down = ExpertWeights(
+            *(count, (dim, inner), ("",), ShardRule(1), has_bias, build, filled)
+        )
         self.groups = (build.groups.experts, build.groups.expert_ffn)
         self.packed: PackedExperts | None = None
 
     def _pack(self) -> None:
-        if not self.gate_up.weights or not self.down.weights:
+        if not self.gate_up.is_filled or not self.down.is_filled:
             return
         gate_up, down = self.gate_up.taken(), self.down.taken()
         gate, up = tuple(gate_up[0::2]), tuple(gate_up[1::2])
         first = self.gate_up.mine.start
-        stored = StoredExperts(first, gate, up, tuple(down), self.activation)
-        self.packed = self.ops.pack_experts(stored)
+        biases, of_inner, of_outer = None, self.gate_up.biases, self.down.biases
+        if of_inner is not None and of_outer is not None:
+            biases = (of_inner[0::2], of_inner[1::2], of_outer)
+        self.packed = self.ops.pack_experts(
+            StoredExperts(first, gate, up, tuple(down), self.activation, biases, self.clamp)
+        )
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x: [tokens, dim], of all replicas that share the experts; ids, weights: of the router;

@@ -46,10 +46,13 @@ class LatentSpec:
 class StepAttention(Protocol):
     """Attention bound to one step: its page tables, lengths and the page store."""
 
-    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Write k, v into the pages of this step's positions, then attend over each row's context.
 
-        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], rotated already.
+        q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim], rotated already;
+        sinks: [heads] fp32, logits that count in the softmax and have no value.
         returns: [tokens, heads, head_dim], same dtype as q.
         """
         ...

@@ -181,6 +181,7 @@ def _attention(
         qk_norm=card.qk_norm or family.qk_norm,
         norm_eps=card.norm_eps,
         rotary_dim=card.rotary_dim,
+        has_sinks=card.attention_sinks,
     )
     return Attention(shape, build)
 

@@ -287,6 +287,7 @@ class Ops(ExpertOps, Protocol):
         scale: float,
         window: int,
         soft_cap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of rows of any count over their pages, this step's K and V included.
 
@@ -301,6 +302,7 @@ class Ops(ExpertOps, Protocol):
         context_lengths: [rows] int32, positions before this step's tokens; both on the host where
         `Traits.lengths_on_host`;
         scale: factor on q·k; soft_cap: logits become cap·tanh(logits/cap), 0 = off.
+        sinks: [heads] fp32, a logit of each head that counts in the softmax and has no value.
         returns: [tokens, heads, head_dim] T, softmax and sums in fp32.
         """
         ...

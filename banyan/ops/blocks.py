@@ -16,6 +16,8 @@ BLOCK = 32
 SUPER_BLOCK = 256
 """Values per block of the K types, which hold 8 or 16 groups with scales of their own."""
 
+E2M1_HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the 4-bit floats."""
 _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -62,6 +64,19 @@ def iq4_nl(blocks: Tensor) -> Tensor:
     return _half(blocks, 0) * levels[_nibbles(blocks[:, 2:]).long()]
 
 
+def mxfp4(blocks: Tensor) -> Tensor:
+    """A power of two, its exponent biased by 127, and 32 4-bit floats (OCP Microscaling 1.0)."""
+    levels = torch.tensor(E2M1_HALVES, dtype=torch.float32, device=blocks.device)
+    exponents = blocks[:, :1].int() - 128
+    half = torch.ldexp(torch.ones(exponents.shape, device=blocks.device), exponents)
+    return half * levels[_nibbles(blocks[:, 1:]).long()]
+
+
+def lay_mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
+    """[n, 32] numbers of 4-bit floats and biased exponents [n, 1] uint8 -> blocks [n, 17]."""
+    return torch.cat([exponents, _halves(codes)], dim=1)
+
+
 def lay_q4_0(levels: Tensor, scale: Tensor) -> Tensor:
     """[n, 32] numbers 0…15, 8 of them for zero, and fp16 scales [n, 1] -> blocks [n, 18]."""
     return torch.cat([_octets(scale), _halves(levels)], dim=1)
@@ -70,13 +85,6 @@ def lay_q4_0(levels: Tensor, scale: Tensor) -> Tensor:
 def lay_q4_1(levels: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     """[n, 32] numbers 0…15, fp16 scales and minima [n, 1] -> blocks [n, 20]."""
     return torch.cat([_octets(scale), _octets(minimum), _halves(levels)], dim=1)
-
-
-def lay_q5_0(levels: Tensor, scale: Tensor) -> Tensor:
-    """[n, 32] numbers 0…31, 16 of them for zero, and fp16 scales [n, 1] -> blocks [n, 22]."""
-    worth = 1 << torch.arange(8, dtype=torch.uint8)
-    high = ((levels >> 4).view(-1, 4, 8) * worth).sum(-1, dtype=torch.uint8)
-    return torch.cat([_octets(scale), high, _halves(levels & 15)], dim=1)
 
 
 def lay_q8_0(levels: Tensor, scale: Tensor) -> Tensor:

@@ -24,6 +24,15 @@ class PackedExperts(Protocol):
 
 
 @dataclass(frozen=True)
+class Clamp:
+    """A gated unit that is clamped (gpt-oss): gate · sigmoid(alpha · gate) · (up + 1), where the
+    gate is at most the limit and the up at most the limit to either side."""
+
+    limit: float
+    alpha: float
+
+
+@dataclass(frozen=True)
 class StoredExperts:
     """The weights of some experts of a layer, each a triple of matrices.
 
@@ -32,6 +41,8 @@ class StoredExperts:
         gate, up: [inner, dim] each.
         down: [dim, inner] each.
         activation: Hugging Face name of the gate's function, as for `layers/mlp.py`.
+        biases: of gate, up [experts, inner] and down [experts, dim], fp32.
+        clamp: takes the place of the activation.
     """
 
     first: int
@@ -39,6 +50,8 @@ class StoredExperts:
     up: tuple[StoredWeight, ...]
     down: tuple[StoredWeight, ...]
     activation: str
+    biases: tuple[Tensor, Tensor, Tensor] | None = None
+    clamp: Clamp | None = None
 
 
 @dataclass(frozen=True)
@@ -58,15 +71,20 @@ class ExpertOps(Protocol):
     """See `ops.api.Ops`."""
 
     def route(
-        self, x: Tensor, weight: Tensor, correction: Tensor | None, rule: Routing
+        self,
+        x: Tensor,
+        weight: Tensor,
+        correction: Tensor | None,
+        rule: Routing,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Which experts each token goes through, and with what weight.
 
-        Scores are softmax or sigmoid of x · weightᵀ in fp32. The choice is by score + correction,
-        among the best groups; the lower id wins a tie. The weights are the scores of the chosen,
-        divided by their sum if `is_normalised`, times the scale.
+        Scores are softmax or sigmoid of x · weightᵀ + bias in fp32. The choice is by score +
+        correction, among the best groups; the lower id wins a tie. The weights are the scores of
+        the chosen, divided by their sum if `is_normalised`, times the scale.
 
-        x: [tokens, dim] T; weight: [experts, dim] fp32; correction: [experts] fp32 or None.
+        x: [tokens, dim] T; weight: [experts, dim] fp32; correction, bias: [experts] fp32 or None.
         returns: ids [tokens, per_token] int64, best first; weights [tokens, per_token] fp32.
         """
         ...

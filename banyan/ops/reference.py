@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.ops.experts_api import PackedExperts, Routing, StoredExperts
+from banyan.ops.experts_api import Clamp, PackedExperts, Routing, StoredExperts
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.pages import to_numbers, to_stored
 from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_tokens
@@ -151,10 +151,19 @@ def pack_head_linear(
     return DenseHeadLinear(weight.dense.to(device, dtype))
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor, clamp: Clamp) -> Tensor:
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return gate * torch.sigmoid(gate * clamp.alpha) * (up + 1)
+
+
 def route(
-    x: Tensor, weight: Tensor, correction: Tensor | None, rule: Routing
+    x: Tensor,
+    weight: Tensor,
+    correction: Tensor | None,
+    rule: Routing,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    logits = functional.linear(x.float(), weight)
+    logits = functional.linear(x.float(), weight, bias)
     scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
     choice = scores if correction is None else scores + correction
     if rule.groups > 1:
@@ -177,20 +186,32 @@ class DenseExperts:
         gates = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
         self.first = experts.first
         self.gate = gates[experts.activation]
+        self.clamp = experts.clamp
         pairs = zip(experts.gate, experts.up, strict=True)
         self.gate_up = [stack(pair).dense.to(device, dtype) for pair in pairs]  # [2·inner, dim]
         self.down = [weight.dense.to(device, dtype) for weight in experts.down]
+        self.biases: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(self.down)
+        if experts.biases is not None:
+            gate, up, down = (part.to(device, dtype) for part in experts.biases)
+            self.biases = list(zip(torch.cat([gate, up], dim=1), down, strict=True))
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for at, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            in_bias, out_bias = self.biases[at]
             tokens, places = torch.where(ids == self.first + at)
             if not len(tokens):
                 continue
-            inner = self.gate(functional.linear(x[tokens], gate_up))
-            scaled = functional.linear(inner, down) * weights[tokens, places].unsqueeze(1)
+            inner = self._joined(functional.linear(x[tokens], gate_up, in_bias))
+            outer = functional.linear(inner, down, out_bias)
+            scaled = outer * weights[tokens, places].unsqueeze(1)
             out.index_add_(0, tokens, scaled.to(out.dtype))
         return out
+
+    def _joined(self, gate_up: Tensor) -> Tensor:
+        if self.clamp is None:
+            return self.gate(gate_up)
+        return clamped_swiglu(*gate_up.chunk(2, dim=-1), self.clamp)
 
 
 def pack_experts(experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> PackedExperts:
@@ -245,6 +266,7 @@ def paged_attention(
     scale: float,
     window: int,
     soft_cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
     starts = row_starts.tolist()  # sync: the reference walks the rows one by one
@@ -254,7 +276,7 @@ def paged_attention(
         positions = torch.arange(context, context + tokens.stop - tokens.start, device=q.device)
         k, v, first = gather_row(k_pages, v_pages, page_tables[row], positions, window)
         seen = visible(positions, first, k.shape[0], window)
-        out[tokens] = dense_attention(q[tokens], k, v, seen, scale, soft_cap)
+        out[tokens] = dense_attention(q[tokens], k, v, seen, scale, soft_cap, sinks)
     return out
 
 
@@ -284,12 +306,18 @@ def visible(positions: Tensor, first: int, length: int, window: int) -> Tensor:
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, soft_cap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one row over gathered keys, in fp32.
 
     q: [count, heads, head_dim]; k: [length, kv_heads, head_dim];
-    v: [length, kv_heads, value_dim]; seen: [count, length] bool.
+    v: [length, kv_heads, value_dim]; seen: [count, length] bool; sinks: [heads] fp32.
     returns: [count, heads, value_dim], dtype of q.
     """
     count, heads, head_dim = q.shape
@@ -299,7 +327,12 @@ def dense_attention(
     if soft_cap:
         logits = soft_cap * torch.tanh(logits / soft_cap)
     logits = logits.masked_fill(~seen[:, None, None, :], float("-inf"))
-    out = torch.einsum("ckgl,lkd->ckgd", logits.softmax(-1), v.float())
+    if sinks is None:
+        weights = logits.softmax(-1)
+    else:
+        sink = sinks.to(logits).view(1, kv_heads, -1, 1).expand(count, -1, -1, 1)
+        weights = torch.cat([logits, sink], dim=-1).softmax(-1)[..., :-1]
+    out = torch.einsum("ckgl,lkd->ckgd", weights, v.float())
     return out.reshape(count, heads, v.shape[-1]).to(q.dtype)
 
 

@@ -55,6 +55,7 @@ STORAGE_TYPES = {
     "Q5_K": StorageType(SUPER_BLOCK, 176, blocks.q5_k),
     "Q6_K": StorageType(SUPER_BLOCK, 210, blocks.q6_k),
     "IQ4_NL": StorageType(BLOCK, 18, blocks.iq4_nl),
+    "MXFP4": StorageType(BLOCK, 17, blocks.mxfp4),
 }
 
 

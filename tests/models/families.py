@@ -291,6 +291,27 @@ EXPERTS: dict[str, tuple[str, dict]] = {
             },
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **WINDOW,
+            "head_dim": 8,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 0.6,
+        },
+    ),
+    "gpt-oss, plain rope, all full, no bias": (
+        "GptOss",
+        {
+            "head_dim": 10,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "attention_bias": False,
+            "layer_types": ["full_attention"] * 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "hunyuan moe": ("HunYuanMoEV1", {"head_dim": 10, "num_experts": 5, "moe_topk": 3}),
 }
 

@@ -322,7 +322,7 @@ FORMS = {
         "BF16", "float-quantized", {**_TOKEN, "type": "float"}, **_INT8, type="float"
     ),
     "compressed-tensors mxfp4": compressed(
-        "Q5_0",
+        "MXFP4",
         "mxfp4-pack-quantized",
         num_bits=4,
         type="float",

@@ -37,7 +37,14 @@ def test_two_ranks_give_the_logits_of_one(taken, ops, tmp_path):
     if taken == "experts apart":
         variants.append("qwen2 moe, some dense")
     else:
-        variants += ["mixtral", "deepseek v2", "qwen2 moe", "ernie 4.5 moe", "granite moe"]
+        variants += [
+            "gpt-oss",
+            "mixtral",
+            "deepseek v2",
+            "qwen2 moe",
+            "ernie 4.5 moe",
+            "granite moe",
+        ]
     for variant in variants:
         tiny(variant, tmp_path / variant)
     cards = [read_card(str(tmp_path / variant)) for variant in variants]

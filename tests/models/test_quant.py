@@ -152,7 +152,8 @@ def test_the_page_lists_every_form_and_every_form_is_tried():
 
     assert overview(SPELLINGS) in page, overview(SPELLINGS)
     assert list(quant.FORMS) == list(SPELLINGS)
-    assert {name.split(",")[0].split(" ")[0] for name in FORMS} == set(SPELLINGS)
+    alone = {"mxfp4"}  # a form of experts only, tried in test_gpt_oss.py
+    assert {name.split(",")[0].split(" ")[0] for name in FORMS} | alone == set(SPELLINGS)
 
 
 def spoil(folder: Path, change) -> None:

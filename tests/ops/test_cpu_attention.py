@@ -29,6 +29,7 @@ class Shape:
     window: int = 0
     soft_cap: float = 0.0
     dtype: torch.dtype = torch.float32
+    has_sinks: bool = False
 
 
 class World:
@@ -48,6 +49,7 @@ class World:
         self.num_pages = sum(pages) + 2
         self.tables = torch.zeros(len(lengths), max(pages) + 1, dtype=torch.int32)
         heads = shape.kv_heads * shape.group
+        self.sinks = torch.linspace(-3, 5, heads) if shape.has_sinks else None
         self.q, self.k, self.v = [], [], []
         for row, length in enumerate(lengths):
             mine = prefix + [order.pop() for _ in range(pages[row] - common)]
@@ -101,6 +103,7 @@ def compiled(attention: PagedAttention, world: World, chunks: list[tuple[int, in
         SCALE,
         world.shape.window,
         world.shape.soft_cap,
+        world.sinks,
     )
 
 
@@ -119,6 +122,7 @@ def expected(world: World, chunks: list[tuple[int, int, int]]) -> Tensor:
         SCALE,
         world.shape.window,
         world.shape.soft_cap,
+        world.sinks,
     ).float()
 
 
@@ -137,9 +141,11 @@ SHAPES = [
     Shape(kv_heads=3, page_size=64, dtype=torch.float16),
     Shape(group=5, head_dim=72, soft_cap=30.0, window=7, dtype=torch.bfloat16),
     Shape(window=1, dtype=torch.float16),
+    Shape(has_sinks=True, group=4),
+    Shape(has_sinks=True, window=130, soft_cap=3.0, dtype=torch.float16),
     Shape(dtype=torch.int8),
     Shape(group=4, head_dim=72, page_size=32, window=270, soft_cap=2.0, dtype=torch.int8),
-    Shape(kv_heads=1, group=16, head_dim=128, page_size=256, dtype=torch.int8),
+    Shape(kv_heads=1, group=16, head_dim=128, page_size=256, dtype=torch.int8, has_sinks=True),
 ]
 
 

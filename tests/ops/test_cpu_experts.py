@@ -1,5 +1,7 @@
 """Compiled routing and experts against the reference, in every instruction set of this machine."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from banyan.ops.cpu.experts import Experts, make_route
 from banyan.ops.cpu.linear import pack_linear
 from banyan.ops.cpu.rows import Rows
 from banyan.ops.cpu.weights import SOURCES, Arena
-from banyan.ops.experts_api import Routing, StoredExperts
+from banyan.ops.experts_api import Clamp, Routing, StoredExperts
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 from tests.ops.conftest import MACHINES, open_library
 from tests.ops.test_cpu_linear import assert_close, random, stored
@@ -154,7 +156,9 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(library, name, is_exac
         assert torch.equal(run(x[alone], ids[alone], weights[alone])[0], together[token])
 
 
-@pytest.mark.parametrize(("name", "bytes_of_32"), [("Q4_0", 18), ("Q4_K", 20), ("Q6_K", 28)])
+@pytest.mark.parametrize(
+    ("name", "bytes_of_32"), [("Q4_0", 18), ("Q4_K", 20), ("Q6_K", 28), ("MXFP4", 18)]
+)
 def test_experts_stay_in_their_bits(library, name, bytes_of_32):
     run = Experts(library, Arena(), experts_of(name, 4, 256, 512), is_exact=False)
 
@@ -175,6 +179,40 @@ def test_experts_of_odd_shapes_and_every_activation(library, activation, dim, in
     got = Experts(library, Arena(), experts, is_exact=False)(x, ids, weights)
 
     torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["F32", "MXFP4"])
+@pytest.mark.parametrize("limit", [0.0, 0.4])
+def test_experts_with_biases_and_a_clamped_gate(library, name, limit):
+    dim, inner = 96, 160
+    clamp = Clamp(limit, 1.7) if limit else None
+    biases = random(5, inner, seed=18), random(5, inner, seed=19), random(5, dim, seed=20)
+    experts = replace(experts_of(name, 5, dim, inner), biases=biases, clamp=clamp)
+    x = random(23, dim, seed=21)
+    ids, weights = routed(23, 5, 3)
+    want = reference.pack_experts(experts, torch.float32, CPU)(x, ids, weights)
+    without = replace(experts, biases=None)
+    plain = reference.pack_experts(without, torch.float32, CPU)(x, ids, weights)
+
+    exact = Experts(library, Arena(), experts, is_exact=True)(x, ids, weights)
+    rounded = Experts(library, Arena(), experts, is_exact=False)(x, ids, weights)
+
+    assert_close(exact, want.double(), 2e-5)
+    assert_close(rounded, want.double(), 3e-2)
+    assert (want - plain).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("dim", [67, 256])
+def test_a_router_adds_its_bias_to_the_logits(library, dim):
+    x, weight = random(37, dim, seed=1), random(21, dim, seed=2) * dim**-0.5
+    bias, rule = random(21, seed=3), Routing(4)
+    want_ids, want = reference.route(x, weight, None, rule, bias)
+
+    ids, weights = make_route(library)(x, weight, None, rule, bias)
+
+    assert torch.equal(ids, want_ids)
+    torch.testing.assert_close(weights, want, atol=2e-6, rtol=2e-6)
+    assert not torch.equal(ids, make_route(library)(x, weight, None, rule)[0])
 
 
 def test_experts_of_other_ranks_add_nothing(library):

@@ -22,6 +22,7 @@ SUPER_BLOCKS = tuple(name for name in BLOCKS if STORAGE_TYPES[name].values == 25
 HALF_AT = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,)} | {
     "Q8_0": (0,),
     "IQ4_NL": (0,),
+    "MXFP4": (),
 }
 """Bytes of a block where its fp16 scales are; (0, 2) for the others."""
 
@@ -50,6 +51,8 @@ def stored(name: str, outputs: int, inputs: int, low: float = -9.0, high: float 
     for at in HALF_AT.get(name, (0, 2)):
         scales = 2.0 ** rng.uniform(low, high, units) * rng.choice([-1, 1], units)
         raw[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    if name == "MXFP4":
+        raw[:, 0] = 127 + rng.integers(int(low), int(high), units)
     return StoredWeight.from_bytes(name, (outputs, inputs), torch.from_numpy(raw.reshape(-1)))
 
 
@@ -180,6 +183,8 @@ def test_the_largest_sums_do_not_overflow(library, name):
     raw[:] = 255
     for at in HALF_AT.get(name, (0, 2)):
         raw[:, at : at + 2] = torch.tensor([0, 0x3C], dtype=torch.uint8)  # 1.0
+    if name == "MXFP4":
+        raw[:, 0], raw[:, 1:] = 127, 0x77  # 1, and the largest number
     weight = StoredWeight.from_bytes(name, (16, inputs), raw.view(-1))
     signs = torch.sign(random(6, inputs, seed=8))
     x = torch.cat([torch.ones(1, inputs), -torch.ones(1, inputs), signs])

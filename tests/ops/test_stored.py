@@ -15,7 +15,7 @@ ADVERSARIAL = (0x00, 0x7F, 0x80, 0xFF, 0x55, 0xAA, 0x0F, 0xF0)
 HALVES = {
     **{name: (0,) for name in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")},
     **{name: (0, 2) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")},
-    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)},
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()},
 }
 """Bytes of each block at which its fp16 scales begin."""
 

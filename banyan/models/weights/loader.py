@@ -22,6 +22,7 @@ from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.custom import Transform
+from banyan.models.weights.interleaved import with_plain_experts
 from banyan.models.weights.latent import with_whole_expansions
 from banyan.models.weights.names import Place, by_expert, is_ignored, place_of
 from banyan.models.weights.quant import open_method
@@ -95,9 +96,15 @@ def tensors_of(
         tensors = restored(tensors, tensor_types(card), method, card.quant.method)
     elif card.latent is not None and card.format == "gguf":
         tensors = with_whole_expansions(tensors)
+    if card.architecture in FAMILIES and _names_of(card).has_gates_between:
+        tensors = with_plain_experts(tensors)
     for transform in transforms:
         tensors = transform(tensors)
     return tensors
+
+
+def _names_of(card: ModelCard) -> NameMap:
+    return FAMILIES.load(card.architecture).names[card.format]
 
 
 def rows_of(tensors: Iterator[tuple[str, Stored]], wanted: str, rows: int, most: int) -> object:

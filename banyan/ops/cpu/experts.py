@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cpu.library import Library
@@ -17,14 +18,22 @@ from banyan.ops.cpu.weights import Arena, PackedWeight, is_float, pack
 from banyan.ops.experts_api import Routing, StoredExperts
 from banyan.ops.stored import StoredWeight
 
-_CURVES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}  # of bn_gate_and_mul
-_WEIGHT = np.dtype([("tiles", np.uint64), ("factors", np.uint64), ("format", np.int64)])
+_CURVES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}  # of bn_experts_in
+_CLAMPED = 3
+_GROUP = 16  # outputs of a tile
+_WEIGHT = np.dtype(
+    [("tiles", np.uint64), ("factors", np.uint64), ("format", np.int64), ("bias", np.uint64)]
+)
 """ExpertWeight of csrc/experts.h."""
 
 
 def make_route(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
     def route(
-        x: Tensor, weight: Tensor, correction: Tensor | None, rule: Routing
+        x: Tensor,
+        weight: Tensor,
+        correction: Tensor | None,
+        rule: Routing,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         tokens, (count, dim) = x.shape[0], weight.shape
         assert x.dtype == weight.dtype == torch.float32 and weight.is_contiguous()
@@ -33,6 +42,7 @@ def make_route(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
         library.call(
             "bn_router_logits",
             *(tokens, x.data_ptr(), x.stride(0), weight.data_ptr()),
+            *(0 if bias is None else bias.data_ptr(),),
             *(logits.data_ptr(), dim, count),
         )
         ids = library.empty((tokens, rule.per_token), torch.int64)
@@ -57,11 +67,13 @@ class Projection:
         packed: by expert, all of one shape.
         table: where theirs lie, for the kernel.
         is_exact: it multiplies fp32 activations, as they are.
+        biases: [experts, outputs up to a multiple of 16] fp32.
     """
 
     packed: tuple[PackedWeight, ...]
     table: np.ndarray
     is_exact: bool
+    biases: Tensor | None
 
     @property
     def address(self) -> int:
@@ -76,21 +88,33 @@ class Experts:
     ) -> None:
         self._library = library
         self._first, self._count = stored.first, len(stored.down)
-        self._curve = _CURVES[stored.activation]
+        clamp = stored.clamp
+        self._curve = _CURVES[stored.activation] if clamp is None else _CLAMPED
+        self._clamp = (0.0, 0.0) if clamp is None else (clamp.limit, clamp.alpha)
+        of_gate, of_up, of_down = stored.biases or (None, None, None)
 
-        def projection(weights: Sequence[StoredWeight], is_exact: bool) -> Projection:
+        def projection(
+            weights: Sequence[StoredWeight], bias: Tensor | None, is_exact: bool
+        ) -> Projection:
             packed = tuple(pack(library, arena, w, library.quantization) for w in weights)
+            places = [0] * len(packed)
+            if bias is not None:
+                bias = pad(bias.float(), (0, -bias.shape[1] % _GROUP)).contiguous()
+                places = [row.data_ptr() for row in bias]
+            rows = zip(packed, places, strict=True)
             table = np.array(
-                [(p.tiles.data_ptr(), p.factors.data_ptr(), p.format) for p in packed], _WEIGHT
+                [(p.tiles.data_ptr(), p.factors.data_ptr(), p.format, at) for p, at in rows],
+                _WEIGHT,
             )
-            return Projection(packed, table, is_exact)
+            return Projection(packed, table, is_exact, bias)
 
         def keeps(*weights: StoredWeight) -> bool:
             return is_exact or any(is_float(w.type, library.quantization) for w in weights)
 
         exact_in = keeps(*stored.gate, *stored.up)
-        self.gate, self.up = projection(stored.gate, exact_in), projection(stored.up, exact_in)
-        self.down = projection(stored.down, keeps(*stored.down))
+        self.gate = projection(stored.gate, of_gate, exact_in)
+        self.up = projection(stored.up, of_up, exact_in)
+        self.down = projection(stored.down, of_down, keeps(*stored.down))
         self.dim, self.inner = stored.down[0].shape
         self._load = np.zeros(2, np.int64)
         """Experts with tokens, and pairs, of the last run: what reports count the bytes by."""
@@ -119,7 +143,7 @@ class Experts:
             *(tokens, self.gate.address, self.up.address, *lists),
             *(rows.data_ptr(), rows.shape[2] * rows.itemsize, inner.data_ptr()),
             *(self.dim, self.inner, self._count, per_token),
-            *(int(self.gate.is_exact), self._curve),
+            *(int(self.gate.is_exact), self._curve, *self._clamp),
         )
         rows = self._rounded(inner, per_token)
         out = library.empty((tokens, self.dim))

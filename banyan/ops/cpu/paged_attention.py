@@ -64,6 +64,7 @@ class PagedAttention:
         scale: float,
         window: int,
         soft_cap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         tokens, heads, head_dim = q.shape
         page_size, kv_heads = k_pages.shape[1:3]
@@ -86,6 +87,7 @@ class PagedAttention:
             *shape,
             scale,
             soft_cap,
+            0 if sinks is None else _whole(sinks),
             rows=context_lengths.shape[0],
         )
         return out

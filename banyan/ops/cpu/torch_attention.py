@@ -30,8 +30,9 @@ def _paged_attention(
     scale: float,
     window: int,
     soft_cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    if soft_cap:  # torch's fused attention has no soft cap
+    if soft_cap or sinks is not None:  # torch's fused attention has neither
         return reference.paged_attention(
             q,
             k_pages,
@@ -42,6 +43,7 @@ def _paged_attention(
             scale,
             window,
             soft_cap,
+            sinks,
         )
     out = torch.empty_like(q)
     starts, contexts = row_starts.tolist(), context_lengths.tolist()

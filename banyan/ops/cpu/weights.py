@@ -18,7 +18,7 @@ from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 SOURCES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"),
 )
 """Storage types that can be packed; the order of csrc/linear_pack.cpp."""
 _EIGHT_BITS = 7

@@ -39,11 +39,12 @@ def page_at(tables, key, is_key, stride, inside_stride, PAGE: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, k_pages, v_pages, page_tables, row_starts, context_lengths, out, scale, soft_cap, rows,
-    q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head, table_row,
-    out_token, out_head, window,
-    HAS_CAP: tl.constexpr, PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    GROUP: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    q, k_pages, v_pages, page_tables, row_starts, context_lengths, out, sinks,
+    scale, soft_cap, rows, q_token, q_head, k_page, k_token, k_head, v_page, v_token,
+    v_head, table_row, out_token, out_head, window,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """One block of queries of one kv head: some tokens of a row, times its query heads."""
     block, kv_head = tl.program_id(0), tl.program_id(1)
@@ -69,6 +70,9 @@ def attend(
         lowest = tl.maximum(0, context + first - window + 1)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    if HAS_SINKS:  # a logit without a value
+        best = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32)
+        total = total + 1.0
     result = tl.zeros([BLOCK, BLOCK_D], tl.float32)
     for begin in range(lowest // KEYS * KEYS, length, KEYS):
         key = begin + tl.arange(0, KEYS)

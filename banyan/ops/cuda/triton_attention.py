@@ -25,6 +25,7 @@ def _paged_attention(
     scale: float,
     window: int,
     soft_cap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     from banyan.ops.cuda.kernels import attend
 
@@ -45,6 +46,7 @@ def _paged_attention(
         row_starts,
         context_lengths,
         out,
+        q if sinks is None else sinks,
         scale,
         soft_cap,
         rows,
@@ -55,6 +57,7 @@ def _paged_attention(
         *out.stride()[:2],
         window,
         HAS_CAP=bool(soft_cap),
+        HAS_SINKS=sinks is not None,
         PAGE=page_size,
         HEAD_DIM=head_dim,
         BLOCK_D=1 << (head_dim - 1).bit_length(),

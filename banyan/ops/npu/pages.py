@@ -37,12 +37,13 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         scale: float,
         window: int,
         soft_cap: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
-        if soft_cap:  # the operators have no such thing
+        if soft_cap or sinks is not None:  # the operators have no such thing
             return reference.paged_attention(
                 *(q, k_pages, v_pages, page_tables, row_starts, context_lengths),
-                *(scale, window, soft_cap),
+                *(scale, window, soft_cap, sinks),
             )
         starts, contexts = row_starts.tolist(), context_lengths.tolist()
         lengths = [

@@ -24,7 +24,10 @@ class EncoderAttention:
 class _Bound:
     row_starts: list[int]
 
-    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        assert sinks is None, "no encoder has sinks"
         borders = zip(self.row_starts, self.row_starts[1:], strict=False)
         rows = [
             scaled_dot_product_attention(

@@ -27,7 +27,9 @@ class _Bound:
     store: KVStore
     step: StepGeometry
 
-    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         pages = self.store.tensors(spec.layer)
         k_pages, v_pages = pages["k"], pages["v"]
         view = self.step.groups[self.store.group_of(spec.layer)]
@@ -43,6 +45,7 @@ class _Bound:
             spec.scale,
             spec.window,
             spec.soft_cap,
+            sinks,
         )
 
     def latent(

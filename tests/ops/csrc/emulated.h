@@ -71,6 +71,8 @@ EMULATE_TWO(sub_epi64, I, __m512i, _mm256_sub_epi64)
 EMULATE_TWO(and_si512, I, __m512i, _mm256_and_si256)
 EMULATE_TWO(or_si512, I, __m512i, _mm256_or_si256)
 EMULATE_TWO(madd_epi16, I, __m512i, _mm256_madd_epi16)
+EMULATE_TWO(shuffle_epi8, I, __m512i, _mm256_shuffle_epi8)
+EMULATE_SPLAT(broadcast_i32x4, I, __m512i, __m128i, _mm256_broadcastsi128_si256)
 EMULATE_SHIFT(slli_epi16, _mm256_slli_epi16)
 EMULATE_SHIFT(srli_epi16, _mm256_srli_epi16)
 EMULATE_SHIFT(slli_epi32, _mm256_slli_epi32)
@@ -243,6 +245,8 @@ inline void tile_dpbsud(int c, int a, int b) {  // signed times unsigned bytes
 #define _mm512_and_si512 emulated::and_si512
 #define _mm512_or_si512 emulated::or_si512
 #define _mm512_madd_epi16 emulated::madd_epi16
+#define _mm512_shuffle_epi8 emulated::shuffle_epi8
+#define _mm512_broadcast_i32x4 emulated::broadcast_i32x4
 #define _mm512_slli_epi16 emulated::slli_epi16
 #define _mm512_srli_epi16 emulated::srli_epi16
 #define _mm512_slli_epi32 emulated::slli_epi32

@@ -45,7 +45,7 @@ FORMS = {
         f"{_HERE}.compressed:open_compressed",
         "`int-quantized`, `pack-quantized` (2 to 8 bits), `float-quantized`, `naive-quantized`, "
         "`mxfp4-pack-quantized`, `nvfp4-pack-quantized`, mixed by module",
-        "Q8_0 for 8-bit integers; Q4_0, Q4_1 for 4 bits; Q5_0 for MXFP4; BF16 for fp8 and NVFP4",
+        "Q8_0 for 8-bit integers; Q4_0, Q4_1 for 4 bits; MXFP4 as it is; BF16 for fp8 and NVFP4",
     ),
     "w8a8_int8": Form(
         f"{_HERE}.int8:open_int8", "8-bit integers, a scale per output, symmetric", "Q8_0"
@@ -59,6 +59,11 @@ FORMS = {
         f"{_HERE}.bitsandbytes:open_bitsandbytes",
         "nf4 and fp4, with or without nested scales; 8-bit integers",
         "BF16 for 4 bits; Q8_0 for 8",
+    ),
+    "mxfp4": Form(
+        f"{_HERE}.mxfp4:open_mxfp4",
+        "stacks of experts in blocks of 32 4-bit floats (e2m1) with a power of two each (e8m0)",
+        "MXFP4, to the bit",
     ),
     "modelopt": Form(f"{_HERE}.modelopt:open_modelopt", "FP8, NVFP4", "BF16"),
 }

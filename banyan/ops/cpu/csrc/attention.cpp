@@ -217,16 +217,17 @@ BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory,
   append(program, PLAN, &args, sizeof args, NOT_ROW_WISE);
 }
 
-// cache: a CacheType. plan: the memory that bn_attention_plan was given earlier in this program.
+// cache: a CacheType. plan: the memory that bn_attention_plan was given earlier in this program. sinks:
+// [kv_heads · group] or null.
 BN_EXPORT void bn_paged_attention(Program* program, int32_t, int32_t cache, const float* q,
                                   int64_t q_stride, const void* k_pages, const void* v_pages,
                                   const void* plan, const int32_t* page_tables,
                                   int64_t table_stride, float* out, int32_t page_size,
                                   int32_t kv_heads, int32_t group, int32_t head_dim, int32_t window,
-                                  float scale, float soft_cap) {
+                                  float scale, float soft_cap, const float* sinks) {
   AttentionArgs args{q,        k_pages,      v_pages,   out,      (const Plan*)plan, page_tables,
                      q_stride, table_stride, page_size, kv_heads, group,             head_dim,
-                     window,   scale,        soft_cap};
+                     window,   scale,        soft_cap,  sinks};
   append(program, attention_table(isa(), head_dim).attend[cache], &args, sizeof args, NOT_ROW_WISE);
 }
 
@@ -250,7 +251,7 @@ BN_EXPORT void bn_latent_attention(Program* program, int32_t, int32_t cache, con
                                    int32_t rope_dim, float scale) {
   AttentionArgs of{q,        latent_pages, key_pages, out,    (const Plan*)plan, page_tables,
                    q_stride, table_stride, page_size, blocks, group,             padded,
-                   0,        scale,        0.0f};
+                   0,        scale,        0.0f,     nullptr};
   LatentArgs args{of, q_turned, turned_stride, rank, rope_dim};
   append(program, attention_table(isa(), padded).attend_latent[cache], &args, sizeof args,
          NOT_ROW_WISE);

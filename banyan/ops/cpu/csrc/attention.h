@@ -74,6 +74,7 @@ struct AttentionArgs {
   int64_t q_stride, table_stride;
   int32_t page_size, kv_heads, group, head_dim, window;
   float scale, soft_cap;
+  const float* sinks;  // [heads], a logit beside those of the keys, without a value; or null
 };
 
 // Latent attention: one latent vector and one turned key of each token for all heads. Both lie as

@@ -261,6 +261,11 @@ void fold(Share& total, float* values, Share share, const float* more, int dim) 
     store(values + d, fma(load(values + d), before, load(more + d) * after));
 }
 
+// Where folding begins: with nothing, or with the head's sink, whose value is zero.
+inline Share beginning(const AttentionArgs& a, int head) {
+  return a.sinks ? Share{a.sinks[head], 1.0f} : Share{-INFINITY, 0.0f};
+}
+
 void finish(const Share& total, const float* values, float* out, int dim) {
   vf factor = splat(1.0f / total.sum);
   for (int d = 0; d < dim; d += LANES) store(out + d, load(values + d) * factor);
@@ -278,7 +283,7 @@ void fold_results(const AttentionArgs& a, const Query& query, int kv_head, float
   if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < spans) return;
   arrived.store(0, std::memory_order_relaxed);  // for the next layer
   for (int head = kv_head * a.group; head < (kv_head + 1) * a.group; head++) {
-    Share total{-INFINITY, 0.0f};
+    Share total = beginning(a, head);
     std::memset(values, 0, sizeof(float) * a.head_dim);
     for (int span = 0; span < spans; span++) {
       const float* result = result_of(a, query.slot + span, head);
@@ -438,7 +443,7 @@ void attend_unit(const AttentionArgs& a, const Unit& unit, int kv_head,
                      ((int64_t)kv_head * group + r % group) * dim;
     for (int d = 0; d < dim; d += LANES)
       store(tile.q + (size_t)r * dim + d, load(q + d) * splat(a.scale));
-    tile.sums[r] = {-INFINITY, 0.0f};
+    tile.sums[r] = beginning(a, kv_head * group + r % group);
   }
   bool splits = queries[0].slot >= 0;
   if (!splits) std::memset(tile.totals, 0, sizeof(float) * count * dim);

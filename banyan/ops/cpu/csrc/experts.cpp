@@ -131,7 +131,7 @@ std::vector<float> outcome(const ExpertKernels& kernels) {
   auto run = [&](const Kernel& kernel, const void* args, int64_t units) {
     kernel.run(args, sizes, 0, units, worker);
   };
-  LogitsArgs logits{s.x.data(), s.router.data(), s.logits.data(), Step::DIM,
+  LogitsArgs logits{s.x.data(), s.router.data(), nullptr, s.logits.data(), Step::DIM,
                     Step::DIM,  Step::COUNT,     TOKENS};
   run(kernels.logits, &logits, kernels.logits.units(&logits, sizes));
   RouteArgs route{s.logits.data(), nullptr, s.ids.data(), s.shares.data(), Step::COUNT, Step::CHOSEN,
@@ -147,12 +147,12 @@ std::vector<float> outcome(const ExpertKernels& kernels) {
   run(GATHER, &gather, Step::TOKENS_NOW);
   ExpertWeight in[Step::COUNT], out[Step::COUNT];
   for (int e = 0; e < Step::COUNT; e++) {
-    in[e] = {(const uint8_t*)s.in_tiles.data(), s.factors.data(), F32};
-    out[e] = {(const uint8_t*)s.out_tiles.data(), s.factors.data(), F32};
+    in[e] = {(const uint8_t*)s.in_tiles.data(), s.factors.data(), F32, nullptr};
+    out[e] = {(const uint8_t*)s.out_tiles.data(), s.factors.data(), F32, s.rows.data()};
   }
   ExpertsInArgs first{in, in, &load, s.experts.data(), s.starts.data(),
                       (const uint8_t*)s.rows.data(), s.inner.data(), Step::DIM * 4, Step::DIM,
-                      Step::INNER, Step::COUNT, TOKENS, Step::CHOSEN, 1, 2};
+                      Step::INNER, Step::COUNT, TOKENS, Step::CHOSEN, 1, CLAMPED, 0.5f, 1.7f};
   run(kernels.in, &first, kernels.in.units(&first, sizes));
   ExpertsOutArgs second{out, &load, s.experts.data(), s.starts.data(), s.tokens.data(),
                         s.sorted.data(), (const uint8_t*)s.inner.data(), s.out.data(),
@@ -177,11 +177,12 @@ BN_EXPORT int bn_check_experts(int32_t isa, char* why, int32_t room) {
   return 0;
 }
 
-// The router's logits, x · transposed(weight) in fp32. x: [size, dim]; weight: [count, dim]; out:
-// [size, count].
+// The router's logits, x · transposed(weight) + bias in fp32. x: [size, dim]; weight: [count, dim];
+// bias: [count] or null; out: [size, count].
 BN_EXPORT void bn_router_logits(Program* program, int32_t size, const float* x, int64_t x_stride,
-                                const float* weight, float* out, int64_t dim, int64_t count) {
-  LogitsArgs args{x, weight, out, x_stride, dim, count, size};
+                                const float* weight, const float* bias, float* out, int64_t dim,
+                                int64_t count) {
+  LogitsArgs args{x, weight, bias, out, x_stride, dim, count, size};
   append(program, experts_table(isa()).logits, &args, sizeof args, NOT_ROW_WISE);
 }
 
@@ -221,13 +222,13 @@ BN_EXPORT void bn_round_experts(Program* program, int32_t size, const float* x, 
   append(program, ROUND, &args, sizeof args, NOT_ROW_WISE);
 }
 
-// curve(x · gate) · (x · up) of every pair. gate, up: [count] of ExpertWeight; curve: as for
-// bn_gate_and_mul; x: [pairs] rows, fp32 if `is_exact`; out: [pairs, inner].
+// curve(x · gate) · (x · up) of every pair. gate, up: [count] of ExpertWeight; curve: a Curve; limit,
+// alpha: of CLAMPED; x: [pairs] rows, fp32 if `is_exact`; out: [pairs, inner].
 BN_EXPORT void bn_experts_in(Program* program, int32_t size, const void* gate, const void* up,
                              const void* load, const int32_t* experts, const int32_t* starts,
                              const void* x, int64_t x_bytes, float* out, int64_t dim,
                              int64_t inner, int64_t count, int32_t per_token, int32_t is_exact,
-                             int32_t curve) {
+                             int32_t curve, float limit, float alpha) {
   ExpertsInArgs args{(const ExpertWeight*)gate,
                      (const ExpertWeight*)up,
                      (const ExpertLoad*)load,
@@ -242,7 +243,9 @@ BN_EXPORT void bn_experts_in(Program* program, int32_t size, const void* gate, c
                      size,
                      per_token,
                      is_exact,
-                     curve};
+                     curve,
+                     limit,
+                     alpha};
   const ExpertKernels& table = experts_table(isa());
   append(program, is_exact ? table.in_exact : table.in, &args, sizeof args, NOT_ROW_WISE);
 }

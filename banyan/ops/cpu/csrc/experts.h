@@ -15,6 +15,7 @@ struct ExpertWeight {
   const uint8_t* tiles;
   const float* factors;
   int64_t format;
+  const float* bias;  // [outputs up to a multiple of 16] or null
 };
 
 // How many experts of a step have tokens, and how many pairs there are; kept for reports.
@@ -25,6 +26,7 @@ struct ExpertLoad {
 struct LogitsArgs {
   const float* x;       // [tokens, dim], strided
   const float* weight;  // [count, dim]
+  const float* bias;    // [count] or null
   float* out;           // [tokens, count]
   int64_t x_stride, dim, count;
   int32_t size;  // of the tokens
@@ -71,6 +73,10 @@ struct ExpertRowsArgs {  // rows of pairs to 8 bits
   int32_t size, per_token;
 };
 
+// CLAMPED: a gate of at most `limit` times its sigmoid at `alpha`, times one more than an up of at
+// most `limit` to either side.
+enum Curve : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED = 3 };
+
 // act(x · gate) · (x · up) of every pair.
 struct ExpertsInArgs {
   const ExpertWeight *gate, *up;
@@ -80,6 +86,7 @@ struct ExpertsInArgs {
   float* out;        // [pairs, inner]
   int64_t x_bytes, dim, inner, count;
   int32_t size, per_token, is_exact, curve;
+  float limit, alpha;
 };
 
 // The sum over a token's experts of share · (x · down).

@@ -22,10 +22,10 @@ constexpr size_t OUTPUTS_OF_PANEL = sizeof(float) * GROUP * PANEL_ROWS;
 
 // --- the router's logits -------------------------------------------------------------------------
 
-// out[r][e] = x[r] · w[e]: one sum per pair of rows, whatever R and E are.
+// out[r][e] = x[r] · w[e] + bias[e]: one sum per pair of rows, whatever R and E are.
 template <int R, int E>
-inline void dot(const float* x, int64_t x_stride, const float* w, int64_t dim, float* out,
-                int64_t out_stride) {
+inline void dot(const float* x, int64_t x_stride, const float* w, const float* bias, int64_t dim,
+                float* out, int64_t out_stride) {
   vf sums[R][E] = {};
   int64_t i = 0;
   for (; i + LANES <= dim; i += LANES) {
@@ -42,7 +42,7 @@ inline void dot(const float* x, int64_t x_stride, const float* w, int64_t dim, f
       if (rest)
         sums[r][e] = fma(load_some(x + r * x_stride + i, rest), load_some(w + e * dim + i, rest),
                          sums[r][e]);
-      out[r * out_stride + e] = sum(sums[r][e]);
+      out[r * out_stride + e] = bias ? sum(sums[r][e]) + bias[e] : sum(sums[r][e]);
     }
 }
 
@@ -67,8 +67,8 @@ void logits_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end
     int64_t last = least(first + TOKENS_OF_UNIT, sizes.n[a.size]);
     int64_t stop = least(e + EXPERTS_OF_UNIT, a.count);
     auto at = [&](auto run, int64_t token, int64_t expert) {
-      run(a.x + token * a.x_stride, a.x_stride, a.weight + expert * a.dim, a.dim,
-          a.out + token * a.count + expert, a.count);
+      run(a.x + token * a.x_stride, a.x_stride, a.weight + expert * a.dim,
+          a.bias ? a.bias + expert : nullptr, a.dim, a.out + token * a.count + expert, a.count);
     };
     int64_t token = first;
     for (; token + 4 <= last; token += 4) {
@@ -186,7 +186,7 @@ inline void outputs_of(const A& a, const ExpertWeight& weight, int64_t k, int64_
                   k,
                   weight.tiles + group * group_bytes(format, k),
                   weight.factors + group * GROUP,
-                  nullptr,
+                  weight.bias ? weight.bias + group * GROUP : nullptr,
                   a.x + begin * a.x_bytes,
                   a.x_bytes,
                   out,
@@ -214,6 +214,15 @@ template <class A>
 inline double expected_experts(const A& a, const Sizes& sizes) {
   double pairs = (double)sizes.n[a.size] * a.per_token;
   return pairs < a.count ? pairs : (double)a.count;
+}
+
+inline vf joined(const ExpertsInArgs& a, vf gate, vf up) {
+  if (a.curve == SILU) return silu(gate) * up;
+  if (a.curve == GELU) return gelu(gate) * up;
+  if (a.curve == GELU_TANH) return gelu_tanh(gate) * up;
+  gate = min(splat(a.limit), gate);  // what is no number stays
+  up = max(splat(-a.limit), min(splat(a.limit), up));
+  return gate_by(gate, gate * splat(a.alpha)) * (up + splat(1.0f));
 }
 
 // Few columns are cut by pairs too: a pair's results depend on no other pair.
@@ -250,7 +259,7 @@ void in_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Wo
         for (int64_t r = 0; r < count; r++)
           for (int i = 0; i < GROUP && i < left; i += LANES) {
             vf g = load(gate + r * GROUP + i), u = load(up + r * GROUP + i);
-            vf v = (a.curve == 0 ? silu(g) : a.curve == 1 ? gelu(g) : gelu_tanh(g)) * u;
+            vf v = joined(a, g, u);
             float* out = a.out + (row + r) * a.inner + group * GROUP + i;
             if (left - i >= LANES) store(out, v);
             else store_some(out, v, (int)(left - i));

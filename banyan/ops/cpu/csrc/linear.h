@@ -12,7 +12,8 @@
 //   high     5 bits: 64 bytes, bit g of byte i tops up byte i of vector g.
 //            6 bits: 2 x 64 bytes, bits 2g, 2g+1 of byte i of vector h top up vector 4h+g.
 //
-// A weight is factor * (scale * (q - offset) + minimum), the factor fp32 and per output.
+// A weight is factor * (scale * (q - offset) + minimum), the factor fp32 and per output; where 4 bits
+// number levels, q is the level.
 // Float weights lie as [group][input][16 outputs].
 //
 // Quantised activations, per row: values s8 [32 * blocks], scales fp32 [blocks], scaled sums fp32
@@ -39,16 +40,18 @@ enum FormatId : int32_t {
   W5_MIN = 5,         // Q5_1, Q5_K
   W6_HALVES = 6,      // Q6_K
   W8 = 7,             // Q8_0, IQ4_NL
-  NUM_QUANTISED = 8,
-  F32 = 8,
-  F16 = 9,
-  BF16 = 10,
-  NUM_FORMATS = 11,
+  W4_LEVELS = 8,      // MXFP4
+  NUM_QUANTISED = 9,
+  F32 = 9,
+  F16 = 10,
+  BF16 = 11,
+  NUM_FORMATS = 12,
 };
 
 struct Format {
   int bits, offset;
   bool has_min, has_halves;
+  bool has_levels = false;  // 4 bits are the number of one of E2M1
 
   constexpr int parts() const { return has_halves ? 2 : 1; }
   constexpr int scale_bytes() const { return parts() * GROUP * 2; }
@@ -59,7 +62,11 @@ struct Format {
 constexpr Format FORMATS[NUM_QUANTISED] = {
     {4, 8, false, false}, {4, 0, true, false}, {4, 4, false, true},  {4, 0, true, true},
     {5, 16, false, false}, {5, 0, true, false}, {6, 32, false, true}, {8, 128, false, false},
+    {4, 12, false, false, true},
 };
+
+// Twice the 4-bit floats with two bits of exponent and one of mantissa, + 12.
+constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 constexpr int64_t blocks_of(int64_t k) { return (k + BLOCK - 1) / BLOCK; }
 constexpr int64_t groups_of(int64_t n) { return (n + GROUP - 1) / GROUP; }

@@ -1,7 +1,8 @@
 // Projections with vpmaddubsw: unsigned weights times signed activations, pairs added in 16 bits.
 //
 // The pair sums of 4-bit weights may be added in 16 bits over a whole block (15 * 127 * 2 * 8 =
-// 30,480), those of 5 bits over half of it (31,496), those of 6 bits over two vectors (32,004).
+// 30,480), those of 5 bits, and levels up to 24, over half of it (31,496), those of 6 bits over two
+// vectors (32,004).
 // 8 bits do not fit: there the weight's sign moves to the activation, |w| * sign(x, w), and a pair is
 // at most 128 * 127 * 2 = 32,512.
 #include "linear.h"
@@ -43,6 +44,9 @@ struct Tile {
     if (f.bits == 8) return load_bytes(low + g * 64);
     __m256i q = load_bytes(low + g / 2 * 64);
     q = _mm256_and_si256(g % 2 ? _mm256_srli_epi16(q, 4) : q, low_bits);
+    if (f.has_levels)
+      q = _mm256_shuffle_epi8(
+          _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)E2M1)), q);
     if (f.bits == 5) {
       __m256i h = load_bytes(high);
       h = g <= 4 ? _mm256_slli_epi16(h, g <= 4 ? 4 - g : 0)
@@ -169,7 +173,7 @@ inline void multiply(const Source& source, int64_t blocks, const Rows& rows, int
     const int64_t here = scales_at + b * 4 - b * 32;  // x moves on by a block
     UNROLL for (int p = 0; p < PARTS; p++) {
       __m256i sums[R][2];
-      dot<f.bits, 8 / PARTS, R>(w, p * 8 / PARTS, x, sums);
+      dot<f.has_levels ? 5 : f.bits, 8 / PARTS, R>(w, p * 8 / PARTS, x, sums);
       const __m256i pick = _mm256_set1_epi32(PARTS == 1 ? 0x10001 : p ? 0x10000 : 1);
       UNROLL for (int r = 0; r < R; r++) {
         const uint8_t* scales = x[r] + here;

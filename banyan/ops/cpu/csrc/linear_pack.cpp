@@ -14,10 +14,11 @@ namespace {
 
 enum Source : int32_t {
   S_F32, S_F16, S_BF16, S_Q4_0, S_Q4_1, S_Q5_0, S_Q5_1, S_Q8_0, S_Q2_K, S_Q3_K, S_Q4_K, S_Q5_K,
-  S_Q6_K, S_IQ4_NL, NUM_SOURCES
+  S_Q6_K, S_IQ4_NL, S_MXFP4, NUM_SOURCES
 };
 
-// 32 weights: scale * (q - offset of the format) + minimum, scale and minimum per half.
+// 32 weights: scale * (q - offset of the format) + minimum, scale and minimum per half. Where the
+// format has levels, q is the number of one.
 struct Values {
   uint8_t q[BLOCK];
   float scale[2], minimum[2];
@@ -34,6 +35,7 @@ constexpr Layout LAYOUTS[NUM_SOURCES] = {
     {W5_MIN, 32, 24, false},   {W8, 32, 34, false},         {W4_MIN_HALVES, 256, 84, true},
     {W4_HALVES, 256, 110, true}, {W4_MIN, 256, 144, true},  {W5_MIN, 256, 176, true},
     {W6_HALVES, 256, 210, true}, {W8, 32, 18, false},
+    {W4_LEVELS, 32, 17, true},
 };
 constexpr uint8_t IQ4_NL_LEVELS[16] = {1,   24,  45,  63,  79,  93,  106, 118,
                                        129, 141, 153, 166, 181, 197, 217, 241};  // + 128
@@ -94,6 +96,9 @@ void read(int32_t source, const uint8_t* row, int64_t i, Values& v) {
       nibbles(v, block + 2);
       for (uint8_t& q : v.q) q = IQ4_NL_LEVELS[q];
       return set(v, half_at(block), 0);
+    case S_MXFP4:  // the exponent is biased by 127, the levels are doubled
+      nibbles(v, block + 1);
+      return set(v, std::ldexp(1.0f, block[0] - 128), 0);
     case S_Q4_K:
       for (int l = 0; l < 32; l++) v.q[l] = block[16 + sub / 2 * 32 + l] >> sub % 2 * 4 & 15;
       return scales_of_4_k(v, block, sub);
@@ -282,12 +287,14 @@ void read_row(int32_t source, const uint8_t* row, int64_t k, float* out) {
     for (int64_t i = 0; i < k; i++) out[i] = float_at(source, row, i);
     return;
   }
-  int offset = FORMATS[LAYOUTS[source].format].offset;
+  const Format& f = FORMATS[LAYOUTS[source].format];
   Values v;
   for (int64_t b = 0; b < blocks_of(k); b++) {
     read(source, row, b, v);
     for (int l = 0; l < BLOCK; l++)
-      out[b * BLOCK + l] = v.scale[l / 16] * (float)(v.q[l] - offset) + v.minimum[l / 16];
+      out[b * BLOCK + l] =
+          v.scale[l / 16] * (float)((f.has_levels ? E2M1[v.q[l]] : v.q[l]) - f.offset) +
+          v.minimum[l / 16];
   }
 }
 

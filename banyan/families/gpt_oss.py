@@ -1,0 +1,70 @@
+"""gpt-oss (arXiv 2508.10925): windows in every other layer, a learned logit per head beside those
+of the keys, and experts with biases whose gated unit is clamped.
+
+Source: the published configuration of openai/gpt-oss-20b; GGUF architecture "gpt-oss".
+"""
+
+from dataclasses import replace
+
+from banyan.config.card import ExpertFacts, ModelCard
+from banyan.config.facts import Facts
+from banyan.families.base import Biases, Family, GgufForm, HubForm, Kinds, window_where
+from banyan.families.experts import gguf_experts, mixtral_experts
+from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
+
+_ALPHA, _LIMIT = 1.702, 7.0
+
+
+def _kinds(facts: Facts, num_layers: int) -> Kinds:
+    return window_where(facts, num_layers, lambda layer: layer % 2 == 0)
+
+
+def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+    limit = facts.number("swiglu_limit", 1e-3, 1e6, default=_LIMIT)
+    alpha = facts.number("swiglu_alpha", 1e-3, 1e3, default=_ALPHA)
+    return _with_experts(card, mixtral_experts(facts, card), limit, alpha)
+
+
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    """YaRN's ramp has edges between dimensions, which no key says."""
+    card = replace(card, rope=replace(card.rope, truncate=False))
+    return _with_experts(card, gguf_experts(facts, card, is_normalised=True), _LIMIT, _ALPHA)
+
+
+def _with_experts(card: ModelCard, experts: ExpertFacts, limit: float, alpha: float) -> ModelCard:
+    experts = replace(experts, has_bias=True, limit=limit, alpha=alpha)
+    return replace(card, experts=experts, attention_sinks=True)
+
+
+def _biases(facts: Facts) -> Biases:
+    has_bias = facts.flag("attention_bias", default=True)
+    return Biases(has_bias, has_bias)
+
+
+GPT_OSS = Family(
+    hub=HubForm(
+        eps=1e-5, head_dim=64, rope_theta=150000.0, biases=_biases, kinds=_kinds, more=_of_hub
+    ),
+    gguf=GgufForm("GptOssForCausalLM", window_period=2, more=_of_gguf),
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES
+            | {
+                "model.layers.{}.self_attn.sinks": "layers.{}.attention.sinks.weight",
+                "model.layers.{}.mlp.router": "layers.{}.mlp.router",
+                "model.layers.{}.mlp.experts.gate_proj": "layers.{}.mlp.experts.gate_up:gate*",
+                "model.layers.{}.mlp.experts.up_proj": "layers.{}.mlp.experts.gate_up:up*",
+                "model.layers.{}.mlp.experts.down_proj": "layers.{}.mlp.experts.down:*",
+            },
+            has_gates_between=True,
+        ),
+        "gguf": NameMap(
+            GGUF_NAMES
+            | GGUF_EXPERTS
+            | {
+                "blk.{}.post_attention_norm": "layers.{}.mlp_norm",
+                "blk.{}.attn_sinks": "layers.{}.attention.sinks",
+            }
+        ),
+    },
+)

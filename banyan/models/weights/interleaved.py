@@ -1,0 +1,58 @@
+"""Stacks of experts as gpt-oss keeps them: gate and up take turns along the outputs.
+
+    …experts.gate_up_proj [experts, dim, 2 · inner], …gate_up_proj_bias [experts, 2 · inner]
+    …experts.down_proj [experts, inner, dim], …down_proj_bias [experts, dim]
+
+In a quantised form the weights come with their outputs first, as "….weight". What comes out are
+tensors of gate, up and down with outputs first, "….weight" and "….bias".
+"""
+
+from collections.abc import Iterator
+
+from banyan.base.errors import ModelError
+from banyan.base.log import printable
+from banyan.models.weights.quant.base import Stored
+from banyan.ops.stored import RawTensor, StoredWeight
+
+_STEM, _PAIR, _DOWN = ".mlp.experts.", "gate_up_proj", "down_proj"
+
+
+def with_plain_experts(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
+    """
+    Raises:
+        ModelError: a stack that has not the dimensions of one.
+    """
+    for name, tensor in tensors:
+        block, stem, last = name.rpartition(_STEM)
+        kind = last.removesuffix("_bias").removesuffix(".weight")
+        if not stem or kind not in (_PAIR, _DOWN) or isinstance(tensor, RawTensor):
+            yield name, tensor
+            continue
+        is_bias = last.endswith("_bias")
+        dims, pairs = len(tensor.shape), tensor.shape[-1 if is_bias or last == kind else 1]
+        if dims != (2 if is_bias else 3) or (kind == _PAIR and pairs % 2):
+            raise ModelError(
+                f"tensor {printable(name)!r} has shape {list(tensor.shape)}, not "
+                + ("[experts, outputs]" if is_bias else "[experts, inputs, outputs]"),
+                hint="the file is damaged, or of another model",
+            )
+        slot = "bias" if is_bias else "weight"
+        whole = _transposed(tensor) if last == kind else tensor
+        if kind == _DOWN:
+            yield f"{block}{stem}{_DOWN}.{slot}", whole
+            continue
+        for first, part in enumerate(("gate_proj", "up_proj")):
+            yield f"{block}{stem}{part}.{slot}", _every_other(whole, first)
+
+
+def _transposed(tensor: StoredWeight) -> StoredWeight:
+    """[experts, in, out] floats -> [experts, out, in]"""
+    return StoredWeight.from_tensor(tensor.dense.transpose(1, 2))
+
+
+def _every_other(tensor: StoredWeight, first: int) -> StoredWeight:
+    """Half of the outputs, dimension 1; of blocks, a view of the same bytes."""
+    if len(tensor.shape) == 2:
+        return StoredWeight.from_tensor(tensor.dense[:, first::2])
+    shape = (tensor.shape[0], tensor.shape[1] // 2, tensor.shape[2])
+    return StoredWeight(tensor.type, shape, tensor.raw[:, first::2])
