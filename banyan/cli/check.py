@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from banyan.base.errors import ConfigError
+from banyan.cli.own_flags import take
 from banyan.config.cli import parse
 from banyan.config.env import Environment, read_environment
 from banyan.launch.facts import SOCS, Launch, Model, known_model, read_model
@@ -42,8 +43,8 @@ def check(argv: Sequence[str]) -> int:
     if list(argv) == ["--rules"]:
         print(rules_page(), end="")
         return 0
-    words, soc = _take(list(argv), "--soc")
-    words, file = _take(words, "--env")
+    words, soc = take(list(argv), "--soc")
+    words, file = take(words, "--env")
     is_relaxed = "--relaxed" in words
     words = [word for word in words if word != "--relaxed"]
     environment = read_environment(read_variables(file) if file else None)
@@ -54,7 +55,7 @@ def check(argv: Sequence[str]) -> int:
         print(f"{'':<8} {finding.use} [rule {finding.rule}, {finding.source}]")
     for line in left_out(launch):
         print(f"{'open':<8} {line}")
-    refusal = _refusal(words, environment)
+    refusal = refusal_of(words, environment)
     if refusal:
         print(f"{'build':<8} {refusal}")
     errors = sum(finding.is_error for finding in findings)
@@ -62,20 +63,6 @@ def check(argv: Sequence[str]) -> int:
     print(f"{'verdict':<8} {launch.soc.name}: {errors} errors, {warned} warnings", end="")
     print("; this build does not have all that is asked for" if refusal else "")
     return BROKEN if errors else REFUSED if refusal else 0
-
-
-def _take(words: list[str], flag: str) -> tuple[list[str], str]:
-    """The words without a flag of this verb, and its value; "" where it is not given."""
-    for at, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        if name != flag:
-            continue
-        if equals:
-            return words[:at] + words[at + 1 :], value
-        if at + 1 == len(words):
-            raise ConfigError(f"{flag} needs a value")
-        return words[:at] + words[at + 2 :], words[at + 1]
-    return words, ""
 
 
 def _launch(
@@ -106,7 +93,7 @@ def _model(source: str) -> Model | None:
     return found or known_model(source)
 
 
-def _refusal(words: list[str], environment: Environment) -> str:
+def refusal_of(words: Sequence[str], environment: Environment) -> str:
     """What this build says to the flags, "" when it would go on with them."""
     try:
         parse(words, environment)

@@ -24,6 +24,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "profile": "banyan.cli.profile:profile",
         "config": "banyan.cli.config:config",
         "check": "banyan.cli.check:check",
+        "recipe": "banyan.cli.recipe:recipe",
         "doctor": "banyan.cli.doctor:doctor",
         "version": "banyan.cli.doctor:version",
     },
@@ -45,6 +46,7 @@ HELP = """banyan VERB [flags]
   profile [URL]   record what a running server's steps do, as a trace file
   config [MODEL]  show the resolved configuration, and where each value came from
   check [MODEL]   hold a launch on Ascend NPUs against the rules, without starting it
+  recipe MODEL    variables and commands for each of several Ascend NPU machines
   doctor          show what this machine offers and what is missing
   version         the version; --json for more
 

@@ -5,7 +5,7 @@ Values only: nothing here looks at a machine. What is not known is None, and no 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -65,15 +65,17 @@ class Model:
     is_modelslim: bool | None = None
 
 
-_DEEPSEEK = {
-    **{"hidden": 7168, "experts": 256, "experts_per_token": 8, "shared_experts": 1},
-    **{"is_latent": True, "q_rank": 1536, "draft_layers": 1},
-}
-KNOWN = (
-    Model("deepseek-v3.2", **_DEEPSEEK, is_sparse=True),
-    Model("deepseek-v3", **_DEEPSEEK),
-    Model("deepseek-r1", **_DEEPSEEK),
+_R1 = Model(
+    "deepseek-r1",
+    hidden=7168,
+    experts=256,
+    experts_per_token=8,
+    shared_experts=1,
+    is_latent=True,
+    q_rank=1536,
+    draft_layers=1,
 )
+KNOWN = (replace(_R1, name="deepseek-v3.2", is_sparse=True), replace(_R1, name="deepseek-v3"), _R1)
 """Models of the recipes, by how their names begin: a plan needs no weights. The first fits."""
 
 

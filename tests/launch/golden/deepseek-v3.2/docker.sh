@@ -1,0 +1,250 @@
+#!/bin/sh
+# The line for each node, to be run there beside its .env file.
+
+# 192.0.2.11
+docker run --rm --name prefill-0-0 --privileged --network host --ipc host \
+  --shm-size 16g --ulimit memlock=-1 --env-file prefill-0-0.env \
+  --device /dev/davinci0 \
+  --device /dev/davinci1 \
+  --device /dev/davinci2 \
+  --device /dev/davinci3 \
+  --device /dev/davinci4 \
+  --device /dev/davinci5 \
+  --device /dev/davinci6 \
+  --device /dev/davinci7 \
+  --device /dev/davinci8 \
+  --device /dev/davinci9 \
+  --device /dev/davinci10 \
+  --device /dev/davinci11 \
+  --device /dev/davinci12 \
+  --device /dev/davinci13 \
+  --device /dev/davinci14 \
+  --device /dev/davinci15 \
+  --device /dev/davinci_manager \
+  --device /dev/devmm_svm \
+  --device /dev/hisi_hdc \
+  --volume /usr/local/sbin:/usr/local/sbin:ro \
+  --volume /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro \
+  --volume /usr/local/Ascend/firmware:/usr/local/Ascend/firmware:ro \
+  --volume /etc/ascend_install.info:/etc/ascend_install.info:ro \
+  --volume /var/queue_schedule:/var/queue_schedule:ro \
+  --volume /models/DeepSeek-V3.2-W8A8:/models/DeepSeek-V3.2-W8A8:ro \
+  banyan-npu \
+  serve \
+  --model-path /models/DeepSeek-V3.2-W8A8 \
+  --trust-remote-code \
+  --device npu \
+  --attention-backend ascend \
+  --page-size 128 \
+  --quantization modelslim \
+  --tp-size 32 \
+  --moe-a2a-backend deepep \
+  --moe-dense-tp-size 1 \
+  --tokenizer-worker-num 4 \
+  --load-balance-method round_robin \
+  --speculative-algorithm NEXTN \
+  --speculative-eagle-topk 1 \
+  --speculative-num-steps 1 \
+  --speculative-num-draft-tokens 2 \
+  --deepep-mode normal \
+  --enable-nsa-prefill-context-parallel \
+  --nsa-prefill-cp-mode in-seq-split \
+  --attn-cp-size 32 \
+  --chunked-prefill-size -1 \
+  --max-prefill-tokens 68000 \
+  --max-running-requests 1 \
+  --disable-radix-cache \
+  --disable-cuda-graph \
+  --mem-fraction-static 0.73 \
+  --nnodes 2 \
+  --node-rank 0 \
+  --disaggregation-mode prefill \
+  --disaggregation-transfer-backend ascend \
+  --disaggregation-bootstrap-port 8998 \
+  --dist-init-addr 192.0.2.11:6688 \
+  --host 192.0.2.11 \
+  --port 8000
+
+# 192.0.2.12
+docker run --rm --name prefill-0-1 --privileged --network host --ipc host \
+  --shm-size 16g --ulimit memlock=-1 --env-file prefill-0-1.env \
+  --device /dev/davinci0 \
+  --device /dev/davinci1 \
+  --device /dev/davinci2 \
+  --device /dev/davinci3 \
+  --device /dev/davinci4 \
+  --device /dev/davinci5 \
+  --device /dev/davinci6 \
+  --device /dev/davinci7 \
+  --device /dev/davinci8 \
+  --device /dev/davinci9 \
+  --device /dev/davinci10 \
+  --device /dev/davinci11 \
+  --device /dev/davinci12 \
+  --device /dev/davinci13 \
+  --device /dev/davinci14 \
+  --device /dev/davinci15 \
+  --device /dev/davinci_manager \
+  --device /dev/devmm_svm \
+  --device /dev/hisi_hdc \
+  --volume /usr/local/sbin:/usr/local/sbin:ro \
+  --volume /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro \
+  --volume /usr/local/Ascend/firmware:/usr/local/Ascend/firmware:ro \
+  --volume /etc/ascend_install.info:/etc/ascend_install.info:ro \
+  --volume /var/queue_schedule:/var/queue_schedule:ro \
+  --volume /models/DeepSeek-V3.2-W8A8:/models/DeepSeek-V3.2-W8A8:ro \
+  banyan-npu \
+  serve \
+  --model-path /models/DeepSeek-V3.2-W8A8 \
+  --trust-remote-code \
+  --device npu \
+  --attention-backend ascend \
+  --page-size 128 \
+  --quantization modelslim \
+  --tp-size 32 \
+  --moe-a2a-backend deepep \
+  --moe-dense-tp-size 1 \
+  --tokenizer-worker-num 4 \
+  --load-balance-method round_robin \
+  --speculative-algorithm NEXTN \
+  --speculative-eagle-topk 1 \
+  --speculative-num-steps 1 \
+  --speculative-num-draft-tokens 2 \
+  --deepep-mode normal \
+  --enable-nsa-prefill-context-parallel \
+  --nsa-prefill-cp-mode in-seq-split \
+  --attn-cp-size 32 \
+  --chunked-prefill-size -1 \
+  --max-prefill-tokens 68000 \
+  --max-running-requests 1 \
+  --disable-radix-cache \
+  --disable-cuda-graph \
+  --mem-fraction-static 0.73 \
+  --nnodes 2 \
+  --node-rank 1 \
+  --disaggregation-mode prefill \
+  --disaggregation-transfer-backend ascend \
+  --disaggregation-bootstrap-port 8998 \
+  --dist-init-addr 192.0.2.11:6688 \
+  --host 192.0.2.12 \
+  --port 8000
+
+# 192.0.2.21
+docker run --rm --name decode-0-0 --privileged --network host --ipc host \
+  --shm-size 16g --ulimit memlock=-1 --env-file decode-0-0.env \
+  --device /dev/davinci0 \
+  --device /dev/davinci1 \
+  --device /dev/davinci2 \
+  --device /dev/davinci3 \
+  --device /dev/davinci4 \
+  --device /dev/davinci5 \
+  --device /dev/davinci6 \
+  --device /dev/davinci7 \
+  --device /dev/davinci8 \
+  --device /dev/davinci9 \
+  --device /dev/davinci10 \
+  --device /dev/davinci11 \
+  --device /dev/davinci12 \
+  --device /dev/davinci13 \
+  --device /dev/davinci14 \
+  --device /dev/davinci15 \
+  --device /dev/davinci_manager \
+  --device /dev/devmm_svm \
+  --device /dev/hisi_hdc \
+  --volume /usr/local/sbin:/usr/local/sbin:ro \
+  --volume /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro \
+  --volume /usr/local/Ascend/firmware:/usr/local/Ascend/firmware:ro \
+  --volume /etc/ascend_install.info:/etc/ascend_install.info:ro \
+  --volume /var/queue_schedule:/var/queue_schedule:ro \
+  --volume /models/DeepSeek-V3.2-W8A8:/models/DeepSeek-V3.2-W8A8:ro \
+  banyan-npu \
+  serve \
+  --model-path /models/DeepSeek-V3.2-W8A8 \
+  --trust-remote-code \
+  --device npu \
+  --attention-backend ascend \
+  --page-size 128 \
+  --quantization modelslim \
+  --tp-size 32 \
+  --moe-a2a-backend deepep \
+  --moe-dense-tp-size 1 \
+  --tokenizer-worker-num 4 \
+  --load-balance-method round_robin \
+  --speculative-algorithm NEXTN \
+  --speculative-eagle-topk 1 \
+  --speculative-num-steps 3 \
+  --speculative-num-draft-tokens 4 \
+  --deepep-mode low_latency \
+  --dp-size 8 \
+  --ep-size 32 \
+  --enable-dp-attention \
+  --enable-dp-lm-head \
+  --cuda-graph-max-bs 4 \
+  --mem-fraction-static 0.79 \
+  --nnodes 2 \
+  --node-rank 0 \
+  --disaggregation-mode decode \
+  --disaggregation-transfer-backend ascend \
+  --dist-init-addr 192.0.2.21:6688 \
+  --host 192.0.2.21 \
+  --port 8001
+
+# 192.0.2.22
+docker run --rm --name decode-0-1 --privileged --network host --ipc host \
+  --shm-size 16g --ulimit memlock=-1 --env-file decode-0-1.env \
+  --device /dev/davinci0 \
+  --device /dev/davinci1 \
+  --device /dev/davinci2 \
+  --device /dev/davinci3 \
+  --device /dev/davinci4 \
+  --device /dev/davinci5 \
+  --device /dev/davinci6 \
+  --device /dev/davinci7 \
+  --device /dev/davinci8 \
+  --device /dev/davinci9 \
+  --device /dev/davinci10 \
+  --device /dev/davinci11 \
+  --device /dev/davinci12 \
+  --device /dev/davinci13 \
+  --device /dev/davinci14 \
+  --device /dev/davinci15 \
+  --device /dev/davinci_manager \
+  --device /dev/devmm_svm \
+  --device /dev/hisi_hdc \
+  --volume /usr/local/sbin:/usr/local/sbin:ro \
+  --volume /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro \
+  --volume /usr/local/Ascend/firmware:/usr/local/Ascend/firmware:ro \
+  --volume /etc/ascend_install.info:/etc/ascend_install.info:ro \
+  --volume /var/queue_schedule:/var/queue_schedule:ro \
+  --volume /models/DeepSeek-V3.2-W8A8:/models/DeepSeek-V3.2-W8A8:ro \
+  banyan-npu \
+  serve \
+  --model-path /models/DeepSeek-V3.2-W8A8 \
+  --trust-remote-code \
+  --device npu \
+  --attention-backend ascend \
+  --page-size 128 \
+  --quantization modelslim \
+  --tp-size 32 \
+  --moe-a2a-backend deepep \
+  --moe-dense-tp-size 1 \
+  --tokenizer-worker-num 4 \
+  --load-balance-method round_robin \
+  --speculative-algorithm NEXTN \
+  --speculative-eagle-topk 1 \
+  --speculative-num-steps 3 \
+  --speculative-num-draft-tokens 4 \
+  --deepep-mode low_latency \
+  --dp-size 8 \
+  --ep-size 32 \
+  --enable-dp-attention \
+  --enable-dp-lm-head \
+  --cuda-graph-max-bs 4 \
+  --mem-fraction-static 0.79 \
+  --nnodes 2 \
+  --node-rank 1 \
+  --disaggregation-mode decode \
+  --disaggregation-transfer-backend ascend \
+  --dist-init-addr 192.0.2.21:6688 \
+  --host 192.0.2.22 \
+  --port 8001
