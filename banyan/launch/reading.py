@@ -11,7 +11,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.cli import default_of, value_of
 from banyan.config.env import Environment
-from banyan.config.file import read_flag_file
+from banyan.config.file import read_mapping
 from banyan.config.flags.flag import LISTS, Replaced
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
 from banyan.config.schema import Config
@@ -46,7 +46,7 @@ def arguments_of_words(argv: Sequence[str], environment: Environment) -> dict[st
             _put(known, _value(known, words, name), variables)
     in_files: dict[str, object] = {}
     for path in files:
-        for key, value in read_flag_file(path).items():
+        for key, value in read_mapping(path, f"--{CONFIG_FILE}").items():
             known = find(plain(key), abbreviate=False)
             if value is not None:
                 _put(
