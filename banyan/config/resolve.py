@@ -110,7 +110,9 @@ def resolve_with_origins(
     for rule in RULES:
         before, config = config, rule(config, card, environment)
         origins |= dict.fromkeys(_changed(before, config), rule.__name__)
-    return config, origins
+    ruled = {name: f"rule {rule}" for name, rule in origins.items()}
+    said = {**config.observe.origins, **ruled}
+    return replace(config, observe=replace(config.observe, origins=said)), origins
 
 
 def _changed(before: Config, after: Config) -> Iterator[str]:

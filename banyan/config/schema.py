@@ -5,6 +5,7 @@ Constructors below the engine take their own part, never the whole. Flags fill t
 unit; the flag of a field is its name with dashes unless the flag table says otherwise.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 UNSAID = -2
@@ -333,6 +334,8 @@ class ServerConfig:
     """Requests may name installed logit processors."""
     hidden_states: bool = False
     """Requests may ask for hidden states."""
+    disable_console: bool = False
+    """Browsers that open / get a page that says what the server is, and not the console."""
     require_key: bool = False
     """Refuse to listen on a non-loopback address without an API key."""
 
@@ -385,6 +388,8 @@ class ObserveConfig:
     """Of the lines that `log_requests` asks for: "text" or "json"."""
     notes: tuple[str, ...] = ()
     """Lines for people: flags and variables that were given and have no effect here."""
+    origins: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
+    """Schema field -> who has set it; absent where the default stands."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain, islice
 
 import msgspec
 
@@ -64,6 +65,14 @@ def resume(core: EngineCore, control: Control, now: float) -> Reply:
 def stats(core: EngineCore, control: Control, now: float) -> Reply:
     """Counters and the ledger as JSON."""
     return Reply(control.call, True, body=msgspec.json.encode(core.stats(now)))
+
+
+def requests(core: EngineCore, control: Control, now: float) -> Reply:
+    """Those that live, in the order in which they are served, as JSON; `limit` bounds how many."""
+    roster = core.scheduler.roster
+    found = islice(chain(roster.running, roster.waiting), int(control.args.get("limit", 0)))
+    body = msgspec.json.encode([request.as_seen(now) for request in found])
+    return Reply(control.call, True, body=body)
 
 
 def update_weights(
@@ -158,6 +167,7 @@ VERBS: Mapping[str, Verb] = {
     "pause": pause,
     "resume": resume,
     "stats": stats,
+    "requests": requests,
     "update_weights": update_weights,
     "try_update_weights": partial(update_weights, is_trial=True),
     "release_memory": release_memory,

@@ -76,6 +76,24 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True, tag="reply"):
     body: bytes = b""
 
 
+class LiveRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request that has not ended, as the verb "requests" tells of it."""
+
+    request: RequestId
+    phase: str
+    """"queue" | "prefill" | "decode"."""
+    prompt_tokens: int
+    computed_tokens: int
+    """Positions that are planned or computed, what the cache gave included."""
+    cached_tokens: int
+    output_tokens: int
+    age_s: float
+    """Since the engine has it."""
+    queue_s: float
+    """How long it has waited for a place, or is waiting."""
+    retractions: int = 0
+
+
 class Ready(msgspec.Struct, frozen=True, omit_defaults=True, tag="ready"):
     """The engine can admit requests. Facts the front needs and people read."""
 

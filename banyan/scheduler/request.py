@@ -7,6 +7,7 @@ from banyan.base.ids import NO_STEP, PADDING_SLOT, SlotId, StepId
 from banyan.grammar.base import Grammar
 from banyan.memory.cache import TOKEN_BYTES, Lease
 from banyan.memory.tiers import Load
+from banyan.messages.events import LiveRequest
 from banyan.messages.requests import Generate
 
 WAITING = "waiting"
@@ -182,6 +183,22 @@ class Request:
     def last_sampled_at(self) -> StepId:
         """Step of the newest sampling row in flight."""
         return max((f.step for f in self.flights if f.samples), default=NO_STEP)
+
+    def as_seen(self, now: float) -> LiveRequest:
+        """What people see of it."""
+        phase = "decode" if self.is_decoding else "prefill"
+        admitted_s = self.admitted_s if self.admitted_s >= 0 else now
+        return LiveRequest(
+            request=self.id,
+            phase=phase if self.state == RUNNING else "queue",
+            prompt_tokens=self.prompt_len,
+            computed_tokens=self.planned,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_len,
+            age_s=max(0.0, now - self.submitted_s),
+            queue_s=max(0.0, admitted_s - self.submitted_s),
+            retractions=self.retractions,
+        )
 
     def enter(self, slot: SlotId, lease: Lease, cached: int) -> None:
         """WAITING -> RUNNING, with `cached` tokens found in the cache."""

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
-from banyan.server.admin import facts, health, loads, memory, operate, profile
+from banyan.server.admin import facts, health, loads, memory, operate, profile, requests
 from banyan.server.admin.metrics import show_metrics
 from banyan.server.admin.unavailable import unavailable_routes
 from banyan.server.anthropic.messages import anthropic_routes
 from banyan.server.batches.route import BatchRequest, batch, batches
+from banyan.server.console.files import console_routes
 from banyan.server.describe.bodies import CHAT, COMPLETION, FLUSH, GENERATE, UPLOAD, VERTEX
 from banyan.server.describe.pages import page_routes
 from banyan.server.http import auth
@@ -31,7 +32,7 @@ _BOTH = ("GET", "POST")
 _PUT = ("POST", "PUT")
 
 
-def all_routes() -> list[Route]:
+def all_routes(has_console: bool = True) -> list[Route]:
     groups = {
         "Health": _health_routes(),
         "OpenAI": _openai_routes(),
@@ -42,6 +43,7 @@ def all_routes() -> list[Route]:
         "Tokens and parsers": _text_routes(),
         "Facts": _fact_routes(),
         "Operation": _operation_routes(),
+        "Console": console_routes() if has_console else [],
         "Not in this build": unavailable_routes(),
     }
     others = [replace(route, group=name) for name, group in groups.items() for route in group]
@@ -146,7 +148,9 @@ def _operation_routes() -> list[Route]:
     of_logs = Body(operate.LoggingRequest, is_query=True)
     of_profile = Body(profile.ProfileRequest, is_query=True)
     of_pause, of_ending = Body(operate.PauseRequest, is_query=True), Body(facts.AbortRequest)
+    listing = requests.list_requests
     return [
+        Route("/requests", _GET, listing, auth.OWN, about="what runs and what waits"),
         Route("/abort_request", _POST, ending, auth.OWN, about="end requests", body=of_ending),
         Route("/flush_cache", _BOTH, facts.flush_cache, adm, about="empty the cache", body=FLUSH),
         Route("/pause_generation", _POST, pause, adm, about="plan no steps", body=of_pause),
@@ -164,4 +168,4 @@ def _operation_routes() -> list[Route]:
 
 def create_app(state: ServerState, send_timeout_s: float = SEND_TIMEOUT_S) -> App:
     """The ASGI application over `state`; it answers health before there is a service."""
-    return App(state, all_routes(), send_timeout_s)
+    return App(state, all_routes(not state.config.server.disable_console), send_timeout_s)

@@ -6,6 +6,7 @@ import threading
 from array import array
 from queue import SimpleQueue
 
+import msgspec
 import pytest
 
 from banyan.base.clock import WallClock
@@ -16,7 +17,7 @@ from banyan.engine.loop import EngineLoop, Wake
 from banyan.memory.cache import KVCache
 from banyan.memory.eviction import lru
 from banyan.memory.groups import FULL, CacheGroup
-from banyan.messages.events import Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
+from banyan.messages.events import Failed, Fatal, Finished, LiveRequest, Ready, Reply, Stats, Tokens
 from banyan.messages.plan import SAMPLE, StepResult
 from banyan.messages.requests import Abort, Control, Generate
 from banyan.messages.sampling import SamplingParams
@@ -175,6 +176,25 @@ def test_control_verbs_are_answered(served):
     link.tell(Control(2, "no_such_verb"))
     reply = link.hear(Reply)
     assert not reply.ok and "flush_cache" in reply.text
+
+
+def test_the_engine_tells_of_each_live_request_and_of_no_more_than_asked(served):
+    link, runner, _ = served
+    runner.gate.clear()
+    for name in "abcdefgh":
+        link.tell(generate(name, new=50))
+    while link.hear(Stats).running + link.hear(Stats).waiting < 8:
+        pass
+    link.tell(Control(1, "requests", args={"limit": 6}))
+    found = msgspec.json.decode(link.hear(Reply).body, type=list[LiveRequest])
+    assert [one.request for one in found] == list("abcdef")
+    assert {one.phase for one in found} <= {"queue", "prefill", "decode"}
+    assert all(one.prompt_tokens == 3 for one in found)
+    runner.gate.set()
+    link.tell(Control(2, "abort_all"))
+    link.hear(Reply)
+    link.tell(Control(3, "requests", args={"limit": 6}))
+    assert msgspec.json.decode(link.hear(Reply).body) == []
 
 
 def test_a_broken_loop_tells_the_front_before_it_dies():

@@ -139,3 +139,15 @@ async def test_counters_are_sums_and_a_verb_reaches_every_engine():
         ]
         assert (await fleet.control("flush_cache")).ok
         assert [[m.verb for m in e.received] for e in engines] == [["flush_cache"]] * 3
+
+
+@asynchronous
+async def test_each_engine_is_asked_by_itself():
+    async with AsyncExitStack() as stack:
+        fleet, clients, _ = await open_fleet(stack)
+        assert [(n, reply.text) for n, reply in await fleet.ask("stats")] == [
+            (0, "stats"),
+            (1, "stats"),
+        ]
+        clients[0].engine_lost("gone")
+        assert [number for number, _ in await fleet.ask("stats")] == [1]

@@ -162,6 +162,9 @@ class FakeClient:
     def replicas(self) -> list[Replica]:
         return [Replica(0, self.now.alive, READY, self.stats), *self.others]
 
+    async def ask(self, verb: str, timeout_s: float = 60.0, **args: object):
+        return [(0, await self.control(verb, timeout_s, **args))]
+
     async def control(self, verb: str, timeout_s: float = 60.0, **args: object) -> Reply:
         self.calls.append(verb)
         return self.reply

@@ -59,6 +59,14 @@ FLAGS = (
         "::test_a_page_of_an_allowed_origin_asks_and_reads_the_answer",
     ),
     Flag(
+        "disable-console",
+        "server.disable_console",
+        "browsers that open / get a page without scripts instead of the console",
+        kind=SWITCH,
+        documented=False,
+        proof="tests/server/test_console.py::test_a_server_without_the_console_has_a_plain_page",
+    ),
+    Flag(
         "require-key",
         "server.require_key",
         "refuse to listen on a non-loopback address without --api-key",

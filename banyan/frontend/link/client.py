@@ -80,6 +80,14 @@ class Engines(Protocol):
     def replicas(self) -> list[Replica]: ...
 
 
+class Replicas(Engines, Protocol):
+    """The same of several engines, which can also be asked one by one."""
+
+    async def ask(
+        self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
+    ) -> list[tuple[int, Reply]]: ...
+
+
 class EngineClient:
     """One engine as the front sees it. All calls from one event loop.
 

@@ -111,6 +111,22 @@ class Fleet:
                 engine.standing.take(verb, args)
         return refusal or replies[0]
 
+    async def ask(
+        self, verb: str, timeout_s: float = 60.0, **args: str | int | float | bool
+    ) -> list[tuple[int, Reply]]:
+        """What each engine that is ready answers to a verb that changes nothing, with its number.
+        One that is lost meanwhile has nothing to say."""
+        able = [(i, engine) for i, engine in enumerate(self._engines) if engine.health().ready]
+        calls = (engine.control(verb, timeout_s, **args) for _, engine in able)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        found: list[tuple[int, Reply]] = []
+        for (number, engine), result in zip(able, results, strict=True):
+            if not isinstance(result, BaseException):
+                found.append((number, result))
+            elif engine.health().ready:
+                raise result
+        return found
+
     def share_out(self, lost: EngineClient) -> None:
         """Give the requests that wait for a lost engine to those that work, if any do."""
         able = self._working()

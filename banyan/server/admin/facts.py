@@ -10,7 +10,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable
-from banyan.config.described import described
+from banyan.config.described import described, origins
 from banyan.frontend.answers.parser_choice import NONE
 from banyan.frontend.link.client import Replica
 from banyan.messages.events import accept_length
@@ -127,6 +127,7 @@ async def server_info(exchange: Exchange, state: ServerState) -> None:
             "served_model_name": state.served_name,
             "max_running_requests": service.ready.max_running,
             "notes": state.config.observe.notes,
+            "origins": origins(state.config),
             "status": "not ready" if state.trouble() else "ready",
             "max_total_num_tokens": service.ready.max_total_tokens,
             "max_req_input_len": service.limits.total - 1,

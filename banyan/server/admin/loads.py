@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
+import msgspec
+
 from banyan.base.errors import RequestError
 from banyan.frontend.link.client import Replica
 from banyan.messages.events import Ready, Stats, accept_length
@@ -137,6 +139,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Stats, Ready], Json | None]]] = {
     "lora": ("lora", _nothing),
     "disagg": ("disaggregation", lambda stats, ready: {"mode": "null"}),
     "queues": ("queues", _queues),
+    "counters": ("counters", lambda stats, ready: msgspec.structs.asdict(stats)),
 }
 """Name in `include` -> key of the answer, and what makes the section."""
 

@@ -1,6 +1,7 @@
-"""What a browser sees: a page that says what this server is, /docs, and /openapi.json.
+"""What a browser sees: the console, a page that says what this server is, /docs, /openapi.json.
 
-The pages are whole in themselves: no script, no font, no request to anywhere. Knows no engine.
+The pages are whole in themselves: no script, no font, no request to anywhere. The console has the
+first of them inside, for who runs no scripts. Knows no engine.
 """
 
 import base64
@@ -12,6 +13,7 @@ from functools import cache, partial
 from html import escape
 
 from banyan.server.admin.loads import living
+from banyan.server.console import files as console
 from banyan.server.describe.openapi import Document, openapi
 from banyan.server.http import auth
 from banyan.server.http.exchange import Exchange
@@ -92,7 +94,7 @@ async def _root(table: Sequence[Route], exchange: Exchange, state: ServerState) 
         f"<table>{_facts(state)}</table><h2>Try it</h2>"
         f"<pre><code>{escape(_command(exchange, state))}</code></pre><h2>Routes</h2>{routes}"
     )
-    await _send(exchange, "Banyan", body)
+    await _send_first(exchange, state, body)
 
 
 async def _docs(described: Describe, exchange: Exchange, state: ServerState) -> None:
@@ -131,11 +133,29 @@ async def _locked(exchange: Exchange, state: ServerState) -> None:
         return
     curl = f"curl {_address(exchange, state)}/v1/models -H 'Authorization: Bearer '$BANYAN_API_KEY"
     body = f"<h1>Banyan</h1><p>{line}</p><pre><code>{escape(curl)}</code></pre>"
-    await _send(exchange, "Banyan", body, 401, asks)
+    if exchange.route == "/":
+        await _send_first(exchange, state, body, 401, asks)
+    else:
+        await _send(exchange, "Banyan", body, 401, asks)
 
 
 def _is_browser(exchange: Exchange) -> bool:
     return "text/html" in exchange.header(b"accept")
+
+
+async def _send_first(
+    exchange: Exchange,
+    state: ServerState,
+    body: str,
+    status: int = 200,
+    more: Mapping[str, str] | None = None,
+) -> None:
+    """The console, with `body` for who runs no scripts; `body` alone where there is no console."""
+    if state.config.server.disable_console:
+        await _send(exchange, "Banyan", body, status, more)
+        return
+    headers = {**HEADERS, **console.HEADERS, **(more or {})}
+    await exchange.whole(console.shell(body), status, "text/html; charset=utf-8", headers)
 
 
 async def _send(

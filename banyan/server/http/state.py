@@ -19,7 +19,7 @@ from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.frontend.answers.parser_choice import Parsers
 from banyan.frontend.answers.tools.as_text import Tag
-from banyan.frontend.link.client import Engines
+from banyan.frontend.link.client import Replicas
 from banyan.frontend.link.meter import Metrics
 from banyan.frontend.link.pace import UNKNOWN_S, wait_s
 from banyan.frontend.requests.generation import Generator, TextRequest
@@ -43,7 +43,7 @@ class Service:
 
     card: ModelCard
     ready: Ready
-    client: Engines
+    client: Replicas
     generator: Generator
     limits: Limits
     tokenizer: Tokenizer | None

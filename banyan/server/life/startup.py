@@ -5,7 +5,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from banyan.base.heap import give_back
@@ -15,7 +15,7 @@ from banyan.config.defaults import with_settings
 from banyan.config.disposal import dispose
 from banyan.config.schema import DEMO, DEMO_LINE, Config
 from banyan.frontend.answers.parser_choice import NONE, Parsers, choose_parsers
-from banyan.frontend.link.client import Engines
+from banyan.frontend.link.client import Replicas
 from banyan.frontend.link.request_log import WITH_BEGINNINGS
 from banyan.frontend.link.text_generator import open_generator
 from banyan.frontend.requests.settings import limits_of, sampling_defaults, seed_source
@@ -39,7 +39,7 @@ READY_LINE = "The server is fired up and ready to roll!"
 _MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-async def open_service(state: ServerState, card: ModelCard, client: Engines) -> Service:
+async def open_service(state: ServerState, card: ModelCard, client: Replicas) -> Service:
     """Load the tokenizer while the engine loads the model, then warm up.
 
     Raises:
@@ -53,7 +53,7 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
     finally:
         loading.cancel()
     end_phase(state.phases, "tokenizer")
-    config = state.config = with_settings(config, json.loads(ready.facts).get("settings", {}))
+    config = state.config = _settled(config, json.loads(ready.facts).get("settings", {}))
     limits = limits_of(config, card, ready, words.tokenizer)
     defaults = sampling_defaults(config.server)
     recommended = _model_defaults(config, card)
@@ -83,6 +83,14 @@ async def open_service(state: ServerState, card: ModelCard, client: Engines) -> 
     end_phase(state.phases, "warm-up")
     dispose(config, card)
     return service
+
+
+def _settled(config: Config, settings: Mapping[str, object]) -> Config:
+    """`config` with what the device has set, and who that was."""
+    config = with_settings(config, settings)
+    chosen = dict.fromkeys(settings, f"device {config.device.name}")
+    origins = {**config.observe.origins, **chosen}
+    return replace(config, observe=replace(config.observe, origins=origins))
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ def _model_defaults(config: Config, card: ModelCard) -> dict[str, object]:
     return found
 
 
-async def _engine_ready(state: ServerState, client: Engines) -> Ready:
+async def _engine_ready(state: ServerState, client: Replicas) -> Ready:
     """Wait for the engine; its own phases, and what the wait took besides, are in `phases` then."""
     ready = await client.ready()
     own = json.loads(ready.facts).get("phases", {})
