@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from banyan.bench.probe import Machine
-from banyan.config.card import ModelCard
+from banyan.config.card import STATE, ModelCard
 from banyan.formats.mapped import TensorInfo
 
 FP32, INT8 = "fp32", "int8"
@@ -149,8 +149,9 @@ def whole_step(
     read = [t for t in tensors if not (is_untied and t.name in tables)]
     numbers = sum(_count(t) for t in read)
     head = sum(_count(t) for t in read if t.name in (*tables, "output.weight", "lm_head.weight"))
-    kv_numbers = card.num_layers * card.kept_per_token
-    attention = 4 * card.num_layers * card.num_heads * card.head_dim * context * tokens
+    attending = sum(card.kind_of(layer) != STATE for layer in range(card.num_layers))
+    kv_numbers = attending * card.kept_per_token
+    attention = 4 * attending * card.num_heads * card.head_dim * context * tokens
     return OpCost(
         "whole step",
         seconds,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, start_logging, tell
 from banyan.bench.options import option, split_options
+from banyan.config.card import STATE
 from banyan.config.cli import parse
 from banyan.config.defaults import Defaults, settle
 from banyan.config.env import read_environment
@@ -63,6 +64,12 @@ def simulate(argv: Sequence[str]) -> int:
     tell(log, config.observe.notes)
     _refuse_what_is_not_simulated(config)
     config, card = prepare(config, environment)
+    if STATE in card.layer_kinds:
+        raise ConfigError(
+            "this model is not simulated: some of its layers keep a state, and no figure here "
+            "counts those",
+            hint="name another model",
+        )
     parallel = config.parallel
     layouts = [read_layout(text) for text in options.layouts] or [
         Layout(parallel.tp, parallel.pp, parallel.dp, parallel.is_joined)

@@ -3,6 +3,7 @@
 Knows no tensors and no devices. `config/checkpoint.py` reads cards from files.
 """
 
+import math
 from dataclasses import dataclass, field
 
 FULL = "full"
@@ -57,6 +58,32 @@ class LatentFacts:
     plain_dim: int
     rope_dim: int
     value_dim: int
+
+
+@dataclass(frozen=True)
+class StateFacts:
+    """How "state" layers mix tokens.
+
+    Attributes:
+        mixer: "conv" (gated short convolution, LFM2) | "scan" (Mamba-2) | "delta" (gated delta
+            net).
+        taps: inputs that a position of the convolution sees, its own included.
+        has_conv_bias, has_bias: of the convolution; of the projections around it.
+        heads, key_heads: value heads, and those that they share keys and queries of.
+        key_dim, value_dim: of a head: its state is [key_dim, value_dim].
+        least_step, most_step: bounds of what a state moves on with one token.
+    """
+
+    mixer: str
+    taps: int
+    has_conv_bias: bool = False
+    has_bias: bool = False
+    heads: int = 0
+    key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    least_step: float = 0.0
+    most_step: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -136,7 +163,7 @@ class ModelCard:
         path: local file (GGUF) or folder (safetensors) that holds the weights.
         format: "gguf" | "safetensors".
         architecture: Hugging Face class name ("LlamaForCausalLM"); GGUF names are mapped to it.
-        layer_kinds: "full" or "window" per layer.
+        layer_kinds: "full", "window" or "state" per layer.
         dtype: dtype of the stored weights as text ("float32", "bfloat16", "q4_1" …).
     """
 
@@ -184,6 +211,8 @@ class ModelCard:
     """Final logits become cap·tanh(logits/cap); 0 = off."""
     latent: LatentFacts | None = None
     """Latent attention in the place of keys and values per head."""
+    state: StateFacts | None = None
+    """Of the "state" layers."""
     experts: ExpertFacts | None = None
     quant: QuantFacts | None = None
     """None when the weights are plain, or in blocks that say so themselves (GGUF)."""

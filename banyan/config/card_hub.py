@@ -149,7 +149,7 @@ def _card(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelC
         model_type=facts.text("model_type", default="llama"),
         vocab_size=vocab_size,
         hidden_size=facts.integer("hidden_size", 1, MAX_WIDTH),
-        intermediate_size=facts.integer("intermediate_size", 1, MAX_WIDTH),
+        intermediate_size=facts.integer(_inner_key(facts, family), 1, MAX_WIDTH),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -171,6 +171,10 @@ def _card(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelC
         eos_ids=_eos_ids(facts, path, vocab_size),
         pad_id=_pad_id(facts, vocab_size),
     )
+
+
+def _inner_key(facts: Facts, family: HubForm) -> str:
+    return next((key for key in family.inner_keys if facts.has(key)), family.inner_keys[-1])
 
 
 def _heads(facts: Facts, family: HubForm) -> tuple[int, int, int]:

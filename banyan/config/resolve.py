@@ -25,6 +25,7 @@ from banyan.config.quantized import FLOAT_FORMS, SPELLINGS, spellings
 from banyan.config.schema import DEMO, Config
 from banyan.config.sources import fetch
 from banyan.config.speculation import plan_the_drafts
+from banyan.config.states import check_the_states
 from banyan.config.stored import check_the_store
 from banyan.formats.shards import check_weight_files
 
@@ -404,6 +405,7 @@ RULES = (
     ask_the_demo_plainly,
     sample_as_the_makers_advise,
     choose_the_grammar_backend,
+    check_the_states,
     check_the_store,
     check_the_bounds,
     *EXECUTION_RULES,

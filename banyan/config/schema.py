@@ -82,6 +82,12 @@ class CacheConfig:
     -1 = not given."""
     keeps_windows: bool = False
     """Window layers keep every position too, instead of giving back what lies below the window."""
+    states: int = 0
+    """Pages of each group of states, running ones and checkpoints; 0 = by `state_ratio`."""
+    state_ratio: float = 0.9
+    """Memory of states per memory of the groups that keep tokens."""
+    state_interval: int = 0
+    """Tokens between two checkpoints of a state; 0 = 256, or the page where that is longer."""
     hierarchical: bool = False
     """Pages may lie in further tiers, beside those that steps read."""
     store: str = ""

@@ -35,6 +35,7 @@ FAMILIES: Table[Family] = Table(
         "HunYuanMoEV1ForCausalLM": "banyan.families.hunyuan:HUNYUAN_MOE",
         "GptOssForCausalLM": "banyan.families.gpt_oss:GPT_OSS",
         "MiniMaxM2ForCausalLM": "banyan.families.minimax:MINIMAX_M2",
+        "Lfm2ForCausalLM": "banyan.families.lfm:LFM2",
         "LlamaModel": "banyan.families.llama:LLAMA_BODY",
         "MistralModel": "banyan.families.llama:LLAMA_BODY",
         "Qwen2Model": "banyan.families.qwen:QWEN2_BODY",

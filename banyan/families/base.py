@@ -15,6 +15,25 @@ MAX_WIDTH = 1 << 20
 MAX_LENGTH = 1 << 26
 GELU_TANH = "gelu_pytorch_tanh"
 
+
+def state_where(
+    facts: Facts, num_layers: int, names: Mapping[str, str], default: Callable[[int], str]
+) -> tuple[str, ...]:
+    """Kinds of a model some of whose layers keep a state.
+
+    Args:
+        names: what `layer_types` calls each kind.
+        default: kind of a layer where nothing is listed.
+    """
+    listed = facts.listed("layer_types")
+    kinds = tuple(default(layer) for layer in range(num_layers))
+    if listed:
+        kinds = tuple(names.get(str(name), "") for name in listed)
+        if len(kinds) != num_layers or "" in kinds:
+            raise facts.error("layer_types", listed, f"{num_layers} of {', '.join(names)}")
+    return kinds
+
+
 _LAYER_KINDS = {"full_attention": FULL, "sliding_attention": WINDOW}
 
 Kinds = tuple[tuple[str, ...], int]
@@ -77,6 +96,7 @@ class HubForm:
 
     Attributes:
         eps_key, eps: key of the norms' eps and its default.
+        inner_keys: keys of the inner width of feed-forward blocks; the first that is there counts.
         activation_key, activation: key of the activation, and the one this family is built with.
         head_dim: default; 0 = hidden size / heads.
         rope_theta: default.
@@ -88,6 +108,7 @@ class HubForm:
 
     eps_key: str = "rms_norm_eps"
     eps: float = 1e-6
+    inner_keys: tuple[str, ...] = ("intermediate_size",)
     activation_key: str = "hidden_act"
     activation: str = "silu"
     tied: bool = False

@@ -3,10 +3,13 @@
 Layers see this and nothing of requests, slots or plans.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from banyan.ops.state_api import StateRows
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,14 @@ class StepAttention(Protocol):
         ...
 
 
+class StepStates(Protocol):
+    """The states of one step's rows in the page store."""
+
+    def __call__(self, layer: int) -> tuple[Mapping[str, Tensor], StateRows]:
+        """What a layer keeps, by the names that it has declared, and where in it the rows are."""
+        ...
+
+
 @dataclass(frozen=True)
 class Embedded:
     """Tokens of a step that are given as embeddings.
@@ -91,10 +102,12 @@ class StepInputs:
         tokens: [tokens] int64 ids.
         positions: [tokens] int64, absolute position of each token in its request.
         attention: attention bound to this step.
+        states: those of layers that keep one.
         embedded: tokens whose ids are placeholders.
     """
 
     tokens: Tensor
     positions: Tensor
     attention: StepAttention
+    states: StepStates
     embedded: Embedded | None = None

@@ -5,15 +5,17 @@ Knows bytes per page as a number; `runner/kvstore.py` says what that number is.
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from banyan.base.errors import CapacityError, ConfigError
 from banyan.config.schema import CacheConfig, ScheduleConfig
-from banyan.memory.groups import FULL, WINDOW, CacheGroup
+from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
 
 MIB = 1 << 20
 
 FEW_PAGES = 2
+INTERVAL = 256
+"""Tokens between two checkpoints of a state, where nobody says otherwise."""
 SPARE_WINDOWS = 4
 """Window groups keep one page for prefixes to come, for this many of the groups beside them."""
 
@@ -24,7 +26,8 @@ class GroupBytes:
 
     Attributes:
         kind: of memory.groups.
-        page_bytes: bytes of one page over the group's layers on this rank.
+        page_bytes: bytes of one page over the group's layers on this rank; of a STATE group, of
+            one state.
         window: tokens that a position of a WINDOW group reads.
     """
 
@@ -74,13 +77,19 @@ def plan_memory(
     budget = _budget(cache, process_bytes, total_bytes, free_bytes)
     size = cache.page_size
     if cache.keeps_windows:
-        groups = [GroupBytes(FULL, group.page_bytes) for group in groups]
+        groups = [
+            replace(group, kind=FULL, window=0) if group.kind == WINDOW else group
+            for group in groups
+        ]
     most = schedule.running_cap * -(-context_length // size)
     if cache.max_total_tokens:
         most = cache.max_total_tokens // size
     running = _running(schedule, most)
     chunk = schedule.chunk_tokens
     shares = [_share_of(group, cache, context_length, chunk, running) for group in groups]
+    states = [at for at, group in enumerate(groups) if group.kind == STATE]
+    for at in states:
+        shares[at] = _states_of(groups[at], groups, cache, running, budget)
 
     def cost(pages: int) -> int:
         return sum(share(pages) * g.page_bytes for share, g in zip(shares, groups, strict=True))
@@ -107,9 +116,10 @@ def plan_memory(
             hint="Free memory, or raise --mem-fraction-static.",
         )
     laid_out = tuple(
-        CacheGroup(group.kind, size, share(pages) + 1, group.window)
+        CacheGroup(group.kind, _span_of(group, cache), share(pages) + 1, group.window)
         for group, share in zip(groups, shares, strict=True)
     )
+    running = min([_running(schedule, pages), *(shares[at](pages) for at in states)])
     return MemoryPlan(
         process_bytes=process_bytes,
         cache_bytes=cost(pages) + sum(group.page_bytes for group in groups),
@@ -117,8 +127,47 @@ def plan_memory(
         groups=laid_out,
         max_total_tokens=pages * size,
         max_request_tokens=min(context_length, pages * size),
-        max_running=_running(schedule, pages),
+        max_running=running,
     )
+
+
+def _span_of(group: GroupBytes, cache: CacheConfig) -> int:
+    """Tokens of a page, or between two checkpoints of a state.
+
+    Raises:
+        ConfigError: that is no multiple of the page.
+    """
+    size, interval = cache.page_size, cache.state_interval
+    if group.kind != STATE:
+        return size
+    if interval % size:
+        raise ConfigError(
+            f"--mamba-track-interval {interval} is no multiple of --page-size {size}",
+            hint=f"choose {-(-interval // size) * size}",
+        )
+    return interval or -(-INTERVAL // size) * size
+
+
+def _states_of(
+    group: GroupBytes,
+    groups: Sequence[GroupBytes],
+    cache: CacheConfig,
+    running: int,
+    budget: int,
+) -> Callable[[int], int]:
+    """States that are held when groups that keep every position have so many pages: no more than
+    all that run and all checkpoints of so many tokens, and room for one of each."""
+    if cache.states:
+        return lambda pages: cache.states
+    interval, size = _span_of(group, cache), cache.page_size
+    per_page = sum(other.page_bytes for other in groups if other.kind != STATE)
+
+    def share(pages: int) -> int:
+        memory = pages * per_page * cache.state_ratio if per_page else max(0, budget)
+        useful = running + pages * size // interval
+        return max(FEW_PAGES, min(useful, int(memory // group.page_bytes)))
+
+    return share
 
 
 def _running(schedule: ScheduleConfig, pages: int) -> int:

@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from banyan.config.card import WINDOW, ModelCard
+from banyan.config.card import STATE, WINDOW, ModelCard
 from banyan.families.base import Family
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
@@ -21,6 +21,7 @@ from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP, PlainMLP
 from banyan.layers.norm import LayerNorm, RMSNorm, Stream, Sum
 from banyan.layers.rotary import Angles, Rotary
+from banyan.layers.short_conv import GatedConv
 from banyan.layers.slot import ShardRule
 from banyan.layers.step import StepInputs
 from banyan.parallel.groups import Group
@@ -155,7 +156,11 @@ def _feed_forward(
 
 def _attention(
     card: ModelCard, family: Family, layer: int, build: Build
-) -> Attention | LatentAttention:
+) -> Attention | LatentAttention | GatedConv:
+    """What mixes tokens in this layer."""
+    if card.kind_of(layer) == STATE:
+        assert card.state is not None
+        return GatedConv(layer, card.hidden_size, card.state, build)
     if card.latent is not None:
         shape = LatentShape(
             layer=layer,

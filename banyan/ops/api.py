@@ -15,6 +15,7 @@ from torch import Tensor
 from banyan.ops.experts_api import ExpertOps
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.sampling import SampleRows
+from banyan.ops.state_api import StateOps
 from banyan.ops.stored import StoredWeight
 
 
@@ -83,7 +84,7 @@ class Recorder(Protocol):
         ...
 
 
-class Ops(ExpertOps, Protocol):
+class Ops(ExpertOps, StateOps, Protocol):
     """One bound implementation per op. Never dispatches per call."""
 
     @property
@@ -361,6 +362,10 @@ OP_NAMES = (
     "experts",
     "write_latent",
     "latent_attention",
+    "apply_gate",
+    "short_conv",
+    "decay_gates",
+    "scan",
     "sample",
     "logprobs",
 )

@@ -11,6 +11,10 @@ from banyan.ops.experts_api import Clamp, PackedExperts, Routing, StoredExperts
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.pages import to_numbers, to_stored
 from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_tokens
+from banyan.ops.state_reference import apply_gate as apply_gate
+from banyan.ops.state_reference import decay_gates as decay_gates
+from banyan.ops.state_reference import scan as scan
+from banyan.ops.state_reference import short_conv as short_conv
 from banyan.ops.stored import StoredWeight, stack
 
 

@@ -20,9 +20,10 @@ from banyan.platform.base import Graph, Platform
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.forward import EagerForward, is_sampled_plainly
 from banyan.runner.inputs import Batch, StepTensors, has_embedded
-from banyan.runner.kvstore import GroupLayout
+from banyan.runner.kvstore import KVStore
 from banyan.runner.sampling.sampler import Sampled
 from banyan.runner.slots import SlotTable
+from banyan.runner.states import BoundStates
 
 log = logger(__name__)
 
@@ -44,7 +45,7 @@ class CapturedForward:
         eager: EagerForward,
         model: Model,
         table: SlotTable,
-        groups: tuple[GroupLayout, ...],
+        store: KVStore,
         attention: AttentionBackend,
         platform: Platform,
         step: StepTensors,
@@ -54,7 +55,7 @@ class CapturedForward:
         self._eager = eager
         self._model = model
         self._table = table
-        self._groups = groups
+        self._store = store
         self._attention = attention
         self._platform = platform
         self._step = step
@@ -85,7 +86,8 @@ class CapturedForward:
         starts = torch.arange(rows + 1, dtype=torch.int32, device=step.row_starts.device)
         geometry = StepGeometry(starts, step.context_lengths[:rows], views)
         inputs = StepInputs(
-            step.tokens[:rows], step.positions[:rows], self._attention.bind(geometry)
+            *(step.tokens[:rows], step.positions[:rows], self._attention.bind(geometry)),
+            BoundStates(self._store, geometry),
         )
 
         def work() -> None:

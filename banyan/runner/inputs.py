@@ -17,8 +17,9 @@ from banyan.layers.step import Embedded, StepInputs
 from banyan.messages.plan import SAMPLE, Row
 from banyan.platform.base import Platform
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
-from banyan.runner.kvstore import GroupLayout
+from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable
+from banyan.runner.states import BoundStates
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class StepTensors:
     def __init__(
         self,
         table: SlotTable,
-        groups: tuple[GroupLayout, ...],
+        store: KVStore,
         platform: Platform,
         device: torch.device,
         max_tokens: int,
@@ -130,7 +131,8 @@ class StepTensors:
             return torch.zeros(size, dtype=torch.int32, device=where)
 
         self._table = table
-        self._groups = groups
+        self._store = store
+        self._groups = store.groups
         self._platform = platform
         self._device = device
         self._lengths_on_host = platform.traits.lengths_on_host
@@ -140,7 +142,7 @@ class StepTensors:
         self.slots = zeros(max_rows)
         self.row_starts, self.context_lengths = lengths(max_rows + 1), lengths(max_rows)
         self.page_tables = [zeros(max_rows, p.shape[1], dtype=torch.int32) for p in table.pages]
-        self.locations = [zeros(max_tokens) for _ in groups]
+        self.locations = [zeros(max_tokens) for _ in store.groups]
         self.chosen = zeros(max_outputs)
         self.to_slots, self.to_positions = zeros(max_outputs), zeros(max_outputs)
         self._fill = self._gather
@@ -163,7 +165,8 @@ class StepTensors:
         """Inputs of the full size."""
         views = map(GroupView, self.page_tables, self.locations)
         geometry = StepGeometry(self.row_starts, self.context_lengths, tuple(views))
-        return StepInputs(self.tokens, self.positions, attention.bind(geometry))
+        states = BoundStates(self._store, geometry)
+        return StepInputs(self.tokens, self.positions, attention.bind(geometry), states)
 
     def part(self, batch: Batch, attention: AttentionBackend) -> StepInputs:
         """The inputs of the batch that was entered."""
@@ -180,6 +183,7 @@ class StepTensors:
             tokens=self.tokens[:tokens],
             positions=self.positions[:tokens],
             attention=attention.bind(geometry),
+            states=BoundStates(self._store, geometry),
             embedded=_embedded(batch, self._table),
         )
 

@@ -429,7 +429,7 @@ def open_forward(
 
     def tensors(max_tokens: int, max_outputs: int) -> StepTensors:
         size = (max_tokens, rows, max_outputs)
-        return StepTensors(table, store.groups, platform, build.device, *size)
+        return StepTensors(table, store, platform, build.device, *size)
 
     def larger(batch: Batch) -> StepTensors:
         return tensors(int(batch.offsets[-1]), max(outputs, len(batch.last)))
@@ -460,9 +460,7 @@ def open_forward(
         log.info("steps are not captured: the reference attends, and it waits for the device")
         return eager
     shapes = tuple(shape for shape in sizes.shapes if shape <= rows)
-    return CapturedForward(
-        eager, model, table, store.groups, attention, platform, step, shapes or (rows,)
-    )
+    return CapturedForward(eager, model, table, store, attention, platform, step, shapes or (rows,))
 
 
 @dataclass(frozen=True)

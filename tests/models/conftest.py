@@ -13,6 +13,7 @@ from banyan.ops.bind import bind
 from banyan.runner.attention.base import GroupView, StepGeometry
 from banyan.runner.attention.reference import ReferenceAttention
 from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.states import BoundStates
 
 CPU = torch.device("cpu")
 
@@ -63,6 +64,7 @@ class PagedModel:
             tokens=torch.tensor([t for _, tokens in rows for t in tokens]),
             positions=positions,
             attention=ReferenceAttention(self.ops, self.store).bind(geometry),
+            states=BoundStates(self.store, geometry),
         )
         for request, tokens in rows:
             self.lengths[request] += len(tokens)

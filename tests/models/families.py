@@ -316,13 +316,31 @@ EXPERTS: dict[str, tuple[str, dict]] = {
 }
 
 
+_LFM2 = {"block_multiple_of": 8, "tie_word_embeddings": False}
+STATES: dict[str, tuple[str, dict]] = {
+    "lfm2": ("Lfm2", {**_LFM2, "full_attn_idxs": [1, 3]}),
+    "lfm2, attention first, biases": (
+        "Lfm2",
+        {
+            **_LFM2,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "layer_types": ["full_attention", "conv", "conv", "full_attention"],
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+"""Families whose layers keep a state."""
+
+
 def tiny(variant: str, folder: Path, **more):
     """A random model of a variant, saved to `folder`; norms differ from one, biases from zero.
 
     Args:
         more: further keys of its configuration.
     """
-    family, changes = (VARIANTS | EXPERTS)[variant]
+    family, changes = (VARIANTS | EXPERTS | STATES)[variant]
     changes = changes | more
     torch.manual_seed(11)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})

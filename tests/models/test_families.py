@@ -7,7 +7,7 @@ from banyan.base.errors import ModelError
 from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
-from tests.models.families import EXPERTS, VARIANTS, rewrite_config, tiny
+from tests.models.families import EXPERTS, STATES, VARIANTS, rewrite_config, tiny
 from tests.models.test_recordable import torch_calls
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def expected_logits(reference, prompt=PROMPT):
         return reference(torch.tensor([prompt])).logits[0]
 
 
-@pytest.mark.parametrize("variant", VARIANTS | EXPERTS)
+@pytest.mark.parametrize("variant", VARIANTS | EXPERTS | STATES)
 def test_logits_equal_those_of_transformers(variant, ops, paged, tmp_path):
     reference = tiny(variant, tmp_path)
 
@@ -34,7 +34,7 @@ def test_logits_equal_those_of_transformers(variant, ops, paged, tmp_path):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS | EXPERTS)
+@pytest.mark.parametrize("variant", VARIANTS | EXPERTS | STATES)
 def test_a_prompt_in_chunks_beside_another_gives_the_same_logits(variant, ops, paged, tmp_path):
     tiny(variant, tmp_path)
     model = load(tmp_path, ops)
@@ -49,7 +49,7 @@ def test_a_prompt_in_chunks_beside_another_gives_the_same_logits(variant, ops, p
     torch.testing.assert_close(torch.cat([c[1] for c in chunks]), whole[:44], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | STATES)
 def test_a_pass_consists_of_ops_and_views(variant, ops, tmp_path):
     tiny(variant, tmp_path)
 

@@ -179,7 +179,10 @@ def test_a_model_of_the_null_device_has_shapes_and_no_numbers(tiny_llama, paged)
     def attention(spec, q, k, v):
         return ops.paged_attention(q, k, v, positions, positions, positions, spec.scale, 0, 0.0)
 
-    hidden = model(StepInputs(positions, positions, attention))
+    def states(layer):
+        raise AssertionError(f"layer {layer} keeps no state")
+
+    hidden = model(StepInputs(positions, positions, attention, states))
 
     assert model.logits(hidden).shape == (5, card.vocab_size)
 

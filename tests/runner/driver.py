@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from banyan.config.card import STATE
 from banyan.messages.plan import (
     SAMPLE,
     SCORE,
@@ -88,6 +89,13 @@ class Driver:
         )
         return join, PageGrant(slot, 0, 0, request.pages)
 
+    def of_every_group(self, grant: PageGrant) -> list[PageGrant]:
+        """The same pages in every group; a state takes the first of them alone."""
+        return [
+            PageGrant(grant.slot, g, 0, grant.pages[: 1 if group.kind == STATE else None])
+            for g, group in enumerate(self.runner.store.groups)
+        ]
+
     def row(self, request: Request, chunk: int = 1 << 30, **more) -> Row:
         count = min(chunk, request.known - request.done)
         want = SAMPLE if request.done + count == request.known else 0
@@ -107,7 +115,8 @@ class Driver:
     ) -> None:
         """Run requests together until all are over, or have `limit` output tokens."""
         entered = [self.enter(r, shared) for r in requests]
-        parts = {"joins": [e[0] for e in entered], "grants": [e[1] for e in entered]}
+        grants = [grant for _, first in entered for grant in self.of_every_group(first)]
+        parts = {"joins": [join for join, _ in entered], "grants": grants}
         while running := [
             r for r in requests if not (r.is_over or (limit and len(r.output) >= limit))
         ]:

@@ -1,4 +1,5 @@
-"""Models of experts and of latent attention: their steps are recorded, which changes no bit."""
+"""Models of experts, of latent attention and of states: that their steps are recorded changes no
+bit."""
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ VARIANTS = {
     "deepseek v2": {},
     "deepseek v2, groups, yarn": {},
     "deepseek v3": {},
+    "lfm2": {},
+    "lfm2, attention first, biases": {},
 }
 """Variants of tests/models/families.py -> what lets the compiled attention take them."""
 

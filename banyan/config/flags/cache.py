@@ -93,6 +93,35 @@ FLAGS = (
         proof="tests/memory/test_sizing.py::test_window_layers_keep_every_position_when_told_so",
     ),
     Flag(
+        "max-mamba-cache-size",
+        "cache.states",
+        "states that layers which keep one hold in all, of running requests and of checkpoints; "
+        "default: by --mamba-full-memory-ratio",
+        kind=INT,
+        low=1,
+        proof="tests/memory/test_state_sizing.py::test_as_many_states_are_held_as_told",
+    ),
+    Flag(
+        "mamba-full-memory-ratio",
+        "cache.state_ratio",
+        "memory of states per memory of keys and values",
+        kind=FLOAT,
+        low=0.001,
+        high=1000.0,
+        proof="tests/memory/test_state_sizing.py::test_a_ratio_decides_what_states_take",
+    ),
+    Flag(
+        "mamba-track-interval",
+        "cache.state_interval",
+        "tokens between two checkpoints of a state, a multiple of the page: such models share "
+        "prefixes in pieces of so many; default: 256",
+        kind=INT,
+        low=1,
+        high=65536,
+        proof="tests/memory/test_state_sizing.py"
+        "::test_the_interval_decides_where_a_prefix_can_be_taken_up",
+    ),
+    Flag(
         "enable-hierarchical-cache",
         "cache.hierarchical",
         "pages of the cache may lie in further tiers; with --hicache-storage-backend they outlive "

@@ -14,6 +14,7 @@ _ROWS = (
     *("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "concat"),
     *("sigmoid_scale", "scale_logits", "select_rows"),
 )
+_STATES = ("apply_gate", "short_conv", "decay_gates", "scan")
 _HERE = "banyan.ops.cpu"
 KERNELS = {
     "linear": [
@@ -35,6 +36,7 @@ KERNELS = {
     "sample": [f"{_HERE}.sampling:sample"],
     "logprobs": [f"{_HERE}.sampling:logprobs"],
     **{op: [f"{_HERE}.rows:{op}"] for op in _ROWS},
+    **{op: [f"{_HERE}.state:{op}"] for op in _STATES},
 }
 
 _log = logger(__name__)

@@ -1,0 +1,97 @@
+"""Short convolutions along a sequence: each channel by itself, over its last few inputs, which are
+the state that the layer keeps. `GatedConv` is LFM2's block around one (arXiv 2511.23404).
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from banyan.config.card import STATE, StateFacts
+from banyan.layers.build import Build
+from banyan.layers.cache import CacheTensor, Caching, LayerCache
+from banyan.layers.linear import ColumnLinear, RowLinear
+from banyan.layers.slot import Layer, ShardRule, WeightSlot
+from banyan.layers.step import StepInputs
+from banyan.ops.state_api import StateRows
+from banyan.ops.stored import StoredWeight
+from banyan.parallel.groups import Group
+
+INPUTS = "inputs"
+"""Name of what a convolution keeps: its last taps − 1 inputs, [taps − 1, channels] fp32."""
+
+
+class ShortConv(Layer):
+    """
+    Args:
+        channels: part name -> channels of the checkpoint, in stacking order.
+        rules: part name -> how ranks share them.
+        has_silu: silu of what comes out.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[str, int],
+        rules: Mapping[str, ShardRule],
+        taps: int,
+        has_bias: bool,
+        has_silu: bool,
+        group: Group,
+        build: Build,
+    ) -> None:
+        super().__init__()
+        self.channels, self.rules, self.taps = channels, rules, taps
+        self.has_bias, self.has_silu = has_bias, has_silu
+        self.group, self.ops = group, build.ops
+        spans = [rules[part].span(size, group) for part, size in channels.items()]
+        kept = (taps - 1, sum(last - first for first, last in spans))
+        self.kept = CacheTensor(kept, torch.float32)
+        self.weight = torch.empty(0, device=build.device)  # [taps, channels] once filled
+        self.bias: Tensor | None = None
+
+    def slots(self) -> dict[str, WeightSlot]:
+        shapes = {part: (size, 1, self.taps) for part, size in self.channels.items()}
+        slots = {"weight": WeightSlot(shapes, self.rules, self.group)}
+        if self.has_bias:
+            flat = {part: (size,) for part, size in self.channels.items()}
+            slots["bias"] = WeightSlot(flat, self.rules, self.group)
+        return slots
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        rules = self.rules.values()
+        mine = [rule.cut(part, self.group) for rule, part in zip(rules, parts, strict=True)]
+        values = torch.cat([part.dense for part in mine]).to(self.weight)
+        if slot == "weight":
+            self.weight = values.squeeze(1).T.contiguous()
+        else:
+            self.bias = values
+
+    def forward(self, x: Tensor, last_inputs: Tensor, rows: StateRows) -> Tensor:
+        """x: [tokens, channels]; last_inputs: pages of what is kept; returns the shape of x."""
+        return self.ops.short_conv(x, self.weight, self.bias, self.has_silu, last_inputs, rows)
+
+
+class GatedConv(Caching):
+    """c · conv(b · x) between two projections."""
+
+    def __init__(self, layer: int, dim: int, facts: StateFacts, build: Build) -> None:
+        super().__init__()
+        group, rule = build.groups.attention, ShardRule(0)
+        parts = ("b", "c", "x")
+        self.ops, self.layer = build.ops, layer
+        self.mix = ColumnLinear(
+            *(dim, dict.fromkeys(parts, dim), dict.fromkeys(parts, rule)),
+            *(facts.has_bias, group, build),
+        )
+        self.conv = ShortConv(
+            {"": dim}, {"": rule}, facts.taps, facts.has_conv_bias, False, group, build
+        )
+        self.out = RowLinear(dim, dim, ShardRule(1), facts.has_bias, group, build)
+        self.cache = LayerCache(layer, {INPUTS: self.conv.kept}, STATE)
+
+    def forward(self, x: Tensor, angles: object, step: StepInputs) -> Tensor:
+        """x: [tokens, dim]; nothing rotates; returns [tokens, dim]."""
+        b, c, x = self.mix(x).chunk(3, dim=-1)
+        kept, rows = step.states(self.layer)
+        mixed = self.conv(self.ops.apply_gate(b, x, ""), kept[INPUTS], rows)
+        return self.out(self.ops.apply_gate(mixed, c, ""))

@@ -1,0 +1,65 @@
+// Ops of layers that keep a running state: what their kernels are told, and the tables of kernels.
+//
+// A page holds one state. Tokens of a row are taken in one after another, in one order of sums for
+// prompts and for decoding alike, so where a prompt is cut changes no bit. Rows at position 0 begin
+// with zeros and do not read their page. Channels of a convolution, and the columns (value
+// dimensions) of a scan, know nothing of each other: they are what threads share out.
+#pragma once
+#include "runtime.h"
+
+namespace banyan {
+
+constexpr int MAX_TAPS = 16;
+
+// Strides are in elements: between tokens, of `pages` between rows.
+struct StateRows {
+  const int32_t *pages, *row_starts, *context_lengths;
+  int64_t pages_stride;
+};
+
+struct ConvArgs {
+  StateRows rows;
+  const float* x;       // [tokens, channels]
+  const float* weight;  // [taps, channels]
+  const float* bias;    // [channels] or null
+  float* out;           // [tokens, channels], contiguous
+  float* last_inputs;   // [pages, taps - 1, channels]
+  int64_t x_stride;
+  int32_t channels, taps, has_silu;
+};
+
+struct ScanArgs {
+  StateRows rows;
+  const float *q, *k;            // [tokens, heads / shared, key_dim]
+  const float* v;                // [tokens, heads, value_dim]
+  const float *kept, *strength;  // [tokens, heads]
+  const float* skip;             // [heads] or null
+  float* out;                    // [tokens, heads, value_dim], contiguous
+  float* states;                 // [pages, heads, key_dim, value_dim]
+  int64_t q_stride, k_stride, v_stride, strength_stride;
+  int32_t heads, shared, key_dim, value_dim;
+};
+
+struct DecayArgs {
+  const float* x;             // [n, dim]
+  const float *bias, *rate;   // [dim]
+  float *step, *kept;         // [n, dim], contiguous
+  int64_t x_stride, dim;
+  float low, high;
+};
+
+struct GateArgs {
+  const float *x, *gate;  // [n, dim]
+  float* out;             // [n, dim], contiguous
+  int64_t x_stride, gate_stride, dim;
+};
+
+constexpr int NUM_CURVES = 3;  // the gate itself, silu, sigmoid
+
+struct StateKernels {
+  Kernel conv, scan, delta, decay, gates[NUM_CURVES];
+};
+
+extern const StateKernels state_base, state_avx2, state_avx512;
+
+}  // namespace banyan

@@ -1,0 +1,2 @@
+#define STATE_TABLE state_avx2
+#include "state.inl"

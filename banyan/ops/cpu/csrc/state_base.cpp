@@ -1,0 +1,2 @@
+#define STATE_TABLE state_base
+#include "state.inl"

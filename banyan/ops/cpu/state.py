@@ -1,0 +1,124 @@
+"""The compiled ops of layers that keep a running state; fp32 activations and states.
+
+Each method has the signature and the meaning that `ops/state_api.py` gives its op.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from banyan.ops.bind import Kernel, OpSpec
+from banyan.ops.cpu.library import Library
+from banyan.ops.state_api import StateRows
+
+_CURVES = ("", "silu", "sigmoid")
+_MAX_TAPS = 16
+
+
+class States:
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def apply_gate(self, x: Tensor, gate: Tensor, curve: str) -> Tensor:
+        out = self._library.empty(x.shape)
+        self._library.call(
+            "bn_apply_gate",
+            *(x.shape[0], _CURVES.index(curve)),
+            *(*_rows(x), *_rows(gate), out.data_ptr(), x.shape[1]),
+        )
+        return out
+
+    def short_conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        has_silu: bool,
+        last_inputs: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        (tokens, channels), taps = x.shape, weight.shape[0]
+        assert taps <= _MAX_TAPS, f"{taps} taps, at most {_MAX_TAPS}"
+        out = self._library.empty(x.shape)
+        self._library.call(
+            "bn_short_conv",
+            *(tokens, *_places(rows), *_rows(x), _whole(weight)),
+            *(0 if bias is None else _whole(bias), out.data_ptr(), _whole(last_inputs)),
+            *(channels, taps, int(has_silu)),
+            rows=rows.context_lengths.shape[0],
+        )
+        return out
+
+    def decay_gates(
+        self, x: Tensor, bias: Tensor, rate: Tensor, low: float, high: float
+    ) -> tuple[Tensor, Tensor]:
+        step, kept = self._library.empty(x.shape), self._library.empty(x.shape)
+        self._library.call(
+            "bn_decay_gates",
+            *(x.shape[0], *_rows(x), _whole(bias), _whole(rate)),
+            *(step.data_ptr(), kept.data_ptr(), x.shape[1], low, high),
+        )
+        return step, kept
+
+    def scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kept: Tensor,
+        strength: Tensor,
+        skip: Tensor | None,
+        has_delta: bool,
+        states: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        tokens, heads, value_dim = v.shape
+        key_heads, key_dim = q.shape[1:]
+        out = self._library.empty(v.shape)
+        self._library.call(
+            "bn_scan",
+            *(tokens, *_places(rows), *_rows(q), *_rows(k), *_rows(v)),
+            *(_whole(kept), *_rows(strength), 0 if skip is None else _whole(skip)),
+            *(out.data_ptr(), _whole(states)),
+            *(heads, heads // key_heads, key_dim, value_dim, int(has_delta)),
+            rows=rows.context_lengths.shape[0],
+        )
+        return out
+
+
+def _places(rows: StateRows) -> tuple[int, int, int, int]:
+    starts, contexts = rows.row_starts, rows.context_lengths
+    assert starts.is_contiguous() and contexts.is_contiguous()
+    return rows.pages.data_ptr(), rows.pages.stride(0), starts.data_ptr(), contexts.data_ptr()
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """Address and token stride of fp32 rows whose inside is contiguous."""
+    assert x.dtype == torch.float32, f"expected fp32 rows, got {x.dtype}"
+    inside = x.stride()[1:]
+    assert inside == ((1,) if x.dim() == 2 else (x.shape[2], 1)), f"rows lie apart inside: {inside}"
+    return x.data_ptr(), x.stride(0)
+
+
+def _whole(x: Tensor) -> int:
+    assert x.dtype == torch.float32 and x.is_contiguous(), f"expected whole fp32, got {x.dtype}"
+    return x.data_ptr()
+
+
+def _supports(spec: OpSpec) -> str | None:
+    if spec.toolkit.absence:
+        return spec.toolkit.absence
+    if spec.dtype != torch.float32:
+        return f"computes in fp32, activations are {spec.dtype}"
+    return None
+
+
+def _kernel(method: Callable[..., object]) -> Kernel:
+    return Kernel(supports=_supports, make=lambda library: method.__get__(States(library)))
+
+
+apply_gate = _kernel(States.apply_gate)
+short_conv = _kernel(States.short_conv)
+decay_gates = _kernel(States.decay_gates)
+scan = _kernel(States.scan)

@@ -1,0 +1,87 @@
+"""The ops of `ops/state_api.py` in plain torch: the definition of correct. Simple and in fp32, not
+quick: rows and their tokens are taken one by one.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from banyan.ops.state_api import StateRows
+
+
+def apply_gate(x: Tensor, gate: Tensor, curve: str) -> Tensor:
+    curves = {"silu": functional.silu, "sigmoid": torch.sigmoid}
+    return x * (curves[curve](gate) if curve else gate)
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    has_silu: bool,
+    last_inputs: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    taps = weight.shape[0]
+    for page, tokens, is_fresh in _walk(rows):
+        before = torch.zeros_like(last_inputs[page]) if is_fresh else last_inputs[page]
+        seen = torch.cat([before, x[tokens].float()])  # [taps − 1 + count, channels]
+        count = tokens.stop - tokens.start
+        total = torch.zeros(count, x.shape[1], device=x.device)
+        if bias is not None:
+            total = total + bias
+        for i in range(taps):
+            total = total + weight[i] * seen[i : i + count]
+        out[tokens] = (functional.silu(total) if has_silu else total).to(x.dtype)
+        last_inputs[page] = seen[count:]
+    return out
+
+
+def decay_gates(
+    x: Tensor, bias: Tensor, rate: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
+    step = functional.softplus(x.float() + bias).clamp(low, high)
+    return step, torch.exp(-rate * step)
+
+
+def scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Tensor,
+    strength: Tensor,
+    skip: Tensor | None,
+    has_delta: bool,
+    states: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    shared = v.shape[1] // q.shape[1]
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    wide_q, wide_k = (part.float().repeat_interleave(shared, 1).unsqueeze(-1) for part in (q, k))
+    for page, tokens, is_fresh in _walk(rows):
+        state = torch.zeros_like(states[page]) if is_fresh else states[page].clone()
+        for t in range(tokens.start, tokens.stop):
+            value, force = v[t].float(), strength[t].unsqueeze(-1)
+            state = kept[t, :, None, None] * state
+            if has_delta:
+                added = force.sigmoid() * (value - (wide_k[t] * state).sum(1))
+            else:
+                added = force * value
+            state = state + wide_k[t] * added.unsqueeze(1)
+            read = (wide_q[t] * state).sum(1)
+            out[t] = (read if skip is None else read + skip.unsqueeze(-1) * value).to(v.dtype)
+        states[page] = state
+    return out
+
+
+def _walk(rows: StateRows) -> Iterator[tuple[int, slice, bool]]:
+    """Page, tokens and whether it begins at position 0, of each row that has tokens."""
+    pages = rows.pages.tolist()  # sync: the reference walks the rows one by one
+    starts = rows.row_starts.tolist()  # sync: as above
+    contexts = rows.context_lengths.tolist()  # sync: as above
+    for row, context in enumerate(contexts):
+        if starts[row + 1] > starts[row]:
+            yield pages[row], slice(starts[row], starts[row + 1]), context == 0

@@ -1,0 +1,128 @@
+"""The compiled ops on states against the plain ones, in every instruction set of this machine."""
+
+import math
+
+import pytest
+import torch
+
+from banyan.ops import state_reference as reference
+from banyan.ops.cpu.state import States
+from banyan.ops.state_api import StateRows
+
+PAGES = 9
+
+
+@pytest.fixture
+def states(library):
+    return States(library)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def apart(x, room=5):
+    """The same values as part of wider rows."""
+    wide = torch.full((x.shape[0], x[0].numel() + room), math.nan)
+    part = wide[:, : x[0].numel()]
+    part.copy_(x.flatten(1))
+    return part.unflatten(1, x.shape[1:]) if x.dim() == 3 else part
+
+
+def rows_of(*rows):
+    """(page, tokens, positions before) of each row; the pages lie in the columns of a table."""
+    table = torch.zeros(len(rows), 3, dtype=torch.int32)
+    table[:, 0] = torch.tensor([page for page, _, _ in rows])
+    starts = torch.tensor([0, *(count for _, count, _ in rows)]).cumsum(0).int()
+    return StateRows(table[:, 0], starts, torch.tensor([c for _, _, c in rows]).int())
+
+
+MIXED = ((4, 3, 7), (2, 1, 0), (8, 0, 5), (1, 13, 0), (5, 1, 2))
+"""Rows that go on, that begin, and one without tokens."""
+TOKENS = sum(count for _, count, _ in MIXED)
+
+
+def assert_same(run, run_plain, kept):
+    """Outputs and pages of a kernel equal the reference's; unused pages keep their bits."""
+    mine, plain = kept.clone(), kept.clone()
+    for got, want in zip(run(mine), run_plain(plain), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(mine, plain, rtol=1e-5, atol=2e-5, equal_nan=True)
+    idle = [page for page in range(PAGES) if page not in (4, 2, 1, 5)]
+    assert torch.equal(mine[idle].view(torch.int32), kept[idle].view(torch.int32))
+
+
+def stale(*shape):
+    """States, with no numbers where a row begins anew."""
+    kept = random(PAGES, *shape, seed=7)
+    kept[[1, 2]] = math.nan
+    return kept
+
+
+@pytest.mark.parametrize("channels", [1, 21, 64, 130])
+@pytest.mark.parametrize(("taps", "has_bias", "has_silu"), [(2, False, True), (4, True, False)])
+def test_a_convolution_equals_the_reference(states, channels, taps, has_bias, has_silu):
+    x, weight = apart(random(TOKENS, channels)), random(taps, channels, seed=1)
+    more = (random(channels, seed=2) if has_bias else None, has_silu)
+
+    def run(of):
+        return lambda kept: [of.short_conv(x, weight, *more, kept, rows_of(*MIXED))]
+
+    assert_same(run(states), run(reference), stale(taps - 1, channels))
+
+
+def scan_inputs(heads, key_heads, key_dim, value_dim, tokens=TOKENS):
+    q, k = (apart(random(tokens, key_heads, key_dim, seed=s) * 0.4) for s in (1, 2))
+    v = apart(random(tokens, heads, value_dim, seed=3))
+    kept = random(tokens, heads, seed=4).sigmoid()
+    strength = apart(random(tokens, heads, seed=5))
+    return q, k, v, kept, strength
+
+
+@pytest.mark.parametrize("has_delta", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (6, 2, 5, 19), (4, 4, 16, 32), (3, 1, 33, 8)])
+def test_a_scan_equals_the_reference(states, shape, has_delta):
+    inputs = scan_inputs(*shape)
+    skip = None if has_delta else random(shape[0], seed=6)
+
+    def run(of):
+        return lambda kept: [of.scan(*inputs, skip, has_delta, kept, rows_of(*MIXED))]
+
+    assert_same(run(states), run(reference), stale(shape[0], *shape[2:]))
+
+
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_where_a_row_is_cut_changes_no_bit(states, has_delta):
+    inputs, kept = scan_inputs(4, 2, 12, 20, tokens=40), torch.zeros(PAGES, 4, 12, 20)
+    cut = kept.clone()
+    whole = states.scan(*inputs, None, has_delta, kept, rows_of((3, 40, 0)))
+
+    parts, first = [], 0
+    for count in (1, 16, 7, 1, 15):
+        part = [x[first : first + count] for x in inputs]
+        parts.append(states.scan(*part, None, has_delta, cut, rows_of((3, count, first))))
+        first += count
+
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(cut, kept)
+
+
+def test_gates_of_decay_equal_the_reference_at_both_ends(states):
+    x = apart(torch.tensor([[-90.0, -3.0, 0.0, 2.0, 19.0, 25.0, 300.0]]).repeat(3, 1))
+    bias, rate = random(7, seed=1), random(7, seed=2).exp()
+
+    for bounds in ((0.0, math.inf), (0.01, 4.0)):
+        got = states.decay_gates(x, bias, rate, *bounds)
+        want = reference.decay_gates(x, bias, rate, *bounds)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("curve", ["", "silu", "sigmoid"])
+@pytest.mark.parametrize("dim", [1, 23, 64])
+def test_a_gate_equals_the_reference(states, curve, dim):
+    x, gate = apart(random(5, dim)), apart(random(5, dim, seed=1), 3)
+
+    torch.testing.assert_close(
+        states.apply_gate(x, gate, curve), reference.apply_gate(x, gate, curve)
+    )

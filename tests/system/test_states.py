@@ -1,0 +1,130 @@
+"""Models whose layers keep a state, served: whatever a request meets, its tokens are those of plain
+transformers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from banyan.base.errors import ConfigError
+from banyan.llm import Engine
+from tests.models.families import tiny
+
+CONTEXT = 2048
+PROMPTS = [
+    [2 + (7 * i * i + 3 * k * i + k) % 90 for i in range(n)] for k, n in enumerate((300, 17))
+]
+OUTPUT = 24
+COMMON = {
+    "threads": 1,
+    "skip_tokenizer_init": True,
+    "engine_mode": "inprocess",
+    "cpu_activations": "fp32",
+    "max_running_requests": 4,
+}
+
+
+class Served:
+    """A tiny model in a folder, and what transformers answers with it."""
+
+    def __init__(self, variant: str, folder: Path) -> None:
+        self.folder = str(folder)
+        sizes = {"max_position_embeddings": CONTEXT, "eos_token_id": None}
+        self._reference = tiny(variant, folder, **sizes)
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    def expected(self, prompt: list[int], count: int = OUTPUT) -> list[int]:
+        known = self._known.get(tuple(prompt), [])
+        if len(known) >= count:
+            return known[:count]
+        with torch.no_grad():
+            tokens = self._reference.generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=count,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        self._known[tuple(prompt)] = tokens[0, len(prompt) :].tolist()
+        return self._known[tuple(prompt)]
+
+    def open(self, **flags: object) -> Engine:
+        return Engine(self.folder, **{"max_total_tokens": 4096, **COMMON, **flags})
+
+
+def asked(count: int = OUTPUT) -> dict[str, object]:
+    return {"max_new_tokens": count, "temperature": 0}
+
+
+def answers(engine: Engine, prompts: list[list[int]], count: int = OUTPUT) -> list[list[int]]:
+    found = engine.generate(input_ids=prompts, sampling_params=asked(count))
+    return [answer["output_ids"] for answer in found]
+
+
+@pytest.fixture(scope="module", params=["lfm2"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(request.param, tmp_path_factory.mktemp("states"))
+
+
+@pytest.fixture(scope="module")
+def engine(served: Served) -> Iterator[Engine]:
+    with served.open() as engine:
+        yield engine
+
+
+def test_tokens_are_those_of_transformers_alone_and_beside_others(
+    served: Served, engine: Engine
+) -> None:
+    expected = [served.expected(prompt) for prompt in PROMPTS]
+    assert [answers(engine, [prompt])[0] for prompt in PROMPTS] == expected
+    assert answers(engine, [PROMPTS[0][::-1], *PROMPTS])[1:] == expected
+    assert engine.get_server_info()["facts"]["steps"] == "recorded"
+
+
+def test_a_prefix_is_taken_up_at_a_checkpoint(served: Served, engine: Engine) -> None:
+    first = [5, *PROMPTS[0]]
+    for prompt, cached in ((first, 0), (first, 256), ([*first[:280], *range(3, 40)], 256)):
+        answer = engine.generate(input_ids=prompt, sampling_params=asked())
+        assert answer["meta_info"]["cached_tokens"] == cached
+        assert answer["output_ids"] == served.expected(prompt)
+
+
+def test_a_prompt_in_pieces_and_steps_that_are_not_recorded_give_the_same_tokens(
+    served: Served,
+) -> None:
+    for flags in ({"chunked_prefill_size": 48}, {"disable_cuda_graph": True}):
+        with served.open(**flags) as engine:
+            assert answers(engine, PROMPTS) == [served.expected(prompt) for prompt in PROMPTS]
+
+
+def test_a_retracted_request_goes_on_as_if_nothing_had_been(served: Served) -> None:
+    prompts = [[k, *PROMPTS[0][:100]] for k in (3, 4, 5)]
+    flags = {"max_total_tokens": 480, "schedule_conservativeness": 0.01}
+    with served.open(**flags) as engine:
+        found = list(engine.generate(input_ids=prompts, sampling_params=asked(90)))
+    assert sum(answer["meta_info"]["num_retractions"] for answer in found)
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert answer["output_ids"] == served.expected(prompt, 90)
+
+
+def test_a_slot_of_an_aborted_request_begins_anew(served: Served) -> None:
+    with served.open(max_running_requests=1) as engine:
+        stream = engine.generate(input_ids=PROMPTS[1], sampling_params=asked(1500), stream=True)
+        next(stream)
+        stream.close()
+        assert answers(engine, PROMPTS) == [served.expected(prompt) for prompt in PROMPTS]
+
+
+def test_a_checkpoint_every_so_many_tokens_serves_shorter_prefixes(served: Served) -> None:
+    with served.open(mamba_track_interval=32) as engine:
+        for cached in (0, 288):
+            answer = engine.generate(input_ids=PROMPTS[0], sampling_params=asked())
+            assert answer["meta_info"]["cached_tokens"] == cached
+            assert answer["output_ids"] == served.expected(PROMPTS[0])
+
+
+def test_drafts_are_refused_by_name(served: Served) -> None:
+    with pytest.raises(ConfigError, match="--speculative-algorithm NGRAM"):
+        served.open(speculative_algorithm="NGRAM")
