@@ -15,15 +15,15 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = ROOT / "docker" / "cpu.Dockerfile"
 
 
-def instructions() -> list[tuple[str, str]]:
+def instructions(file: Path = DOCKERFILE) -> list[tuple[str, str]]:
     """(word, rest) of each instruction, in order."""
-    lines = [s for s in DOCKERFILE.read_text().splitlines() if not s.lstrip().startswith("#")]
+    lines = [s for s in file.read_text().splitlines() if not s.lstrip().startswith("#")]
     whole = "\n".join(lines).replace("\\\n", " ")
     return [(w, r) for line in whole.splitlines() if line for w, _, r in [line.partition(" ")]]
 
 
-def rest_of(word: str) -> list[str]:
-    return [rest for each, rest in instructions() if each == word]
+def rest_of(word: str, file: Path = DOCKERFILE) -> list[str]:
+    return [rest for each, rest in instructions(file) if each == word]
 
 
 def recipe(folder: Path, target: str) -> str:

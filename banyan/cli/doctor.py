@@ -8,11 +8,21 @@ import shutil
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
-from banyan.base.errors import ModelError
+from banyan.base.errors import ConfigError, ModelError
 from banyan.base.system import trouble
+from banyan.cli.npu_doctor import npu_doctor
+from banyan.cli.own_flags import take
 from banyan.config.env import Environment
 from banyan.config.schema import ModelConfig
 from banyan.config.sources import fetch
+from banyan.launch.machine import device_numbers
+
+USAGE = """banyan doctor [--device npu] [--soc A2|A3]
+
+Shows what this machine offers and what is missing. With --device npu, or where there are Ascend
+NPUs, also what they need: each value, what is wanted, the command that puts it right, and whether
+torch, torch_npu and CANN are a pair that the vendor supports.
+"""
 
 _COMPILERS = ("c++", "g++", "clang++")
 _PACKAGES = ("torch", "numpy", "tokenizers", "huggingface_hub", "uvicorn", "msgspec", "pyzmq")
@@ -29,15 +39,22 @@ _SETTINGS = {
 def doctor(argv: Sequence[str]) -> int:
     """Print one line per fact; 1 when something needed is missing."""
     if "-h" in argv or "--help" in argv:
-        print("banyan doctor: show what this machine offers and what is missing")
+        print(USAGE)
         return 0
+    words, device = take(list(argv), "--device")
+    words, soc = take(words, "--soc")
+    if words or device not in ("", "cpu", "npu"):
+        raise ConfigError(f"banyan doctor does not take {' '.join(argv)}", hint="see --help")
     missing = [name for name in _PACKAGES if not _version_of(name)]
     for name, value in _facts():
         print(f"{name:<12} {value}")
     verdict = f"missing: {', '.join(missing)}; install banyan again" if missing else "all is there"
     verdict = trouble() or verdict
     print(f"{'verdict':<12} {verdict}")
-    return 1 if missing or trouble() else 0
+    is_ill = bool(missing or trouble())
+    if device == "npu" or (not device and device_numbers()):
+        is_ill |= npu_doctor(soc)
+    return int(is_ill)
 
 
 def version(argv: Sequence[str]) -> int:

@@ -76,7 +76,10 @@ IDLE = {
 }
 """Name -> why nothing depends on it."""
 
-QUIET = ("TORCHINDUCTOR_CACHE_DIR",)
+QUIET = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    *("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH", "ASCEND_OPP_PATH", "ASCEND_AICPU_PATH"),
+)
 """Libraries set these by themselves: nobody has asked for anything."""
 
 OF_LAUNCHES = (
@@ -87,6 +90,7 @@ OF_LAUNCHES = (
     *("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "SGLANG_ENABLE_SPEC_V2", "SGLANG_SET_CPU_AFFINITY"),
     *("SGLANG_NPU_FUSED_MOE_MODE", "SGLANG_NPU_USE_MLAPO", "SGLANG_USE_FIA_NZ"),
     *("SGLANG_NPU_USE_MULTI_STREAM", "SGLANG_USE_AG_AFTER_QLORA", "DEEPEP_NORMAL_LONG_SEQ_ROUND"),
+    *("ASCEND_TOOLKIT_HOME", "ASCEND_HOME_PATH"),
 )
 """What the rules of `banyan/launch` read; a start on an Ascend NPU is held against them."""
 
@@ -267,7 +271,7 @@ def notes_on(given: Mapping[str, str]) -> tuple[str, ...]:
             found.append(f"{name} is set without an effect: {IDLE[name]}")
         elif name in REFUSED and _asks_for_nothing(name, given[name]):
             found.append(f"{name} is set to what is so already")
-        elif name.startswith(_PREFIXES) and name not in (*REFUSED, *HONOURED):
+        elif name.startswith(_PREFIXES) and name not in (*REFUSED, *HONOURED, *QUIET):
             found.append(f"{name} is set and has no effect in this build")
     return tuple(found)
 

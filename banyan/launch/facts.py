@@ -24,6 +24,7 @@ class Soc:
         devices: of one machine; both dies of an A3 card count.
         dispatch_tokens: most tokens that one rank sends at once to experts, low latency.
         normal_tokens: the same in normal mode; `far_tokens` beyond one machine.
+        needs_rdma: machines reach each other over RDMA, not over links of the devices.
     """
 
     name: str
@@ -32,12 +33,13 @@ class Soc:
     normal_tokens: int
     far_tokens: int
     fuses_experts: bool
+    needs_rdma: bool
 
 
 SOCS = MappingProxyType(
     {
-        "A2": Soc("A2", 8, 256, 8192, 4096, fuses_experts=False),
-        "A3": Soc("A3", 16, 512, 8192, 8192, fuses_experts=True),
+        "A2": Soc("A2", 8, 256, 8192, 4096, fuses_experts=False, needs_rdma=True),
+        "A3": Soc("A3", 16, 512, 8192, 8192, fuses_experts=True, needs_rdma=False),
     }
 )
 
