@@ -21,6 +21,7 @@ from banyan.config.schema import Config
 from banyan.frontend.answers.parser_choice import NONE
 from banyan.frontend.answers.reasoning import REASONING_PARSERS
 from banyan.frontend.answers.tools import TOOL_PARSERS
+from banyan.frontend.link.records import meters_of
 from banyan.frontend.requests.settings import check_preferred
 from banyan.frontend.templates.named import fill_in_form, template_source
 from banyan.grammar.base import BACKENDS
@@ -82,6 +83,7 @@ def check_names(config: Config) -> None:
             "--enable-metrics needs the package prometheus-client",
             hint="run: pip install 'banyan[metrics]'",
         )
+    meters_of(config.observe)
     template_source(server.chat_template)
     fill_in_form(server.completion_template)
     for name in config.model.loader_functions:

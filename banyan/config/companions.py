@@ -41,10 +41,15 @@ _RULES = (
         lambda c: c.observe.metrics and not c.observe.length_histograms,
         "lengths are not counted without --collect-tokens-histogram",
     ),
+    _Idle(
+        "export-metrics-to-file-dir",
+        lambda c: not c.observe.writes_records,
+        "no records are written without --export-metrics-to-file",
+    ),
     _Idle("journal-bytes", lambda c: not c.observe.journal, "there is no --journal"),
     _Idle(
         "schedule-low-priority-values-first priority-scheduling-preemption-threshold "
-        "disable-priority-preemption",
+        "disable-priority-preemption priority-scheduling-max-wait",
         lambda c: not c.schedule.priorities,
         "priorities count under --enable-priority-scheduling only",
     ),
@@ -123,6 +128,8 @@ def without_a_server(config: Config) -> Iterator[str]:
     """A line for what was asked for and only a server gives; for engines that run without one."""
     if config.observe.metrics:
         yield "--enable-metrics has no effect: figures are told at /metrics, and no server runs"
+    if config.observe.dumps:
+        yield "--crash-dump-folder has no effect: a server writes there, and none runs"
 
 
 def check_companions(

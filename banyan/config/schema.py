@@ -388,6 +388,13 @@ class ObserveConfig:
     prompt_buckets: tuple[str, ...] = ()
     output_buckets: tuple[str, ...] = ()
     """Upper bounds in tokens, or the rule for them (server/admin/metrics.py)."""
+    times: bool = False
+    """A line in the log for each request that ends: where its time went."""
+    writes_records: bool = False
+    """Files with a record of each request are written, in the folder `records`."""
+    records: str = ""
+    dumps: str = ""
+    """Folder of the requests that came before an engine was lost; "" = none are kept."""
     slow_gc_s: float = 0.0
     """Collections of garbage that take longer are reported; 0 = none are."""
     log_format: str = "text"

@@ -73,7 +73,7 @@ def asked(route="chat", grammar=""):
 
 def run(metrics, generator, request=None, take=99):
     async def all_of_it():
-        async with aclosing(Metered(generator, metrics).generate(request or asked())) as chunks:
+        async with aclosing(Metered(generator, [metrics]).generate(request or asked())) as chunks:
             async for _ in chunks:
                 nonlocal take
                 take -= 1

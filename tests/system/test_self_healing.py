@@ -6,6 +6,7 @@ a kill and a stop. Each layout prints a line of the table in docs/operations.md.
 """
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -164,3 +165,26 @@ def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
         f"{len(t)} | {statistics.median(t):.1f} s | {max(t):.1f} s" for t in took_s.values() if t
     )
     print(f"\n| {layout} | {told} | {FAULTS * NUM_STREAMS} of {FAULTS * NUM_STREAMS} | nothing |")
+
+
+def test_the_requests_before_a_loss_are_dumped_when_that_is_asked_for(tiny_model, tmp_path):
+    folder = tmp_path / "dumps"
+    flags = ("--crash-dump-folder", str(folder), "--threads", "1", *ENDLESS)
+    running = launch(tmp_path / "server.log", "--model-path", str(tiny_model), *flags)
+    try:
+        wait_ready(running)
+        running.generate(**ASKED)
+        streams = load(running, 1, max_new_tokens=12_000)
+        (engine,) = [pid for pid in running.members() if _is_ours(pid)]
+        os.kill(engine, signal.SIGKILL)
+        for stream in streams:
+            stream.end(CALL_S)
+        wait_until(lambda: folder.is_dir() and any(folder.iterdir()), BACK_S, "a dump")
+        (path,) = folder.iterdir()
+        wait_until(lambda: path.read_text().endswith("\n"), BACK_S, "the whole dump")
+        _, *found = map(json.loads, path.read_text().splitlines())
+        assert [(one["prompt_ids"], one["reason"]) for one in found][0] == ([5, 6, 7], "length")
+        assert found[-1]["reason"] == "engine_unavailable" and len(found) == 2
+        wait_until(lambda: status_of(running, "/readyz") == 200, BACK_S, "the engine to be back")
+    finally:
+        running.kill()

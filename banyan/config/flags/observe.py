@@ -70,6 +70,35 @@ FLAGS = (
         proof="tests/engine/test_step_log.py::test_so_many_steps_pass_between_two_lines",
     ),
     Flag(
+        "enable-request-time-stats-logging",
+        "observe.times",
+        "one line for each request that ends: its seconds in the queue, and before and after its "
+        "first token",
+        kind=SWITCH,
+        proof="tests/frontend/test_records.py::test_a_line_tells_where_the_time_of_a_request_went",
+    ),
+    Flag(
+        "export-metrics-to-file",
+        "observe.writes_records",
+        "write a record of each request into files, one for each hour",
+        kind=SWITCH,
+        proof="tests/frontend/test_records.py::test_each_request_leaves_a_record_in_the_folder",
+    ),
+    Flag(
+        "export-metrics-to-file-dir",
+        "observe.records",
+        "folder of the files that --export-metrics-to-file writes",
+        proof="tests/frontend/test_records.py::test_each_request_leaves_a_record_in_the_folder",
+    ),
+    Flag(
+        "crash-dump-folder",
+        "observe.dumps",
+        "folder that gets the requests of the last five minutes, prompts included, when an engine "
+        "is lost",
+        proof="tests/system/test_self_healing.py"
+        "::test_the_requests_before_a_loss_are_dumped_when_that_is_asked_for",
+    ),
+    Flag(
         "enable-metrics",
         "observe.metrics",
         "count requests, tokens and latencies, and tell them to Prometheus at /metrics",

@@ -21,12 +21,14 @@ class Course:
         usage: None when it was refused.
         reason: "stop" | "length" | "abort" | CLOSED | the code of an error.
         seconds: from its arrival to its end.
+        first_s: from its arrival to its first tokens; None when it got none.
     """
 
     request: TextRequest
     usage: Usage | None
     reason: str
     seconds: float
+    first_s: float | None = None
 
 
 class Meter(Protocol):
@@ -59,9 +61,9 @@ _OWN = ("probe", "warm-up")
 class Metered:
     """A generator whose requests are metered."""
 
-    def __init__(self, inner: Generator, meter: Meter) -> None:
+    def __init__(self, inner: Generator, meters: Sequence[Meter]) -> None:
         self._inner = inner
-        self._meter = meter
+        self._meters = tuple(meters)
 
     def check(self, requests: Sequence[TextRequest]) -> None:
         self._inner.check(requests)
@@ -73,16 +75,19 @@ class Metered:
                     yield chunk
             return
         began_s = last_s = time.perf_counter()
-        usage, reason, told = None, CLOSED, 0
+        usage, reason, told, first_s = None, CLOSED, 0, None
         try:
             async with aclosing(self._inner.generate(request)) as chunks:
                 async for chunk in chunks:
                     usage, now_s = chunk.usage, time.perf_counter()
                     if count := usage.output_tokens - told:
-                        if told:
-                            self._meter.next_tokens(now_s - last_s, count)
+                        if first_s is None:
+                            first_s = now_s - began_s
+                            for meter in self._meters:
+                                meter.first_tokens(first_s)
                         else:
-                            self._meter.first_tokens(now_s - began_s)
+                            for meter in self._meters:
+                                meter.next_tokens(now_s - last_s, count)
                         told, last_s = usage.output_tokens, now_s
                     if chunk.finish is not None:
                         reason = chunk.finish.code if chunk.finish.status else chunk.finish.reason
@@ -91,4 +96,6 @@ class Metered:
             reason = error.code
             raise
         finally:
-            self._meter.ended(Course(request, usage, reason, time.perf_counter() - began_s))
+            seconds = time.perf_counter() - began_s
+            for meter in self._meters:
+                meter.ended(Course(request, usage, reason, seconds, first_s))

@@ -13,6 +13,7 @@ from banyan.config.schema import ObserveConfig
 from banyan.frontend.link.client import Engines
 from banyan.frontend.link.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
 from banyan.frontend.link.meter import Meter, Metered
+from banyan.frontend.link.records import meters_of
 from banyan.frontend.link.request_log import RequestLog
 from banyan.frontend.link.stream import StreamEvent
 from banyan.frontend.requests.budget import check_budget
@@ -153,13 +154,13 @@ def open_generator(
     tokenizer: Tokenizer | None,
     limits: Limits,
     observe: ObserveConfig,
-    meter: Meter | None = None,
+    meters: Sequence[Meter] = (),
     weight_of: WeightOf = _equal,
 ) -> Generator:
     """The generator that serves every route, metering and logging requests if asked to."""
     generator: Generator = TextGenerator(client, tokenizer, limits, weight_of)
-    if meter is not None:
-        generator = Metered(generator, meter)
+    if all_meters := (*meters, *meters_of(observe)):
+        generator = Metered(generator, all_meters)
     return with_log(generator, tokenizer, observe)
 
 

@@ -22,6 +22,7 @@ from banyan.frontend.answers.tools.as_text import Tag
 from banyan.frontend.link.client import Replicas
 from banyan.frontend.link.meter import Metrics
 from banyan.frontend.link.pace import UNKNOWN_S, wait_s
+from banyan.frontend.link.records import Recent
 from banyan.frontend.requests.generation import Generator, TextRequest
 from banyan.frontend.requests.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.frontend.requests.sessions import Sessions
@@ -171,6 +172,8 @@ class ServerState:
     responses: ResponseStore = field(default_factory=ResponseStore)
     metrics: Metrics | None = None
     """None where nothing is counted."""
+    recent: Recent | None = None
+    """None where nothing is kept for the loss of an engine."""
     keys: Keys = field(init=False)
     tool_servers: ToolServers = field(default_factory=ToolServers)
     """Set once, before the model is loaded."""

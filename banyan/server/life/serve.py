@@ -18,6 +18,7 @@ from banyan.base.errors import DeviceError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
+from banyan.frontend.link.client import EngineClient
 from banyan.frontend.link.fleet import Fleet
 from banyan.frontend.threads import use_threads
 from banyan.scheduler.routing import ROUTES
@@ -37,6 +38,8 @@ log = logger(__name__)
 DEATH_NOTICE_S = 10.0
 """How long a server whose engine has died goes on saying so before it exits."""
 
+ENDED_S = 1.0
+"""After a loss, until what ends with it has ended."""
 CLOSING_S = 1.0
 """For last events to reach clients, and for connections to close."""
 
@@ -128,12 +131,23 @@ class Server:
         numbers = range(parallel.dp)
         together = [list(numbers)] if parallel.is_joined else [[number] for number in numbers]
         supervisors = [
-            Supervisor(self._config, some, self._start_engine, lambda lost: fleet.share_out(lost))
+            Supervisor(self._config, some, self._start_engine, lambda lost: self._lost(fleet, lost))
             for some in together
         ]
         engines = [engine for supervisor in supervisors for engine in supervisor.engines]
         fleet = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.is_joined)
         return supervisors, fleet
+
+    def _lost(self, fleet: Fleet, lost: EngineClient) -> None:
+        fleet.share_out(lost)
+        self._dump(lost.health().reason)
+
+    def _dump(self, why: str) -> None:
+        """Once the requests that end with the loss have ended."""
+        recent = self.state.recent
+        if recent is not None:
+            loop = asyncio.get_running_loop()
+            loop.call_later(ENDED_S, lambda: loop.run_in_executor(None, recent.dump, why))
 
     async def _serve(self, fleet: Fleet, supervisors: list[Supervisor]) -> int:
         """Start, serve, end in order; returns the exit code."""
@@ -221,6 +235,7 @@ class Server:
             reasons.append(f"{type(error).__name__}: {error}")
         self.state.dead = reasons[-1]
         assert self._ending is not None
+        self._dump(self.state.dead)
         if self.state.service is not None:  # else the start fails with these words
             log.error("engine died: %s", self.state.dead)
         if not self._ending.done():

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from banyan.base.heap import give_back
@@ -16,6 +17,7 @@ from banyan.config.disposal import dispose
 from banyan.config.schema import DEMO, DEMO_LINE, Config
 from banyan.frontend.answers.parser_choice import NONE, Parsers, choose_parsers
 from banyan.frontend.link.client import Replicas
+from banyan.frontend.link.records import Recent
 from banyan.frontend.link.request_log import WITH_BEGINNINGS
 from banyan.frontend.link.text_generator import open_generator
 from banyan.frontend.requests.settings import limits_of, sampling_defaults, seed_source
@@ -58,12 +60,16 @@ async def open_service(state: ServerState, card: ModelCard, client: Replicas) ->
     defaults = sampling_defaults(config.server)
     recommended = _model_defaults(config, card)
     state.metrics = open_metrics(config, state.served_name, client.replicas)
+    if config.observe.dumps:
+        state.recent = Recent(Path(config.observe.dumps))
     service = Service(
         card=card,
         ready=ready,
         client=client,
         generator=open_generator(
-            *(client, words.tokenizer, limits, config.observe, state.metrics, state.keys.weight_of)
+            *(client, words.tokenizer, limits, config.observe),
+            [meter for meter in (state.metrics, state.recent) if meter is not None],
+            state.keys.weight_of,
         ),
         limits=limits,
         tokenizer=words.tokenizer,
