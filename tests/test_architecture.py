@@ -28,6 +28,8 @@ ARROWS = {
     "frontend": "base config messages formats",
     "bench": "base config messages frontend formats",
     "server": "base config messages frontend scheduler.routing",
+    "router": "base config scheduler.routing scheduler.prefixes frontend.threads server.errors"
+    " server.http server.anthropic.dialect server.ollama.dialect server.responses.dialect",
     "platform": "base config.card config.defaults config.env",
     "ops": "platform base",
     "parallel": "platform ops base",
@@ -93,7 +95,7 @@ NO_TORCH = (
         "grammar",
         "sim",
     ),
-    *("frontend", "server"),
+    *("frontend", "server", "router"),
 )
 PURE = ("scheduler", "memory")
 DEVICE_WORDS = re.compile(r"\btorch\.(cuda|npu|xpu)\b|\btorch_npu\b|\btriton\b")

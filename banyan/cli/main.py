@@ -11,6 +11,8 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
     "verb",
     {
         "serve": "banyan.cli.serve:serve",
+        "router": "banyan.cli.router:router",
+        "lb": "banyan.cli.router:lb",
         "chat": "banyan.cli.chat:chat",
         "run": "banyan.cli.run:run",
         "models": "banyan.cli.models:models",
@@ -33,6 +35,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
 HELP = """banyan VERB [flags]
 
   serve [MODEL]   serve a model over HTTP (default: the demo model)
+  router          one address for many servers; lb: for prefill and decode servers
   chat [MODEL]    talk to a model in the terminal
   run MODEL TEXT  one answer in the terminal
   models          good small models by short name, and which of them fit this machine

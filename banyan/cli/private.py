@@ -17,7 +17,7 @@ _POLL_S = 0.05
 @contextmanager
 def private_server(argv: Sequence[str]) -> Iterator[Client]:
     """A server started with `argv` on a free loopback port, stopped at the end of the block."""
-    port = _free_port()
+    port = free_port()
     words = [*argv, "--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
     child = spawn("banyan.cli.private", "server", json.dumps(words).encode())
     client = Client(f"http://127.0.0.1:{port}")
@@ -36,7 +36,7 @@ def _wait_until_healthy(child: Child, client: Client) -> None:
         time.sleep(_POLL_S)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -2,17 +2,19 @@
 
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from banyan.base.errors import ConfigError
 from banyan.cli.main import VERBS, main
+from banyan.cli.router import LB
 from banyan.config.cli import parse
 from banyan.config.env import Environment, read_environment
 from banyan.config.flags.flag import Absent
 from banyan.config.flags.table import known_flags
+from banyan.router.read import read_flags
 
 CONFIG = """model-path: M
 host: 0.0.0.0
@@ -97,6 +99,8 @@ MODULES = {
     "bench_one_batch": ("bench", ("batch",)),
     "bench_offline_throughput": ("bench", ("throughput",)),
     "check_env": ("doctor", ()),
+    "launch_router": ("router", ()),
+    "launch_lb": ("lb", ()),
 }
 
 
@@ -154,38 +158,29 @@ def test_a_module_of_the_documents_is_a_verb(
     assert called == [(verb, (*first, "--model-path", "M"))]
 
 
-@pytest.mark.parametrize(
-    ("module", "line", "culprit"),
-    [
-        ("launch_router", "--model-path M --dp 2 --tp 2", "launch_server takes the same line"),
-        (
-            "launch_lb",
-            "--prefill http://h:8000 --decode http://h:8001 --host 127.0.0.1 --port 5000",
-            "no prefill and decode servers",
-        ),
-    ],
-)
-def test_a_module_that_is_absent_is_refused(
-    module: str,
-    line: str,
-    culprit: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "argv", [module, *line.split()])
-    with pytest.raises(SystemExit, match=str(ConfigError.exit_code)):
-        runpy.run_module(f"banyan.{module}", run_name="__main__")
-    assert culprit in capsys.readouterr().err
+def test_a_documented_line_of_the_router_starts_servers_with_the_rest_of_it() -> None:
+    checked: list[Sequence[str]] = []
+    config = read_flags(["--model-path", "M", "--dp", "2", "--tp", "2"], {}, checked.append)
+    assert (config.fleet.count, config.fleet.start) == (2, ("--model-path", "M", "--tp", "2"))
+    assert checked == [config.fleet.start]
 
 
-@pytest.mark.parametrize("module", ["launch_router", "launch_lb"])
-def test_a_module_that_is_absent_has_help_that_says_what_to_start(
-    module: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", [module, "--help"])
-    with pytest.raises(SystemExit, match="^0$"):
-        runpy.run_module(f"banyan.{module}", run_name="__main__")
-    assert "banyan.launch_server" in capsys.readouterr().out
+def test_the_documented_line_of_the_load_balancer_names_two_servers() -> None:
+    line = "--prefill http://h:8000 --decode http://h:8001 --host 127.0.0.1 --port 5000"
+    config = read_flags(line.split(), {}, refuse_servers, LB)
+    assert [(spec.url, spec.kind) for spec in config.fleet.workers] == [
+        ("http://h:8000", "prefill"),
+        ("http://h:8001", "decode"),
+    ]
+    assert (config.server.host, config.server.port, config.policy.name) == (
+        "127.0.0.1",
+        5000,
+        "random",
+    )
+
+
+def refuse_servers(flags: Sequence[str]) -> None:
+    raise AssertionError(f"no server is to be started with {flags}")
 
 
 def test_the_version_is_told_by_serve_as_well(capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,7 +105,7 @@ class Exchange:
         """Why `work` was cancelled by `stop`."""
         self.work: asyncio.Task[None] | None = None
         self._abort: Callable[[], None] = scope.get(ABORT, _nothing)
-        self._query: bytes = scope.get("query_string", b"")
+        self.raw_query: bytes = scope.get("query_string", b"")
         self._send = send
         self._words_wait = words_wait
         self._send_timeout_s = send_timeout_s
@@ -116,7 +116,8 @@ class Exchange:
     @property
     def query(self) -> dict[str, str]:
         try:
-            return dict(parse_qsl(self._query.decode("latin-1"), max_num_fields=MAX_QUERY_FIELDS))
+            text = self.raw_query.decode("latin-1")
+            return dict(parse_qsl(text, max_num_fields=MAX_QUERY_FIELDS))
         except ValueError:
             raise RequestError(
                 f"the query has more than {MAX_QUERY_FIELDS} fields", code="invalid_query"

@@ -7,7 +7,7 @@ polls, or follows its stream.
 import asyncio
 import re
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import orjson
@@ -16,7 +16,6 @@ from banyan.base.errors import RequestError
 from banyan.base.log import logger
 from banyan.frontend.templates.chat import ChatTemplate
 from banyan.server.errors import Json, internal
-from banyan.server.http.dialect import OPENAI
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.route import Body, Route
 from banyan.server.http.state import ServerState, Service
@@ -33,6 +32,7 @@ from banyan.server.openai.fields import (
 from banyan.server.openai.files import listed, page
 from banyan.server.openai.schema import ChatRequest
 from banyan.server.responses.answer import ResponseAnswer
+from banyan.server.responses.dialect import RESPONSES
 from banyan.server.responses.items import given_items
 from banyan.server.responses.request import (
     HARMLESS,
@@ -61,25 +61,6 @@ log = logger(__name__)
 _PAGE = 20
 _ID = re.compile(r"resp_[\w-]{1,64}", re.ASCII)
 _ON = ("true", "1")
-
-
-def _frame(body: Json) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (str(body["type"]).encode(), orjson.dumps(body))
-
-
-def _error_event(error: RequestError) -> Json:
-    """The last event of a stream that breaks where no response.failed could be sent."""
-    return {
-        "type": "error",
-        "code": error.code,
-        "message": str(error),
-        "param": error.param or None,
-        "sequence_number": 0,
-    }
-
-
-RESPONSES = replace(OPENAI, frame=_frame, error_event=_error_event)
-"""Events carry their type's name; errors before a stream are those of the other OpenAI routes."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,96 @@
+"""`banyan router` and `banyan lb`: flags to RouterConfig, servers to start, then the router."""
+
+import json
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from banyan.base.log import logger, start_logging, tell
+from banyan.base.system import check_system
+from banyan.cli.private import free_port
+from banyan.config.cli import parse
+from banyan.config.env import forget_secrets, read_environment
+from banyan.config.schema import ServerConfig
+from banyan.engine.processes import Child, spawn
+from banyan.router.config import FleetConfig, LimitConfig, PolicyConfig, RouterConfig, WorkerSpec
+from banyan.router.read import help_text, read_flags
+
+log = logger(__name__)
+
+USAGE = """banyan router --worker-urls URL … [flags]
+banyan router --pd-disaggregation --prefill URL [PORT] … --decode URL … [flags]
+banyan router --model-path M --dp-size N [flags, also those of banyan serve]
+
+Shares requests out among servers: one address for many. With --model-path it starts the servers
+itself, and what is not a flag of the router is theirs.
+A flag can also be given as an environment variable: --api-key is BANYAN_API_KEY.
+"""
+LB_USAGE = """python -m banyan.launch_lb --prefill URL … --decode URL … [flags]
+
+The router with prefill and decode servers: as banyan router --pd-disaggregation --policy random,
+on port 8000.
+"""
+LB = RouterConfig(
+    server=ServerConfig(port=8000),
+    fleet=FleetConfig(is_paired=True),
+    policy=PolicyConfig(name="random"),
+    limits=LimitConfig(request_s=600.0),
+)
+GRACE_S = 40.0
+"""What servers that were started here get to end in order."""
+
+
+def router(argv: Sequence[str]) -> int:
+    """Route until stopped; returns the exit code."""
+    return _route(argv, RouterConfig(), USAGE)
+
+
+def lb(argv: Sequence[str]) -> int:
+    """The same with the defaults of the mini load balancer."""
+    return _route(argv, LB, LB_USAGE)
+
+
+def _route(argv: Sequence[str], defaults: RouterConfig, usage: str) -> int:
+    if "-h" in argv or "--help" in argv:
+        print(usage + help_text())
+        return 0
+    check_system()
+    environment = read_environment()
+    forget_secrets()
+
+    def check_servers(flags: Sequence[str]) -> None:
+        parse(flags, environment)
+
+    config = read_flags(argv, environment.flags, check_servers, defaults)
+    start_logging("router", config.observe.log_level)
+    tell(log, config.observe.notes)
+    from banyan.router.life import run_router
+
+    with _servers(config) as (specs, children):
+
+        def lost() -> str:
+            gone = [child for child in children if not child.is_alive()]
+            return f"{gone[0].role} ended at its start" if gone else ""
+
+        fleet = replace(config.fleet, workers=(*config.fleet.workers, *specs))
+        return run_router(replace(config, fleet=fleet), lost)
+
+
+@contextmanager
+def _servers(config: RouterConfig) -> Generator[tuple[list[WorkerSpec], list[Child]]]:
+    """Servers of the router's own on loopback ports, stopped at the end of the block."""
+    specs: list[WorkerSpec] = []
+    children: list[Child] = []
+    keys = {"--api-key": config.server.api_key, "--admin-api-key": config.server.admin_api_key}
+    shared = [word for flag, key in keys.items() if key for word in (flag, key)]
+    try:
+        for number in range(config.fleet.count if config.fleet.start else 0):
+            port = free_port()
+            own = ["--host", "127.0.0.1", "--port", str(port), *shared]
+            duty = json.dumps([*config.fleet.start, *own]).encode()
+            children.append(spawn("banyan.cli.private", f"server{number}", duty))
+            specs.append(WorkerSpec(f"http://127.0.0.1:{port}"))
+        yield specs, children
+    finally:
+        for child in children:
+            child.stop(GRACE_S)

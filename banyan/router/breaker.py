@@ -1,0 +1,89 @@
+"""Breaker: whether a worker that failed lately is asked at all. Knows no network and no clock."""
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Circuit(Enum):
+    """The state of a breaker; its value is how metrics show it."""
+
+    CLOSED = 0
+    OPEN = 1
+    HALF_OPEN = 2
+
+
+@dataclass(frozen=True)
+class BreakerRule:
+    """When a breaker opens and closes.
+
+    Attributes:
+        failures: so many within `window_s` open it; 0 = it never opens.
+        successes: so many in a row, once tried again, close it.
+        open_s: how long nobody is sent there.
+    """
+
+    failures: int = 10
+    successes: int = 3
+    open_s: float = 60.0
+    window_s: float = 120.0
+
+
+class Breaker:
+    """One worker's. Times are seconds of one clock that never goes back."""
+
+    def __init__(self, rule: BreakerRule) -> None:
+        self._rule = rule
+        self._failed_s: deque[float] = deque()
+        self._opened_s = 0.0
+        self._succeeded = 0
+        self._is_open = False
+        self._is_probing = False
+
+    def state(self, now: float) -> Circuit:
+        if not self._is_open:
+            return Circuit.CLOSED
+        return Circuit.HALF_OPEN if now - self._opened_s >= self._rule.open_s else Circuit.OPEN
+
+    def lets_in(self, now: float) -> bool:
+        """Whether a request may be sent; while half open, one at a time."""
+        state = self.state(now)
+        return state is Circuit.CLOSED or (state is Circuit.HALF_OPEN and not self._is_probing)
+
+    def begin(self, now: float) -> bool:
+        """A request is sent, and `end` follows; whether it tries out a worker that had failed."""
+        is_probe = self.state(now) is Circuit.HALF_OPEN
+        self._is_probing |= is_probe
+        return is_probe
+
+    def end(self, is_good: bool | None, is_probe: bool, now: float) -> None:
+        """A request that was sent has ended: in order, by the worker's fault, or (None) otherwise,
+        as when its client left.
+
+        Args:
+            is_probe: as `begin` said.
+        """
+        if is_probe:
+            self._is_probing = False
+        if is_good is None:
+            return
+        state = self.state(now)
+        if state is Circuit.HALF_OPEN:
+            self._succeeded = self._succeeded + 1 if is_good else 0
+            if not is_good:
+                self._opened_s = now
+            elif self._succeeded >= self._rule.successes:
+                self._is_open = False
+                self._failed_s.clear()
+        elif state is Circuit.CLOSED and not is_good:
+            self._count(now)
+
+    def _count(self, now: float) -> None:
+        if not self._rule.failures:
+            return
+        self._failed_s.append(now)
+        while now - self._failed_s[0] > self._rule.window_s:
+            self._failed_s.popleft()
+        if len(self._failed_s) >= self._rule.failures:
+            self._is_open, self._opened_s, self._succeeded = True, now, 0
+            self._failed_s.clear()

@@ -1,0 +1,263 @@
+"""From a command line and the environment to a RouterConfig.
+
+A flag may have the prefix --router-, as where servers are started by the same line. Flags that are
+not the router's are those of the servers to start, where it starts any, and errors otherwise.
+"""
+
+import difflib
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import printable
+from banyan.config.flags.flag import COMMAS, LISTS, SWITCH, Flag
+from banyan.router.config import DECODE, PLAIN, PREFILL, RouterConfig, WorkerSpec
+from banyan.router.flags import GROUPS, IDLE, REFUSED
+from banyan.router.upstream import checked_url
+
+_PREFIX = "router-"
+_REPEATED = ("prefill", "decode")
+"""Flags that may be given several times."""
+_MILLISECONDS = ("retry.first_pause_s", "retry.longest_pause_s")
+_MODEL = ("--model-path", "--model", "--config")
+"""Flags that say which servers to start."""
+_BUILT = ("fleet.urls", "fleet.prefill", "fleet.decode", "fleet.ports")
+"""What specs of workers are made of."""
+
+
+@dataclass
+class _Reading:
+    values: dict[str, object] = field(default_factory=dict[str, object])
+    notes: list[str] = field(default_factory=list[str])
+    theirs: list[str] = field(default_factory=list[str])
+    """Words that are not the router's."""
+
+
+def read_flags(
+    argv: Sequence[str],
+    variables: Mapping[str, str],
+    check_servers: Callable[[Sequence[str]], None],
+    defaults: RouterConfig | None = None,
+) -> RouterConfig:
+    """
+    Args:
+        variables: flag name -> text, from BANYAN_<FLAG>.
+        check_servers: raises ConfigError when servers cannot be started with these words.
+
+    Raises:
+        ConfigError: an unknown flag, one that is refused, a value that is not legal, or flags that
+            do not go together.
+    """
+    known = {name: flag for _, flags in GROUPS for flag in flags for name in flag.names}
+    reading = _Reading()
+    for name, text in variables.items():
+        if name in known and text and name != "dp-size":
+            flag = known[name]
+            words = text.split() if flag.kind in LISTS else [text]
+            reading.values[flag.field] = flag.from_words(words, f"BANYAN_{name}")
+    for spelled, name, words in _split(argv, known):
+        _take(spelled, name, words, known, reading)
+    config = _built(reading, defaults or RouterConfig())
+    if config.fleet.start:
+        check_servers(config.fleet.start)
+    return config
+
+
+def help_text() -> str:
+    lines: list[str] = []
+    for title, flags in GROUPS:
+        lines += ["", f"{title}:"]
+        for flag in flags:
+            names = ", ".join(f"--{n}" for n in (flag.name, *flag.aliases))
+            lines += textwrap.wrap(f"  {names} {flag.metavar.replace('|', ' | ')}", 98)
+            told = f"      {flag.help}{_default_text(flag)}"
+            lines += textwrap.wrap(told, 98, subsequent_indent=" " * 6)
+    return "\n".join(lines)
+
+
+def _default_text(flag: Flag) -> str:
+    if flag.field in _BUILT or flag.kind == SWITCH or "default:" in flag.help:
+        return ""
+    part, _, name = flag.field.partition(".")
+    default: object = getattr(getattr(RouterConfig(), part), name)
+    if flag.field in _MILLISECONDS and isinstance(default, float):
+        default *= 1000
+    return "" if default in ("", (), 0) else f" [{default}]"
+
+
+def _split(argv: Sequence[str], known: Mapping[str, Flag]) -> Iterator[tuple[str, str, list[str]]]:
+    """(as spelled, plain name, the words that follow) of every flag; ("", "", words) of others."""
+    at = 0
+    while at < len(argv):
+        word = argv[at]
+        at += 1
+        if not word.startswith("--"):
+            yield "", "", [word]
+            continue
+        spelled, equals, text = word.partition("=")
+        name = spelled.removeprefix("--").replace("_", "-")
+        if name not in REFUSED and name.removeprefix(_PREFIX) in {**known, **IDLE, **REFUSED}:
+            name = name.removeprefix(_PREFIX)
+        words = [text] if equals else []
+        while not equals and at < len(argv) and not argv[at].startswith("--"):
+            if not _takes_more(known.get(name), words, argv[at]):
+                break
+            words.append(argv[at])
+            at += 1
+        yield spelled, name, words
+
+
+def _takes_more(flag: Flag | None, words: Sequence[str], word: str) -> bool:
+    if flag is None:
+        return True
+    if flag.kind == SWITCH:
+        return not words and flag.takes(word)
+    return not words or flag.kind in (*LISTS, COMMAS)
+
+
+def _take(
+    spelled: str, name: str, words: list[str], known: Mapping[str, Flag], reading: _Reading
+) -> None:
+    if name in REFUSED:
+        why = REFUSED[name]
+        raise ConfigError(f"{spelled} is not available in this build: {why}")
+    if name in IDLE:
+        reading.notes.append(f"{spelled} is accepted without an effect: {IDLE[name]}")
+        return
+    if name not in known:
+        reading.theirs += [spelled, *words] if spelled else words
+        return
+    flag = known[name]
+    value = flag.check(words, spelled) if len(words) > 1 else flag.from_words(words, spelled)
+    if name in _REPEATED:
+        before = reading.values.get(flag.field, ())
+        assert isinstance(before, tuple) and isinstance(value, tuple)
+        value = (*before, *value)
+    reading.values[flag.field] = value
+
+
+def _built(reading: _Reading, defaults: RouterConfig) -> RouterConfig:
+    values = reading.values
+    for name in _MILLISECONDS:
+        if isinstance(pause := values.get(name), float):
+            values[name] = pause / 1000
+    if "figures.port" in values:
+        values["observe.metrics"] = True
+    workers = _workers(values)
+    config = defaults
+    for part in fields(RouterConfig):
+        own = {
+            name.partition(".")[2]: value
+            for name, value in values.items()
+            if name.partition(".")[0] == part.name and name not in _BUILT
+        }
+        if own:
+            config = replace(config, **{part.name: replace(getattr(config, part.name), **own)})
+    fleet = replace(config.fleet, workers=workers)
+    fleet = replace(fleet, **_start(reading.theirs, fleet.count, workers))
+    config = replace(config, fleet=fleet)
+    _check(config)
+    notes = (*config.observe.notes, *reading.notes)
+    return replace(config, observe=replace(config.observe, notes=notes))
+
+
+def _start(theirs: list[str], count: int, workers: tuple[WorkerSpec, ...]) -> dict[str, object]:
+    """What is started of the router's own; ConfigError: words that nobody knows."""
+    names_model = any(
+        w.partition("=")[0] in ("--model-path", "--model", "--config") for w in theirs
+    )
+    if not count and not names_model:
+        if theirs:
+            raise _unknown(theirs[0])
+        return {}
+    if workers:
+        raise ConfigError(
+            f"{'--dp-size' if count else '--model-path'} starts servers, and others are named too",
+            hint="start the router with one or the other, and add more by POST /workers",
+        )
+    return {"start": tuple(theirs), "count": count or 1}
+
+
+def _unknown(word: str) -> ConfigError:
+    names = [f"--{name}" for _, flags in GROUPS for flag in flags for name in flag.names]
+    near = difflib.get_close_matches(word.partition("=")[0], names, n=1)
+    hint = f"did you mean {near[0]}?" if near else "see --help"
+    if not word.startswith("-"):
+        hint = "servers are named by --worker-urls"
+    return ConfigError(f"unknown flag or word {printable(word, 60)!r}", hint=hint)
+
+
+def _workers(values: Mapping[str, object]) -> tuple[WorkerSpec, ...]:
+    urls, prefill, decode, ports = (_words(values.get(name)) for name in _BUILT)
+    pairs = _with_ports(prefill)
+    if ports:
+        if any(port is not None for _, port in pairs) or len(ports) not in (1, len(pairs)):
+            raise ConfigError(
+                f"{len(ports)} --prefill-bootstrap-ports for {len(pairs)} prefill servers",
+                hint="give one for each, or one for all, and none behind --prefill",
+            )
+        each = ports * len(pairs) if len(ports) == 1 else ports
+        pairs = [(url, _port(port)) for (url, _), port in zip(pairs, each, strict=True)]
+    named = [
+        *(WorkerSpec(checked_url(url)) for url in urls),
+        *(WorkerSpec(checked_url(url), PREFILL, port) for url, port in pairs),
+        *(WorkerSpec(checked_url(url), DECODE) for url in decode),
+    ]
+    for at, spec in enumerate(named):
+        if any(spec.url == other.url for other in named[:at]):
+            raise ConfigError(f"{spec.url} is named twice", hint="name each server once")
+    return tuple(named)
+
+
+def _with_ports(words: Sequence[str]) -> list[tuple[str, int | None]]:
+    """Of `URL [PORT] …`: each server with its bootstrap port."""
+    found: list[tuple[str, int | None]] = []
+    for word in words:
+        is_port = word.isdigit() or word.lower() == "none"
+        if not is_port:
+            found.append((word, None))
+        elif not found:
+            raise ConfigError(f"--prefill {word}: a server's URL comes before its bootstrap port")
+        elif word.isdigit():
+            found[-1] = (found[-1][0], _port(word))
+    return found
+
+
+def _port(text: str) -> int:
+    port = int(text[:6])
+    if not 0 < port < 1 << 16:
+        raise ConfigError(f"{text[:10]} is no port", hint="ports are in [1, 65535]")
+    return port
+
+
+def _words(value: object) -> list[str]:
+    return [str(word) for word in value] if isinstance(value, tuple) else []
+
+
+def _check(config: RouterConfig) -> None:
+    """ConfigError: flags that do not go together."""
+    fleet = config.fleet
+    kinds = {spec.kind for spec in fleet.workers}
+    if fleet.is_paired and PLAIN in kinds:
+        raise ConfigError(
+            "--worker-urls names servers that do all, and --pd-disaggregation wants none",
+            hint="name them with --prefill and --decode",
+        )
+    if not fleet.is_paired and kinds - {PLAIN}:
+        raise ConfigError(
+            "--prefill and --decode name servers of two kinds",
+            hint="give --pd-disaggregation as well",
+        )
+    if fleet.is_paired and fleet.start:
+        raise ConfigError(
+            "a router starts servers that do all, not prefill and decode servers",
+            hint="start them with --disaggregation-mode, and name them with --prefill and --decode",
+        )
+    if not fleet.is_paired and (config.policy.prefill or config.policy.decode):
+        raise ConfigError(
+            "--prefill-policy and --decode-policy choose among prefill and decode servers",
+            hint="give --policy, or --pd-disaggregation as well",
+        )
+    if not config.health.path.startswith("/") or not config.health.path.isascii():
+        raise ConfigError("--health-check-endpoint must be a path, as /health")

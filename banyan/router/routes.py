@@ -1,0 +1,148 @@
+"""The table of a router's routes: what workers answer, what it answers itself, and what it refuses
+because one worker alone could tell.
+"""
+
+from banyan.base.errors import RequestError
+from banyan.router import manage
+from banyan.router.forward import forward, respond, seek, tell
+from banyan.router.state import RouterState
+from banyan.server.anthropic.dialect import ANTHROPIC
+from banyan.server.http import auth
+from banyan.server.http.app import App
+from banyan.server.http.dialect import OPENAI, Dialect
+from banyan.server.http.exchange import SEND_TIMEOUT_S, Exchange
+from banyan.server.http.route import Route
+from banyan.server.ollama.dialect import OLLAMA
+from banyan.server.responses.dialect import RESPONSES
+
+_GET = ("GET",)
+_POST = ("POST",)
+_BOTH = ("GET", "POST")
+_PUT = ("POST", "PUT")
+
+Routes = list[Route[RouterState]]
+
+_GENERATED: tuple[tuple[Dialect, tuple[str, ...], tuple[str, ...]], ...] = (
+    (OPENAI, _POST, ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/invocations")),
+    (OPENAI, _POST, ("/v1/classify", "/v1/score", "/vertex_generate")),
+    (OPENAI, _PUT, ("/generate", "/encode", "/classify", "/v1/rerank")),
+    (ANTHROPIC, _POST, ("/v1/messages",)),
+    (OLLAMA, _POST, ("/api/chat", "/api/generate", "/api/embed", "/api/embeddings")),
+)
+"""Dialect, methods, and paths whose requests need steps of some worker."""
+
+_TOLD: tuple[tuple[Dialect, tuple[str, ...], tuple[str, ...]], ...] = (
+    (OPENAI, _POST, ("/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize")),
+    (OPENAI, _POST, ("/parse_function_call", "/separate_reasoning")),
+    (OPENAI, _GET, ("/v1/models", "/v1/models/", "/model_info", "/get_model_info", "/version")),
+    (OPENAI, _GET, ("/weight_version", "/get_weight_version")),
+    (RESPONSES, _POST, ("/v1/responses/input_tokens",)),
+    (ANTHROPIC, _POST, ("/v1/messages/count_tokens",)),
+    (OLLAMA, _POST, ("/api/show",)),
+    (OLLAMA, _GET, ("/api/tags", "/api/ps", "/api/version")),
+)
+"""The same of paths that any worker answers without a step."""
+
+_ONE_KEEPS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("/v1/files", "/v1/files/", "/v1/batches", "/v1/batches/"), _BOTH),
+    **dict.fromkeys(("/open_session", "/close_session"), _BOTH),
+}
+"""Paths about what lies at one worker, which others know nothing of."""
+
+_EACH_FOR_ITSELF: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("/pause_generation", "/continue_generation", "/configure_logging"), _BOTH),
+    **dict.fromkeys(("/update_weights_from_disk", "/update_weight_version"), _POST),
+    **dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), _BOTH),
+    **dict.fromkeys(("/start_profile", "/stop_profile", "/get_weights_by_name"), _BOTH),
+}
+"""Paths that change how one worker works, or look into it."""
+
+
+async def _kept_elsewhere(exchange: Exchange, state: RouterState) -> None:
+    raise RequestError(
+        "what this route is about is kept by one server, and a router does not know by which",
+        status=501,
+        code="not_routed",
+        hint="Send it to a worker itself: GET /workers lists them",
+    )
+
+
+async def _for_one(exchange: Exchange, state: RouterState) -> None:
+    raise RequestError(
+        "a router does not operate its workers one by one",
+        status=501,
+        code="not_routed",
+        hint="Send it to each worker itself: GET /workers lists them",
+    )
+
+
+def all_routes() -> Routes:
+    return [*_own(), *_answered(), *_refused(), _index()]
+
+
+def _own() -> Routes:
+    adm, open_ = auth.ADMIN, auth.OPEN
+    return [
+        Route("/livez", _GET, manage.livez, open_, about="the router answers"),
+        Route("/liveness", _GET, manage.livez, open_, about="as /livez"),
+        Route("/readyz", _GET, manage.readyz, open_, about="a worker would take a request"),
+        Route("/readiness", _GET, manage.readyz, open_, about="as /readyz"),
+        Route("/ready", _GET, manage.readyz, open_, about="as /readyz"),
+        Route("/health", _GET, manage.health, open_, about="a worker can be asked"),
+        Route("/ping", _GET, manage.health, about="as /health"),
+        Route("/health_generate", _GET, manage.health_generate, about="each makes a token"),
+        Route("/metrics", _GET, manage.show_metrics, open_, about="figures for Prometheus"),
+        Route("/server_info", _GET, manage.server_info, about="of the workers and the router"),
+        Route("/get_server_info", _GET, manage.server_info, about="as /server_info"),
+        Route("/get_load", _GET, manage.loads, about="load of each worker"),
+        Route("/get_loads", _GET, manage.loads, about="as /get_load"),
+        Route("/v1/loads", _GET, manage.loads, about="load of each worker, in full"),
+        Route("/workers", _BOTH, manage.workers, adm, about="list the workers, or add one"),
+        Route("/workers/", ("GET", "DELETE"), manage.worker, adm, about="one of them"),
+        Route("/list_workers", _GET, manage.list_workers, adm, about="their addresses"),
+        Route("/add_worker", _POST, manage.add_worker, adm, about="add ?url="),
+        Route("/remove_worker", _POST, manage.remove_worker, adm, about="remove ?url="),
+        Route("/flush_cache", _BOTH, manage.everywhere, adm, about="empty all caches"),
+        Route("/requests", _GET, manage.everywhere, auth.OWN, about="what runs at each worker"),
+        Route("/abort_request", _POST, manage.everywhere, auth.OWN, about="end requests"),
+    ]
+
+
+def _answered() -> Routes:
+    kept = ("GET", "POST", "DELETE")
+    return [
+        *(
+            Route(path, methods, handler, dialect=dialect, about="answered by a worker")
+            for handler, table in ((forward, _GENERATED), (tell, _TOLD))
+            for dialect, methods, paths in table
+            for path in paths
+        ),
+        Route("/v1/responses", _POST, respond, dialect=RESPONSES, about="answered by a worker"),
+        Route("/v1/responses/", kept, seek, dialect=RESPONSES, about="by the one that kept it"),
+    ]
+
+
+def _refused() -> Routes:
+    kept = ("GET", "POST", "DELETE")
+    return [
+        *(
+            Route(path, kept if path.endswith("/") else methods, _kept_elsewhere, about="refused")
+            for path, methods in _ONE_KEEPS.items()
+        ),
+        *(
+            Route(path, methods, _for_one, auth.ADMIN, about="refused")
+            for path, methods in _EACH_FOR_ITSELF.items()
+        ),
+    ]
+
+
+def _index() -> Route[RouterState]:
+    async def index(exchange: Exchange, state: RouterState) -> None:
+        await exchange.json({route.path: route.about for route in all_routes()})
+
+    return Route("/", _GET, index, about="these routes")
+
+
+def create_app(state: RouterState, send_timeout_s: float = SEND_TIMEOUT_S) -> App[RouterState]:
+    """The ASGI application of a router; it answers health before any worker is well."""
+    return App(state, all_routes(), send_timeout_s)
