@@ -11,6 +11,7 @@ class Abilities:
         copies: pages are copied before and after the rows.
         tiers: between which of them (PageAt.tier).
         drafts: rows may bring drafts to verify.
+        goes_back: a state goes back behind drafts that do not stand.
         peers: a step may be agreed with other replicas, also one without rows.
         adapters: a join may name one.
         text: rows sample and score.
@@ -22,6 +23,7 @@ class Abilities:
     copies: bool
     tiers: tuple[str, ...]
     drafts: bool
+    goes_back: bool
     peers: bool
     adapters: bool
     text: bool

@@ -19,7 +19,7 @@ from torch import Tensor
 from banyan.base.ids import PADDING_SLOT
 from banyan.base.log import logger
 from banyan.base.trace import Marks
-from banyan.config.card import FULL, WINDOW
+from banyan.config.card import FULL, STATE, WINDOW
 from banyan.layers.build import Build
 from banyan.messages.plan import (
     DEVICE,
@@ -226,10 +226,11 @@ class ModelRunner:
     def abilities(self) -> Abilities:
         """What plans may ask of this runner."""
         return Abilities(
-            groups=(FULL, WINDOW),
+            groups=(FULL, WINDOW, STATE),
             copies=True,
             tiers=(DEVICE,) if self.mover is None else (DEVICE, STORE),
             drafts=self._drafting is not None,
+            goes_back=False,
             peers=self._peers is not None,
             adapters=False,
             text=self._pooler is None,

@@ -12,7 +12,7 @@ def prefix_limit(request: Request) -> int:
     At least the last known token is computed, and so is every position whose logits are scored or
     whose hidden state is wanted.
     """
-    limit = request.known - 1
+    limit = 0 if request.starts_over else request.known - 1
     if request.wants_scores:
         limit = min(limit, max(0, request.scored_to - 1))
     if request.wants_hidden:

@@ -113,6 +113,9 @@ class Request:
         self.state = WAITING
         self.slot = PADDING_SLOT
         self.lease: Lease | None = None
+        self.starts_over = False
+        """A row that began on a copied state has failed: no prefix is taken any more, so that a
+        row that fails for another reason fails its request."""
         self.planned = 0
         """Positions that rows cover already; an upper bound while drafts are in flight."""
         self.flights: deque[Flight] = deque()

@@ -400,6 +400,7 @@ class Scheduler:
         """One row failed: its request alone, and whoever relied on the pages it promised."""
         if not flight.is_void:
             if flight.restores:
+                flight.request.starts_over = True
                 self.roster.recompute(flight.request)
             else:
                 self.roster.fail(flight.request, failure.status, failure.text)

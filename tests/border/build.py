@@ -47,7 +47,8 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
     """A world that asks for no more than `abilities`."""
     depth = random.choice((1, 2, 2, 3))
     kind = random.choice([k for k in KINDS if set(k.split("+")) <= set(abilities.groups)])
-    drafts = random.choice((0, 0, 1, 3)) if abilities.drafts else 0
+    may_draft = abilities.drafts and (abilities.goes_back or "state" not in kind)
+    drafts = random.choice((0, 0, 1, 3)) if may_draft else 0
     limits = Limits(
         max_running=random.choice((1, 3, 6)),
         chunk_tokens=random.choice((3 * scale, 8 * scale, 16 * scale, 1 << 30)),

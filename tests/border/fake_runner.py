@@ -61,6 +61,7 @@ ABILITIES = Abilities(
     copies=True,
     tiers=(DEVICE, STORE),
     drafts=True,
+    goes_back=True,
     peers=True,
     adapters=True,
     text=True,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from banyan.base.ids import PADDING_PAGE
-from banyan.memory.groups import FULL, WINDOW, CacheGroup
+from banyan.memory.groups import WINDOW, CacheGroup
 from banyan.messages.orders import WEIGHTS, Order, ReleaseMemory, ResumeMemory, TakeWeights
 from banyan.messages.plan import DEVICE, SAMPLE, STORE, Join, Mask, PageCopy, StepPlan
 
@@ -248,7 +248,7 @@ class Laws:
     def first_read(self, g: int, start: int) -> int:
         """Lowest position that a row starting at `start` reads of a group with K and V."""
         group = self.device.groups[g]
-        return 0 if group.kind == FULL else max(0, start - group.window + 1)
+        return max(0, start - group.window + 1) if group.kind == WINDOW else 0
 
     def use(self, launched: Launched, group: int, page: int, user: int, is_write: bool) -> None:
         """Rule R1: whoever writes a page has no other user in flight."""

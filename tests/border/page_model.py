@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.config.card import FULL, WINDOW, ModelCard
+from banyan.config.card import FULL, STATE, WINDOW, ModelCard
 from banyan.layers.cache import CacheTensor, LayerCache
 from banyan.layers.step import AttentionSpec, StepInputs
 from banyan.ops.api import Ops
@@ -28,6 +28,7 @@ from tests.border.page_numbers import (
     POINTED,
     POSITION_FACTORS,
     RANKS,
+    STATEFUL,
     STEP,
     TOKEN_CODES,
     VOCAB,
@@ -61,16 +62,12 @@ class Staircase:
 class PageModel:
     """
     Args:
-        windows: by layer, positions that it sees; 0 = all.
+        windows: by layer, positions that it sees; 0 = all; STATEFUL.
     """
 
     def __init__(self, card: ModelCard, ops: Ops, windows: tuple[int, ...]) -> None:
-        kept = CacheTensor((KV_HEADS, HEAD_DIM), ops.cache_dtype)
         self.card = card
-        self.caches = [
-            LayerCache(layer, {"k": kept, "v": kept}, WINDOW if window else FULL, window)
-            for layer, window in enumerate(windows)
-        ]
+        self.caches = [_cache(layer, window, ops) for layer, window in enumerate(windows)]
         self._ops = ops
         self._specs = [
             AttentionSpec(layer, HEADS, KV_HEADS, HEAD_DIM, 1.0, window)
@@ -81,8 +78,10 @@ class PageModel:
         self._factors = pack.table(POSITION_FACTORS)
         self._token_keys = pack.table(_token_keys())
         self._position_keys = pack.table(_position_keys())
-        self._queries = [pack.table(_queries(window)) for window in windows]
-        self._counts = [pack.table(_counts(window)) for window in windows]
+        self._ones = pack.table(np.ones((LONGEST, 1)))
+        self._before = torch.tensor([[POINTED], [0]]).float().expand(2, WIDTH).contiguous()
+        self._queries = [pack.table(_queries(max(0, window))) for window in windows]
+        self._counts = [pack.table(_counts(max(0, window))) for window in windows]
         self._spread = pack.linear(np.tile(np.eye(HEAD_DIM, WIDTH), (KV_HEADS, 1)))
         self._gather = pack.linear(_gather())
         # The largest sum there can be is one of LONGEST codes and the single ones beside it.
@@ -104,6 +103,9 @@ class PageModel:
         units = self._remainder(ops.silu_and_mul(ops.concat(parts)))
         for spec, queries, counts in zip(self._specs, self._queries, self._counts, strict=True):
             code = self._count(units, self._count_bias)  # [tokens, WIDTH]
+            if spec.window == STATEFUL:
+                units = self._remainder(self._through_states(spec.layer, code, step))
+                continue
             values = self._spread(code).unflatten(-1, (KV_HEADS, HEAD_DIM))
             query = queries(step.positions).unflatten(-1, (HEADS, HEAD_DIM))
             read = step.attention(spec, query, keys, values).flatten(1)
@@ -111,6 +113,15 @@ class PageModel:
             total = ops.silu_and_mul(ops.concat([counts(step.positions), read[:, :WIDTH]]))
             units = self._remainder(ops.add(total, self._gather(read)))
         return units
+
+    def _through_states(self, layer: int, code: Tensor, step: StepInputs) -> Tensor:
+        """The sum of all codes so far, and the one before times POINTED."""
+        kept, rows = step.states(layer)
+        one, values = self._ones(step.positions), code.unflatten(-1, (1, WIDTH))
+        key = one.unflatten(-1, (1, 1))
+        total = self._ops.scan(key, key, values, one, one, None, False, kept["sum"], rows)
+        before = self._ops.short_conv(code, self._before, None, False, kept["before"], rows)
+        return self._ops.add(total.flatten(1), before)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)
@@ -139,6 +150,21 @@ class _Packer:
         up = np.kron(np.eye(WIDTH), np.full((len(thresholds), 1), SHARP))
         bias = np.tile(SHARP * (0.5 - thresholds), WIDTH)
         return Staircase(self._ops, self.linear(up), torch.from_numpy(bias).float())
+
+
+def kind_of(window: int) -> str:
+    return STATE if window == STATEFUL else WINDOW if window else FULL
+
+
+def _cache(layer: int, window: int, ops: Ops) -> LayerCache:
+    kept = CacheTensor((KV_HEADS, HEAD_DIM), ops.cache_dtype)
+    tensors = {"k": kept, "v": kept}
+    if window == STATEFUL:
+        tensors = {
+            "sum": CacheTensor((1, 1, WIDTH), torch.float32),
+            "before": CacheTensor((1, WIDTH), torch.float32),
+        }
+    return LayerCache(layer, tensors, kind_of(window), max(0, window))
 
 
 def _stored(weight: np.ndarray) -> StoredWeight:

@@ -20,6 +20,8 @@ LONGEST = 192
 """Positions that the tables have."""
 POINTED, LOWEST, LARGEST = 3, 5, 7
 """Factors of what is read, beside the sum."""
+STATEFUL = -1
+"""In the place of a layer's window: it keeps a state of the sum, and of the code before."""
 STEP = 128
 """Between the ranks of two tokens: more than there are positions of a request."""
 UNITS = WIDTH * (BASE - 1)
@@ -57,7 +59,7 @@ class Prefix:
     """The codes of a sequence that only grows.
 
     Attributes:
-        windows: by layer, positions that it sees; 0 = all.
+        windows: by layer, positions that it sees; 0 = all; STATEFUL.
     """
 
     windows: tuple[int, ...]
@@ -77,6 +79,10 @@ class Prefix:
             codes, sums = self.codes[layer], self._sums[layer]
             codes.append(code)
             sums.append(sums[-1] + code)
+            if window == STATEFUL:
+                before = codes[position - 1] if position else np.zeros(WIDTH, np.int64)
+                code = (sums[-1] + POINTED * before) % BASE
+                continue
             first = lowest(position, window)
             code = (
                 sums[-1]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from banyan.config.card import FULL, LAST, WINDOW, ModelCard, Pooling
+from banyan.config.card import LAST, STATE, ModelCard, Pooling
 from banyan.layers.build import Build
 from banyan.memory.groups import CacheGroup
 from banyan.ops.api import Ops
@@ -12,8 +12,8 @@ from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative.base import Drafter
-from tests.border.page_model import HEAD_DIM, HEADS, KV_HEADS, PageModel
-from tests.border.page_numbers import LAYERS, UNITS, VOCAB
+from tests.border.page_model import HEAD_DIM, HEADS, KV_HEADS, PageModel, kind_of
+from tests.border.page_numbers import LAYERS, STATEFUL, UNITS, VOCAB
 
 CPU = torch.device("cpu")
 COMPILED_PAGE = 16
@@ -27,7 +27,7 @@ class Shape:
     """What differs between one real runner and the next.
 
     Attributes:
-        groups: the cache groups that the engine plans with: one, or a full and a window group.
+        groups: the cache groups that the engine plans with: a full one, and perhaps others.
         spare: pages of each group that the engine does not know.
         is_recorded: compiled ops and recorded steps; else torch's ops, the model called each time.
         is_pooling: served for vectors instead of text.
@@ -44,8 +44,9 @@ class Shape:
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """By layer. The middle one is the one with the window, if there is one."""
-        return (0, *[self.groups[-1].window] * (LAYERS - 2), 0)
+        """By layer: the first sees everything, the others are of what else there is."""
+        others = [STATEFUL if g.kind == STATE else g.window for g in self.groups[1:]]
+        return (0, *others, *[0] * (LAYERS - 1 - len(others)))
 
 
 def bind_ops(is_recorded: bool, page_size: int) -> Ops:
@@ -78,7 +79,7 @@ def build_runner(
         num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         context_length=shape.max_length,
-        layer_kinds=tuple(WINDOW if window else FULL for window in shape.windows),
+        layer_kinds=tuple(kind_of(window) for window in shape.windows),
         window=max(shape.windows),
         pooling=Pooling(LAST, normalize=False) if shape.is_pooling else None,
     )

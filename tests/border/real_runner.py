@@ -17,6 +17,7 @@ import numpy as np
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import PADDING_PAGE, PageId, SlotId, StepId
+from banyan.memory.groups import STATE
 from banyan.messages.orders import (
     KV_CACHE,
     WEIGHTS,
@@ -108,6 +109,8 @@ class RealRunner:
         self._started: deque[Started] = deque()
         self._away: list[tuple[int, int, int]] = []
         """(group, page, spare page): what has to come back before the next step."""
+        self._ended: list[tuple[PageCopy, bool]] = []
+        """Copies of plans within the device that have ended, well or not, and are not told."""
         self._next_copy = FIRST_COPY
         self._rows: list[Row] = []
         """Of the step that is being started, as they run."""
@@ -128,15 +131,17 @@ class RealRunner:
 
     @property
     def copies_to_report(self) -> int:
-        return 0 if self._shelf is None else self._shelf.copies
+        return len(self._ended) + (0 if self._shelf is None else self._shelf.copies)
 
     @property
     def is_quiet(self) -> bool:
-        return not self.laws.queue and (self._shelf is None or not self._shelf.is_busy)
+        is_idle = self._shelf is None or not self._shelf.is_busy
+        return not self.laws.queue and not self._ended and is_idle
 
     def launch(self, plan: StepPlan) -> None:
-        are_moves = all(not copy.is_on_device for copy in plan.copies)
-        require(are_moves, f"step {plan.step} copies pages of groups without states")
+        states = [g for g, group in enumerate(self._device.groups) if group.kind == STATE]
+        are_right = all(not copy.is_on_device or copy.group in states for copy in plan.copies)
+        require(are_right, f"step {plan.step} copies pages of groups without states")
         self.laws.launch(plan)
         if self._random.random() < 0.6:
             self._start_all()
@@ -156,6 +161,8 @@ class RealRunner:
         return result
 
     def report_copies(self, count: int) -> CopyResult:
+        if self._ended:
+            return self._report_states(count)
         assert self._shelf is not None
         result = self._shelf.copy(count)
         for copy_id in (*result.ids, *result.failed):
@@ -164,6 +171,17 @@ class RealRunner:
             what = "failed loads" if kind == "loaded" else "failed writes"
             self.seen[f"{kind} pages" if copy_id in result.ids else what] += 1
         return result
+
+    def _report_states(self, count: int) -> CopyResult:
+        self._random.shuffle(self._ended)
+        batch, self._ended = self._ended[:count], self._ended[count:]
+        for copy, is_good in batch:
+            del self.laws.copies[copy.id]
+            if is_good:
+                self.seen["restored states" if copy.when == "before" else "kept states"] += 1
+        return CopyResult(
+            [c.id for c, good in batch if good], [c.id for c, good in batch if not good]
+        )
 
     def look(self, lookups: list[Lookup]) -> None:
         require(not lookups or self._shelf is not None, "there is no store to look in")
@@ -198,7 +216,9 @@ class RealRunner:
         self._spoil_fresh(launched)
         copies = self._bring_back()
         for copy in plan.copies:
-            if copy.dst.tier != STORE:  # what comes from the store comes later
+            if copy.is_on_device:
+                self._note_state(launched, copy)
+            elif copy.dst.tier != STORE:  # what comes from the store comes later
                 self._spoil(copy.group, [copy.dst.page])
                 self.laws.use(launched, copy.group, copy.dst.page, -copy.id, is_write=True)
         self._note_uses(launched)
@@ -207,7 +227,7 @@ class RealRunner:
         self._arm(launched)
         is_checked = self._random.random() < 0.25 and not plan.orders
         before = self._snapshot() if is_checked else None
-        sheet = msgspec.structs.replace(plan, copies=[*plan.copies, *copies, *out])
+        sheet = msgspec.structs.replace(plan, copies=[*copies, *plan.copies, *out])
         pending = self._taker.launch(sheet, partial(self._mask_of, launched))
         if self._broken is not None:
             raise self._broken
@@ -217,7 +237,16 @@ class RealRunner:
         if before is not None:
             self._check_writes(launched, before, sheet.copies)
         self._injector.step, self._injector.nan_tokens = "", ()
-        self._settle_copies(pending, copies, out)
+        self._settle_copies(pending, copies, out, [c for c in plan.copies if c.is_on_device])
+
+    def _note_state(self, launched: Launched, copy: PageCopy) -> None:
+        """A state on its way into the tree, or out of it: its target holds nothing before."""
+        life = launched.rows[copy.row].life if copy.row >= 0 else -copy.id
+        self.laws.copy_lives[copy.id] = life
+        writer = life if copy.when == "before" else -copy.id
+        self.laws.use(launched, copy.group, copy.dst.page, writer, is_write=True)
+        self.laws.use(launched, copy.group, copy.src.page, -copy.id, is_write=False)
+        self._spoil(copy.group, [copy.dst.page])
 
     def _mask_of(self, launched: Launched, index: int) -> bytes:
         """A mask that came with no plan; the runner waits for it here, in the middle of a step."""
@@ -359,32 +388,36 @@ class RealRunner:
         """Which pages the rows write and read, for rule R1."""
         for index, (row, slot) in enumerate(zip(self._rows, launched.rows, strict=True)):
             where = launched.where(index)
-            for g, group in enumerate(self._device.groups):
-                size = group.page_tokens
-                for at in range(row.start // size, (row.start + row.count - 1) // size + 1):
+            for g in range(len(self._device.groups)):
+                for at in self._indices(g, row.start, row.start + row.count):
                     page = self.laws.page_at(where, slot, g, at)
                     self.laws.use(launched, g, page, slot.life, is_write=True)
         for index, (row, slot) in enumerate(zip(self._rows, launched.rows, strict=True)):
             where = launched.where(index)
-            for g, group in enumerate(self._device.groups):
-                size = group.page_tokens
+            for g in range(len(self._device.groups)):
                 first = self.laws.first_read(g, row.start)
-                for at in range(first // size, -(-row.start // size)):
+                for at in self._indices(g, first, row.start):
                     page = self.laws.page_at(where, slot, g, at)
                     self.laws.use(launched, g, page, slot.life, is_write=False)
                     self.laws.note_sharing(launched, g, page, slot)
 
     def _touched(self, launched: Launched, g: int, reads: bool) -> set[int]:
         """Pages of a group that the step's rows may write, or may read as well."""
-        size = self._device.groups[g].page_tokens
         return {
             slot.tables[g][at]
             for row, slot in zip(self._rows, launched.rows, strict=True)
-            for at in range(
-                (self.laws.first_read(g, row.start) if reads else self._lowest(row, slot)) // size,
-                (row.start + row.count - 1) // size + 1,
+            for at in self._indices(
+                *(g, self.laws.first_read(g, row.start) if reads else self._lowest(row, slot)),
+                row.start + row.count,
             )
         }
+
+    def _indices(self, g: int, first: int, end: int) -> range:
+        """Where a request's page table has the positions first … end − 1."""
+        group = self._device.groups[g]
+        if group.kind == STATE:
+            return range(first < end)
+        return range(first // group.page_tokens, -(-end // group.page_tokens))
 
     def _lowest(self, row: Row, slot: Tenancy) -> int:
         """The first position that the row may write; of a lost slot, any of its output."""
@@ -427,13 +460,21 @@ class RealRunner:
         return PageCopy(self._next_copy, group, *pages, when)
 
     def _settle_copies(
-        self, pending: PendingStep, back: list[PageCopy], out: list[PageCopy]
+        self,
+        pending: PendingStep,
+        back: list[PageCopy],
+        out: list[PageCopy],
+        states: list[PageCopy],
     ) -> None:
         """Believe what the runner says of its copies: what it has carried away is spoiled."""
         told = pending.copies()
         done = set() if told is None else set(told.ids)
         failed = set() if told is None else set(told.failed)
-        asked = {copy.id for copy in back + out}
+        asked = {copy.id for copy in back + out + states}
+        for copy in states:
+            self._ended.append((copy, copy.id in done))
+            if copy.id in failed:
+                self._spoil(copy.group, [copy.dst.page])
         require(done | failed == asked and not done & failed, f"copies {told} of {asked}")
         self.seen["failed copies"] += len(failed)
         self.seen["copies before"] += sum(copy.id in done for copy in back)
@@ -474,7 +515,7 @@ class RealRunner:
         for g, old in enumerate(before):
             for tensor, then in zip(self._pages(g), old, strict=True):
                 differ = tensor.numpy().view(np.uint32) != then
-                changed = set(np.flatnonzero(differ.any(axis=(1, 2, 3))).tolist())
+                changed = set(np.flatnonzero(differ.reshape(len(then), -1).any(1)).tolist())
                 stray = sorted(changed - allowed[g])
                 require(not stray, f"{where} writes pages {stray} of group {g}")
 

@@ -65,10 +65,10 @@ def _seen(window: int) -> Defect:
 
 
 def _copies_no_keys(original, self, copies, when):
-    kept = {layer: pages["k"].clone() for layer, pages in self._tensors.items()}
+    kept = [(pages["k"], pages["k"].clone()) for pages in self._tensors.values() if "k" in pages]
     original(self, copies, when)
-    for layer, pages in self._tensors.items():
-        pages["k"].copy_(kept[layer])
+    for keys, before in kept:
+        keys.copy_(before)
 
 
 def _keeps_pages(original, self, leaves):

@@ -1,0 +1,60 @@
+"""Requests that take up a prefix where a state was kept."""
+
+from banyan.memory.groups import FULL, STATE, CacheGroup
+from banyan.messages.events import Failed
+from banyan.messages.plan import CopyResult
+from tests.scheduler.driver import Driver, continuation
+
+PROMPT = list(range(20, 31))
+
+
+class Stateful(Driver):
+    """Tells the end of each plan's copies right behind its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        groups = (CacheGroup(FULL, 4, 50), CacheGroup(STATE, 4, 20))
+        self.spec = type(self.spec)(groups=groups, limits=self.spec.limits, order="fcfs")
+        self.core = self.spec.build()
+
+    def complete(self, failed_row: int = -1) -> None:
+        ids = [copy.id for copy in self.flying[0].copies]
+        super().complete(failed_row)
+        if ids:
+            self.receive(CopyResult(ids))
+
+
+def restored(driver: Driver) -> list[int]:
+    """Where the rows that begin on a copied state start, plan by plan."""
+    return [
+        plan.rows[copy.row].start
+        for plan in driver.plans
+        for copy in plan.copies
+        if copy.when == "before"
+    ]
+
+
+def test_a_prompt_goes_on_where_its_last_whole_piece_ended():
+    driver = Stateful()
+    for name in ("first", "second"):
+        driver.submit(name, PROMPT)
+        driver.run()
+    assert restored(driver) == [8]
+    assert driver.outputs["first"] == driver.outputs["second"] == continuation(PROMPT, 4)
+
+
+def test_a_row_that_fails_on_a_copied_state_is_computed_from_the_start_and_then_fails():
+    driver = Stateful()
+    driver.submit("first", PROMPT)
+    driver.run()
+    driver.submit("second", PROMPT)
+    driver.launch()
+    driver.complete(failed_row=0)
+    assert "second" not in driver.ends, "the copied state may have been wrong"
+
+    driver.launch()
+    assert (driver.plans[-1].rows[0].start, restored(driver)) == (0, [8])
+    driver.complete(failed_row=0)
+
+    assert isinstance(driver.ends["second"], Failed)
+    driver.run()
