@@ -85,7 +85,8 @@ def _start(
     on_death: OnDeath,
     secret: str,
 ) -> EngineHandle:
-    server = replace(config.server, api_key="", admin_api_key="")  # an engine lets nobody in
+    # an engine lets nobody in
+    server = replace(config.server, api_key="", admin_api_key="", ssl_password="")
     duty = Duty(ENGINE, replace(config, server=server), card, address, secret=secret)
     child.assign(duty.encode())
     child.watch(on_death)

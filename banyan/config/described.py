@@ -5,7 +5,7 @@ from banyan.config.flags.flag import SWITCH, Flag
 from banyan.config.flags.table import GROUPS
 from banyan.config.schema import Config
 
-_SECRET = ("api-key", "admin-api-key")
+_SECRET = ("api-key", "admin-api-key", "ssl-keyfile-password")
 
 
 def described(config: Config) -> dict[str, object]:

@@ -340,6 +340,15 @@ class ServerConfig:
     """Requests may name installed logit processors."""
     hidden_states: bool = False
     """Requests may ask for hidden states."""
+    ssl_cert: str = ""
+    """File of the certificate; "" = connections are not encrypted."""
+    ssl_key: str = ""
+    """File of its key; "" = it is in the same file."""
+    ssl_password: str = ""
+    ssl_ca: str = ""
+    """File of certificates that those of clients must be signed by; "" = clients need none."""
+    ssl_refresh: bool = False
+    """A certificate that changes is taken without a restart."""
     disable_console: bool = False
     """Browsers that open / get a page that says what the server is, and not the console."""
     require_key: bool = False
@@ -348,6 +357,10 @@ class ServerConfig:
     @property
     def has_keys(self) -> bool:
         return bool(self.api_key or self.api_key_file)
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.ssl_cert else "http"
 
     @property
     def words_wait(self) -> bool:

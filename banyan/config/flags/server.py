@@ -41,6 +41,42 @@ FLAGS = (
         proof="tests/server/test_door.py::test_each_route_takes_only_its_own_key",
     ),
     Flag(
+        "ssl-certfile",
+        "server.ssl_cert",
+        "certificate in PEM: the server speaks HTTPS",
+        documented=False,
+        proof="tests/server/test_tls.py::test_a_server_with_a_certificate_speaks_https",
+    ),
+    Flag(
+        "ssl-keyfile",
+        "server.ssl_key",
+        "the certificate's key in PEM; default: in the same file",
+        documented=False,
+        proof="tests/server/test_tls.py::test_a_server_with_a_certificate_speaks_https",
+    ),
+    Flag(
+        "ssl-keyfile-password",
+        "server.ssl_password",
+        "of that key, if it has one",
+        documented=False,
+        proof="tests/server/test_tls.py::test_a_key_may_have_a_password",
+    ),
+    Flag(
+        "ssl-ca-certs",
+        "server.ssl_ca",
+        "certificates in PEM; clients must show one that is signed by them",
+        documented=False,
+        proof="tests/server/test_tls.py::test_clients_must_show_a_certificate_when_told_so",
+    ),
+    Flag(
+        "enable-ssl-refresh",
+        "server.ssl_refresh",
+        "take a certificate and key that change, for connections to come",
+        kind=SWITCH,
+        documented=False,
+        proof="tests/server/test_tls.py::test_another_certificate_is_taken_without_a_restart",
+    ),
+    Flag(
         "allowed-hosts",
         "server.allowed_hosts",
         "other names that clients may call the server by, as behind a proxy that keeps the header "

@@ -6,6 +6,7 @@ Knows no routes and nothing of what is served.
 import contextlib
 import errno
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
@@ -81,23 +82,30 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def web_server(app: Application, keep_alive_s: int, closing_s: float) -> uvicorn.Server:
+def web_server(
+    app: Application,
+    keep_alive_s: int,
+    closing_s: float,
+    encryption: ssl.SSLContext | None = None,
+) -> uvicorn.Server:
     """uvicorn over `app`; `serve([listener])` runs it until `should_exit`.
 
     Args:
         closing_s: what connections get to close in order.
+        encryption: None = connections are not encrypted.
     """
-    return _Uvicorn(
-        uvicorn.Config(
-            app,
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=keep_alive_s,
-            timeout_graceful_shutdown=int(closing_s),
-        )
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=keep_alive_s,
+        timeout_graceful_shutdown=int(closing_s),
     )
+    config.load()
+    config.ssl = encryption
+    return _Uvicorn(config)

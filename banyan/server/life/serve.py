@@ -26,6 +26,7 @@ from banyan.server.batches.route import resume_batches
 from banyan.server.http.app import App
 from banyan.server.http.listen import bind, check_exposure, web_server
 from banyan.server.http.state import ServerState
+from banyan.server.http.tls import tls_context
 from banyan.server.life import deadline
 from banyan.server.life.daemon import in_daemon
 from banyan.server.life.startup import end_phase, open_service, report
@@ -95,7 +96,9 @@ class Server:
         self._start_engine = start_engine
         self._ending: asyncio.Future[Ending] | None = None
         self._now = asyncio.Event()
-        self._web = web_server(self.app, config.server.keep_alive_s, CLOSING_S)
+        self._web = web_server(
+            self.app, config.server.keep_alive_s, CLOSING_S, tls_context(config.server)
+        )
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -183,7 +186,11 @@ class Server:
         host = self._config.server.host
         shown = f"[{host}]" if ":" in host else host
         await resume_batches(self.state)
-        report(self.state, service, f"http://{shown}:{self._listener.getsockname()[1]}")
+        report(
+            self.state,
+            service,
+            f"{self._config.server.scheme}://{shown}:{self._listener.getsockname()[1]}",
+        )
 
     async def _drain(self) -> None:
         limit_s = self._config.server.drain_timeout_s

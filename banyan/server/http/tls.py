@@ -1,0 +1,102 @@
+"""TLS: the certificate that a server shows, and those that it asks of its clients."""
+
+import os
+import ssl
+
+from banyan.base.clock import Clock, WallClock
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.config.schema import ServerConfig
+
+log = logger(__name__)
+
+LOOK_S = 1.0
+"""How often the files are looked at while connections come (--enable-ssl-refresh)."""
+_PROTOCOLS = ["http/1.1"]
+
+
+def tls_context(server: ServerConfig, clock: Clock | None = None) -> ssl.SSLContext | None:
+    """What connections are encrypted with; None = they are not.
+
+    Raises:
+        ConfigError: a file is missing or not what it must be, or another flag is.
+    """
+    if not server.ssl_cert:
+        if server.ssl_key or server.ssl_ca or server.ssl_password or server.ssl_refresh:
+            raise ConfigError(
+                "TLS needs a certificate", hint="give --ssl-certfile, with --ssl-keyfile"
+            )
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(_PROTOCOLS)
+    _load(context, server)
+    if server.ssl_ca:
+        try:
+            context.load_verify_locations(server.ssl_ca)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(f"--ssl-ca-certs {server.ssl_ca}: {_why(error)}") from None
+        context.verify_mode = ssl.CERT_REQUIRED
+    if server.ssl_refresh:
+        _Refresh(context, server, clock or WallClock())
+    return context
+
+
+class _Refresh:
+    """Takes another certificate for connections to come when its files are other ones. Bad files
+    change nothing, and are told."""
+
+    def __init__(self, context: ssl.SSLContext, server: ServerConfig, clock: Clock) -> None:
+        self._server = server
+        self._clock = clock
+        self._looked_s = clock.now()
+        self._seen = self._state()
+        context.sni_callback = self._look
+
+    def _look(self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        """Called as each connection begins, whether it names a server or not."""
+        now = self._clock.now()
+        if now - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now
+        state = self._state()
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            _load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), self._server)  # a bad pair spoils one
+            _load(context, self._server)
+        except ConfigError as error:
+            log.error("the certificate stays as it was: %s", error)
+        else:
+            log.info("took the certificate of %s", self._server.ssl_cert)
+
+    def _state(self) -> list[tuple[int, int, int]]:
+        """What differs when files are other ones."""
+        found: list[tuple[int, int, int]] = []
+        for path in (self._server.ssl_cert, self._server.ssl_key):
+            if path and os.path.exists(path):
+                facts = os.stat(path)
+                found.append((facts.st_ino, facts.st_mtime_ns, facts.st_size))
+        return found
+
+
+def _load(context: ssl.SSLContext, server: ServerConfig) -> None:
+    # Without a password OpenSSL would ask for one on the terminal.
+    try:
+        context.load_cert_chain(
+            server.ssl_cert, server.ssl_key or None, lambda: server.ssl_password
+        )
+    except (OSError, ssl.SSLError, ValueError) as error:
+        files = f"--ssl-certfile {server.ssl_cert}"
+        if server.ssl_key:
+            files += f", --ssl-keyfile {server.ssl_key}"
+        raise ConfigError(
+            f"{files}: {_why(error)}", hint="give a certificate and its own key, in PEM"
+        ) from None
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return error.reason or "it is not in PEM"
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)

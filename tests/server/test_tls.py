@@ -1,0 +1,149 @@
+"""HTTPS: certificates, keys with a password, clients that must show one, and new ones."""
+
+import asyncio
+import contextlib
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
+
+from banyan.base.clock import VirtualClock
+from banyan.base.errors import ConfigError
+from banyan.config.described import described
+from banyan.config.schema import ServerConfig
+from banyan.server.http.listen import bind, web_server
+from banyan.server.http.tls import LOOK_S, tls_context
+from tests.flags import config_of
+from tests.server.fakes import Site
+
+AUTHORITY = trustme.CA()
+
+
+def files(folder: Path, number: int = 0) -> tuple[str, str]:
+    """A certificate for this machine and its key."""
+    issued = AUTHORITY.issue_cert("localhost", "127.0.0.1")
+    key, cert = folder / f"{number}.key", folder / f"{number}.pem"
+    issued.private_key_pem.write_to_path(key)
+    cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    return str(cert), str(key)
+
+
+def flags(folder: Path, *more: str) -> ServerConfig:
+    cert, key = files(folder)
+    return config_of("--ssl-certfile", cert, "--ssl-keyfile", key, *more).server
+
+
+def trusting() -> ssl.SSLContext:
+    """A client's, who knows the authority alone."""
+    context = ssl.create_default_context()
+    AUTHORITY.configure_trust(context)
+    return context
+
+
+@contextlib.contextmanager
+def serving(context: ssl.SSLContext | None) -> Iterator[int]:
+    """The application behind real connections; yields its port."""
+    listener = bind(ServerConfig(port=0))
+    web = web_server(Site().app, 5, 1.0, context)
+    thread = threading.Thread(target=lambda: asyncio.run(web.serve([listener])), daemon=True)
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        web.should_exit = True
+        thread.join(10)
+        listener.close()
+
+
+def test_a_server_with_a_certificate_speaks_https(tmp_path: Path) -> None:
+    with serving(tls_context(flags(tmp_path))) as port:
+        with httpx.Client(base_url=f"https://localhost:{port}", verify=trusting()) as client:
+            assert client.get("/livez").status_code == 200
+            body = {"text": "ab", "stream": True}
+            with client.stream("POST", "/generate", json=body) as answer:
+                assert answer.read().endswith(b"data: [DONE]\n\n")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://localhost:{port}/livez")
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"https://localhost:{port}/livez")  # nobody vouches for the authority
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_old_versions_of_the_protocol_are_refused(tmp_path: Path) -> None:
+    client = trusting()
+    client.minimum_version, client.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
+    with serving(tls_context(flags(tmp_path))) as port, pytest.raises(httpx.ConnectError):
+        httpx.get(f"https://localhost:{port}/livez", verify=client)
+
+
+def test_a_key_may_have_a_password(tmp_path: Path) -> None:
+    cert, key = files(tmp_path)
+    plain = serialization.load_pem_private_key(Path(key).read_bytes(), None)
+    hidden = plain.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"sesame"),
+    )
+    Path(key).write_bytes(hidden)
+    given = ("--ssl-certfile", cert, "--ssl-keyfile", key)
+    assert tls_context(config_of(*given, "--ssl-keyfile-password", "sesame").server)
+    for wrong in ((), ("--ssl-keyfile-password", "other")):
+        with pytest.raises(ConfigError, match="--ssl-keyfile"):
+            tls_context(config_of(*given, *wrong).server)
+
+
+def test_clients_must_show_a_certificate_when_told_so(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    AUTHORITY.cert_pem.write_to_path(ca)
+    with serving(tls_context(flags(tmp_path, "--ssl-ca-certs", str(ca)))) as port:
+        url = f"https://localhost:{port}/livez"
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url, verify=trusting())
+        known = trusting()
+        AUTHORITY.issue_cert("a-client").configure_cert(known)
+        assert httpx.get(url, verify=known).status_code == 200
+
+
+@pytest.mark.parametrize("more", [(), ("--enable-ssl-refresh",)])
+def test_another_certificate_is_taken_without_a_restart(tmp_path: Path, more, caplog) -> None:
+    clock = VirtualClock()
+    with serving(tls_context(flags(tmp_path, *more), clock)) as port:
+
+        def shown() -> str:
+            return ssl.get_server_certificate(("127.0.0.1", port))
+
+        first = shown()
+        clock.advance_to(LOOK_S + 1)
+        assert shown() == first
+        other = files(tmp_path, 1)
+        Path(other[0]).replace(tmp_path / "0.pem")  # between the two the pair does not fit
+        clock.advance_to(2 * (LOOK_S + 1))
+        assert shown() == first
+        assert ("the certificate stays as it was" in caplog.text) == bool(more)
+        Path(other[1]).replace(tmp_path / "0.key")
+        clock.advance_to(3 * (LOOK_S + 1))
+        shown()
+        assert (shown() != first) == bool(more)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (("--ssl-keyfile", "x"), "give --ssl-certfile"),
+        (("--enable-ssl-refresh",), "give --ssl-certfile"),
+        (("--ssl-certfile", "/none.pem"), "/none.pem: No such file"),
+        (("--ssl-certfile", __file__), "in PEM"),
+    ],
+)
+def test_what_is_wrong_with_the_files_is_told(given, told) -> None:
+    with pytest.raises(ConfigError, match=f"(?i){told}"):
+        tls_context(config_of(*given).server)
+
+
+def test_a_password_is_never_shown(tmp_path: Path) -> None:
+    assert "sesame" not in str(described(config_of("--ssl-keyfile-password", "sesame")))
