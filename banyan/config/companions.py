@@ -46,6 +46,11 @@ _RULES = (
         lambda c: not c.observe.writes_records,
         "no records are written without --export-metrics-to-file",
     ),
+    _Idle(
+        "oltp-traces-endpoint otlp-service-name",
+        lambda c: not c.observe.traces,
+        "nothing is traced without --enable-trace",
+    ),
     _Idle("journal-bytes", lambda c: not c.observe.journal, "there is no --journal"),
     _Idle(
         "schedule-low-priority-values-first priority-scheduling-preemption-threshold "

@@ -408,6 +408,12 @@ class ObserveConfig:
     records: str = ""
     dumps: str = ""
     """Folder of the requests that came before an engine was lost; "" = none are kept."""
+    traces: bool = False
+    """Send a span for each request, and for each of its phases."""
+    traces_endpoint: str = "http://localhost:4318/v1/traces"
+    """Where they are sent to, as OTLP over HTTP."""
+    traces_service: str = "banyan"
+    """How this server is called there."""
     slow_gc_s: float = 0.0
     """Collections of garbage that take longer are reported; 0 = none are."""
     log_format: str = "text"

@@ -30,6 +30,7 @@ OPEN_PATHS = {
     "/health",
     "/health_generate",
     "/favicon.ico",
+    "/console/",
 }
 ADMIN_SAMPLE = {"/flush_cache", "/load_lora_adapter", "/configure_logging"}
 USER = [{"role": "user", "content": "Hi"}]

@@ -155,6 +155,27 @@ FLAGS = (
         proof="tests/server/test_metrics.py::test_lengths_have_the_bounds_of_their_rule",
     ),
     Flag(
+        "enable-trace",
+        "observe.traces",
+        "send a span for each request and each of its phases, as OTLP over HTTP",
+        kind=SWITCH,
+        proof="tests/system/test_traces.py::test_a_request_is_a_trace_with_its_phases",
+    ),
+    Flag(
+        "oltp-traces-endpoint",
+        "observe.traces_endpoint",
+        "where spans are sent to: http://HOST:PORT of a collector",
+        aliases=("otlp-traces-endpoint",),
+        proof="tests/system/test_traces.py::test_a_request_is_a_trace_with_its_phases",
+    ),
+    Flag(
+        "otlp-service-name",
+        "observe.traces_service",
+        "how this server is called in traces",
+        documented=False,
+        proof="tests/system/test_traces.py::test_a_request_is_a_trace_with_its_phases",
+    ),
+    Flag(
         "gc-warning-threshold-secs",
         "observe.slow_gc_s",
         "report collections of garbage that take longer; 0 = none",

@@ -54,7 +54,7 @@ class Metrics(Meter, Protocol):
     def show(self) -> bytes: ...
 
 
-_OWN = ("probe", "warm-up")
+OWN = ("probe", "warm-up")
 """Routes of requests that nobody has sent."""
 
 
@@ -69,7 +69,7 @@ class Metered:
         self._inner.check(requests)
 
     async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
-        if request.route in _OWN:
+        if request.route in OWN:
             async with aclosing(self._inner.generate(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk

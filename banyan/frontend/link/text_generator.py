@@ -156,11 +156,14 @@ def open_generator(
     observe: ObserveConfig,
     meters: Sequence[Meter] = (),
     weight_of: WeightOf = _equal,
+    watch: Callable[[Generator], Generator] | None = None,
 ) -> Generator:
-    """The generator that serves every route, metering and logging requests if asked to."""
+    """The generator that serves every route, metering, watching and logging if asked to."""
     generator: Generator = TextGenerator(client, tokenizer, limits, weight_of)
     if all_meters := (*meters, *meters_of(observe)):
         generator = Metered(generator, all_meters)
+    if watch is not None:
+        generator = watch(generator)
     return with_log(generator, tokenizer, observe)
 
 

@@ -96,6 +96,8 @@ class Exchange:
         """The field that the error names."""
         self.route = ""
         """Path of the route; "" where there is none."""
+        self.trace = ""
+        """Its place in a trace, as the header traceparent has it; "" where none is kept."""
         self.num_sent = 0
         """Bytes of the answer so far."""
         self.started = False
@@ -249,6 +251,8 @@ class Exchange:
         ]
         if given := self.headers.get(b"x-request-id"):
             lines.append((b"x-client-request-id", _ascii(given.decode("latin-1"), 128)))
+        if self.trace:
+            lines.append((b"traceresponse", self.trace.encode()))
         lines += _for_pages(self.page)
         if self.warnings:
             lines.append((b"x-banyan-warnings", _ascii("; ".join(self.warnings), WARNINGS_CHARS)))

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
@@ -36,6 +37,9 @@ from banyan.server.http.probe import SharedProbe
 from banyan.server.store.responses import ResponseStore
 from banyan.server.store.storage import Storage, storage_path
 from banyan.server.tool_servers.base import ToolServers
+
+if TYPE_CHECKING:
+    from banyan.server.http.tracing import Tracing
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,8 @@ class ServerState:
     """None where nothing is counted."""
     recent: Recent | None = None
     """None where nothing is kept for the loss of an engine."""
+    traces: "Tracing | None" = None
+    """None where nothing is traced."""
     keys: Keys = field(init=False)
     tool_servers: ToolServers = field(default_factory=ToolServers)
     """Set once, before the model is loaded."""

@@ -44,6 +44,9 @@ ENDED_S = 1.0
 CLOSING_S = 1.0
 """For last events to reach clients, and for connections to close."""
 
+LAST_SPANS_S = 3.0
+"""For a collector to take the last spans of a server that ends."""
+
 LEAVING_S = 30.0
 """For engines and connections to end once the drain is over; what takes longer is cut off."""
 
@@ -127,6 +130,16 @@ class Server:
             stops = [supervisor.stop() for supervisor in supervisors]
             await asyncio.gather(web, watch, *stops, return_exceptions=True)
             await fleet.close()
+            await self._send_traces()
+
+    async def _send_traces(self) -> None:
+        """The spans that have not been sent; a collector that does not answer is not waited for."""
+        if self.state.traces is None:
+            return
+        try:
+            await asyncio.wait_for(in_daemon(self.state.traces.close), LAST_SPANS_S)
+        except TimeoutError:
+            log.warning("the last spans were not taken within %g s", LAST_SPANS_S)
 
     def _open_engines(self) -> tuple[list[Supervisor], Fleet]:
         """Who keeps each replica running, and the face of all of them."""
@@ -181,6 +194,7 @@ class Server:
         for supervisor in supervisors:
             supervisor.start(self.state.config, card)
         self.state.service = service = await open_service(self.state, card, fleet)
+        self.app.traces = self.state.traces
         for supervisor in supervisors:
             supervisor.settled()
         host = self._config.server.host

@@ -28,6 +28,7 @@ from banyan.frontend.words.load import open_tokenizer
 from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.messages.events import Ready
 from banyan.server.admin.metrics import open_metrics
+from banyan.server.admin.traces import open_traces
 from banyan.server.http.state import ServerState, Service
 from banyan.server.life.warmup import warm_up
 
@@ -62,6 +63,8 @@ async def open_service(state: ServerState, card: ModelCard, client: Replicas) ->
     state.metrics = open_metrics(config, state.served_name, client.replicas)
     if config.observe.dumps:
         state.recent = Recent(Path(config.observe.dumps))
+    state.traces = open_traces(config.observe, state.served_name, state.version)
+    watch = None if state.traces is None else state.traces.watch
     service = Service(
         card=card,
         ready=ready,
@@ -70,6 +73,7 @@ async def open_service(state: ServerState, card: ModelCard, client: Replicas) ->
             *(client, words.tokenizer, limits, config.observe),
             [meter for meter in (state.metrics, state.recent) if meter is not None],
             state.keys.weight_of,
+            watch,
         ),
         limits=limits,
         tokenizer=words.tokenizer,

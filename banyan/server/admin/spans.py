@@ -1,0 +1,177 @@
+"""Spans by OpenTelemetry's SDK, sent as OTLP over HTTP by a thread of its own.
+
+A span is made when its request ends, of times that are known then, so that a request which is not
+sampled costs next to nothing, and one that is costs nothing per token. What is sampled, and how
+spans are batched, is the SDK's to know (OTEL_TRACES_SAMPLER, OTEL_BSP_…).
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from banyan.base.errors import RequestError
+from banyan.frontend.link.meter import CLOSED, OWN
+from banyan.frontend.requests.generation import Generator, TextChunk, TextRequest, Usage
+from banyan.server.http.exchange import Exchange
+
+_NS = 1_000_000_000
+_CONTEXT = ("traceparent", "tracestate")
+
+
+class Spans:
+    """Implements Tracing.
+
+    Args:
+        endpoint: where spans are sent to.
+        service: how this server is called there.
+        model: as clients call it.
+    """
+
+    def __init__(self, endpoint: str, service: str, model: str, version: str) -> None:
+        words = logging.getLogger("opentelemetry")
+        words.handlers, words.propagate = logging.getLogger("banyan").handlers, False
+        named = Resource.create({SERVICE_NAME: service, SERVICE_VERSION: version})
+        self._provider = TracerProvider(resource=named, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self._tracer = self._provider.get_tracer("banyan", version)
+        self._headers = TraceContextTextMapPropagator()
+        self._model = model
+
+    @contextlib.contextmanager
+    def exchange(self, exchange: Exchange) -> Iterator[None]:
+        given = {name: exchange.header(name.encode()) for name in _CONTEXT}
+        came_ns = time.time_ns() - int((time.monotonic() - exchange.began_s) * _NS)
+        span = self._tracer.start_span(
+            f"{exchange.method} {exchange.route}",
+            self._headers.extract({name: text for name, text in given.items() if text}),
+            SpanKind.SERVER,
+            {
+                "http.request.method": exchange.method,
+                "http.route": exchange.route,
+                "banyan.exchange.id": exchange.id,
+            },
+            start_time=came_ns,
+        )
+        own = span.get_span_context()
+        exchange.trace = f"00-{own.trace_id:032x}-{own.span_id:016x}-{own.trace_flags:02x}"
+        try:
+            with trace.use_span(span, record_exception=False, set_status_on_exception=False):
+                yield
+        except RequestError as error:
+            span.set_attribute("error.type", error.code)
+            if not exchange.started:
+                span.set_attribute("http.response.status_code", error.status)
+            if error.status >= 500:
+                span.set_status(Status(StatusCode.ERROR, error.code))
+            raise
+        finally:
+            if exchange.started:
+                span.set_attribute("http.response.status_code", exchange.status)
+            span.end()
+
+    def watch(self, generator: Generator) -> Generator:
+        return _Watched(generator, self._tracer, self._model)
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+@dataclass
+class _Course:
+    """What one sequence has come to so far; moments in nanoseconds, 0 = not yet."""
+
+    began_ns: int
+    first_ns: int = 0
+    usage: Usage | None = None
+    reason: str = CLOSED
+    is_error: bool = False
+    has_ended: bool = False
+
+
+class _Watched:
+    """A generator whose sequences have spans."""
+
+    def __init__(self, inner: Generator, tracer: Tracer, model: str) -> None:
+        self._inner = inner
+        self._tracer = tracer
+        self._model = model
+
+    def check(self, requests: Sequence[TextRequest]) -> None:
+        self._inner.check(requests)
+
+    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        course = _Course(time.time_ns())
+        span = trace.INVALID_SPAN
+        if request.route not in OWN:
+            span = self._tracer.start_span("generate", start_time=course.began_ns)
+        try:
+            async with aclosing(self._inner.generate(request)) as chunks:
+                async for chunk in chunks:
+                    if not course.first_ns and chunk.usage.output_tokens:
+                        course.first_ns = time.time_ns()
+                    if chunk.finish is not None:
+                        finish, course.has_ended = chunk.finish, True
+                        course.is_error = finish.status >= 500
+                        course.reason = finish.code if finish.status else finish.reason
+                    course.usage = chunk.usage
+                    yield chunk
+        except RequestError as error:
+            course.reason, course.is_error = error.code, error.status >= 500
+            raise
+        finally:
+            if span.is_recording():
+                self._tell(span, request, course)
+
+    def _tell(self, span: Span, request: TextRequest, course: _Course) -> None:
+        """End the span with what is known now, and make those of its phases."""
+        now_ns, usage = time.time_ns(), course.usage
+        span.set_attributes(_asked(request, self._model))
+        span.set_attribute("gen_ai.response.finish_reasons", [course.reason])
+        if course.is_error:
+            span.set_status(Status(StatusCode.ERROR, course.reason))
+        if usage is not None:
+            span.set_attributes(_told(usage))
+            queued_ns = int(usage.queue_s * _NS) if course.has_ended else 0
+            admitted_ns = min(course.began_ns + queued_ns, course.first_ns or now_ns)
+            phases = [("prefill", admitted_ns, course.first_ns or now_ns)]
+            if course.has_ended:
+                phases.insert(0, ("queue", course.began_ns, admitted_ns))
+            if course.first_ns:
+                phases.append(("decode", course.first_ns, now_ns))
+            within = trace.set_span_in_context(span)
+            for name, begin_ns, end_ns in phases:
+                self._tracer.start_span(name, within, start_time=begin_ns).end(end_ns)
+        span.end(now_ns)
+
+
+def _asked(request: TextRequest, model: str) -> dict[str, str | int | float]:
+    sampling = request.sampling
+    return {
+        "gen_ai.operation.name": request.route,
+        "gen_ai.request.model": model,
+        "gen_ai.request.max_tokens": sampling.max_new_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "banyan.request.id": request.id,
+    }
+
+
+def _told(usage: Usage) -> dict[str, int | float]:
+    return {
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.output_tokens,
+        "banyan.cached_tokens": usage.cached_tokens,
+        "banyan.stored_tokens": usage.stored_tokens,
+        "banyan.retractions": usage.retractions,
+    }

@@ -1,0 +1,23 @@
+"""Tracing: what the server needs of whoever traces its requests. Knows no way to do it."""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from banyan.frontend.requests.generation import Generator
+from banyan.server.http.exchange import Exchange
+
+
+class Tracing(Protocol):
+    """Called on the event loop. No span carries anything of a request's text."""
+
+    def exchange(self, exchange: Exchange) -> AbstractContextManager[None]:
+        """The span of one HTTP request, within the caller's trace where its headers name one."""
+        ...
+
+    def watch(self, generator: Generator) -> Generator:
+        """`generator`, with a span for each sequence, and in it one for each of its phases."""
+        ...
+
+    def close(self) -> None:
+        """Send what has not been sent yet. May take long; no call after it."""
+        ...
