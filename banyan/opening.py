@@ -11,23 +11,26 @@ import torch
 from banyan.base.clock import Clock
 from banyan.base.errors import ConfigError
 from banyan.base.heap import give_back
-from banyan.base.log import logger
+from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
+from banyan.config.checkpoint import read_card
 from banyan.config.defaults import settings_of, settle
+from banyan.config.drafts import draft_of
 from banyan.config.flags.device import ATTENTION
-from banyan.config.schema import Config
+from banyan.config.schema import Config, ModelConfig
 from banyan.engine.placement import is_placed, place_rank
 from banyan.layers.build import Build
-from banyan.layers.cache import PageGroup, align_groups, group_caches
+from banyan.layers.cache import PageGroup, align_groups, group_caches, numbered_through
 from banyan.memory.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
 from banyan.models.base import Model
 from banyan.ops.api import Ops
-from banyan.ops.bind import BoundOps, bind, kernel_table, open_toolkit
+from banyan.ops.bind import BoundOps, Toolkit, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
 from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
 from banyan.runner.kvstore import GroupLayout
-from banyan.runner.runner import RunnerSizes
+from banyan.runner.open_forward import RunnerSizes
+from banyan.runner.speculative.beside import DraftModel
 from banyan.runner.weights import load_weights
 from banyan.scheduler.budget import DRAFT_ROOM
 
@@ -78,6 +81,8 @@ class OpenModel:
     model: Model
     kernels: str
     threads: int
+    draft: DraftModel | None = None
+    """What drafts for the model, where that is a model too."""
 
 
 def open_model(
@@ -107,7 +112,8 @@ def open_model(
     device = platform.open(place, threads)
     phases.done("device")
     dtype = _DTYPES[config.model.activation_dtype]
-    ops = _bind(config, card, traits, device, threads)
+    toolkit = _open_toolkit(config, config.model, traits, threads)
+    ops = _bind(config, card, traits, device, toolkit)
     phases.done("kernels")
     groups = open_groups(
         *(rank, parallel.attention_ranks, mesh_address, traits.collectives),
@@ -132,25 +138,43 @@ def open_model(
     if card.format == "gguf" and not traits.is_host:
         log.info("quantised weights are unpacked to %s at load", config.model.activation_dtype)
     model = load_weights(config.model, card, build)
+    draft = None
+    if config.speculative.is_model:
+        if config.speculative.draft_quantization != config.model.quantization:
+            toolkit = _open_toolkit(config, draft_of(config), traits, threads)
+        draft = _open_draft(config, traits, build, toolkit)
     gc.collect()
     gc.freeze()  # the model's objects live long: never walk them again
     give_back()
     phases.done("weights")
     settings = settings_of(config, origins)
-    return OpenModel(
-        config, settings, platform, build, model, kernel_table(cast(BoundOps, ops).choices), threads
-    )
+    kernels = kernel_table(cast(BoundOps, ops).choices)
+    return OpenModel(config, settings, platform, build, model, kernels, threads, draft)
 
 
-def _bind(
-    config: Config, card: ModelCard, traits: Traits, device: torch.device, threads: int
-) -> Ops:
-    """The kernels of this rank, as the flags about them wish."""
+def _open_draft(config: Config, traits: Traits, build: Build, toolkit: Toolkit) -> DraftModel:
+    """The model that drafts, on the ranks and the device of the one that is served."""
+    model = draft_of(config)
+    card = read_card(model.path, model.load_format)
+    mine = replace(build, ops=_bind(config, card, traits, build.device, toolkit))
+    log.info("draft model=%s layers=%d", printable(model.source), card.num_layers)
+    return DraftModel(load_weights(model, card, mine), mine)
+
+
+def _open_toolkit(config: Config, model: ModelConfig, traits: Traits, threads: int) -> Toolkit:
+    """What the kernels of one model share, as the flags about them wish."""
     wishes = {
-        "quantization": config.model.quantization,
+        "quantization": model.quantization,
         "cpu-compiler": config.device.compiler,
         "cpu-isa": config.device.isa,
     }
+    return open_toolkit(traits.name, threads, {k: v for k, v in wishes.items() if v})
+
+
+def _bind(
+    config: Config, card: ModelCard, traits: Traits, device: torch.device, toolkit: Toolkit
+) -> Ops:
+    """The kernels of one model on this rank."""
     return bind(
         traits.name,
         device,
@@ -162,12 +186,13 @@ def _bind(
         cache_dtype=_CACHE_DTYPES[config.cache.dtype],
         page_size=config.cache.page_size,
         exact_head=config.device.exact_head,
-        toolkit=open_toolkit(traits.name, threads, {k: v for k, v in wishes.items() if v}),
+        toolkit=toolkit,
     )
 
 
 def groups_of(card: ModelCard, opened: OpenModel) -> tuple[PageGroup, ...]:
-    return align_groups(card, group_caches(opened.model.caches))
+    draft = () if opened.draft is None else opened.draft.model.caches
+    return align_groups(card, group_caches(numbered_through([opened.model.caches, draft])))
 
 
 def agree_on_memory(card: ModelCard, opened: OpenModel) -> tuple[Memory, list[GroupBytes]]:
@@ -222,6 +247,5 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
         max_tokens=0 if config.device.is_eager else chunk + memory.max_running + draft_room,
         shapes=() if config.device.is_eager else config.device.shapes,
         attention="" if config.device.attention in ATTENTION else config.device.attention,
-        drafts=config.speculative.drafts,
         draft_room=draft_room,
     )

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 
-from banyan.base.errors import ConfigError
-from banyan.base.log import printable
+from banyan.base.errors import ConfigError, ModelError
+from banyan.base.log import logger, printable
 from banyan.base.system import check_system
 from banyan.config import resolve
 from banyan.config.card import ModelCard
@@ -31,6 +31,8 @@ from banyan.server.life.warmups import WARMUPS, named_warmups
 from banyan.server.tool_servers.start import DEMO, addresses, named_servers
 from banyan.transfer.base import STORES
 
+log = logger(__name__)
+
 
 def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard]:
     """The resolved Config, and the facts of its model.
@@ -48,14 +50,38 @@ def prepare_with_origins(
     """As `prepare`, with the name of the rule behind each schema field that a rule has set."""
     check_system()
     check_names(config)
-    if config.device.name != "npu":
-        return resolve.prepare(config, environment)
-    from banyan.launch.start import check_start
+    if config.device.name == "npu":
+        from banyan.launch.start import check_start
 
-    check_start(config, "", environment)  # before a model is fetched for nothing
+        check_start(config, "", environment)  # before a model is fetched for nothing
+        found = resolve.prepare(config, environment)
+        check_start(config, found[1].path, environment)
+        return found
     found = resolve.prepare(config, environment)
-    check_start(config, found[1].path, environment)
+    if found[0].speculative.draft_path and not found[0].server.skip_tokenizer:
+        _check_the_words(found[0])
     return found
+
+
+def _check_the_words(config: Config) -> None:
+    """Refuse a draft model whose tokens are other words than those of the model it drafts for."""
+    from banyan.frontend.words.load import load_tokenizer
+
+    name = f"--speculative-draft-model-path {printable(config.speculative.draft_source)}"
+    mine = load_tokenizer(config.model.tokenizer_path)
+    try:
+        its = load_tokenizer(config.speculative.draft_path)
+    except ModelError as error:
+        log.warning("%s: its words are not compared with the model's: %s", name, error.text)
+        return
+    both = range(min(mine.vocab_size, its.vocab_size))
+    here, there = mine.pieces, its.pieces
+    other = next((token for token in both if here[token] != there[token]), None)
+    if other is not None:
+        raise ConfigError(
+            f"{name} has other words than the served model, the first of them token {other:,}",
+            hint="name a smaller model of the same family",
+        )
 
 
 def check_names(config: Config) -> None:

@@ -6,6 +6,7 @@ Rank 0 runs engine and runner in one process; the other ranks only take plans an
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -17,6 +18,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
+from banyan.config.drafts import draft_of
 from banyan.config.schema import Config, ParallelConfig
 from banyan.config.stored import store_wishes
 from banyan.engine.desk import GrammarDesk
@@ -39,6 +41,7 @@ from banyan.memory.sizing import MemoryPlan
 from banyan.memory.tiers import can_be_stored
 from banyan.messages.events import Ready
 from banyan.messages.orders import (
+    ForgetDrafts,
     Order,
     ReadWeight,
     ReleaseMemory,
@@ -65,7 +68,7 @@ from banyan.runner.orders import Carrier, OrderTaker
 from banyan.runner.profiler import Profiler
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative import DRAFTERS
-from banyan.runner.speculative.base import Drafter
+from banyan.runner.speculative.base import Beside, Drafter
 from banyan.runner.weights import Holdings
 from banyan.runner.worker import serve_rank
 from banyan.transfer.base import STORES, StoreOptions
@@ -104,9 +107,9 @@ def run_engine(
         wake = Wake()
         cleanup.callback(wake.close)
         open_mover = _mover_of(config, card, opened, memory, wake.ring)
-        drafter = _open_drafter(config)
         runner = ModelRunner(
-            opened.model, opened.build, sizes, opened.platform, open_mover, drafter
+            *(opened.model, opened.build, sizes, opened.platform, open_mover),
+            *(_open_drafter(config), opened.draft),
         )
         kernels, is_async = opened.kernels, opened.platform.traits.async_launch
         marks = Marks("engine")
@@ -177,6 +180,8 @@ def _with_orders(
         StartProfile: profiler.prepare_start,
         StopProfile: profiler.prepare_stop,
     }
+    if runner.drafting is not None:
+        carriers[ForgetDrafts] = runner.drafting.prepare_flush
     return OrderTaker(
         runner, carriers, opened.build.groups.world, opened.build.device, profiler.stepped
     )
@@ -216,6 +221,7 @@ def _mover_of(
         *(model.quantization, model.cpu_activations, cache.dtype, cache.page_size),
         *(config.device.exact_head, config.parallel.tp, config.parallel.pp),
         groups_of(card, opened),
+        *_facts_of_the_draft(config, opened),
     )
     rest = store_wishes(cache).rest
     open_store = STORES.load(cache.store)
@@ -230,6 +236,20 @@ def _mover_of(
         return Mover(pages, store, wake)
 
     return open_mover
+
+
+def _facts_of_the_draft(config: Config, opened: OpenModel) -> tuple[object, ...]:
+    """What the bytes of a draft model in a page depend on."""
+    if opened.draft is None:
+        return ()
+    card, model = opened.draft.model.card, draft_of(config)
+    is_dummy = model.load_format == "dummy"
+    files = [] if is_dummy else files_of_weights(card.path)
+    choices = cast(BoundOps, opened.draft.build.ops).choices
+    return (
+        *(replace(card, path=""), digest_of_files(files), model.load_format, model.quantization),
+        [(choice.label, choice.kernel) for choice in choices],
+    )
 
 
 def open_meter(config: Config, card: ModelCard) -> OpMeter:
@@ -259,8 +279,10 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
     socket = context.socket(zmq.PULL)
     socket.connect(address)
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
-    drafter = _open_drafter(opened.config)
-    runner = ModelRunner(opened.model, opened.build, sizes, opened.platform, drafter=drafter)
+    runner = ModelRunner(
+        *(opened.model, opened.build, sizes, opened.platform, None),
+        *(_open_drafter(opened.config), opened.draft),
+    )
     obeying = _with_orders(opened.config, card, opened, runner, [])
     del opened  # as on rank 0
     codec = plan_codec()
@@ -369,10 +391,12 @@ def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> Gram
     return GrammarCompiler(backends, read, grammar.between_tokens, limits, wake)
 
 
-def _open_drafter(config: Config) -> Drafter | None:
+def _open_drafter(config: Config) -> Callable[[Callable[[], Beside]], Drafter] | None:
     """Every rank has one of its own, and all of them draft alike."""
     speculative = config.speculative
-    return DRAFTERS.load(speculative.algorithm)(speculative) if speculative.drafts else None
+    if not speculative.drafts:
+        return None
+    return partial(DRAFTERS.load(speculative.algorithm), speculative)
 
 
 def _ready(

@@ -17,6 +17,7 @@ from banyan.config.card import ModelCard
 from banyan.config.catalogue import recognise
 from banyan.config.checkpoint import read_card
 from banyan.config.disposal import Moment, check_disposal
+from banyan.config.drafts import find_the_draft, fits
 from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
 from banyan.config.execution import EXECUTION_RULES
@@ -65,6 +66,7 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
     if card.format == "safetensors" and reads_mapped:
         check_weight_files(card.path)
     located = replace(config, model=replace(config.model, path=card.path))
+    located = find_the_draft(located, card, environment, check_the_quantization)
     resolved, rules = resolve_with_origins(located, card, environment)
     return resolved, card, rules
 
@@ -236,12 +238,12 @@ def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -
     replicas = config.parallel.dp if config.parallel.is_joined else 1
     is_cut = not config.parallel.dense_tp
 
-    def fits(ranks: int) -> bool:
-        return _fits(card, ranks, ranks if ep > 1 else 1, replicas, is_cut)
+    def serves(ranks: int) -> bool:
+        return fits(card, ranks, ranks if ep > 1 else 1, replicas, is_cut)
 
-    if fits(tp):
+    if serves(tp):
         return config
-    counts = [n for n in range(replicas, replicas * card.num_heads + 1, replicas) if fits(n)]
+    counts = [n for n in range(replicas, replicas * card.num_heads + 1, replicas) if serves(n)]
     shares = f" ({replicas} replicas share the heads by themselves)" if replicas > 1 else ""
     raise ConfigError(
         f"--tensor-parallel-size {tp}{shares} does not divide the model's {card.num_heads:,} "
@@ -315,19 +317,6 @@ def _check_the_experts(card: ModelCard, tp: int, ep: int) -> None:
             f"--expert-parallel-size {ep} does not divide the model's {card.experts.count} experts",
             hint="leave it at 1, or choose a divisor for both",
         )
-
-
-def _fits(card: ModelCard, tp: int, ep: int, replicas: int, is_cut: bool) -> bool:
-    """Whether `tp` ranks can share the model; KV heads may also be had by several ranks each.
-
-    replicas: among which the ranks are shared out, as far as heads go; is_cut: the blocks without
-    experts are.
-    """
-    kv_heads, ranks = card.num_kv_heads, tp // replicas
-    experts = card.experts.inner if card.experts and ep == 1 else 0
-    columns = (card.intermediate_size if is_cut else 0, experts)
-    shares_kv = kv_heads % ranks == 0 or ranks % kv_heads == 0
-    return shares_kv and not card.num_heads % ranks and not any(size % tp for size in columns)
 
 
 def sample_the_demo_as_its_makers_do(

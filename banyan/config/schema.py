@@ -246,12 +246,17 @@ class GrammarConfig:
         return "" if self.compact else self.whitespace or None
 
 
+MODEL_DRAFTERS = ("STANDALONE",)
+"""Drafters that run a model of their own."""
+
+
 @dataclass(frozen=True)
 class SpeculativeConfig:
     algorithm: str = ""
     """Name in the table of drafters; "" = tokens are not drafted."""
     num_tokens: int = 0
-    """Tokens that a row verifies at most: the last one and its drafts; 0 = the longest suffix."""
+    """Tokens that a row verifies at most: the last one and its drafts; 0 = NGRAM's longest suffix,
+    or four where a model drafts."""
     num_steps: int = 0
     """Drafts after each sampled token at most; 0 = one less than `num_tokens`."""
     min_match: int = 1
@@ -266,6 +271,19 @@ class SpeculativeConfig:
     """Tokens of the shortest suffix and its continuation together."""
     capacity: int = 10_000_000
     """Nodes of NGRAM's memory: `branch` of them for each token that is remembered."""
+    draft_source: str = ""
+    """The model that drafts, named as `ModelConfig.source`."""
+    draft_path: str = ""
+    """Where it lies on this machine once fetched."""
+    draft_revision: str = ""
+    draft_load_format: str = "auto"
+    draft_quantization: str = ""
+    """What its float weights are rounded to at load; "" = kept as they are."""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether a model drafts, beside the one that answers."""
+        return self.algorithm in MODEL_DRAFTERS
 
     @property
     def drafts(self) -> int:

@@ -6,11 +6,15 @@ from dataclasses import fields, replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.card import ModelCard
+from banyan.config.card import STATE, ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config, SpeculativeConfig
 
 log = logger(__name__)
+
+_MODEL_TOKENS = 4
+"""Tokens of a row where a model drafts: each draft is a pass of it."""
+_ANOTHER_DRAFT = "use --speculative-algorithm NGRAM, which needs no model"
 
 
 def plan_the_drafts(config: Config, card: ModelCard, environment: Environment) -> Config:
@@ -25,8 +29,9 @@ def plan_the_drafts(config: Config, card: ModelCard, environment: Environment) -
                 )
         return config
     _check(config, card)
+    usual = _MODEL_TOKENS if speculative.is_model else speculative.max_match
     tokens = speculative.num_tokens or max(
-        2, speculative.num_steps + 1 if speculative.num_steps else speculative.max_match
+        2, speculative.num_steps + 1 if speculative.num_steps else usual
     )
     steps = min(speculative.num_steps or tokens - 1, tokens - 1)
     return replace(config, speculative=replace(speculative, num_tokens=tokens, num_steps=steps))
@@ -40,11 +45,25 @@ def _check(config: Config, card: ModelCard) -> None:
         raise ConfigError(
             f"{flag}: this model makes vectors, and no tokens to draft", hint="leave it out"
         )
+    if any(card.kind_of(layer) == STATE for layer in range(card.num_layers)):
+        raise ConfigError(
+            f"{flag}: this model keeps a recurrent state, which does not go back behind a draft "
+            "that does not stand",
+            hint="leave it out",
+        )
     if config.parallel.pp > 1:
         raise ConfigError(
             f"{flag} and --pipeline-parallel-size {config.parallel.pp}: drafts are not verified "
             "by stages",
             hint="use --tensor-parallel-size",
+        )
+    if speculative.is_model:
+        _check_beside(config, flag)
+        return
+    if speculative.draft_source:
+        raise ConfigError(
+            f"--speculative-draft-model-path and {flag}: it drafts without a model",
+            hint="leave the model out, or use --speculative-algorithm STANDALONE",
         )
     if speculative.min_match > speculative.max_match:
         raise ConfigError(
@@ -61,4 +80,19 @@ def _check(config: Config, card: ModelCard) -> None:
         raise ConfigError(
             f"--speculative-ngram-capacity {speculative.capacity} does not hold one token, which "
             f"takes {speculative.branch} nodes"
+        )
+
+
+def _check_beside(config: Config, flag: str) -> None:
+    """Refuse what a draft model does not go with."""
+    if config.parallel.nodes > 1:
+        raise ConfigError(
+            f"{flag} and --nnodes {config.parallel.nodes}: a draft model is not looked for on "
+            "other machines",
+            hint=_ANOTHER_DRAFT,
+        )
+    if config.device.memory_saver:
+        raise ConfigError(
+            f"{flag} and --enable-memory-saver: the weights of a draft model are not released",
+            hint="leave one of the two out",
         )

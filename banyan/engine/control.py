@@ -13,6 +13,7 @@ from banyan.engine.core import EngineCore
 from banyan.messages.events import Reply
 from banyan.messages.orders import (
     MEMORY_TAGS,
+    ForgetDrafts,
     Order,
     ReadWeight,
     ReleaseMemory,
@@ -26,11 +27,13 @@ from banyan.messages.requests import Abort, Control, GiveOrders, RetractAll
 Verb = Callable[[EngineCore, Control, float], Reply | None]
 
 
-def flush_cache(core: EngineCore, control: Control, now: float) -> Reply:
-    """Empty the prefix cache; refused while requests are alive, but for those that wait for the end
-    of a pause."""
+def flush_cache(core: EngineCore, control: Control, now: float) -> Reply | None:
+    """Empty the prefix cache, and what drafts are made from; refused while requests are alive, but
+    for those that wait for the end of a pause."""
     stats = core.stats(now)
     if (core.is_paused or not stats.waiting) and core.flush(now):
+        if core.scheduler.speculation is not None:
+            return _give(core, control, now, ForgetDrafts())
         return Reply(control.call, True, "Cache flushed.")
     return Reply(
         control.call,

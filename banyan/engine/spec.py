@@ -63,6 +63,7 @@ def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
             run_s=schedule.run_s,
             token_gap=schedule.token_gap,
             drafts=config.speculative.drafts,
+            paid_drafts=config.speculative.is_model,
             conservativeness=schedule.conservativeness,
             priorities=Priorities(
                 are_honoured=schedule.priorities,

@@ -5,7 +5,7 @@ Knows no page counts and no owners; `memory/sizing.py` counts pages, `runner/kvs
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -75,6 +75,16 @@ class Caching(nn.Module):
     """A layer that keeps something between steps."""
 
     cache: LayerCache
+
+
+def numbered_through(models: Sequence[Sequence[LayerCache]]) -> list[LayerCache]:
+    """The caches of models whose pages lie beside each other: layers of each are numbered behind
+    those of the ones before."""
+    found: list[LayerCache] = []
+    for caches in models:
+        first = 1 + max((cache.layer for cache in found), default=-1)
+        found += [replace(cache, layer=first + cache.layer) for cache in caches]
+    return found
 
 
 def align_groups(card: ModelCard, mine: Sequence[PageGroup]) -> tuple[PageGroup, ...]:

@@ -64,7 +64,19 @@ class StopProfile(msgspec.Struct, frozen=True, array_like=True, tag="stop_profil
     """Write the file of what was recorded."""
 
 
-Order = TakeWeights | ReleaseMemory | ResumeMemory | ReadWeight | StartProfile | StopProfile
+class ForgetDrafts(msgspec.Struct, frozen=True, array_like=True, tag="forget_drafts"):
+    """Forget what drafts are made from. No request runs."""
+
+
+Order = (
+    TakeWeights
+    | ReleaseMemory
+    | ResumeMemory
+    | ReadWeight
+    | StartProfile
+    | StopProfile
+    | ForgetDrafts
+)
 
 
 class OrderReply(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -48,6 +48,9 @@ class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     masked: bool = False
     """Sampling waits for this row's masks (one more than it verifies drafts)."""
     hidden_from: int = 0
+    propose: int = 0
+    """Tokens to draft behind what the row samples, at most; told with its result. A drafter that
+    keeps pages of its own writes them there: the slot has pages for so many positions more."""
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -204,6 +207,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """float32 per row, empty without POOL; [] when no row of the step has it."""
     hidden: list[bytes] = []
     """float32 [n, hidden] per row, empty without HIDDEN; [] when no row of the step has it."""
+    draft_seconds: float = 0.0
+    """The part of `seconds` that drafting took."""
     replies: list[OrderReply] = []
     """Of the plan's orders, up to the first that could not be carried out."""
 

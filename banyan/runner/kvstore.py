@@ -94,6 +94,20 @@ class KVStore:
         """The cache group of a layer."""
         return self._group_of[layer]
 
+    @property
+    def num_layers(self) -> int:
+        """One more than the number of the last layer that keeps anything."""
+        return 1 + max(self._group_of, default=-1)
+
+    def of_layers_from(self, first: int) -> "KVStore":
+        """The same pages, of the layers from `first` on, numbered from 0."""
+        part = KVStore(self.groups, (), torch.device("cpu"))
+        for layer, tensors in self._tensors.items():
+            if layer >= first:
+                part._tensors[layer - first] = tensors
+                part._group_of[layer - first] = self._group_of[layer]
+        return part
+
     def copy(self, copies: list[PageCopy], when: str) -> None:
         """Carry out the copies within the device that are marked `when` ("before" | "after"), in
         the order of the plan."""

@@ -21,6 +21,7 @@ from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import FULL, STATE, WINDOW
 from banyan.layers.build import Build
+from banyan.layers.cache import numbered_through
 from banyan.messages.plan import (
     DEVICE,
     HIDDEN,
@@ -37,24 +38,23 @@ from banyan.messages.plan import (
     StepResult,
 )
 from banyan.models.base import Model
-from banyan.ops.api import NotRecordable, OpTime
-from banyan.ops.bind import BoundOps
-from banyan.platform.base import BY_SHAPE, Platform
+from banyan.ops.api import OpTime
+from banyan.platform.base import Platform
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
 from banyan.runner.attention import BACKENDS
-from banyan.runner.attention.base import AttentionBackend
-from banyan.runner.captured import CapturedForward
-from banyan.runner.forward import EagerForward, Forward, RecordedForward
-from banyan.runner.inputs import Batch, StepTensors
-from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.forward import Forward
+from banyan.runner.inputs import Batch
+from banyan.runner.kvstore import KVStore
+from banyan.runner.open_forward import RunnerSizes, open_forward
 from banyan.runner.peers import Peers
 from banyan.runner.pooling import Pooler
 from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
 from banyan.runner.sampling.processors import Processors
 from banyan.runner.sampling.sampler import ALL_BANNED, Sampled, Sampler
 from banyan.runner.slots import RowError, SlotTable
-from banyan.runner.speculative.base import Drafter
+from banyan.runner.speculative.base import Beside, Drafter
+from banyan.runner.speculative.beside import DraftModel, open_beside
 from banyan.runner.speculative.drafting import Drafting, Verified
 from banyan.transfer.mover import Mover
 
@@ -62,31 +62,6 @@ log = logger(__name__)
 
 MaskOf = Callable[[int], bytes]
 """Waits for the mask bits of a masked row, given its index in the plan."""
-
-
-@dataclass(frozen=True)
-class RunnerSizes:
-    """How much the runner holds.
-
-    Attributes:
-        max_slots: slots are numbered 1 … max_slots; 0 is padding.
-        max_length: longest request in tokens, prompt and output.
-        groups: cache groups, in the order of the plans' group numbers.
-        max_tokens: tokens of the largest step that is worth recording.
-        shapes: rows of the decode steps to capture, where steps are captured by shape.
-        attention: name of the attention backend; "" = what the model takes.
-        drafts: most tokens that are drafted after each sampled one.
-        draft_room: drafts that one step verifies at most, beside the tokens of its rows.
-    """
-
-    max_slots: int
-    max_length: int
-    groups: tuple[GroupLayout, ...]
-    max_tokens: int = 0
-    shapes: tuple[int, ...] = ()
-    attention: str = ""
-    drafts: int = 0
-    draft_room: int = 0
 
 
 class PendingStep:
@@ -130,6 +105,7 @@ class PendingStep:
             drafts=result.drafts,
             vectors=result.vectors,
             hidden=result.hidden,
+            draft_seconds=result.draft_seconds,
         )
 
     def copies(self) -> CopyResult | None:
@@ -147,7 +123,9 @@ class ModelRunner:
         build: what the model was made from: kernels, ranks, device.
         platform: of the device; None = the CPU's.
         open_mover: opens what carries pages to and from a store; None without one.
-        drafter: guesses next tokens; None = rows bring no drafts.
+        open_drafter: opens what guesses next tokens, given how to open a model beside this one;
+            None = rows bring no drafts.
+        draft: the model to open beside this one; None where nothing needs it.
     """
 
     def __init__(
@@ -157,7 +135,8 @@ class ModelRunner:
         sizes: RunnerSizes,
         platform: Platform | None = None,
         open_mover: Callable[[KVStore], Mover] | None = None,
-        drafter: Drafter | None = None,
+        open_drafter: Callable[[Callable[[], Beside]], Drafter] | None = None,
+        draft: DraftModel | None = None,
     ) -> None:
         card, device = model.card, build.device
         self._platform = platform or CpuPlatform()
@@ -166,12 +145,10 @@ class ModelRunner:
         self._ranks = build.groups.world
         self._table = SlotTable(
             *(sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device),
-            is_drafting=drafter is not None,
+            is_drafting=open_drafter is not None,
         )
-        self._drafting = None
-        if drafter is not None:
-            self._drafting = Drafting(drafter, self._table, sizes.drafts)
-        self.store = KVStore(sizes.groups, model.caches, device)
+        beside = [] if draft is None else draft.model.caches
+        self.store = KVStore(sizes.groups, numbered_through([model.caches, beside]), device)
         self.mover = None if open_mover is None else open_mover(self.store)
         self._card = card
         self._sizes = sizes
@@ -179,6 +156,10 @@ class ModelRunner:
         """Of the thread that launches; what a profiler records."""
         self._sampler = Sampler(self._table, card.vocab_size, build.ops)
         self._processors = Processors(self._table)
+        self._drafting = None
+        if open_drafter is not None:
+            whole = (self._table, self.store, sizes, self._platform, draft)
+            self._drafting = Drafting(open_drafter(partial(open_beside, *whole)), self._table)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
         self._peers: Peers | None = None
         joint = build.groups.joint
@@ -239,6 +220,11 @@ class ModelRunner:
         )
 
     @property
+    def drafting(self) -> Drafting | None:
+        """None where rows bring no drafts."""
+        return self._drafting
+
+    @property
     def how(self) -> str:
         """How steps go through the model: "recorded", "captured" or "eager"."""
         return self._forward.how
@@ -277,8 +263,9 @@ class ModelRunner:
         if batch.rows or plan.peers:
             self._run(batch)
             sampled, scores = self._read_out(plan, batch, mask_of)
-            if sampled is not None and self._drafting is not None:
-                verified = self._drafting.verify(batch, sampled.tokens, len(plan.rows))
+            if self._drafting is not None:
+                tokens = None if sampled is None else sampled.tokens
+                verified = self._drafting.verify(batch, tokens, len(plan.rows))
             if self._pooler is not None:
                 vectors = self._pooler.read(self._forward, batch)
             if batch.wanted & HIDDEN:
@@ -416,54 +403,6 @@ class ModelRunner:
         return Sampled(tokens, sampled.best, sampled.failed | failed)
 
 
-def open_forward(
-    model: Model,
-    table: SlotTable,
-    store: KVStore,
-    build: Build,
-    sizes: RunnerSizes,
-    attention: AttentionBackend,
-    platform: Platform,
-) -> Forward:
-    """The quickest way through the model that its ops and its device allow."""
-    rows, outputs = sizes.max_slots, sizes.max_slots + sizes.draft_room
-
-    def tensors(max_tokens: int, max_outputs: int) -> StepTensors:
-        size = (max_tokens, rows, max_outputs)
-        return StepTensors(table, store, platform, build.device, *size)
-
-    def larger(batch: Batch) -> StepTensors:
-        return tensors(int(batch.offsets[-1]), max(outputs, len(batch.last)))
-
-    # A recording tells its sizes apart by their numbers.
-    joint = build.groups.joint
-    max_tokens = max(sizes.max_tokens, outputs + 1)
-    if joint is not None and max_tokens == joint.replicas * outputs:
-        max_tokens += 1
-    step = tensors(max_tokens, outputs)
-    eager = EagerForward(model, step, attention, larger, build.device, joint)
-    recorder = build.ops.recorder
-    try:
-        if recorder is not None and sizes.max_tokens:
-            return RecordedForward(
-                *(eager, model, build.ops, recorder, table, attention, step, joint)
-            )
-    except NotRecordable as error:
-        log.info("steps are not recorded: %s", error)
-    if platform.traits.programs != BY_SHAPE or not sizes.shapes or model.card.pooling is not None:
-        return eager
-    if any("k" not in cache.tensors for cache in model.caches):
-        log.info("steps are not captured: attention over this model's cache waits for the device")
-        return eager
-    ops = build.ops
-    is_plain = isinstance(ops, BoundOps) and ops.attends_by_reference
-    if platform.traits.lengths_on_host and is_plain:
-        log.info("steps are not captured: the reference attends, and it waits for the device")
-        return eager
-    shapes = tuple(shape for shape in sizes.shapes if shape <= rows)
-    return CapturedForward(eager, model, table, store, attention, platform, step, shapes or (rows,))
-
-
 @dataclass(frozen=True)
 class Outcome:
     """What a step gives, on the device or fetched from it.
@@ -557,6 +496,7 @@ def _result(
             for i in sorted(failed)
         ],
         drafts=[] if verified is None else verified.drafts,
+        draft_seconds=0.0 if verified is None else verified.seconds,
         vectors=pooled,
         hidden=states,
     )

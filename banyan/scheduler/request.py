@@ -60,6 +60,10 @@ class Flight:
     """A state copy bound to the row may fail; then the request recomputes without it."""
     is_void: bool = False
     """The result will be ignored."""
+    ahead: int = 0
+    """Tokens to draft behind what the row samples."""
+    is_abreast: bool = False
+    """So it was with the row before: the drafter has nothing else to read for it."""
 
 
 @dataclass
@@ -126,6 +130,10 @@ class Request:
         self.draft_share = -1.0
         """Share of its drafts that come true, the last ones above all; -1 = none has been seen."""
         self.drafts = DraftCounts()
+        self.ahead = 0
+        """Drafts that are made behind the newest row."""
+        self.unwatched = 0
+        """Rows since drafts were last worth their time."""
         self.jumps_at = 0
         """Once so many tokens are known; none is sampled past them before (scheduler/jump.py)."""
         self.has_jumped = False
@@ -209,6 +217,7 @@ class Request:
         self.state, self.slot, self.lease = RUNNING, slot, lease
         self.planned = cached
         self.has_sampled, self.has_jumped, self.next_drafts = False, False, []
+        self.ahead = 0
         self.score_from, self.hidden_from = self.scored_to, self.hidden_to
 
     def leave(self, state: str) -> SlotId:

@@ -42,9 +42,12 @@ class RowPlanner:
         start, pending = request.planned, request.pending
         end = start + count
         self._cache.slide(lease, start if not self._limits.drafts else min(start, request.known))
-        grants = self._cache.grow(lease, end)
-        if grants is None and drafts:  # they are no reason to retract anybody
+        ahead = self._ahead(request, sheet, end)
+        room = ahead if self._limits.paid_drafts else 0
+        grants = self._cache.grow(lease, end + room)
+        if grants is None and drafts + room:  # they are no reason to retract anybody
             end, count, drafts = end - drafts, count - drafts, 0
+            ahead -= room
             grants = self._cache.grow(lease, end)
         if grants is None:
             sheet.is_starved, sheet.starved_of = True, self._cache.missing(lease, end)
@@ -56,6 +59,7 @@ class RowPlanner:
         flight = Flight(
             request, sheet.step, row, samples, count, is_decode, hidden, restores=restores
         )
+        self._note_drafting(flight, ahead if samples else 0)
         if restores:
             sheet.copies += self._cache.restores(lease, row, sheet.step)
         if samples and request.grammar is not None:
@@ -106,8 +110,25 @@ class RowPlanner:
             return 0  # they are told of positions that stand
         if request.grammar is not None and self._cache.has_state:
             return 0  # a jump may come before drafts that stand, and a state does not go back
-        wanted = self._speculation.wanted(request, sheet.running)
+        wanted = self._speculation.to_verify(request, sheet.running)
         return max(0, min(wanted, left - 1, sheet.draft_room))
+
+    def _ahead(self, request: Request, sheet: PlanSheet, end: int) -> int:
+        """How many tokens to draft behind what the next row samples, if it does."""
+        if self._speculation is None:
+            return 0
+        if not self._limits.paid_drafts:
+            return self._limits.drafts
+        # The row after it has a token of its own to give, and none beyond the end.
+        left = request.limit - 2 - end
+        if left <= 0 or request.wants_hidden:
+            return 0
+        return min(self._speculation.to_make(request, sheet.running), left)
+
+    def _note_drafting(self, flight: Flight, ahead: int) -> None:
+        request = flight.request
+        flight.ahead, flight.is_abreast = ahead, request.ahead > 0
+        request.ahead = ahead
 
     def _gap_is_over(self, request: Request, sheet: PlanSheet) -> bool:
         return sheet.step - request.last_sampled_at > self._limits.token_gap
@@ -144,6 +165,7 @@ class RowPlanner:
             score_from=max(0, request.score_from),
             masked=bool(flight.samples) and request.grammar is not None,
             hidden_from=flight.hidden[0],
+            propose=flight.ahead,
         )
 
     def _share(self, request: Request, lease: Lease, sheet: PlanSheet, end: int, row: int) -> None:

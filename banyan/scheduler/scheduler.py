@@ -60,7 +60,9 @@ class Scheduler:
         self._grammars = grammars
         self._flights: dict[StepId, list[Flight]] = {}
         self.fetcher = Fetcher(cache)
-        self.speculation = Speculation(limits.drafts) if limits.drafts else None
+        self.speculation: Speculation | None = None
+        if limits.drafts:
+            self.speculation = Speculation(limits.drafts, limits.paid_drafts)
         self._planner = RowPlanner(cache, limits, self.speculation)
         self._ratio = NewTokenRatio(limits.conservativeness, limits.growth)
         self._has_suspects = False
@@ -151,7 +153,7 @@ class Scheduler:
             self._fail_row(flights[failure.row], failure)
         self.cache.settle(result.step)
         if self.speculation is not None and (tokens_run := _decoded(flights)):
-            self.speculation.times.learn(tokens_run, result.seconds)
+            self.speculation.learn(tokens_run, flights, result)
         scores: dict[int, list[RowScores]] = {}
         for score in result.scores:
             scores.setdefault(score.row, []).append(score)

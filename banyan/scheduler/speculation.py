@@ -3,12 +3,13 @@
 Two things are learnt from results, and from them alone, so that a journal replays every decision:
 how often a request's drafts come true, and what a step takes by the number of its tokens. The
 runner tells its drafts also when none are verified, so a request whose drafts were not worth it is
-still watched, at no cost.
+still watched: at no cost, or, where a model drafts, a few rows from time to time.
 """
 
 from collections.abc import Sequence
 
-from banyan.scheduler.request import DraftCounts, Request
+from banyan.messages.plan import StepResult
+from banyan.scheduler.request import DraftCounts, Flight, Request
 
 _START = 0.5
 """Share of drafts that come true, as long as nothing is known."""
@@ -17,6 +18,11 @@ _RECENT = 1 / 8
 _RECENT_OF_ALL = 1 / 64
 _MARGIN = 1.15
 """What drafts must promise beyond what they cost: drafting and masking take time too."""
+_PAUSE, _WATCHED = 64, 4
+"""Where drafting is paid and not worth it, a few of so many rows are drafted for all the same."""
+_RECENT_PASS = 1 / 16
+_LONG = 3.0
+"""A step that took so many times what was expected tells of something else."""
 
 
 class StepTimes:
@@ -33,8 +39,6 @@ class StepTimes:
     _FORGETS = 0.001
     _DOUBT = 4.0
     """How much spread it takes to believe a measured slope as much as the share."""
-    _LONG = 3.0
-    """A step that took so many times what was expected tells of something else."""
 
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._spread = self._slope = 0.0
@@ -43,7 +47,7 @@ class StepTimes:
 
     def learn(self, tokens: int, seconds: float) -> None:
         if self._weight:
-            seconds = min(seconds, self._LONG * self.of(tokens))
+            seconds = min(seconds, _LONG * self.of(tokens))
         self._weight = self._KEEP * self._weight + 1
         by_tokens, by_seconds = tokens - self._tokens, seconds - self._seconds
         self._tokens += by_tokens / self._weight
@@ -71,22 +75,54 @@ class Speculation:
     """
     Args:
         most: drafts of a row.
+        is_paid: each draft is a pass of a drafter over all rows, which takes time of the step.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, is_paid: bool = False) -> None:
         self.times = StepTimes()
         self.drafts = DraftCounts()
         """Of all requests."""
         self._most = most
         self._share = _START
+        self._is_paid = is_paid
+        self._pass_s = 0.0
+        """Seconds of a pass of the drafter."""
 
-    def wanted(self, request: Request, rows: int) -> int:
-        """Drafts for the next row of `request` in a step of `rows` rows like it.
+    def learn(self, tokens: int, flights: Sequence[Flight], result: StepResult) -> None:
+        """From a step whose rows all began at their newest tokens; tokens: that it ran."""
+        if not self._is_paid:
+            self.times.learn(tokens, result.seconds)
+            return
+        self.times.learn(tokens, result.seconds - result.draft_seconds)
+        passes = max(flight.ahead for flight in flights)
+        if passes and all(flight.is_abreast for flight in flights):
+            seconds = result.draft_seconds / passes
+            if self._pass_s:
+                seconds = min(seconds, _LONG * self._pass_s)
+            weight = _RECENT_PASS if self._pass_s else 1.0
+            self._pass_s += weight * (seconds - self._pass_s)
+
+    def to_make(self, request: Request, rows: int) -> int:
+        """Drafts to make for the row after the next one of `request`, where that is paid."""
+        wanted = self._worthwhile(request, rows, self._pass_s)
+        if wanted:
+            request.unwatched = 0
+            return wanted
+        request.unwatched += 1
+        return int(request.unwatched % _PAUSE < _WATCHED)
+
+    def to_verify(self, request: Request, rows: int) -> int:
+        """Drafts for the next row of `request` in a step of `rows` rows like it."""
+        wanted = self._worthwhile(request, rows)
+        return min(wanted, request.ahead) if self._is_paid else wanted
+
+    def _worthwhile(self, request: Request, rows: int, pass_s: float = 0.0) -> int:
+        """How many drafts bring more than they cost; pass_s: seconds that making one takes.
 
         Each further draft must bring more tokens a second than the step has without it.
         """
         share = self._share if request.draft_share < 0 else request.draft_share
-        per_draft = self.times.per_token * rows
+        per_draft = self.times.per_token * rows + pass_s
         tokens, seconds = 1.0, self.times.of(rows)
         chance = share
         for drafts in range(self._most):

@@ -4,6 +4,7 @@ be wrong at every place, and no answer may show it."""
 from collections.abc import Callable, Sequence
 from random import Random
 
+from banyan.messages.plan import Row
 from tests.border.oracle import BARRED, VOCAB, Answer
 
 
@@ -32,7 +33,13 @@ class Prompter:
         assert first <= len(mine), f"slot {slot}: tokens from {first}, {len(mine)} are known"
         mine[first:] = tokens
 
-    def propose(self, slot: int, count: int) -> list[int]:
+    def flush(self) -> None: ...
+
+    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
+        pairs = zip(rows, counts, strict=True)
+        return [self._guess(row.slot, count) if count else [] for row, count in pairs]
+
+    def _guess(self, slot: int, count: int) -> list[int]:
         right = self._continuation(self._tokens[slot], count)
         guesses = [
             token if self._random.random() < self._good else self._random.randrange(VOCAB)

@@ -90,9 +90,9 @@ def build_runner(
     )
     sizes = RunnerSizes(
         *(shape.slots, shape.max_length, layouts, 48 if shape.is_recorded else 0),
-        drafts=shape.drafts,
         draft_room=DRAFT_ROOM if shape.drafts else 0,
     )
-    runner = ModelRunner(model, Build(ops), sizes, open_mover=open_mover, drafter=drafter)
+    open_drafter = None if drafter is None else lambda _: drafter
+    runner = ModelRunner(model, Build(ops), sizes, None, open_mover, open_drafter)
     assert runner.is_recorded == shape.is_recorded
     return runner

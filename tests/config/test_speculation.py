@@ -41,9 +41,12 @@ def test_without_an_algorithm_nothing_is_drafted_and_the_rest_is_reported(caplog
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--speculative-algorithm EAGLE3", "no draft model is run"),
-        ("--speculative-algorithm NEXTN", "no draft model is run"),
-        ("--speculative-draft-model-path M --speculative-algorithm NGRAM", "no draft model is run"),
+        ("--speculative-algorithm EAGLE3", "no drafter reads the states"),
+        ("--speculative-algorithm NEXTN", "no drafter reads the states"),
+        (
+            "--speculative-draft-model-path M --speculative-algorithm NGRAM",
+            "drafts without a model",
+        ),
         ("--speculative-eagle-topk 4", "one chain"),
         ("--speculative-ngram-min-bfs-breadth 2", "one chain"),
         ("--speculative-accept-threshold-single 0.9", "only where the model itself chooses it"),

@@ -19,16 +19,24 @@ class DraftingDriver(Driver):
     Args:
         good: share of the drafts that come true.
         seconds: of a step, by the number of its tokens.
+        pass_s: what each draft takes, where a model drafts.
     """
 
     def __init__(
-        self, good: float, seconds: Callable[[int], float] = lambda tokens: 1 + 0.1 * tokens, **more
+        self,
+        good: float,
+        seconds: Callable[[int], float] = lambda tokens: 1 + 0.1 * tokens,
+        pass_s: float = 0.0,
+        **more,
     ) -> None:
         self.good = good
+        self.pass_s = pass_s
+        self.made: list[int] = []
+        """Drafts that each step makes behind a row."""
         self._seconds = seconds
         self._random = Random(1)
         self._drafts: dict[int, list[int]] = {}
-        super().__init__(drafts=MOST, **more)
+        super().__init__(drafts=MOST, paid_drafts=pass_s > 0, **more)
 
     def _execute(self, plan: StepPlan) -> StepResult:
         for slot in plan.leaves:
@@ -46,11 +54,15 @@ class DraftingDriver(Driver):
                     history.append(sampled[-1])
                     if draft != sampled[-1]:
                         break
-                self._drafts[row.slot] = self._guess(history)
+                self._drafts[row.slot] = self._guess(history)[: row.propose]
             tokens.append(array("i", sampled).tobytes())
             drafts.append(array("i", self._drafts[row.slot]).tobytes())
-        seconds = self._seconds(num_tokens)
-        return StepResult(step=plan.step, tokens=tokens, drafts=drafts, seconds=seconds)
+        self.made.append(max((row.propose for row in plan.rows), default=0))
+        paid = self.pass_s * self.made[-1]
+        seconds = self._seconds(num_tokens) + paid
+        return StepResult(
+            step=plan.step, tokens=tokens, drafts=drafts, seconds=seconds, draft_seconds=paid
+        )
 
     def _guess(self, history: list[int]) -> list[int]:
         right = continuation(history, MOST)
@@ -142,6 +154,44 @@ def test_drafts_take_no_pages_from_other_requests():
         return driver.core.scheduler.counters.retractions
 
     assert retractions(1.0) == retractions(0.0) == 0
+
+
+def test_drafts_that_are_paid_are_made_as_long_as_they_are_worth_it():
+    cheap, dear = DraftingDriver(0.9, pass_s=0.1), DraftingDriver(0.9, pass_s=2.0)
+    for driver in (cheap, dear):
+        driver.submit("a", PROMPT, 200)
+        driver.run()
+        assert driver.outputs["a"] == continuation(PROMPT, 200)
+    assert sum(cheap.made[20:60]) > 2 * 40 and len(cheap.plans) < 90
+    late = dear.made[20:]
+    assert max(late) == 1 and 0 < sum(late) <= len(late) / 16 + 4
+    assert max(dear.drafts_of_rows()) <= 1
+
+
+def test_drafts_that_are_paid_are_made_again_once_they_come_true():
+    driver = DraftingDriver(0.0, pass_s=0.1, pages=64, page_tokens=16, max_request_tokens=1000)
+    driver.submit("a", PROMPT, 900)
+    while len(driver.outputs.get("a", [])) < 300:
+        driver.step()
+    before = len(driver.plans)
+    assert sum(driver.made[100:]) <= (before - 100) / 16 + 4
+    driver.good = 1.0
+    driver.run()
+    assert len(driver.plans) - before < 420
+
+
+def test_a_row_has_pages_for_the_drafts_that_are_made_behind_it():
+    driver = DraftingDriver(1.0, pass_s=0.1, page_tokens=4, max_running=2)
+    driver.submit("a", PROMPT, 60)
+    driver.run()
+    granted, made = 0, 0
+    for plan in driver.plans:
+        granted = max([granted, *(grant.first + len(grant.pages) for grant in plan.grants)])
+        for row in plan.rows:
+            assert granted * 4 >= row.start + row.count + row.propose
+            made = max(made, row.propose)
+    assert made == MOST
+    assert granted * 4 <= len(PROMPT) + 60 + 3  # and none beyond the end
 
 
 def test_a_line_over_step_times_is_found():

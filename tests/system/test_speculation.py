@@ -154,3 +154,17 @@ def test_layers_with_a_window_go_together_with_drafts(tmp_path):
     right, found = answer(False), answer(True)
     assert found["output_ids"] == right["output_ids"]
     assert found["meta_info"]["spec_num_correct_drafts"] > 0
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_after_a_flush_nothing_is_drafted_from_what_was_seen_before(tiny_model, tp: int):
+    """A text that does not repeat itself is foreseen once it was seen, and as long as that is
+    remembered; with several ranks only if each of them forgets."""
+    body = {"prompt": "A server keeps", "sampling_params": LONG | {"max_new_tokens": 24}}
+    with start(tiny_model, tp_size=tp) as engine:
+        first, second = (answers(engine, **body)[0] for _ in range(2))
+        assert engine.flush_cache()
+        third = answers(engine, **body)[0]
+        rows = [found["meta_info"]["spec_verify_ct"] for found in (first, second, third)]
+        assert rows[1] < rows[2] and third["output_ids"] == first["output_ids"]
+        assert engine.flush_cache()

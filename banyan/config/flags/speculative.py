@@ -1,18 +1,20 @@
 """Flags of speculative decoding: what drafts tokens, and how many the model verifies at once."""
 
 from banyan.config.flags.flag import INT, Elsewhere, Flag
+from banyan.config.quantized import spellings
 
 FLAGS = (
     Flag(
         "speculative-algorithm",
         "speculative.algorithm",
         "what drafts the next tokens, which the model then verifies together: NGRAM, from what "
-        "this server has seen, or a plug-in's name; answers are the same with it and without",
+        "this server has seen, STANDALONE, by a small model of the same vocabulary, or a plug-in's "
+        "name; answers are the same with it and without",
         elsewhere=(
             Elsewhere(
-                "EAGLE EAGLE3 NEXTN STANDALONE DFLASH DSPARK UNO",
-                "no draft model is run, and drafts come from what the server has seen",
-                "use NGRAM, or leave the flag out",
+                "EAGLE EAGLE3 NEXTN DFLASH DSPARK UNO",
+                "no drafter reads the states of the model that it drafts for",
+                "use NGRAM, STANDALONE with a small model, or leave the flag out",
             ),
         ),
         proof="tests/system/test_speculation.py"
@@ -22,7 +24,7 @@ FLAGS = (
         "speculative-num-draft-tokens",
         "speculative.num_tokens",
         "tokens that one request verifies in a step at most, its last one included; default: the "
-        "longest suffix that is looked for, 12",
+        "longest suffix that is looked for, 12, or 4 where a model drafts",
         kind=INT,
         low=2,
         high=64,
@@ -37,6 +39,54 @@ FLAGS = (
         low=1,
         high=63,
         proof="tests/config/test_speculation.py::test_drafts_are_what_both_bounds_allow",
+    ),
+    Flag(
+        "speculative-draft-model-path",
+        "speculative.draft_source",
+        "the model that drafts: folder, .gguf file, hub id, pypi:PACKAGE or demo",
+        aliases=("speculative-draft-model",),
+        proof="tests/system/test_draft_models.py"
+        "::test_a_model_that_agrees_takes_fewer_steps_and_changes_no_answer",
+    ),
+    Flag(
+        "speculative-draft-model-revision",
+        "speculative.draft_revision",
+        "branch, tag or commit of a draft model of the hub",
+        proof="tests/config/test_drafts.py::test_what_the_flags_say_of_the_draft_is_of_it_alone",
+    ),
+    Flag(
+        "speculative-draft-load-format",
+        "speculative.draft_load_format",
+        "form of the draft model's weights; dummy = random weights of the right shape",
+        choices=("auto", "safetensors", "gguf", "dummy"),
+        translate=(("layered", "auto"),),
+        elsewhere=(
+            Elsewhere(
+                "pt npcache bitsandbytes sharded_state presharded mistral flash_rl remote "
+                "remote_instance fastsafetensors instanttensor expert_pack private runai_streamer",
+                "weights are read from safetensors and GGUF files only",
+                "convert them to safetensors, or name a GGUF file",
+            ),
+        ),
+        proof="tests/config/test_drafts.py::test_what_the_flags_say_of_the_draft_is_of_it_alone",
+    ),
+    Flag(
+        "speculative-draft-model-quantization",
+        "speculative.draft_quantization",
+        "what float weights of the draft model are rounded to at load, as --quantization; "
+        "default: kept as stored",
+        choices=("int8", "q8_0", "q4_0", "q4_1", "gguf", *spellings(), "unquant"),
+        elsewhere=(
+            Elsewhere(
+                "modelopt_mixed mxfp8 mxfp4 w8a8_fp8 w4afp8 nvfp4_online petit_nvfp4 mxfp_w4a8 "
+                "moe_wna16 auto-round auto-round-int8 quark quark_int4fp8_moe quark_mxfp4 humming "
+                "mlx_q4 mlx_q8",
+                "checkpoints of that form are not read, and no weights are rounded to it",
+                "int8 rounds float weights to as many bits as fp8, q4_0 and q4_1 to four",
+            ),
+        ),
+        proof="tests/system/test_draft_models.py"
+        "::test_the_weights_of_the_draft_are_rounded_by_themselves",
     ),
     Flag(
         "speculative-ngram-min-match-window-size",

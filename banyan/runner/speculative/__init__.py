@@ -5,6 +5,9 @@ from banyan.runner.speculative.base import DrafterFactory
 
 DRAFTERS: Table[DrafterFactory] = Table(
     "drafter",
-    {"NGRAM": "banyan.runner.speculative.ngram:open_ngram"},
+    {
+        "NGRAM": "banyan.runner.speculative.ngram:open_ngram",
+        "STANDALONE": "banyan.runner.speculative.standalone:open_standalone",
+    },
     plugins="banyan.drafters",
 )

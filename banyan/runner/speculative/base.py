@@ -6,9 +6,14 @@ gets and on nothing else.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from banyan.config.schema import SpeculativeConfig
+from banyan.messages.plan import Row
+from banyan.runner.forward import Forward
+from banyan.runner.sampling.sampler import Sampler
+from banyan.runner.slots import SlotTable
 
 
 class Drafter(Protocol):
@@ -25,9 +30,47 @@ class Drafter(Protocol):
         """From position `first` on the slot holds these tokens, and nothing behind them."""
         ...
 
-    def propose(self, slot: int, count: int) -> Sequence[int]:
-        """What may come next in the slot: at most `count` tokens, none when nothing is likely."""
+    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> Sequence[Sequence[int]]:
+        """What may come next in the slots of a step, once its rows have run and `extend` has told
+        what they gave.
+
+        rows: of the step, as they ran; counts: how many tokens may be drafted for each, at most.
+        returns: by row, none where nothing is likely.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Forget everything. No request runs; slots that have not been left are empty."""
         ...
 
 
-DrafterFactory = Callable[[SpeculativeConfig], Drafter]
+@dataclass(frozen=True)
+class Beside:
+    """What the runner has for a drafter that is a model.
+
+    Attributes:
+        table: tokens, parameters and pages of the slots. It may write tokens behind the known ones.
+        forward: the draft model over pages of its own, which go by the numbers of the target's.
+        sampler: draws from the draft model's logits as from the target's.
+        max_tokens: of the largest step that is recorded; 0 = any.
+        may_lag: its pages stay with a request as long as that runs, so what it has not read yet
+            can be read later.
+    """
+
+    table: SlotTable
+    forward: Forward
+    sampler: Sampler
+    max_tokens: int
+    may_lag: bool
+
+
+DrafterFactory = Callable[[SpeculativeConfig, Callable[[], Beside]], Drafter]
+"""Makes a drafter. What it is given second opens the draft model that the flags name."""
+
+
+def common_beginning(known: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens of the two agree, from the first on."""
+    for count, (old, new) in enumerate(zip(known, tokens, strict=False)):
+        if old != new:
+            return count
+    return min(len(known), len(tokens))

@@ -2,14 +2,17 @@
 told to the drafter, and answered with the drafts of the next rows.
 """
 
+import time
 from array import array
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
+from banyan.messages.orders import Order
 from banyan.messages.plan import Row, StepPlan
 from banyan.runner.inputs import Batch
+from banyan.runner.orders import Finish, Said
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative.base import Drafter
 from banyan.runner.speculative.verify import standing
@@ -23,23 +26,19 @@ class Verified:
         stands: [outputs] bool: the sampled token is one of the answer.
         cut: index in the plan -> how many of the row's last positions do not stand.
         drafts: int32 ids per row of the plan: what the next row of its slot may verify.
+        seconds: that drafting took.
     """
 
     stands: np.ndarray
     cut: dict[int, int]
     drafts: list[bytes]
+    seconds: float = 0.0
 
 
 class Drafting:
-    """
-    Args:
-        most: drafts after each sampled token.
-    """
-
-    def __init__(self, drafter: Drafter, table: SlotTable, most: int) -> None:
+    def __init__(self, drafter: Drafter, table: SlotTable) -> None:
         self._drafter = drafter
         self._table = table
-        self._most = most
         self._joined: set[int] = set()
 
     def enter(self, plan: StepPlan) -> None:
@@ -59,14 +58,24 @@ class Drafting:
         if row.slot in self._joined:
             self._drafter.extend(row.slot, row.start, list(array("i", row.given)))
 
-    def verify(self, batch: Batch, sampled: Tensor, num_rows: int) -> Verified:
+    def prepare_flush(self, order: Order) -> Finish:
+        """Forget what requests have held; none runs."""
+
+        def flush() -> Said:
+            self._drafter.flush()
+            return Said("Cache flushed.")
+
+        return flush
+
+    def verify(self, batch: Batch, sampled: Tensor | None, num_rows: int) -> Verified:
         """Enter into the table what stands of the sampled tokens, and draft what may follow.
 
-        sampled: [outputs] int64; num_rows: of the plan.
+        sampled: [outputs] int64, None where no row samples; num_rows: of the plan.
         """
-        tokens = sampled.tolist()  # sync: the next row begins where this one's answer ends
+        # sync: the next row begins where this one's answer ends
+        tokens = [] if sampled is None else sampled.tolist()
         stands = np.ones(len(tokens), bool)
-        cut, drafts = dict[int, int](), [b""] * num_rows
+        cut = dict[int, int]()
         end = 0
         while end < len(tokens):
             at = int(batch.sampling[end])
@@ -75,13 +84,22 @@ class Drafting:
             guessed = self._table.drafts.get(row.slot, [])[: row.drafts]
             count = standing(guessed, tokens[first:end])
             stands[first + count : end] = False
-            index = int(batch.indices[at])
-            cut[index] = end - first - count
+            cut[int(batch.indices[at])] = end - first - count
             known = self._table.known[row.slot]
             self._table.known[row.slot] = known + count
             if row.slot in self._joined:
                 self._drafter.extend(row.slot, known, tokens[first : first + count])
-                found = list(self._drafter.propose(row.slot, self._most))[: self._most]
-                self._table.drafts[row.slot] = found
-                drafts[index] = array("i", found).tobytes()
-        return Verified(stands, cut, drafts)
+        began = time.perf_counter()
+        drafts = self._draft(batch, num_rows)
+        return Verified(stands, cut, drafts, time.perf_counter() - began)
+
+    def _draft(self, batch: Batch, num_rows: int) -> list[bytes]:
+        told = [b""] * num_rows
+        mine = [at for at, row in enumerate(batch.rows) if row.slot in self._joined]
+        rows = [batch.rows[at] for at in mine]
+        counts = [row.propose for row in rows]
+        for at, row, found in zip(mine, rows, self._drafter.propose(rows, counts), strict=True):
+            drafts = list(found)[: row.propose]
+            self._table.drafts[row.slot] = drafts
+            told[int(batch.indices[at])] = array("i", drafts).tobytes()
+        return told

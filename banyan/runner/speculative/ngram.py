@@ -8,9 +8,11 @@ Sequences of one cache namespace are found by that namespace's requests alone.
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from banyan.config.schema import SpeculativeConfig
+from banyan.messages.plan import Row
+from banyan.runner.speculative.base import common_beginning
 
 _SURE = 3
 """Tokens of the longer kind of key. Few places share so many, so that walking them is worth it."""
@@ -77,11 +79,14 @@ class Ngram:
         """Remembered now."""
 
     def join(self, slot: int, tokens: list[int], namespace: bytes) -> None:
+        self._append(self._begin(slot, namespace), tokens)
+        self._forget()
+
+    def _begin(self, slot: int, namespace: bytes) -> _Sequence:
         sequence = _Sequence(self._next, namespace, len(self._lengths))
         self._next += 1
         self._sequences[sequence.number] = self._running[slot] = sequence
-        self._append(sequence, tokens)
-        self._forget()
+        return sequence
 
     def leave(self, slot: int) -> None:
         self._left.append(self._running.pop(slot))
@@ -90,12 +95,26 @@ class Ngram:
     def extend(self, slot: int, first: int, tokens: Sequence[int]) -> None:
         sequence = self._running[slot]
         known = sequence.tokens[first : first + len(tokens)]
-        same = _common_beginning(known, tokens)
+        same = common_beginning(known, tokens)
         self._cut(sequence, first + same)
         self._append(sequence, tokens[same:])
         self._forget()
 
-    def propose(self, slot: int, count: int) -> list[int]:
+    def flush(self) -> None:
+        for held in (self._heads, self._sequences, self._left):
+            held.clear()
+        self.num_tokens = 0
+        for slot in self._running:  # nothing runs, but not all have been told to leave
+            self._begin(slot, b"")
+
+    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
+        return [
+            self.guess(row.slot, count) if count else []
+            for row, count in zip(rows, counts, strict=True)
+        ]
+
+    def guess(self, slot: int, count: int) -> list[int]:
+        """At most `count` tokens that may come next in a slot."""
         sequence = self._running[slot]
         matched, found = self._find(sequence)
         count = min(count, self._most, _TRUST * matched)
@@ -191,7 +210,7 @@ class Ngram:
                 del self._heads[sequence.namespace]
 
 
-def open_ngram(speculative: SpeculativeConfig) -> Ngram:
+def open_ngram(speculative: SpeculativeConfig, open_beside: Callable[[], object]) -> Ngram:
     return Ngram(
         shortest=speculative.min_match,
         longest=speculative.max_match,
@@ -217,13 +236,6 @@ def _common(a: "array[int]", a_end: int, b: "array[int]", b_end: int, most: int)
         if a[a_end - 1 - count] != b[b_end - 1 - count]:
             return count
     return most
-
-
-def _common_beginning(known: Sequence[int], tokens: Sequence[int]) -> int:
-    for count, (old, new) in enumerate(zip(known, tokens, strict=False)):
-        if old != new:
-            return count
-    return min(len(known), len(tokens))
 
 
 def _most_frequent(places: list[tuple[_Sequence, int]], count: int) -> list[int]:

@@ -29,15 +29,15 @@ class Obstinate:
     def join(self, slot, tokens, namespace): ...
     def leave(self, slot): ...
     def extend(self, slot, first, tokens): ...
-    def propose(self, slot, count):
-        return [2, 5][:count]
+    def propose(self, rows, counts):
+        return [[2, 5][:count] for count in counts]
 
 
 def drawn(drafts: int, rounds: int) -> list[tuple[int, ...]]:
     """Three tokens behind token 1, for each of many seeds."""
     table = SlotTable(SLOTS, 16, VOCAB, (GroupLayout(FULL, 0, 16, SLOTS + 1),), CPU, True)
     sampler = Sampler(table, VOCAB, bind("cpu", CPU, torch.float32, frozenset(), 16))
-    drafting, found = Drafting(Obstinate(), table, drafts), list[tuple[int, ...]]()
+    drafting, found = Drafting(Obstinate(), table), list[tuple[int, ...]]()
     for turn in range(rounds):
         slots = range(1, SLOTS + 1)
         prompt = np.array([1], np.int32).tobytes()
@@ -63,7 +63,7 @@ def drawn(drafts: int, rounds: int) -> list[tuple[int, ...]]:
 def _row(table: SlotTable, slot: int, drafts: int) -> Row:
     start = table.known[slot] - 1
     many = drafts if start else 0  # the row of the prompt brings none
-    return table.prepare(Row(slot, start, 1 + many, drafts=many, want=SAMPLE), True)
+    return table.prepare(Row(slot, start, 1 + many, drafts=many, want=SAMPLE, propose=drafts), True)
 
 
 def test_chains_of_drafts_leave_the_distribution_as_it_is() -> None:

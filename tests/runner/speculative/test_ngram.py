@@ -4,6 +4,7 @@ from random import Random
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.runner.speculative import DRAFTERS
+from banyan.runner.speculative.base import Beside
 from banyan.runner.speculative.ngram import Ngram
 
 
@@ -14,7 +15,7 @@ def drafts_after(tokens, *before, count=8, namespace=b"", **settings):
         drafter.join(1, list(seen), b"")
         drafter.leave(1)
     drafter.join(2, list(tokens), namespace)
-    return drafter.propose(2, count)
+    return drafter.guess(2, count)
 
 
 def test_a_prompt_is_its_own_best_source():
@@ -85,9 +86,9 @@ def test_tokens_that_are_taken_back_leave_no_trace():
     drafter.join(1, [1, 2, 3, 4, 5], b"")
     drafter.extend(1, 3, [7, 8])
     drafter.join(2, [1, 2, 3], b"")
-    assert drafter.propose(2, 4) == [7, 8]
+    assert drafter.guess(2, 4) == [7, 8]
     drafter.join(3, [4], b"")
-    assert drafter.propose(3, 4) == []
+    assert drafter.guess(3, 4) == []
 
 
 def test_memory_is_bounded_and_counts_true():
@@ -106,7 +107,7 @@ def test_memory_is_bounded_and_counts_true():
             first = lengths[slot] - (random.random() < 0.2)
             drafter.extend(slot, first, [random.randrange(9)])
             lengths[slot] = first + 1
-            assert len(drafter.propose(slot, 5)) <= 5
+            assert len(drafter.guess(slot, 5)) <= 5
         assert drafter.num_tokens <= max(300, sum(lengths.values()))
         places = sum(len(kind) for heads in drafter._heads.values() for kind in heads)
         assert places <= 2 * drafter.num_tokens
@@ -118,12 +119,30 @@ def test_memory_is_bounded_and_counts_true():
     assert set(drafter._heads) == {b"other"}
 
 
+def no_model() -> Beside:
+    raise AssertionError("it needs none")
+
+
+def test_what_is_flushed_is_not_drafted_again():
+    drafter = Ngram()
+    drafter.join(1, [1, 2, 3, 4, 5], b"")
+    drafter.leave(1)
+    drafter.join(2, [7, 1, 2, 3], b"")
+    assert drafter.guess(2, 2) == [4, 5]
+    drafter.flush()  # the engine has not told the slot to leave yet
+    assert drafter.num_tokens == 0 and not drafter._heads
+    drafter.leave(2)
+    drafter.join(2, [7, 1, 2, 3], b"")
+    assert drafter.guess(2, 2) == []
+
+
 def test_two_drafters_that_are_told_the_same_draft_the_same():
-    mine, other = (DRAFTERS.load("NGRAM")(SpeculativeConfig(algorithm="NGRAM")) for _ in range(2))
+    asked = SpeculativeConfig(algorithm="NGRAM")
+    mine, other = (DRAFTERS.load("NGRAM")(asked, no_model) for _ in range(2))
     random = Random(3)
     for slot in range(1, 6):
         tokens = [random.randrange(6) for _ in range(30)]
         for drafter in (mine, other):
             drafter.join(slot, tokens, b"")
     for slot in range(1, 6):
-        assert mine.propose(slot, 11) == other.propose(slot, 11) != []
+        assert mine.guess(slot, 11) == other.guess(slot, 11) != []

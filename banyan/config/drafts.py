@@ -1,0 +1,129 @@
+"""The model that drafts beside the one that is served: where it is, and whether the two can work
+together. Part of `config/resolve.py`; loads no weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger, printable
+from banyan.config.card import STATE, ModelCard
+from banyan.config.checkpoint import read_card
+from banyan.config.env import Environment
+from banyan.config.schema import Config, ModelConfig
+from banyan.config.sources import fetch
+
+log = logger(__name__)
+
+Rule = Callable[[Config, ModelCard, Environment], Config]
+
+
+def draft_of(config: Config) -> ModelConfig:
+    """How the draft model is read. What the flags say about the served model's files does not hold
+    for it, and what they say about numbers does."""
+    speculative = config.speculative
+    return replace(
+        config.model,
+        source=speculative.draft_source,
+        path=speculative.draft_path,
+        revision=speculative.draft_revision,
+        load_format=speculative.draft_load_format,
+        quantization=speculative.draft_quantization,
+        implementation="native",
+        is_embedding=False,
+        overrides={},
+        loader_functions=(),
+        deletes=0,
+    )
+
+
+def find_the_draft(
+    config: Config, card: ModelCard, environment: Environment, check_the_quantization: Rule
+) -> Config:
+    """Fetch the draft model and see whether it goes with the one of `card`.
+
+    Raises:
+        ConfigError, ModelError: it is not there, or does not.
+    """
+    speculative = config.speculative
+    if not speculative.is_model:
+        return config
+    flag = f"--speculative-algorithm {speculative.algorithm}"
+    if not speculative.draft_source:
+        raise ConfigError(
+            f"{flag} needs --speculative-draft-model-path",
+            hint="name a small model of the same vocabulary, or use NGRAM, which needs none",
+        )
+    model = draft_of(config)
+    model = replace(model, path=fetch(model, environment))
+    draft = read_card(model.path, model.load_format)
+    _check_the_pair(config, card, draft, model.source)
+    try:
+        checked = check_the_quantization(replace(config, model=model), draft, environment)
+    except ConfigError as error:
+        raise ConfigError(
+            error.text.replace("--quantization", "--speculative-draft-model-quantization"),
+            error.hint,
+        ) from None
+    found = replace(
+        speculative, draft_path=draft.path, draft_quantization=checked.model.quantization
+    )
+    return replace(config, speculative=found)
+
+
+def _check_the_pair(config: Config, card: ModelCard, draft: ModelCard, source: str) -> None:
+    name = f"--speculative-draft-model-path {printable(source)}"
+    if draft.pooling is not None or draft.is_encoder:
+        raise ConfigError(f"{name} makes vectors, and no tokens", hint="name a model for text")
+    if draft.vocab_size != card.vocab_size:
+        raise ConfigError(
+            f"{name} has {draft.vocab_size:,} tokens, the served model {card.vocab_size:,}: what "
+            "one drafts the other could not read",
+            hint="name a smaller model of the same family",
+        )
+    mine, its = weights_per_token(draft), weights_per_token(card)
+    if mine > its:
+        raise ConfigError(
+            f"{name} reads {mine / 1e6:,.0f} million weights for a token, the served model "
+            f"{its / 1e6:,.0f} million: its drafts would take longer than the answers",
+            hint="name a smaller model, or serve this one and let the other draft",
+        )
+    if any(draft.kind_of(layer) == STATE for layer in range(draft.num_layers)):
+        raise ConfigError(
+            f"{name} keeps a recurrent state, which does not go back where a draft was wrong",
+            hint="name a model that attends",
+        )
+    tp = config.parallel.tp
+    if not fits(draft, tp, tp if config.parallel.ep > 1 else 1, 1, True):
+        raise ConfigError(
+            f"{name}: --tensor-parallel-size {tp} does not divide its {draft.num_heads:,} heads, "
+            f"{draft.num_kv_heads:,} KV heads and {draft.intermediate_size:,} MLP columns",
+            hint="choose another --tensor-parallel-size, or another draft model",
+        )
+    if draft.context_length < card.context_length:
+        log.warning(
+            "%s was trained for %s tokens: behind those of a request it drafts badly",
+            *(name, f"{draft.context_length:,}"),
+        )
+
+
+def weights_per_token(card: ModelCard) -> int:
+    """About how many weights are read for one token."""
+    total = card.vocab_size * card.hidden_size
+    heads = 2 * card.num_heads + 2 * card.num_kv_heads
+    for layer in range(card.num_layers):
+        total += card.hidden_size * (heads * card.head_dim + 3 * card.inner_of(layer))
+    return total
+
+
+def fits(card: ModelCard, tp: int, ep: int, replicas: int, is_cut: bool) -> bool:
+    """Whether `tp` ranks can share the model; KV heads may also be had by several ranks each.
+
+    replicas: among which the ranks are shared out, as far as heads go; is_cut: the blocks without
+    experts are.
+    """
+    kv_heads, ranks = card.num_kv_heads, tp // replicas
+    experts = card.experts.inner if card.experts and ep == 1 else 0
+    columns = (card.intermediate_size if is_cut else 0, experts)
+    shares_kv = kv_heads % ranks == 0 or ranks % kv_heads == 0
+    return shares_kv and not card.num_heads % ranks and not any(size % tp for size in columns)

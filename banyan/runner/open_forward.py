@@ -1,0 +1,91 @@
+"""How a runner goes through a model: the quickest way that its ops and its device allow, for steps
+of the sizes that it holds.
+"""
+
+from dataclasses import dataclass
+
+from banyan.base.log import logger
+from banyan.layers.build import Build
+from banyan.models.base import Model
+from banyan.ops.api import NotRecordable
+from banyan.ops.bind import BoundOps
+from banyan.platform.base import BY_SHAPE, Platform
+from banyan.runner.attention.base import AttentionBackend
+from banyan.runner.captured import CapturedForward
+from banyan.runner.forward import EagerForward, Forward, RecordedForward
+from banyan.runner.inputs import Batch, StepTensors
+from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.slots import SlotTable
+
+log = logger(__name__)
+
+
+@dataclass(frozen=True)
+class RunnerSizes:
+    """How much the runner holds.
+
+    Attributes:
+        max_slots: slots are numbered 1 … max_slots; 0 is padding.
+        max_length: longest request in tokens, prompt and output.
+        groups: cache groups, in the order of the plans' group numbers.
+        max_tokens: tokens of the largest step that is worth recording.
+        shapes: rows of the decode steps to capture, where steps are captured by shape.
+        attention: name of the attention backend; "" = what the model takes.
+        draft_room: drafts that one step verifies at most, beside the tokens of its rows.
+    """
+
+    max_slots: int
+    max_length: int
+    groups: tuple[GroupLayout, ...]
+    max_tokens: int = 0
+    shapes: tuple[int, ...] = ()
+    attention: str = ""
+    draft_room: int = 0
+
+
+def open_forward(
+    model: Model,
+    table: SlotTable,
+    store: KVStore,
+    build: Build,
+    sizes: RunnerSizes,
+    attention: AttentionBackend,
+    platform: Platform,
+) -> Forward:
+    """The quickest way through the model that its ops and its device allow."""
+    rows, outputs = sizes.max_slots, sizes.max_slots + sizes.draft_room
+
+    def tensors(max_tokens: int, max_outputs: int) -> StepTensors:
+        size = (max_tokens, rows, max_outputs)
+        return StepTensors(table, store, platform, build.device, *size)
+
+    def larger(batch: Batch) -> StepTensors:
+        return tensors(int(batch.offsets[-1]), max(outputs, len(batch.last)))
+
+    # A recording tells its sizes apart by their numbers.
+    joint = build.groups.joint
+    max_tokens = max(sizes.max_tokens, outputs + 1)
+    if joint is not None and max_tokens == joint.replicas * outputs:
+        max_tokens += 1
+    step = tensors(max_tokens, outputs)
+    eager = EagerForward(model, step, attention, larger, build.device, joint)
+    recorder = build.ops.recorder
+    try:
+        if recorder is not None and sizes.max_tokens:
+            return RecordedForward(
+                *(eager, model, build.ops, recorder, table, attention, step, joint)
+            )
+    except NotRecordable as error:
+        log.info("steps are not recorded: %s", error)
+    if platform.traits.programs != BY_SHAPE or not sizes.shapes or model.card.pooling is not None:
+        return eager
+    if any("k" not in cache.tensors for cache in model.caches):
+        log.info("steps are not captured: attention over this model's cache waits for the device")
+        return eager
+    ops = build.ops
+    is_plain = isinstance(ops, BoundOps) and ops.attends_by_reference
+    if platform.traits.lengths_on_host and is_plain:
+        log.info("steps are not captured: the reference attends, and it waits for the device")
+        return eager
+    shapes = tuple(shape for shape in sizes.shapes if shape <= rows)
+    return CapturedForward(eager, model, table, store, attention, platform, step, shapes or (rows,))

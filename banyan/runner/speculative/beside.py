@@ -1,0 +1,50 @@
+"""A draft model beside the runner's own. Its layers lie behind the other's in the same pages, so
+that one lease, one radix tree and one store hold both, and its steps are recorded like all.
+"""
+
+from dataclasses import dataclass, replace
+
+from banyan.config.card import FULL
+from banyan.layers.build import Build
+from banyan.models.base import Model
+from banyan.platform.base import Platform
+from banyan.runner.attention import BACKENDS
+from banyan.runner.kvstore import KVStore
+from banyan.runner.open_forward import RunnerSizes, open_forward
+from banyan.runner.sampling.sampler import Sampler
+from banyan.runner.slots import SlotTable
+from banyan.runner.speculative.base import Beside
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """One rank's share of it, and what it was made from."""
+
+    model: Model
+    build: Build
+
+
+def open_beside(
+    table: SlotTable,
+    store: KVStore,
+    sizes: RunnerSizes,
+    platform: Platform,
+    draft: DraftModel | None,
+) -> Beside:
+    """Open a draft model whose layers are the last ones of `store`."""
+    assert draft is not None, "this drafter needs a model, and none was loaded"
+    model, ops = draft.model, draft.build.ops
+    pages = store.of_layers_from(store.num_layers - len(model.caches))
+    attention = BACKENDS.load(sizes.attention or "reference")(ops, pages)
+    # Rows that sampled are read with the token that they gave.
+    most = sizes.max_tokens and sizes.max_tokens + sizes.max_slots
+    mine = replace(sizes, max_tokens=most, draft_room=0)
+    with platform.stream():
+        forward = open_forward(model, table, pages, draft.build, mine, attention, platform)
+    return Beside(
+        table,
+        forward,
+        Sampler(table, model.card.vocab_size, ops),
+        most,
+        may_lag=all(cache.kind == FULL for cache in model.caches),
+    )

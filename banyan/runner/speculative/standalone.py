@@ -1,0 +1,107 @@
+"""STANDALONE: drafts are what a small model of the same vocabulary goes on with.
+
+Its keys and values lie in the pages of the request, beside the target's. In the step in which the
+target reads a piece of a prompt the small model reads it too, and what the target has sampled is
+read with the first token that is drafted behind it. A draft is drawn as the target draws: by the
+request's parameters, and with the quantile of its position, so that two models that agree on a
+distribution agree on the token.
+"""
+
+from collections.abc import Callable, Sequence
+
+from banyan.config.schema import SpeculativeConfig
+from banyan.messages.plan import SAMPLE, Row
+from banyan.runner.inputs import Batch
+from banyan.runner.speculative.base import Beside, common_beginning
+
+
+class ModelDrafter:
+    """Satisfies `speculative.base.Drafter`."""
+
+    def __init__(self, beside: Beside) -> None:
+        self._beside = beside
+        self._table = beside.table
+        self._read: dict[int, int] = {}
+        """Slot -> positions whose keys and values the draft model has written. None of a slot that
+        has joined and not run: where its first row starts, its pages have been read before."""
+        self._drafted: dict[int, list[int]] = {}
+        """Slot -> drafts behind its known tokens that the draft model has read as well."""
+
+    def join(self, slot: int, tokens: list[int], namespace: bytes) -> None:
+        self.leave(slot)
+
+    def leave(self, slot: int) -> None:
+        self._read.pop(slot, None)
+        self._drafted.pop(slot, None)
+
+    def extend(self, slot: int, first: int, tokens: Sequence[int]) -> None:
+        """Drafts that have come true need not be read again."""
+        read, drafted = self._read.get(slot), self._drafted.pop(slot, [])
+        if read is None:
+            return
+        if read == first:
+            read += common_beginning(drafted, tokens)
+        self._read[slot] = min(read, first + len(tokens)) if read > first else read
+
+    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
+        known = self._table.known
+        self._catch_up(rows, counts)
+        for done in range(1, max(counts, default=0)):
+            again = [
+                Row(row.slot, known[row.slot] + done - 1, 1, want=SAMPLE)
+                for row, count in zip(rows, counts, strict=True)
+                if count > done
+            ]
+            self._run(again)
+        found: list[list[int]] = []
+        for row, count in zip(rows, counts, strict=True):
+            first = known[row.slot]
+            drafts = self._table.tokens[row.slot, first : first + count].tolist()  # sync: on host
+            if count > 1:
+                self._drafted[row.slot] = drafts[: count - 1]
+            found.append(drafts)
+        return found
+
+    def flush(self) -> None:
+        """Nothing is remembered beside the pages, which are the engine's."""
+
+    def _catch_up(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
+        """Read what the slots hold and the draft model has not read, and draft a first token where
+        one is asked for. Of others that go token by token it may wait until there are more."""
+        due: list[Row] = []
+        for row, count in zip(rows, counts, strict=True):
+            start = self._read.setdefault(row.slot, row.start)
+            is_prompt = row.count - row.drafts > 1 or not row.want & SAMPLE
+            if not (count or is_prompt or not self._beside.may_lag):
+                continue
+            # What was sampled is read when something is drafted behind it.
+            end = self._table.known[row.slot] if row.want & SAMPLE else row.start + row.count
+            end -= not count and bool(row.want & SAMPLE)
+            if end > start:
+                due.append(Row(row.slot, start, end - start, want=SAMPLE if count else 0))
+                self._read[row.slot] = end
+        most = self._beside.max_tokens
+        while due:
+            count, tokens = 1, due[0].count
+            while count < len(due) and (not most or tokens + due[count].count <= most):
+                tokens += due[count].count
+                count += 1
+            self._run(due[:count])
+            due = due[count:]
+
+    def _run(self, rows: list[Row]) -> None:
+        """Through the draft model; what it draws behind them is entered in the table."""
+        forward, batch = self._beside.forward, Batch.of(list(enumerate(rows)))
+        forward.run(batch)
+        if not batch.wanted & SAMPLE or forward.next_tokens() is not None:
+            return
+        logits = forward.next_logits(batch)
+        slots, positions = batch.to_slots, batch.to_positions
+        where = forward.targets(batch)
+        self._beside.sampler.sample(logits, slots, positions, {}, where)
+
+
+def open_standalone(
+    speculative: SpeculativeConfig, open_beside: Callable[[], Beside]
+) -> ModelDrafter:
+    return ModelDrafter(open_beside())

@@ -1,0 +1,117 @@
+"""The model that drafts: what the flags say of it, and what it does not go with."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import BanyanError
+from banyan.config.drafts import draft_of
+from banyan.config.env import Environment
+from banyan.config.resolve import prepare
+from tests.config.test_checkpoint import LLAMA, folder
+from tests.flags import config_of
+
+SMALL = LLAMA | {"num_hidden_layers": 1}
+
+
+@pytest.fixture
+def models(tmp_path: Path):
+    """Writes a target and a draft of some facts; the flags that name both."""
+
+    def write(target: dict = LLAMA, draft: dict = SMALL) -> list[str]:
+        for name in "ab":
+            (tmp_path / name).mkdir(exist_ok=True)
+        named = [folder(tmp_path / name, facts) for name, facts in (("a", target), ("b", draft))]
+        return [
+            *("--model-path", named[0], "--speculative-draft-model-path", named[1]),
+            *("--speculative-algorithm", "STANDALONE"),
+        ]
+
+    return write
+
+
+def resolved(*words: str):
+    return prepare(config_of(*words), Environment())[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "drafts"),
+    [
+        ("", 3),
+        ("--speculative-num-steps 5", 5),
+        ("--speculative-num-draft-tokens 3", 2),
+        ("--speculative-num-steps 2 --speculative-eagle-topk 1", 2),
+    ],
+)
+def test_a_model_drafts_three_tokens_unless_told_otherwise(models, words: str, drafts: int):
+    assert resolved(*models(), *words.split()).speculative.drafts == drafts
+
+
+def test_what_the_flags_say_of_the_draft_is_of_it_alone(models):
+    words = models()
+    config = resolved(
+        *words,
+        *("--speculative-draft-model-revision", "main", "--speculative-draft-load-format", "dummy"),
+        *("--speculative-draft-model-quantization", "int8", "--quantization", "q8_0"),
+    )
+    draft = draft_of(config)
+    assert (draft.revision, draft.load_format, draft.quantization) == ("main", "dummy", "int8")
+    assert draft.path == words[3]
+    assert (config.model.revision, config.model.quantization) == ("", "q8_0")
+    assert config.model.load_format == "safetensors"
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"vocab_size": LLAMA["vocab_size"] + 1}, "what one drafts the other could not read"),
+        ({"num_hidden_layers": 9}, "its drafts would take longer"),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, "makes vectors|Bert"),
+    ],
+)
+def test_a_draft_that_does_not_go_with_the_model_is_refused(models, facts: dict, text: str):
+    with pytest.raises(BanyanError, match=text):
+        resolved(*models(draft=SMALL | facts))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--nnodes 2 --tp-size 2 --dist-init-addr here:5000", "on other machines"),
+        ("--enable-memory-saver", "are not released"),
+        ("--pp-size 2", "by stages"),
+        ("--speculative-eagle-topk 2", "one chain"),
+        ("--speculative-token-map FILE", "trained for one"),
+        ("--speculative-draft-model-quantization mxfp4", "not available in this build"),
+        ("--speculative-draft-model-quantization gptq", "draft-model-quantization gptq is not"),
+        ("--speculative-draft-load-format gguf", "gguf"),
+        ("--tp-size 3", "does not divide"),
+    ],
+)
+def test_what_a_draft_model_does_not_go_with_is_refused_by_name(models, words: str, text: str):
+    with pytest.raises(BanyanError, match=text):
+        resolved(*models(), *words.split())
+
+
+def test_the_two_must_belong_together(models):
+    words = models()
+    with pytest.raises(BanyanError, match="needs --speculative-draft-model-path"):
+        resolved(*words[:2], *words[4:])
+    with pytest.raises(BanyanError, match="it drafts without a model"):
+        resolved(*words[:4], "--speculative-algorithm", "NGRAM")
+    with pytest.raises(BanyanError, match="there is no model"):
+        resolved(*words[:2], "--speculative-draft-model-path", "/nowhere", *words[4:])
+
+
+def test_ranks_that_cannot_share_the_draft_are_refused(models):
+    draft = SMALL | {"num_attention_heads": 1, "num_key_value_heads": 1}
+    with pytest.raises(BanyanError, match="does not divide its 1 heads"):
+        resolved(*models(draft=draft), "--tp-size", "2")
+
+
+def test_a_draft_without_an_algorithm_is_reported(models, caplog):
+    words = models()
+    assert resolved(*words[:4]).speculative.drafts == 0
+    assert "draft source has no effect" in caplog.text
+    assert json.loads(Path(words[3], "config.json").read_text())
