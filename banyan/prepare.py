@@ -17,6 +17,7 @@ from banyan.base.system import check_system
 from banyan.config import resolve
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
+from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config
 from banyan.frontend.answers.parser_choice import NONE
 from banyan.frontend.answers.reasoning import REASONING_PARSERS
@@ -112,6 +113,7 @@ def check_names(config: Config) -> None:
         )
     meters_of(config.observe)
     check_traces(config.observe)
+    kv_events(config.observe)
     template_source(server.chat_template)
     fill_in_form(server.completion_template)
     for name in config.model.loader_functions:

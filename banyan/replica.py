@@ -19,11 +19,14 @@ from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
 from banyan.config.drafts import draft_of
+from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config, ParallelConfig
 from banyan.config.stored import store_wishes
+from banyan.engine.core import EngineCore
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.duty import RANK, Duty
 from banyan.engine.journal import Journal
+from banyan.engine.kv_events import Publisher
 from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.lockstep import StepClock, open_step_clock
 from banyan.engine.loop import EngineLoop, Link, Wake
@@ -37,6 +40,7 @@ from banyan.grammar.base import stand_ins
 from banyan.grammar.compiler import GrammarCompiler
 from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
 from banyan.grammar.workshop import GrammarLimits
+from banyan.memory.cache import WEIGHTS_BYTES
 from banyan.memory.sizing import MemoryPlan
 from banyan.memory.tiers import can_be_stored
 from banyan.messages.events import Ready
@@ -148,6 +152,7 @@ def run_engine(
             soft_watchdog_s=config.schedule.soft_watchdog_s,
             silence_s=config.server.heartbeat_timeout_s,
             step_clock=step_clock,
+            publisher=_publisher(config, core, cleanup),
         )
         ranks.watch(loop.fail)
         started(loop)
@@ -156,6 +161,16 @@ def run_engine(
         has_files = config.model.load_format != "dummy"
         weight_bytes = size_of_weights(card.path) if has_files else 0
         loop.run(_ready(memory, weight_bytes, phases, kernels, steps, settings))
+
+
+def _publisher(config: Config, core: EngineCore, cleanup: ExitStack) -> Publisher | None:
+    asked = kv_events(config.observe)
+    if asked is None:
+        return None
+    unit = core.scheduler.cache.unit
+    publisher = Publisher(asked, config.parallel.replica, unit, WEIGHTS_BYTES)
+    cleanup.callback(publisher.close)
+    return publisher
 
 
 def _with_orders(

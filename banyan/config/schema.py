@@ -419,6 +419,8 @@ class ObserveConfig:
     prompt_buckets: tuple[str, ...] = ()
     output_buckets: tuple[str, ...] = ()
     """Upper bounds in tokens, or the rule for them (server/admin/metrics.py)."""
+    kv_events: dict[str, object] = field(default_factory=dict[str, object])
+    """Where engines tell what their caches hold (config/kv_events.py); {} = nowhere."""
     times: bool = False
     """A line in the log for each request that ends: where its time went."""
     writes_records: bool = False

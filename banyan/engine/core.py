@@ -6,11 +6,13 @@ planning with execution, 1 + stages is pipeline parallelism.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from banyan.base.ids import NO_STEP, StepId
 from banyan.engine.lockstep import Lockstep
 from banyan.memory.cache import name_of_weights
+from banyan.memory.news import Removed, Stored
 from banyan.messages.events import Event, Reply, Stats
 from banyan.messages.orders import (
     KV_CACHE,
@@ -174,6 +176,11 @@ class EngineCore:
         fetcher = self.scheduler.fetcher
         lookups, fetcher.lookups = fetcher.lookups, []
         return lookups
+
+    def take_news(self) -> Sequence[Stored | Removed]:
+        """Drain what the cache has come to hold and let go; nothing unless it tells."""
+        news = self.scheduler.cache.news
+        return () if news is None else news.take()
 
     @property
     def is_joined(self) -> bool:

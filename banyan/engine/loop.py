@@ -6,6 +6,7 @@ import os
 import select
 import threading
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from banyan.engine.launcher import Handle, Launcher
 from banyan.engine.lockstep import StepClock
 from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import OtherRanks, Watchdog
+from banyan.memory.news import Removed, Stored
 from banyan.messages.events import Event, Fatal, Ready, Stats
 from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import Control, Message
@@ -40,6 +42,12 @@ class Link(Protocol):
     def poll_fd(self) -> int: ...
     def receive(self) -> list[Message]: ...
     def send(self, events: list[Event]) -> None: ...
+
+
+class Publisher(Protocol):
+    """Who is told what the cache holds."""
+
+    def publish(self, news: Sequence[Stored | Removed]) -> None: ...
 
 
 class StoreMover(Protocol):
@@ -88,6 +96,7 @@ class EngineLoop:
         step_log: told of every step.
         marks: of the loop's thread, for whoever records it.
         mover: of the runner, where pages go to a store; None without one.
+        publisher: told what the cache holds; None = nobody is.
         step_clock: by which the core agrees with the replicas that it shares batches with; they
             end together.
     """
@@ -109,9 +118,11 @@ class EngineLoop:
         soft_watchdog_s: float = 0.0,
         silence_s: float = 20.0,
         step_clock: StepClock | None = None,
+        publisher: Publisher | None = None,
     ) -> None:
         self._core = core
         self._mover = mover
+        self._publisher = publisher
         self._launcher = launcher
         self._link = link
         self._wake = wake
@@ -205,6 +216,8 @@ class EngineLoop:
             for ended in self._mover.ended():
                 self._core.receive(ended, now)
             self._mover.look(self._core.take_lookups())
+        if self._publisher is not None:
+            self._publisher.publish(self._core.take_news())
         self._marks.end("commit")
         self._launch()
         self._marks.end("plan")

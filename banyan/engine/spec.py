@@ -6,6 +6,7 @@ The same spec and the same calls give the same plans, which is what simulation a
 import msgspec
 
 from banyan.config.card import ModelCard
+from banyan.config.kv_events import kv_events
 from banyan.config.schema import CacheConfig, Config
 from banyan.config.stored import store_wishes
 from banyan.engine.core import EngineCore, Recorder
@@ -34,6 +35,8 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     eviction: str = "lru"
     share: bool = True
     store: StoreRules | None = None
+    tells: bool = False
+    """What the cache holds is told to others."""
 
     def build(
         self,
@@ -42,7 +45,9 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
         recorder: Recorder | None = None,
     ) -> EngineCore:
         """A fresh core. ConfigError when a policy has no such name."""
-        cache = KVCache(self.groups, EVICTION.load(self.eviction), self.share, self.store)
+        cache = KVCache(
+            self.groups, EVICTION.load(self.eviction), self.share, self.store, self.tells
+        )
         scheduler = Scheduler(cache, self.limits, ORDERS.load(self.order), grammars)
         return EngineCore(scheduler, lockstep, recorder)
 
@@ -86,6 +91,7 @@ def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
         eviction=config.cache.eviction,
         share=not (config.cache.disable_radix or card.needs_whole_prompts),
         store=_store_rules(config.cache, memory) if config.cache.store else None,
+        tells=kv_events(config.observe) is not None,
     )
 
 

@@ -20,6 +20,7 @@ import msgspec
 from banyan.base.ids import NO_STEP, PADDING_PAGE, PageId, SlotId, StepId
 from banyan.memory.eviction import EvictionKey
 from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup, unit_tokens
+from banyan.memory.news import CacheNews
 from banyan.memory.pool import PagePool
 from banyan.memory.radix import Node, RadixTree
 from banyan.memory.stamps import Horizon
@@ -79,6 +80,7 @@ class KVCache:
         eviction_key: which unlocked node goes first.
         share: False turns the radix tree off (nothing is published or matched).
         store: what goes to a store and comes from it; None without one.
+        tells: `news` has what comes and goes.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class KVCache:
         eviction_key: EvictionKey,
         share: bool = True,
         store: StoreRules | None = None,
+        tells: bool = False,
     ) -> None:
         self.groups = groups
         self.unit = unit_tokens(groups)
@@ -100,12 +103,15 @@ class KVCache:
             eviction_key,
             lambda g, pages, stamp: self.pools[g].release(pages, stamp),
             lambda node: None if self.tier is None else self.tier.leaving(node),
+            lambda node: None if self.news is None else self.news.gone(node),
         )
+        self.news = CacheNews() if tells else None
         self._share = share
         self.tier: StoreTier | None = None
         if store is not None and share:
             self.tier = StoreTier(
-                self.pools, self.tree, self.horizon, store, self._make_room, self.weights
+                *(self.pools, self.tree, self.horizon, store, self._make_room, self.weights),
+                came=lambda node: None if self.news is None else self.news.stored(node),
             )
         self._states = StateCopies(groups, self.pools, self.tree, self.horizon)
         self.has_state = bool(self._states.state_groups)
@@ -254,8 +260,8 @@ class KVCache:
             if step != NO_STEP and any(took):
                 node.promised, node.writer = step, writer
                 self._promises.setdefault(step, []).append(node)
-            elif self.tier is not None and any(took):
-                self.tier.complete(node)
+            elif any(took):
+                _is_complete(node, self.tier, self.news)
 
     def slide(self, lease: Lease, lowest: int) -> None:
         """Let window pages go that no row starting at `lowest` or later reads."""
@@ -311,8 +317,7 @@ class KVCache:
         self.horizon.completed = step
         for node in self._promises.pop(step, ()):
             node.promised, node.writer = NO_STEP, ""
-            if self.tier is not None:
-                self.tier.complete(node)
+            _is_complete(node, self.tier, self.news)
         for pool in self.pools:
             pool.settle()
 
@@ -399,6 +404,14 @@ class KVCache:
             if shortage > 0:
                 self.tree.evict(g, shortage)
         return all(count <= self.pools[g].free for g, count in enumerate(wanted))
+
+
+def _is_complete(node: Node, tier: StoreTier | None, news: CacheNews | None) -> None:
+    """The pages of a new node are written."""
+    if tier is not None:
+        tier.complete(node)
+    if news is not None:
+        news.stored(node)
 
 
 def name_of_weights(version: str) -> bytes:

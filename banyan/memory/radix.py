@@ -68,6 +68,7 @@ class RadixTree:
         eviction_key: see memory/eviction.py.
         give_back: called with (group, pages, stamp) when the tree lets pages go.
         leaving: called with a node before its pages are evicted, while all of them are there.
+        gone: called with a node that has left the tree.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class RadixTree:
         eviction_key: Callable[[Node], tuple[int, ...]],
         give_back: Callable[[int, list[PageId], Stamp], None],
         leaving: Callable[[Node], None] = lambda node: None,
+        gone: Callable[[Node], None] = lambda node: None,
     ) -> None:
         self._groups = groups
         self._key_of = eviction_key
         self._give_back = give_back
         self._leaving = leaving
+        self._gone = gone
         self._root = Node(b"", None, len(groups))
         self._heaps: list[list[tuple[tuple[int, ...], int, Node]]] = [[] for _ in groups]
         self._ticks = 0
@@ -203,6 +206,7 @@ class RadixTree:
         for member in dropped:
             member.children.clear()
             member.parent = None
+            self._gone(member)
         self.num_nodes -= len(dropped) - 1
 
     def nodes(self) -> Iterator[Node]:
@@ -274,6 +278,7 @@ class RadixTree:
         assert parent is not None
         del parent.children[node.key]
         node.parent = None
+        self._gone(node)
         self.num_nodes -= 1
         if parent.children or parent is self._root:
             return

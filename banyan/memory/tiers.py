@@ -99,6 +99,7 @@ class StoreTier:
     Args:
         pools, tree, horizon: of the cache.
         make_room: whether so many pages per group are free, or could be made so.
+        came: called with a node whose pages have come from the store.
         weights: what the namespaces begin with whose pages are stored. The store's identity knows
             the weights of the start only.
     """
@@ -109,6 +110,7 @@ class StoreTier:
     rules: StoreRules
     make_room: Callable[[list[int]], bool]
     weights: bytes = b""
+    came: Callable[[Node], None] = lambda node: None
     copies: list[PageCopy] = field(default_factory=list[PageCopy])
     """For the next plan, in the order in which they were decided."""
     _backlog: deque[Node] = field(default_factory=deque[Node])
@@ -286,6 +288,7 @@ class StoreTier:
             node.is_stored, node.key_hash = True, unit.key
             for g, page in enumerate(unit.pages):
                 self.tree.attach(node, g, [page], NEVER_USED)
+            self.came(node)
 
     def _let_go(self, unit: _Unit) -> None:
         for pool, page in zip(self.pools, unit.pages, strict=True):

@@ -1,6 +1,6 @@
 """Flags of what people see: logs and the journal."""
 
-from banyan.config.flags.flag import FLOAT, FLOATS, INT, SWITCH, WORDS, Flag
+from banyan.config.flags.flag import FLOAT, FLOATS, INT, JSON, SWITCH, WORDS, Flag
 
 FLAGS = (
     Flag(
@@ -89,6 +89,14 @@ FLAGS = (
         "observe.records",
         "folder of the files that --export-metrics-to-file writes",
         proof="tests/frontend/test_records.py::test_each_request_leaves_a_record_in_the_folder",
+    ),
+    Flag(
+        "kv-events-config",
+        "observe.kv_events",
+        "JSON: tell over ZeroMQ which prefixes the cache holds, for routers that go by it "
+        "(docs/cache.md)",
+        kind=JSON,
+        proof="tests/system/test_kv_events.py::test_a_reader_knows_what_the_cache_holds",
     ),
     Flag(
         "crash-dump-folder",

@@ -11,6 +11,8 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable
 from banyan.config.described import described, origins
+from banyan.config.kv_events import kv_events
+from banyan.config.schema import Config
 from banyan.frontend.answers.parser_choice import NONE
 from banyan.frontend.link.client import Replica
 from banyan.messages.events import accept_length
@@ -134,12 +136,27 @@ async def server_info(exchange: Exchange, state: ServerState) -> None:
             "startup_time": sum(state.phases.values()),
             "startup_phases": state.phases,
             "facts": facts,
-            "kv_events": None,
+            "kv_events": _kv_events(state.config),
             "server_tasks": len(asyncio.all_tasks()),
             "internal_states": [_internal(replica) for replica in living(service)],
             "version": state.version,
         }
     )
+
+
+def _kv_events(config: Config) -> Json | None:
+    """Where readers find them, and what a block is."""
+    asked = kv_events(config.observe)
+    if asked is None:
+        return None
+    return {
+        "publisher": asked.publisher,
+        "endpoint": asked.endpoint,
+        "replay_endpoint": asked.replay_endpoint or None,
+        "topic": asked.topic,
+        "block_size": config.cache.page_size,
+        "dp_size": config.parallel.dp,
+    }
 
 
 def _internal(replica: Replica) -> Json:

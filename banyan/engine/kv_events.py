@@ -1,0 +1,151 @@
+"""Publisher: tells routers which prefixes this engine's cache holds, in SGLang's format.
+
+Each message has a topic, a number (8 bytes, big-endian, one higher each time) and a batch in
+msgpack: [seconds, events, replica]. Who missed some asks the replay endpoint for all from a number
+on; each answer is like a message, and the last has the number −1 and no batch.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.config.kv_events import KVEvents
+from banyan.memory.news import Removed, Stored
+
+log = logger(__name__)
+
+MEDIUM = "GPU"
+"""What the format calls the memory that is computed with, whatever it is."""
+_END = (-1).to_bytes(8, "big", signed=True)
+_LINGER_MS = 200
+_LOOK_MS = 100
+
+
+class Publisher:
+    """
+    Args:
+        asked: the flag's value.
+        replica: which one this is.
+        block: tokens of a unit.
+        bare: namespaces of this length have nothing of a tenant.
+
+    Raises:
+        ConfigError: an endpoint cannot be listened at.
+    """
+
+    def __init__(self, asked: KVEvents, replica: int, block: int, bare: int) -> None:
+        self._asked, self._replica, self._block, self._bare = asked, replica, block, bare
+        self._topic = asked.topic.encode()
+        self._queue: queue.Queue[bytes | None] = queue.Queue(asked.max_queue_size)
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=asked.buffer_steps)
+        """(number, batch), oldest first."""
+        self._next = 0
+        self._num_lost = 0
+        self._context = zmq.Context()
+        self._out = self._open(zmq.PUB, asked.endpoint)
+        self._replay = self._open(zmq.ROUTER, asked.replay_endpoint)
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+        self._put([("AllBlocksCleared", {})])
+
+    def publish(self, news: Sequence[Stored | Removed]) -> None:
+        """Tell what has happened; never waits."""
+        if news:
+            self._put([self._event(one) for one in news])
+
+    def close(self) -> None:
+        """Send what waits, for a moment at most."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        self._thread.join(1.0)
+        self._context.destroy(_LINGER_MS)
+
+    def _put(self, events: list[tuple[str, dict[str, object]]]) -> None:
+        shown: list[object]
+        if self._asked.encoding == "map":
+            shown = [{"type": kind, **_without_nulls(fields)} for kind, fields in events]
+        else:
+            shown = [[kind, *fields.values()] for kind, fields in events]
+        batch = msgspec.msgpack.encode([time.time(), shown, self._replica])
+        try:
+            self._queue.put_nowait(batch)
+        except queue.Full:
+            self._num_lost += 1
+            if self._num_lost == 1:
+                log.error("cache events are lost: %d wait already", self._asked.max_queue_size)
+
+    def _event(self, news: Stored | Removed) -> tuple[str, dict[str, object]]:
+        if isinstance(news, Removed):
+            return "BlockRemoved", {"block_hashes": news.names, "medium": MEDIUM}
+        salt = news.namespace[self._bare :]
+        return "BlockStored", {
+            "block_hashes": news.names,
+            "parent_block_hash": news.parent,
+            "token_ids": list(memoryview(bytes(news.tokens)).cast("i")),
+            "block_size": self._block,
+            "lora_id": None,
+            "medium": MEDIUM,
+            **({"cache_salt": salt.hex()} if salt and self._asked.encoding == "map" else {}),
+        }
+
+    def _open(self, kind: int, endpoint: str) -> "zmq.Socket[bytes] | None":
+        if not endpoint:
+            return None
+        own = self._asked.of(endpoint, self._replica)
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, _LINGER_MS)
+        made.setsockopt(zmq.SNDHWM, self._asked.hwm)
+        made.setsockopt(zmq.MAXMSGSIZE, 1 << 10)  # of what readers ask
+        try:
+            if kind == zmq.ROUTER or self._asked.is_bound:
+                made.bind(own)
+            else:
+                made.connect(own)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise ConfigError(
+                f"--kv-events-config: {own} cannot be used: {error}", hint="name another endpoint"
+            ) from None
+        return made
+
+    def _run(self) -> None:
+        while True:
+            try:
+                batch = self._queue.get(timeout=_LOOK_MS / 1000)
+            except queue.Empty:
+                self._answer()
+                continue
+            if batch is None:
+                return
+            number = self._next.to_bytes(8, "big", signed=True)
+            self._next += 1
+            self._kept.append((number, batch))
+            if self._out is not None:
+                self._out.send_multipart([self._topic, number, batch])
+            self._answer()
+
+    def _answer(self) -> None:
+        """Send those who ask what they missed."""
+        if self._replay is None:
+            return
+        while self._replay.poll(0):
+            who, *_, wanted = self._replay.recv_multipart()
+            if len(wanted) != len(_END):
+                continue
+            first = int.from_bytes(wanted, "big", signed=True)
+            for number, batch in self._kept:
+                if int.from_bytes(number, "big", signed=True) >= first:
+                    self._replay.send_multipart([who, b"", self._topic, number, batch])
+            self._replay.send_multipart([who, b"", self._topic, _END, b""])
+
+
+def _without_nulls(fields: dict[str, object]) -> dict[str, object]:
+    return {k: v for k, v in fields.items() if v is not None}
