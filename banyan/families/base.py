@@ -17,20 +17,25 @@ GELU_TANH = "gelu_pytorch_tanh"
 
 
 def state_where(
-    facts: Facts, num_layers: int, names: Mapping[str, str], default: Callable[[int], str]
+    facts: Facts,
+    num_layers: int,
+    names: Mapping[str, str],
+    default: Callable[[int], str],
+    key: str = "layer_types",
 ) -> tuple[str, ...]:
     """Kinds of a model some of whose layers keep a state.
 
     Args:
-        names: what `layer_types` calls each kind.
+        names: what the list of layers calls each kind.
         default: kind of a layer where nothing is listed.
+        key: of that list.
     """
-    listed = facts.listed("layer_types")
+    listed = facts.listed(key)
     kinds = tuple(default(layer) for layer in range(num_layers))
     if listed:
         kinds = tuple(names.get(str(name), "") for name in listed)
         if len(kinds) != num_layers or "" in kinds:
-            raise facts.error("layer_types", listed, f"{num_layers} of {', '.join(names)}")
+            raise facts.error(key, listed, f"{num_layers} of {', '.join(names)}")
     return kinds
 
 
@@ -153,6 +158,8 @@ class Family:
         gated: the feed-forward block has a gate.
         qk_norm: "" | "head" (each head of q and k by itself) | "turned head" (as "head", after it
             has rotated) | "width" (all heads together).
+        has_attention_gate: what a head of attention gives is scaled by the sigmoid of a gate, which
+            the query projection makes behind that head's query.
     """
 
     hub: HubForm = field(default_factory=HubForm)
@@ -164,3 +171,4 @@ class Family:
     parallel: bool = False
     gated: bool = True
     qk_norm: str = ""
+    has_attention_gate: bool = False

@@ -49,7 +49,9 @@ def olmoe(facts: Facts, card: ModelCard) -> ModelCard:
     return replace(card, experts=experts)
 
 
-def qwen_moe(facts: Facts, card: ModelCard, has_shared: bool = False) -> ModelCard:
+def qwen_moe(
+    facts: Facts, card: ModelCard, has_shared: bool = False, is_normalised: bool = False
+) -> ModelCard:
     """Which layers have experts is told by a period and a list of exceptions."""
     count = _count(facts, "num_experts", "num_local_experts")
     period = facts.integer("decoder_sparse_step", 1, 1 << 16, default=1)
@@ -62,7 +64,7 @@ def qwen_moe(facts: Facts, card: ModelCard, has_shared: bool = False) -> ModelCa
         dense_layers=_where(card, lambda layer: layer in plain or (layer + 1) % period > 0),
         shared_inner=facts.integer(shared, 1, _MAX_WIDTH) if has_shared else 0,
         has_shared_gate=has_shared,
-        is_normalised=facts.flag("norm_topk_prob", default=False),
+        is_normalised=facts.flag("norm_topk_prob", default=is_normalised),
     )
     return replace(card, experts=experts)
 

@@ -13,7 +13,7 @@ from banyan.families.experts import mixtral
 from banyan.families.names import GGUF_NAMES, HUB_NAMES, QK, NameMap
 
 
-def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+def of_hub(facts: Facts, card: ModelCard) -> ModelCard:
     return replace(
         card,
         embedding_scale=facts.number("embedding_multiplier", 1e-6, 1e6, default=1.0),
@@ -35,7 +35,7 @@ def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
 
 
 GRANITE = Family(
-    hub=HubForm(more=_of_hub),
+    hub=HubForm(more=of_hub),
     gguf=GgufForm("GraniteForCausalLM", more=_of_gguf),
     names={
         "safetensors": NameMap(HUB_NAMES),
@@ -44,7 +44,7 @@ GRANITE = Family(
 )
 
 GRANITE_MOE = Family(
-    hub=HubForm(more=lambda facts, card: mixtral(facts, _of_hub(facts, card))),
+    hub=HubForm(more=lambda facts, card: mixtral(facts, of_hub(facts, card))),
     names={
         "safetensors": NameMap(
             HUB_NAMES

@@ -97,6 +97,8 @@ class NameMap:
             holds several parts over one another, "*" in a part when the tensor's first dimension
             counts the experts. A name with its last part -> "module.slot".
         ignored: names, {} for every number, that carry nothing the model needs.
+        unread: beginnings of names that carry nothing the model needs.
+        alone: part of a module's name that falls away where the model has no such module.
         has_more_layers: layers past the model's own are for drafting and not read.
         has_gates_between: a tensor holds all experts, their gate and up taking turns
             (`models/weights/interleaved.py`).
@@ -111,4 +113,6 @@ class NameMap:
     rope_divisors: str = ""
     norm_offset: float = 0.0
     has_more_layers: bool = False
+    unread: tuple[str, ...] = ()
+    alone: str = ""
     has_gates_between: bool = False

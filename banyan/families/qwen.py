@@ -56,7 +56,7 @@ QWEN3 = Family(
 QWEN2_BODY = replace(QWEN2, hub=replace(_HUB2, more=without_logits), gguf=None)
 QWEN3_BODY = replace(QWEN3, hub=replace(_HUB3, more=without_logits), gguf=None)
 
-_SHARED = {
+HUB_SHARED = {
     "model.layers.{}.mlp.shared_expert.gate_proj": "layers.{}.mlp.shared.gate_up:gate",
     "model.layers.{}.mlp.shared_expert.up_proj": "layers.{}.mlp.shared.gate_up:up",
     "model.layers.{}.mlp.shared_expert.down_proj": "layers.{}.mlp.shared.down",
@@ -71,7 +71,7 @@ QWEN2_MOE = Family(
     ),
     gguf=GgufForm("Qwen2MoeForCausalLM", more=gguf_qwen2_moe),
     names={
-        "safetensors": NameMap(HUB_NAMES | HUB_EXPERTS | _SHARED),
+        "safetensors": NameMap(HUB_NAMES | HUB_EXPERTS | HUB_SHARED),
         "gguf": NameMap(GGUF_NAMES | GGUF_EXPERTS),
     },
 )

@@ -26,6 +26,7 @@ class AttentionShape:
         qk_norm: "" | "head" | "turned head" | "width": RMSNorm of q and k, each head by itself,
             before or after it rotates, or all heads together.
         has_sinks: each head has a learned logit beside those of the keys.
+        is_gated: what a head gives is scaled by the sigmoid of a gate that comes with its query.
     """
 
     layer: int
@@ -42,6 +43,7 @@ class AttentionShape:
     norm_eps: float = 0.0
     rotary_dim: int = 0
     has_sinks: bool = False
+    is_gated: bool = False
 
 
 class Sinks(Layer):
@@ -66,8 +68,10 @@ class Attention(Caching):
         whole, width = ShardRule(0, shape.head_dim), shape.heads * shape.head_dim
         shared = ShardRule(0, shape.head_dim, replicate=True)
         kv_width = shape.kv_heads * shape.head_dim
-        outputs = {"q": width, "k": kv_width, "v": kv_width}
-        rules = {"q": whole, "k": shared, "v": shared}
+        gates = 2 if shape.is_gated else 1  # a head of q, and its gate behind it
+        outputs = {"q": gates * width, "k": kv_width, "v": kv_width}
+        of_query = ShardRule(0, gates * shape.head_dim)
+        rules = {"q": of_query, "k": shared, "v": shared}
         first, last = whole.span(width, group)
         first_kv, last_kv = shared.span(kv_width, group)
         self.ops = build.ops
@@ -94,7 +98,9 @@ class Attention(Caching):
         self.qkv = ColumnLinear(
             *(shape.dim, outputs, rules, shape.has_bias, group, build),
             turning={"q": turning, "k": turning},
+            pieces={"q": (shape.head_dim,) * 2} if shape.is_gated else None,
         )
+        self.is_gated = shape.is_gated
         self.sinks = Sinks(shape.heads, build) if shape.has_sinks else None
         out_rule = ShardRule(1, shape.head_dim)
         self.out = RowLinear(width, shape.dim, out_rule, shape.has_output_bias, group, build)
@@ -102,7 +108,7 @@ class Attention(Caching):
     def forward(self, x: Tensor, angles: Angles | None, step: StepInputs) -> Tensor:
         """x: [tokens, dim]; angles: cos, sin [tokens, pairs] fp32, None where nothing rotates;
         returns [tokens, dim]."""
-        q, k, v = self.qkv(x).split(self.sizes, dim=-1)
+        q, *gate, k, v = self.qkv(x).split((*self.sizes[: self.is_gated], *self.sizes), dim=-1)
         if self.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)
         q = q.unflatten(-1, (self.spec.heads, self.spec.head_dim))  # [tokens, heads, head_dim]
@@ -115,8 +121,10 @@ class Attention(Caching):
         if self.qk_norm == "turned head":
             q, k = self.q_norm(q), self.k_norm(k)
         sinks = None if self.sinks is None else self.sinks.logits
-        attended = step.attention(self.spec, q, k, v, sinks)
-        return self.out(attended.flatten(1))
+        attended = step.attention(self.spec, q, k, v, sinks).flatten(1)
+        for each in gate:
+            attended = self.ops.apply_gate(attended, each, "sigmoid")
+        return self.out(attended)
 
 
 def paged_cache(spec: AttentionSpec, build: Build) -> LayerCache:

@@ -105,7 +105,7 @@ class LatentAttention(Caching):
             group,
             build,
             turning={"": Turning(head, facts.plain_dim, facts.rope_dim)},
-            pieces=(facts.plain_dim, facts.rope_dim),
+            pieces={"": (facts.plain_dim, facts.rope_dim)},
         )
         kept = facts.rank + facts.rope_dim
         self.latent = ColumnLinear(

@@ -21,8 +21,8 @@ class ColumnLinear(Layer):
         rules: part name -> how ranks share the outputs.
         group: the ranks that share them.
         turning: part name -> its rows that the rotary embedding turns.
-        pieces: widths that each head consists of; the first pieces of all heads come out first,
-            then the second ones, so that either may be used alone.
+        pieces: part name -> widths that each of its heads consists of; the first pieces of all
+            heads come out first, then the second ones, so that either may be used alone.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ColumnLinear(Layer):
         group: Group,
         build: Build,
         turning: Mapping[str, Turning] | None = None,
-        pieces: tuple[int, ...] = (),
+        pieces: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__()
         self.inputs = inputs
@@ -43,7 +43,7 @@ class ColumnLinear(Layer):
         self.has_bias = has_bias
         self.group = group
         self.turning = turning or {}
-        self.pieces = pieces
+        self.pieces = pieces or {}
         self.ops = build.ops
         self.weight: PackedLinear | None = None
         self.bias: Tensor | None = None
@@ -60,8 +60,8 @@ class ColumnLinear(Layer):
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
         rules = self.rules.values()
         mine = [rule.cut(part, self.group) for rule, part in zip(rules, parts, strict=True)]
-        if self.pieces:
-            mine = [part.by_piece(self.pieces) for part in mine]
+        names = zip(self.rules, mine, strict=True)
+        mine = [p.by_piece(self.pieces[name]) if name in self.pieces else p for name, p in names]
         if slot == "weight":
             self.weight = pack(mine, self.ops)
         else:

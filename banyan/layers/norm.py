@@ -44,6 +44,25 @@ class RMSNorm(Layer):
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
 
+class PlainNorm(Layer):
+    """RMSNorm whose weight is stored as it counts, also where those around blocks are not
+    (`NameMap.norm_offset`)."""
+
+    def __init__(self, dim: int, eps: float, build: Build) -> None:
+        super().__init__()
+        self.dim, self.eps, self.ops = dim, eps, build.ops
+        self.weight = torch.empty(0, dtype=build.dtype, device=build.device)  # [dim] once filled
+
+    def slots(self) -> dict[str, WeightSlot]:
+        return {"weight": single((self.dim,))}
+
+    def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        self.weight = parts[0].dense.to(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.weight, self.eps)
+
+
 class SpreadNorm(RMSNorm):
     """RMSNorm over what the ranks of a group hold of x, side by side. Where fewer units are there
     than ranks, some hold the same, and the mean of the squares stays what it is.

@@ -14,6 +14,7 @@ from banyan.families.base import Family
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
 from banyan.layers.cache import LayerCache, caches_of
+from banyan.layers.delta import GatedDeltaNet
 from banyan.layers.embedding import Embedding, Logits
 from banyan.layers.experts import ExpertBlock
 from banyan.layers.latent import LatentAttention, LatentShape
@@ -23,6 +24,7 @@ from banyan.layers.norm import LayerNorm, RMSNorm, Stream, Sum
 from banyan.layers.rotary import Angles, Rotary
 from banyan.layers.short_conv import GatedConv
 from banyan.layers.slot import ShardRule
+from banyan.layers.state_space import StateSpace
 from banyan.layers.step import StepInputs
 from banyan.parallel.groups import Group
 
@@ -156,11 +158,10 @@ def _feed_forward(
 
 def _attention(
     card: ModelCard, family: Family, layer: int, build: Build
-) -> Attention | LatentAttention | GatedConv:
+) -> Attention | LatentAttention | GatedConv | StateSpace | GatedDeltaNet:
     """What mixes tokens in this layer."""
     if card.kind_of(layer) == STATE:
-        assert card.state is not None
-        return GatedConv(layer, card.hidden_size, card.state, build)
+        return _keeping(card, layer, build)
     if card.latent is not None:
         shape = LatentShape(
             layer=layer,
@@ -187,8 +188,19 @@ def _attention(
         norm_eps=card.norm_eps,
         rotary_dim=card.rotary_dim,
         has_sinks=card.attention_sinks,
+        is_gated=family.has_attention_gate,
     )
     return Attention(shape, build)
+
+
+def _keeping(card: ModelCard, layer: int, build: Build) -> GatedConv | StateSpace | GatedDeltaNet:
+    """What mixes tokens by a state."""
+    facts, dim = card.state, card.hidden_size
+    assert facts is not None, f"layer {layer} keeps a state of which the card says nothing"
+    if facts.mixer == "conv":
+        return GatedConv(layer, dim, facts, build)
+    mixer = StateSpace if facts.mixer == "scan" else GatedDeltaNet
+    return mixer(layer, dim, facts, card.norm_eps, build)
 
 
 def _stream_eps(card: ModelCard) -> float:

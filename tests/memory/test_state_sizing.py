@@ -3,7 +3,10 @@
 import pytest
 
 from banyan.base.errors import CapacityError, ConfigError
-from banyan.memory.groups import FULL, STATE
+from banyan.base.ids import SlotId
+from banyan.memory.cache import KVCache, Match
+from banyan.memory.eviction import EVICTION
+from banyan.memory.groups import FULL, STATE, CacheGroup
 from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
 from tests.memory.test_sizing import GIB, settled
 
@@ -83,3 +86,13 @@ def test_the_interval_decides_where_a_prefix_can_be_taken_up() -> None:
 def test_states_keep_their_kind_where_windows_keep_every_position() -> None:
     laid = plan("--disable-hybrid-swa-memory", "--max-total-tokens", "4096")
     assert [group.kind for group in laid.groups] == [STATE, FULL]
+
+
+def test_a_request_of_any_length_holds_one_state() -> None:
+    cache = KVCache((CacheGroup(STATE, 256, 9), CacheGroup(FULL, 16, 2200)), EVICTION.load("lru"))
+    lease, _ = cache.lease(SlotId(1), b"", Match([], 0), 0)
+    held = {}
+    for length in (1, 1024, 32768):
+        assert cache.grow(lease, length) is not None
+        held[length] = tuple(len(table) for table in lease.tables)
+    assert held == {1: (1, 1), 1024: (1, 64), 32768: (1, 2048)}

@@ -317,6 +317,23 @@ EXPERTS: dict[str, tuple[str, dict]] = {
 
 
 _LFM2 = {"block_multiple_of": 8, "tie_word_embeddings": False}
+_MAMBA = {
+    "mamba_n_heads": 6,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 3,
+    "mamba_chunk_size": 16,
+}
+_NEXT = {
+    **_MOE,
+    "head_dim": 16,
+    "num_experts": 5,
+    "shared_expert_intermediate_size": 12,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 12,
+}
 STATES: dict[str, tuple[str, dict]] = {
     "lfm2": ("Lfm2", {**_LFM2, "full_attn_idxs": [1, 3]}),
     "lfm2, attention first, biases": (
@@ -327,6 +344,55 @@ STATES: dict[str, tuple[str, dict]] = {
             "conv_L_cache": 4,
             "layer_types": ["full_attention", "conv", "conv", "full_attention"],
             "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    "bamba, one group, biases": (
+        "Bamba",
+        {
+            **_MAMBA,
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "time_step_limit": [0.2, 0.9],
+            "attn_layer_indices": [0, 3],
+        },
+    ),
+    "granite hybrid": (
+        "GraniteMoeHybrid",
+        {
+            **_MAMBA,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 36,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.0625,
+            "logits_scaling": 6.0,
+        },
+    ),
+    "granite hybrid, experts, rope": (
+        "GraniteMoeHybrid",
+        {
+            **_MAMBA,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "shared_intermediate_size": 20,
+            "mamba_n_groups": 1,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "qwen3 next": ("Qwen3Next", {**_NEXT}),
+    "qwen3 next, dense, shared keys": (
+        "Qwen3Next",
+        {
+            **_NEXT,
+            "num_experts": 0,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
             "tie_word_embeddings": True,
         },
     ),

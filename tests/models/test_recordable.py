@@ -11,6 +11,7 @@ from tests.models.conftest import PagedModel
 
 CPU = torch.device("cpu")
 VIEWS = {"view", "split", "split_with_sizes", "slice", "unsqueeze", "select", "_unsafe_view"}
+VIEWS |= {"expand"}
 
 
 class Watched:

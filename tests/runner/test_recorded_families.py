@@ -30,6 +30,10 @@ VARIANTS = {
     "deepseek v3": {},
     "lfm2": {},
     "lfm2, attention first, biases": {},
+    "bamba": {},
+    "granite hybrid, experts, rope": {},
+    "qwen3 next": {},
+    "qwen3 next, dense, shared keys": {},
 }
 """Variants of tests/models/families.py -> what lets the compiled attention take them."""
 

@@ -63,7 +63,7 @@ def answers(engine: Engine, prompts: list[list[int]], count: int = OUTPUT) -> li
     return [answer["output_ids"] for answer in found]
 
 
-@pytest.fixture(scope="module", params=["lfm2"])
+@pytest.fixture(scope="module", params=["lfm2", "bamba", "qwen3 next"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(request.param, tmp_path_factory.mktemp("states"))
 

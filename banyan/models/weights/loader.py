@@ -7,6 +7,7 @@ first five names are in the error.
 import difflib
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -187,7 +188,9 @@ class Filling:
 
     def _place_of(self, name: str) -> Place | None:
         """Models for vectors may be stored without what stands around their body."""
-        place = place_of(name, self.names)
+        place, alone = place_of(name, self.names), self.names.alone
+        if alone and place is not None and place.module not in self.layers:
+            return replace(place, module=place.module.replace(alone, "", 1))
         if place is None and self.model.card.pooling is not None:
             place = place_of(f"model.{name}", self.names)
         return place

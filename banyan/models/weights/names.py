@@ -57,6 +57,8 @@ def by_expert(place: Place | None, tensor: Stored) -> Iterator[tuple[Place | Non
 
 
 def is_ignored(name: str, names: NameMap, num_layers: int) -> bool:
+    if names.unread and name.startswith(names.unread):
+        return True
     template, numbers = split_numbers(name)
     if names.has_more_layers and template.startswith("model.layers.{}."):
         return int(numbers[0]) >= num_layers

@@ -1,0 +1,140 @@
+"""Mamba-2 layers beside attention: Bamba, and Granite 4 (hybrid, with experts or without).
+
+Source: the documented fields and defaults of the families' configuration classes.
+"""
+
+import math
+from dataclasses import replace
+
+from banyan.config.card import FULL, STATE, ModelCard, RopeFacts, StateFacts
+from banyan.config.facts import Facts
+from banyan.families.base import MAX_WIDTH, Family, HubForm, Kinds, state_where
+from banyan.families.experts import mixtral_experts
+from banyan.families.granite import of_hub as granite
+from banyan.families.lfm import MAX_TAPS
+from banyan.families.names import HUB_NAMES, NameMap
+
+_MAX_HEADS = 4096
+_MAX_STEP = 1e9
+_NAMES = {
+    "mamba": STATE,
+    "linear_attention": STATE,
+    "attention": FULL,
+    "full_attention": FULL,
+}
+"""What lists of layers call each kind, in older and newer files."""
+
+_MIXER = {
+    "model.layers.{}.mamba.in_proj": "layers.{}.attention.mix:z+x+b+c+dt",
+    "model.layers.{}.mamba.conv1d": "layers.{}.attention.conv:x+b+c",
+    "model.layers.{}.mamba.dt_bias": "layers.{}.attention.gates.bias",
+    "model.layers.{}.mamba.A_log": "layers.{}.attention.gates.rate",
+    "model.layers.{}.mamba.D": "layers.{}.attention.gates.skip",
+    "model.layers.{}.mamba.norm": "layers.{}.attention.norm",
+    "model.layers.{}.mamba.out_proj": "layers.{}.attention.out",
+}
+
+
+def state_of(facts: Facts, card: ModelCard) -> StateFacts:
+    inner = facts.integer("mamba_expand", 1, 64, default=2) * card.hidden_size
+    heads = facts.integer("mamba_n_heads", 1, _MAX_HEADS, default=128)
+    groups = facts.integer("mamba_n_groups", 1, _MAX_HEADS, default=1)
+    told = facts.any("mamba_d_head")
+    value_dim = inner // heads
+    if inner % heads or told not in (None, "auto", value_dim):
+        raise facts.error("mamba_d_head", told, f"{inner} inner numbers / {heads} heads")
+    if heads % groups:
+        raise facts.error("mamba_n_heads", heads, f"a multiple of {groups} groups")
+    least, most = _limits(facts)
+    return StateFacts(
+        mixer="scan",
+        taps=facts.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
+        has_conv_bias=facts.flag("mamba_conv_bias", default=True),
+        has_bias=facts.flag("mamba_proj_bias", default=False),
+        heads=heads,
+        key_heads=groups,
+        key_dim=facts.integer("mamba_d_state", 1, MAX_WIDTH, default=256),
+        value_dim=value_dim,
+        least_step=least,
+        most_step=most,
+    )
+
+
+def _limits(facts: Facts) -> tuple[float, float]:
+    """Bounds of a step. Python's JSON has infinity; others write it as a text or an object."""
+    listed = facts.listed("time_step_limit")
+    if not listed:
+        return 0.0, math.inf
+    numbers = [
+        math.inf if not isinstance(value, int | float) or value > _MAX_STEP else float(value)
+        for value in listed
+    ]
+    if len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
+        raise facts.error("time_step_limit", listed, "a lower and an upper bound")
+    return numbers[0], numbers[1]
+
+
+def _bamba_kinds(facts: Facts, num_layers: int) -> Kinds:
+    full = facts.listed("attn_layer_indices")
+    default = state_where(
+        *(facts, num_layers, _NAMES, lambda at: FULL if at in full else STATE),
+        key="layers_block_type",
+    )
+    return default, 0
+
+
+def _granite_kinds(facts: Facts, num_layers: int) -> Kinds:
+    key = "layer_types" if facts.has("layer_types") else "layers_block_type"
+    return state_where(facts, num_layers, _NAMES, lambda at: STATE, key=key), 0
+
+
+def _bamba(facts: Facts, card: ModelCard) -> ModelCard:
+    return replace(card, state=state_of(facts, card))
+
+
+def _granite(facts: Facts, card: ModelCard) -> ModelCard:
+    card = replace(granite(facts, card), state=state_of(facts, card))
+    if facts.any("position_embedding_type") != "rope":
+        card = replace(card, rope=RopeFacts(kind="none"))
+    shared = facts.integer("shared_intermediate_size", 1, MAX_WIDTH, default=1024)
+    if not facts.integer("num_local_experts", 0, 1 << 16, default=8):
+        return replace(card, intermediate_size=shared)
+    return replace(card, experts=replace(mixtral_experts(facts, card), shared_inner=shared))
+
+
+BAMBA = Family(
+    hub=HubForm(eps=1e-5, rotary=0.5, kinds=_bamba_kinds, more=_bamba),
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES
+            | _MIXER
+            | {
+                "model.layers.{}.pre_ff_layernorm": "layers.{}.mlp_norm",
+                "model.layers.{}.feed_forward.gate_proj": "layers.{}.mlp.gate_up:gate",
+                "model.layers.{}.feed_forward.up_proj": "layers.{}.mlp.gate_up:up",
+                "model.layers.{}.feed_forward.down_proj": "layers.{}.mlp.down",
+                "model.final_layernorm": "norm",
+            }
+        )
+    },
+)
+
+GRANITE_HYBRID = Family(
+    hub=HubForm(kinds=_granite_kinds, more=_granite),
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES
+            | _MIXER
+            | {
+                "model.layers.{}.block_sparse_moe.router.layer": "layers.{}.mlp.router",
+                "model.layers.{}.block_sparse_moe.input_linear": (
+                    "layers.{}.mlp.experts.gate_up:gate*+up*"
+                ),
+                "model.layers.{}.block_sparse_moe.output_linear": "layers.{}.mlp.experts.down:*",
+                "model.layers.{}.shared_mlp.input_linear": "layers.{}.mlp.shared.gate_up:gate+up",
+                "model.layers.{}.shared_mlp.output_linear": "layers.{}.mlp.shared.down",
+            },
+            alone=".shared",
+        )
+    },
+)
