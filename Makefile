@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-parsers | test-proofs | test-clients | test-console | bench
+# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-npu-real | test-parsers | test-proofs | test-clients | test-console | bench
 #      bench-fidelity | bench-cpu | lint | format | types | clean
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -10,10 +10,11 @@ TORCH_INDEX = https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS =
 TESTS = tests
+NPU_RELEASES = 2.13.0 2.14.0
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed
 
-.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-parsers test-proofs test-clients test-console bench bench-fidelity bench-cpu lint format types clean
+.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-npu-real test-parsers test-proofs test-clients test-console bench bench-fidelity bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -83,6 +84,11 @@ bench-cpu: $(VENV)/.demo $(VENV)/.test
 test-schemas: $(VENV)/.test
 	@SCHEMA_CASES=500 $(BIN)/python -m pytest -s tests/grammar/test_schemas.py $(ARGS)
 
+# Calls of Ascend operators against the real torch_npu of these releases, over libraries that do nothing;
+# needs gcc and nm. A release for another torch brings that torch along (some hundred MB).
+test-npu-real: $(VENV)/.test $(NPU_RELEASES:%=.npu/%/.installed)
+	@NPU_REAL="$(NPU_RELEASES:%=.npu/%)" $(BIN)/python -m pytest tests/emulation/real $(ARGS)
+
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -94,7 +100,7 @@ types: $(VENV)/.dev $(VENV)/.test
 	@$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .peers .clients .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .ruff_cache .pytest_cache .hypothesis
 	find banyan benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
 	@echo "Compiled kernels and downloaded models are kept in ~/.cache: rm -r ~/.cache/banyan"
 
@@ -163,6 +169,17 @@ $(VENV)/.dev: $(VENV)/.installed
 	@echo "Installing $(PACKAGES) into $(@D)"
 	@$(BIN)/python -m venv $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check -q install $(PACKAGES)
+	@touch $@
+
+.npu/%/.installed: | $(VENV)/.installed
+	@echo "Installing torch_npu $* into $(@D) (44 MB)"
+	@$(PIP) install --no-deps --target $(@D) torch-npu==$*
+	@case "$$($(BIN)/python -c 'import torch; print(torch.__version__)')" in \
+	$(basename $*).*) ;; \
+	*) index=; if $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(TORCH_INDEX)/", timeout=5)' 2>/dev/null; then \
+	    index="--index-url $(TORCH_INDEX)"; fi; \
+	  $(PIP:-q=) install $$index --target $(@D) torch==$* ;; \
+	esac
 	@touch $@
 
 .clients/node/.installed:

@@ -27,6 +27,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "config": "banyan.cli.config:config",
         "check": "banyan.cli.check:check",
         "recipe": "banyan.cli.recipe:recipe",
+        "npu-selfcheck": "banyan.cli.npu_selfcheck:npu_selfcheck",
         "doctor": "banyan.cli.doctor:doctor",
         "version": "banyan.cli.doctor:version",
     },
@@ -50,6 +51,7 @@ HELP = """banyan VERB [flags]
   config [MODEL]  show the resolved configuration, and where each value came from
   check [MODEL]   hold a launch on Ascend NPUs against the rules, without starting it
   recipe MODEL    variables and commands for each of several Ascend NPU machines
+  npu-selfcheck   run the operators of an Ascend NPU and compare with plain torch
   doctor          show what this machine offers and what is missing
   version         the version; --json for more
 

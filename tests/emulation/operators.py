@@ -19,13 +19,13 @@ from banyan.ops.npu.contracts import BAND, MASK_SIZE, require
 _FIA = "npu_fused_infer_attention_score"
 _ENDLESS = (1 << 31) - 1
 SCHEMAS = {
-    "npu_rms_norm": "(Tensor self, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
+    "npu_rms_norm": "(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
     "npu_add_rms_norm": "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) "
     "-> (Tensor, Tensor, Tensor)",
-    "npu_swiglu": "(Tensor self, int dim=-1) -> Tensor",
-    "npu_rotary_mul": "(Tensor self, Tensor r1, Tensor r2, str rotary_mode='half', "
+    "npu_swiglu": "(Tensor input, int dim=-1) -> Tensor",
+    "npu_rotary_mul": "(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', "
     "Tensor? rotate=None) -> Tensor",
-    "npu_scatter_nd_update_": "(Tensor(a!) self, Tensor indices, Tensor updates) -> Tensor(a!)",
+    "npu_scatter_nd_update_": "(Tensor(a!) input, Tensor indices, Tensor updates) -> Tensor(a!)",
     _FIA: "(Tensor query, Tensor key, Tensor value, *, Tensor? pse_shift=None, "
     "Tensor? atten_mask=None, SymInt[]? actual_seq_lengths=None, "
     "SymInt[]? actual_seq_lengths_kv=None, Tensor? dequant_scale1=None, "

@@ -4,6 +4,8 @@ Names and arguments are torch_npu's; what the kernels beside do not use is left 
 each call is held against its contract first.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,11 +19,12 @@ class Operators:
     """
     Args:
         is_checked: hold each call against its contract; costs microseconds per call.
+        namespace: what has the operators, where it is not torch_npu.
     """
 
-    def __init__(self, is_checked: bool) -> None:
+    def __init__(self, is_checked: bool, namespace: Any = None) -> None:
         self._is_checked = is_checked
-        self._npu = torch.ops.npu
+        self._npu = torch.ops.npu if namespace is None else namespace
         self._triangles: dict[torch.device, Tensor] = {}
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,227 @@
+"""One call or more of each operator of an Ascend NPU, with what plain torch makes of the same.
+
+For whoever has a device, or thinks so: the self-check compares numbers, the real package's meta
+kernels compare shapes. Inputs are the same every time.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from banyan.base.errors import BanyanError
+from banyan.ops import reference
+from banyan.ops.npu.operators import Operators
+
+HEADS, KV_HEADS, PAGE, PAGES = 8, 2, 128, 16
+LENGTHS: tuple[int, ...] = (130, 257, 5)
+"""Keys of three rows, this step's included."""
+COUNTS = (10, 30, 5)
+_EPSILON = 1e-5
+_SLACK = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-5}
+"""How far a result may be off, absolutely and relatively: kernels add in an order of their own."""
+
+Place = Callable[[Tensor], Tensor]
+"""Brings a tensor to the device."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        operator: torch_npu's name; `name` tells the case apart.
+        run: on a device; wanted: on the host, in float32 where the operator computes so.
+        slack: how far results may be apart.
+    """
+
+    operator: str
+    name: str
+    run: Callable[[Operators, Place], Sequence[Tensor]]
+    wanted: Callable[[], Sequence[Tensor]]
+    slack: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended; `worst` is the largest difference, `why` is empty where it is all right."""
+
+    case: Case
+    worst: float
+    why: str = ""
+
+
+def cases() -> Iterator[Case]:
+    for dtype in (torch.bfloat16, torch.float16):
+        kind = str(dtype).removeprefix("torch.")
+        yield from _rows(dtype, kind)
+        for dim in (64, 128):
+            yield from _attention(dtype, dim, f"{kind}, heads of {dim}")
+    yield _rotary()
+
+
+def try_out(case: Case, operators: Operators, place: Place) -> Outcome:
+    """Run a case and compare; an error of the device is an outcome too."""
+    try:
+        found = [result.cpu() for result in case.run(operators, place)]
+    except (BanyanError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        return Outcome(case, math.inf, f"{type(error).__name__}: {str(error).splitlines()[0]}")
+    worst = 0.0
+    for got, wanted in zip(found, case.wanted(), strict=True):
+        if got.shape != wanted.shape:
+            return Outcome(case, math.inf, f"{list(got.shape)} instead of {list(wanted.shape)}")
+        off = (got.float() - wanted.float()).abs() / (1 + wanted.float().abs())
+        worst = max(worst, float(off.max().nan_to_num(nan=math.inf)))
+    why = "" if worst <= case.slack else f"off by {worst:.2g}, {case.slack:.2g} is allowed"
+    return Outcome(case, worst, why)
+
+
+def _random(*shape: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _rows(dtype: torch.dtype, kind: str) -> Iterator[Case]:
+    x, residual, weight = (_random(*shape, dtype=dtype) for shape in ((5, 64), (64, 5), (64,)))
+    residual = residual.t().contiguous()
+    slack = _SLACK[dtype]
+    yield Case(
+        "npu_rms_norm",
+        kind,
+        lambda ops, place: [ops.rms_norm(place(x), place(weight), _EPSILON)],
+        lambda: [reference.rms_norm(x, weight, _EPSILON)],
+        slack,
+    )
+    yield Case(
+        "npu_add_rms_norm",
+        kind,
+        lambda ops, place: ops.add_rms_norm(place(x), place(residual), place(weight), _EPSILON),
+        lambda: reference.add_rms_norm(x, residual, weight, _EPSILON),
+        slack,
+    )
+    yield Case(
+        "npu_swiglu",
+        kind,
+        lambda ops, place: [ops.swiglu(place(x))],
+        lambda: [reference.silu_and_mul(x)],
+        slack,
+    )
+    yield _scatter(dtype, kind)
+
+
+def _scatter(dtype: torch.dtype, kind: str) -> Case:
+    pages, updates = torch.zeros(6, 4, dtype=dtype), _random(2, 4, dtype=dtype)
+    places = torch.tensor([[4], [1]])
+
+    def run(operators: Operators, place: Place) -> list[Tensor]:
+        there = place(pages)
+        operators.scatter(there, place(places), place(updates))
+        return [there]
+
+    def wanted() -> list[Tensor]:
+        return [pages.index_copy(0, places[:, 0], updates)]
+
+    return Case("npu_scatter_nd_update_", kind, run, wanted, 0.0)
+
+
+def _rotary() -> Case:
+    q, angles = (_random(*shape, dtype=torch.float32) for shape in ((5, 4, 16), (5, 8)))
+    both = torch.cat([angles, angles], -1)[None, :, None]
+
+    def run(operators: Operators, place: Place) -> list[Tensor]:
+        turned = operators.rotary_mul(place(q[None]), place(both.cos()), place(both.sin()))
+        return [turned.squeeze(0)]
+
+    def wanted() -> list[Tensor]:
+        return [reference.rotary(q, q, angles.cos(), angles.sin())[0]]
+
+    return Case("npu_rotary_mul", "float32", run, wanted, _SLACK[torch.float32])
+
+
+class _Scene:
+    """Pages of three rows, far apart and in falling order."""
+
+    def __init__(self, dtype: torch.dtype, dim: int) -> None:
+        self.dtype, self.dim, self.scale = dtype, dim, 1 / math.sqrt(dim)
+        self.k, self.v = (_random(PAGES, PAGE, KV_HEADS, dim, dtype=dtype) for _ in range(2))
+        self.table = torch.zeros(len(LENGTHS), 4, dtype=torch.int32)
+        pages = iter(range(PAGES - 1, 0, -2))
+        for row, length in enumerate(LENGTHS):
+            for column in range(-(-length // PAGE)):
+                self.table[row, column] = next(pages)
+
+    def query(self, counts: Sequence[int]) -> Tensor:
+        return _random(sum(counts), HEADS, self.dim, dtype=self.dtype)
+
+    def wanted(self, rows: Sequence[int], counts: Sequence[int], window: int) -> Tensor:
+        """Attention of some of the rows, `counts` tokens each. [tokens, heads, dim]"""
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        contexts = torch.tensor([LENGTHS[r] - c for r, c in zip(rows, counts, strict=True)])
+        return reference.paged_attention(
+            *(self.query(counts).float(), self.k.float(), self.v.float()),
+            *(self.table[list(rows)], starts, contexts, self.scale, window, 0.0),
+        )
+
+    def pages(self, place: Place) -> tuple[Tensor, Tensor]:
+        return place(self.k).flatten(2), place(self.v).flatten(2)
+
+
+def _attention(dtype: torch.dtype, dim: int, kind: str) -> Iterator[Case]:
+    scene, slack, operator = _Scene(dtype, dim), _SLACK[dtype], "npu_fused_infer_attention_score"
+    rows = range(len(LENGTHS))
+
+    def single(operators: Operators, place: Place) -> list[Tensor]:
+        query = place(scene.query([1] * len(rows)).unsqueeze(1))
+        lengths, table = list(LENGTHS), place(scene.table)
+        pages = scene.pages(place)
+        out = operators.attend_single(query, *pages, table, lengths, KV_HEADS, scene.scale)
+        return [out.squeeze(1)]
+
+    yield Case(
+        operator,
+        f"one token a row, {kind}",
+        single,
+        lambda: [scene.wanted(rows, [1] * len(rows), 0)],
+        slack,
+    )
+    for window in (0, 20):
+        seen = f"window of {window}, {kind}" if window else kind
+        yield _one_row(scene, operator, seen, window)
+        if dim == 128:
+            yield _together(scene, operator, seen, window)
+
+
+def _one_row(scene: _Scene, operator: str, kind: str, window: int) -> Case:
+    row, count = 1, COUNTS[1]
+
+    def run(operators: Operators, place: Place) -> list[Tensor]:
+        query = place(scene.query([count]).unsqueeze(0))
+        table = place(scene.table[row : row + 1])
+        pages = scene.pages(place)
+        out = operators.attend_row(
+            query, *pages, table, LENGTHS[row], KV_HEADS, scene.scale, window
+        )
+        return [out.squeeze(0)]
+
+    def wanted() -> list[Tensor]:
+        return [scene.wanted([row], [count], window)]
+
+    return Case(operator, f"one row, {kind}", run, wanted, _SLACK[scene.dtype])
+
+
+def _together(scene: _Scene, operator: str, kind: str, window: int) -> Case:
+    def run(operators: Operators, place: Place) -> list[Tensor]:
+        ends = torch.tensor(COUNTS).cumsum(0).tolist()
+        query, table = place(scene.query(COUNTS)), place(scene.table)
+        pages = scene.pages(place)
+        return [
+            operators.attend_together(
+                query, *pages, table, ends, list(LENGTHS), KV_HEADS, scene.scale, window
+            )
+        ]
+
+    def wanted() -> list[Tensor]:
+        return [scene.wanted(range(len(LENGTHS)), COUNTS, window)]
+
+    return Case(operator, f"rows together, {kind}", run, wanted, _SLACK[scene.dtype])

@@ -1,0 +1,81 @@
+"""The schema list of each release of torch_npu, `schemas/VERSION.txt`: one operator a line.
+
+    python -m tests.emulation.real.lists FOLDER…    # with torch_npu installed in each
+
+A release that this torch can load tells what it registers. Of another one the declarations in its
+package are taken, which the first line says; both agree but for a few `.out` forms.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import yaml
+
+from tests.emulation.real import stub
+
+HERE = Path(__file__).parent
+LISTS = HERE / "schemas"
+ROOT = HERE.parents[2]
+_DECLARED = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
+_LIMIT_S = 300
+
+
+def versions() -> list[str]:
+    return sorted(path.stem for path in LISTS.glob("*.txt"))
+
+
+def schemas(version: str) -> dict[str, list[str]]:
+    """Name without its overload -> its schemas, as torch writes them."""
+    found: dict[str, list[str]] = {}
+    for line in (LISTS / f"{version}.txt").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            found.setdefault(line.partition("(")[0].partition(".")[0], []).append(line)
+    return found
+
+
+def ask(packages: Path) -> dict[str, object]:
+    """What the torch_npu of a folder registers, and what its meta kernels give."""
+    with tempfile.TemporaryDirectory() as folder:
+        stub.build(packages / "torch_npu", Path(folder))
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.emulation.real.ask"],
+            env=stub.environment(packages, Path(folder), ROOT),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def declared(packages: Path) -> list[str]:
+    """The operators that a package's own declarations add."""
+    read = yaml.safe_load((packages / _DECLARED).read_text(encoding="utf-8"))
+    texts = {each["func"] for each in read["custom"]}
+    found = {str(torch._C.parse_schema(f"npu::{text}")) for text in texts}
+    return sorted(re.sub(r"\bself\b", "input", text) for text in found)  # as it registers them
+
+
+def main() -> None:
+    for word in sys.argv[1:]:
+        packages = Path(word)
+        scope: dict[str, str] = {}
+        for line in (packages / "torch_npu/version.py").read_text().splitlines():
+            name, _, text = line.partition(" = ")
+            scope[name] = text.strip("'\"")
+        version = scope["__version__"].split("+")[0]
+        is_ours = version.split(".")[:2] == torch.__version__.split(".")[:2]
+        lines = ask(packages)["schemas"] if is_ours else declared(packages)
+        how = "as it registers them" if is_ours else "as its package declares them"
+        text = "\n".join([f"# torch_npu {version}, {how}", *lines])  # type: ignore[misc]
+        (LISTS / f"{version}.txt").write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
