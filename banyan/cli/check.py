@@ -10,6 +10,7 @@ from banyan.base.errors import ConfigError
 from banyan.cli.own_flags import take
 from banyan.config.cli import parse
 from banyan.config.env import Environment, read_environment
+from banyan.launch.expert_rules import buffer_of
 from banyan.launch.facts import SOCS, Launch, Model, known_model, read_model
 from banyan.launch.machine import find_soc, own_interfaces, own_packages
 from banyan.launch.page import rules_page
@@ -53,6 +54,9 @@ def check(argv: Sequence[str]) -> int:
     for finding in findings:
         print(f"{finding.severity:<8} {finding.text}")
         print(f"{'':<8} {finding.use} [rule {finding.rule}, {finding.source}]")
+    buffer = buffer_of(launch)
+    if buffer is not None:
+        print(f"{'buffer':<8} {buffer.line}")
     for line in left_out(launch):
         print(f"{'open':<8} {line}")
     refusal = refusal_of(words, environment)

@@ -1,6 +1,7 @@
 """Rules 4 to 10, 17, 18, 20 and 21: experts, what ranks send each other, how ranks are split."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from banyan.launch.facts import Launch, Model
 from banyan.launch.findings import Breach, breach
@@ -83,25 +84,53 @@ def _capacity(launch: Launch, value: int) -> Iterator[Breach]:
         yield breach("8b", running=most, drafts=extra, needed=most * (1 + extra), value=value)
 
 
-def buffer(launch: Launch) -> Iterator[Breach]:
+@dataclass(frozen=True)
+class Buffer:
+    """HCCL's buffer in MB, given and needed, for the tokens of one rank in one exchange.
+
+    Attributes:
+        fits: the most tokens that the given one is large enough for.
+    """
+
+    given: int
+    needed: int
+    tokens: int
+    fits: int
+    ep: int
+    experts: int
+    hidden: int
+
+    @property
+    def line(self) -> str:
+        return (
+            f"{self.tokens} tokens a rank on {self.ep} ranks need {self.needed} of the "
+            f"{self.given} MB of HCCL's buffer; {self.fits} tokens fit"
+        )
+
+
+def buffer_of(launch: Launch) -> Buffer | None:
+    """What the exchange of experts needs; None where it is not low latency, or facts are absent."""
     model, value = launch.model, launch.count(DISPATCH)
     is_low = launch.exchange == "deepep" and launch.deepep_mode != "normal"
     if model is None or not value or not is_low or not model.experts:
-        return
+        return None
     first, second = launch.count("DEEPEP_HCCL_BUFFSIZE"), launch.count("HCCL_BUFFSIZE")
-    given = first or second or _DEFAULT_BUFFER_MB
-    needed = -(-buffer_bytes(launch.soc.name, value, launch.ep, model) // MIB)
-    if needed > given:
-        yield breach(
-            "9a",
-            given=given,
-            tokens=value,
-            ep=launch.ep,
-            experts=model.experts,
-            hidden=model.hidden,
-            needed=needed,
-            fits=tokens_that_fit(launch.soc.name, given, launch.ep, model),
-        )
+    given, soc = first or second or _DEFAULT_BUFFER_MB, launch.soc.name
+    return Buffer(
+        given=given,
+        needed=-(-buffer_bytes(soc, value, launch.ep, model) // MIB),
+        tokens=value,
+        fits=tokens_that_fit(soc, given, launch.ep, model),
+        ep=launch.ep,
+        experts=model.experts,
+        hidden=model.hidden,
+    )
+
+
+def buffer(launch: Launch) -> Iterator[Breach]:
+    found = buffer_of(launch)
+    if found is not None and found.needed > found.given:
+        yield breach("9a", **vars(found))
 
 
 def buffer_bytes(soc: str, tokens: int, ep: int, model: Model) -> int:

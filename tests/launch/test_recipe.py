@@ -12,7 +12,7 @@ from banyan.cli.main import main
 from banyan.config.env import Environment
 from banyan.launch.facts import SOCS
 from banyan.launch.files import files_of
-from banyan.launch.plan import Plan, Wish, check_plan, make_plan
+from banyan.launch.plan import Plan, Wish, check_plan, lines_of, make_plan
 from banyan.launch.reading import arguments_of_words, read_variables
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -140,6 +140,25 @@ def test_the_check_verb_takes_what_the_recipe_verb_writes(tmp_path, capsys) -> N
         file.write_text(files_of(plan_of("deepseek-v3.2"))[file.name])
         assert main(["check", *node.words, "--soc", "A3", "--env", str(file)]) in (0, 2)
         assert "verdict  A3: 0 errors, 0 warnings" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "role"), DOCUMENTED)
+def test_the_documents_own_lines_keep_the_rules(name: str, role: str, tmp_path, capsys) -> None:
+    """As they stand there, in the older spelling too, with tp 32 where the guide leaves it open."""
+    flags, variables = DOCUMENTED[name, role]
+    (node,) = [n for n in plan_of(name).nodes if n.role == role and n.is_first]
+    places = [f for flag in lines_of(node.words) if flag.split()[0] in PLACES for f in flag.split()]
+    size = ["--tp-size", "32"] if name == "deepseek-v3.2" else []
+    own = [f"{k}={v}" for k, v in node.variables.items() if k in PLACES]
+    file = tmp_path / "node.env"
+    file.write_text("\n".join([*variables.split(), *own]))
+    line = [*places, *flags.split(), *size]
+    assert main(["check", *line, "--soc", "A3", "--env", str(file)]) in (0, 2)
+    out = capsys.readouterr().out
+    assert "A3: 0 errors" in out
+    if role == "decode":
+        needed = {"deepseek-v3.2": "60 of the 400 MB", "deepseek-r1": "180 of the 200 MB"}[name]
+        assert f"need {needed} of HCCL's buffer" in out
 
 
 def test_a_plan_that_breaks_a_rule_is_not_made(capsys) -> None:
