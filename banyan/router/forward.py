@@ -173,7 +173,7 @@ class Course:
                     except Lost:
                         attempt.is_good = False
                         raise
-            self._tried.append(attempt.worker)
+            self._tried += crew.workers
             return False
         except (NotReached, Lost) as error:
             self._blame([attempt.worker for attempt in tries if attempt.is_good is False], error)

@@ -19,6 +19,7 @@ from banyan.router.routes import create_app
 from banyan.router.state import RouterState
 from banyan.router.watch import Watch
 from banyan.server.http.listen import bind, check_exposure, web_server
+from banyan.server.http.tls import tls_context
 
 log = logger(__name__)
 
@@ -55,7 +56,9 @@ class Router:
         fleet = Fleet(config)
         self.state = RouterState(config, fleet, Gate(config.limits), _open_figures(config, fleet))
         self.app = create_app(self.state)
-        self._web = web_server(self.app, config.server.keep_alive_s, CLOSING_S)
+        self._web = web_server(
+            self.app, config.server.keep_alive_s, CLOSING_S, tls_context(config.server)
+        )
         self._drains = asyncio.Event()
         self._now = asyncio.Event()
 
@@ -96,7 +99,7 @@ class Router:
     async def _tell_when_ready(self) -> bool:
         """Whether there is somebody to ask within the time that a start has."""
         host, port = self._config.server.host, self._listener.getsockname()[1]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        address = f"{self._config.server.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         log.info("routing on %s for %d workers", address, len(self.state.fleet.workers))
         if not self.state.fleet.workers:
             log.info("no worker is named: POST /workers adds them")

@@ -96,4 +96,6 @@ class Worker:
             self._good, self._bad = self._good + 1, 0
             if self._good >= self._health.successes or not self.has_been_well:
                 self.trouble, self.has_been_well = "", True
+        if self.is_well and not was_well:
+            self.breaker.close()  # what failed was while it was away
         return self.is_well != was_well

@@ -223,6 +223,18 @@ async def test_a_worker_that_fails_is_left_alone_and_tried_again() -> None:
         assert said == {b'"well"', b'"good"'}
 
 
+async def test_a_worker_that_comes_back_well_is_asked_at_once() -> None:
+    config = replace(ROUND, breaker=BreakerConfig(failures=1, open_s=1000.0))
+    async with workers(says(whole(b"{}"))) as (worker,), router(specs([worker]), config) as it:
+        await worker.stop()
+        it.state.fleet.workers[0].upstream.cut()
+        assert (await it.http.post("/generate", json={})).status_code == 503
+        await until(lambda: not it.state.fleet.workers[0].is_well)
+        await worker.start()
+        await until(lambda: it.state.fleet.workers[0].is_well)
+        assert (await it.http.post("/generate", json={})).status_code == 200
+
+
 async def test_a_client_that_leaves_closes_the_way_to_the_worker() -> None:
     async def says_a_little(
         request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

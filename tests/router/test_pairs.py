@@ -138,6 +138,24 @@ async def test_a_side_that_is_lost_is_replaced_and_the_other_may_be_the_same(sid
             assert (answer.status_code, answer.json()) == (200, {"by": "it"})
 
 
+async def test_a_pair_that_is_refused_is_replaced_by_one_with_somebody_else() -> None:
+    """The decode worker tells that the prefill worker was silent; another one does better."""
+
+    async def answers_the_second(
+        request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        is_bad = request.fields["bootstrap_port"] == 8998
+        writer.write(whole(b'{"n":1}', 504 if is_bad else 200))
+
+    async with pools([hangs, GOOD], [answers_the_second]) as (prefills, (decode,), it):
+        for _ in range(3):
+            assert (await it.http.post("/generate", json={"text": "a"})).status_code == 200
+        prefills[1].say = hangs
+        decode.say = says(whole(b'{"n":2}', 504))
+        answer = await it.http.post("/generate", json={"text": "a"})
+        assert (answer.status_code, answer.json()) == (504, {"n": 2})
+
+
 async def test_a_client_that_leaves_ends_both_sides() -> None:
     async with pools([hangs], [hangs]) as ((prefill,), (decode,), it):
         asking = asyncio.create_task(it.http.post("/generate", json={"text": "a"}))

@@ -5,16 +5,18 @@ its clients see of servers that are killed.
 import json
 import os
 import signal
+import ssl
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+import trustme
 
 from tests.system.conftest import with_tiny_model
-from tests.system.routing import routing
-from tests.system.serving import Server, serving, settled, wait_until
+from tests.system.routing import launch_router, routing
+from tests.system.serving import Server, free_port, launch, serving, settled, wait_until
 
 FAST = ("--health-check-interval-secs", "0.2", "--worker-startup-check-interval", "0.2")
 CHAT = {"model": "default", "messages": [{"role": "user", "content": "hello there"}]}
@@ -200,6 +202,80 @@ def test_a_stream_whose_server_is_killed_ends_with_one_error(
         wait_until(lambda: router.http.get("/readyz").status_code == 503, 10, "the loss to be seen")
 
 
+def test_a_rolling_restart_of_all_servers_fails_no_request(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    flags = with_tiny_model((), tiny_model)
+    servers = [launch(tmp_path / f"{at}.log", *flags) for at in range(2)]
+    urls = [server.url for server in servers]
+    try:
+        with routing(
+            tmp_path / "router.log", "--worker-urls", *urls, "--policy", "power_of_two", *FAST
+        ) as router:
+            wait_until(lambda: all(w["is_healthy"] for w in _workers(router)), 60, "both")
+            bodies: list[list[int]] = []
+            failures: list[str] = []
+            stopping = threading.Event()
+
+            def ask() -> None:
+                body = {"input_ids": [5, 6], "sampling_params": {**LONG, "max_new_tokens": 100}}
+                with httpx.Client(timeout=60) as http:
+                    while not stopping.is_set():
+                        answer = http.post(f"{router.url}/generate", json=body)
+                        if answer.status_code == 200:
+                            bodies.append(answer.json()["output_ids"])
+                        else:
+                            failures.append(answer.text)
+
+            asking = [threading.Thread(target=ask) for _ in range(3)]
+            for thread in asking:
+                thread.start()
+            for at, server in enumerate(servers):
+                server.signal(signal.SIGTERM)
+                assert server.exit_code(60) == 0
+                server.kill()
+                servers[at] = launch(tmp_path / f"{at}-again.log", *flags, port=server.port)
+                wait_until(lambda: all(w["is_healthy"] for w in _workers(router)), 60, "it again")
+            stopping.set()
+            for thread in asking:
+                thread.join()
+            assert not failures and len(bodies) > 20 and len({tuple(body) for body in bodies}) == 1
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def test_a_router_speaks_https_and_waits_for_servers(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    pem = tmp_path / "router.pem"
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(pem))
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    router = launch_router(tmp_path / "router.log", "--tls-cert-path", str(pem))
+    url = router.url.replace("http:", "https:")
+    try:
+        with httpx.Client(verify=trusting) as http:
+            wait_until(lambda: _answers(http, f"{url}/livez"), 30, "the router")
+            assert "there is no worker" in http.get(f"{url}/readyz").text
+        router.signal(signal.SIGTERM)
+        assert router.exit_code(20) == 0
+    finally:
+        router.kill()
+
+
+def test_a_router_whose_servers_never_come_ends(tmp_path: Path) -> None:
+    router = launch_router(
+        tmp_path / "router.log",
+        *("--worker-urls", f"http://127.0.0.1:{free_port()}"),
+        *("--worker-startup-timeout-secs", "0.5", "--worker-startup-check-interval", "0.1"),
+    )
+    try:
+        assert router.exit_code(30) == 5
+        assert "nobody to ask after 0.5 s" in router.tail()
+    finally:
+        router.kill()
+
+
 def test_a_router_starts_servers_of_its_own(tiny_model: Path, tmp_path: Path) -> None:
     flags = with_tiny_model((), tiny_model)
     with routing(
@@ -262,3 +338,10 @@ def _timeless(value: object) -> object:
 
 def _workers(router: Server) -> list[dict]:
     return router.http.get("/workers").json()["workers"]
+
+
+def _answers(http: httpx.Client, url: str) -> bool:
+    try:
+        return http.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
