@@ -20,6 +20,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "list": "banyan.cli.models:held_here",
         "rm": "banyan.cli.models:remove_one",
         "simulate": "banyan.cli.simulate:simulate",
+        "plan": "banyan.cli.plan:plan",
         "replay": "banyan.cli.replay:replay",
         "batch": "banyan.cli.batch:batch",
         "bench": "banyan.cli.bench:main",
@@ -45,6 +46,7 @@ HELP = """banyan VERB [flags]
   rm MODEL        delete one of them
   batch IN OUT    answer a file of requests (JSONL) without a server
   bench WHAT      measure a server or this machine's engine: serving, batch, throughput
+  plan MODEL      what it takes of this machine, and how much fits, before it is loaded
   simulate MODEL  what a layout of devices would give, before it is bought
   replay FILE     check a journal against this build
   profile [URL]   record what a running server's steps do, as a trace file

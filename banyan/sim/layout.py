@@ -4,7 +4,7 @@ the cache."""
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import FULL, WINDOW, ModelCard
+from banyan.config.card import WINDOW, ModelCard
 from banyan.config.schema import Config
 from banyan.memory.sizing import GroupBytes, MemoryPlan, plan_memory
 from banyan.sim.hardware import Hardware
@@ -122,6 +122,27 @@ def weights_per_device(card: ModelCard, layout: Layout, weight_bytes: float) -> 
     return weight_bytes * (weights.attention / layout.attention_ranks + cut) / layout.pp
 
 
+def cache_groups(
+    config: Config, card: ModelCard, layout: Layout, cache_bytes: float
+) -> list[GroupBytes]:
+    """The groups of pages on one device, in the order of their first layers.
+
+    Args:
+        cache_bytes: of one number.
+    """
+    size = config.cache.page_size
+    token = card.kept_per_token * kept_share(card, layout.attention_ranks) * cache_bytes
+    kinds = [card.kind_of(layer) for layer in range(card.num_layers)]
+    return [
+        GroupBytes(
+            kind,
+            round(size * token * kinds.count(kind) / layout.pp),
+            card.window if kind == WINDOW else 0,
+        )
+        for kind in dict.fromkeys(kinds)
+    ]
+
+
 def room_for_cache(
     config: Config,
     card: ModelCard,
@@ -137,19 +158,11 @@ def room_for_cache(
     """
     held = round(weights_per_device(card, layout, weight_bytes))
     total = round(hardware.memory_gib * (1 << 30))
-    size = config.cache.page_size
-    token = card.kept_per_token * kept_share(card, layout.attention_ranks) * cache_bytes
-    kinds = [card.kind_of(layer) for layer in range(card.num_layers)]
-    groups = [
-        GroupBytes(kind, round(size * token * kinds.count(kind) / layout.pp), window)
-        for kind, window in ((FULL, 0), (WINDOW, card.window))
-        if kind in kinds
-    ]
     return plan_memory(
         config.cache,
         config.schedule,
         context_length=config.model.context_length or card.context_length,
-        groups=groups,
+        groups=cache_groups(config, card, layout, cache_bytes),
         process_bytes=held,
         total_bytes=total,
         free_bytes=max(0, total - held),

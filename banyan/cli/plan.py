@@ -1,0 +1,173 @@
+"""`banyan plan MODEL`: weights, cache, and what fits this machine, before anything is loaded."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from banyan.base.errors import ConfigError, ModelError
+from banyan.base.log import logger, printable, start_logging, tell
+from banyan.bench.options import option, split_options
+from banyan.config.card import ModelCard
+from banyan.config.cli import parse
+from banyan.config.defaults import settle
+from banyan.config.env import Environment, read_environment
+from banyan.config.schema import Config
+from banyan.config.sources import fetch, kind_of
+from banyan.formats.shards import size_of_weights
+from banyan.memory.sizing import MIB
+from banyan.platform import open_platform
+from banyan.prepare import prepare
+from banyan.sim.fitting import Fit, Room, fit
+from banyan.sim.layout import Weights
+from banyan.sim.study import weight_bytes_of
+
+log = logger(__name__)
+
+GIB = 1 << 30
+TOO_LITTLE = 1
+_SHORTEST = 1024
+_HUB_KINDS = ("catalogue", "hub file", "hub", "modelscope")
+
+_ABOUT = """Says what a model takes of this machine and how many requests of which length fit, as
+the engine would divide the memory, without loading it. MODEL and every other flag are the server's
+(--tp-size, --kv-cache-dtype, --mem-fraction-static, --context-length …). Nothing is downloaded: of
+a model that is not here, a folder with its config.json and --load-format dummy is enough. Ends
+with 1 when what --context and --requests ask for does not fit."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What is asked of `banyan plan`."""
+
+    context: int = option(0, "tokens of one request, prompt and answer")
+    requests: int = option(0, "so many such requests at once")
+    memory_gib: float = option(0.0, "free memory to plan with, in place of this machine's")
+    weight_bits: float = option(0.0, "bits per weight, where the files do not tell")
+
+
+def plan(argv: Sequence[str]) -> int:
+    options, rest = split_options(PlanOptions, argv, "banyan plan", _ABOUT)
+    _check(options)
+    environment = read_environment()
+    config = parse(rest, environment)
+    start_logging("plan", "warning")
+    tell(log, config.observe.notes)
+    _refuse_what_is_not_here(config, environment)
+    config, card = prepare(config, environment)
+    platform = open_platform(config.device.name)
+    config, _ = settle(config, platform.defaults(card))
+    memory = platform.memory()
+    room = Room(memory.total_bytes, memory.free_bytes, platform.traits.is_host)
+    if options.memory_gib:
+        given = int(options.memory_gib * GIB)
+        room = replace(room, total_bytes=given, free_bytes=given)
+    per_weight = _weight_bytes(config, card, options, platform.traits.is_host)
+    found = fit(config, card, room, per_weight)
+    for line in _lines(config, card, room, found):
+        print(line)
+    return _verdict(options, found)
+
+
+def _refuse_what_is_not_here(config: Config, environment: Environment) -> None:
+    """To plan is not to ask for a download."""
+    try:
+        fetch(replace(config.model, offline=True), environment)
+    except ModelError as error:
+        if config.model.offline or kind_of(config.model.source, environment) not in _HUB_KINDS:
+            raise
+        name = printable(config.model.source, 100)
+        raise ModelError(
+            f"{name} is not on this machine, and a plan fetches nothing",
+            hint=f"run banyan pull {name} first, or name a folder that has its config.json, with "
+            "--load-format dummy",
+        ) from error
+
+
+def _check(options: PlanOptions) -> None:
+    for flag, value in (
+        ("--context", options.context),
+        ("--requests", options.requests),
+        ("--memory-gib", options.memory_gib),
+        ("--weight-bits", options.weight_bits),
+    ):
+        if value < 0:
+            raise ConfigError(f"{flag} must not be below 0, and is {value:g}")
+    if options.requests and not options.context:
+        raise ConfigError(
+            "--requests says how many, and nothing how long they are", hint="give --context too"
+        )
+
+
+def _weight_bytes(config: Config, card: ModelCard, options: PlanOptions, is_host: bool) -> float:
+    """Bytes of one weight in memory."""
+    if options.weight_bits:
+        return options.weight_bits / 8
+    if config.model.quantization and card.quant is None and card.format != "gguf":
+        raise ConfigError(
+            f"how much a weight takes that --quantization {config.model.quantization} rounds is "
+            "not counted here",
+            hint="say it with --weight-bits, e.g. 8.5 for int8 and 4.5 for q4_0",
+        )
+    if card.format == "gguf" and not is_host:
+        return 2.0 if config.model.activation_dtype != "float32" else 4.0
+    if config.model.load_format == "dummy":
+        return weight_bytes_of(card)
+    return size_of_weights(card.path) / Weights.of(card).total
+
+
+def _lines(config: Config, card: ModelCard, room: Room, found: Fit) -> Iterator[str]:
+    memory, ranks = found.memory, config.parallel.tp * config.parallel.pp
+    each = " on each rank" if ranks > 1 else ""
+    replicas = f", {config.parallel.dp} replicas" if config.parallel.dp > 1 else ""
+    kind = card.quant.method if card.quant is not None else card.dtype
+    yield (
+        f"{config.model.served_name}: {card.architecture}, {card.num_layers} layers, "
+        f"{Weights.of(card).total / 1e6:,.0f} M weights in {kind}"
+        + (f", {ranks} ranks" if ranks > 1 else "")
+        + replicas
+    )
+    yield f"{'memory':<12} {_size(room.free_bytes)} free of {_size(room.total_bytes)}"
+    yield f"{'weights':<12} {_size(found.weight_bytes)}{each}"
+    yield f"{'activations':<12} {_size(found.activation_bytes)} in the largest step, about"
+    yield (
+        f"{'cache':<12} {_size(memory.cache_bytes)}{each}: {memory.max_total_tokens:,} tokens of "
+        f"{found.token_bytes / 1024:,.1f} KiB"
+    )
+    yield f"{'requests':<12} at most {memory.max_running} at once"
+    yield f"\n{'TOKENS EACH':>12} {'AT ONCE':>10} {'CACHE OF ONE':>14}"
+    for context in _contexts(memory.max_request_tokens):
+        one = _size(context * found.token_bytes)
+        yield f"{context:>12,} {found.at_once(context):>10,} {one:>14}"
+
+
+def _contexts(most: int) -> Iterator[int]:
+    context = _SHORTEST
+    while context < most:
+        yield context
+        context *= 2
+    yield most
+
+
+def _verdict(options: PlanOptions, found: Fit) -> int:
+    """Say whether what is asked for fits; returns the exit code."""
+    if not options.context:
+        return 0
+    memory, wanted = found.memory, max(1, options.requests)
+    at_once = found.at_once(options.context)
+    asked = f"{wanted} × {options.context:,} tokens"
+    if at_once >= wanted:
+        print(f"\n{asked} fit: {at_once:,} would.")
+        return 0
+    if options.context > memory.max_request_tokens:
+        print(f"\n{asked} do not fit: one request has {memory.max_request_tokens:,} at most.")
+        return TOO_LITTLE
+    needed = wanted * options.context * found.token_bytes
+    print(
+        f"\n{asked} do not fit: {at_once:,} would. They need {_size(needed)} of cache, and "
+        f"{_size(memory.cache_bytes)} are there, and {memory.max_running} requests at once. Raise "
+        "--mem-fraction-static or --max-running-requests, or take --kv-cache-dtype int8."
+    )
+    return TOO_LITTLE
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:,.2f} GiB" if count >= GIB else f"{count / MIB:,.1f} MiB"
