@@ -84,6 +84,7 @@ class Attention(Caching):
             scale=shape.scale,
             window=shape.window,
             soft_cap=shape.soft_cap,
+            unit=build.kv_units[shape.layer] if build.kv_units else 1.0,
         )
         self.cache = paged_cache(self.spec, build)
         self.qk_norm = shape.qk_norm

@@ -15,9 +15,11 @@ class Build:
         ops: the bound kernels.
         groups: the ranks that share each kind of weight.
         dtype: of activations and unpacked weights.
+        kv_units: by layer, what its keys and values are kept in units of; () = 1 for all.
     """
 
     ops: Ops
     groups: Groups = ALONE
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
+    kv_units: tuple[float, ...] = ()

@@ -22,6 +22,7 @@ class AttentionSpec:
         scale: factor on q·k before the softmax.
         window: tokens each position sees, itself included; 0 = all.
         soft_cap: logits become cap·tanh(logits/cap); 0 = off.
+        unit: what numbers in pages of floats of 8 bits are multiples of.
     """
 
     layer: int
@@ -31,6 +32,7 @@ class AttentionSpec:
     scale: float
     window: int = 0
     soft_cap: float = 0.0
+    unit: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,13 @@ class Ops(ExpertOps, StateOps, Protocol):
         ...
 
     def write_kv(
-        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, flat_locations: Tensor
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        flat_locations: Tensor,
+        unit: float = 1.0,
     ) -> None:
         """Store k and v of this step's tokens; k_pages and v_pages change in place.
 
@@ -273,7 +279,9 @@ class Ops(ExpertOps, StateOps, Protocol):
         k_pages, v_pages: [num_pages, page_size, kv_heads, stored_width] of the cache dtype
         (`ops/pages.py`; head_dim unless that is int8);
         flat_locations: [tokens] int64, page · page_size + offset. Several tokens may share a
-        location of page 0 (padding); what remains there is one of them.
+        location of page 0 (padding); what remains there is one of them;
+        unit: what numbers in pages of floats of 8 bits are multiples of. Kernels that read no such
+        pages need not take it.
         """
         ...
 
@@ -289,6 +297,7 @@ class Ops(ExpertOps, StateOps, Protocol):
         window: int,
         soft_cap: float,
         sinks: Tensor | None = None,
+        unit: float = 1.0,
     ) -> Tensor:
         """Causal attention of rows of any count over their pages, this step's K and V included.
 
@@ -303,7 +312,8 @@ class Ops(ExpertOps, StateOps, Protocol):
         context_lengths: [rows] int32, positions before this step's tokens; both on the host where
         `Traits.lengths_on_host`;
         scale: factor on q·k; soft_cap: logits become cap·tanh(logits/cap), 0 = off.
-        sinks: [heads] fp32, a logit of each head that counts in the softmax and has no value.
+        sinks: [heads] fp32, a logit of each head that counts in the softmax and has no value;
+        unit: as for write_kv.
         returns: [tokens, heads, head_dim] T, softmax and sums in fp32.
         """
         ...

@@ -1,5 +1,8 @@
 """What a page keeps of K and V: numbers of the cache dtype, and beside bytes their scales.
 
+Floats of 8 bits are kept in units of a factor that is the layer's, 1 where nobody gives another.
+What is finite and too large for them becomes their largest number.
+
 int8 has a width of its own: a head of D numbers takes D bytes and the 4 of its fp32 scale, so that
 a page stays one block of memory. A number is scale · byte, the largest of a head being 127 or −127.
 """
@@ -7,6 +10,7 @@ a page stays one block of memory. A number is scale · byte, the largest of a he
 import torch
 from torch import Tensor
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE_BYTES = 4
 _LEAST = 2.0**-100
 """A head whose numbers are all smaller is kept as zeros: 127 / most must stay finite."""
@@ -17,11 +21,16 @@ def stored_width(head_dim: int, dtype: torch.dtype) -> int:
     return head_dim + _SCALE_BYTES if dtype == torch.int8 else head_dim
 
 
-def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """K or V as a page keeps it; a head that is not finite becomes one that is no number.
+def to_stored(x: Tensor, dtype: torch.dtype, unit: float = 1.0) -> Tensor:
+    """K or V as a page keeps it; in bytes a head, in floats of 8 bits a number that is not finite
+    becomes one that is no number.
 
     x: [..., head_dim]; returns: [..., stored_width] of `dtype`.
     """
+    if dtype in FLOAT8:
+        most = torch.finfo(dtype).max
+        wide = x.float() * (1 / unit)
+        return torch.where(wide.isfinite(), wide.clamp(-most, most), torch.nan).to(dtype)
     if dtype != torch.int8:
         return x.to(dtype)
     wide = x.float()
@@ -37,8 +46,11 @@ def to_stored(x: Tensor, dtype: torch.dtype) -> Tensor:
 def to_numbers(stored: Tensor) -> Tensor:
     """The numbers that a page keeps.
 
-    stored: [..., stored_width] of a cache dtype; returns: [..., head_dim], fp32 for int8.
+    stored: [..., stored_width] of a cache dtype; returns: [..., head_dim], fp32 for 8 bits, of
+    floats in their units.
     """
+    if stored.dtype in FLOAT8:
+        return stored.float()
     if stored.dtype != torch.int8:
         return stored
     numbers, scale = stored[..., :-_SCALE_BYTES], stored[..., -_SCALE_BYTES:]

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from banyan.ops.experts_api import Clamp, PackedExperts, Routing, StoredExperts
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
-from banyan.ops.pages import to_numbers, to_stored
+from banyan.ops.pages import FLOAT8, to_numbers, to_stored
 from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_tokens
 from banyan.ops.state_reference import apply_gate as apply_gate
 from banyan.ops.state_reference import decay_gates as decay_gates
@@ -225,8 +225,8 @@ def pack_experts(experts: StoredExperts, dtype: torch.dtype, device: torch.devic
 def write_latent(
     latent: Tensor, key: Tensor, latent_pages: Tensor, key_pages: Tensor, flat_locations: Tensor
 ) -> None:
-    latent_pages.flatten(0, 1)[flat_locations] = to_stored(latent, latent_pages.dtype)
-    key_pages.flatten(0, 1)[flat_locations] = to_stored(key, key_pages.dtype)
+    _put(latent_pages, flat_locations, to_stored(latent, latent_pages.dtype))
+    _put(key_pages, flat_locations, to_stored(key, key_pages.dtype))
 
 
 def latent_attention(
@@ -254,10 +254,23 @@ def latent_attention(
 
 
 def write_kv(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, flat_locations: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    flat_locations: Tensor,
+    unit: float = 1.0,
 ) -> None:
-    k_pages.flatten(0, 1)[flat_locations] = to_stored(k, k_pages.dtype)
-    v_pages.flatten(0, 1)[flat_locations] = to_stored(v, v_pages.dtype)
+    _put(k_pages, flat_locations, to_stored(k, k_pages.dtype, unit))
+    _put(v_pages, flat_locations, to_stored(v, v_pages.dtype, unit))
+
+
+def _put(pages: Tensor, flat_locations: Tensor, stored: Tensor) -> None:
+    """torch moves no floats of 8 bits, but their bytes."""
+    flat = pages.flatten(0, 1)
+    if stored.dtype in FLOAT8:
+        flat, stored = flat.view(torch.uint8), stored.view(torch.uint8)
+    flat[flat_locations] = stored
 
 
 def paged_attention(
@@ -271,6 +284,7 @@ def paged_attention(
     window: int,
     soft_cap: float,
     sinks: Tensor | None = None,
+    unit: float = 1.0,
 ) -> Tensor:
     out = torch.empty_like(q)
     starts = row_starts.tolist()  # sync: the reference walks the rows one by one
@@ -280,7 +294,8 @@ def paged_attention(
         positions = torch.arange(context, context + tokens.stop - tokens.start, device=q.device)
         k, v, first = gather_row(k_pages, v_pages, page_tables[row], positions, window)
         seen = visible(positions, first, k.shape[0], window)
-        out[tokens] = dense_attention(q[tokens], k, v, seen, scale, soft_cap, sinks)
+        of_row = dense_attention(q[tokens], k, v, seen, scale * unit, soft_cap, sinks)
+        out[tokens] = of_row if unit == 1.0 else of_row * unit
     return out
 
 
@@ -298,8 +313,14 @@ def gather_row(
     first_page = first // page_size
     pages = page_table[first_page : -(-stop // page_size)].long()
     inside = slice(first - first_page * page_size, stop - first_page * page_size)
-    k, v = (of[pages].flatten(0, 1)[inside] for of in (k_pages, v_pages))
+    k, v = (_taken(of, pages).flatten(0, 1)[inside] for of in (k_pages, v_pages))
     return to_numbers(k), to_numbers(v), first
+
+
+def _taken(pages: Tensor, chosen: Tensor) -> Tensor:
+    if pages.dtype in FLOAT8:
+        return pages.view(torch.uint8)[chosen].view(pages.dtype)
+    return pages[chosen]
 
 
 def visible(positions: Tensor, first: int, length: int, window: int) -> Tensor:

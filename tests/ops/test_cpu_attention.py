@@ -9,7 +9,7 @@ from torch import Tensor
 
 from banyan.ops import reference
 from banyan.ops.cpu.paged_attention import PagedAttention
-from banyan.ops.pages import stored_width, to_numbers, to_stored
+from banyan.ops.pages import FLOAT8, stored_width, to_numbers, to_stored
 
 SCALE = 0.3
 TOLERANCE = 2e-5
@@ -30,6 +30,7 @@ class Shape:
     soft_cap: float = 0.0
     dtype: torch.dtype = torch.float32
     has_sinks: bool = False
+    unit: float = 1.0
 
 
 class World:
@@ -94,7 +95,7 @@ def compiled(attention: PagedAttention, world: World, chunks: list[tuple[int, in
         where = torch.cat([world.locations(*span) for span in part])
         k, v = world.chunk(world.k, part), world.chunk(world.v, part)
         if len(where):
-            attention.write_kv(k, v, k_pages, v_pages, where)
+            attention.write_kv(k, v, k_pages, v_pages, where, world.shape.unit)
     return attention.paged_attention(
         world.chunk(world.q, chunks),
         k_pages,
@@ -104,6 +105,7 @@ def compiled(attention: PagedAttention, world: World, chunks: list[tuple[int, in
         world.shape.window,
         world.shape.soft_cap,
         world.sinks,
+        world.shape.unit,
     )
 
 
@@ -112,7 +114,8 @@ def expected(world: World, chunks: list[tuple[int, int, int]]) -> Tensor:
     k_pages, v_pages = (to_numbers(pages).double() for pages in world.pages())
     for row, _, last in chunks:
         where = world.locations(row, 0, last)
-        k, v = (to_numbers(to_stored(x[row][:last], world.shape.dtype)) for x in (world.k, world.v))
+        dtype, unit = world.shape.dtype, world.shape.unit
+        k, v = (to_numbers(to_stored(x[row][:last], dtype, unit)) for x in (world.k, world.v))
         reference.write_kv(k, v, k_pages, v_pages, where)
     return reference.paged_attention(
         world.chunk(world.q, chunks).double(),
@@ -123,6 +126,7 @@ def expected(world: World, chunks: list[tuple[int, int, int]]) -> Tensor:
         world.shape.window,
         world.shape.soft_cap,
         world.sinks,
+        world.shape.unit,
     ).float()
 
 
@@ -144,6 +148,8 @@ SHAPES = [
     Shape(has_sinks=True, group=4),
     Shape(has_sinks=True, window=130, soft_cap=3.0, dtype=torch.float16),
     Shape(dtype=torch.int8),
+    Shape(dtype=torch.float8_e4m3fn, unit=0.03),
+    Shape(group=4, head_dim=72, window=270, dtype=torch.float8_e5m2, has_sinks=True),
     Shape(group=4, head_dim=72, page_size=32, window=270, soft_cap=2.0, dtype=torch.int8),
     Shape(kv_heads=1, group=16, head_dim=128, page_size=256, dtype=torch.int8, has_sinks=True),
 ]
@@ -222,7 +228,33 @@ def test_pages_of_bytes_hold_the_bits_of_the_reference(attention, head_dim, toke
         assert torch.equal(numbers * is_number, by_token[..., :head_dim] * is_number)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
+@pytest.mark.parametrize("unit", [1.0, 0.3])
+def test_pages_of_8_bit_floats_hold_the_bits_of_the_reference(attention, dtype, unit):
+    shape = Shape(kv_heads=1, head_dim=64, page_size=16, dtype=dtype)
+    world = World(shape, [40])
+    bits = torch.randint(-(1 << 31), 1 << 31, (2, 20, 1, 64), dtype=torch.int64)
+    world.k[0][:20], world.v[0][:20] = bits.to(torch.int32).view(torch.float32)  # any float
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()  # and what lies between
+    near = torch.cat([codes, (codes + codes.roll(1)) / 2, codes * 1.0001, -codes]) * unit
+    world.k[0][20:36, 0] = near[: 16 * 64].view(16, 64)
+    world.v[0][20:36, 0] = near[: 16 * 64].flip(0).view(16, 64)
+    k_pages, v_pages = world.pages()
+    where = world.locations(0, 0, 40)
+
+    attention.write_kv(world.k[0], world.v[0], k_pages, v_pages, where, unit)
+
+    for x, pages, is_k in ((world.k[0], k_pages, True), (world.v[0], v_pages, False)):
+        wanted = to_stored(x, dtype, unit).view(torch.uint8)
+        octets = pages.view(torch.uint8).reshape(len(pages), -1)
+        by_token = octets.view(-1, 64, 16).mT if is_k else octets.view(-1, 16, 64)
+        found = by_token.reshape(-1, 1, 64)[where]
+        is_none = to_stored(x, dtype, unit).float().isnan()
+        assert torch.equal(found[~is_none], wanted[~is_none])
+        assert found.contiguous().view(dtype).float()[is_none].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, *FLOAT8], ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_page_with_something_that_is_not_a_number_spoils_its_own_request_alone(
     attention, dtype, bad

@@ -20,7 +20,10 @@ PAGES = "by head, K transposed"
 """Name of the page layout."""
 PAGE_SIZES = (16, 32, 64, 128, 256)
 _ALIGNMENT = 64
-CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+CACHE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3} | {
+    torch.float8_e4m3fn: 4,
+    torch.float8_e5m2: 5,
+}
 
 
 @dataclass
@@ -36,7 +39,13 @@ class PagedAttention:
     )
 
     def write_kv(
-        self, k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, flat_locations: Tensor
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        flat_locations: Tensor,
+        unit: float = 1.0,
     ) -> None:
         tokens, kv_heads, head_dim = k.shape
         self.library.call(
@@ -51,6 +60,7 @@ class PagedAttention:
             k_pages.shape[1],
             kv_heads,
             head_dim,
+            1 / unit,
         )
 
     def paged_attention(
@@ -65,6 +75,7 @@ class PagedAttention:
         window: int,
         soft_cap: float,
         sinks: Tensor | None = None,
+        unit: float = 1.0,
     ) -> Tensor:
         tokens, heads, head_dim = q.shape
         page_size, kv_heads = k_pages.shape[1:3]
@@ -88,6 +99,7 @@ class PagedAttention:
             scale,
             soft_cap,
             0 if sinks is None else _whole(sinks),
+            unit,
             rows=context_lengths.shape[0],
         )
         return out

@@ -12,12 +12,14 @@ from torch.nn import functional
 
 from banyan.ops import reference
 from banyan.ops.bind import Kernel, OpSpec
+from banyan.ops.pages import FLOAT8
 
 
 def _supports(spec: OpSpec) -> str | None:
     if spec.device.type != "cpu":
         return f"tensors are on {spec.device.type}"
-    return None if spec.cache_dtype.is_floating_point else f"cannot read {spec.cache_dtype}"
+    is_wide = spec.cache_dtype.is_floating_point and spec.cache_dtype not in FLOAT8
+    return None if is_wide else f"cannot read {spec.cache_dtype}"
 
 
 def _paged_attention(

@@ -34,7 +34,8 @@ class _Bound:
         k_pages, v_pages = pages["k"], pages["v"]
         view = self.step.groups[self.store.group_of(spec.layer)]
         # Every row writes before any row reads, so rows may share pages written in this step.
-        self.ops.write_kv(k, v, k_pages, v_pages, view.locations)
+        more = {} if spec.unit == 1.0 else {"unit": spec.unit}
+        self.ops.write_kv(k, v, k_pages, v_pages, view.locations, **more)
         return self.ops.paged_attention(
             q,
             k_pages,
@@ -46,6 +47,7 @@ class _Bound:
             spec.window,
             spec.soft_cap,
             sinks,
+            **more,
         )
 
     def latent(

@@ -218,25 +218,27 @@ BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory,
 }
 
 // cache: a CacheType. plan: the memory that bn_attention_plan was given earlier in this program. sinks:
-// [kv_heads · group] or null.
+// [kv_heads · group] or null. unit: what floats of 8 bits are multiplied by.
 BN_EXPORT void bn_paged_attention(Program* program, int32_t, int32_t cache, const float* q,
                                   int64_t q_stride, const void* k_pages, const void* v_pages,
                                   const void* plan, const int32_t* page_tables,
                                   int64_t table_stride, float* out, int32_t page_size,
                                   int32_t kv_heads, int32_t group, int32_t head_dim, int32_t window,
-                                  float scale, float soft_cap, const float* sinks) {
+                                  float scale, float soft_cap, const float* sinks,
+                                  float unit) {
   AttentionArgs args{q,        k_pages,      v_pages,   out,      (const Plan*)plan, page_tables,
                      q_stride, table_stride, page_size, kv_heads, group,             head_dim,
-                     window,   scale,        soft_cap,  sinks};
+                     window,   scale * unit, soft_cap,  sinks,    unit};
   append(program, attention_table(isa(), head_dim).attend[cache], &args, sizeof args, NOT_ROW_WISE);
 }
 
+// factor: on K and V that become floats of 8 bits.
 BN_EXPORT void bn_write_kv(Program* program, int32_t size, int32_t cache, const float* k,
                            int64_t k_stride, const float* v, int64_t v_stride, void* k_pages,
                            void* v_pages, const int64_t* locations, int32_t page_size,
-                           int32_t kv_heads, int32_t head_dim) {
-  WriteArgs args{k,        v,        k_pages,   v_pages,  locations,
-                 k_stride, v_stride, page_size, kv_heads, head_dim};
+                           int32_t kv_heads, int32_t head_dim, float factor) {
+  WriteArgs args{k,        v,        k_pages,   v_pages,  locations, k_stride,
+                 v_stride, page_size, kv_heads, head_dim, factor};
   append(program, attention_table(isa(), head_dim).write[cache], &args, sizeof args, size);
 }
 

@@ -20,7 +20,7 @@ constexpr int TILE = 48;          // (token, head) pairs of a unit at most, if h
 constexpr int MAX_SPLITS = 4096;  // spans of a step that may pass through memory
 
 enum CacheType : int32_t { CACHE_F32 = 0, CACHE_F16 = 1, CACHE_BF16 = 2, CACHE_INT8 = 3,
-                           NUM_CACHE_TYPES = 4 };
+                           CACHE_E4M3 = 4, CACHE_E5M2 = 5, NUM_CACHE_TYPES = 6 };
 
 // A token at work in a unit. Positions count from the beginning of its request.
 struct Query {
@@ -75,6 +75,7 @@ struct AttentionArgs {
   int32_t page_size, kv_heads, group, head_dim, window;
   float scale, soft_cap;
   const float* sinks;  // [heads], a logit beside those of the keys, without a value; or null
+  float unit = 1.0f;   // of the values
 };
 
 // Latent attention: one latent vector and one turned key of each token for all heads. Both lie as
@@ -101,6 +102,7 @@ struct WriteArgs {
   const int64_t* locations;  // [tokens]: page · page_size + offset
   int64_t k_stride, v_stride;
   int32_t page_size, kv_heads, head_dim;
+  float factor = 1.0f;  // on floats of 8 bits
 };
 
 // First position that a query sees.

@@ -266,8 +266,8 @@ inline Share beginning(const AttentionArgs& a, int head) {
   return a.sinks ? Share{a.sinks[head], 1.0f} : Share{-INFINITY, 0.0f};
 }
 
-void finish(const Share& total, const float* values, float* out, int dim) {
-  vf factor = splat(1.0f / total.sum);
+void finish(const Share& total, const float* values, float* out, int dim, float unit) {
+  vf factor = splat(unit / total.sum);
   for (int d = 0; d < dim; d += LANES) store(out + d, load(values + d) * factor);
 }
 
@@ -290,7 +290,7 @@ void fold_results(const AttentionArgs& a, const Query& query, int kv_head, float
       fold(total, values, {result[0], result[1]}, result + GROUP, a.head_dim);
     }
     int64_t row = (int64_t)query.token * a.kv_heads * a.group + head;
-    finish(total, values, a.out + row * a.head_dim, a.head_dim);
+    finish(total, values, a.out + row * a.head_dim, a.head_dim, a.unit);
   }
 }
 
@@ -479,7 +479,7 @@ void attend_unit(const AttentionArgs& a, const Unit& unit, int kv_head,
   }
   for (int r = 0; r < count; r++) {
     int64_t row = queries[r / group].token * heads + (int64_t)kv_head * group + r % group;
-    finish(tile.sums[r], tile.totals + (size_t)r * dim, a.out + row * dim, dim);
+    finish(tile.sums[r], tile.totals + (size_t)r * dim, a.out + row * dim, dim, a.unit);
   }
 }
 
@@ -524,13 +524,15 @@ namespace banyan {
 
 extern const AttentionKernels ATTENTION_TABLE = {
     {write_kernel<Float32>(), write_kernel<Float16>(), write_kernel<Bfloat16>(),
-     write_kernel<Int8>()},
+     write_kernel<Int8>(), write_kernel<Float8<4>>(), write_kernel<Float8<5>>()},
     {attend_kernel<Float32>(), attend_kernel<Float16>(), attend_kernel<Bfloat16>(),
-     attend_kernel<Int8>()},
+     attend_kernel<Int8>(), attend_kernel<Float8<4>>(), attend_kernel<Float8<5>>()},
     {write_latent_kernel<Float32>(), write_latent_kernel<Float16>(),
-     write_latent_kernel<Bfloat16>(), write_latent_kernel<Int8>()},
+     write_latent_kernel<Bfloat16>(), write_latent_kernel<Int8>(),
+     write_latent_kernel<Float8<4>>(), write_latent_kernel<Float8<5>>()},
     {attend_latent_kernel<Float32>(), attend_latent_kernel<Float16>(),
-     attend_latent_kernel<Bfloat16>(), attend_latent_kernel<Int8>()},
+     attend_latent_kernel<Bfloat16>(), attend_latent_kernel<Int8>(),
+     attend_latent_kernel<Float8<4>>(), attend_latent_kernel<Float8<5>>()},
     LANES,
 };
 

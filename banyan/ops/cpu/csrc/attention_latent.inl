@@ -193,7 +193,7 @@ void attend_latent_unit(const LatentArgs& a, const Unit& unit, int block, Worker
   }
   for (int r = 0; r < count; r++) {
     int64_t row = (int64_t)queries[r / group].token * of.kv_heads * group + block * group + r % group;
-    finish(tile.sums[r], tile.totals + (size_t)r * dim, of.out + row * dim, dim);
+    finish(tile.sums[r], tile.totals + (size_t)r * dim, of.out + row * dim, dim, 1.0f);
   }
 }
 
@@ -232,7 +232,7 @@ void write_row(const float* x, int n, int64_t location, void* pages, float* padd
   std::memset(padded, 0, sizeof(float) * dim);
   std::memcpy(padded, x, sizeof(float) * n);
   float scale = 0.0f;
-  put_head<C>(padded, dim, stored, 1, &scale);
+  put_head<C>(padded, dim, stored, 1, &scale, 1.0f);
   std::memcpy(row, stored, sizeof(T) * n);
   if (C::BESIDE) std::memcpy(row + n, &scale, sizeof scale);
 }

@@ -194,6 +194,18 @@ inline vf load_int8(const int8_t* p) {
 #endif
 }
 
+inline vi load_bytes_wide(const uint8_t* p) {  // with the sign of bit 7
+#if defined(__AVX512F__)
+  return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  return (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  vi v;
+  for (int i = 0; i < LANES; i++) v[i] = (int8_t)p[i];
+  return v;
+#endif
+}
+
 inline vi round_to_int(vf x) {  // to nearest even
 #if defined(__AVX512F__)
   return (vi)_mm512_cvtps_epi32((__m512)x);
