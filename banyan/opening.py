@@ -17,6 +17,7 @@ from banyan.config.checkpoint import read_card
 from banyan.config.defaults import settings_of, settle
 from banyan.config.drafts import draft_of
 from banyan.config.flags.device import ATTENTION
+from banyan.config.kv_scales import read_kv_scales
 from banyan.config.schema import Config, ModelConfig
 from banyan.engine.placement import is_placed, place_rank
 from banyan.layers.build import Build
@@ -45,6 +46,8 @@ _CACHE_DTYPES = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "int8": torch.int8,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
 }
 _WHOLE_PROMPTS = 8192
 """Tokens of the largest step to record where prompts are not cut into chunks."""
@@ -129,7 +132,8 @@ def open_model(
     )
     if parallel.world > 1 or parallel.is_joined:
         phases.done("meeting")
-    build = Build(ops, groups, dtype, device)
+    units = read_kv_scales(config, card, groups.attention.rank)
+    build = Build(ops, groups, dtype, device, units)
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
             f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",

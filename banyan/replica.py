@@ -20,6 +20,7 @@ from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
 from banyan.config.drafts import draft_of
 from banyan.config.kv_events import kv_events
+from banyan.config.kv_scales import read_kv_scales
 from banyan.config.schema import Config, ParallelConfig
 from banyan.config.stored import store_wishes
 from banyan.engine.core import EngineCore
@@ -234,6 +235,7 @@ def _mover_of(
         *(model.revision, model.load_format, model.implementation, sorted(model.overrides.items())),
         *(model.loader_functions, model.context_length, model.activation_dtype),
         *(model.quantization, model.cpu_activations, cache.dtype, cache.page_size),
+        [read_kv_scales(config, card, rank) for rank in range(opened.build.groups.attention.size)],
         *(config.device.exact_head, config.parallel.tp, config.parallel.pp),
         groups_of(card, opened),
         *_facts_of_the_draft(config, opened),

@@ -39,6 +39,9 @@ class RopeFacts:
     """longrope: what each frequency is divided by within the original length …"""
     long_factor: tuple[float, ...] = ()
     """… and when requests may be longer."""
+    short_mscale: float = 0.0
+    """longrope: factor on cos and sin with either set, where both are given."""
+    long_mscale: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ class ExpertFacts:
         dense_layers: layers that have one plain feed-forward block instead.
         shared_inner: inner width of the block that every token goes through; 0 = none.
         has_shared_gate: that block's output is scaled by a sigmoid of the token.
-        scoring: "softmax" | "sigmoid", what makes scores of the router's logits.
+        scoring: "softmax" | "sigmoid", what makes scores of the router's logits; "sparsemixer"
+            chooses and weighs in a way of its own (`ops/experts_api.py`, route), with `jitter`.
         is_normalised: the chosen scores are divided by their sum.
         scale: factor on the scores.
         groups, top_groups: experts lie in groups of which a token may use the best few.
@@ -122,6 +126,7 @@ class ExpertFacts:
     has_bias: bool = False
     limit: float = 0.0
     alpha: float = 0.0
+    jitter: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -206,6 +211,9 @@ class ModelCard:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor on what each block adds to the residual stream."""
+    has_normed_head: bool = False
+    """Columns of the head, one per dimension of the stream, have length one."""
+    head_bias: bool = False
     logit_scale: float = 1.0
     logit_cap: float = 0.0
     """Final logits become cap·tanh(logits/cap); 0 = off."""

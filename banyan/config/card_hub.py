@@ -272,6 +272,8 @@ def _rope(
         truncate=own.flag("truncate", default=True),
         short_factor=_factors(own, "short_factor", kind),
         long_factor=_factors(own, "long_factor", kind),
+        short_mscale=own.number("short_mscale", 0.0, 1e3, default=0.0),
+        long_mscale=own.number("long_mscale", 0.0, 1e3, default=0.0),
     )
 
 

@@ -8,6 +8,7 @@ from banyan.config.env import Environment
 from banyan.config.flags.device import ATTENTION
 from banyan.config.flags.flag import SWITCH
 from banyan.config.flags.table import GROUPS
+from banyan.config.kv_scales import FLOAT8
 from banyan.config.schema import Config
 from banyan.config.sources import kind_of
 
@@ -72,6 +73,11 @@ _RULES = (
         "enable-dp-lm-head",
         lambda c: not c.parallel.is_joined or c.parallel.dp == 1,
         "there is no --enable-dp-attention with several replicas",
+    ),
+    _Idle(
+        "quantization-param-path",
+        lambda c: c.cache.dtype not in FLOAT8,
+        "scales are for --kv-cache-dtype fp8_e4m3 and fp8_e5m2",
     ),
     _Idle("radix-eviction-policy", lambda c: c.cache.disable_radix, "no prefix is cached"),
     _Idle(

@@ -9,6 +9,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.card import WINDOW, ModelCard
 from banyan.config.env import Environment
+from banyan.config.kv_scales import check_kv_scales
 from banyan.config.schema import Config
 
 log = logger(__name__)
@@ -102,6 +103,7 @@ def keep_tokens_apart(config: Config, card: ModelCard, environment: Environment)
 
 EXECUTION_RULES = (
     lay_out_the_windows,
+    check_kv_scales,
     check_the_delimiter,
     check_the_white_space,
     rank_what_is_cached,

@@ -72,6 +72,8 @@ class CacheConfig:
     """Share of the free memory that the cache then takes; 0 = the device's own."""
     dtype: str = "auto"
     """Of K and V; "auto" = fp16 beside kernels that round activations, else the model's."""
+    scales: str = ""
+    """File of what K and V in floats of 8 bits are kept in units of; "" = 1."""
     disable_radix: bool = False
     eviction: str = "lru"
     window_ratio: float = 0.0

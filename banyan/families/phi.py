@@ -1,7 +1,38 @@
-"""Phi-3 (arXiv 2404.14219) and Phi-4, which have one tensor for q, k, v and one for gate and up."""
+"""Phi-3 (arXiv 2404.14219) and Phi-4, which have one tensor for q, k, v and one for gate and up.
+Phi-3.5-MoE: layer norms with biases, and two experts that a router of its own weighs.
 
+Source of the latter: the published configuration of microsoft/Phi-3.5-MoE-instruct.
+"""
+
+from dataclasses import replace
+
+from banyan.config.card import ModelCard
+from banyan.config.facts import Facts
 from banyan.families.base import Biases, Family, GgufForm, HubForm
-from banyan.families.names import GGUF_NAMES, HUB_NAMES, NameMap
+from banyan.families.experts import mixtral_experts
+from banyan.families.names import GGUF_NAMES, HUB_MIXTRAL_EXPERTS, HUB_NAMES, NameMap
+
+
+def _moe(facts: Facts, card: ModelCard) -> ModelCard:
+    experts = mixtral_experts(facts, card)
+    if experts.per_token != 2:
+        raise facts.error("num_experts_per_tok", experts.per_token, "2, which its router chooses")
+    return replace(
+        card,
+        experts=replace(
+            experts,
+            scoring="sparsemixer",
+            is_normalised=False,
+            jitter=facts.number("router_jitter_noise", 0.0, 1.0, default=0.01),
+        ),
+        head_bias=facts.flag("lm_head_bias", default=False),
+    )
+
+
+def _moe_biases(facts: Facts) -> Biases:
+    has_bias = facts.flag("attention_bias", default=False)
+    return Biases(has_bias, has_bias)
+
 
 PHI3 = Family(
     hub=HubForm(
@@ -28,4 +59,12 @@ PHI3 = Family(
             ignored=("rope_factors_long.weight", "rope_factors_short.weight"),
         ),
     },
+)
+
+PHI_MOE = Family(
+    hub=HubForm(
+        eps=1e-5, rope_theta=1e6, rope_kinds={"su": "longrope"}, biases=_moe_biases, more=_moe
+    ),
+    names={"safetensors": NameMap(HUB_NAMES | HUB_MIXTRAL_EXPERTS)},
+    norm="layer+bias",
 )

@@ -60,6 +60,7 @@ class Logits(Layer):
     Args:
         scale: factor on the logits.
         soft_cap: logits become cap·tanh(logits/cap); 0 = off.
+        is_normed: columns of the weight are brought to length one.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class Logits(Layer):
         build: Build,
         scale: float = 1.0,
         soft_cap: float = 0.0,
+        has_bias: bool = False,
+        is_normed: bool = False,
     ) -> None:
         super().__init__()
         self.shape = (vocab_size, dim)
@@ -77,19 +80,31 @@ class Logits(Layer):
         self.ops = build.ops
         self.scale = scale
         self.soft_cap = soft_cap
+        self.has_bias, self.is_normed = has_bias, is_normed
         self.weight: PackedLinear | None = None
+        self.bias: Tensor | None = None
+        self._bias_like = torch.empty(0, dtype=build.dtype, device=build.device)
 
     def slots(self) -> dict[str, WeightSlot]:
-        return {"weight": single(self.shape)}
+        slots = {"weight": single(self.shape)}
+        return slots | {"bias": single(self.shape[:1])} if self.has_bias else slots
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
-        whole = self.group.size == 1
-        mine = parts[0] if whole else parts[0].cut(0, self.share.first, self.share.last)
-        self.weight = self.ops.pack_linear(mine, is_head=True)
+        whole = parts[0]
+        if self.is_normed:
+            values = whole.dense.float()
+            whole = StoredWeight.from_tensor(values / (values.norm(dim=0) + 1e-7))
+        if self.group.size > 1:
+            whole = whole.cut(0, self.share.first, self.share.last)
+        if slot == "bias":
+            self.bias = whole.dense.to(self._bias_like)
+        else:
+            self.weight = self.ops.pack_linear(whole, is_head=True)
 
     def forward(self, hidden: Tensor) -> Tensor:
         assert self.weight is not None
-        logits = self.weight(self.group.gather_rows(hidden))  # [n of all replicas, ids]
+        rows = self.group.gather_rows(hidden)
+        logits = self.weight(rows, self.bias)  # [n of all replicas, ids]
         if self.soft_cap or self.scale != 1.0 or logits.dtype != torch.float32:
             logits = self.ops.scale_logits(logits, self.scale, self.soft_cap)
         if self.group.size == 1:

@@ -35,6 +35,7 @@ class Router(Layer):
             facts.groups,
             facts.top_groups,
             facts.group_best,
+            facts.jitter,
         )
         self.weight = torch.empty(0, device=build.device)  # [experts, dim] fp32 once filled
         self.correction: Tensor | None = None

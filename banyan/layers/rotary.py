@@ -56,6 +56,10 @@ class RopeNumbers(Protocol):
     def short_factor(self) -> tuple[float, ...]: ...
     @property
     def long_factor(self) -> tuple[float, ...]: ...
+    @property
+    def short_mscale(self) -> float: ...
+    @property
+    def long_mscale(self) -> float: ...
 
 
 class Rotary:
@@ -88,7 +92,7 @@ class Rotary:
         self.numbers = numbers
         self.context_length = context_length
         self.frequencies = kinds[numbers.kind](dim, numbers).to(device)  # [dim/2] fp32
-        self.magnitude = _magnitude(numbers, context_length)
+        self.magnitude = _magnitude(numbers, context_length, served_length)
 
     def divide(self, divisors: Tensor) -> None:
         """Slow each frequency by a factor that the checkpoint gives. divisors: [dim/2]"""
@@ -163,10 +167,13 @@ def _longrope(dim: int, numbers: RopeNumbers, length: int) -> Tensor:
     return 1.0 / (torch.tensor(divisors) * numbers.theta ** _exponents(dim))
 
 
-def _magnitude(numbers: RopeNumbers, context_length: int) -> float:
+def _magnitude(numbers: RopeNumbers, context_length: int, served_length: int) -> float:
     """Factor on cos and sin that keeps the softmax as sharp as in training."""
     if numbers.kind == "yarn":
         return _yarn_magnitude(numbers)
+    if numbers.kind == "longrope" and numbers.short_mscale and numbers.long_mscale:
+        is_long = served_length > numbers.original_length
+        return numbers.long_mscale if is_long else numbers.short_mscale
     if numbers.kind == "longrope":
         return _longrope_magnitude(numbers, context_length)
     return 1.0

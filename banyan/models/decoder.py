@@ -106,7 +106,10 @@ class DecoderLM(nn.Module):
             rules = {"": ShardRule()}
             self.head = ColumnLinear(size, {"": len(card.labels)}, rules, False, Group(), build)
         elif card.pooling is None:
-            self.head = Logits(vocab, size, build, card.logit_scale, card.logit_cap)
+            self.head = Logits(
+                *(vocab, size, build, card.logit_scale, card.logit_cap),
+                *(card.head_bias, card.has_normed_head),
+            )
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, [tokens, hidden_size]."""

@@ -65,6 +65,7 @@ class Routing:
     groups: int = 1
     top_groups: int = 1
     group_best: int = 1
+    jitter: float = 0.0
 
 
 class ExpertOps(Protocol):
@@ -82,7 +83,10 @@ class ExpertOps(Protocol):
 
         Scores are softmax or sigmoid of x · weightᵀ + bias in fp32. The choice is by score +
         correction, among the best groups; the lower id wins a tie. The weights are the scores of
-        the chosen, divided by their sum if `is_normalised`, times the scale.
+        the chosen, divided by their sum if `is_normalised`, times the scale. By "sparsemixer"
+        (arXiv 2409.12136) the best logits are chosen, and the weight of each is its softmax among
+        the logits not chosen before that lie within 2 · jitter of it, relative to the larger
+        magnitude; then there are no groups, correction and scale.
 
         x: [tokens, dim] T; weight: [experts, dim] fp32; correction, bias: [experts] fp32 or None.
         returns: ids [tokens, per_token] int64, best first; weights [tokens, per_token] fp32.

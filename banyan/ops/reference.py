@@ -168,6 +168,8 @@ def route(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     logits = functional.linear(x.float(), weight, bias)
+    if rule.scoring == "sparsemixer":
+        return _sparsemixer(logits, rule)
     scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
     choice = scores if correction is None else scores + correction
     if rule.groups > 1:
@@ -181,6 +183,18 @@ def route(
     if rule.is_normalised:
         weights = weights / weights.sum(-1, keepdim=True)
     return ids, weights * rule.scale
+
+
+def _sparsemixer(logits: Tensor, rule: Routing) -> tuple[Tensor, Tensor]:
+    left, ids, weights = logits, list[Tensor](), list[Tensor]()
+    for _ in range(rule.per_token):
+        most, best = left.max(-1, keepdim=True)
+        size = torch.maximum(logits.abs(), most)
+        is_far = (most - left) / size > 2 * rule.jitter
+        ids.append(best)
+        weights.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(1, best))
+        left = left.scatter(1, best, float("-inf"))
+    return torch.cat(ids, dim=1), torch.cat(weights, dim=1)
 
 
 class DenseExperts:

@@ -36,7 +36,7 @@ _BYTES = {
     "q4_k": 144 / 256,
 }
 """Bytes per weight: type -> bytes of a block / weights in it."""
-_CACHE_BYTES = {"fp32": 4.0, "int8": 1.0}
+_CACHE_BYTES = {"fp32": 4.0, "int8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0}
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ STARTS = (
         for rank in (0, 1)
     ),
     "--model-path M --mem-fraction-static 0.7",
+    "--model-path M --kv-cache-dtype fp8_e5m2",
     "--model-path M --quantization fp8",
     "--model-path M --chunked-prefill-size 4096",
     "--model-path M --enable-torch-compile",
@@ -59,7 +60,7 @@ STARTS = (
 
 REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     ("--model-path M --torchao-config int4wo-128", {}, ("--torchao-config",)),
-    ("--model-path M --kv-cache-dtype fp8_e5m2", {}, ("--kv-cache-dtype", "fp8_e5m2")),
+    ("--model-path M --kv-cache-dtype fp4_e2m1", {}, ("--kv-cache-dtype", "fp4_e2m1")),
     (
         NODE + "--disaggregation-mode prefill --disaggregation-bootstrap-port 6657 --port 8000",
         STORE,

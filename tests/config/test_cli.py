@@ -300,9 +300,9 @@ def test_a_value_of_another_name_is_reported(argv: str) -> None:
 @pytest.mark.parametrize(
     ("argv", "instead"),
     [
-        ("--quantization mxfp4", "int8"),
+        ("--quantization mxfp8", "int8"),
         ("--quantization auto-round", "q4_0 and q4_1 to four"),
-        ("--kv-cache-dtype fp8_e5m2", "int8"),
+        ("--kv-cache-dtype fp4_e2m1", "int8"),
         ("--device xpu", "CPU"),
         ("--device tpu", "CPU"),
         ("--load-format sharded_state", "safetensors"),

@@ -291,6 +291,21 @@ EXPERTS: dict[str, tuple[str, dict]] = {
             },
         },
     ),
+    "phi moe": (
+        "Phimoe",
+        {"num_local_experts": 6, "router_jitter_noise": 0.3, "sliding_window": None},
+    ),
+    "phi moe, all biases, longrope": (
+        "Phimoe",
+        {
+            "num_local_experts": 3,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "head_dim": 6,
+            "rope_parameters": {**LONGROPE, "short_mscale": 1.2, "long_mscale": 1.4},
+            "original_max_position_embeddings": 128,
+        },
+    ),
     "gpt-oss": (
         "GptOss",
         {

@@ -39,6 +39,7 @@ def test_two_ranks_give_the_logits_of_one(taken, ops, tmp_path):
     else:
         variants += [
             "gpt-oss",
+            "phi moe, all biases, longrope",
             "mixtral",
             "deepseek v2",
             "qwen2 moe",

@@ -23,6 +23,8 @@ RULES = {
     "of many": (Routing(8, is_normalised=False), 131, False),
     "best expert of a group": (Routing(3, groups=3, top_groups=2, scale=1.7), 9, False),
     "sigmoid": (Routing(4, "sigmoid"), 19, True),
+    "sparsemixer": (Routing(2, "sparsemixer", jitter=0.3), 37, False),
+    "sparsemixer of two": (Routing(2, "sparsemixer", jitter=0.01), 2, False),
     "two best of a group": (
         Routing(6, "sigmoid", groups=8, top_groups=4, group_best=2, scale=2.5),
         64,

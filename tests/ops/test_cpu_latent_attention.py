@@ -10,10 +10,10 @@ from torch import Tensor
 from banyan.ops import reference
 from banyan.ops.cpu.latent_attention import HeadLinear, LatentAttention
 from banyan.ops.cpu.weights import Arena
-from banyan.ops.pages import stored_width
+from banyan.ops.pages import FLOAT8, stored_width
 
 SCALE = 0.2
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, *FLOAT8]
 Chunk = tuple[int, int, int]
 """(request, first, last) position of a row."""
 
@@ -121,7 +121,8 @@ def test_pages_hold_what_the_reference_writes(attention, dtype, rank, rope_dim):
     )
     others = [i for i in range(40) if i != 4]
     for a, b in zip(mine, theirs, strict=True):
-        assert torch.equal(a.flatten(0, 1)[where[others]], b.flatten(0, 1)[where[others]])
+        a, b = (x.flatten(0, 1).view(torch.uint8)[where[others]] for x in (a, b))
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -24,6 +24,7 @@ VARIANTS = {
     "qwen2 moe": {},
     "qwen2 moe, some dense": {},
     "qwen3 moe": {"head_dim": 16},
+    "phi moe": {},
     "gpt-oss": {"layer_types": ["full_attention"] * 4},
     "deepseek v2": {},
     "deepseek v2, groups, yarn": {},

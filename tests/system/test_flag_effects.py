@@ -398,6 +398,7 @@ def test_half_precision_halves_the_cache(tiny_model: Path) -> None:
     assert 2 * half == cache_bytes("fp32")
     # A head of 16 numbers: 32 bytes as halves, 16 and a scale of 4 as bytes.
     assert cache_bytes("int8") * 32 == half * 20
+    assert cache_bytes("fp8_e4m3") * 2 == cache_bytes("fp8_e5m2") * 2 == half
 
 
 def prompt_scores(model: Path, **flags: object) -> np.ndarray:
@@ -407,6 +408,26 @@ def prompt_scores(model: Path, **flags: object) -> np.ndarray:
             input_ids=PROMPT, sampling_params=asked, return_logprob=True, logprob_start_len=0
         )
     return np.array([score for score, *_ in answer["meta_info"]["input_token_logprobs"][1:]])
+
+
+def test_keys_and_values_of_8_bits_are_kept_in_units_of_the_scales_of_a_file(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """A unit that all numbers are small against leaves nothing of them."""
+    layers = json.loads((tiny_model / "config.json").read_text())["num_hidden_layers"]
+    file = tmp_path / "scales.json"
+
+    def scores(kind: str, scale: float = 0.0) -> np.ndarray:
+        of_rank = {str(layer): scale for layer in range(layers)}
+        kept = {"dtype": "float8_e4m3fn", "scaling_factor": {"0": of_rank}}
+        file.write_text(json.dumps({"kv_cache": kept}))
+        flags = {"quantization_param_path": str(file)} if scale else {}
+        return prompt_scores(tiny_model, cpu_activations="fp32", kv_cache_dtype=kind, **flags)
+
+    exact = scores("fp32")
+    plain, fine, lost = (np.abs(scores("fp8_e4m3", s) - exact) for s in (0.0, 0.03, 1e6))
+    assert min(plain.mean(), fine.mean()) > 0
+    assert max(plain.mean(), fine.mean()) < lost.mean() / 4
 
 
 def test_float_weights_are_rounded_at_load(tiny_model: Path) -> None:

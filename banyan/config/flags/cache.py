@@ -17,17 +17,25 @@ FLAGS = (
         "kv-cache-dtype",
         "cache.dtype",
         "number type of cached keys and values; auto = fp16 beside kernels that round activations; "
-        "int8 keeps a scale per token and head",
-        choices=("auto", "fp32", "fp16", "bf16", "int8"),
+        "int8 keeps a scale per token and head, fp8 takes those of --quantization-param-path, or 1",
+        choices=("auto", "fp32", "fp16", "bf16", "int8", "fp8_e4m3", "fp8_e5m2"),
         translate=(("bfloat16", "bf16"), ("float16", "fp16"), ("float32", "fp32")),
         elsewhere=(
             Elsewhere(
-                "fp8_e5m2 fp8_e4m3 mxfp8 nvfp4 fp4_mx_block16 fp4_e2m1",
-                "the cache holds no floats of 8 or 4 bits",
-                "int8 takes as many bytes as fp8",
+                "mxfp8 nvfp4 fp4_mx_block16 fp4_e2m1",
+                "no kernel here reads cached floats of 4 bits, or in blocks with scales",
+                "fp8_e4m3 and fp8_e5m2 take 8 bits a number, int8 also a scale per head",
             ),
         ),
         proof="tests/system/test_flag_effects.py::test_half_precision_halves_the_cache",
+    ),
+    Flag(
+        "quantization-param-path",
+        "cache.scales",
+        "JSON file with the scales of cached keys and values, by rank and layer, for "
+        "--kv-cache-dtype fp8_e4m3 or fp8_e5m2; default: all are 1",
+        proof="tests/system/test_flag_effects.py"
+        "::test_keys_and_values_of_8_bits_are_kept_in_units_of_the_scales_of_a_file",
     ),
     Flag(
         "max-total-tokens",

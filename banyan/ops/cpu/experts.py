@@ -20,6 +20,7 @@ from banyan.ops.stored import StoredWeight
 
 _CURVES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}  # of bn_experts_in
 _CLAMPED = 3
+_SCORINGS = ("softmax", "sigmoid", "sparsemixer")  # Scoring of csrc/experts.h
 _GROUP = 16  # outputs of a tile
 _WEIGHT = np.dtype(
     [("tiles", np.uint64), ("factors", np.uint64), ("format", np.int64), ("bias", np.uint64)]
@@ -51,8 +52,8 @@ def make_route(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
             "bn_route",
             *(tokens, logits.data_ptr(), 0 if correction is None else correction.data_ptr()),
             *(ids.data_ptr(), weights.data_ptr(), count, rule.per_token),
-            *(int(rule.scoring == "sigmoid"), int(rule.is_normalised)),
-            *(rule.groups, rule.top_groups, rule.group_best, rule.scale),
+            *(_SCORINGS.index(rule.scoring), int(rule.is_normalised)),
+            *(rule.groups, rule.top_groups, rule.group_best, rule.scale, rule.jitter),
         )
         return ids, weights
 

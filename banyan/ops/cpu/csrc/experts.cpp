@@ -135,7 +135,7 @@ std::vector<float> outcome(const ExpertKernels& kernels) {
                     Step::DIM,  Step::COUNT,     TOKENS};
   run(kernels.logits, &logits, kernels.logits.units(&logits, sizes));
   RouteArgs route{s.logits.data(), nullptr, s.ids.data(), s.shares.data(), Step::COUNT, Step::CHOSEN,
-                  SIGMOID, 1, 2, 1, 2, 1.5f};
+                  SIGMOID, 1, 2, 1, 2, 1.5f, 0.0f};
   run(kernels.route, &route, Step::TOKENS_NOW);
   ExpertLoad load;
   SortArgs sort{s.ids.data(),    s.shares.data(), &load,           s.experts.data(), s.starts.data(),
@@ -186,13 +186,14 @@ BN_EXPORT void bn_router_logits(Program* program, int32_t size, const float* x, 
   append(program, experts_table(isa()).logits, &args, sizeof args, NOT_ROW_WISE);
 }
 
-// Choose per_token of count experts. correction: [count] or null; ids, shares: [size, per_token].
+// Choose per_token of count experts. scoring: a Scoring; jitter: of SPARSEMIXER; correction: [count] or null; ids, shares: [size, per_token].
 BN_EXPORT void bn_route(Program* program, int32_t size, const float* logits,
                         const float* correction, int64_t* ids, float* shares, int32_t count,
-                        int32_t per_token, int32_t is_sigmoid, int32_t is_normalised,
-                        int32_t groups, int32_t top_groups, int32_t group_best, float scale) {
-  RouteArgs args{logits,        correction, ids,        shares,     count, per_token, is_sigmoid,
-                 is_normalised, groups,     top_groups, group_best, scale};
+                        int32_t per_token, int32_t scoring, int32_t is_normalised,
+                        int32_t groups, int32_t top_groups, int32_t group_best, float scale,
+                        float jitter) {
+  RouteArgs args{logits,        correction, ids,        shares,     count, per_token, scoring,
+                 is_normalised, groups,     top_groups, group_best, scale, jitter};
   append(program, experts_table(isa()).route, &args, sizeof args, size);
 }
 

@@ -32,7 +32,9 @@ struct LogitsArgs {
   int32_t size;  // of the tokens
 };
 
-enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1 };
+// SPARSEMIXER: the best expert and the best of the others, each weighed among those whose logits are
+// nearly as large.
+enum Scoring : int32_t { SOFTMAX = 0, SIGMOID = 1, SPARSEMIXER = 2 };
 
 struct RouteArgs {
   const float* logits;      // [tokens, count]
@@ -40,7 +42,7 @@ struct RouteArgs {
   int64_t* ids;             // [tokens, per_token], best first
   float* shares;            // [tokens, per_token]
   int32_t count, per_token, scoring, is_normalised, groups, top_groups, group_best;
-  float scale;
+  float scale, jitter;
 };
 
 // A step's pairs by expert. Experts are counted from the first one that is here.

@@ -136,6 +136,35 @@ void leave_groups_out(const RouteArgs& a, float* choice, float* worth, uint8_t* 
     for (int e = group * size; !taken[group] && e < (group + 1) * size; e++) choice[e] = -INFINITY;
 }
 
+// Of logits that differ from the largest not taken by at most 2 · jitter of the larger magnitude; a
+// taken one counts as none.
+float weight_among(const RouteArgs& a, const float* logits, int best, const uint8_t* taken,
+                   float* near) {
+  float most = logits[best], total = 0;
+  int count = 0;
+  for (int e = 0; e < a.count; e++) {
+    float size = std::fabs(logits[e]);
+    size = size > most ? size : most;
+    bool is_out = (taken[e] && e != best) || (most - logits[e]) / size > 2 * a.jitter;
+    if (!is_out) near[count++] = logits[e] - most;
+  }
+  for (int i = 0; i < count; i += LANES) {
+    int lanes = count - i < LANES ? count - i : LANES;
+    vf p = exp(load_some(near + i, lanes));
+    for (int lane = 0; lane < lanes; lane++) total += p[lane];
+  }
+  return 1.0f / total;
+}
+
+void mix(const RouteArgs& a, const float* logits, int64_t* ids, float* shares, float* near,
+         uint8_t* taken) {
+  for (int j = 0; j < a.per_token; j++) {
+    int best = take_best(logits, 0, a.count, taken);
+    ids[j] = best;
+    shares[j] = weight_among(a, logits, best, taken, near);
+  }
+}
+
 void route_run(const void* args, const Sizes&, int64_t begin, int64_t end, Worker& worker) {
   const RouteArgs& a = *(const RouteArgs*)args;
   size_t room = (size_t)a.count + LANES;
@@ -143,6 +172,12 @@ void route_run(const void* args, const Sizes&, int64_t begin, int64_t end, Worke
   float *choice = scores + room, *worth = choice + room;
   uint8_t* taken = (uint8_t*)(worth + room);
   for (int64_t token = begin; token < end; token++) {
+    if (a.scoring == SPARSEMIXER) {
+      std::memset(taken, 0, a.count);
+      mix(a, a.logits + token * a.count, a.ids + token * a.per_token,
+          a.shares + token * a.per_token, scores, taken);
+      continue;
+    }
     score(a, a.logits + token * a.count, scores);
     for (int e = 0; e < a.count; e++)
       choice[e] = a.correction ? scores[e] + a.correction[e] : scores[e];

@@ -1,0 +1,82 @@
+"""BailingMoE, of which the Ling and Ring models are: Llama's attention under names of its own, and
+experts with a block beside them. Version 1 scores by softmax; version 2 as DeepSeek-V3, and norms
+each head of q and k.
+
+Source: the published configurations of inclusionAI/Ling-lite-1.5 and inclusionAI/Ling-mini-2.0.
+"""
+
+from dataclasses import replace
+
+from banyan.config.card import ExpertFacts, ModelCard
+from banyan.config.facts import Facts
+from banyan.families.base import MAX_WIDTH, Biases, Family, HubForm
+from banyan.families.experts import MAX_EXPERTS
+from banyan.families.names import HUB_CORRECTED_EXPERTS, HUB_NAMES, NameMap
+
+_NAMES = (
+    HUB_NAMES
+    | HUB_CORRECTED_EXPERTS
+    | {
+        "model.word_embeddings": "embedding",
+        "model.layers.{}.attention.query_key_value": "layers.{}.attention.qkv:q+k+v",
+        "model.layers.{}.attention.dense": "layers.{}.attention.out",
+        "model.layers.{}.attention.query_layernorm": "layers.{}.attention.q_norm",
+        "model.layers.{}.attention.key_layernorm": "layers.{}.attention.k_norm",
+        "model.layers.{}.mlp.gate.expert_bias": "layers.{}.mlp.router.correction",
+    }
+)
+
+
+def _experts(facts: Facts, card: ModelCard) -> ExpertFacts:
+    count = facts.integer("num_experts", 1, MAX_EXPERTS)
+    inner = facts.integer("moe_intermediate_size", 1, MAX_WIDTH)
+    shared = facts.integer("num_shared_experts", 0, MAX_EXPERTS, default=0)
+    width = facts.integer("moe_shared_expert_intermediate_size", 1, MAX_WIDTH, default=inner)
+    first = facts.integer("first_k_dense_replace", 0, card.num_layers, default=0)
+    return ExpertFacts(
+        count,
+        facts.integer("num_experts_per_tok", 1, count),
+        inner,
+        dense_layers=tuple(range(first)),
+        shared_inner=shared * width,
+        is_normalised=facts.flag("norm_topk_prob", default=True),
+    )
+
+
+def _first(facts: Facts, card: ModelCard) -> ModelCard:
+    is_normed = facts.flag("norm_head", default=False)
+    return replace(card, experts=_experts(facts, card), has_normed_head=is_normed)
+
+
+def _second(facts: Facts, card: ModelCard) -> ModelCard:
+    score = facts.text("score_function", default="sigmoid")
+    if score != "sigmoid":
+        raise facts.error("score_function", score, "sigmoid")
+    experts = _experts(facts, card)
+    groups = facts.integer("n_group", 1, experts.count, default=1)
+    if experts.count % groups or (groups > 1 and experts.count // groups < 2):
+        raise facts.error("n_group", groups, f"a divisor of {experts.count} experts, two to each")
+    experts = replace(
+        experts,
+        scoring="sigmoid",
+        groups=groups,
+        top_groups=facts.integer("topk_group", 1, groups, default=1),
+        group_best=2,
+        scale=facts.number("routed_scaling_factor", 1e-6, 1e6, default=1.0),
+        has_correction=facts.flag("moe_router_enable_expert_bias", default=True),
+    )
+    is_normed = facts.flag("use_qk_norm", default=True)
+    return replace(card, experts=experts, qk_norm="head" if is_normed else "")
+
+
+def _biases(facts: Facts) -> Biases:
+    return Biases(facts.flag("use_qkv_bias", default=False), facts.flag("use_bias", default=False))
+
+
+_HUB = HubForm(eps=1e-5, biases=_biases, more=_first)
+
+BAILING_MOE = Family(hub=_HUB, names={"safetensors": NameMap(_NAMES)})
+BAILING_MOE_V2 = Family(
+    hub=replace(_HUB, rotary=0.5, more=_second),
+    names={"safetensors": NameMap(_NAMES, has_more_layers=True)},
+)
