@@ -160,7 +160,8 @@ def _open_draft(config: Config, traits: Traits, build: Build, toolkit: Toolkit) 
     """The model that drafts, on the ranks and the device of the one that is served."""
     model = draft_of(config)
     card = read_card(model.path, model.load_format)
-    mine = replace(build, ops=_bind(config, card, traits, build.device, toolkit))
+    ops = _bind(config, card, traits, build.device, toolkit)
+    mine = replace(build, ops=ops, kv_units=())
     log.info("draft model=%s layers=%d", printable(model.source), card.num_layers)
     return DraftModel(load_weights(model, card, mine), mine)
 

@@ -54,6 +54,10 @@ class LatentFacts:
         rank: width of the latent vector.
         plain_dim, rope_dim: parts of a query and key head without and with rotation.
         value_dim: width of a value head.
+        index_heads, index_dim: heads of the indexer that chooses what a token reads, and their
+            width, of which rope_dim rotate; 0 = every token reads all before it.
+        index_top: positions that it chooses.
+        norm_eps: eps of the norms of latents and squeezed queries; 0 = the model's.
     """
 
     query_rank: int
@@ -61,6 +65,10 @@ class LatentFacts:
     plain_dim: int
     rope_dim: int
     value_dim: int
+    index_heads: int = 0
+    index_dim: int = 0
+    index_top: int = 0
+    norm_eps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -250,7 +258,7 @@ class ModelCard:
     def kept_per_token(self) -> int:
         """Numbers that the cache of one layer keeps of each token."""
         if self.latent is not None:
-            return self.latent.rank + self.latent.rope_dim
+            return self.latent.rank + self.latent.rope_dim + self.latent.index_dim
         return 2 * self.num_kv_heads * self.head_dim
 
     def inner_of(self, layer: int) -> int:

@@ -26,6 +26,8 @@ FAMILIES: Table[Family] = Table(
         "Qwen3MoeForCausalLM": "banyan.families.qwen:QWEN3_MOE",
         "DeepseekV2ForCausalLM": "banyan.families.deepseek:DEEPSEEK_V2",
         "DeepseekV3ForCausalLM": "banyan.families.deepseek:DEEPSEEK_V3",
+        "DeepseekV32ForCausalLM": "banyan.families.deepseek:DEEPSEEK_V32",
+        "GlmMoeDsaForCausalLM": "banyan.families.deepseek:GLM_MOE_DSA",
         "Glm4MoeForCausalLM": "banyan.families.glm:GLM4_MOE",
         "Dots1ForCausalLM": "banyan.families.dots:DOTS1",
         "Ernie4_5ForCausalLM": "banyan.families.ernie:ERNIE45",

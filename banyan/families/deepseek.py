@@ -1,4 +1,5 @@
 """DeepSeek-V2 (arXiv 2405.04434) and V3 / R1 (arXiv 2412.19437): latent attention and experts.
+DeepSeek-V3.2 and GLM-5: the same with an indexer that chooses what each token reads.
 
 The first layers have plain feed-forward blocks; layers past the last one are for drafting.
 """
@@ -6,7 +7,13 @@ The first layers have plain feed-forward blocks; layers past the last one are fo
 from dataclasses import replace
 
 from banyan.families.base import Family, GgufForm, HubForm
-from banyan.families.experts import deepseek_v2, deepseek_v3, gguf_deepseek
+from banyan.families.experts import (
+    deepseek_v2,
+    deepseek_v3,
+    deepseek_v32,
+    gguf_deepseek,
+    glm_dsa,
+)
 from banyan.families.names import (
     GGUF_EXPERTS,
     GGUF_NAMES,
@@ -49,3 +56,25 @@ DEEPSEEK_V2 = Family(
 )
 
 DEEPSEEK_V3 = replace(DEEPSEEK_V2, hub=HubForm(head_dim=64, more=deepseek_v3))
+
+_INDEXER = "layers.{}.attention.indexer"
+_SPARSE = NameMap(
+    HUB_NAMES
+    | HUB_CORRECTED_EXPERTS
+    | _ATTENTION
+    | {
+        "model.layers.{}.self_attn.indexer.wq_b": f"{_INDEXER}.query",
+        "model.layers.{}.self_attn.indexer.wk": f"{_INDEXER}.key",
+        "model.layers.{}.self_attn.indexer.k_norm": f"{_INDEXER}.key_norm",
+        "model.layers.{}.self_attn.indexer.weights_proj": f"{_INDEXER}.weigh",
+    },
+    paired=_PAIRED,
+    has_more_layers=True,
+)
+DEEPSEEK_V32 = Family(hub=HubForm(head_dim=64, more=deepseek_v32), names={"safetensors": _SPARSE})
+
+_PAIRED_INDEXER = tuple(f"{_INDEXER}.{name}" for name in ("query", "key", "key_norm"))
+GLM_MOE_DSA = Family(
+    hub=HubForm(eps=1e-5, head_dim=64, more=glm_dsa),
+    names={"safetensors": replace(_SPARSE, paired=(*_PAIRED, *_PAIRED_INDEXER))},
+)

@@ -87,6 +87,42 @@ def deepseek_v3(facts: Facts, card: ModelCard) -> ModelCard:
     return replace(_latent(facts, card), experts=experts)
 
 
+def deepseek_v32(facts: Facts, card: ModelCard) -> ModelCard:
+    """Version 3 with an indexer; which layers are dense may be listed."""
+    card = deepseek_v3(facts, card)
+    latent, experts = card.latent, card.experts
+    assert latent is not None and experts is not None
+    if not latent.query_rank:
+        raise facts.error("q_lora_rank", None, "a whole number: the indexer reads squeezed queries")
+    shared = [kind for kind in facts.listed("indexer_types") if kind != "full"]
+    if shared or facts.integer("index_topk_freq", 1, 1 << 16, default=1) > 1:
+        raise facts.error(
+            "indexer_types", shared, '"full" for all: no layer takes the choice of another'
+        )
+    listed = facts.listed("mlp_layer_types")
+    if listed:
+        if len(listed) != card.num_layers or not all(
+            kind in ("dense", "sparse") for kind in listed
+        ):
+            raise facts.error("mlp_layer_types", listed, f"{card.num_layers} of dense, sparse")
+        dense = _where(card, lambda layer: listed[layer] == "dense")
+        experts = replace(experts, dense_layers=dense)
+    latent = replace(
+        latent,
+        index_heads=facts.integer("index_n_heads", 1, 4096),
+        index_dim=facts.integer("index_head_dim", latent.rope_dim + 1, _MAX_WIDTH),
+        index_top=facts.integer("index_topk", 1, 1 << 26),
+    )
+    return replace(card, latent=latent, experts=experts)
+
+
+def glm_dsa(facts: Facts, card: ModelCard) -> ModelCard:
+    """Its latents are normed with another eps than the stream."""
+    card = deepseek_v32(facts, card)
+    assert card.latent is not None
+    return replace(card, latent=replace(card.latent, norm_eps=1e-6))
+
+
 def corrected(facts: Facts, card: ModelCard, is_normalised: bool, scale: float) -> ExpertFacts:
     """Sigmoid scores with a correction; a group is as good as its two best experts (DeepSeek-V3,
     arXiv 2412.19437).

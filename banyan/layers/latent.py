@@ -12,6 +12,7 @@ from torch import Tensor
 from banyan.config.card import LatentFacts
 from banyan.layers.build import Build
 from banyan.layers.cache import CacheTensor, Caching, LayerCache
+from banyan.layers.indexer import Indexer, index_cache
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.norm import RMSNorm
 from banyan.layers.rotary import Angles
@@ -87,16 +88,18 @@ class LatentAttention(Caching):
         facts, group, bias = shape.facts, build.groups.attention, shape.has_bias
         self.facts = facts
         self.ops = build.ops
+        norm_eps = facts.norm_eps or shape.norm_eps
         head = facts.plain_dim + facts.rope_dim
         first, last = ShardRule(0, head).span(shape.heads * head, group)
         self.heads = (last - first) // head
-        self.spec = LatentSpec(shape.layer, shape.scale)
+        self.spec = LatentSpec(shape.layer, shape.scale, facts.index_top)
+        self.indexer = Indexer(shape.dim, facts, build) if facts.index_heads else None
         self.cache = _cache(shape, build)
         self.squeeze: ColumnLinear | None = None
         if facts.query_rank:
             outputs = {"": facts.query_rank}
             self.squeeze = ColumnLinear(shape.dim, outputs, _WHOLE, bias, Group(), build)
-            self.query_norm = RMSNorm(facts.query_rank, shape.norm_eps, build)
+            self.query_norm = RMSNorm(facts.query_rank, norm_eps, build)
         self.query = ColumnLinear(
             facts.query_rank or shape.dim,
             {"": shape.heads * head},
@@ -117,7 +120,7 @@ class LatentAttention(Caching):
             build,
             turning={"": Turning(kept, facts.rank, facts.rope_dim)},
         )
-        self.latent_norm = RMSNorm(facts.rank, shape.norm_eps, build)
+        self.latent_norm = RMSNorm(facts.rank, norm_eps, build)
         self.expansion = HeadExpansion(shape, build)
         rule = ShardRule(1, facts.value_dim)
         self.out = RowLinear(shape.heads * facts.value_dim, shape.dim, rule, bias, group, build)
@@ -136,7 +139,8 @@ class LatentAttention(Caching):
         turned, key = ops.rotary(turned, key.unsqueeze(1), *angles)
         q = self.expansion.narrow(plain)  # [tokens, heads, rank]
         latent = self.latent_norm(latent)
-        attended = step.attention.latent(self.spec, q, turned, latent, key.squeeze(1))
+        indexed = None if self.indexer is None else self.indexer(x, squeezed, angles)
+        attended = step.attention.latent(self.spec, q, turned, latent, key.squeeze(1), indexed)
         values = self.expansion.widen(attended)  # [tokens, heads, value_dim]
         return self.out(values.flatten(1))
 
@@ -146,4 +150,6 @@ def _cache(shape: LatentShape, build: Build) -> LayerCache:
     dtype = build.ops.cache_dtype
     widths = {"latent": shape.facts.rank, "key": shape.facts.rope_dim}
     kept = {name: CacheTensor((stored_width(w, dtype),), dtype) for name, w in widths.items()}
+    if shape.facts.index_heads:
+        kept |= index_cache(shape.facts, build)
     return LayerCache(shape.layer, kept)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from banyan.layers.build import Build
-from banyan.layers.slot import Layer, WeightSlot, single
+from banyan.layers.slot import Layer, ShardRule, Turning, WeightSlot, single
 from banyan.ops.api import Ops
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
@@ -92,9 +92,13 @@ class SpreadNorm(RMSNorm):
 
 
 class LayerNorm(Layer):
-    def __init__(self, dim: int, eps: float, has_bias: bool, build: Build) -> None:
+    def __init__(
+        self, dim: int, eps: float, has_bias: bool, build: Build, turning: Turning | None = None
+    ) -> None:
+        """turning: what of its inputs rotates."""
         super().__init__()
         self.dim = dim
+        self.turning = turning
         self.eps = eps
         self.has_bias = has_bias
         self.ops = build.ops
@@ -103,7 +107,9 @@ class LayerNorm(Layer):
 
     def slots(self) -> dict[str, WeightSlot]:
         names = ("weight", "bias") if self.has_bias else ("weight",)
-        return {name: single((self.dim,)) for name in names}
+        turning = {} if self.turning is None else {"": self.turning}
+        slot = WeightSlot({"": (self.dim,)}, {"": ShardRule()}, turning=turning)
+        return dict.fromkeys(names, slot)
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
         values = parts[0].dense.to(self.weight)

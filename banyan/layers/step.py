@@ -42,10 +42,29 @@ class LatentSpec:
     Attributes:
         layer: number of the layer within the model.
         scale: factor on q·k before the softmax.
+        top: positions that the indexer chooses, 0 = it has none.
     """
 
     layer: int
     scale: float
+    top: int = 0
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """What the indexer of sparse attention makes of a step's tokens.
+
+    Attributes:
+        q, q_turned: [tokens, index heads, part of a head], that rotates not and that does.
+        weights: [tokens, index heads].
+        key, key_turned: [tokens, part of a head], one head for all.
+    """
+
+    q: Tensor
+    q_turned: Tensor
+    weights: Tensor
+    key: Tensor
+    key_turned: Tensor
 
 
 class StepAttention(Protocol):
@@ -63,7 +82,13 @@ class StepAttention(Protocol):
         ...
 
     def latent(
-        self, spec: LatentSpec, q: Tensor, q_turned: Tensor, latent: Tensor, key: Tensor
+        self,
+        spec: LatentSpec,
+        q: Tensor,
+        q_turned: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        indexed: Indexed | None = None,
     ) -> Tensor:
         """Write `latent` and `key` into the pages of this step's positions, then attend over each
         row's context: `ops.api.Ops.latent_attention`.

@@ -243,6 +243,28 @@ class Ops(ExpertOps, StateOps, Protocol):
         """
         ...
 
+    def choose_positions(
+        self,
+        q: Tensor,
+        q_turned: Tensor,
+        weights: Tensor,
+        key_pages: Tensor,
+        turned_pages: Tensor,
+        page_tables: Tensor,
+        row_starts: Tensor,
+        context_lengths: Tensor,
+        top: int,
+    ) -> Tensor:
+        """The positions that each token reads: those of the `top` best scores up to its own, the
+        lower ones among equals; all of them where they are not more (DeepSeek-V3.2-Exp, section
+        2.1). A position's score is Σ over the heads of weight · relu(q · key + q_turned · turned).
+
+        q, q_turned: [tokens, heads, width of a part] T; weights: [tokens, heads] T;
+        key_pages, turned_pages: as for write_latent.
+        returns: [tokens, words] int32, bit p % 32 of word p // 32 for position p.
+        """
+        ...
+
     def latent_attention(
         self,
         q: Tensor,
@@ -253,13 +275,15 @@ class Ops(ExpertOps, StateOps, Protocol):
         row_starts: Tensor,
         context_lengths: Tensor,
         scale: float,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         """As paged_attention without window and cap, where all heads share one latent vector and
         one rotated key per token: logits are scale · (q · latent + q_turned · key), values are the
         latents (DeepSeek-V2, arXiv 2405.04434, appendix C).
 
         q: [tokens, heads, rank] T; q_turned: [tokens, heads, rope_dim] T;
-        latent_pages, key_pages: as for write_latent.
+        latent_pages, key_pages: as for write_latent; chosen: what each token reads of the positions
+        up to its own, as `choose_positions` returns it, None = all.
         returns: [tokens, heads, rank] T, softmax and sums in fp32.
         """
         ...
@@ -372,6 +396,7 @@ OP_NAMES = (
     "experts",
     "write_latent",
     "latent_attention",
+    "choose_positions",
     "apply_gate",
     "short_conv",
     "decay_gates",

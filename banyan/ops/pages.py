@@ -54,4 +54,5 @@ def to_numbers(stored: Tensor) -> Tensor:
     if stored.dtype != torch.int8:
         return stored
     numbers, scale = stored[..., :-_SCALE_BYTES], stored[..., -_SCALE_BYTES:]
-    return numbers.float() * scale.contiguous().view(torch.float32)
+    whole = scale.clone(memory_format=torch.contiguous_format)  # aligned, be it one
+    return numbers.float() * whole.view(torch.float32)

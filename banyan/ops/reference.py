@@ -252,6 +252,7 @@ def latent_attention(
     row_starts: Tensor,
     context_lengths: Tensor,
     scale: float,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
     starts = row_starts.tolist()  # sync: the reference walks the rows one by one
@@ -263,8 +264,48 @@ def latent_attention(
         positions = torch.arange(context, context + tokens.stop - tokens.start, device=q.device)
         v, k, first = gather_row(latents, keys, page_tables[row], positions, 0)
         seen = visible(positions, first, k.shape[0], 0)
+        if chosen is not None:
+            seen &= unpack_bits(chosen[tokens])[:, : k.shape[0]]
         out[tokens] = dense_attention(whole[tokens], torch.cat([v, k], -1), v, seen, scale, 0.0)
     return out
+
+
+def choose_positions(
+    q: Tensor,
+    q_turned: Tensor,
+    weights: Tensor,
+    key_pages: Tensor,
+    turned_pages: Tensor,
+    page_tables: Tensor,
+    row_starts: Tensor,
+    context_lengths: Tensor,
+    top: int,
+) -> Tensor:
+    words = -(-page_tables.shape[1] * key_pages.shape[1] // 32)
+    chosen = torch.zeros(len(q), words * 32, dtype=torch.bool, device=q.device)
+    starts, contexts = row_starts.tolist(), context_lengths.tolist()  # sync: as in latent_attention
+    whole = torch.cat([q, q_turned], dim=-1).float()
+    keys, turned = key_pages.unsqueeze(2), turned_pages.unsqueeze(2)  # one head
+    for row, context in enumerate(contexts):
+        tokens = slice(starts[row], starts[row + 1])
+        positions = torch.arange(context, context + tokens.stop - tokens.start, device=q.device)
+        parts = gather_row(keys, turned, page_tables[row], positions, 0)[:2]
+        k = torch.cat(parts, dim=-1).squeeze(1).float()  # [length, width of a head]
+        each = torch.einsum("thd,ld->thl", whole[tokens], k).relu()
+        scores = torch.einsum("thl,th->tl", each, weights[tokens].float())
+        scores = scores.masked_fill(~visible(positions, 0, len(k), 0), float("-inf"))
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+        mine = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
+        chosen[tokens, : len(k)] = mine & (scores > float("-inf"))
+    worth = 1 << torch.arange(32, device=q.device)
+    packed = (chosen.view(len(q), words, 32) * worth).sum(-1)
+    return packed.to(torch.int32)
+
+
+def unpack_bits(words: Tensor) -> Tensor:
+    """[n, words] int32 -> [n, 32 · words] bool"""
+    places = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> places) & 1).bool().flatten(1)
 
 
 def write_kv(

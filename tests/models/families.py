@@ -128,6 +128,8 @@ _YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 1.2,
 }
+# Heads enough that no two positions score alike: where all heads are below zero, the score is zero.
+_INDEX = {"index_n_heads": 24, "index_head_dim": 10, "index_topk": 11}
 EXPERTS: dict[str, tuple[str, dict]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 3}),
     "mixtral, window, one of seven": (
@@ -199,6 +201,46 @@ EXPERTS: dict[str, tuple[str, dict]] = {
             "topk_group": 1,
             "norm_topk_prob": False,
             "rope_parameters": _YARN,
+        },
+    ),
+    "deepseek v3.2": (
+        "DeepseekV32",
+        {
+            **_MOE,
+            **_LATENT,
+            **_INDEX,
+            "n_routed_experts": 6,
+            "n_shared_experts": 1,
+            "q_lora_rank": 18,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "deepseek v3.2, yarn, all dense but one": (
+        "DeepseekV32",
+        {
+            **_MOE,
+            **_LATENT,
+            **_INDEX,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "q_lora_rank": 18,
+            "n_group": 1,
+            "topk_group": 1,
+            "index_topk": 1,
+            "mlp_layer_types": ["dense", "sparse", "dense", "dense"],
+            "rope_parameters": _YARN,
+        },
+    ),
+    "glm moe dsa": (
+        "GlmMoeDsa",
+        {
+            **_MOE,
+            **_LATENT,
+            **_INDEX,
+            "n_routed_experts": 5,
+            "n_shared_experts": 1,
+            "q_lora_rank": 18,
         },
     ),
     "glm4 moe": (

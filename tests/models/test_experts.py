@@ -33,7 +33,7 @@ def test_latent_attention_keeps_one_vector_per_token(ops, tmp_path):
 
 @pytest.mark.parametrize("taken", ["tp", "experts apart"])
 def test_two_ranks_give_the_logits_of_one(taken, ops, tmp_path):
-    variants = ["deepseek v3", "qwen3 moe, all eight", "minimax m2"]
+    variants = ["deepseek v3", "glm moe dsa", "qwen3 moe, all eight", "minimax m2"]
     if taken == "experts apart":
         variants.append("qwen2 moe, some dense")
     else:
@@ -136,3 +136,46 @@ def test_a_missing_expert_is_named(ops, tmp_path):
 
     with pytest.raises(ModelError, match=r"lacks 1 weights.*layers\.2\.mlp.*up4"):
         load(tmp_path, ops)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"index_topk": 0}, "index_topk must be in"),
+        ({"index_n_heads": None}, "index_n_heads must be .*missing"),
+        ({"index_head_dim": 6}, "index_head_dim must be in"),
+        ({"q_lora_rank": None}, "q_lora_rank must be a whole number.*squeezed"),
+        ({"indexer_types": ["full", "shared"] * 2}, "indexer_types.*no layer takes the choice"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types must be 4 of dense, sparse"),
+    ],
+)
+def test_an_indexer_that_cannot_be_is_refused_by_name(changes, match, tmp_path):
+    tiny("deepseek v3.2", tmp_path)
+    rewrite_config(tmp_path, **changes)
+
+    with pytest.raises(ModelError, match=match):
+        read_card(str(tmp_path))
+
+
+def test_an_indexer_keeps_its_keys_in_the_pages_of_the_latents(ops, tmp_path):
+    tiny("deepseek v3.2", tmp_path)
+    card = read_card(str(tmp_path))
+
+    caches = load_model(card, Build(ops)).caches
+
+    kept = [{name: tensor.shape for name, tensor in c.tensors.items()} for c in caches]
+    of_layer = {"latent": (14,), "key": (6,), "index": (4,), "index_turned": (6,)}
+    assert kept == [of_layer] * card.num_layers
+    assert card.kept_per_token == 30
+
+
+def test_a_context_within_the_choice_gives_the_logits_of_dense_attention(ops, paged, tmp_path):
+    tiny("deepseek v3.2", tmp_path, index_topk=len(PROMPT))
+    sparse = load(tmp_path, ops)
+    (logits,) = paged(sparse).step([(0, PROMPT)])
+    for layer in sparse.layers:
+        layer.attention.indexer = None
+
+    (dense,) = paged(sparse).step([(0, PROMPT)])
+
+    assert torch.equal(logits, dense)

@@ -29,6 +29,7 @@ VARIANTS = {
     "deepseek v2": {},
     "deepseek v2, groups, yarn": {},
     "deepseek v3": {},
+    "deepseek v3.2": {},
     "lfm2": {},
     "lfm2, attention first, biases": {},
     "bamba": {},

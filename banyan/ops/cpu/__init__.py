@@ -28,6 +28,7 @@ KERNELS = {
     "head_linear": [f"{_HERE}.latent_attention:rounded", f"{_HERE}.latent_attention:plain"],
     "write_latent": [f"{_HERE}.latent_attention:write_latent"],
     "latent_attention": [f"{_HERE}.latent_attention:latent_attention"],
+    "choose_positions": [f"{_HERE}.latent_attention:choose_positions"],
     "write_kv": [f"{_HERE}.paged_attention:write_kv"],
     "paged_attention": [
         f"{_HERE}.paged_attention:paged_attention",

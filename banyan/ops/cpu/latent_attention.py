@@ -58,6 +58,7 @@ class LatentAttention:
         row_starts: Tensor,
         context_lengths: Tensor,
         scale: float,
+        chosen: Tensor | None = None,
     ) -> Tensor:
         tokens, heads, rank = q.shape
         group = next(n for n in range(min(heads, _PAIRS), 0, -1) if heads % n == 0)
@@ -75,9 +76,37 @@ class LatentAttention:
             *(_whole(latent_pages), _whole(key_pages), plan.ctypes.data),
             *(page_tables.data_ptr(), page_tables.stride(0), out.data_ptr()),
             *(page_size, blocks, group, padded, rank, q_turned.shape[-1], scale),
+            *((0, 0) if chosen is None else (chosen.data_ptr(), chosen.shape[1])),
             rows=context_lengths.shape[0],
         )
         return out[..., :rank]
+
+    def choose_positions(
+        self,
+        q: Tensor,
+        q_turned: Tensor,
+        weights: Tensor,
+        key_pages: Tensor,
+        turned_pages: Tensor,
+        page_tables: Tensor,
+        row_starts: Tensor,
+        context_lengths: Tensor,
+        top: int,
+    ) -> Tensor:
+        tokens, heads, plain = q.shape
+        page_size = key_pages.shape[1]
+        words = -(-page_tables.shape[1] * page_size // 32)
+        chosen = self.library.empty((tokens, words), torch.int32)
+        self.library.call(
+            "bn_choose_positions",
+            *(tokens, CACHE_TYPES[key_pages.dtype], *_rows(q), *_rows(q_turned), *_rows(weights)),
+            *(_whole(key_pages), _whole(turned_pages)),
+            *(page_tables.data_ptr(), page_tables.stride(0)),
+            *(_whole(row_starts), _whole(context_lengths), chosen.data_ptr(), words),
+            *(page_size, heads, plain, q_turned.shape[-1], top),
+            rows=context_lengths.shape[0],
+        )
+        return chosen
 
 
 class HeadLinear:
@@ -147,6 +176,9 @@ write_latent = Kernel(
 )
 latent_attention = Kernel(
     supports=supports_pages, make=lambda library: LatentAttention(library).latent_attention
+)
+choose_positions = Kernel(
+    supports=supports_pages, make=lambda library: LatentAttention(library).choose_positions
 )
 rounded = Kernel(supports=_supports_heads, make=_packer(True), rounds_activations=True)
 plain = Kernel(supports=_supports_heads, make=_packer(False))

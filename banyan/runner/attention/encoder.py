@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from banyan.layers.step import AttentionSpec, LatentSpec, StepAttention
+from banyan.layers.step import AttentionSpec, Indexed, LatentSpec, StepAttention
 from banyan.ops.api import Ops
 from banyan.runner.attention.base import StepGeometry
 from banyan.runner.kvstore import KVStore
@@ -42,6 +42,12 @@ class _Bound:
         return torch.cat(rows)  # [tokens, heads, head_dim]
 
     def latent(
-        self, spec: LatentSpec, q: Tensor, q_turned: Tensor, latent: Tensor, key: Tensor
+        self,
+        spec: LatentSpec,
+        q: Tensor,
+        q_turned: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        indexed: Indexed | None = None,
     ) -> Tensor:
         raise NotImplementedError("no encoder has latent attention")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from banyan.layers.step import AttentionSpec, LatentSpec, StepAttention
+from banyan.layers.step import AttentionSpec, Indexed, LatentSpec, StepAttention
 from banyan.ops.api import Ops
 from banyan.runner.attention.base import StepGeometry
 from banyan.runner.kvstore import KVStore
@@ -51,18 +51,23 @@ class _Bound:
         )
 
     def latent(
-        self, spec: LatentSpec, q: Tensor, q_turned: Tensor, latent: Tensor, key: Tensor
+        self,
+        spec: LatentSpec,
+        q: Tensor,
+        q_turned: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        indexed: Indexed | None = None,
     ) -> Tensor:
         pages = self.store.tensors(spec.layer)
         view = self.step.groups[self.store.group_of(spec.layer)]
         self.ops.write_latent(latent, key, pages["latent"], pages["key"], view.locations)
-        return self.ops.latent_attention(
-            q,
-            q_turned,
-            pages["latent"],
-            pages["key"],
-            view.page_tables,
-            self.step.row_starts,
-            self.step.context_lengths,
-            spec.scale,
-        )
+        where = (view.page_tables, self.step.row_starts, self.step.context_lengths)
+        latents = (q, q_turned, pages["latent"], pages["key"])
+        if indexed is None:
+            return self.ops.latent_attention(*latents, *where, spec.scale)
+        kept = (pages["index"], pages["index_turned"])
+        self.ops.write_latent(indexed.key, indexed.key_turned, *kept, view.locations)
+        queries = (indexed.q, indexed.q_turned, indexed.weights)
+        chosen = self.ops.choose_positions(*queries, *kept, *where, spec.top)
+        return self.ops.latent_attention(*latents, *where, spec.scale, chosen)

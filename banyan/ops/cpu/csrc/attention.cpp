@@ -243,20 +243,55 @@ BN_EXPORT void bn_write_kv(Program* program, int32_t size, int32_t cache, const 
 }
 
 // Latent attention with a plan for `blocks` kv heads of `group` heads and a head_dim of `padded`, the
-// rank up to a multiple of 16. out: [tokens, blocks · group, padded].
+// rank up to a multiple of 16. out: [tokens, blocks · group, padded]; chosen: as
+// bn_choose_positions leaves it, or null.
 BN_EXPORT void bn_latent_attention(Program* program, int32_t, int32_t cache, const float* q,
                                    int64_t q_stride, const float* q_turned, int64_t turned_stride,
                                    const void* latent_pages, const void* key_pages,
                                    const void* plan, const int32_t* page_tables,
                                    int64_t table_stride, float* out, int32_t page_size,
                                    int32_t blocks, int32_t group, int32_t padded, int32_t rank,
-                                   int32_t rope_dim, float scale) {
+                                   int32_t rope_dim, float scale, const int32_t* chosen,
+                                   int64_t words) {
   AttentionArgs of{q,        latent_pages, key_pages, out,    (const Plan*)plan, page_tables,
                    q_stride, table_stride, page_size, blocks, group,             padded,
                    0,        scale,        0.0f,     nullptr};
-  LatentArgs args{of, q_turned, turned_stride, rank, rope_dim};
+  LatentArgs args{of, q_turned, turned_stride, rank, rope_dim, chosen, words};
   append(program, attention_table(isa(), padded).attend_latent[cache], &args, sizeof args,
          NOT_ROW_WISE);
+}
+
+// Which positions each token reads: those of the `top` best scores. chosen: [tokens, words], bit
+// p % 32 of word p / 32 for position p; words behind a token's own position are left as they are.
+BN_EXPORT void bn_choose_positions(Program* program, int32_t size, int32_t cache, const float* q,
+                                   int64_t q_stride, const float* q_turned, int64_t turned_stride,
+                                   const float* weights, int64_t weights_stride,
+                                   const void* key_pages, const void* turned_pages,
+                                   const int32_t* page_tables, int64_t table_stride,
+                                   const int32_t* row_starts, const int32_t* context_lengths,
+                                   int32_t* chosen, int64_t words, int32_t page_size, int32_t heads,
+                                   int32_t plain, int32_t turned, int32_t top) {
+  ChooseArgs args{q,
+                  q_turned,
+                  weights,
+                  key_pages,
+                  turned_pages,
+                  page_tables,
+                  row_starts,
+                  context_lengths,
+                  chosen,
+                  q_stride,
+                  turned_stride,
+                  weights_stride,
+                  table_stride,
+                  words,
+                  page_size,
+                  heads,
+                  plain,
+                  turned,
+                  top,
+                  size};
+  append(program, attention_table(isa(), GROUP).choose[cache], &args, sizeof args, NOT_ROW_WISE);
 }
 
 // Pages hold rows of `rank` and `rope_dim` numbers, by token.

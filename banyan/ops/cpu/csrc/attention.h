@@ -86,6 +86,19 @@ struct LatentArgs {
   const float* q_turned;  // [tokens, heads, rope_dim], strided by token
   int64_t turned_stride;
   int32_t rank, rope_dim;
+  const int32_t* chosen;  // [tokens, words]: bits of the positions that a token reads; null: all
+  int64_t words;
+};
+
+// What a token reads, by an indexer's scores. Its keys lie as those of latent attention, in parts.
+struct ChooseArgs {
+  const float *q, *q_turned;  // [tokens, heads, plain], [tokens, heads, turned], strided by token
+  const float* weights;       // [tokens, heads], strided by token
+  const void *key_pages, *turned_pages;
+  const int32_t *page_tables, *row_starts, *context_lengths;
+  int32_t* chosen;  // [tokens, words]
+  int64_t q_stride, turned_stride, weights_stride, table_stride, words;
+  int32_t page_size, heads, plain, turned, top, size;
 };
 
 struct WriteLatentArgs {
@@ -113,6 +126,7 @@ inline int32_t first_seen(int32_t position, int32_t window) {
 struct AttentionKernels {
   Kernel write[NUM_CACHE_TYPES], attend[NUM_CACHE_TYPES];
   Kernel write_latent[NUM_CACHE_TYPES], attend_latent[NUM_CACHE_TYPES];
+  Kernel choose[NUM_CACHE_TYPES];
   int32_t lanes;
 };
 

@@ -287,6 +287,7 @@ void fold_results(const AttentionArgs& a, const Query& query, int kv_head, float
     std::memset(values, 0, sizeof(float) * a.head_dim);
     for (int span = 0; span < spans; span++) {
       const float* result = result_of(a, query.slot + span, head);
+      if (result[1] == 0.0f) continue;  // nothing was read there
       fold(total, values, {result[0], result[1]}, result + GROUP, a.head_dim);
     }
     int64_t row = (int64_t)query.token * a.kv_heads * a.group + head;
@@ -519,6 +520,7 @@ constexpr Kernel attend_kernel() {
 }  // namespace banyan
 
 #include "attention_latent.inl"
+#include "attention_index.inl"
 
 namespace banyan {
 
@@ -533,6 +535,8 @@ extern const AttentionKernels ATTENTION_TABLE = {
     {attend_latent_kernel<Float32>(), attend_latent_kernel<Float16>(),
      attend_latent_kernel<Bfloat16>(), attend_latent_kernel<Int8>(),
      attend_latent_kernel<Float8<4>>(), attend_latent_kernel<Float8<5>>()},
+    {choose_kernel<Float32>(), choose_kernel<Float16>(), choose_kernel<Bfloat16>(),
+     choose_kernel<Int8>(), choose_kernel<Float8<4>>(), choose_kernel<Float8<5>>()},
     LANES,
 };
 

@@ -90,7 +90,7 @@ std::vector<float> latent_outcome(const AttentionKernels& kernels, int cache) {
   AttentionArgs of{s.q.data(),   s.v_pages.data(),  s.k_pages.data(), s.out.data(),
                    (const Plan*)memory.get(), s.tables.data(), GROUP_HEADS * DIM, TABLE_PAGES,
                    PAGE, 1, GROUP_HEADS, DIM, 0, 0.25f, 0.0f};
-  LatentArgs args{of, s.q.data(), GROUP_HEADS * DIM, DIM, DIM};
+  LatentArgs args{of, s.q.data(), GROUP_HEADS * DIM, DIM, DIM, nullptr, 0};
   append(attend, kernels.attend_latent[cache], &args, sizeof args, NOT_ROW_WISE);
   Pool* pool = bn_pool_new(1, nullptr);
   int64_t past[] = {TOKENS_EVER, 2, 2}, now[] = {TOKENS_NOW, 2, 2};

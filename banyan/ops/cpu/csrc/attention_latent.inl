@@ -107,9 +107,23 @@ void score_block(const LatentArgs& a, const LatentTile& tile, int vector, int co
   for (; key < count; key++) go(score_latents<1, N>);
 }
 
+// From the first to behind the last position that a token reads within a range of a span.
+Range chosen_of(const int32_t* words, int64_t first, Range range) {
+  auto reads = [&](int i) { return words[(first + i) / 32] >> (first + i) % 32 & 1; };
+  while (range.lo < range.hi && !reads(range.lo)) range.lo++;
+  while (range.lo < range.hi && !reads(range.hi - 1)) range.hi--;
+  return range;
+}
+
+// Logits of positions that a token does not read become -infinity.
+void leave_out(const int32_t* words, int64_t first, Range range, float* logits) {
+  for (int i = range.lo; i < range.hi; i++)
+    if (!(words[(first + i) / 32] >> (first + i) % 32 & 1)) logits[i] = -INFINITY;
+}
+
 template <class C>
 void attend_latent_span(const LatentArgs& a, const LatentPages<C>& pages, int span, int count,
-                        LatentTile& tile) {
+                        const Query* queries, LatentTile& tile) {
   int dim = a.of.head_dim, turned = up_to_vectors(a.rope_dim), hi = 0;
   for (int r = 0; r < count; r++) hi = tile.seen[r].hi > hi ? tile.seen[r].hi : hi;
   int64_t first = (int64_t)span * SPAN;
@@ -124,6 +138,9 @@ void attend_latent_span(const LatentArgs& a, const LatentPages<C>& pages, int sp
     for (; v + 2 <= vectors; v += 2) score_block<2>(a, tile, v, keys, tile.logits + key);
     for (; v < vectors; v++) score_block<1>(a, tile, v, keys, tile.logits + key);
   }
+  for (int r = 0; a.chosen && r < count; r++)
+    leave_out(a.chosen + queries[r / a.of.group].token * a.words, first, tile.seen[r],
+              tile.logits + (size_t)r * SPAN);
   for (int r = 0; r < count; r++)
     if (tile.seen[r].lo < tile.seen[r].hi)
       tile.shares[r] = soften(tile.logits + (size_t)r * SPAN, tile.seen[r].lo, tile.seen[r].hi,
@@ -171,9 +188,16 @@ void attend_latent_unit(const LatentArgs& a, const Unit& unit, int block, Worker
   for (int span = unit.first_span; span < unit.end_span; span++) {
     for (int r = 0; r < count; r++)
       tile.seen[r] = meet({0, queries[r / group].position + 1 - span * SPAN}, {0, SPAN});
-    attend_latent_span<C>(a, pages, span, count, tile);
+    for (int r = 0; a.chosen && r < count; r++)
+      tile.seen[r] = chosen_of(a.chosen + queries[r / group].token * a.words,
+                               (int64_t)span * SPAN, tile.seen[r]);
+    attend_latent_span<C>(a, pages, span, count, queries, tile);
     for (int r = 0; r < count; r++) {
-      if (tile.seen[r].lo >= tile.seen[r].hi) continue;
+      if (tile.seen[r].lo >= tile.seen[r].hi) {
+        if (splits)
+          result_of(of, queries[r / group].slot + span, block * group + r % group)[1] = 0.0f;
+        continue;
+      }
       const float* values = tile.values + (size_t)r * dim;
       if (splits) {
         float* result = result_of(of, queries[r / group].slot + span, block * group + r % group);
@@ -186,9 +210,7 @@ void attend_latent_unit(const LatentArgs& a, const Unit& unit, int block, Worker
     }
   }
   if (splits) {
-    for (int t = 0; t < unit.num_queries; t++)
-      if (tile.seen[t * group].lo < tile.seen[t * group].hi)
-        fold_results(of, queries[t], block, tile.totals);
+    for (int t = 0; t < unit.num_queries; t++) fold_results(of, queries[t], block, tile.totals);
     return;
   }
   for (int r = 0; r < count; r++) {

@@ -1,0 +1,56 @@
+"""The lightning indexer of sparse latent attention (DeepSeek-V3.2-Exp, section 2.1): which
+positions a token reads, by scores of small heads of its own.
+
+A position's score is Σ over the heads of weight · relu(q · k). Factors above zero that are the same
+for all positions are left out: they change no order. Every rank chooses for itself, and the same.
+"""
+
+from torch import Tensor, nn
+
+from banyan.config.card import LatentFacts
+from banyan.layers.build import Build
+from banyan.layers.cache import CacheTensor
+from banyan.layers.linear import ColumnLinear
+from banyan.layers.norm import LayerNorm
+from banyan.layers.rotary import Angles
+from banyan.layers.slot import ShardRule, Turning
+from banyan.layers.step import Indexed
+from banyan.ops.pages import stored_width
+from banyan.parallel.groups import Group
+
+_WHOLE = {"": ShardRule()}
+_EPS = 1e-6
+
+
+class Indexer(nn.Module):
+    def __init__(self, dim: int, facts: LatentFacts, build: Build) -> None:
+        super().__init__()
+        self.ops, self.heads, self.top = build.ops, facts.index_heads, facts.index_top
+        self.pieces = (facts.rope_dim, facts.index_dim - facts.rope_dim)
+        turning = Turning(facts.index_dim, 0, facts.rope_dim)
+        self.query = ColumnLinear(
+            *(facts.query_rank, {"": self.heads * facts.index_dim}, _WHOLE, False, Group(), build),
+            turning={"": turning},
+            pieces=self.pieces,
+        )
+        self.key = ColumnLinear(
+            *(dim, {"": facts.index_dim}, _WHOLE, False, Group(), build), turning={"": turning}
+        )
+        self.key_norm = LayerNorm(facts.index_dim, _EPS, True, build, turning)
+        self.weigh = ColumnLinear(dim, {"": self.heads}, _WHOLE, False, Group(), build)
+
+    def forward(self, x: Tensor, squeezed: Tensor, angles: Angles) -> Indexed:
+        """x: [tokens, dim]; squeezed: [tokens, query_rank], what queries are made of."""
+        turned, plain = self.query(squeezed).split([self.heads * n for n in self.pieces], dim=-1)
+        turned = turned.unflatten(-1, (self.heads, self.pieces[0]))
+        plain = plain.unflatten(-1, (self.heads, self.pieces[1]))
+        key_turned, key = self.key_norm(self.key(x)).split(list(self.pieces), dim=-1)
+        turned, key_turned = self.ops.rotary(turned, key_turned.unsqueeze(1), *angles)
+        return Indexed(plain, turned, self.weigh(x), key, key_turned.squeeze(1))
+
+
+def index_cache(facts: LatentFacts, build: Build) -> dict[str, CacheTensor]:
+    """What the pages keep for it beside the latents: one key per token, in two parts."""
+    dtype = build.ops.cache_dtype
+    widths = {"index": facts.index_dim - facts.rope_dim, "index_turned": facts.rope_dim}
+    return {name: CacheTensor((stored_width(n, dtype),), dtype) for name, n in widths.items()}
