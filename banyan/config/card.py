@@ -96,6 +96,12 @@ class StateFacts:
     least_step: float = 0.0
     most_step: float = math.inf
 
+    def units(self, hidden_size: int) -> int:
+        """What ranks share of a layer: channels, or the heads that have keys of their own."""
+        if self.mixer == "conv":
+            return hidden_size
+        return self.key_heads if self.mixer == "delta" else self.heads
+
 
 @dataclass(frozen=True)
 class ExpertFacts:

@@ -136,7 +136,7 @@ def unknown_architecture(name: str, path: str, known: list[str]) -> ModelError:
 def _card(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelCard:
     """What every family has."""
     vocab_size = facts.integer("vocab_size", 1, MAX_VOCAB)
-    context_length = facts.integer("max_position_embeddings", 1, MAX_LENGTH, default=2048)
+    context_length = facts.integer("max_position_embeddings", 1, MAX_LENGTH, default=family.context)
     num_layers = facts.integer("num_hidden_layers", 1, MAX_LAYERS)
     num_heads, num_kv_heads, head_dim = _heads(facts, family)
     biases = family.biases(facts)
@@ -149,7 +149,7 @@ def _card(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelC
         model_type=facts.text("model_type", default="llama"),
         vocab_size=vocab_size,
         hidden_size=facts.integer("hidden_size", 1, MAX_WIDTH),
-        intermediate_size=facts.integer(_inner_key(facts, family), 1, MAX_WIDTH),
+        intermediate_size=_inner(facts, family),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -173,14 +173,17 @@ def _card(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelC
     )
 
 
-def _inner_key(facts: Facts, family: HubForm) -> str:
-    return next((key for key in family.inner_keys if facts.has(key)), family.inner_keys[-1])
+def _inner(facts: Facts, family: HubForm) -> int:
+    keys = family.inner_keys
+    if not keys:
+        return 0
+    return facts.integer(next((k for k in keys if facts.has(k)), keys[-1]), 1, MAX_WIDTH)
 
 
 def _heads(facts: Facts, family: HubForm) -> tuple[int, int, int]:
     """Heads, kv heads and head size."""
     hidden_size = facts.integer("hidden_size", 1, MAX_WIDTH)
-    num_heads = facts.integer("num_attention_heads", 1, MAX_HEADS)
+    num_heads = facts.integer(family.heads_key, 1, MAX_HEADS)
     num_kv_heads = facts.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads)
     if num_heads % num_kv_heads:
         raise facts.error("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} heads")

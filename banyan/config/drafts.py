@@ -126,4 +126,6 @@ def fits(card: ModelCard, tp: int, ep: int, replicas: int, is_cut: bool) -> bool
     experts = card.experts.inner if card.experts and ep == 1 else 0
     columns = (card.intermediate_size if is_cut else 0, experts)
     shares_kv = kv_heads % ranks == 0 or ranks % kv_heads == 0
-    return shares_kv and not card.num_heads % ranks and not any(size % tp for size in columns)
+    is_even = not any(size % tp for size in columns)
+    states = card.state.units(card.hidden_size) if card.state else 0
+    return shares_kv and is_even and not card.num_heads % ranks and not states % ranks

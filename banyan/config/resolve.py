@@ -248,7 +248,9 @@ def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -
     raise ConfigError(
         f"--tensor-parallel-size {tp}{shares} does not divide the model's {card.num_heads:,} "
         f"attention heads, {card.num_kv_heads:,} KV heads and {card.intermediate_size:,} MLP "
-        "columns" + (f" ({card.experts.inner:,} of an expert)" if card.experts else ""),
+        "columns"
+        + (f" ({card.experts.inner:,} of an expert)" if card.experts else "")
+        + (f", or {card.state.units(card.hidden_size):,} parts of a state" if card.state else ""),
         hint=f"choose one of: {', '.join(map(str, counts))}",
     )
 

@@ -41,6 +41,7 @@ FAMILIES: Table[Family] = Table(
         "BailingMoeForCausalLM": "banyan.families.bailing:BAILING_MOE",
         "BailingMoeV2ForCausalLM": "banyan.families.bailing:BAILING_MOE_V2",
         "MiniMaxM2ForCausalLM": "banyan.families.minimax:MINIMAX_M2",
+        "Mamba2ForCausalLM": "banyan.families.mamba:MAMBA2",
         "BambaForCausalLM": "banyan.families.mamba:BAMBA",
         "GraniteMoeHybridForCausalLM": "banyan.families.mamba:GRANITE_HYBRID",
         "Qwen3NextForCausalLM": "banyan.families.qwen_next:QWEN3_NEXT",

@@ -101,7 +101,10 @@ class HubForm:
 
     Attributes:
         eps_key, eps: key of the norms' eps and its default.
-        inner_keys: keys of the inner width of feed-forward blocks; the first that is there counts.
+        heads_key: key of the number of attention heads.
+        context: default of the longest context.
+        inner_keys: keys of the inner width of feed-forward blocks; the first that is there counts;
+            () where a block has none.
         activation_key, activation: key of the activation, and the one this family is built with.
         head_dim: default; 0 = hidden size / heads.
         rope_theta: default.
@@ -113,6 +116,8 @@ class HubForm:
 
     eps_key: str = "rms_norm_eps"
     eps: float = 1e-6
+    heads_key: str = "num_attention_heads"
+    context: int = 2048
     inner_keys: tuple[str, ...] = ("intermediate_size",)
     activation_key: str = "hidden_act"
     activation: str = "silu"

@@ -1,4 +1,4 @@
-"""Mamba-2 layers beside attention: Bamba, and Granite 4 (hybrid, with experts or without).
+"""Mamba-2, alone and beside attention: Bamba, and Granite 4 (hybrid, with experts or without).
 
 Source: the documented fields and defaults of the families' configuration classes.
 """
@@ -24,15 +24,23 @@ _NAMES = {
 }
 """What lists of layers call each kind, in older and newer files."""
 
-_MIXER = {
-    "model.layers.{}.mamba.in_proj": "layers.{}.attention.mix:z+x+b+c+dt",
-    "model.layers.{}.mamba.conv1d": "layers.{}.attention.conv:x+b+c",
-    "model.layers.{}.mamba.dt_bias": "layers.{}.attention.gates.bias",
-    "model.layers.{}.mamba.A_log": "layers.{}.attention.gates.rate",
-    "model.layers.{}.mamba.D": "layers.{}.attention.gates.skip",
-    "model.layers.{}.mamba.norm": "layers.{}.attention.norm",
-    "model.layers.{}.mamba.out_proj": "layers.{}.attention.out",
+_PARTS = {
+    "in_proj": "mix:z+x+b+c+dt",
+    "conv1d": "conv:x+b+c",
+    "dt_bias": "gates.bias",
+    "A_log": "gates.rate",
+    "D": "gates.skip",
+    "norm": "norm",
+    "out_proj": "out",
 }
+
+
+def _mixer(module: str) -> dict[str, str]:
+    """Names of a Mamba-2 layer that is called `module`."""
+    return {f"{module}.{name}": f"layers.{{}}.attention.{to}" for name, to in _PARTS.items()}
+
+
+_MIXER = _mixer("model.layers.{}.mamba")
 
 
 def state_of(facts: Facts, card: ModelCard) -> StateFacts:
@@ -58,6 +66,31 @@ def state_of(facts: Facts, card: ModelCard) -> StateFacts:
         least_step=least,
         most_step=most,
     )
+
+
+def _mamba2(facts: Facts, card: ModelCard) -> ModelCard:
+    """A model of nothing else, in words of its own."""
+    heads, value_dim = card.num_heads, facts.integer("head_dim", 1, MAX_WIDTH, default=64)
+    inner = facts.integer("expand", 1, 64, default=2) * card.hidden_size
+    groups = facts.integer("n_groups", 1, _MAX_HEADS, default=8)
+    if heads * value_dim != inner:
+        raise facts.error("head_dim", value_dim, f"{inner} inner numbers / {heads} heads")
+    if heads % groups:
+        raise facts.error("n_groups", groups, f"a divisor of {heads} heads")
+    least, most = _limits(facts)
+    state = StateFacts(
+        mixer="scan",
+        taps=facts.integer("conv_kernel", 2, MAX_TAPS, default=4),
+        has_conv_bias=facts.flag("use_conv_bias", default=True),
+        has_bias=facts.flag("use_bias", default=False),
+        heads=heads,
+        key_heads=groups,
+        key_dim=facts.integer("state_size", 1, MAX_WIDTH, default=128),
+        value_dim=value_dim,
+        least_step=least,
+        most_step=most,
+    )
+    return replace(card, state=state, rope=RopeFacts(kind="none"))
 
 
 def _limits(facts: Facts) -> tuple[float, float]:
@@ -101,6 +134,30 @@ def _granite(facts: Facts, card: ModelCard) -> ModelCard:
         return replace(card, intermediate_size=shared)
     return replace(card, experts=replace(mixtral_experts(facts, card), shared_inner=shared))
 
+
+MAMBA2 = Family(
+    hub=HubForm(
+        eps_key="layer_norm_epsilon",
+        eps=1e-5,
+        heads_key="num_heads",
+        head_dim=64,
+        context=1 << 17,
+        inner_keys=(),
+        kinds=lambda facts, num_layers: ((STATE,) * num_layers, 0),
+        more=_mamba2,
+    ),
+    names={
+        "safetensors": NameMap(
+            _mixer("backbone.layers.{}.mixer")
+            | {
+                "backbone.embeddings": "embedding",
+                "backbone.layers.{}.norm": "layers.{}.attention_norm",
+                "backbone.norm_f": "norm",
+                "lm_head": "head",
+            }
+        )
+    },
+)
 
 BAMBA = Family(
     hub=HubForm(eps=1e-5, rotary=0.5, kinds=_bamba_kinds, more=_bamba),

@@ -44,8 +44,9 @@ class DecoderLayer(nn.Module):
         self.attention_norm = _stream(card, family, build)
         self.attention = _attention(card, family, layer, build)
         self.attention_post_norm = _post_norm(card, family, build)
-        self.mlp_norm = None if family.parallel else _stream(card, family, build)
         self.mlp = _feed_forward(card, family, layer, build)
+        has_norm = self.mlp is not None and not family.parallel
+        self.mlp_norm = _stream(card, family, build) if has_norm else None
         self.mlp_post_norm = _post_norm(card, family, build)
 
     def forward(
@@ -55,6 +56,8 @@ class DecoderLayer(nn.Module):
         returns the same two."""
         x, residual = self.attention_norm.add(x, residual)
         attended = self.attention(x, angles, step)
+        if self.mlp is None:
+            return attended, residual
         if self.mlp_norm is None:
             return self.ops.add(attended, self.mlp(x)), residual
         if self.attention_post_norm is not None:
@@ -146,7 +149,10 @@ def _stage_of(num_layers: int, stages: Group) -> range:
 
 def _feed_forward(
     card: ModelCard, family: Family, layer: int, build: Build
-) -> GatedMLP | PlainMLP | ExpertBlock:
+) -> GatedMLP | PlainMLP | ExpertBlock | None:
+    """None where a layer does nothing but mix tokens."""
+    if not card.intermediate_size:
+        return None
     if card.experts is not None and layer not in card.experts.dense_layers:
         return ExpertBlock(card.hidden_size, card.experts, card.hidden_act, build)
     return (GatedMLP if family.gated else PlainMLP)(

@@ -76,3 +76,10 @@ def test_other_forms_of_states_are_refused_and_ours_are_taken(line: str) -> None
         config_of(*line.split())
     for ours in ("--mamba-ssm-dtype float32", "--mamba-scheduler-strategy extra_buffer"):
         config_of(*ours.split())
+
+
+def test_ranks_that_cannot_share_a_state_are_refused_with_what_could() -> None:
+    card = replace(HYBRID, state=StateFacts("delta", 3, heads=6, key_heads=3))
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 .* 3 parts of a state"):
+        checked("--tp 2", card)
+    checked("--tp 2", HYBRID)

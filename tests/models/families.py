@@ -404,6 +404,19 @@ STATES: dict[str, tuple[str, dict]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "mamba2": (
+        "Mamba2",
+        {
+            "num_heads": 8,
+            "head_dim": 12,
+            "state_size": 10,
+            "n_groups": 2,
+            "conv_kernel": 3,
+            "chunk_size": 16,
+            "use_bias": True,
+            "layer_norm_epsilon": 1e-4,
+        },
+    ),
     "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
     "bamba, one group, biases": (
         "Bamba",

@@ -176,8 +176,10 @@ def test_a_model_of_the_null_device_has_shapes_and_no_numbers(tiny_llama, paged)
     model = load_model(replace(card, path="nowhere"), Build(ops, device=device), "dummy")
     positions = torch.arange(5, device=device)
 
-    def attention(spec, q, k, v):
-        return ops.paged_attention(q, k, v, positions, positions, positions, spec.scale, 0, 0.0)
+    def attention(spec, q, k, v, sinks):
+        return ops.paged_attention(
+            q, k, v, positions, positions, positions, spec.scale, 0, 0.0, sinks
+        )
 
     def states(layer):
         raise AssertionError(f"layer {layer} keeps no state")

@@ -32,6 +32,7 @@ VARIANTS = {
     "deepseek v3.2": {},
     "lfm2": {},
     "lfm2, attention first, biases": {},
+    "mamba2": {},
     "bamba": {},
     "granite hybrid, experts, rope": {},
     "qwen3 next": {},

@@ -30,6 +30,7 @@ class Served:
 
     def __init__(self, variant: str, folder: Path) -> None:
         self.folder = str(folder)
+        self.keeps_tokens = variant != "mamba2"
         sizes = {"max_position_embeddings": CONTEXT, "eos_token_id": None}
         self._reference = tiny(variant, folder, **sizes)
         self._known: dict[tuple[int, ...], list[int]] = {}
@@ -63,7 +64,7 @@ def answers(engine: Engine, prompts: list[list[int]], count: int = OUTPUT) -> li
     return [answer["output_ids"] for answer in found]
 
 
-@pytest.fixture(scope="module", params=["lfm2", "bamba", "qwen3 next"])
+@pytest.fixture(scope="module", params=["lfm2", "mamba2", "bamba", "qwen3 next"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(request.param, tmp_path_factory.mktemp("states"))
 
@@ -104,7 +105,8 @@ def test_a_retracted_request_goes_on_as_if_nothing_had_been(served: Served) -> N
     flags = {"max_total_tokens": 480, "schedule_conservativeness": 0.01}
     with served.open(**flags) as engine:
         found = list(engine.generate(input_ids=prompts, sampling_params=asked(90)))
-    assert sum(answer["meta_info"]["num_retractions"] for answer in found)
+    retractions = sum(answer["meta_info"]["num_retractions"] for answer in found)
+    assert bool(retractions) == served.keeps_tokens, "states alone take no more room as they go on"
     for prompt, answer in zip(prompts, found, strict=True):
         assert answer["output_ids"] == served.expected(prompt, 90)
 
