@@ -17,7 +17,7 @@ from banyan.config.file import read_mapping
 from banyan.config.flags.flag import BELONGS, LISTS, REFUSED, SWITCH, Absent, Flag, Replaced
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
 from banyan.config.schema import UNSAID, Config
-from banyan.config.variables import SETTINGS
+from banyan.config.variables import OF_ASCEND, SETTINGS
 from banyan.config.words import MODEL_HINT, plain, split
 
 
@@ -111,7 +111,9 @@ def read(argv: Sequence[str], environment: Environment) -> Given:
     _check_open_lists(reading, values)
     config = build(values)
     origins = {**file.origins, **variables.origins, **command_line.origins}
-    notes = (*reading.notes, *check_companions(config, origins, environment))
+    is_npu = config.device.name == "npu"
+    said = (note for note in reading.notes if not (is_npu and note.endswith(OF_ASCEND)))
+    notes = (*said, *check_companions(config, origins, environment))
     config = replace(config, observe=replace(config.observe, notes=notes, origins=origins))
     return Given(config, origins)
 

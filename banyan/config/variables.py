@@ -22,7 +22,8 @@ class Refusal:
     neutral: tuple[str, ...] = _OFF
 
 
-_OF_ASCEND = "nothing here depends on it; the libraries of Ascend devices read it themselves"
+OF_ASCEND = "only the libraries of Ascend NPUs read it, and the rules of a start on one"
+"""Said of a variable where the device is another one."""
 _NO_ASCEND = "--kernels chooses the kernels of Ascend devices"
 _NO_TRANSFER = "one server both reads prompts and writes answers"
 _NO_EXPERTS = "tokens are not sent to the ranks of their experts"
@@ -31,13 +32,13 @@ _NO_DRAFTS = "tokens are not drafted"
 
 IDLE = {
     "GLOO_SOCKET_IFNAME": "a rank listens at the address from which it reaches the others",
-    "PYTORCH_NPU_ALLOC_CONF": _OF_ASCEND,
-    "STREAMS_PER_DEVICE": _OF_ASCEND,
-    "HCCL_BUFFSIZE": _OF_ASCEND,
+    "PYTORCH_NPU_ALLOC_CONF": OF_ASCEND,
+    "STREAMS_PER_DEVICE": OF_ASCEND,
+    "HCCL_BUFFSIZE": OF_ASCEND,
     "DEEPEP_HCCL_BUFFSIZE": _NO_EXPERTS,
-    "HCCL_SOCKET_IFNAME": _OF_ASCEND,
-    "HCCL_OP_EXPANSION_MODE": _OF_ASCEND,
-    "TASK_QUEUE_ENABLE": _OF_ASCEND,
+    "HCCL_SOCKET_IFNAME": OF_ASCEND,
+    "HCCL_OP_EXPANSION_MODE": OF_ASCEND,
+    "TASK_QUEUE_ENABLE": OF_ASCEND,
     "SGLANG_NPU_USE_MLAPO": _NO_ASCEND,
     "SGLANG_USE_FIA_NZ": _NO_ASCEND,
     "SGLANG_NPU_USE_MULTI_STREAM": _NO_ASCEND,

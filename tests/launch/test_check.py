@@ -114,6 +114,13 @@ def test_a_warning_is_logged_once_and_the_start_goes_on(model, caplog) -> None:
     assert len(told) == 1 and "[12a" in told[0]
 
 
+def test_variables_of_the_devices_libraries_have_no_effect_elsewhere_only(model) -> None:
+    environment = read_environment({"HCCL_BUFFSIZE": "400", "TASK_QUEUE_ENABLE": "1"})
+    elsewhere = parse([model, "--device", "cpu"], environment).observe.notes
+    assert len([note for note in elsewhere if "is set without an effect" in note]) == 2
+    assert parse([model, "--device", "npu"], environment).observe.notes == ()
+
+
 def test_the_page_of_the_rules_is_what_the_table_says() -> None:
     assert (DOCS / "ascend_rules.md").read_text(encoding="utf-8") == rules_page()
 
