@@ -1,13 +1,17 @@
 """What drafts bring and cost: the same requests with and without them, in turn.
 
 Two engines of one model are alive and one of them is asked at a time, so that what else the machine
-does falls on both alike. Every request is new to both, unless `--again` asks it twice.
+does falls on both alike. Every request is new to both, unless `--again` asks it twice. With
+`--draft` a model drafts; with `--problems` functions of HumanEval are completed too.
 
     python -m benchmarks.speculation [--model demo] [--rounds 3] [--new 200] [--again]
+    python -m benchmarks.speculation --model BIG --draft SMALL [--steps 3] --problems FILE.jsonl
 """
 
 import argparse
+import json
 import time
+from pathlib import Path
 
 from banyan.llm import Engine
 
@@ -50,27 +54,38 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new", type=int, default=200)
     parser.add_argument("--again", action="store_true", help="ask every request twice")
+    parser.add_argument("--draft", default="", help="the model that drafts, in place of NGRAM")
+    parser.add_argument("--steps", type=int, default=0, help="drafts after each token, at most")
+    parser.add_argument("--problems", type=Path, help="HumanEval's file, or a part of it")
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS))
     options = parser.parse_args()
     flags = {"model_path": options.model, "log_level": "error", "max_total_tokens": 8192}
-    with (
-        Engine(**flags) as plain,
-        Engine(**flags, speculative_algorithm="NGRAM") as drafting,
-    ):
+    drafts: dict[str, object] = {"speculative_algorithm": "NGRAM"}
+    if options.draft:
+        drafts = {"speculative_algorithm": "STANDALONE"}
+        drafts["speculative_draft_model_path"] = options.draft
+    if options.steps:
+        drafts["speculative_num_steps"] = options.steps
+    with Engine(**flags) as plain, Engine(**flags, **drafts) as drafting:
         for engine in (plain, drafting):
             timed(engine, CHAT.format("Count to twenty."), 60)
         print("| task | plain, tokens/s | with drafts | ratio | tokens per row | drafts right |")
         print("|---|---|---|---|---|---|")
-        for name, text in TASKS.items():
-            _measure(name, text, plain, drafting, options)
+        for name in options.tasks:
+            prompts = [CHAT.format(TASKS[name].format(i=3 + 7 * i)) for i in range(options.rounds)]
+            _measure(name, prompts, plain, drafting, options)
+        if options.problems is not None:
+            lines = options.problems.read_text().splitlines()[: options.rounds]
+            prompts = [json.loads(line)["prompt"] for line in lines]
+            _measure("completing functions", prompts, plain, drafting, options)
 
 
 def _measure(
-    name: str, text: str, plain: Engine, drafting: Engine, options: argparse.Namespace
+    name: str, prompts: list[str], plain: Engine, drafting: Engine, options: argparse.Namespace
 ) -> None:
     tokens, seconds, rows, correct, proposed = 0, [0.0, 0.0], 0, 0, 0
-    for i in range(options.rounds * (2 if options.again else 1)):
-        number = 3 + 7 * (i // 2 if options.again else i)
-        prompt = CHAT.format(text.format(i=number))
+    for i in range(len(prompts) * (2 if options.again else 1)):
+        prompt = prompts[i // 2 if options.again else i]
         pair = [plain, drafting] if i % 2 else [drafting, plain]
         hot = name == "nonsense"
         answers = {id(engine): timed(engine, prompt, options.new, hot) for engine in pair}

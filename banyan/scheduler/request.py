@@ -132,8 +132,8 @@ class Request:
         self.drafts = DraftCounts()
         self.ahead = 0
         """Drafts that are made behind the newest row."""
-        self.unwatched = 0
-        """Rows since drafts were last worth their time."""
+        self.watched = 0
+        """Rows for which a draft is made to see whether drafts would be worth their time."""
         self.jumps_at = 0
         """Once so many tokens are known; none is sampled past them before (scheduler/jump.py)."""
         self.has_jumped = False

@@ -19,7 +19,10 @@ _RECENT_OF_ALL = 1 / 64
 _MARGIN = 1.15
 """What drafts must promise beyond what they cost: drafting and masking take time too."""
 _PAUSE, _WATCHED = 64, 4
-"""Where drafting is paid and not worth it, a few of so many rows are drafted for all the same."""
+"""Where drafting is paid and not worth it, a few rows in turn are drafted for all the same, and so
+many rows lie between two times at least."""
+_WATCH_SHARE = 0.03
+"""Of the time of steps, what that may take."""
 _RECENT_PASS = 1 / 16
 _LONG = 3.0
 """A step that took so many times what was expected tells of something else."""
@@ -87,6 +90,8 @@ class Speculation:
         self._is_paid = is_paid
         self._pass_s = 0.0
         """Seconds of a pass of the drafter."""
+        self._unwatched = -1
+        """Rows since a request was last watched where drafts were not worth it; -1 = none was."""
 
     def learn(self, tokens: int, flights: Sequence[Flight], result: StepResult) -> None:
         """From a step whose rows all began at their newest tokens; tokens: that it ran."""
@@ -106,10 +111,15 @@ class Speculation:
         """Drafts to make for the row after the next one of `request`, where that is paid."""
         wanted = self._worthwhile(request, rows, self._pass_s)
         if wanted:
-            request.unwatched = 0
             return wanted
-        request.unwatched += 1
-        return int(request.unwatched % _PAUSE < _WATCHED)
+        self._unwatched += self._unwatched >= 0
+        if not request.watched:
+            cost = _WATCHED * self._pass_s / (_WATCH_SHARE * (self.times.of(rows) or 1.0))
+            if 0 <= self._unwatched < max(_PAUSE, rows * cost):
+                return 0
+            self._unwatched, request.watched = 0, _WATCHED
+        request.watched -= 1
+        return 1
 
     def to_verify(self, request: Request, rows: int) -> int:
         """Drafts for the next row of `request` in a step of `rows` rows like it."""
