@@ -62,6 +62,8 @@ class Lease:
     """Per group, the table indices whose pages this lease owns."""
     locked: list[dict[int, Node]] = field(default_factory=list[dict[int, Node]])
     """Per group, path index -> node that this lease locks."""
+    fork: int = 0
+    """`Match.fork` of the prefix that it began with."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Match:
 
     path: list[Node]
     tokens: int
+    fork: int = 0
+    """Tokens of the prefix that others have computed too, where a state of it would be of use."""
 
 
 class KVCache:
@@ -134,13 +138,13 @@ class KVCache:
             for node in path[_first_needed(group, self.unit, depth) : depth]
         ):
             depth -= 1
-        return Match(path[:depth], depth * self.unit)
+        return Match(path[:depth], depth * self.unit, len(path) * self.unit)
 
     def lease(
         self, slot: SlotId, namespace: bytes, match: Match, priority: int
     ) -> tuple[Lease, list[PageGrant]]:
         """Lock a matched prefix for a request that takes `slot`. The match must be fresh."""
-        lease = Lease(slot, self.weights + namespace, priority, path=list(match.path))
+        lease = Lease(slot, self.weights + namespace, priority, list(match.path), fork=match.fork)
         grants: list[PageGrant] = []
         depth = len(match.path)
         for node in match.path:
@@ -278,11 +282,15 @@ class KVCache:
             for index in [i for i in lease.locked[g] if (i + 1) * self.unit <= first]:
                 self.tree.unlock(lease.locked[g].pop(index), g, stamp)
 
-    def checkpoint_at(self, known: int, start: int) -> int:
-        """Where a row after `start` should end so that a state can be kept; 0 = anywhere."""
+    def checkpoint_at(self, lease: Lease, known: int, start: int) -> int:
+        """Where a row after `start` should end so that a state can be kept; 0 = anywhere.
+
+        That is the last whole unit, and before it where the sequence leaves what others have
+        computed: the next one that begins so, finds a state there.
+        """
         if not (self.has_state and self._share):
             return 0
-        border = known // self.unit * self.unit
+        border = lease.fork if lease.fork > start else known // self.unit * self.unit
         return border if border > start else 0
 
     def checkpoints(

@@ -92,7 +92,8 @@ class RowPlanner:
             or not self._gap_is_over(request, sheet)
         ):
             return 0, 0
-        border = 0 if pending else self._cache.checkpoint_at(known, start)
+        assert request.lease is not None
+        border = 0 if pending else self._cache.checkpoint_at(request.lease, known, start)
         if request.is_decoding:
             drafts = 0 if border else self._drafts(request, pending, sheet)
             return 1 + drafts, drafts
@@ -172,5 +173,5 @@ class RowPlanner:
         """Promise the full units of a row of known tokens to whoever comes next (rule R2)."""
         end = min(end, request.known)
         self._cache.publish(lease, request.tokens, end, sheet.step, request.id)
-        if self._cache.checkpoint_at(request.known, end - 1) == end:
+        if self._cache.checkpoint_at(lease, request.known, end - 1) == end:
             sheet.copies += self._cache.checkpoints(lease, end, row, sheet.step, request.id)

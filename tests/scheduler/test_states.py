@@ -58,3 +58,14 @@ def test_a_row_that_fails_on_a_copied_state_is_computed_from_the_start_and_then_
 
     assert isinstance(driver.ends["second"], Failed)
     driver.run()
+
+
+def test_a_state_is_kept_where_prompts_part():
+    driver = Stateful()
+    shared = list(range(40, 52))
+    prompts = [[*shared, *range(k, k + 6)] for k in (1, 11, 21)]
+    for k, prompt in enumerate(prompts):
+        driver.submit(str(k), prompt)
+        driver.run()
+    assert restored(driver) == [12], "the second prompt has left a state where it left the first"
+    assert [driver.outputs[str(k)] for k in range(3)] == [continuation(p, 4) for p in prompts]
