@@ -5,24 +5,18 @@ Rank 0 runs engine and runner in one process; the other ranks only take plans an
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
-from typing import cast
 
 import msgspec
-import torch
 import zmq
 
 from banyan.base.clock import WallClock
-from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
-from banyan.config.drafts import draft_of
 from banyan.config.kv_events import kv_events
-from banyan.config.kv_scales import read_kv_scales
 from banyan.config.schema import Config, ParallelConfig
-from banyan.config.stored import store_wishes
 from banyan.engine.core import EngineCore
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.duty import RANK, Duty
@@ -35,7 +29,7 @@ from banyan.engine.nodes import Nodes, check_secret, own_hello, ranks_of
 from banyan.engine.ranks import LocalRanks
 from banyan.engine.spec import core_spec
 from banyan.engine.step_log import StepLog
-from banyan.formats.shards import files_of_weights, size_of_weights
+from banyan.formats.shards import size_of_weights
 from banyan.frontend.words.load import load_tokenizer
 from banyan.grammar.base import stand_ins
 from banyan.grammar.compiler import GrammarCompiler
@@ -43,7 +37,6 @@ from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
 from banyan.grammar.workshop import GrammarLimits
 from banyan.memory.cache import WEIGHTS_BYTES
 from banyan.memory.sizing import MemoryPlan
-from banyan.memory.tiers import can_be_stored
 from banyan.messages.events import Ready
 from banyan.messages.orders import (
     ForgetDrafts,
@@ -57,6 +50,7 @@ from banyan.messages.orders import (
 )
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
+from banyan.movers import Served, mover_of
 from banyan.opening import (
     OpenModel,
     Phases,
@@ -66,8 +60,7 @@ from banyan.opening import (
     plan_the_memory,
     runner_sizes,
 )
-from banyan.ops.bind import PROBES, BoundOps
-from banyan.runner.kvstore import KVStore
+from banyan.ops.bind import PROBES
 from banyan.runner.meter import OpMeter
 from banyan.runner.orders import Carrier, OrderTaker
 from banyan.runner.profiler import Profiler
@@ -76,12 +69,7 @@ from banyan.runner.speculative import DRAFTERS
 from banyan.runner.speculative.base import Beside, Drafter
 from banyan.runner.weights import Holdings
 from banyan.runner.worker import serve_rank
-from banyan.transfer.base import STORES, StoreOptions
-from banyan.transfer.identity import digest_of_code, digest_of_files, identity
-from banyan.transfer.mover import Mover
 
-_NUMERIC_ROOMS = ("layers", "models", "ops", "runner")
-"""Folders whose code decides what bytes a page holds."""
 log = logger(__name__)
 
 
@@ -96,7 +84,7 @@ def run_engine(
 
     Args:
         started: given the loop before it runs, so that it can be stopped from elsewhere.
-        secret: what the nodes of this replica have in common.
+        secret: what the nodes of this replica have in common, and servers that hand over.
     """
     clock = WallClock()
     phases = Phases(clock)
@@ -111,7 +99,7 @@ def run_engine(
         ranks.send_sizes(sizes)
         wake = Wake()
         cleanup.callback(wake.close)
-        open_mover = _mover_of(config, card, opened, memory, wake.ring)
+        open_mover = mover_of(_served(config, card, opened, memory), wake.ring, secret)
         runner = ModelRunner(
             *(opened.model, opened.build, sizes, opened.platform, open_mover),
             *(_open_drafter(config), opened.draft),
@@ -174,6 +162,12 @@ def _publisher(config: Config, core: EngineCore, cleanup: ExitStack) -> Publishe
     return publisher
 
 
+def _served(config: Config, card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Served:
+    """What the bytes of this replica's pages depend on."""
+    traits, groups = opened.platform.traits, groups_of(card, opened)
+    return Served(config, card, traits, opened.build, groups, memory.groups, opened.draft)
+
+
 def _with_orders(
     config: Config, card: ModelCard, opened: OpenModel, runner: ModelRunner, marks: list[Marks]
 ) -> OrderTaker:
@@ -200,72 +194,6 @@ def _with_orders(
         carriers[ForgetDrafts] = runner.drafting.prepare_flush
     return OrderTaker(
         runner, carriers, opened.build.groups.world, opened.build.device, profiler.stepped
-    )
-
-
-def _mover_of(
-    config: Config,
-    card: ModelCard,
-    opened: OpenModel,
-    memory: MemoryPlan,
-    wake: Callable[[], None],
-) -> Callable[[KVStore], Mover] | None:
-    """What opens the store of a replica and carries pages there; None without one."""
-    cache = config.cache
-    if cache.hierarchical and not opened.platform.traits.is_host:
-        raise ConfigError(
-            f"--enable-hierarchical-cache is not available on {opened.platform.traits.name}: pages "
-            "are moved from and to the memory of the host only",
-            hint="leave it out",
-        )
-    if not cache.store:
-        return None
-    if not can_be_stored(memory.groups):
-        raise ConfigError(
-            f"--hicache-storage-backend {cache.store}: some layers of this model do not keep every "
-            "position, or keep them in pages of another size",
-            hint="leave it out",
-        )
-    model, is_dummy = config.model, config.model.load_format == "dummy"
-    files = [] if is_dummy else files_of_weights(card.path)
-    facts = (
-        *(replace(card, path=""), digest_of_files(files), digest_of_code(_NUMERIC_ROOMS)),
-        *(torch.__version__, sorted(opened.platform.traits.features), config.device.isa),
-        [(c.label, c.kernel) for c in cast(BoundOps, opened.build.ops).choices],
-        *(model.revision, model.load_format, model.implementation, sorted(model.overrides.items())),
-        *(model.loader_functions, model.context_length, model.activation_dtype),
-        *(model.quantization, model.cpu_activations, cache.dtype, cache.page_size),
-        [read_kv_scales(config, card, rank) for rank in range(opened.build.groups.attention.size)],
-        *(config.device.exact_head, config.parallel.tp, config.parallel.pp),
-        groups_of(card, opened),
-        *_facts_of_the_draft(config, opened),
-    )
-    rest = store_wishes(cache).rest
-    open_store = STORES.load(cache.store)
-
-    def open_mover(pages: KVStore) -> Mover:
-        sizes = [pages.page_bytes(group) for group in range(len(pages.groups))]
-        store = open_store(StoreOptions(identity(facts), sizes, rest))
-        log.info(
-            "store=%s capacity_gb=%.1f: pages of the cache outlive this process",
-            *(cache.store, store.capacity_bytes / 1e9),
-        )
-        return Mover(pages, store, wake)
-
-    return open_mover
-
-
-def _facts_of_the_draft(config: Config, opened: OpenModel) -> tuple[object, ...]:
-    """What the bytes of a draft model in a page depend on."""
-    if opened.draft is None:
-        return ()
-    card, model = opened.draft.model.card, draft_of(config)
-    is_dummy = model.load_format == "dummy"
-    files = [] if is_dummy else files_of_weights(card.path)
-    choices = cast(BoundOps, opened.draft.build.ops).choices
-    return (
-        *(replace(card, path=""), digest_of_files(files), model.load_format, model.quantization),
-        [(choice.label, choice.kernel) for choice in choices],
     )
 
 

@@ -79,6 +79,16 @@ _RULES = (
         lambda c: c.cache.dtype not in FLOAT8,
         "scales are for --kv-cache-dtype fp8_e4m3 and fp8_e5m2",
     ),
+    _Idle(
+        "disaggregation-transfer-backend disaggregation-bootstrap-port",
+        lambda c: not c.handoff.role,
+        "nothing is handed over without --disaggregation-mode",
+    ),
+    _Idle(
+        "disaggregation-bootstrap-port",
+        lambda c: c.handoff.mode == "decode",
+        "requests say where their prompts are",
+    ),
     _Idle("radix-eviction-policy", lambda c: c.cache.disable_radix, "no prefix is cached"),
     _Idle(
         "constrained-json-disable-any-whitespace constrained-json-whitespace-pattern "

@@ -21,6 +21,7 @@ from banyan.config.drafts import find_the_draft, fits
 from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
 from banyan.config.execution import EXECUTION_RULES
+from banyan.config.handoff import check_the_handoff
 from banyan.config.joined import check_the_dense_blocks, check_the_joined_replicas
 from banyan.config.quantized import FLOAT_FORMS, SPELLINGS, spellings
 from banyan.config.schema import DEMO, Config
@@ -398,6 +399,7 @@ RULES = (
     choose_the_grammar_backend,
     check_the_states,
     check_the_store,
+    check_the_handoff,
     check_the_bounds,
     *EXECUTION_RULES,
     plan_the_drafts,

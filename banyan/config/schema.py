@@ -294,6 +294,25 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True)
+class HandoffConfig:
+    mode: str = "null"
+    """"prefill" computes prompts and hands them over, "decode" continues them, "null" does both."""
+    transfer: str = "tcp"
+    """What carries pages, a name of `transfer.rooms.base.TRANSFERS`."""
+    port: int = 8998
+    """Where a server that computes prompts listens for those that continue them."""
+    lease_s: float = 300.0
+    """How long a prompt is kept for whoever continues it."""
+    patience_s: float = 300.0
+    """How long a prompt that has not come yet is waited for."""
+
+    @property
+    def role(self) -> str:
+        """ "prefill", "decode" or ""."""
+        return "" if self.mode == "null" else self.mode
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     host: str = "127.0.0.1"
     port: int = 30000
@@ -455,5 +474,6 @@ class Config:
     device: DeviceConfig = field(default_factory=DeviceConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    handoff: HandoffConfig = field(default_factory=HandoffConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

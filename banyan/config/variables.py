@@ -25,7 +25,9 @@ class Refusal:
 OF_ASCEND = "only the libraries of Ascend NPUs read it, and the rules of a start on one"
 """Said of a variable where the device is another one."""
 _NO_ASCEND = "--kernels chooses the kernels of Ascend devices"
-_NO_TRANSFER = "one server both reads prompts and writes answers"
+_NO_TRANSFER = "no transfer engine of Ascend devices is used"
+_OWN_BEAT = "a server that computes prompts is taken for dead when it is silent for 5 s"
+_ONE_THREAD = "one thread carries what servers hand over"
 _NO_EXPERTS = "tokens are not sent to the ranks of their experts"
 _NO_POLLING = "a request is told when its grammar is compiled; --grammar-timeout bounds the wait"
 _NO_DRAFTS = "tokens are not drafted"
@@ -64,12 +66,10 @@ IDLE = {
     "SGLANG_PROFILE_WITH_STACK": "a profile has the phases of a step and its ops, never stacks",
     "SGLANG_GRAMMAR_POLL_INTERVAL": _NO_POLLING,
     "SGLANG_GRAMMAR_MAX_POLL_ITERATIONS": _NO_POLLING,
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": _NO_TRANSFER,
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": _NO_TRANSFER,
-    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": _NO_TRANSFER,
-    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": _NO_TRANSFER,
-    "SGLANG_DISAGGREGATION_QUEUE_SIZE": _NO_TRANSFER,
-    "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE": _NO_TRANSFER,
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": _OWN_BEAT,
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": _OWN_BEAT,
+    "SGLANG_DISAGGREGATION_QUEUE_SIZE": _ONE_THREAD,
+    "SGLANG_DISAGGREGATION_THREAD_POOL_SIZE": _ONE_THREAD,
     "SGLANG_CACHE_DIR": "compiled kernels lie in ~/.cache/banyan, and nothing else is cached",
     "TORCHINDUCTOR_CACHE_DIR": "torch.compile compiles nothing here",
     "SGLANG_IS_IN_CI": "tests and servers run alike everywhere",
@@ -221,6 +221,22 @@ SETTINGS = {
             "cache.store_path",
             "folder of --hicache-storage-backend file, where its extra configuration names none",
             proof="tests/config/test_stored.py::test_a_variable_names_the_folder_of_the_store",
+        ),
+        Flag(
+            "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT",
+            "handoff.patience_s",
+            "seconds that a prompt which another server computes is waited for",
+            kind=FLOAT,
+            low=0.1,
+            proof="tests/system/test_handoff.py::test_a_room_that_never_comes_fails_in_time",
+        ),
+        Flag(
+            "SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
+            "handoff.lease_s",
+            "seconds that a computed prompt is kept for the server that continues it",
+            kind=FLOAT,
+            low=0.1,
+            proof="tests/system/test_handoff.py::test_a_room_that_nobody_takes_is_given_back",
         ),
         Flag(
             "SGLANG_TORCH_PROFILER_DIR",

@@ -24,11 +24,14 @@ from banyan.messages.orders import (
 )
 from banyan.messages.plan import CopyResult, Held, Load, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import Abort, Generate, GiveOrders, RetractAll, StopAt
+from banyan.messages.rooms import HandOff, RoomClosed, RoomFound, RoomLost, RoomOrder
 from banyan.scheduler.request import DraftCounts
 from banyan.scheduler.scheduler import Scheduler
 from banyan.scheduler.sheet import PlanSheet
 
-CoreInput = Generate | Abort | StopAt | CopyResult | RetractAll | GiveOrders | Held
+_Asked = Generate | Abort | StopAt | RetractAll | GiveOrders
+_Told = CopyResult | Held | RoomFound | HandOff | RoomLost | RoomClosed
+CoreInput = _Asked | _Told
 
 
 class Recorder(Protocol):
@@ -89,6 +92,8 @@ class EngineCore:
                 self.scheduler.end_copies(message)
             case Held():
                 self.scheduler.fetcher.answer(message)
+            case RoomFound() | HandOff() | RoomLost() | RoomClosed():
+                self.scheduler.hear(message, now)
             case RetractAll():
                 self.scheduler.roster.retract_all()
             case GiveOrders():
@@ -181,6 +186,14 @@ class EngineCore:
         """Drain what the cache has come to hold and let go; nothing unless it tells."""
         news = self.scheduler.cache.news
         return () if news is None else news.take()
+
+    def take_room_orders(self) -> list[RoomOrder]:
+        """Drain the outbox towards other servers."""
+        rooms = self.scheduler.rooms
+        if rooms is None:
+            return []
+        orders, rooms.orders = rooms.orders, []
+        return orders
 
     @property
     def is_joined(self) -> bool:

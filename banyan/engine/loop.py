@@ -28,6 +28,7 @@ from banyan.memory.news import Removed, Stored
 from banyan.messages.events import Event, Fatal, Ready, Stats
 from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import Control, Message
+from banyan.messages.rooms import RoomNews, RoomOrder
 
 log = logger(__name__)
 
@@ -51,10 +52,12 @@ class Publisher(Protocol):
 
 
 class StoreMover(Protocol):
-    """Carries pages to and from a store (transfer/mover.py); it rings the loop's wake."""
+    """Carries pages to and from a store or another server (transfer/mover.py, transfer/rooms); it
+    rings the loop's wake."""
 
     def look(self, lookups: list[Lookup]) -> None: ...
-    def ended(self) -> list[CopyResult | Held]: ...
+    def obey(self, orders: list[RoomOrder]) -> None: ...
+    def ended(self) -> list[CopyResult | Held | RoomNews]: ...
     def close(self) -> None: ...
 
 
@@ -216,10 +219,13 @@ class EngineLoop:
             for ended in self._mover.ended():
                 self._core.receive(ended, now)
             self._mover.look(self._core.take_lookups())
+            self._mover.obey(self._core.take_room_orders())
         if self._publisher is not None:
             self._publisher.publish(self._core.take_news())
         self._marks.end("commit")
         self._launch()
+        if self._mover is not None:
+            self._mover.obey(self._core.take_room_orders())
         self._marks.end("plan")
         events += self._core.take_events()
         self._deliver(self._core.take_masks())

@@ -9,7 +9,6 @@ ZeroMQ's CURVE, rfc.zeromq.org/spec/26) are made of it.
 """
 
 import hashlib
-import ipaddress
 import socket
 import threading
 import time
@@ -24,6 +23,7 @@ import zmq
 import zmq.utils.z85
 
 from banyan.base.errors import ConfigError, DeviceError
+from banyan.base.hosts import is_loopback
 from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
 from banyan.config.schema import ParallelConfig
@@ -130,12 +130,7 @@ def check_secret(parallel: ParallelConfig, secret: str) -> None:
     Raises:
         ConfigError: nodes that are not on this machine alone have no secret in common.
     """
-    host = parallel.meeting.rpartition(":")[0].strip("[]")
-    try:
-        is_loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = False
-    if not secret and not is_loopback:
+    if not secret and not is_loopback(parallel.meeting.rpartition(":")[0]):
         raise ConfigError(
             f"the nodes meet at {parallel.meeting}, which others may reach, and have no secret",
             hint="set BANYAN_DIST_SECRET to the same long random text on every node",

@@ -37,6 +37,8 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreRules | None = None
     tells: bool = False
     """What the cache holds is told to others."""
+    role: str = ""
+    """GIVES or TAKES of scheduler/handoff.py; "" = neither."""
 
     def build(
         self,
@@ -45,10 +47,9 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
         recorder: Recorder | None = None,
     ) -> EngineCore:
         """A fresh core. ConfigError when a policy has no such name."""
-        cache = KVCache(
-            self.groups, EVICTION.load(self.eviction), self.share, self.store, self.tells
-        )
-        scheduler = Scheduler(cache, self.limits, ORDERS.load(self.order), grammars)
+        eviction, has_peers = EVICTION.load(self.eviction), bool(self.role)
+        cache = KVCache(self.groups, eviction, self.share, self.store, self.tells, has_peers)
+        scheduler = Scheduler(cache, self.limits, ORDERS.load(self.order), grammars, self.role)
         return EngineCore(scheduler, lockstep, recorder)
 
 
@@ -92,6 +93,7 @@ def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
         share=not (config.cache.disable_radix or card.needs_whole_prompts),
         store=_store_rules(config.cache, memory) if config.cache.store else None,
         tells=kv_events(config.observe) is not None,
+        role=config.handoff.role,
     )
 
 

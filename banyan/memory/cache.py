@@ -20,7 +20,9 @@ import msgspec
 from banyan.base.ids import NO_STEP, PADDING_PAGE, PageId, SlotId, StepId
 from banyan.memory.eviction import EvictionKey
 from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup, unit_tokens
+from banyan.memory.loads import Loads
 from banyan.memory.news import CacheNews
+from banyan.memory.peers import PeerTier
 from banyan.memory.pool import PagePool
 from banyan.memory.radix import Node, RadixTree
 from banyan.memory.stamps import Horizon
@@ -85,6 +87,7 @@ class KVCache:
         share: False turns the radix tree off (nothing is published or matched).
         store: what goes to a store and comes from it; None without one.
         tells: `news` has what comes and goes.
+        has_peers: pages go to other servers, or come from them.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class KVCache:
         share: bool = True,
         store: StoreRules | None = None,
         tells: bool = False,
+        has_peers: bool = False,
     ) -> None:
         self.groups = groups
         self.unit = unit_tokens(groups)
@@ -111,11 +115,23 @@ class KVCache:
         )
         self.news = CacheNews() if tells else None
         self._share = share
+        self._loads = Loads(self.pools, self.tree, self.horizon, self._make_room)
         self.tier: StoreTier | None = None
+
+        def came(node: Node) -> None:
+            if self.news is not None:
+                self.news.stored(node)
+
         if store is not None and share:
             self.tier = StoreTier(
-                *(self.pools, self.tree, self.horizon, store, self._make_room, self.weights),
-                came=lambda node: None if self.news is None else self.news.stored(node),
+                *(self.pools, self.horizon, self._loads, store, self.weights), came
+            )
+        self.peers: PeerTier | None = None
+        if has_peers and share:
+            self.peers = PeerTier(
+                *(groups, self.unit, self.horizon, self._loads),
+                lambda group, depth: _first_needed(group, self.unit, depth),
+                came,
             )
         self._states = StateCopies(groups, self.pools, self.tree, self.horizon)
         self.has_state = bool(self._states.state_groups)
@@ -334,6 +350,8 @@ class KVCache:
         self._states.end(ids, failed)
         if self.tier is not None:
             self.tier.end(ids, failed)
+        if self.peers is not None:
+            self.peers.end(ids, failed)
         for pool in self.pools:
             pool.settle()
 
@@ -356,12 +374,14 @@ class KVCache:
         self.tree.clear()
         if self.tier is not None:
             self.tier.forget_copies()
+        if self.peers is not None:
+            self.peers.forget_copies()
 
     # -- accounts -----------------------------------------------------------------------------
 
     def ledger(self, group: int) -> Ledger:
         pool = self.pools[group]
-        loading = 0 if self.tier is None else self.tier.loading
+        loading = len(self._loads.held(group))
         held = self._held[group] + len(self._states.held(group)) + loading
         return Ledger(pool.total, pool.free, self.tree.cached[group], held, pool.limbo)
 
@@ -375,7 +395,7 @@ class KVCache:
             owned = [p for lease in leases for p in lease.private[g].values()]
             assert len(owned) == self._held[g], f"group {g}: held {self._held[g]}, not {owned}"
             owned += self._states.held(g)
-            owned += [] if self.tier is None else self.tier.held(g)
+            owned += self._loads.held(g)
             owned += [p for node in self.tree.nodes() for p in node.pages[g]]
             assert len(set(owned)) == len(owned), f"group {g}: a page has two owners"
 

@@ -5,9 +5,8 @@ namespace, so that equal keys mean equal sequences of one tenant. The store's ow
 weights they are (transfer/identity.py).
 
 A node's pages go to the store once the step that wrote them is complete: what is promised may prove
-wrong. Their bytes are taken in the order of plans, so nothing is locked meanwhile. Pages that come
-back are taken from the pools and belong to this tier until their copy ends; then they are nodes
-like any others. A copy that fails leaves no trace: its tokens are computed instead.
+wrong. Their bytes are taken in the order of plans, so nothing is locked meanwhile. How pages come
+back is said in memory/loads.py.
 """
 
 from collections import deque
@@ -15,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from banyan.base.ids import NO_STEP, PageId
+from banyan.base.ids import NO_STEP
 from banyan.memory.groups import FULL, CacheGroup
+from banyan.memory.loads import Load, Loads
 from banyan.memory.pool import PagePool
-from banyan.memory.radix import Node, RadixTree
-from banyan.memory.stamps import NEVER_USED, Horizon
+from banyan.memory.radix import Node
+from banyan.memory.stamps import Horizon
 from banyan.messages.plan import PageCopy, device_page, stored_page
 
 WRITE_THROUGH = "write_through"
@@ -59,56 +59,21 @@ class StoreRules:
 
 
 @dataclass
-class _Unit:
-    """One unit on its way from the store."""
-
-    key: bytes
-    pages: list[PageId]
-    """By group."""
-    open: int
-    is_good: bool = True
-
-
-@dataclass
-class Load:
-    """Consecutive units of one prefix on their way from the store."""
-
-    namespace: bytes
-    first: int
-    units: list[_Unit]
-    tree_keys: list[bytes]
-    parent: Node | None
-    """The deepest node of the prefix that is there; None = the namespace."""
-    came: int = 0
-    """Units that have become nodes."""
-    passed: int = 0
-    """Units whose end has been dealt with, in order."""
-    is_broken: bool = False
-    """A unit before the next one is not there: those that still come are of no use."""
-
-    @property
-    def is_over(self) -> bool:
-        return self.passed == len(self.units)
-
-
-@dataclass
 class StoreTier:
     """The pages of one replica that go to and come from a store. Every group keeps every position,
     one page for each unit (`can_be_stored`).
 
     Args:
-        pools, tree, horizon: of the cache.
-        make_room: whether so many pages per group are free, or could be made so.
+        pools, horizon, loads: of the cache.
         came: called with a node whose pages have come from the store.
         weights: what the namespaces begin with whose pages are stored. The store's identity knows
             the weights of the start only.
     """
 
     pools: list[PagePool]
-    tree: RadixTree
     horizon: Horizon
+    loads: Loads
     rules: StoreRules
-    make_room: Callable[[list[int]], bool]
     weights: bytes = b""
     came: Callable[[Node], None] = lambda node: None
     copies: list[PageCopy] = field(default_factory=list[PageCopy])
@@ -116,12 +81,8 @@ class StoreTier:
     _backlog: deque[Node] = field(default_factory=deque[Node])
     _writes: dict[int, None] = field(default_factory=dict[int, None])
     """Copies to the store under way."""
-    _reads: dict[int, tuple[Load, int]] = field(default_factory=dict[int, tuple[Load, int]])
-    """Copy from the store -> its load, and which of its units."""
-    _loading: dict[bytes, tuple[Load, _Unit]] = field(
-        default_factory=dict[bytes, tuple[Load, _Unit]]
-    )
-    """By key, the units under way."""
+    _loading: dict[bytes, Load] = field(default_factory=dict[bytes, Load])
+    """By key of a unit under way, its load."""
 
     def __post_init__(self) -> None:
         self._backlog = deque(maxlen=min(pool.total for pool in self.pools))
@@ -191,8 +152,7 @@ class StoreTier:
 
     def load_of(self, key: bytes) -> Load | None:
         """The load that brings the unit of this key, if one does."""
-        found = self._loading.get(key)
-        return None if found is None else found[0]
+        return self._loading.get(key)
 
     @property
     def loading(self) -> int:
@@ -216,83 +176,29 @@ class StoreTier:
 
         tree_keys, keys: of these units in the tree and in the store.
         """
-        if not self._make_room_beside(path, len(keys)):
+        sources = [[[stored_page(key)]] * len(self.pools) for key in keys]
+        begun = self.loads.begin(namespace, path, tree_keys, sources)
+        if begun is None:
             return None
-        pages = [pool.take(len(keys)) for pool in self.pools]
-        units = [
-            _Unit(key, [of_group[i] for of_group in pages], len(pages))
-            for i, key in enumerate(keys)
-        ]
-        parent = path[-1] if path else None
-        load = Load(namespace, len(path), units, list(tree_keys), parent)
-        for at, unit in enumerate(units):
-            assert unit.key not in self._loading
-            self._loading[unit.key] = load, unit
-            for g, page in enumerate(unit.pages):
-                copy_id = self.horizon.new_copy()
-                self.horizon.open_loads[copy_id] = None
-                self._reads[copy_id] = load, at
-                self.copies.append(
-                    PageCopy(copy_id, g, stored_page(unit.key), device_page(page), "before")
-                )
+        load, copies = begun
+        self.copies += copies
+        load.names = list(keys)
+        for key in keys:
+            assert key not in self._loading
+            self._loading[key] = load
         return load
-
-    def _make_room_beside(self, path: Sequence[Node], count: int) -> bool:
-        """Whether each group has so many free pages; those on `path` are not evicted for them."""
-        groups = range(len(self.pools))
-        for node in path:
-            self.tree.touch(node, node.priority)
-            for g in groups:
-                self.tree.lock(node, g)
-        has_room = self.make_room([count] * len(self.pools))
-        for node in reversed(path):
-            for g in groups:
-                self.tree.unlock(node, g, node.stamps[g])
-        return has_room
 
     def end(self, ids: list[int], failed: list[int]) -> None:
         """Copies have ended; those that are not this tier's are left alone."""
         for copy_id in (*ids, *failed):
             self._writes.pop(copy_id, None)
-            found = self._reads.pop(copy_id, None)
-            if found is None:
-                continue
-            del self.horizon.open_loads[copy_id]
-            load, at = found
-            unit = load.units[at]
-            unit.open -= 1
-            unit.is_good = unit.is_good and copy_id not in failed
-            self._advance(load)
+            self.loads.end(copy_id, copy_id not in failed, self._passed)
 
-    def held(self, group: int) -> list[PageId]:
-        """Pages that wait for the store."""
-        return [unit.pages[group] for _, unit in self._loading.values()]
-
-    def _advance(self, load: Load) -> None:
-        """Deal with the ends of a load's units, in order."""
-        while not load.is_over and not load.units[load.passed].open:
-            unit, tree_key = load.units[load.passed], load.tree_keys[load.passed]
-            load.passed += 1
-            del self._loading[unit.key]
-            is_lost = load.parent is not None and not load.parent.is_attached
-            load.is_broken = load.is_broken or not unit.is_good or is_lost
-            if load.is_broken:
-                self._let_go(unit)
-                continue
-            node, is_new = self.tree.insert(load.namespace, load.parent, tree_key)
-            load.parent = node
-            load.came += 1
-            if not is_new:
-                self._let_go(unit)  # somebody has computed it meanwhile
-                continue
-            node.is_stored, node.key_hash = True, unit.key
-            for g, page in enumerate(unit.pages):
-                self.tree.attach(node, g, [page], NEVER_USED)
+    def _passed(self, load: Load, at: int, node: Node | None) -> None:
+        del self._loading[load.names[at]]
+        if node is not None:
+            node.is_stored, node.key_hash = True, load.names[at]
             self.came(node)
-
-    def _let_go(self, unit: _Unit) -> None:
-        for pool, page in zip(self.pools, unit.pages, strict=True):
-            pool.release([page], NEVER_USED)
 
     def _key_of(self, node: Node) -> bytes:
         """The store's key of a node, b"" when it has none; those above it keep theirs as well."""

@@ -7,6 +7,8 @@ log-probabilities as float32 little-endian bytes, masks as little-endian bits (b
 token i allowed).
 """
 
+import struct
+
 import msgspec
 
 from banyan.base.ids import NO_STEP, PADDING_PAGE, PageId, SlotId, StepId
@@ -25,6 +27,8 @@ DEVICE = "device"
 """PageAt.tier: the pages that rows read and write."""
 STORE = "store"
 """PageAt.tier: pages that outlive the process."""
+PEER = "peer"
+"""PageAt.tier: pages that one server gives to another (messages/rooms.py)."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -79,7 +83,8 @@ class PageGrant(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageAt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Where one page of a group lies: DEVICE by its number, STORE by a key of its content."""
+    """Where one page of a group lies: DEVICE by its number, STORE by a key of its content, PEER by
+    its room and its place there."""
 
     tier: str
     page: PageId = PADDING_PAGE
@@ -92,9 +97,9 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     Its end is reported by CopyResult, possibly later than the step's own result. When a copy bound
     to a row fails "before", the runner reports that row as failed too.
 
-    A copy to or from the store is always "before" and bound to no row. To the store: the page's
-    bytes are taken at once, so the plan's rows may write the page, and the end comes when the
-    store has them. From the store: nobody uses the page until the end is told.
+    A copy to or from a store or a peer is always "before" and bound to no row. To it: the page's
+    bytes are taken at once, so the plan's rows may write the page, and the end comes when they
+    are kept there. From it: nobody uses the page until the end is told.
     """
 
     id: int
@@ -228,3 +233,19 @@ def device_page(page: PageId) -> PageAt:
 
 def stored_page(key: bytes) -> PageAt:
     return PageAt(STORE, key=key)
+
+
+_PLACE = struct.Struct("<IH")
+ROOM_BYTES = 12
+"""Of the name of a room."""
+
+
+def peer_page(room: bytes, unit: int, part: int) -> PageAt:
+    """Page `part` of a group within unit `unit` of the sequence of a room."""
+    return PageAt(PEER, key=room + _PLACE.pack(unit, part))
+
+
+def place_of(key: bytes) -> tuple[bytes, int, int]:
+    """(room, unit, part) of a peer's page."""
+    unit, part = _PLACE.unpack_from(key, ROOM_BYTES)
+    return key[:ROOM_BYTES], unit, part

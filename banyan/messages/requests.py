@@ -43,6 +43,10 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Of that share against those of others."""
     embeds: bytes = b""
     """float32 [prompt, hidden] in place of the prompt's tokens, which are placeholders then."""
+    room: bytes = b""
+    """Where one server hands it over to another (messages/rooms.py); b"" = nowhere."""
+    peer: str = ""
+    """host:port of the server that hands it over."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -25,6 +25,7 @@ from banyan.layers.cache import numbered_through
 from banyan.messages.plan import (
     DEVICE,
     HIDDEN,
+    PEER,
     POOL,
     SAMPLE,
     SCORE,
@@ -56,7 +57,7 @@ from banyan.runner.slots import RowError, SlotTable
 from banyan.runner.speculative.base import Beside, Drafter
 from banyan.runner.speculative.beside import DraftModel, open_beside
 from banyan.runner.speculative.drafting import Drafting, Verified
-from banyan.transfer.mover import Mover
+from banyan.transfer.mover import PageMover
 
 log = logger(__name__)
 
@@ -122,7 +123,7 @@ class ModelRunner:
     Args:
         build: what the model was made from: kernels, ranks, device.
         platform: of the device; None = the CPU's.
-        open_mover: opens what carries pages to and from a store; None without one.
+        open_mover: opens what carries pages beyond the device; None = they stay there.
         open_drafter: opens what guesses next tokens, given how to open a model beside this one;
             None = rows bring no drafts.
         draft: the model to open beside this one; None where nothing needs it.
@@ -134,7 +135,7 @@ class ModelRunner:
         build: Build,
         sizes: RunnerSizes,
         platform: Platform | None = None,
-        open_mover: Callable[[KVStore], Mover] | None = None,
+        open_mover: Callable[[KVStore], PageMover] | None = None,
         open_drafter: Callable[[Callable[[], Beside]], Drafter] | None = None,
         draft: DraftModel | None = None,
     ) -> None:
@@ -209,7 +210,7 @@ class ModelRunner:
         return Abilities(
             groups=(FULL, WINDOW, STATE),
             copies=True,
-            tiers=(DEVICE,) if self.mover is None else (DEVICE, STORE),
+            tiers=(DEVICE,) if self.mover is None else (DEVICE, STORE, PEER),
             drafts=self._drafting is not None,
             goes_back=False,
             peers=self._peers is not None,

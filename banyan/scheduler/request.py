@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from banyan.base.ids import NO_STEP, PADDING_SLOT, SlotId, StepId
 from banyan.grammar.base import Grammar
 from banyan.memory.cache import TOKEN_BYTES, Lease
-from banyan.memory.tiers import Load
+from banyan.memory.loads import Load
 from banyan.messages.events import LiveRequest
 from banyan.messages.requests import Generate
 
@@ -89,6 +89,23 @@ class Fetch:
         return bool(self.loads) and not self.loads[-1].is_over
 
 
+@dataclass
+class Taking:
+    """What one request is to get from the server that computes its prompt."""
+
+    units: int
+    """Of the prompt, whose pages that server has."""
+    is_found: bool = False
+    is_asked: bool = False
+    """For the pages that are wanted, and the rest."""
+    load: Load | None = None
+    has_handoff: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_handoff and (self.load is None or self.load.is_over)
+
+
 class Request:
     """State of one generation between submit and finish.
 
@@ -155,6 +172,8 @@ class Request:
         """How many of the cached ones came from the store."""
         self.fetch: Fetch | None = None
         """What it looks for in the store (scheduler/fetch.py)."""
+        self.taking: Taking | None = None
+        """What another server hands over (scheduler/handoff.py)."""
         self.retractions = 0
         self.is_suspect = False
         """Was part of a step that failed as a whole; runs alone until it proves itself."""

@@ -3,7 +3,7 @@ changes state; whatever it held is let go here.
 """
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from banyan.base.ids import RequestId, SlotId
 from banyan.memory.cache import KVCache, Lease
@@ -32,6 +32,8 @@ class Roster:
         self.events: list[Event] = []
         self.masks: list[Mask] = []
         self.counters = Counters()
+        self.on_end: Callable[[Request], None] = _nobody
+        """Told of every request that has ended."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -138,6 +140,7 @@ class Roster:
             self.waiting.remove(request)
             request.state = FINISHED
         del self._requests[request.id]
+        self.on_end(request)
 
     def _let_go(self, request: Request, state: str) -> SlotId:
         assert request.lease is not None
@@ -152,3 +155,7 @@ class Roster:
 
 def _report(drafts: DraftCounts) -> DraftReport:
     return DraftReport(drafts.steps, drafts.proposed, drafts.correct, drafts.histogram)
+
+
+def _nobody(request: Request) -> None:
+    """Nobody is told."""

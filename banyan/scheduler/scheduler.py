@@ -7,24 +7,24 @@ nothing of text, tensors, sockets or model families.
 from array import array
 
 from banyan.base.errors import RequestError
-from banyan.base.ids import NO_STEP, RequestId, StepId
-from banyan.grammar.base import Grammar, GrammarFactory, masks_for
+from banyan.base.ids import RequestId, StepId
+from banyan.grammar.base import Grammar, GrammarFactory
 from banyan.memory.cache import TOKEN_BYTES, KVCache, Match
-from banyan.messages.events import Tokens
 from banyan.messages.plan import (
     CopyResult,
     Join,
-    Mask,
     RowFailure,
     RowScores,
     StepResult,
 )
 from banyan.messages.requests import Generate
+from banyan.messages.rooms import HandOff, RoomLost, RoomNews
 from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims
+from banyan.scheduler.answers import Answers
 from banyan.scheduler.budget import Limits, NewTokenRatio
 from banyan.scheduler.door import check_request
 from banyan.scheduler.fetch import Fetcher
-from banyan.scheduler.jump import advance, jump
+from banyan.scheduler.handoff import open_rooms
 from banyan.scheduler.order import QueueOrder
 from banyan.scheduler.request import RUNNING, Flight, Request
 from banyan.scheduler.roster import Roster
@@ -42,6 +42,7 @@ class Scheduler:
         limits: what may not be exceeded.
         order: in which order waiting requests are tried.
         grammars: compiles `Generate.grammar`; None when there is no backend.
+        role: GIVES or TAKES of scheduler/handoff.py; "" = prompts are computed and continued here.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Scheduler:
         limits: Limits,
         order: QueueOrder,
         grammars: GrammarFactory | None = None,
+        role: str = "",
     ) -> None:
         self.cache = cache
         self.limits = limits
@@ -60,6 +62,10 @@ class Scheduler:
         self._grammars = grammars
         self._flights: dict[StepId, list[Flight]] = {}
         self.fetcher = Fetcher(cache)
+        self.rooms = open_rooms(role, cache, limits.chunk_tokens)
+        if self.rooms is not None:
+            self.roster.on_end = self.rooms.ended
+        self._answers = Answers(cache, self.roster, self.rooms, limits.depth)
         self.speculation: Speculation | None = None
         if limits.drafts:
             self.speculation = Speculation(limits.drafts, limits.paid_drafts)
@@ -75,8 +81,12 @@ class Scheduler:
         """Queue a request, or answer at once why not."""
         try:
             check_request(generate, self.roster, self.cache, self.limits)
+            if self.rooms is not None:
+                generate = self.rooms.enter(generate)
             grammar = self._compile(generate.grammar)
         except RequestError as error:
+            if self.rooms is not None:
+                self.rooms.refused(generate)
             self.roster.refuse(generate.request, error.status, str(error), error.code)
             return
         self._arrivals += 1
@@ -85,6 +95,8 @@ class Scheduler:
         self._turns.join(request, self.roster.alive())
         self.roster.add(request)
         self.fetcher.begin(request, now)
+        if self.rooms is not None:
+            self.rooms.begin(request)
 
     def abort(self, request_id: RequestId, now: float) -> None:
         """End a request at any state; unknown ids have ended already."""
@@ -103,6 +115,19 @@ class Scheduler:
     def end_copies(self, result: CopyResult) -> None:
         self.fetcher.read(len(result.ids), result.seconds)
         self.cache.end_copies(result.ids, result.failed)
+        if self.rooms is not None:
+            self.rooms.copies_ended()
+
+    def hear(self, news: RoomNews, now: float) -> None:
+        """What has become of a room."""
+        request = None if self.rooms is None else self.rooms.hear(news)
+        if request is None:
+            return
+        if isinstance(news, HandOff):
+            request.cached_tokens = news.cached_tokens
+            self._answers.take(request, array("i", news.tokens), news.scores, now)
+        elif isinstance(news, RoomLost):
+            self.roster.fail(request, news.status, news.text, news.code)
 
     def flush(self) -> bool:
         """Empty the cache; False (and nothing done) while requests hold pages of it."""
@@ -122,6 +147,9 @@ class Scheduler:
             *(step, self.roster.leaves, limits.chunk_tokens, limits.max_prompts),
             *(len(self.roster.running), limits.draft_room),
         )
+        if self.rooms is not None:
+            roster = self.roster
+            self.rooms.go_on(roster.running, roster.waiting, len(roster.free_slots))
         suspect = self._suspect()
         if suspect is not None:
             self._run_alone(suspect, sheet)
@@ -132,6 +160,8 @@ class Scheduler:
         if self.cache.tier is not None:
             self.cache.tier.plan_writes(bool(sheet.rows))
             sheet.copies += self.cache.tier.take_copies()
+        if self.cache.peers is not None:
+            sheet.copies += self.cache.peers.take_copies()
         if sheet.has_work:
             self.roster.leaves = []
             self._flights[step] = sheet.flights
@@ -187,7 +217,7 @@ class Scheduler:
         if not gap or not self.roster.waiting or not self.roster.running:
             return
         first, lowest = self.roster.waiting[0], self.roster.running[-1]
-        if self.fetcher.holds_back(first, self._now):
+        if self._waits(first):
             return
         if first.priority - lowest.priority < gap or any(r.flights for r in self.roster.waiting):
             return
@@ -236,14 +266,20 @@ class Scheduler:
         )
         ordered = self._order(self.roster.waiting, self._probe)
         for request in self._turns.deal(ordered, self._now):
-            if request.flights or self.fetcher.holds_back(request, self._now):
-                continue  # a retracted request whose last token is still in flight, or the store
+            if request.flights or self._waits(request):
+                continue  # for its last token, which was in flight when it was retracted, or pages
             if sheet.budget <= 0 or not self.roster.free_slots:
                 return
             if not self._enter(request, sheet, reserved):
                 return
             for g, pages in enumerate(reserve([request], self.cache, self._ratio)):
                 reserved[g] += pages
+
+    def _waits(self, request: Request) -> bool:
+        """Whether it waits for a store, or for another server."""
+        if self.rooms is not None and self.rooms.holds_back(request):
+            return True
+        return self.fetcher.holds_back(request, self._now)
 
     def _enter(self, request: Request, sheet: PlanSheet, reserved: list[int]) -> bool:
         """Give a slot, a lease and the first row; False (and nothing changed) without room."""
@@ -273,7 +309,9 @@ class Scheduler:
             )
         )
         if request.admitted_s < 0:
-            request.admitted_s, request.cached_tokens = self._now, match.tokens
+            request.admitted_s = self._now
+            if request.taking is None:
+                request.cached_tokens = match.tokens
             request.stored_tokens = self.fetcher.stored_tokens(request, match)
             self.counters.cached_tokens += match.tokens
             self.counters.stored_tokens += request.stored_tokens
@@ -329,72 +367,11 @@ class Scheduler:
             if request.lease is not None:
                 request.planned -= flight.samples - len(tokens)  # rejected drafts
                 request.has_sampled = True
-        tokens, matched = _cut(request, tokens)
-        is_allowed = True
-        if request.grammar is not None:
-            taken, is_allowed = advance(request, request.grammar, tokens, self.limits.depth)
-            matched = matched if len(taken) == len(tokens) else -1
-            tokens = taken
-        first = request.output_len
-        request.tokens += tokens.tobytes()
         request.is_suspect = request.is_suspect and not flight.samples
-        self.counters.output_tokens += len(tokens)
-        self._turns.charge(request, flight.tokens + len(tokens))
-        for score in scores:
-            request.scored_to = max(request.scored_to, score.first + len(score.logprobs) // 4)
-        hidden_first, request.hidden_to = flight.hidden[0], max(request.hidden_to, flight.hidden[1])
-        if tokens or scores or vector or hidden:
-            passed_on = [_passed_on(score, request.known) for score in scores]
-            cached = request.cached_tokens
-            self.roster.events.append(
-                Tokens(
-                    request.id,
-                    first,
-                    tokens.tobytes(),
-                    passed_on,
-                    cached,
-                    vector,
-                    hidden,
-                    hidden_first,
-                    request.stored_tokens,
-                )
-            )
-        if request.lease is not None and tokens:
-            self.cache.publish(
-                request.lease, request.tokens, request.known - 1, NO_STEP, request.id
-            )
-        if not is_allowed:
-            self._fail_grammar(request, tokens[-1])
-        elif matched >= 0:
-            self.roster.finish(request, "stop", self._now, matched)
-        elif request.grammar is not None and request.grammar.is_ended:
-            self.roster.finish(request, "stop", self._now)
-        elif request.known >= request.limit and (tokens or vector or request.is_all_computed):
-            self.roster.finish(request, "length", self._now)
-        else:
-            if request.grammar is not None and tokens:
-                jump(request, request.grammar, self.roster)
-            self._release_mask(request)
-
-    def _fail_grammar(self, request: Request, token: int) -> None:
-        """`token` broke the request's grammar."""
-        assert request.grammar is not None
-        if problem := request.grammar.problem:
-            text = f"The constraint cannot be followed further: {problem}"
-            self.roster.fail(request, 400, text, "invalid_grammar")
-        else:
-            text = f"token {token} does not fit the grammar"
-            self.roster.fail(request, 500, text, "grammar_error")
-
-    def _release_mask(self, request: Request) -> None:
-        """The next row in flight can be masked once the token before it is known (rule R4)."""
-        if request.grammar is None or not request.flights:
-            return
-        flight = request.flights[0]
-        if flight.awaits_mask:
-            flight.awaits_mask = False
-            bits = masks_for(request.grammar, request.next_drafts[: flight.samples - 1])
-            self.roster.masks.append(Mask(flight.step, flight.row, bits))
+        first, request.hidden_to = flight.hidden[0], max(request.hidden_to, flight.hidden[1])
+        before = request.output_len
+        self._answers.take(request, tokens, scores, self._now, vector, hidden, first)
+        self._turns.charge(request, flight.tokens + request.output_len - before)
 
     # -- failures -----------------------------------------------------------------------------
 
@@ -448,31 +425,3 @@ def _decoded(flights: list[Flight]) -> int:
     if not all(flight.is_decode and not flight.is_void for flight in flights):
         return 0
     return sum(1 + min(f.samples - 1, len(f.request.next_drafts)) for f in flights)
-
-
-def _cut(request: Request, tokens: "array[int]") -> tuple["array[int]", int]:
-    """The tokens up to the request's end, and the stop id among them (-1 for none)."""
-    tokens = tokens[: request.limit - request.known]
-    for i, token in enumerate(tokens):
-        length = request.output_len + i + 1
-        if token in request.sampling.stop_ids and length > request.sampling.min_new_tokens:
-            return tokens[: i + 1], token
-    return tokens, -1
-
-
-def _passed_on(score: RowScores, end: int) -> RowScores:
-    """The scores of positions below `end`: a verify row may have scored tokens that were cut."""
-    rows = len(score.logprobs) // 4
-    kept = min(rows, end - score.first)
-
-    def cut(values: bytes) -> bytes:
-        return values[: len(values) // rows * kept]
-
-    return RowScores(
-        row=-1,
-        first=score.first,
-        logprobs=cut(score.logprobs),
-        top_ids=cut(score.top_ids),
-        top_logprobs=cut(score.top_logprobs),
-        picked=cut(score.picked),
-    )

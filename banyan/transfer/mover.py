@@ -15,6 +15,7 @@ import numpy as np
 from banyan.base.ids import PageId
 from banyan.base.log import logger
 from banyan.messages.plan import DEVICE, CopyResult, Held, Lookup, PageCopy
+from banyan.messages.rooms import RoomNews, RoomOrder
 from banyan.transfer.base import Damaged, Missing, Store
 
 log = logger(__name__)
@@ -39,6 +40,20 @@ class Pages(Protocol):
     def page_bytes(self, group: int) -> int: ...
     def take(self, group: int, page: PageId) -> np.ndarray: ...
     def put(self, group: int, page: PageId, payload: np.ndarray) -> None: ...
+
+
+class PageMover(Protocol):
+    """Carries pages beyond the device. Everything that begins ends, and is told once."""
+
+    def start(self, copies: list[PageCopy]) -> None:
+        """Begin the copies that do not stay on the device, in order. Returns once the bytes of
+        pages that go away are taken."""
+        ...
+
+    def look(self, lookups: list[Lookup]) -> None: ...
+    def obey(self, orders: list[RoomOrder]) -> None: ...
+    def ended(self) -> list[CopyResult | Held | RoomNews]: ...
+    def close(self) -> None: ...
 
 
 class Lane(Protocol):
@@ -68,7 +83,7 @@ class Mover:
         self._store = store
         self._wake = wake
         self._groups = len(pages.groups)
-        self._ended: SimpleQueue[CopyResult | Held] = SimpleQueue()
+        self._ended: SimpleQueue[CopyResult | Held | RoomNews] = SimpleQueue()
         self._told: dict[str, None] = {}
         opened = open_lane or _Thread
         self._lanes = [opened(name) for name in ("store-look", "store-read", "store-write")]
@@ -101,7 +116,11 @@ class Mover:
         for lookup in lookups:
             self._lanes[0].do(lambda lookup=lookup: self._look(lookup))
 
-    def ended(self) -> list[CopyResult | Held]:
+    def obey(self, orders: list[RoomOrder]) -> None:
+        """A store has no rooms."""
+        assert not orders
+
+    def ended(self) -> list[CopyResult | Held | RoomNews]:
         """What has ended since the last call."""
         return [self._ended.get() for _ in range(self._ended.qsize())]
 

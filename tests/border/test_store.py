@@ -9,6 +9,7 @@ import pytest
 from banyan.engine.journal import Journal
 from banyan.memory import tiers
 from banyan.memory.cache import WEIGHTS_BYTES
+from banyan.memory.radix import RadixTree
 from banyan.memory.tiers import StoreTier
 from banyan.runner.kvstore import KVStore
 from banyan.sim.replay import check
@@ -131,9 +132,9 @@ def test_pages_stored_before_their_step_is_complete_are_noticed(monkeypatch) -> 
 
     monkeypatch.setattr(StoreTier, "_write", at_once)
     monkeypatch.setattr(
-        tiers.RadixTree,
+        RadixTree,
         "attach",
-        _then(tiers.RadixTree.attach, lambda tree, node, *_: tree._leaving(node)),
+        _then(RadixTree.attach, lambda tree, node, *_: tree._leaving(node)),
     )
     monkeypatch.setattr(StoreTier, "leaving", lambda self, node: self._write(node))
     assert "is stored, and it holds" in verdict()
@@ -155,7 +156,7 @@ def test_pages_that_become_nodes_before_they_have_come_are_noticed(monkeypatch) 
         if made is not None:
             for unit in made.units:
                 unit.open = 0
-            self._advance(made)
+            self.loads.advance(made, self._passed)
         return made
 
     monkeypatch.setattr(StoreTier, "load", hasty)

@@ -64,7 +64,7 @@ REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     (
         NODE + "--disaggregation-mode prefill --disaggregation-bootstrap-port 6657 --port 8000",
         STORE,
-        ("--disaggregation-mode prefill",),
+        ("--disaggregation-transfer-backend ascend",),
     ),
     (
         NODE + "--disaggregation-mode decode --port 8001 --enable-deepep-moe "
@@ -76,7 +76,7 @@ REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
             "SGLANG_NPU_USE_MLAPO": "1",
         },
         (
-            "--disaggregation-mode decode",
+            "--disaggregation-transfer-backend ascend",
             "--enable-deepep-moe (--moe-a2a-backend deepep)",
         ),
     ),

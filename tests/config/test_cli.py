@@ -103,7 +103,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name() -> None:
         ["--enable-lora"],
         ["--attn-cp-size", "2"],
         ["--torchao-config", "int4wo-128"],
-        ["--disaggregation-mode", "prefill"],
+        ["--enable-pd-role-switch"],
         ["--lora-paths", "a", "b"],
         ["--enable-return-routed-experts"],
     ],
@@ -141,7 +141,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
     "argv",
     [
         ["--attn-cp-size", "1"],
-        ["--disaggregation-mode", "null"],
+        ["--disaggregation-decode-tp", "1"],
         ["--enable-lora=false"],
         ["--moe-a2a-backend", "none"],
     ],
@@ -276,7 +276,7 @@ def test_scalars_of_a_file_may_be_texts(tmp_path: Path) -> None:
         "debug-tensor-dump-inject: false",
         "encoder-urls: []",
         "lora-paths: []",
-        "disaggregation-mode: 'null'",
+        "disaggregation-decode-tp: 1",
         "torchao-config: ''",
     ],
 )

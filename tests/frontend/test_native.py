@@ -233,7 +233,6 @@ def test_fields_without_effect_are_named_in_the_answer():
         ("image_data", "cat.png"),
         ("lora_path", "adapter"),
         ("session_params", {"id": "s"}),
-        ("bootstrap_room", 7),
     ],
 )
 def test_fields_that_would_change_the_answer_are_refused_by_name(field, value):

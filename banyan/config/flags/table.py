@@ -6,7 +6,16 @@ from functools import cache
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.flags import cache as cache_flags
-from banyan.config.flags import device, grammar, model, observe, schedule, server, speculative
+from banyan.config.flags import (
+    device,
+    grammar,
+    handoff,
+    model,
+    observe,
+    schedule,
+    server,
+    speculative,
+)
 from banyan.config.flags.absent import REPLACED, read_absent
 from banyan.config.flags.flag import Absent, Flag, Replaced
 
@@ -17,6 +26,7 @@ GROUPS = (
     ("KV cache", cache_flags.FLAGS),
     ("Grammar", grammar.FLAGS),
     ("Speculation", speculative.FLAGS),
+    ("Prefill and decode", handoff.FLAGS),
     ("Machine", device.FLAGS),
     ("Logs", observe.FLAGS),
 )

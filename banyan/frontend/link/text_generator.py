@@ -27,6 +27,7 @@ from banyan.frontend.requests.generation import (
     TokenScore,
     Usage,
 )
+from banyan.frontend.requests.rooms import check_room, with_room
 from banyan.frontend.requests.sampling import Limits
 from banyan.frontend.words.stop import StopChecker
 from banyan.frontend.words.tokenizer import Tokenizer
@@ -76,7 +77,8 @@ class TextGenerator:
         if self._tokenizer is not None and not request.pool:
             words = Words(request, self._tokenizer)
         reader = OutputReader(request, words, self._limits.hidden_size)
-        stream = self._client.submit(_message(request, self._weight_of(request.caller)))
+        message = _message(with_room(request, self._limits), self._weight_of(request.caller))
+        stream = self._client.submit(message)
         has_stopped = False
         try:
             while events := await stream.batch():
@@ -127,6 +129,7 @@ class TextGenerator:
                 hint="Use /v1/embeddings or /encode.",
             )
         self._check_scores(request)
+        check_room(request, self._limits)
         if request.hidden and not self._limits.hidden_states:
             raise RequestError(
                 "The server is not configured to return the hidden states",
@@ -435,4 +438,6 @@ def _message(request: TextRequest, weight: float) -> Generate:
         pool=request.pool,
         hidden_from=first_hidden(request),
         embeds=request.embeds,
+        room=request.room,
+        peer=request.peer,
     )

@@ -65,6 +65,10 @@ class TextRequest:
     """Which hidden states are wanted; "" for none."""
     embeds: bytes = b""
     """float32 [prompt, hidden] in place of the prompt, whose ids are placeholders then."""
+    room: bytes = b""
+    """Where it is handed over from one server to another; b"" = nowhere."""
+    peer: str = ""
+    """host:port of the server that computes its prompt."""
     priority: int = 0
     route: str = ""
     """What asked for it, for the log: "chat", "completion", "generate", "probe"."""

@@ -16,6 +16,7 @@ from banyan.base.ids import RequestId
 from banyan.frontend.requests.embeds import PLACEHOLDER, namespace_with, parse_embeds
 from banyan.frontend.requests.generation import ALL_HIDDEN, LAST_HIDDEN, ScoreOptions, TextRequest
 from banyan.frontend.requests.long_texts import encode_texts
+from banyan.frontend.requests.rooms import FIELDS, meetings_of
 from banyan.frontend.requests.sampling import (
     NATIVE_DEFAULTS,
     NOT_USED,
@@ -58,6 +59,7 @@ _HONOURED = frozenset(
         "return_prompt_token_ids",
         "return_hidden_states",
         "custom_logit_processor",
+        *FIELDS,
     }
 )
 
@@ -78,8 +80,6 @@ _REFUSED = frozenset(
         "lora_path",
         "lora_id",
         "positional_embed_overrides",
-        "bootstrap_host",
-        "bootstrap_room",
         "require_reasoning",
         "max_thinking_tokens",
         "return_bytes",
@@ -160,6 +160,7 @@ def parse_native(
     is_list = fields.num is not None or total > 1
     ids = _ids(fields, [p.n for p in parsed])
     shown = _scores(fields, prompts)
+    meetings = meetings_of(fields.get, fields.num)
     salts, keys = fields.each("cache_salt", checked_salt), fields.each("extra_key", checked_salt)
     hidden = fields.each("return_hidden_states", hidden_wanted)
     priority = _integer(fields.get("priority"), "priority") or 0
@@ -179,6 +180,8 @@ def parse_native(
                 caller=tenant,
                 embeds=embeds[i],
                 hidden=hidden[i],
+                room=meetings[i].name(j),
+                peer=meetings[i].peer,
                 priority=priority,
                 route="generate",
                 stride=options.stream_interval,

@@ -97,6 +97,8 @@ class Limits:
         batch_encode: the texts of a request are tokenised several at a time.
         max_new_tokens: most tokens of an answer, whatever is asked; 0 = what fits.
         processors: logit processors that requests may name; None = none at all.
+        role: "prefill" or "decode" where servers share the work; "" where one does all of it.
+        has_rooms: requests name the room in which they are handed over; else they get one.
     """
 
     context_length: int
@@ -118,6 +120,8 @@ class Limits:
     max_new_tokens: int = 0
     batch_encode: bool = False
     processors: tuple[str, ...] | None = None
+    role: str = ""
+    has_rooms: bool = True
 
     @property
     def total(self) -> int:

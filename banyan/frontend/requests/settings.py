@@ -42,6 +42,8 @@ def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenize
         max_new_tokens=config.server.max_new_tokens,
         batch_encode=config.server.batch_encode,
         takes_embeds=config.model.implementation != "transformers",
+        role=config.handoff.role,
+        has_rooms=config.handoff.transfer != "fake",
     )
 
 

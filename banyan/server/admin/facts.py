@@ -104,7 +104,7 @@ async def model_info(exchange: Exchange, state: ServerState) -> None:
             "load_format": model.load_format,
             "reasoning_parser": _name(service.parsers.reasoning_name),
             "tool_call_parser": _name(service.parsers.tool_name),
-            "disaggregation_mode": "null",
+            "disaggregation_mode": state.config.handoff.mode,
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "model_type": card.model_type,

@@ -25,9 +25,9 @@ async def show_loads(exchange: Exchange, state: ServerState) -> None:
     if unknown:
         raise RequestError(f"unknown parameter {sorted(unknown)[0][:80]!r}", param="include")
     wanted = [name for name in query.get("include", "all").split(",") if name]
-    strange = [name for name in wanted if name not in (*SECTIONS, "core", "all")]
+    strange = [name for name in wanted if name not in (*SECTIONS, *_OTHERS)]
     if strange:
-        known = ", ".join(("core", *SECTIONS, "all"))
+        known = ", ".join((*SECTIONS, *_OTHERS))
         raise RequestError(
             f"include must name sections of {known}, got {strange[0][:40]!r}.", param="include"
         )
@@ -81,6 +81,8 @@ def _load(replica: Replica, state: ServerState, wanted: list[str]) -> Json:
     for name, (title, section) in SECTIONS.items():
         if name in wanted or "all" in wanted:
             load[title] = section(replica.stats, replica.ready)
+    if "disagg" in wanted or "all" in wanted:
+        load["disaggregation"] = {"mode": state.config.handoff.mode}
     return load
 
 
@@ -133,11 +135,13 @@ def _nothing(stats: Stats, ready: Ready) -> None:
     """A section about something that this build does not have."""
 
 
+_OTHERS = ("core", "disagg", "all")
+"""Names in `include` that are no section of these."""
+
 SECTIONS: Mapping[str, tuple[str, Callable[[Stats, Ready], Json | None]]] = {
     "memory": ("memory", _memory),
     "spec": ("speculative", _drafts),
     "lora": ("lora", _nothing),
-    "disagg": ("disaggregation", lambda stats, ready: {"mode": "null"}),
     "queues": ("queues", _queues),
     "counters": ("counters", lambda stats, ready: msgspec.structs.asdict(stats)),
 }

@@ -5,9 +5,9 @@ Keys are compared as SHA-256 digests in constant time; nothing here can print a 
 
 import hmac
 from dataclasses import dataclass
-from ipaddress import ip_address
 
 from banyan.base.errors import ConfigError, RequestError
+from banyan.base.hosts import is_loopback
 from banyan.base.log import printable
 from banyan.server.http.keys import ANYONE, Caller, Keys, digest
 
@@ -24,16 +24,6 @@ ANY = "*"
 
 _OWN_SITES = ("", "none", "same-origin")
 """Sec-Fetch-Site of programs, of a person who types an address, and of the server's own pages."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name stays on this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)

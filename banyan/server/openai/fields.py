@@ -6,14 +6,14 @@ answer's warnings header, and `strict` makes those 400 too. Knows no engine.
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
-from banyan.frontend.requests import constraint
+from banyan.frontend.requests import constraint, rooms
 from banyan.frontend.requests.generation import LAST_HIDDEN, ScoreOptions, TextRequest
 from banyan.frontend.requests.native import checked_rid, checked_salt, hidden_wanted, namespace_of
 from banyan.frontend.requests.sampling import ParsedSampling
@@ -129,6 +129,8 @@ class Origin:
     priority: int = 0
     hidden: str = ""
     """Of the hidden states these routes give the last one alone."""
+    rooms: Mapping[str, object] = field(default_factory=dict[str, object])
+    """The fields that say where its prompts are handed over."""
 
 
 def origin_of(exchange: Exchange, request: CommonRequest, route: str) -> Origin:
@@ -144,6 +146,7 @@ def origin_of(exchange: Exchange, request: CommonRequest, route: str) -> Origin:
         exchange.tenant,
         request.priority or 0,
         LAST_HIDDEN if hidden_wanted(request.return_hidden_states, "return_hidden_states") else "",
+        {name: getattr(request, name) for name in rooms.FIELDS},
     )
 
 
@@ -158,6 +161,8 @@ def sequences(
     Args:
         count: sequences for each prompt instead of its own n; 0 = n.
     """
+    is_batch = isinstance(origin.rooms.get("bootstrap_room"), list) or len(prompts) > 1
+    meetings = rooms.meetings_of(origin.rooms.get, len(prompts) if is_batch else None)
     found = [
         TextRequest(
             id=RequestId(origin.rid),
@@ -172,8 +177,10 @@ def sequences(
             priority=origin.priority,
             route=origin.route,
             stride=parsed.stream_interval,
+            room=meeting.name(i),
+            peer=meeting.peer,
         )
-        for ids, parsed in prompts
+        for (ids, parsed), meeting in zip(prompts, meetings, strict=True)
         for i in range(count or parsed.n)
     ]
     if len(found) == 1:

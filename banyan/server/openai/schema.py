@@ -28,6 +28,9 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     max_tokens: int | None = None
     return_hidden_states: bool | str | None = False
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int] | None = None
 
 
 class ChatRequest(CommonRequest, frozen=True, kw_only=True):
@@ -82,7 +85,6 @@ SAMPLING: Mapping[str, str] = {
 _TOOLS = "functions and function_call are the old names; use tools and tool_choice"
 _MEDIA = "this server takes text only"
 _RESEARCH = "this output is not available in this build"
-_PEERS = "prefill-decode disaggregation is not available in this build"
 _ADAPTERS = "LoRA adapters are not available in this build"
 _SESSIONS = "sessions are not available in this build"
 
@@ -112,10 +114,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "session_params": (_NONE, _SESSIONS),
     "watermark": (_NONE, _RESEARCH),
     "beam_width": ((None, 1), "beam search is not available in this build"),
-    "bootstrap_host": (_NONE, _PEERS),
-    "bootstrap_port": (_NONE, _PEERS),
-    "bootstrap_room": (_NONE, _PEERS),
-    "disagg_prefill_dp_rank": (_NONE, _PEERS),
+    "disagg_prefill_dp_rank": (_NONE, "a server that computes prompts has one replica"),
     "chat_template": (_NONE, "a request may not bring its own chat template"),
     "bad_words": (_NONE, "bad_words is not available; use logit_bias"),
     "allowed_token_ids": (_NONE, "allowed_token_ids is not available; use logit_bias"),

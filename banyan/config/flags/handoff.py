@@ -1,0 +1,41 @@
+"""Flags of servers that share the work: one computes prompts, another one continues them."""
+
+from banyan.config.flags.flag import INT, Elsewhere, Flag
+
+_PARITY = "tests/system/test_handoff.py::test_a_pair_answers_like_one_server"
+
+FLAGS = (
+    Flag(
+        "disaggregation-mode",
+        "handoff.mode",
+        "prefill = compute prompts and hand them over; decode = continue prompts that another "
+        "server has computed; null = do both",
+        choices=("null", "prefill", "decode"),
+        proof=_PARITY,
+    ),
+    Flag(
+        "disaggregation-transfer-backend",
+        "handoff.transfer",
+        "what carries pages from one to the other: tcp; fake = nothing, for load tests of one "
+        "side; or the name of an installed one",
+        choices=("tcp", "fake"),
+        plugins="banyan.transfers",
+        elsewhere=(
+            Elsewhere(
+                "mooncake nixl ascend mori mooncake_tcp",
+                "pages travel over plain connections, from memory of the host",
+                "use tcp",
+            ),
+        ),
+        proof="tests/system/test_handoff.py::test_a_fake_transfer_needs_no_other_server",
+    ),
+    Flag(
+        "disaggregation-bootstrap-port",
+        "handoff.port",
+        "where a server that computes prompts hands them over",
+        kind=INT,
+        low=1,
+        high=65535,
+        proof=_PARITY,
+    ),
+)

@@ -1,0 +1,63 @@
+"""What the flags say of servers that share the work, one computing prompts and one continuing them:
+which combinations are refused. Part of `config/resolve.py`; knows no connections.
+"""
+
+from banyan.base.errors import ConfigError
+from banyan.base.hosts import is_loopback
+from banyan.config.card import STATE, ModelCard
+from banyan.config.env import Environment
+from banyan.config.schema import Config
+
+
+def check_the_handoff(config: Config, card: ModelCard, environment: Environment) -> Config:
+    """Pages are handed over by one rank to one rank, and shared like any prefix."""
+    handoff, parallel, cache = config.handoff, config.parallel, config.cache
+    if not handoff.role:
+        return config
+    flag = f"--disaggregation-mode {handoff.mode}"
+    if parallel.world > 1:
+        raise ConfigError(
+            f"{flag} is not available with --tp-size {parallel.tp} and --pp-size {parallel.pp}: "
+            "pages of several ranks are not cut anew",
+            hint="leave both at 1",
+        )
+    if parallel.dp > 1:
+        raise ConfigError(
+            f"{flag} is not available with --dp-size {parallel.dp}: one replica hands over",
+            hint="start several servers with one replica each, and let the router choose",
+        )
+    if cache.disable_radix:
+        raise ConfigError(
+            f"{flag} and --disable-radix-cache exclude each other: what is handed over is a prefix",
+            hint="leave one of them out",
+        )
+    if cache.store:
+        raise ConfigError(
+            f"{flag} and --hicache-storage-backend {cache.store} exclude each other: pages come "
+            "from one place at a time",
+            hint="leave one of them out",
+        )
+    if card.pooling is not None or card.needs_whole_prompts or config.model.is_embedding:
+        raise ConfigError(f"{flag}: this model generates nothing", hint="leave it out")
+    if config.speculative.is_model:
+        raise ConfigError(
+            f"{flag} and --speculative-algorithm {config.speculative.algorithm}: a draft model's "
+            "part of the cache is not handed over",
+            hint="use NGRAM, or leave it out",
+        )
+    if STATE in card.layer_kinds:
+        raise ConfigError(
+            f"{flag}: some layers of this model keep a state, which is not handed over",
+            hint="leave it out",
+        )
+    if handoff.mode == "prefill" and not is_loopback(config.server.host):
+        _check_the_secret(flag, config.server.host, environment)
+    return config
+
+
+def _check_the_secret(flag: str, host: str, environment: Environment) -> None:
+    if not environment.dist_secret:
+        raise ConfigError(
+            f"{flag} listens at {host}, which others may reach, and has no secret",
+            hint="set BANYAN_DIST_SECRET to the same long random text for both servers",
+        )

@@ -1,0 +1,185 @@
+"""What carries pages beyond the device of one replica, as the flags wish: to a store that outlives
+the process, or from one server to another. Part of the composition root (replica.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.config.card import ModelCard
+from banyan.config.drafts import draft_of
+from banyan.config.kv_scales import read_kv_scales
+from banyan.config.schema import Config
+from banyan.config.stored import store_wishes
+from banyan.formats.shards import files_of_weights
+from banyan.layers.build import Build
+from banyan.layers.cache import PageGroup
+from banyan.memory.groups import CacheGroup
+from banyan.memory.peers import can_be_handed_over
+from banyan.memory.tiers import can_be_stored
+from banyan.ops.bind import BoundOps
+from banyan.platform.base import Traits
+from banyan.runner.kvstore import KVStore
+from banyan.runner.speculative.beside import DraftModel
+from banyan.transfer.base import STORES, StoreOptions
+from banyan.transfer.identity import digest_of_code, digest_of_files, identity
+from banyan.transfer.mover import Mover, PageMover
+
+log = logger(__name__)
+
+OpenMover = Callable[[KVStore], PageMover]
+_NUMERIC_ROOMS = ("layers", "models", "ops", "runner")
+"""Folders whose code decides what bytes a page holds."""
+_SHOWN = 16
+"""Letters of a digest that people are shown."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one replica serves, as far as the bytes of its pages depend on it.
+
+    Attributes:
+        groups: of the cache as the model's layers declare them.
+        pools: the same groups as the engine counts them.
+        draft: a model that drafts, whose part of a page lies beside this one's; None = none does.
+    """
+
+    config: Config
+    card: ModelCard
+    traits: Traits
+    build: Build
+    groups: tuple[PageGroup, ...]
+    pools: Sequence[CacheGroup]
+    draft: DraftModel | None = None
+
+    def model_facts(self) -> tuple[object, ...]:
+        """Of the weights, and of how they are read."""
+        model, ranks = self.config.model, self.build.groups.attention.size
+        files = [] if model.load_format == "dummy" else files_of_weights(self.card.path)
+        return (
+            *(replace(self.card, path=""), digest_of_files(files)),
+            *(model.revision, model.load_format, model.implementation),
+            *(sorted(model.overrides.items()), model.loader_functions, model.context_length),
+            *(model.quantization, self.config.parallel.tp, self.config.parallel.pp),
+            [read_kv_scales(self.config, self.card, rank) for rank in range(ranks)],
+        )
+
+    def code_facts(self) -> tuple[object, ...]:
+        """Of what computes: other code, or other kernels, may compute other bytes."""
+        device = self.config.device
+        return (
+            *(digest_of_code(_NUMERIC_ROOMS), torch.__version__),
+            *(sorted(self.traits.features), device.isa, device.exact_head),
+            [(c.label, c.kernel) for c in cast(BoundOps, self.build.ops).choices],
+            self.config.model.cpu_activations,
+        )
+
+    def draft_facts(self) -> tuple[object, ...]:
+        """Of a draft model's part of a page."""
+        if self.draft is None:
+            return ()
+        card, model = self.draft.model.card, draft_of(self.config)
+        files = [] if model.load_format == "dummy" else files_of_weights(card.path)
+        choices = cast(BoundOps, self.draft.build.ops).choices
+        return (
+            *(replace(card, path=""), digest_of_files(files), model.load_format),
+            *(model.quantization, [(choice.label, choice.kernel) for choice in choices]),
+        )
+
+    def page_facts(self) -> dict[str, str]:
+        """Of a page itself, by name."""
+        config = self.config
+        return {
+            "page size": str(config.cache.page_size),
+            "number type": config.model.activation_dtype,
+            "number type of the cache": config.cache.dtype,
+        }
+
+
+def mover_of(served: Served, wake: Callable[[], None], secret: str) -> OpenMover | None:
+    """What opens the mover of a replica; None where pages stay on the device.
+
+    Args:
+        wake: rung whenever something has ended.
+        secret: what servers that hand over to each other have in common.
+    """
+    config = served.config
+    _check_the_device(config, served.traits)
+    if config.handoff.role:
+        return _rooms_of(served, wake, secret)
+    return _store_of(served, wake) if config.cache.store else None
+
+
+def _check_the_device(config: Config, traits: Traits) -> None:
+    """Pages are moved from and to the memory of the host only."""
+    flags = {
+        "--enable-hierarchical-cache": config.cache.hierarchical,
+        f"--disaggregation-mode {config.handoff.mode}": bool(config.handoff.role),
+    }
+    for flag, is_given in flags.items():
+        if is_given and not traits.is_host:
+            raise ConfigError(
+                f"{flag} is not available on {traits.name}: pages are moved from and to the memory "
+                "of the host only",
+                hint="leave it out",
+            )
+
+
+def _store_of(served: Served, wake: Callable[[], None]) -> OpenMover:
+    cache = served.config.cache
+    if not can_be_stored(served.pools):
+        raise ConfigError(
+            f"--hicache-storage-backend {cache.store}: some layers of this model do not keep every "
+            "position, or keep them in pages of another size",
+            hint="leave it out",
+        )
+    facts = (
+        *(served.model_facts(), served.code_facts(), served.page_facts(), served.groups),
+        served.draft_facts(),
+    )
+    rest = store_wishes(cache).rest
+    open_store = STORES.load(cache.store)
+
+    def open_mover(pages: KVStore) -> Mover:
+        sizes = [pages.page_bytes(group) for group in range(len(pages.groups))]
+        store = open_store(StoreOptions(identity(facts), sizes, rest))
+        log.info(
+            "store=%s capacity_gb=%.1f: pages of the cache outlive this process",
+            *(cache.store, store.capacity_bytes / 1e9),
+        )
+        return Mover(pages, store, wake)
+
+    return open_mover
+
+
+def _rooms_of(served: Served, wake: Callable[[], None], secret: str) -> OpenMover:
+    from banyan.transfer.rooms.base import TRANSFERS, RoomOptions  # nobody else needs sockets
+
+    handoff, host = served.config.handoff, served.config.server.host
+    if not can_be_handed_over(served.pools):
+        raise ConfigError(
+            f"--disaggregation-mode {handoff.mode}: no layer of this model keeps every position",
+            hint="leave it out",
+        )
+    options = RoomOptions(
+        is_giver=handoff.mode == "prefill",
+        host=host,
+        port=handoff.port,
+        secret=secret,
+        facts={
+            "model": identity(served.model_facts()).hex()[:_SHOWN],
+            "release or its kernels": identity(served.code_facts()).hex()[:_SHOWN],
+            "layout of the cache": identity(served.groups).hex()[:_SHOWN],
+            "draft model": identity(served.draft_facts()).hex()[:_SHOWN],
+            **served.page_facts(),
+        },
+        vocab_size=served.card.vocab_size,
+        lease_s=handoff.lease_s,
+        patience_s=handoff.patience_s,
+    )
+    open_rooms = TRANSFERS.load(handoff.transfer)
+    return lambda pages: open_rooms(pages, options, wake)

@@ -1,0 +1,249 @@
+"""GivingRooms: keeps the pages of rooms in memory of the host until they are taken, and gives them.
+
+A page is given to whoever names the room that it was put into, knows the secret, and asks for the
+same sequence; once. What nobody takes goes when its lease is over.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger
+from banyan.messages.plan import CopyResult, Lookup, PageCopy, place_of
+from banyan.messages.rooms import CloseRoom, HandOff, OpenRoom, RoomClosed, RoomOrder
+from banyan.transfer.mover import Pages
+from banyan.transfer.rooms import wire
+from banyan.transfer.rooms.base import End, LoopThread, Outbox, RoomOptions
+
+log = logger(__name__)
+
+_MOST_CONNECTIONS = 1024
+_MOST_WANTS_BYTES = 1 << 23
+_REMEMBERED = 4096
+"""Rooms that have ended, so that whoever asks for them later need not wait."""
+_START_S = 10.0
+_TAKEN = wire.Gone(503, "its pages were given away already")
+_ENDED = wire.Gone(503, "its request has ended there before its prompt was computed")
+_EXPIRED = wire.Gone(504, "nobody took it in time")
+
+
+@dataclass
+class _Room:
+    """A room that is open."""
+
+    digest: bytes
+    units: int
+    pages: dict[tuple[int, int, int], np.ndarray] = field(
+        default_factory=dict[tuple[int, int, int], np.ndarray]
+    )
+    """By unit, place in the unit, and group."""
+    handoff: HandOff | None = None
+    taker: wire.Channel | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    lease: asyncio.TimerHandle | None = None
+
+
+class GivingRooms:
+    """Satisfies PageMover. What has no lock belongs to the thread.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+
+    def __init__(self, pages: Pages, options: RoomOptions, wake: Callable[[], None]) -> None:
+        self._pages = pages
+        self._options = options
+        self._master = wire.master_of(options.secret)
+        self._out = Outbox(wake)
+        self._rooms: dict[bytes, _Room] = {}
+        self._gone: dict[bytes, wire.Gone] = {}
+        self._awaited: dict[bytes, asyncio.Event] = {}
+        self._connections = 0
+        self._thread = LoopThread("rooms")
+        try:
+            self._thread.wait(self._listen(), _START_S)
+        except OSError as error:
+            self._thread.close()
+            raise ConfigError(
+                f"--disaggregation-bootstrap-port {options.port}: cannot listen at "
+                f"{options.host}: {error.strerror}",
+                hint="name a port that is free",
+            ) from None
+
+    # -- from the engine ----------------------------------------------------------------------
+
+    def start(self, copies: list[PageCopy]) -> None:
+        away = [copy for copy in copies if not copy.is_on_device]
+        if away:
+            taken = [(copy, self._pages.take(copy.group, copy.src.page)) for copy in away]
+            self._thread.call(self._keep, taken)
+
+    def look(self, lookups: list[Lookup]) -> None:
+        """Rooms hold nothing that is looked up."""
+        assert not lookups
+
+    def obey(self, orders: list[RoomOrder]) -> None:
+        for order in orders:
+            self._thread.call(self._obey, order)
+
+    def ended(self) -> list[End]:
+        return self._out.take()
+
+    def close(self) -> None:
+        self._thread.close()
+
+    # -- in the thread ------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        await asyncio.start_server(
+            lambda reader, writer: self._thread.run(self._serve(reader, writer)) and None,
+            *(self._options.host, self._options.port),
+        )
+
+    def _keep(self, taken: list[tuple[PageCopy, np.ndarray]]) -> None:
+        ids, failed = list[int](), list[int]()
+        for copy, payload in taken:
+            name, unit, part = place_of(copy.dst.key)
+            room = self._rooms.get(name)
+            (failed if room is None else ids).append(copy.id)
+            if room is not None:
+                room.pages[unit, part, copy.group] = payload
+                room.changed.set()
+        self._out.tell(CopyResult(ids, failed))
+
+    def _obey(self, order: RoomOrder) -> None:
+        match order:
+            case OpenRoom():
+                self._gone.pop(order.room, None)
+                self._rooms[order.room] = _Room(order.digest, order.units)
+                self._call(order.room)
+            case HandOff():
+                room = self._rooms.get(order.room)
+                if room is None:
+                    return
+                room.handoff = order
+                lease_s = self._options.lease_s
+                room.lease = self._thread.loop.call_later(lease_s, self._expire, order.room)
+                room.changed.set()
+            case CloseRoom():
+                self._drop(order.room, _ENDED)
+            case _:
+                raise AssertionError(f"a server that gives was told {order}")
+
+    def _expire(self, name: bytes) -> None:
+        log.warning("a room was not taken for %.0f s: its pages go", self._options.lease_s)
+        self._drop(name, _EXPIRED)
+
+    def _drop(self, name: bytes, why: wire.Gone) -> None:
+        """Let a room and its pages go."""
+        room = self._rooms.pop(name, None)
+        self._gone[name] = why
+        if len(self._gone) > _REMEMBERED:
+            del self._gone[next(iter(self._gone))]
+        self._call(name)
+        if room is None:
+            return
+        if room.lease is not None:
+            room.lease.cancel()
+        if room.taker is not None:
+            room.taker.abort()
+        room.changed.set()
+        room.pages.clear()
+        self._out.tell(RoomClosed(name))
+
+    def _call(self, name: bytes) -> None:
+        """Tell who waits for a room that there is news of it."""
+        if name in self._awaited:
+            self._awaited.pop(name).set()
+
+    # -- one connection -----------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        try:
+            if self._connections > _MOST_CONNECTIONS:
+                raise wire.Broken(f"{_MOST_CONNECTIONS} connections are open")
+            channel = await wire.greet(reader, writer, self._master, is_giver=True)
+            _, body = await channel.receive(wire.MAX_SEEK, wire.GREETING_S)
+            await self._answer(channel, wire.unpack(body, wire.Seek))
+        except (OSError, EOFError, wire.Broken, wire.Corrupt) as error:
+            log.info("a connection about a room ends: %s", str(error) or type(error).__name__)
+        finally:
+            self._connections -= 1
+            writer.transport.abort() if writer.is_closing() else writer.close()
+
+    async def _answer(self, channel: wire.Channel, seek: wire.Seek) -> None:
+        room = await self._find(channel, seek.room)
+        if isinstance(room, wire.Gone):
+            await channel.send(wire.GONE, wire.pack(room))
+            return
+        if room.taker is not None:
+            await channel.send(wire.GONE, wire.pack(_TAKEN))
+            return
+        if room.digest != seek.digest:
+            other = wire.Gone(400, "it computes another prompt there, or with other weights")
+            await channel.send(wire.GONE, wire.pack(other))
+            return
+        room.taker = channel
+        try:
+            await self._hand_over(channel, room)
+        finally:
+            if self._rooms.get(seek.room) is room:
+                self._drop(seek.room, _TAKEN)
+
+    async def _find(self, channel: wire.Channel, name: bytes) -> _Room | wire.Gone:
+        loop = self._thread.loop
+        until = loop.time() + self._options.patience_s
+        while (room := self._rooms.get(name)) is None:
+            if name in self._gone:
+                return self._gone[name]
+            if loop.time() > until:
+                return wire.Gone(504, f"it was not asked for within {self._options.patience_s:g} s")
+            await self._news(channel, self._awaited.setdefault(name, asyncio.Event()))
+        return room
+
+    async def _hand_over(self, channel: wire.Channel, room: _Room) -> None:
+        facts = wire.Found(room.units, self._options.facts)
+        await channel.send(wire.FOUND, wire.pack(facts))
+        for want in wire.unpack_wants(await self._wants(channel)):
+            while want not in room.pages and room.handoff is None:
+                await self._news(channel, room.changed)
+                room.changed.clear()
+            page = room.pages.pop(want, None)
+            if page is None:
+                await channel.send(wire.ABSENT)
+            else:
+                await channel.send(wire.PAGE, page.data)
+        while room.handoff is None:
+            await self._news(channel, room.changed)
+            room.changed.clear()
+        await channel.send(wire.HANDOFF, wire.pack(room.handoff))
+        await channel.receive({wire.DONE: 0}, wire.SILENCE_S)
+
+    async def _wants(self, channel: wire.Channel) -> bytes:
+        """Which pages are wanted; said when there is room for them."""
+        most = {wire.WANT: _MOST_WANTS_BYTES}
+        coming = asyncio.ensure_future(channel.receive(most, self._options.lease_s))
+        try:
+            while not (await asyncio.wait({coming}, timeout=wire.PING_S))[0]:
+                await channel.send(wire.PING)
+            return coming.result()[1]
+        finally:
+            coming.cancel()
+
+    async def _news(self, channel: wire.Channel, event: asyncio.Event) -> None:
+        """Wait until something is new, and say meanwhile that this server lives.
+
+        Raises:
+            EOFError: the other side has gone.
+        """
+        try:
+            async with asyncio.timeout(wire.PING_S):
+                await event.wait()
+        except TimeoutError:
+            await channel.send(wire.PING)
+        if channel.reader.at_eof():
+            raise EOFError("the server that takes has gone")

@@ -1,0 +1,445 @@
+"""Two servers share the work: one computes prompts, the other one continues them."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import BanyanError, ConfigError
+from banyan.llm import Engine
+from tests.models.families import tiny
+from tests.system.handing import (
+    FLAGS,
+    WAIT_S,
+    Pair,
+    Proxy,
+    Servers,
+    engines,
+    fresh_room,
+    servers,
+)
+from tests.system.serving import wait_until
+
+PROMPT = [i * 7 % 400 + 5 for i in range(300)]
+GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
+
+
+@pytest.fixture(scope="module")
+def single(tiny_model: Path) -> Iterator[Engine]:
+    """One engine that does it all."""
+    with Engine(str(tiny_model), **FLAGS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def pair(tiny_model: Path) -> Iterator[Pair]:
+    with engines(tiny_model, {"chunked_prefill_size": 64}) as found:
+        yield found
+
+
+def told(found: dict) -> dict[str, object]:
+    """Tokens and log-probabilities, bit for bit, and why it ended."""
+    meta = found["meta_info"]
+    names = ("output_token_logprobs", "input_token_logprobs", "output_top_logprobs")
+    scores = {name: meta.get(name) for name in names}
+    return {"ids": found["output_ids"], "end": meta["finish_reason"], **scores}
+
+
+def is_whole(engine: Engine) -> bool:
+    """Every page is free or cached, and no request is left."""
+    (state,) = engine.get_server_info()["internal_states"]
+    stats = state["stats"]
+    is_idle = not stats["running"] and not stats["waiting"] and not stats["held_pages"]
+    return is_idle and stats["free_pages"] + stats["cached_pages"] == stats["total_pages"]
+
+
+CASES = {
+    "greedy": {"sampling_params": GREEDY},
+    "scores": {"sampling_params": GREEDY, "return_logprob": True, "top_logprobs_num": 2},
+    "scores of the prompt": {
+        "sampling_params": GREEDY,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+    },
+    "seeded": {
+        "sampling_params": {"temperature": 1.0, "sampling_seed": 7, "max_new_tokens": 12},
+        "return_logprob": True,
+    },
+    "penalties": {
+        "sampling_params": {**GREEDY, "frequency_penalty": 1.0, "repetition_penalty": 1.3}
+    },
+    "a schema": {"sampling_params": {**GREEDY, "max_new_tokens": 24, "json_schema": SCHEMA}},
+    "one token": {"sampling_params": {**GREEDY, "max_new_tokens": 1}, "return_logprob": True},
+    "no token": {"sampling_params": {**GREEDY, "max_new_tokens": 0}},
+    "a stop text": {"sampling_params": {**GREEDY, "max_new_tokens": 40, "stop": ["e"]}},
+    "several": {"sampling_params": {"temperature": 1.0, "sampling_seed": 3, "n": 3}},
+}
+
+
+@pytest.mark.parametrize("length", [3, 16, 33, 64, 300])
+@pytest.mark.parametrize("case", CASES)
+def test_a_pair_answers_like_one_server(pair: Pair, single: Engine, case: str, length: int) -> None:
+    prompt = [(x + length) % 390 + 5 for x in PROMPT[:length]]
+    body = {"input_ids": prompt, **CASES[case]}
+    right, found = single.generate(**body), pair.ask(**body)
+    if isinstance(right, list):
+        assert [told(x) for x in found] == [told(x) for x in right]
+    else:
+        assert told(found) == told(right)
+        assert found["meta_info"]["cached_tokens"] <= length
+
+
+def test_a_batch_brings_a_list_of_rooms(pair: Pair, single: Engine) -> None:
+    body = {"input_ids": [PROMPT[:40], PROMPT[:90]], "sampling_params": GREEDY}
+    found = pair.ask([fresh_room(), fresh_room()], **body)
+    assert [told(x) for x in found] == [told(x) for x in single.generate(**body)]
+    with pytest.raises(BanyanError, match="another number for each prompt"):
+        pair.decode.generate(**body, **pair.meeting([5, 5]))
+    with pytest.raises(BanyanError, match="must be a list of 2 numbers"):
+        pair.decode.generate(**body, **pair.meeting(5))
+
+
+def test_prefixes_that_either_side_has_cached_change_no_answer(pair: Pair, single: Engine) -> None:
+    prompt = [x % 390 + 6 for x in PROMPT]
+    body = {"input_ids": prompt, "sampling_params": GREEDY, "return_logprob": True}
+    right = told(single.generate(**body))
+    first, second = pair.ask(**body), pair.ask(**body)
+    assert told(first) == told(second) == right
+    assert first["meta_info"]["cached_tokens"] == 0, "of the side that computed it"
+    assert second["meta_info"]["cached_tokens"] == 288
+    pair.decode.flush_cache()
+    assert told(pair.ask(**body)) == right
+    pair.prefill.flush_cache()
+    assert told(pair.ask(**body)) == right
+    wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all pages back")
+
+
+def test_many_at_once_in_a_small_cache_answer_alike(tiny_model: Path, single: Engine) -> None:
+    """The decode side has room for few of them: requests wait, and some are retracted."""
+    params = {**GREEDY, "max_new_tokens": 60}
+    prompts = [[(x * (i + 2)) % 390 + 5 for x in PROMPT[: 60 + 7 * i]] for i in range(8)]
+    right = [single.generate(input_ids=p, sampling_params=params)["output_ids"] for p in prompts]
+    small = {"max_total_tokens": 512, "schedule_conservativeness": 0.1}
+    with engines(tiny_model, small, small) as tight:
+        begun = [tight.start(input_ids=p, sampling_params=params) for p in prompts]
+        found = [second.result(WAIT_S)["output_ids"] for _, second in begun]
+        assert found == right
+        wait_until(lambda: is_whole(tight.prefill), WAIT_S, "all pages of prefill back")
+        wait_until(lambda: is_whole(tight.decode), WAIT_S, "all pages of decode back")
+
+
+def test_layers_with_a_window_are_handed_over(tmp_path: Path) -> None:
+    model = tmp_path / "windowed"
+    tiny("gemma2", model)
+    prompt = [2 + 7 * i % 60 for i in range(90)]
+    asked = {"input_ids": prompt, "sampling_params": GREEDY, "return_logprob": True}
+    plain = {"skip_tokenizer_init": True}
+    with Engine(str(model), **FLAGS, **plain) as alone:
+        first = alone.generate(**asked)
+        # However a prompt is cut, the tokens are the same; so is a score to its last bit where
+        # the rows are, which here begin behind the pages.
+        longer = [*prompt, first["output_ids"][0]]
+        rest = alone.generate(**{**asked, "input_ids": longer})
+    with engines(model, plain, plain) as both:
+        found = both.ask(**asked)
+        assert found["output_ids"] == first["output_ids"]
+        assert told(found)["output_token_logprobs"][1:] == told(rest)["output_token_logprobs"][:-1]
+        stats = both.decode.get_server_info()["internal_states"][0]["stats"]
+        assert stats["computed_tokens"] < 40, "the prompt came, and was not computed"
+        wait_until(lambda: is_whole(both.prefill) and is_whole(both.decode), WAIT_S, "all back")
+
+
+def test_the_decode_side_computes_no_prompt(pair: Pair) -> None:
+    def computed(engine: Engine) -> int:
+        (state,) = engine.get_server_info()["internal_states"]
+        return state["stats"]["computed_tokens"]
+
+    wait_until(lambda: is_whole(pair.decode), WAIT_S, "rest")
+    before = computed(pair.decode)
+    prompt = [(x * 3) % 390 + 5 for x in PROMPT]
+    pair.ask(input_ids=prompt, sampling_params=GREEDY)
+    wait_until(lambda: is_whole(pair.decode), WAIT_S, "rest")
+    assert computed(pair.decode) - before <= 300 % 16 + 8 + 1
+
+
+# -- what is refused -------------------------------------------------------------------------
+
+
+def test_requests_that_do_not_go_with_the_role_are_refused(pair: Pair, single: Engine) -> None:
+    body = {"input_ids": PROMPT[:9], "sampling_params": GREEDY}
+    for side in (pair.prefill, pair.decode):
+        with pytest.raises(BanyanError, match="names no bootstrap_room"):
+            side.generate(**body)
+    with pytest.raises(BanyanError, match="--disaggregation-mode"):
+        single.generate(**body, **pair.meeting())
+    with pytest.raises(BanyanError, match="bootstrap_host must name the server"):
+        pair.decode.generate(**body, bootstrap_room=fresh_room())
+    with pytest.raises(BanyanError, match="on another machine, and this server has no secret"):
+        pair.decode.generate(**body, **{**pair.meeting(), "bootstrap_host": "192.0.2.7"})
+
+
+def test_another_prompt_in_the_same_room_is_refused(pair: Pair, single: Engine) -> None:
+    room = fresh_room()
+    mine, other = ([(x + i) % 390 + 5 for x in PROMPT] for i in (11, 12))
+    begun = pair.pool.submit(
+        pair.prefill.generate, input_ids=mine, sampling_params=GREEDY, **pair.meeting(room)
+    )
+    with pytest.raises(BanyanError, match="another prompt there"):
+        pair.decode.generate(input_ids=other, sampling_params=GREEDY, **pair.meeting(room))
+    begun.result(WAIT_S)
+    right = single.generate(input_ids=other, sampling_params=GREEDY)["output_ids"]
+    assert pair.ask(input_ids=other, sampling_params=GREEDY)["output_ids"] == right
+    again = pair.decode.generate(input_ids=mine, sampling_params=GREEDY, **pair.meeting(room))
+    assert (
+        again["output_ids"] == single.generate(input_ids=mine, sampling_params=GREEDY)["output_ids"]
+    )
+
+
+def test_a_room_is_used_once(pair: Pair) -> None:
+    room, body = fresh_room(), {"input_ids": PROMPT[:50], "sampling_params": GREEDY}
+    pair.prefill.generate(**body, **pair.meeting(room))
+    with pytest.raises(BanyanError, match="bootstrap_room is in use"):
+        pair.prefill.generate(**body, **pair.meeting(room))
+    pair.decode.generate(**body, **pair.meeting(room))
+    with pytest.raises(BanyanError, match="given away already"):
+        pair.decode.generate(**body, **pair.meeting(room))
+    assert pair.ask(room, **body), "and then anew"
+
+
+def test_servers_whose_pages_differ_say_what_differs(tiny_model: Path) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    with engines(tiny_model, {"page_size": 32}) as uneven:
+        first, second = uneven.start(**body)
+        with pytest.raises(BanyanError, match=r"page size differs: 32 there, 16 here"):
+            second.result(WAIT_S)
+        first.result(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"tp_size": 2}, "several ranks are not cut anew"),
+        ({"dp_size": 2}, "one replica hands over"),
+        ({"disable_radix_cache": True}, "exclude each other"),
+        (
+            {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
+            "exclude each other",
+        ),
+        ({"host": "0.0.0.0"}, "BANYAN_DIST_SECRET"),
+        ({"disaggregation_transfer_backend": "mooncake"}, "use tcp"),
+        ({"disaggregation_transfer_backend": "nixl"}, "use tcp"),
+        ({"disaggregation_transfer_backend": "ascend"}, "use tcp"),
+    ],
+)
+def test_what_does_not_go_with_a_handoff_is_refused_at_the_start(
+    tiny_model: Path, flags: dict[str, object], why: str
+) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Engine(str(tiny_model), **{**FLAGS, "disaggregation_mode": "prefill", **flags})
+
+
+# -- failures --------------------------------------------------------------------------------
+
+
+def test_a_room_that_never_comes_fails_in_time(
+    tiny_model: Path, single: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "0.5")
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    with engines(tiny_model) as hasty:
+        with pytest.raises(BanyanError, match=r"within 0\.5 s"):
+            late = hasty.pool.submit(hasty.decode.generate, **body, **hasty.meeting())
+            late.result(WAIT_S / 4)
+        assert hasty.ask(**body)["output_ids"] == single.generate(**body)["output_ids"]
+
+
+def test_a_room_that_nobody_takes_is_given_back(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "0.5")
+    room, body = fresh_room(), {"input_ids": PROMPT, "sampling_params": GREEDY}
+    with engines(tiny_model) as hasty:
+        hasty.prefill.generate(**body, **hasty.meeting(room))
+
+        def is_back() -> bool:
+            try:
+                hasty.decode.generate(**body, **hasty.meeting(room))
+            except BanyanError as error:
+                return "nobody took it in time" in str(error)
+            return False
+
+        time.sleep(0.6)  # for the lease itself
+        assert is_back()
+        assert hasty.ask(room, **body), "the number of the room may be used again"
+        wait_until(lambda: is_whole(hasty.prefill), WAIT_S, "all pages back")
+
+
+@pytest.fixture
+def spoiled(tiny_model: Path) -> Iterator[tuple[Pair, Proxy]]:
+    proxies: list[Proxy] = []
+
+    def through(port: int) -> int:
+        proxies.append(Proxy(port))
+        return proxies[0].port
+
+    with engines(tiny_model, through=through) as found:
+        yield found, proxies[0]
+    proxies[0].close()
+
+
+def test_a_page_that_was_changed_on_its_way_is_computed(
+    spoiled: tuple[Pair, Proxy], single: Engine
+) -> None:
+    found, proxy = spoiled
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+
+    def flip(at: int, data: bytes) -> bytes:
+        place = 30_000 - at
+        if 0 <= place < len(data):
+            return data[:place] + bytes((data[place] ^ 1,)) + data[place + 1 :]
+        return data
+
+    proxy.spoil = flip
+    answer = found.ask(**body)
+    assert proxy.sent > 40_000, "the bit lies within the pages"
+    assert answer["output_ids"] == single.generate(**body)["output_ids"]
+    stats = found.decode.get_server_info()["internal_states"][0]["stats"]
+    assert stats["computed_tokens"] > 100, "what came after the page was computed"
+    wait_until(lambda: is_whole(found.decode), WAIT_S, "all pages back")
+
+
+def test_a_connection_that_ends_in_the_middle_fails_its_request_alone(
+    spoiled: tuple[Pair, Proxy], single: Engine
+) -> None:
+    found, proxy = spoiled
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+
+    def cut(at: int, data: bytes) -> bytes:
+        if at + len(data) > 20_000:
+            raise OSError("cut")
+        return data
+
+    proxy.spoil = cut
+    first, second = found.start(**body)
+    with pytest.raises(BanyanError, match="was lost before the prompt was handed over"):
+        second.result(WAIT_S)
+    first.result(WAIT_S)
+    proxy.spoil = lambda at, data: data
+    assert found.ask(**body)["output_ids"] == single.generate(**body)["output_ids"]
+    wait_until(lambda: is_whole(found.prefill) and is_whole(found.decode), WAIT_S, "all back")
+
+
+def test_a_fake_transfer_needs_no_other_server(tiny_model: Path) -> None:
+    fake = {"disaggregation_transfer_backend": "fake"}
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    with engines(tiny_model, fake, fake) as alone:
+        assert len(alone.decode.generate(**body)["output_ids"]) == 8
+        assert len(alone.prefill.generate(**body)["output_ids"]) == 1
+        stats = alone.decode.get_server_info()["internal_states"][0]["stats"]
+        assert stats["computed_tokens"] < 40, "no prompt was computed"
+
+
+# -- real servers ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair_of_servers(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
+    with servers(tmp_path_factory.mktemp("pair"), tiny_model) as found:
+        yield found
+
+
+def test_routes_and_facts_tell_of_the_role(pair_of_servers: Servers) -> None:
+    both = pair_of_servers
+    for server, mode in ((both.prefill, "prefill"), (both.decode, "decode")):
+        assert server.http.get("/model_info").json()["disaggregation_mode"] == mode
+        assert server.http.get("/health_generate").status_code == 200
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 6, "temperature": 0}
+    first, second = both.start("/v1/chat/completions", body)
+    assert first.result(WAIT_S).status_code == second.result(WAIT_S).status_code == 200
+    chat = second.result().json()
+    assert chat["usage"]["completion_tokens"] == 6
+    first, second = both.start("/v1/chat/completions", {**body, "stream": True})
+    assert first.result(WAIT_S).status_code == 200
+    lines = [x[6:] for x in second.result(WAIT_S).text.splitlines() if x.startswith("data: {")]
+    deltas = [json.loads(line)["choices"] for line in lines]
+    text = "".join(d[0]["delta"].get("content") or "" for d in deltas if d)
+    assert text == chat["choices"][0]["message"]["content"]
+    prompts = {"prompt": ["One two", "three four five"], "max_tokens": 4, "temperature": 0}
+    first, second = both.start("/v1/completions", prompts, [fresh_room(), fresh_room()])
+    assert first.result(WAIT_S).status_code == 200
+    assert len(second.result(WAIT_S).json()["choices"]) == 2
+
+
+def test_a_stopped_prefill_server_is_noticed(pair_of_servers: Servers) -> None:
+    both = pair_of_servers
+    body = {"input_ids": PROMPT, "sampling_params": GREEDY}
+    engine = both.prefill.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        answer = both.start("/generate", body)[1].result(WAIT_S)
+        assert answer.status_code == 504, answer.text
+        assert time.monotonic() - began < 20
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    wait_until(
+        lambda: both.start("/generate", body)[1].result(WAIT_S).status_code == 200,
+        WAIT_S,
+        "the pair to work again",
+    )
+
+
+def test_a_killed_prefill_server_fails_what_waits_for_it_and_nothing_else(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    body = {"input_ids": PROMPT, "sampling_params": {**GREEDY, "max_new_tokens": 1500}}
+    with servers(tmp_path, tiny_model) as both:
+        runs = both.start("/generate", body)[1]
+        wait_until(lambda: both.decode.stats()["running"] == 1, WAIT_S, "a request to run")
+        waits = both.start("/generate", body, fresh_room())  # opened; then it is killed
+        lonely = both.pool.submit(
+            both.decode.http.post,
+            "/generate",
+            json={
+                **body,
+                "bootstrap_host": "127.0.0.1",
+                "bootstrap_port": both.port,
+                "bootstrap_room": fresh_room(),
+            },
+        )
+        wait_until(lambda: both.decode.stats()["waiting"] >= 1, WAIT_S, "one to wait")
+        both.prefill.kill()
+        answer = lonely.result(WAIT_S)
+        assert answer.status_code == 503, answer.text
+        assert waits[1].result(WAIT_S).status_code in (200, 503)
+        assert runs.result(WAIT_S).status_code == 200
+        late = both.decode.http.post(
+            "/generate",
+            json={
+                **body,
+                "bootstrap_host": "127.0.0.1",
+                "bootstrap_port": both.port,
+                "bootstrap_room": fresh_room(),
+            },
+        )
+        assert late.status_code == 503 and "cannot be reached" in late.text
+        assert both.decode.http.get("/health_generate").status_code == 200
+        wait_until(lambda: not both.decode.stats()["held_pages"], WAIT_S, "all pages back")
+
+
+def test_a_client_that_goes_leaves_nothing_on_either_side(pair: Pair) -> None:
+    """Decode asks for a room that prefill has not been told of, and its client goes."""
+    body = {"input_ids": PROMPT, "sampling_params": {**GREEDY, "max_new_tokens": 900}}
+    room = fresh_room()
+    stream = pair.decode.generate(**body, stream=True, **pair.meeting(room))
+    pair.prefill.generate(**body, **pair.meeting(room))
+    next(stream)
+    stream.close()
+    wait_until(lambda: is_whole(pair.decode) and is_whole(pair.prefill), WAIT_S, "all pages back")
