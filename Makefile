@@ -12,7 +12,8 @@ ARGS =
 TESTS = tests
 NPU_RELEASES = 2.13.0 2.14.0
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
-  .clients/instructor/.installed .clients/node/.installed
+  .clients/instructor/.installed .clients/node/.installed \
+  .clients/sglang-router/.installed .clients/smg/.installed
 
 .PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-npu-real test-parsers test-proofs test-clients test-console bench bench-fidelity bench-cpu lint format types clean
 
@@ -44,7 +45,7 @@ test-parsers: $(VENV)/.test
 test-hostile: $(VENV)/.test
 	@HOSTILE=all $(BIN)/python -m pytest tests/system/test_hostile_requests.py $(ARGS)
 
-# Clients of others against a real server, each in an environment of its own (700 MB in all).
+# Clients of others against a real server, each in an environment of its own (900 MB in all).
 test-clients: $(VENV)/.test $(VENV)/.demo $(CLIENTS)
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m pytest tests/clients tests/system/test_openai_client.py $(ARGS)
@@ -164,6 +165,8 @@ $(VENV)/.dev: $(VENV)/.installed
 .clients/litellm/.installed: PACKAGES = litellm mcp
 .clients/langchain-openai/.installed: PACKAGES = langchain-openai
 .clients/instructor/.installed: PACKAGES = instructor
+.clients/sglang-router/.installed: PACKAGES = sglang-router
+.clients/smg/.installed: PACKAGES = smg
 
 .clients/%/.installed: | $(BIN)/python
 	@echo "Installing $(PACKAGES) into $(@D)"

@@ -1,0 +1,119 @@
+"""Gateways of others in front of our servers, started with their published flags.
+
+Each lives in an environment of its own (`make test-clients`); without it its tests are skipped.
+"""
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.clients.conftest import CLIENTS
+from tests.system.checkpoint import write_tiny_model
+from tests.system.conftest import with_tiny_model
+from tests.system.serving import Server, free_port, serving, settled, wait_until
+
+START_S = 90.0
+GREEDY = {"max_new_tokens": 8, "temperature": 0}
+GATEWAYS = {
+    "sglang-router": ("-m", "sglang_router.launch_router"),
+    "smg": ("-m", "smg.cli", "launch"),
+}
+CHAT = {
+    "model": "default",
+    "messages": [{"role": "user", "content": "hello"}],
+    "max_tokens": 8,
+    "temperature": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    folder = tmp_path_factory.mktemp("gateways")
+    model = write_tiny_model(folder / "model")
+    flags = with_tiny_model(("--served-model-name", "default"), model)
+    with serving(folder / "a.log", *flags) as first, serving(folder / "b.log", *flags) as second:
+        yield first, second
+
+
+@pytest.fixture(scope="module", params=GATEWAYS)
+def gateway(
+    request: pytest.FixtureRequest,
+    pair: tuple[Server, Server],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[httpx.Client]:
+    """One gateway over both servers, once it lists them as healthy."""
+    folder = CLIENTS / request.param
+    if not (folder / ".installed").exists():
+        pytest.skip(f"{request.param} is not installed: make test-clients")
+    port = free_port()
+    words = [str(folder / "bin" / "python"), *GATEWAYS[request.param]]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
+    words += ["--worker-urls", *(server.url for server in pair)]
+    words += ["--prometheus-port", str(free_port())]
+    log = tmp_path_factory.mktemp("gateway") / "log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
+    http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+    try:
+        wait_until(lambda: _healthy(http, process, log) == 2, START_S, "the gateway's workers")
+        yield http
+    finally:
+        http.close()
+        process.kill()
+        process.wait()
+
+
+def test_requests_are_answered_as_by_a_server_itself(
+    gateway: httpx.Client, pair: tuple[Server, Server]
+) -> None:
+    for path, body, answer_of in (
+        ("/generate", {"text": "one two", "sampling_params": GREEDY}, lambda a: a["text"]),
+        ("/v1/chat/completions", CHAT, lambda a: a["choices"][0]["message"]["content"]),
+        (
+            "/v1/completions",
+            {"model": "default", "prompt": "one two", "max_tokens": 8, "temperature": 0},
+            lambda a: a["choices"][0]["text"],
+        ),
+    ):
+        direct = pair[0].http.post(path, json=body)
+        assert direct.status_code == 200, direct.text
+        for _ in pair:
+            routed = gateway.post(path, json=body)
+            assert routed.status_code == 200, routed.text
+            assert answer_of(routed.json()) == answer_of(direct.json())
+
+
+def test_streams_come_through(gateway: httpx.Client, pair: tuple[Server, Server]) -> None:
+    text = pair[0].http.post("/v1/chat/completions", json=CHAT).json()["choices"][0]["message"]
+    with gateway.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as answer:
+        assert answer.status_code == 200
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    deltas = [json.loads(line)["choices"] for line in lines[:-1]]
+    got = "".join(choice["delta"].get("content") or "" for some in deltas for choice in some)
+    assert got == text["content"]
+
+
+def test_both_servers_get_requests(gateway: httpx.Client, pair: tuple[Server, Server]) -> None:
+    before = [settled(server.stats, 0)["finished"] for server in pair]
+    for at in range(6):
+        body = {"text": f"number {at}", "sampling_params": GREEDY}
+        assert gateway.post("/generate", json=body).status_code == 200
+    after = [
+        settled(server.stats, had + 1)["finished"] for server, had in zip(pair, before, strict=True)
+    ]
+    assert sum(after) - sum(before) == 6
+
+
+def _healthy(http: httpx.Client, process: "subprocess.Popen[bytes]", log: Path) -> int:
+    assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+    with contextlib.suppress(httpx.TransportError, ValueError):
+        answer = http.get("/workers")
+        if answer.status_code == 200:
+            return sum(bool(w.get("is_healthy")) for w in answer.json()["workers"])
+    return 0
