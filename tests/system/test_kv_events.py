@@ -19,9 +19,9 @@ ASKED = {"input_ids": PROMPT, "sampling_params": {"temperature": 0, "max_new_tok
 WAIT_MS = 10_000
 
 
-def config(port: int, **more: object) -> str:
+def config(port: int, replay: int, **more: object) -> str:
     own = {"publisher": "zmq", "topic": "kv", "endpoint": f"tcp://127.0.0.1:{port}", "bind": True}
-    return json.dumps({**own, "replay_endpoint": f"tcp://127.0.0.1:{port + 1}", **more})
+    return json.dumps({**own, "replay_endpoint": f"tcp://127.0.0.1:{replay}", **more})
 
 
 @contextlib.contextmanager
@@ -55,13 +55,13 @@ def replayed(port: int, first: int = 0) -> list[tuple[int, list]]:
 
 @pytest.fixture(params=["map", "array"])
 def told(request, tiny_model, tmp_path):
-    """(server, port) of an engine that tells."""
-    port = free_port()
-    flags = ("--kv-events-config", config(port, encoding=request.param), "--page-size", "16")
+    """(server, its ports, encoding) of an engine that tells."""
+    ports = free_port(), free_port()
+    flags = ("--kv-events-config", config(*ports, encoding=request.param), "--page-size", "16")
     running = launch(tmp_path / "server.log", "--model-path", str(tiny_model), *flags)
     try:
         wait_ready(running)
-        yield running, port, request.param
+        yield running, ports, request.param
     finally:
         running.kill()
 
@@ -79,11 +79,11 @@ def fields(event: object, encoding: str) -> dict:
 
 
 def test_a_reader_knows_what_the_cache_holds(told):
-    running, port, encoding = told
+    running, (port, replay), encoding = told
     found = running.facts()["kv_events"]
     assert found["endpoint"] == f"tcp://127.0.0.1:{port}" and found["block_size"] == 16
     with reader(zmq.SUB, port) as hearing:
-        wait_until(lambda: replayed(port + 1), 10, "the first batch")
+        wait_until(lambda: replayed(replay), 10, "the first batch")
         running.generate(**ASKED)
         topic, number, batch = hearing.recv_multipart()
     assert topic == b"kv" and len(number) == 8
@@ -95,15 +95,13 @@ def test_a_reader_knows_what_the_cache_holds(told):
     assert len(stored["block_hashes"]) == 2 and stored["medium"] == "GPU"
 
     running.http.post("/flush_cache")
-    events = [
-        fields(event, encoding) for _, (_, events, _) in replayed(port + 1) for event in events
-    ]
+    events = [fields(event, encoding) for _, (_, events, _) in replayed(replay) for event in events]
     assert events[0]["type"] == "AllBlocksCleared"
     wait_until(
         lambda: (
             sorted(
                 name
-                for _, (_, events, _) in replayed(port + 1)
+                for _, (_, events, _) in replayed(replay)
                 for event in events
                 for name in fields(event, encoding).get("block_hashes", [])
                 if fields(event, encoding)["type"] == "BlockRemoved"
@@ -116,12 +114,12 @@ def test_a_reader_knows_what_the_cache_holds(told):
 
 
 def test_who_missed_some_gets_them_from_a_number_on(told):
-    running, port, _ = told
+    running, (_, replay), _ = told
     running.generate(**ASKED)
-    wait_until(lambda: len(replayed(port + 1)) >= 2, 10, "two batches")
-    everything = replayed(port + 1)
+    wait_until(lambda: len(replayed(replay)) >= 2, 10, "two batches")
+    everything = replayed(replay)
     assert [number for number, _ in everything] == list(range(len(everything)))
-    assert replayed(port + 1, 1) == everything[1:]
+    assert replayed(replay, 1) == everything[1:]
 
 
 @pytest.mark.parametrize(
