@@ -31,7 +31,7 @@ class Indexer(nn.Module):
         self.query = ColumnLinear(
             *(facts.query_rank, {"": self.heads * facts.index_dim}, _WHOLE, False, Group(), build),
             turning={"": turning},
-            pieces=self.pieces,
+            pieces={"": self.pieces},
         )
         self.key = ColumnLinear(
             *(dim, {"": facts.index_dim}, _WHOLE, False, Group(), build), turning={"": turning}

@@ -42,6 +42,7 @@ SHAPES = [  # (context, count) of each row
 ]
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("rows", SHAPES, ids=str)
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ SHAPES = [  # (context, count) of each row
     [(4, 2, 64, 0, 0.0), (6, 2, 80, 24, 0.0), (8, 1, 128, 0, 30.0), (2, 2, 256, 9, 5.0)],
 )
 def test_attention_is_that_of_the_reference(
-    rows, heads, kv_heads, head_dim, window, soft_cap, dtype
+    rows, heads, kv_heads, head_dim, window, soft_cap, dtype, has_sinks
 ):
     counts = torch.tensor([count for _, count in rows])
     contexts = torch.tensor([context for context, _ in rows], dtype=torch.int32)
@@ -68,9 +69,11 @@ def test_attention_is_that_of_the_reference(
     q = random(int(counts.sum()), heads * 2, head_dim, dtype=dtype)[:, ::2]
     where = [x.to(DEVICE) for x in (tables, starts, contexts)]
     scale = head_dim**-0.5
-    got = triton_attention.paged_attention.run(q, k_pages, v_pages, *where, scale, window, soft_cap)
+    sinks = torch.linspace(-3, 4, heads, device=DEVICE) if has_sinks else None
+    rest = (scale, window, soft_cap, sinks)
+    got = triton_attention.paged_attention.run(q, k_pages, v_pages, *where, *rest)
     double = [x.double() for x in (q, k_pages, v_pages)]
-    want = reference.paged_attention(*double, *where, scale, window, soft_cap)
+    want = reference.paged_attention(*double, *where, *rest)
     close(got, want, dtype)
 
 
