@@ -86,7 +86,8 @@ test-schemas: $(VENV)/.test
 	@SCHEMA_CASES=500 $(BIN)/python -m pytest -s tests/grammar/test_schemas.py $(ARGS)
 
 # Calls of Ascend operators against the real torch_npu of these releases, over libraries that do nothing;
-# needs gcc and nm. A release for another torch brings that torch along (some hundred MB).
+# needs gcc and nm. A release for another torch brings that torch along (200 MB), where PyTorch's index of
+# CPU builds can be reached: beside a torch for CUDA it does not load. Else its declarations are read.
 test-npu-real: $(VENV)/.test $(NPU_RELEASES:%=.npu/%/.installed)
 	@NPU_REAL="$(NPU_RELEASES:%=.npu/%)" $(BIN)/python -m pytest tests/emulation/real $(ARGS)
 
@@ -179,9 +180,9 @@ $(VENV)/.dev: $(VENV)/.installed
 	@$(PIP) install --no-deps --target $(@D) torch-npu==$*
 	@case "$$($(BIN)/python -c 'import torch; print(torch.__version__)')" in \
 	$(basename $*).*) ;; \
-	*) index=; if $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(TORCH_INDEX)/", timeout=5)' 2>/dev/null; then \
-	    index="--index-url $(TORCH_INDEX)"; fi; \
-	  $(PIP:-q=) install $$index --target $(@D) torch==$* ;; \
+	*) if $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(TORCH_INDEX)/", timeout=5)' 2>/dev/null; then \
+	    $(PIP:-q=) install --index-url $(TORCH_INDEX) --target $(@D) torch==$*; \
+	  else echo "$(TORCH_INDEX) cannot be reached: torch_npu $* is read, and not loaded"; fi ;; \
 	esac
 	@touch $@
 

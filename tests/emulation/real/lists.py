@@ -1,6 +1,6 @@
 """The schema list of each release of torch_npu, `schemas/VERSION.txt`: one operator a line.
 
-    python -m tests.emulation.real.lists FOLDER…    # with torch_npu installed in each
+    python -m tests.emulation.real.lists FOLDER…    # with torch_npu in each (pip install --target)
 
 A release that this torch can load tells what it registers. Of another one the declarations in its
 package are taken, which the first line says; both agree but for a few `.out` forms.
@@ -54,6 +54,17 @@ def ask(packages: Path) -> dict[str, object]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def version_of(packages: Path) -> str:
+    (info,) = packages.glob("torch_npu-*.dist-info")
+    return info.name.split("-")[1].removesuffix(".dist")
+
+
+def can_load(packages: Path) -> bool:
+    """Whether the torch that a release is for is there: this one, or one beside it."""
+    is_ours = version_of(packages).split(".")[:2] == torch.__version__.split(".")[:2]
+    return is_ours or (packages / "torch").is_dir()
+
+
 def declared(packages: Path) -> list[str]:
     """The operators that a package's own declarations add."""
     read = yaml.safe_load((packages / _DECLARED).read_text(encoding="utf-8"))
@@ -65,14 +76,9 @@ def declared(packages: Path) -> list[str]:
 def main() -> None:
     for word in sys.argv[1:]:
         packages = Path(word)
-        scope: dict[str, str] = {}
-        for line in (packages / "torch_npu/version.py").read_text().splitlines():
-            name, _, text = line.partition(" = ")
-            scope[name] = text.strip("'\"")
-        version = scope["__version__"].split("+")[0]
-        is_ours = version.split(".")[:2] == torch.__version__.split(".")[:2]
-        lines = ask(packages)["schemas"] if is_ours else declared(packages)
-        how = "as it registers them" if is_ours else "as its package declares them"
+        version, loads = version_of(packages), can_load(packages)
+        lines = ask(packages)["schemas"] if loads else declared(packages)
+        how = "as it registers them" if loads else "as its package declares them"
         text = "\n".join([f"# torch_npu {version}, {how}", *lines])  # type: ignore[misc]
         (LISTS / f"{version}.txt").write_text(text + "\n", encoding="utf-8")
 
