@@ -88,7 +88,7 @@ class ExpertWeights(Layer):
     def slots(self) -> dict[str, WeightSlot]:
         names = self._names(self.mine)
         others = self._names(e for e in range(self.count) if e not in self.mine)
-        kinds = {"weight": (self.shape, self.rule)}
+        kinds: dict[str, tuple[tuple[int, ...], ShardRule]] = {"weight": (self.shape, self.rule)}
         if self.has_bias:
             kinds["bias"] = (self.shape[:1], self.bias_rule)
         return {

@@ -229,7 +229,8 @@ class DenseExperts:
     def _joined(self, gate_up: Tensor) -> Tensor:
         if self.clamp is None:
             return self.gate(gate_up)
-        return clamped_swiglu(*gate_up.chunk(2, dim=-1), self.clamp)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return clamped_swiglu(gate, up, self.clamp)
 
 
 def pack_experts(experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> PackedExperts:
