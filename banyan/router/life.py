@@ -54,7 +54,7 @@ class Router:
         self._lost = lost
         self._listener = listener
         fleet = Fleet(config)
-        self.state = RouterState(config, fleet, Gate(config.limits), _open_figures(config, fleet))
+        self.state = RouterState(config, fleet, Gate(config.limits), open_figures(config, fleet))
         self.app = create_app(self.state)
         self._web = web_server(
             self.app, config.server.keep_alive_s, CLOSING_S, tls_context(config.server)
@@ -139,8 +139,12 @@ class Router:
         self._drains.set()
 
 
-def _open_figures(config: RouterConfig, fleet: Fleet) -> Figures | None:
-    """None where nothing is counted. The library is loaded only where something is."""
+def open_figures(config: RouterConfig, fleet: Fleet) -> Figures | None:
+    """None where nothing is counted. The library is loaded only where something is.
+
+    Raises:
+        ConfigError: it is not installed, or the figures' own port cannot be listened on.
+    """
     if not config.observe.metrics:
         return None
     try:

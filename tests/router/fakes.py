@@ -12,6 +12,7 @@ from banyan.config.schema import ServerConfig
 from banyan.router.config import HealthConfig, RetryConfig, RouterConfig, WorkerSpec
 from banyan.router.fleet import Fleet
 from banyan.router.gate import Gate
+from banyan.router.life import open_figures
 from banyan.router.routes import create_app
 from banyan.router.state import RouterState
 from banyan.router.watch import Watch
@@ -144,7 +145,7 @@ async def router(
     """A router over sockets; `ready` waits until every worker is well."""
     config = replace(config, fleet=replace(config.fleet, workers=tuple(specs)))
     fleet = Fleet(config)
-    state = RouterState(config, fleet, Gate(config.limits))
+    state = RouterState(config, fleet, Gate(config.limits), open_figures(config, fleet))
     app = create_app(state)
     listener = bind(config.server)
     port = listener.getsockname()[1]
