@@ -169,3 +169,27 @@ def test_a_tokenizer_of_other_words_is_refused(tiny_model, tmp_path):
     (draft / "tokenizer.json").write_text(text.replace('"!": ', '"\\u0100!": ', 1))
     with pytest.raises(BanyanError, match="other words"):
         beside(tiny_model, draft).shutdown()
+
+
+@pytest.mark.slow
+def test_the_demo_answers_as_without_a_copy_of_it_that_drafts(demo_model):
+    """Real weights, by themselves and rounded once more by the drafting copy's kernels."""
+    asked = [f"Question {i}: what is the capital of country number {i}?" for i in range(6)]
+    greedy, drawn = {"temperature": 0, "max_new_tokens": 48}, {"temperature": 0.8}
+    bodies = [greedy, greedy | drawn | {"sampling_seed": 4}]
+    flags = {"threads": 2, "log_level": "error", "max_total_tokens": 4096}
+
+    def told_by(engine: Engine) -> list[list[dict]]:
+        return [engine.generate(asked, body) for body in bodies]
+
+    with Engine(model_path=str(demo_model), **flags) as engine:
+        right = [[told(each) for each in found] for found in told_by(engine)]
+    named = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(demo_model)}
+    with Engine(model_path=str(demo_model), **named, **flags) as engine:
+        found = told_by(engine)
+    assert [[told(each) for each in some] for some in found] == right
+    metas = [each["meta_info"] for some in found for each in some]
+    correct, made = (
+        sum(meta[f"spec_num_{what}_drafts"] for meta in metas) for what in ("correct", "proposed")
+    )
+    assert correct > 0.9 * made > 0
