@@ -334,6 +334,9 @@ class KVCache:
                 self.tree.unlock(lease.locked[g][index], g, stamp)
             lease.private[g].clear()
             lease.locked[g].clear()
+        last = lease.path[-1] if lease.path and self.tree.has_states_alone else None
+        if last is not None and last.is_attached and not self._states.is_target(last):
+            self.tree.trim(last)
         lease.path.clear()
 
     def settle(self, step: StepId) -> None:

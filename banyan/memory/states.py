@@ -90,6 +90,10 @@ class StateCopies:
             if copy.is_checkpoint and copy.step >= step and writer in ("", copy.writer):
                 self._open[copy_id] = replace(copy, writer=_VOID)
 
+    def is_target(self, node: Node) -> bool:
+        """Whether a checkpoint for the node is under way."""
+        return any(copy.is_checkpoint and copy.node is node for copy in self._open.values())
+
     def held(self, group: int) -> list[PageId]:
         """Pages of checkpoints under way."""
         return [c.page for c in self._open.values() if c.is_checkpoint and c.group == group]
@@ -105,3 +109,5 @@ class StateCopies:
             self._tree.attach(copy.node, copy.group, [copy.page], self._horizon.now())
         else:
             self._pools[copy.group].release([copy.page], self._horizon.now())
+            if copy.node.is_attached and self._tree.has_states_alone:
+                self._tree.trim(copy.node)

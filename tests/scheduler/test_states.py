@@ -11,9 +11,10 @@ PROMPT = list(range(20, 31))
 class Stateful(Driver):
     """Tells the end of each plan's copies right behind its result."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_pages: bool = True) -> None:
         super().__init__()
-        groups = (CacheGroup(FULL, 4, 50), CacheGroup(STATE, 4, 20))
+        pages = (CacheGroup(FULL, 4, 50),) if has_pages else ()
+        groups = (*pages, CacheGroup(STATE, 4, 20))
         self.spec = type(self.spec)(groups=groups, limits=self.spec.limits, order="fcfs")
         self.core = self.spec.build()
 
@@ -69,3 +70,14 @@ def test_a_state_is_kept_where_prompts_part():
         driver.run()
     assert restored(driver) == [12], "the second prompt has left a state where it left the first"
     assert [driver.outputs[str(k)] for k in range(3)] == [continuation(p, 4) for p in prompts]
+
+
+def test_states_alone_leave_no_nodes_that_hold_none():
+    driver = Stateful(has_pages=False)
+    for name, prompt in (("short", PROMPT[:6]), ("long", PROMPT), ("again", PROMPT)):
+        driver.submit(name, prompt, new=7)
+        driver.run()
+        assert driver.outputs[name] == continuation(prompt, 7)
+    assert restored(driver)[-1] == 8
+    tree = driver.core.scheduler.cache.tree
+    assert all(any(node.pages) or node.children for node in tree.nodes())
