@@ -42,9 +42,9 @@ def check_request(generate: Generate, roster: Roster, cache: KVCache, limits: Li
 
 
 def _make_room(roster: Roster, priority: int) -> None:
-    """A request that has never run gives its place in a full queue to a higher one."""
+    """A request of which nothing was told gives its place in a full queue to a higher one."""
     last = roster.waiting[-1]
-    if last.priority >= priority or last.admitted_s >= 0:
+    if last.priority >= priority or last.admitted_s >= 0 or last.output_len:
         raise RequestError("The request queue is full.", status=503, code="queue_full")
     text = "The request is aborted by a higher priority request."
     roster.fail(last, 503, text, "queue_full")

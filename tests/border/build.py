@@ -16,6 +16,7 @@ from banyan.messages.plan import Load
 from banyan.runner.abilities import Abilities
 from banyan.scheduler.budget import Limits, Priorities
 from banyan.scheduler.fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
+from banyan.scheduler.handoff import TAKES
 from tests.border.fake_runner import Faults
 from tests.border.laws import Device
 from tests.border.oracle import HashGrammar
@@ -99,6 +100,14 @@ def with_store(random: Random, world: World) -> World:
     )
     device = dataclasses.replace(world.device, groups=share.groups)
     return dataclasses.replace(world, core=share, device=device)
+
+
+def with_peer(world: World) -> World:
+    """The same world on a server that continues prompts; hidden states are not handed over."""
+    groups = tuple(group for group in world.core.groups if group.kind != STATE)
+    core = replace(world.core, share=True, groups=groups, role=TAKES)
+    device = dataclasses.replace(world.device, groups=groups)
+    return dataclasses.replace(world, core=core, device=device, has_hidden=False)
 
 
 def _groups(random: Random, kind: str, scale: int) -> list[CacheGroup]:

@@ -105,6 +105,8 @@ class Play:
         getattr(self, f"_{kind}")(Random(number))
         self._hear(self.core.take_events())
         self.runner.look(self.core.take_lookups())
+        if self.world.core.role:
+            self.runner.peer.obey(self.core.take_room_orders())
         self.core.check()
         self._progress()
 
@@ -221,6 +223,9 @@ class Play:
         held = self.runner.report_held() if random.random() < 0.7 else None
         if held is not None:
             self.core.receive(held, self.now)
+        news = self.runner.peer.report() if self.world.core.role else None
+        if news is not None:
+            self.core.receive(news, self.now)
         if self.runner.copies_to_report:
             result = self.runner.report_copies(1 + random.randrange(3))
             self.core.receive(result, self.now)
@@ -285,7 +290,10 @@ class Play:
         while plan is None and self.peers is not None and self.peers.is_pending:
             plan = self.core.launch(self.now)
         events = self.core.take_events()
-        stuck = plan is None and not events
+        rooms = self.core.take_room_orders()
+        if rooms:
+            self.runner.peer.obey(rooms)
+        stuck = plan is None and not events and not rooms
         require(not stuck, f"no progress: {self.core.stats(self.now)}")
         self._hear(events)
         if plan is not None:
@@ -382,7 +390,9 @@ class Play:
     def _failed(self, client: Client, event: Failed) -> None:
         generate = client.answer.generate
         seed = generate.sampling.seed
-        if event.status == 503:
+        if event.text == "injected" and seed in self.runner.failed_seeds:
+            self.seen["failed by a fault"] += 1
+        elif event.status == 503:
             is_full = len(self.core.scheduler.roster.waiting) >= self.world.core.limits.max_queued
             require(is_full and not client.got, f"{event}: the queue is not full")
             self.seen["refused: queue full"] += 1

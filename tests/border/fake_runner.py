@@ -15,11 +15,12 @@ from random import Random
 
 import msgspec
 
-from banyan.memory.groups import FULL, STATE, WINDOW
+from banyan.memory.groups import FULL, STATE, WINDOW, unit_tokens
 from banyan.messages.orders import KV_CACHE, Order, OrderReply, ReleaseMemory, TakeWeights
 from banyan.messages.plan import (
     DEVICE,
     HIDDEN,
+    PEER,
     POOL,
     SAMPLE,
     SCORE,
@@ -39,6 +40,7 @@ from banyan.messages.plan import (
 from banyan.runner.abilities import Abilities
 from tests.border import oracle
 from tests.border.laws import Device, Launched, Laws, Tenancy, require
+from tests.border.peer import FakePeer
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ Stored = dict[tuple[int, bytes], list[Content]]
 ABILITIES = Abilities(
     groups=(FULL, WINDOW, STATE),
     copies=True,
-    tiers=(DEVICE, STORE),
+    tiers=(DEVICE, STORE, PEER),
     drafts=True,
     goes_back=True,
     peers=True,
@@ -140,6 +142,7 @@ class FakeRunner:
         self._moving: list[tuple[PageCopy, list[Content]]] = []
         """Copies to the store with what they bring, and from it with nothing."""
         self._lookups: deque[Lookup] = deque()
+        self.peer = FakePeer(unit_tokens(device.groups), random, self.failed_seeds, self.seen)
 
     # -- what the driver calls ----------------------------------------------------------------
 
@@ -158,7 +161,8 @@ class FakeRunner:
 
     @property
     def is_quiet(self) -> bool:
-        return not (self.laws.queue or self.laws.copies or self._lookups)
+        is_waiting = bool(self._lookups) or not self.peer.is_quiet
+        return not (self.laws.queue or self.laws.copies or is_waiting)
 
     def launch(self, plan: StepPlan) -> None:
         """Take a plan."""
@@ -210,6 +214,9 @@ class FakeRunner:
             self.laws.seen["stored pages" if is_good else "failed copies"] += 1
             return copy.id, is_good
         found = self._stored.get((copy.group, copy.src.key))
+        if copy.src.tier == PEER:
+            came = self.peer.page(copy.src.key, self.device.groups[copy.group].page_tokens)
+            found = None if came is None else [code ^ self._weights for code in came]
         if found is None or not is_good:
             self.laws.seen["failed loads"] += 1
             return copy.id, False

@@ -5,10 +5,20 @@ from collections.abc import Callable
 from random import Random
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from banyan.messages.orders import Order
-from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepPlan, StepResult
+from banyan.messages.plan import (
+    ROOM_BYTES,
+    CopyResult,
+    Held,
+    Lookup,
+    Mask,
+    StepPlan,
+    StepResult,
+)
 from banyan.messages.requests import Generate
-from tests.border.build import World, random_world, with_store
+from tests.border.build import World, random_world, with_peer, with_store
 from tests.border.fake_runner import ABILITIES, FakeRunner, Stored
 from tests.border.oracle import Answer, HashStory, Story
 
@@ -107,6 +117,39 @@ class FakeKit:
 
     def adapt(self, random: Random, world: World, generate: Generate) -> Generate:
         return generate
+
+
+class PeerKit(FakeKit):
+    """The fake runner beside a server that computes prompts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms = 0
+        self._runner: FakeRunner | None = None
+
+    def world(self, random: Random) -> World:
+        return with_peer(random_world(random, ABILITIES))
+
+    def runner(
+        self,
+        world: World,
+        random: Random,
+        namespaces: dict[int, bytes],
+        hurry: Hurry,
+        answers: Answers,
+    ) -> Runner:
+        self._runner = FakeRunner(world.device, world.faults, random, namespaces)
+        return self._runner
+
+    def adapt(self, random: Random, world: World, generate: Generate) -> Generate:
+        """Most requests have a room."""
+        assert self._runner is not None
+        if generate.pool or random.random() < 0.2:
+            return generate
+        self._rooms += 1
+        room = self._rooms.to_bytes(ROOM_BYTES, "little")
+        self._runner.peer.requests[room] = generate
+        return replace(generate, room=room, peer="there:1")
 
 
 FAKE = FakeKit()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from banyan.base.ids import PADDING_PAGE
 from banyan.memory.groups import WINDOW, CacheGroup
 from banyan.messages.orders import WEIGHTS, Order, ReleaseMemory, ResumeMemory, TakeWeights
-from banyan.messages.plan import DEVICE, SAMPLE, STORE, Join, Mask, PageCopy, StepPlan
+from banyan.messages.plan import DEVICE, PEER, SAMPLE, STORE, Join, Mask, PageCopy, StepPlan
 
 
 class BorderError(AssertionError):
@@ -191,7 +191,10 @@ class Laws:
         src, dst = copy.src.page, copy.dst.page
         for end in (copy.src, copy.dst):
             is_known = (
-                end.tier == DEVICE and end.page != PADDING_PAGE or end.tier == STORE and end.key
+                end.tier == DEVICE
+                and end.page != PADDING_PAGE
+                or end.tier in (STORE, PEER)
+                and end.key
             )
             require(bool(is_known), f"{where}: {end}")
         is_move = not copy.is_on_device
@@ -199,7 +202,7 @@ class Laws:
         for other in self.copies.values():
             if other.group != copy.group or other.dst.tier == STORE:
                 continue
-            if other.when == "after" or other.src.tier == STORE:
+            if other.when == "after" or other.src.tier in (STORE, PEER):
                 is_fresh = other.dst.page not in (src, dst)
                 require(is_fresh, f"{where}: {other.dst} still waits for copy {other.id}")
             else:
