@@ -7,6 +7,7 @@ server's /generate on an event loop in a thread of its own.
 import asyncio
 import atexit
 import json
+import os
 import threading
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
@@ -21,6 +22,7 @@ import banyan
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger, tell
 from banyan.compose import EngineHandle, start_engine_process, start_engine_thread
+from banyan.config.adapters import AdapterPlace, checked_name
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.companions import without_a_server
@@ -35,6 +37,7 @@ from banyan.frontend.link.agreed import agreed
 from banyan.frontend.link.client import EngineClient, Engines
 from banyan.frontend.link.fleet import Fleet
 from banyan.frontend.link.text_generator import open_generator
+from banyan.frontend.requests.adapters import AdapterNames
 from banyan.frontend.requests.sampling import Limits
 from banyan.frontend.requests.sessions import Sessions
 from banyan.frontend.requests.settings import limits_of, sampling_defaults, seed_source
@@ -134,7 +137,7 @@ class Engine:
             sampling_params: for all prompts, or one per prompt.
             stream: give an iterator of answers so far instead (their last is complete).
             fields: the other fields of /generate: return_logprob, logprob_start_len,
-                top_logprobs_num, token_ids_logprob, rid, priority …
+                top_logprobs_num, token_ids_logprob, rid, priority, lora_path …
 
         Returns:
             dict (a list of them for a batch or n > 1) with text, output_ids, meta_info.
@@ -224,6 +227,27 @@ class Engine:
         )
         reply = self._loop.run(work)
         return reply.ok, reply.text
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> None:
+        """Load an adapter that `generate` may name from then on (`lora_path`).
+
+        Raises:
+            ConfigError, RequestError: it cannot be served, or the name is taken.
+        """
+        opened = self._live()
+        place = AdapterPlace(checked_name(lora_name), os.path.abspath(lora_path), pinned)
+        work = opened.client.control(
+            "load_adapter", LOAD_S, name=place.name, path=place.path, pinned=pinned
+        )
+        _require(self._loop.run(work))
+        opened.adapters.add(place)
+
+    def unload_lora_adapter(self, lora_name: str) -> None:
+        """Forget an adapter, once the requests that named it have ended."""
+        opened = self._live()
+        name = opened.adapters.named(lora_name, "lora_name")
+        _require(self._loop.run(opened.client.control("unload_adapter", LOAD_S, name=name)))
+        opened.adapters.remove(name)
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> None:
         """Give memory of the weights, the cache ("kv_cache") or both back to the system; needs
@@ -327,6 +351,7 @@ class _Opened:
     native: NativeService
     vectors: VectorService
     sessions: Sessions
+    adapters: AdapterNames
     handles: list[EngineHandle]
     closing: AsyncExitStack
 
@@ -401,6 +426,7 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             max_hidden=MAX_SCORES,
         )
         generator = open_generator(client, tokenizer, limits, config.observe)
+        adapters = AdapterNames.of(config.lora)
         native = NativeService(
             generator,
             tokenizer,
@@ -410,11 +436,11 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             weight_version=config.model.weight_version,
             incremental=config.server.incremental_output,
             store=config.cache.store,
+            adapters=adapters,
         )
         vectors = VectorService(generator, tokenizer, limits, config.model.weight_version)
-        return _Opened(
-            client, ready, tokenizer, limits, native, vectors, Sessions(), handles, stack.pop_all()
-        )
+        mine = (client, ready, tokenizer, limits, native, vectors, Sessions(), adapters, handles)
+        return _Opened(*mine, stack.pop_all())
 
 
 def _start(

@@ -29,6 +29,7 @@ from banyan.ops.bind import BoundOps, Toolkit, bind, kernel_table, open_toolkit
 from banyan.parallel.groups import open_groups
 from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
+from banyan.runner.adapters import open_seats
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.open_forward import RunnerSizes
 from banyan.runner.speculative.beside import DraftModel
@@ -133,7 +134,7 @@ def open_model(
     if parallel.world > 1 or parallel.is_joined:
         phases.done("meeting")
     units = read_kv_scales(config, card, groups.attention.rank)
-    build = Build(ops, groups, dtype, device, units)
+    build = Build(ops, groups, dtype, device, units, open_seats(config.lora, traits))
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
             f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
@@ -161,7 +162,8 @@ def _open_draft(config: Config, traits: Traits, build: Build, toolkit: Toolkit) 
     model = draft_of(config)
     card = read_card(model.path, model.load_format)
     ops = _bind(config, card, traits, build.device, toolkit)
-    mine = replace(build, ops=ops, kv_units=())
+    # Drafts are guesses, and the same for all adapters.
+    mine = replace(build, ops=ops, kv_units=(), adapters=None)
     log.info("draft model=%s layers=%d", printable(model.source), card.num_layers)
     return DraftModel(load_weights(model, card, mine), mine)
 

@@ -39,6 +39,7 @@ from banyan.memory.cache import WEIGHTS_BYTES
 from banyan.memory.sizing import MemoryPlan
 from banyan.messages.events import Ready
 from banyan.messages.orders import (
+    DropAdapter,
     ForgetDrafts,
     Order,
     ReadWeight,
@@ -46,6 +47,7 @@ from banyan.messages.orders import (
     ResumeMemory,
     StartProfile,
     StopProfile,
+    TakeAdapter,
     TakeWeights,
 )
 from banyan.messages.plan import StepPlan
@@ -61,6 +63,7 @@ from banyan.opening import (
     runner_sizes,
 )
 from banyan.ops.bind import PROBES
+from banyan.runner.adapters import AdapterRack, open_rack
 from banyan.runner.meter import OpMeter
 from banyan.runner.orders import Carrier, OrderTaker
 from banyan.runner.profiler import Profiler
@@ -100,19 +103,20 @@ def run_engine(
         wake = Wake()
         cleanup.callback(wake.close)
         open_mover = mover_of(_served(config, card, opened, memory), wake.ring, secret)
+        rack = open_rack(config.lora, opened.model, opened.build.adapters)
         runner = ModelRunner(
             *(opened.model, opened.build, sizes, opened.platform, open_mover),
-            *(_open_drafter(config), opened.draft),
+            *(_open_drafter(config), opened.draft, rack),
         )
         kernels, is_async = opened.kernels, opened.platform.traits.async_launch
         marks = Marks("engine")
-        obeying = _with_orders(config, card, opened, runner, [marks])
+        obeying = _with_orders(config, card, opened, runner, [marks], rack)
         del opened  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
         launcher: Launcher = Threaded(obeying, wake.ring, is_async)
         if config.parallel.world > 1:
             launcher = Fanout(launcher, ranks.send_plan)
-        spec = core_spec(config, card, memory)
+        spec = core_spec(config, card, memory, rack.first if rack else ())
         journal = None
         if config.observe.journal:
             journal = Journal(config.observe.journal, spec, config.observe.journal_bytes)
@@ -169,12 +173,18 @@ def _served(config: Config, card: ModelCard, opened: OpenModel, memory: MemoryPl
 
 
 def _with_orders(
-    config: Config, card: ModelCard, opened: OpenModel, runner: ModelRunner, marks: list[Marks]
+    config: Config,
+    card: ModelCard,
+    opened: OpenModel,
+    runner: ModelRunner,
+    marks: list[Marks],
+    rack: AdapterRack | None,
 ) -> OrderTaker:
     """The runner of one rank, and what carries out the orders that it gets.
 
     Args:
         marks: of this process's other threads, to be recorded with the runner's.
+        rack: the adapters of this rank; None without any.
     """
     rank = opened.build.groups.world.rank
     name = f"engine{config.parallel.replica}" + (f"-rank{rank}" if rank else "")
@@ -192,6 +202,8 @@ def _with_orders(
     }
     if runner.drafting is not None:
         carriers[ForgetDrafts] = runner.drafting.prepare_flush
+    if rack is not None:
+        carriers |= {TakeAdapter: rack.prepare_take, DropAdapter: rack.prepare_drop}
     return OrderTaker(
         runner, carriers, opened.build.groups.world, opened.build.device, profiler.stepped
     )
@@ -224,11 +236,12 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
     socket = context.socket(zmq.PULL)
     socket.connect(address)
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
+    rack = open_rack(opened.config.lora, opened.model, opened.build.adapters)
     runner = ModelRunner(
         *(opened.model, opened.build, sizes, opened.platform, None),
-        *(_open_drafter(opened.config), opened.draft),
+        *(_open_drafter(opened.config), opened.draft, rack),
     )
-    obeying = _with_orders(opened.config, card, opened, runner, [])
+    obeying = _with_orders(opened.config, card, opened, runner, [], rack)
     del opened  # as on rank 0
     codec = plan_codec()
 

@@ -132,6 +132,12 @@ _RULES = (
         lambda c: c.model.cpu_activations == "fp32",
         "with --cpu-activations fp32 nothing is rounded",
     ),
+    _Idle(
+        "max-lora-rank lora-target-modules max-loras-per-batch max-loaded-loras "
+        "lora-eviction-policy",
+        lambda c: not c.lora.is_enabled and not c.lora.paths,
+        "there are no adapters without --enable-lora or --lora-paths",
+    ),
     _Idle("install-model", lambda c: not c.model.source.startswith("pypi:"), "no pypi: is named"),
 )
 

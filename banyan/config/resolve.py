@@ -23,6 +23,7 @@ from banyan.config.env import Environment
 from banyan.config.execution import EXECUTION_RULES
 from banyan.config.handoff import check_the_handoff
 from banyan.config.joined import check_the_dense_blocks, check_the_joined_replicas
+from banyan.config.lora import plan_the_adapters
 from banyan.config.quantized import FLOAT_FORMS, SPELLINGS, spellings
 from banyan.config.schema import DEMO, Config
 from banyan.config.sources import fetch
@@ -403,6 +404,7 @@ RULES = (
     check_the_bounds,
     *EXECUTION_RULES,
     plan_the_drafts,
+    plan_the_adapters,
 )
 
 

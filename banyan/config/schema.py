@@ -414,6 +414,22 @@ class ServerConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    is_enabled: bool = False
+    paths: tuple[str, ...] = ()
+    """Adapters of the start, as `config/adapters.py` reads them."""
+    max_rank: int = 0
+    """Highest rank; 0 = that of `paths`."""
+    targets: tuple[str, ...] = ()
+    """Last parts of the projections' names; () = all."""
+    max_running: int = 8
+    """Adapters among the requests that run at once."""
+    max_loaded: int = 0
+    """Adapters in memory; 0 = `config/lora.py` says."""
+    eviction: str = "lru"
+
+
+@dataclass(frozen=True)
 class ObserveConfig:
     log_level: str = "info"
     journal: str = ""
@@ -475,5 +491,6 @@ class Config:
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

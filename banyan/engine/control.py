@@ -22,7 +22,14 @@ from banyan.messages.orders import (
     StopProfile,
     TakeWeights,
 )
-from banyan.messages.requests import Abort, Control, GiveOrders, RetractAll
+from banyan.messages.requests import (
+    Abort,
+    Control,
+    GiveOrders,
+    LoadAdapter,
+    RetractAll,
+    UnloadAdapter,
+)
 
 Verb = Callable[[EngineCore, Control, float], Reply | None]
 
@@ -133,6 +140,17 @@ def stop_profile(core: EngineCore, control: Control, now: float) -> Reply | None
     return _give(core, control, now, StopProfile())
 
 
+def load_adapter(core: EngineCore, control: Control, now: float) -> None:
+    """Load an adapter under a name; answered when every rank has it, or none."""
+    name, path = str(control.args.get("name")), str(control.args.get("path"))
+    core.receive(LoadAdapter(control.call, name, path, bool(control.args.get("pinned"))), now)
+
+
+def unload_adapter(core: EngineCore, control: Control, now: float) -> None:
+    """Forget an adapter; answered when the last of its requests has ended and it has gone."""
+    core.receive(UnloadAdapter(control.call, str(control.args.get("name"))), now)
+
+
 def _give(core: EngineCore, control: Control, now: float, order: Order) -> None:
     core.receive(GiveOrders(control.call, [order]), now)
 
@@ -179,6 +197,8 @@ VERBS: Mapping[str, Verb] = {
     "read_weight": read_weight,
     "start_profile": start_profile,
     "stop_profile": stop_profile,
+    "load_adapter": load_adapter,
+    "unload_adapter": unload_adapter,
 }
 
 

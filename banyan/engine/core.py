@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from banyan.base.ids import NO_STEP, StepId
+from banyan.engine.adapters import change_adapters, end_adapters, wanted_adapters
 from banyan.engine.lockstep import Lockstep
 from banyan.memory.cache import name_of_weights
 from banyan.memory.news import Removed, Stored
@@ -17,19 +18,31 @@ from banyan.messages.events import Event, Reply, Stats
 from banyan.messages.orders import (
     KV_CACHE,
     WEIGHTS,
+    DropAdapter,
     Order,
+    OrderReply,
     ReleaseMemory,
     ResumeMemory,
+    TakeAdapter,
     TakeWeights,
 )
 from banyan.messages.plan import CopyResult, Held, Load, Lookup, Mask, StepPlan, StepResult
-from banyan.messages.requests import Abort, Generate, GiveOrders, RetractAll, StopAt
+from banyan.messages.requests import (
+    NO_CALL,
+    Abort,
+    Generate,
+    GiveOrders,
+    LoadAdapter,
+    RetractAll,
+    StopAt,
+    UnloadAdapter,
+)
 from banyan.messages.rooms import HandOff, RoomClosed, RoomFound, RoomLost, RoomOrder
 from banyan.scheduler.request import DraftCounts
 from banyan.scheduler.scheduler import Scheduler
 from banyan.scheduler.sheet import PlanSheet
 
-_Asked = Generate | Abort | StopAt | RetractAll | GiveOrders
+_Asked = Generate | Abort | StopAt | RetractAll | GiveOrders | LoadAdapter | UnloadAdapter
 _Told = CopyResult | Held | RoomFound | HandOff | RoomLost | RoomClosed
 CoreInput = _Asked | _Told
 
@@ -98,6 +111,9 @@ class EngineCore:
                 self.scheduler.roster.retract_all()
             case GiveOrders():
                 self._given.append(message)
+            case LoadAdapter() | UnloadAdapter():
+                change_adapters(self.scheduler, message)
+        self._ask_for_adapters()
 
     def launch(self, now: float) -> StepPlan | None:
         """The next plan, or None when there is nothing to do, the depth is reached, it is paused,
@@ -130,6 +146,14 @@ class EngineCore:
             self._in_flight.append((plan.step, now, bool(plan.rows or plan.peers)))
         return plan
 
+    def _ask_for_adapters(self) -> None:
+        """Give the orders that bring and take adapters, when nothing else is given. Decided where
+        something has come in, which a journal always holds."""
+        if self._given or self._carried_out is not None:
+            return
+        if (wanted := wanted_adapters(self.scheduler)) is not None:
+            self._given.append(wanted)
+
     def _next_sheet(self, now: float) -> PlanSheet:
         """What this replica would do next; from here on its rows count as launched."""
         step = StepId(self._last_step + 1)
@@ -152,6 +176,7 @@ class EngineCore:
         self.scheduler.commit(result, now)
         if self._carried_out is not None:
             self._end_orders(self._carried_out, result)
+        self._ask_for_adapters()
         return self.take_events(), self.take_masks()
 
     def flush(self, now: float) -> bool:
@@ -275,16 +300,22 @@ class EngineCore:
         """Answer whoever gave the orders, and go by what has been done."""
         self._carried_out = None
         done = [reply for reply in result.replies if reply.ok]
-        for order, _ in zip(given.orders, done, strict=False):
-            self._is_done(order)
+        for order, reply in zip(given.orders, done, strict=False):
+            self._is_done(order, reply)
         ok = len(done) == len(given.orders)
         told = done if ok else [reply for reply in result.replies if not reply.ok]
         text = result.error or " ".join(reply.text for reply in told)
         body = done[-1].body if ok and done else b""
+        end_adapters(self.scheduler, given, ok, text)
+        if given.call == NO_CALL:
+            return
         self.scheduler.roster.events.append(Reply(given.call, ok, text, body))
 
-    def _is_done(self, order: Order) -> None:
+    def _is_done(self, order: Order, reply: OrderReply) -> None:
         match order:
+            case TakeAdapter() | DropAdapter():
+                assert self.scheduler.adapters is not None
+                self.scheduler.adapters.done(order, reply.body)
             case TakeWeights(is_trial=True) | ReleaseMemory(is_trial=True):
                 pass
             case TakeWeights():

@@ -3,11 +3,14 @@
 The same spec and the same calls give the same plans, which is what simulation and replay rest on.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
+from banyan.config.adapters import named_adapters
 from banyan.config.card import ModelCard
 from banyan.config.kv_events import kv_events
-from banyan.config.schema import CacheConfig, Config
+from banyan.config.schema import CacheConfig, Config, LoraConfig
 from banyan.config.stored import store_wishes
 from banyan.engine.core import EngineCore, Recorder
 from banyan.engine.lockstep import Lockstep
@@ -17,6 +20,7 @@ from banyan.memory.eviction import EVICTION
 from banyan.memory.groups import CacheGroup
 from banyan.memory.sizing import MemoryPlan
 from banyan.memory.tiers import StoreRules
+from banyan.scheduler.adapters import AdapterRules, Adapters, FirstAdapter
 from banyan.scheduler.budget import Growth, Limits, Priorities
 from banyan.scheduler.order import ORDERS
 from banyan.scheduler.scheduler import Scheduler
@@ -39,6 +43,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the cache holds is told to others."""
     role: str = ""
     """GIVES or TAKES of scheduler/handoff.py; "" = neither."""
+    adapters: AdapterRules | None = None
 
     def build(
         self,
@@ -49,12 +54,20 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
         """A fresh core. ConfigError when a policy has no such name."""
         eviction, has_peers = EVICTION.load(self.eviction), bool(self.role)
         cache = KVCache(self.groups, eviction, self.share, self.store, self.tells, has_peers)
-        scheduler = Scheduler(cache, self.limits, ORDERS.load(self.order), grammars, self.role)
+        adapters = None if self.adapters is None else Adapters(self.adapters)
+        order = ORDERS.load(self.order)
+        scheduler = Scheduler(cache, self.limits, order, grammars, self.role, adapters)
         return EngineCore(scheduler, lockstep, recorder)
 
 
-def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
-    """What the decisions of one replica depend on."""
+def core_spec(
+    config: Config, card: ModelCard, memory: MemoryPlan, digests: Sequence[str] = ()
+) -> CoreSpec:
+    """What the decisions of one replica depend on.
+
+    Args:
+        digests: of the adapters of the start.
+    """
     schedule = config.schedule
     is_chunked = schedule.chunk_tokens > 0
     return CoreSpec(
@@ -94,6 +107,19 @@ def core_spec(config: Config, card: ModelCard, memory: MemoryPlan) -> CoreSpec:
         store=_store_rules(config.cache, memory) if config.cache.store else None,
         tells=kv_events(config.observe) is not None,
         role=config.handoff.role,
+        adapters=_adapter_rules(config.lora, digests) if config.lora.is_enabled else None,
+    )
+
+
+def _adapter_rules(lora: LoraConfig, digests: Sequence[str]) -> AdapterRules:
+    return AdapterRules(
+        max_running=lora.max_running,
+        max_loaded=lora.max_loaded,
+        eviction=lora.eviction,
+        first=tuple(
+            FirstAdapter(place.name, place.path, digest, place.is_pinned)
+            for place, digest in zip(named_adapters(lora.paths), digests, strict=True)
+        ),
     )
 
 

@@ -1,11 +1,15 @@
 """Build: what every layer of one rank is made from. Layers take it whole and keep what they use."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from banyan.ops.api import Ops
 from banyan.parallel.groups import ALONE, Groups
+
+if TYPE_CHECKING:
+    from banyan.layers.adapted import AdapterSeats
 
 
 @dataclass(frozen=True)
@@ -16,6 +20,7 @@ class Build:
         groups: the ranks that share each kind of weight.
         dtype: of activations and unpacked weights.
         kv_units: by layer, what its keys and values are kept in units of; () = 1 for all.
+        adapters: what may lie beside the projections; None = nothing ever does.
     """
 
     ops: Ops
@@ -23,3 +28,4 @@ class Build:
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     kv_units: tuple[float, ...] = ()
+    adapters: "AdapterSeats | None" = None

@@ -68,6 +68,22 @@ class ForgetDrafts(msgspec.Struct, frozen=True, array_like=True, tag="forget_dra
     """Forget what drafts are made from. No request runs."""
 
 
+class TakeAdapter(msgspec.Struct, frozen=True, array_like=True, tag="take_adapter"):
+    """Load an adapter beside the weights. The reply's body is a digest of its files."""
+
+    number: int
+    """From 1 on; what joins call it."""
+    path: str
+    digest: str = ""
+    """What it must be; "" = whatever is there."""
+
+
+class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapter"):
+    """Let go of an adapter; no slot has it."""
+
+    number: int
+
+
 Order = (
     TakeWeights
     | ReleaseMemory
@@ -76,6 +92,8 @@ Order = (
     | StartProfile
     | StopProfile
     | ForgetDrafts
+    | TakeAdapter
+    | DropAdapter
 )
 
 

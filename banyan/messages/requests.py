@@ -12,6 +12,10 @@ NO_HIDDEN = -1
 """`hidden_from` of a request that wants no hidden states."""
 
 
+NO_CALL = 0
+"""`GiveOrders.call` of orders that nobody asked for: calls are counted from 1."""
+
+
 class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="generate"):
     """Continue `tokens`. Answered by `Tokens`… and one `Finished` or `Failed`."""
 
@@ -24,6 +28,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     namespace: bytes = b""
     """Prefix-cache namespace (tenant salt, extra key): only equal namespaces share pages."""
     adapter: str = ""
+    """Name of the adapter that answers; "" = the model by itself."""
     priority: int = 0
     score_from: int = NO_SCORES
     """First position whose token's log-probability is wanted; prompt length = output only."""
@@ -70,7 +75,24 @@ class GiveOrders(msgspec.Struct, frozen=True, tag="give_orders"):
     """Let every rank carry these out between two steps; answered by one `Reply`."""
 
     call: int
+    """NO_CALL = nobody is answered."""
     orders: list[Order]
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter"):
+    """Take an adapter that requests may name from then on; answered by one `Reply`."""
+
+    call: int
+    name: str
+    path: str
+    is_pinned: bool = False
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
+    """Forget an adapter once its requests have ended; answered by one `Reply`."""
+
+    call: int
+    name: str
 
 
 class Control(msgspec.Struct, frozen=True, omit_defaults=True, tag="control"):

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from banyan.ops.adapters import AdapterOps
 from banyan.ops.experts_api import ExpertOps
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.sampling import SampleRows
@@ -84,7 +85,7 @@ class Recorder(Protocol):
         ...
 
 
-class Ops(ExpertOps, StateOps, Protocol):
+class Ops(ExpertOps, StateOps, AdapterOps, Protocol):
     """One bound implementation per op. Never dispatches per call."""
 
     @property
@@ -401,6 +402,7 @@ OP_NAMES = (
     "short_conv",
     "decay_gates",
     "scan",
+    "adapt",
     "sample",
     "logprobs",
 )

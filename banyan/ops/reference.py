@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from banyan.ops.adapters import AdapterTable, AdapterTokens
 from banyan.ops.experts_api import Clamp, PackedExperts, Routing, StoredExperts
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.pages import FLOAT8, to_numbers, to_stored
@@ -86,6 +87,15 @@ def concat(parts: Sequence[Tensor]) -> Tensor:
 
 def sigmoid_scale(x: Tensor, gate: Tensor) -> Tensor:
     return x * gate.sigmoid()
+
+
+def adapt(out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) -> None:
+    for number, where in tokens.groups():
+        for at in where.tolist():  # each token by itself: sums differ with the number of rows
+            for part in table.parts[number]:
+                inner = part.down.float() @ x[at].float() * part.scale
+                end = part.first + len(part.up)
+                out[at, part.first : end] += (part.up.float() @ inner).to(out.dtype)
 
 
 def scale_logits(logits: Tensor, scale: float, soft_cap: float) -> Tensor:

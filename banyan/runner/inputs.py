@@ -15,6 +15,7 @@ from torch import Tensor
 
 from banyan.layers.step import Embedded, StepInputs
 from banyan.messages.plan import SAMPLE, Row
+from banyan.ops.adapters import AdapterTokens
 from banyan.platform.base import Platform
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
 from banyan.runner.kvstore import KVStore
@@ -145,6 +146,7 @@ class StepTensors:
         self.locations = [zeros(max_tokens) for _ in store.groups]
         self.chosen = zeros(max_outputs)
         self.to_slots, self.to_positions = zeros(max_outputs), zeros(max_outputs)
+        self._adapters = None if table.adapters is None else AdapterTokens(max_tokens)
         self._fill = self._gather
         if platform.traits.is_host:
             self._host = _HostViews(self, table)
@@ -163,6 +165,8 @@ class StepTensors:
 
     def whole(self, attention: AttentionBackend) -> StepInputs:
         """Inputs of the full size."""
+        if self._adapters is not None and self._table.adapters is not None:
+            self._table.adapters.show(self._adapters)
         views = map(GroupView, self.page_tables, self.locations)
         geometry = StepGeometry(self.row_starts, self.context_lengths, tuple(views))
         states = BoundStates(self._store, geometry)
@@ -201,6 +205,8 @@ class StepTensors:
             slot_of = np.repeat(batch.slots, batch.counts)
             first = np.repeat(batch.starts - batch.offsets[:-1], batch.counts)
             positions = np.arange(num_tokens) + first
+        if self._adapters is not None and self._table.adapters is not None:
+            self._table.adapters.fill(self._adapters, slot_of)
         host.tokens[:num_tokens] = host.known_tokens[slot_of, positions]
         host.positions[:num_tokens] = positions
         host.row_starts[: num_rows + 1] = batch.offsets

@@ -43,6 +43,7 @@ from banyan.ops.api import OpTime
 from banyan.platform.base import Platform
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
+from banyan.runner.adapters import AdapterRack, AdapterSlots
 from banyan.runner.attention import BACKENDS
 from banyan.runner.forward import Forward
 from banyan.runner.inputs import Batch
@@ -127,6 +128,7 @@ class ModelRunner:
         open_drafter: opens what guesses next tokens, given how to open a model beside this one;
             None = rows bring no drafts.
         draft: the model to open beside this one; None where nothing needs it.
+        rack: the adapters that joins may name; None = there are none.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class ModelRunner:
         open_mover: Callable[[KVStore], PageMover] | None = None,
         open_drafter: Callable[[Callable[[], Beside]], Drafter] | None = None,
         draft: DraftModel | None = None,
+        rack: AdapterRack | None = None,
     ) -> None:
         card, device = model.card, build.device
         self._platform = platform or CpuPlatform()
@@ -147,6 +150,7 @@ class ModelRunner:
         self._table = SlotTable(
             *(sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device),
             is_drafting=open_drafter is not None,
+            adapters=None if rack is None else AdapterSlots(sizes.max_slots + 1, rack),
         )
         beside = [] if draft is None else draft.model.caches
         self.store = KVStore(sizes.groups, numbered_through([model.caches, beside]), device)
@@ -214,7 +218,7 @@ class ModelRunner:
             drafts=self._drafting is not None,
             goes_back=False,
             peers=self._peers is not None,
-            adapters=False,
+            adapters=self._table.adapters is not None,
             text=self._pooler is None,
             vectors=self._pooler is not None,
             hidden=True,

@@ -15,6 +15,7 @@ from torch import Tensor
 from banyan.base.ids import SlotId
 from banyan.messages.plan import Join, PageGrant, Row
 from banyan.ops.sampling import PARAMS, params_tensor
+from banyan.runner.adapters import AdapterSlots
 from banyan.runner.kvstore import GroupLayout
 
 _UNKNOWN = -1
@@ -33,6 +34,7 @@ class SlotTable:
         max_length: longest request in tokens.
         vocab_size: token ids lie in [0, vocab_size).
         is_drafting: rows may bring drafts, so that plans know bounds of starts and counts only.
+        adapters: which slot has which; None where there are none.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class SlotTable:
         groups: tuple[GroupLayout, ...],
         device: torch.device,
         is_drafting: bool = False,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         slots = max_slots + 1
+        self.adapters = adapters
         self.max_slots = max_slots
         self.max_length = max_length
         self._vocab_size = vocab_size
@@ -122,12 +126,16 @@ class SlotTable:
         tokens = np.frombuffer(join.tokens, np.int32)
         if not 1 <= join.slot <= self.max_slots:
             raise RowError(f"slot {join.slot} is outside 1 … {self.max_slots}")
-        if join.adapter:
+        if self.adapters is None and join.adapter:
             raise RowError(f"the request wants adapter {join.adapter}; no adapters are loaded")
+        if self.adapters is not None and (problem := self.adapters.problem(join.adapter)):
+            raise RowError(problem)
         sampling = join.sampling
         for ids in (join.score_ids, sampling.stop_ids, sampling.logit_bias):
             self._check_ids(ids)
         self._write(join.slot, 0, tokens)
+        if self.adapters is not None:
+            self.adapters.enter(join.slot, join.adapter)
         if join.embeds:
             self.embeds[join.slot] = self._rows_of(join)
         if sampling.processor:

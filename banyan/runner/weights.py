@@ -29,6 +29,7 @@ from banyan.messages.orders import (
 )
 from banyan.models.base import Model
 from banyan.models.foreign import load_foreign
+from banyan.models.weights.adapters import open_projections
 from banyan.models.weights.custom import load_transforms
 from banyan.models.weights.loader import load_model, rows_of, tensors_of
 from banyan.models.weights.reader import stamp_of
@@ -48,7 +49,7 @@ def load_weights(config: ModelConfig, card: ModelCard, build: Build) -> Model:
     with _lone_torch(build.ops):
         if config.implementation == "transformers":
             return load_foreign(card, build, config.load_format)
-        return load_model(
+        model = load_model(
             card,
             build,
             config.load_format,
@@ -56,6 +57,9 @@ def load_weights(config: ModelConfig, card: ModelCard, build: Build) -> Model:
             is_mapped=not config.disable_mmap,
             transforms=load_transforms(config.loader_functions, card.path),
         )
+    if build.adapters is not None:
+        open_projections(model, build.adapters, build.ops)
+    return model
 
 
 def _settle_memory() -> None:

@@ -3,11 +3,18 @@
 from banyan.base.errors import RequestError
 from banyan.memory.cache import TOKEN_BYTES, KVCache
 from banyan.messages.requests import Generate
+from banyan.scheduler.adapters import Adapters, unknown_adapter
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.roster import Roster
 
 
-def check_request(generate: Generate, roster: Roster, cache: KVCache, limits: Limits) -> None:
+def check_request(
+    generate: Generate,
+    roster: Roster,
+    cache: KVCache,
+    limits: Limits,
+    adapters: Adapters | None = None,
+) -> None:
     """Raise RequestError when the request cannot be served here, or not now.
 
     A full queue makes room for a request of higher priority than its last one.
@@ -16,8 +23,8 @@ def check_request(generate: Generate, roster: Roster, cache: KVCache, limits: Li
     total = known + generate.sampling.max_new_tokens
     if roster.find(generate.request) is not None:
         raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
-    if generate.adapter:
-        raise RequestError(f"adapter {generate.adapter!r} is not loaded", param="model", status=404)
+    if generate.adapter and adapters is None:
+        raise unknown_adapter(generate.adapter, [])
     if not known:
         raise RequestError("The prompt is empty", hint="Send at least one token.")
     if total > limits.max_request_tokens:

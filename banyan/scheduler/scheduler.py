@@ -19,6 +19,7 @@ from banyan.messages.plan import (
 )
 from banyan.messages.requests import Generate
 from banyan.messages.rooms import HandOff, RoomLost, RoomNews
+from banyan.scheduler.adapters import Adapters, has_place
 from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims
 from banyan.scheduler.answers import Answers
 from banyan.scheduler.budget import Limits, NewTokenRatio
@@ -43,6 +44,7 @@ class Scheduler:
         order: in which order waiting requests are tried.
         grammars: compiles `Generate.grammar`; None when there is no backend.
         role: GIVES or TAKES of scheduler/handoff.py; "" = prompts are computed and continued here.
+        adapters: which there are; None where requests may name none.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class Scheduler:
         order: QueueOrder,
         grammars: GrammarFactory | None = None,
         role: str = "",
+        adapters: Adapters | None = None,
     ) -> None:
+        self.adapters = adapters
         self.cache = cache
         self.limits = limits
         self.roster = Roster(cache, limits.max_running, limits.drafts > 0)
@@ -80,7 +84,9 @@ class Scheduler:
     def submit(self, generate: Generate, now: float) -> None:
         """Queue a request, or answer at once why not."""
         try:
-            check_request(generate, self.roster, self.cache, self.limits)
+            check_request(generate, self.roster, self.cache, self.limits, self.adapters)
+            if self.adapters is not None:
+                generate = self.adapters.received(generate)
             if self.rooms is not None:
                 generate = self.rooms.enter(generate)
             grammar = self._compile(generate.grammar)
@@ -205,6 +211,8 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError when a page, slot or request is counted wrongly."""
         self.roster.check()
+        if self.adapters is not None:
+            self.adapters.check()
 
     # -- planning -----------------------------------------------------------------------------
 
@@ -276,13 +284,17 @@ class Scheduler:
                 reserved[g] += pages
 
     def _waits(self, request: Request) -> bool:
-        """Whether it waits for a store, or for another server."""
+        """Whether it waits for its adapter, for a store, or for another server."""
+        if not has_place(request, self.adapters, self.roster, self._now):
+            return True
         if self.rooms is not None and self.rooms.holds_back(request):
             return True
         return self.fetcher.holds_back(request, self._now)
 
     def _enter(self, request: Request, sheet: PlanSheet, reserved: list[int]) -> bool:
         """Give a slot, a lease and the first row; False (and nothing changed) without room."""
+        if not has_place(request, self.adapters, self.roster, self._now):
+            return False
         match = prefix_of(request, self.cache)
         if not may_enter(request, match, self.cache, self.limits, self._ratio, reserved):
             return False
@@ -304,6 +316,7 @@ class Scheduler:
                 sampling=request.sampling,
                 score_top=generate.score_top,
                 score_ids=generate.score_ids,
+                adapter=0 if self.adapters is None else self.adapters.enter(request),
                 embeds=generate.embeds,
                 namespace=generate.namespace if self.limits.drafts else b"",
             )

@@ -2,7 +2,16 @@
 
 from dataclasses import replace
 
-from banyan.server.admin import facts, health, loads, memory, operate, profile, requests
+from banyan.server.admin import (
+    adapters,
+    facts,
+    health,
+    loads,
+    memory,
+    operate,
+    profile,
+    requests,
+)
 from banyan.server.admin.metrics import show_metrics
 from banyan.server.admin.unavailable import unavailable_routes
 from banyan.server.anthropic.messages import anthropic_routes
@@ -146,6 +155,8 @@ def _operation_routes() -> list[Route]:
     of_memory, sleep, wake = Body(memory.MemoryRequest), memory.release, memory.resume
     a_weight, of_weight = operate.get_weights_by_name, Body(operate.WeightRequest, is_query=True)
     of_logs = Body(operate.LoggingRequest, is_query=True)
+    come, leave = adapters.load_adapter, adapters.unload_adapter
+    of_coming, of_leaving = Body(adapters.LoadRequest), Body(adapters.UnloadRequest)
     of_profile = Body(profile.ProfileRequest, is_query=True)
     of_pause, of_ending = Body(operate.PauseRequest, is_query=True), Body(facts.AbortRequest)
     listing = requests.list_requests
@@ -161,6 +172,8 @@ def _operation_routes() -> list[Route]:
         Route("/release_memory_occupation", _BOTH, sleep, adm, about="sleep", body=of_memory),
         Route("/resume_memory_occupation", _BOTH, wake, adm, about="wake", body=of_memory),
         Route("/configure_logging", _BOTH, logs, adm, about="what is logged", body=of_logs),
+        Route("/load_lora_adapter", _POST, come, adm, about="one more adapter", body=of_coming),
+        Route("/unload_lora_adapter", _POST, leave, adm, about="one less", body=of_leaving),
         Route("/start_profile", _BOTH, begin, adm, about="record the steps", body=of_profile),
         Route("/stop_profile", _BOTH, end, adm, about="write the record"),
     ]

@@ -109,8 +109,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
         "--enable-triton-kernel-moe and --moe-runner-backend disagree",
     ),
     "two models": ("one two", "'two'"),
-    "a feature that is absent": ("--enable-lora", "--enable-lora", "merge"),
-    "several that are absent": ("--enable-lora --grpc-mode", "--enable-lora", "--grpc-mode"),
+    "a feature that is absent": ("--encoder-only", "--encoder-only", "images"),
+    "several that are absent": ("--encoder-only --grpc-mode", "--encoder-only", "--grpc-mode"),
     "a device that is absent": ("--device xpu", "--device", "xpu"),
     "a value that an absent flag never had": ("--lora-backend abacus", "--lora-backend", "csgmv"),
     "a flag file that is absent": ("--config nowhere.yaml", "nowhere.yaml"),
@@ -145,7 +145,7 @@ FILES: dict[str, tuple[str | bytes, str]] = {
     "a word as number": ("port: 'x'", "must be a whole number"),
     "a number as switch": ("port: true", "must be a whole number, got True"),
     "a text as list": ("host: [a]", "must be a text"),
-    "an absent feature": ("enable-lora: true", "enable-lora (in "),
+    "an absent feature": ("encoder-only: true", "encoder-only (in "),
     "an object of Python": ("port: !!python/object/apply:os.getcwd []", "not YAML"),
     "too large": ("#" * (1 << 21), "larger than"),
 }
@@ -171,7 +171,7 @@ def test_a_folder_as_flag_file_is_told(start: Callable, tmp_path: Path) -> None:
     ("name", "text"),
     [
         ("BANYAN_PORT", "x"),
-        ("BANYAN_ENABLE_LORA", "1"),
+        ("BANYAN_ENCODER_ONLY", "1"),
         ("SGLANG_MAX_NEW_TOKENS_LIMIT", "many"),
         ("SGLANG_EXTERNAL_MODEL_PACKAGE", "mine"),
     ],

@@ -100,11 +100,9 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name() -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--enable-lora"],
         ["--attn-cp-size", "2"],
         ["--torchao-config", "int4wo-128"],
         ["--enable-pd-role-switch"],
-        ["--lora-paths", "a", "b"],
         ["--enable-return-routed-experts"],
     ],
 )
@@ -132,8 +130,8 @@ def test_a_replaced_switch_and_its_successor_may_not_disagree() -> None:
 
 def test_all_that_is_refused_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(["--enable-lora", "--grpc-mode", "--lora-paths", "a", "b"], NOTHING)
-    assert "--enable-lora, --lora-paths are not available in this build: LoRA" in str(caught.value)
+        parse(["--encoder-only", "--grpc-mode", "--encoder-urls", "a", "b"], NOTHING)
+    assert "--encoder-only, --encoder-urls are not available in this build: " in str(caught.value)
     assert "--grpc-mode is not available in this build: the server" in str(caught.value)
 
 
@@ -142,7 +140,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
     [
         ["--attn-cp-size", "1"],
         ["--disaggregation-decode-tp", "1"],
-        ["--enable-lora=false"],
+        ["--enable-double-sparsity=false"],
         ["--moe-a2a-backend", "none"],
     ],
 )
@@ -158,7 +156,7 @@ def test_a_harmless_flag_is_accepted_with_the_reason() -> None:
     )
 
 
-@pytest.mark.parametrize("argv", [["--lora-backend", "csgmv"], ["--flexkv-config-file", "x"]])
+@pytest.mark.parametrize("argv", [["--experts-shared-outer-loras"], ["--flexkv-config-file", "x"]])
 def test_a_flag_of_an_absent_feature_is_accepted_and_says_so(argv: list[str]) -> None:
     (note,) = notes(*argv)
     assert f"{argv[0]} is accepted without an effect: it belongs to a feature" in note
@@ -275,7 +273,6 @@ def test_scalars_of_a_file_may_be_texts(tmp_path: Path) -> None:
         "show-time-cost: false",
         "debug-tensor-dump-inject: false",
         "encoder-urls: []",
-        "lora-paths: []",
         "disaggregation-decode-tp: 1",
         "torchao-config: ''",
     ],

@@ -56,7 +56,7 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
         ("port: 1.5", "whole number"),
         ("log-requests: 1", "true or false, got 1"),
         ("host: [a]", "must be a text"),
-        ("enable-lora: true", "not available in this build"),
+        ("encoder-only: true", "not available in this build"),
         ("port: !!python/object/apply:os.getcwd []", "not YAML"),
         (b"\xff\xfe\x00port", "not YAML"),
     ],

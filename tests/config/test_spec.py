@@ -160,7 +160,7 @@ def test_a_known_flag_of_the_wrong_type_is_refused_by_name(name: str) -> None:
 
 
 def test_the_variable_of_an_absent_flag_is_met_like_the_flag() -> None:
-    with pytest.raises(ConfigError, match="BANYAN_ENABLE_LORA is not available"):
-        parse([], read_environment({"BANYAN_ENABLE_LORA": "1"}))
+    with pytest.raises(ConfigError, match="BANYAN_ENCODER_ONLY is not available"):
+        parse([], read_environment({"BANYAN_ENCODER_ONLY": "1"}))
     config = parse([], read_environment({"BANYAN_PIECEWISE_CUDA_GRAPH_TOKENS": "1 2"}))
     assert "BANYAN_PIECEWISE_CUDA_GRAPH_TOKENS is accepted" in config.observe.notes[0]

@@ -231,7 +231,6 @@ def test_fields_without_effect_are_named_in_the_answer():
     ("field", "value"),
     [
         ("image_data", "cat.png"),
-        ("lora_path", "adapter"),
         ("session_params", {"id": "s"}),
     ],
 )

@@ -10,6 +10,7 @@ from banyan.config.flags import (
     device,
     grammar,
     handoff,
+    lora,
     model,
     observe,
     schedule,
@@ -27,6 +28,7 @@ GROUPS = (
     ("Grammar", grammar.FLAGS),
     ("Speculation", speculative.FLAGS),
     ("Prefill and decode", handoff.FLAGS),
+    ("Adapters", lora.FLAGS),
     ("Machine", device.FLAGS),
     ("Logs", observe.FLAGS),
 )

@@ -9,6 +9,7 @@ from functools import partial
 from typing import cast
 
 from banyan.base.clock import Clock, WallClock
+from banyan.frontend.requests.adapters import AdapterNames
 from banyan.frontend.requests.generation import (
     LAST_HIDDEN,
     Finish,
@@ -41,6 +42,7 @@ class NativeService:
         defaults, draw_seed: sampling parameters, and the seed, of requests that leave them out.
         incremental: each streamed chunk holds only what is new.
         store: where pages of the cache outlive the engine; "" = nowhere.
+        adapters: those that requests may name; None = none.
         pack: makes of some log-probabilities what stands for them in the answer. There may be a
             million in one, and so many small objects hold up whoever shares the interpreter.
     """
@@ -57,8 +59,10 @@ class NativeService:
         incremental: bool = False,
         store: str = "",
         pack: Pack = _as_it_is,
+        adapters: AdapterNames | None = None,
         clock: Clock | None = None,
     ) -> None:
+        self._adapters = adapters
         self._store = store
         self._pack = pack
         self._generator = generator
@@ -122,6 +126,7 @@ class NativeService:
             defaults=self._defaults,
             draw_seed=self._draw_seed,
             tenant=tenant,
+            adapters=self._adapters,
         )
 
     def _render(

@@ -11,12 +11,18 @@ Order = tuple[str, Mapping[str, Value]]
 
 
 class Standing:
-    """Weights that were taken at run time, memory that was released, and a pause."""
+    """Weights and adapters that were taken at run time, memory that was released, and a pause."""
 
     def __init__(self) -> None:
         self._weights: Mapping[str, Value] | None = None
         self._released: frozenset[str] = frozenset()
         self._is_paused = False
+        self._adapters: dict[str, Mapping[str, Value]] = {}
+        """By name, those that were loaded at run time."""
+        self._forgotten: frozenset[str] = frozenset()
+        """Those of the start that were unloaded."""
+        self._gone: frozenset[str] = frozenset()
+        """Those that were loaded at run time and unloaded again."""
 
     def take(self, verb: str, args: Mapping[str, Value]) -> None:
         """The engine has carried this out."""
@@ -28,6 +34,16 @@ class Standing:
                 self._released |= _tags(args)
             case "resume_memory":
                 self._released -= _tags(args)
+            case "load_adapter":
+                name = str(args.get("name"))
+                self._adapters[name] = dict(args)
+                self._gone -= {name}
+            case "unload_adapter":
+                name = str(args.get("name"))
+                if self._adapters.pop(name, None) is not None:
+                    self._gone |= {name}
+                elif name not in self._gone:  # a fleet tells what its engines have told already
+                    self._forgotten |= {name}
             case "pause" | "resume":
                 self._is_paused = verb == "pause"
             case _:
@@ -38,6 +54,11 @@ class Standing:
         when it is."""
         if self._weights is not None and told._weights != self._weights:
             return "update_weights", self._weights
+        if gone := self._forgotten - told._forgotten:
+            return "unload_adapter", {"name": min(gone)}
+        for name, args in self._adapters.items():
+            if name not in told._adapters:
+                return "load_adapter", args
         if more := self._released - told._released:
             return "release_memory", {"tags": ",".join(sorted(more))}
         if fewer := told._released - self._released:

@@ -428,6 +428,7 @@ def _message(request: TextRequest, weight: float) -> Generate:
         tokens=array("i", request.prompt).tobytes(),
         sampling=request.sampling,
         namespace=request.namespace,
+        adapter=request.adapter,
         priority=request.priority,
         score_from=scores.start,
         score_top=scores.top if scores.start != NO_SCORES else 0,

@@ -70,6 +70,8 @@ class TextRequest:
     peer: str = ""
     """host:port of the server that computes its prompt."""
     priority: int = 0
+    adapter: str = ""
+    """Who answers; "" = the model by itself."""
     route: str = ""
     """What asked for it, for the log: "chat", "completion", "generate", "probe"."""
     stride: int = 1

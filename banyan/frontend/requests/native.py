@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
+from banyan.frontend.requests.adapters import AdapterNames
 from banyan.frontend.requests.embeds import PLACEHOLDER, namespace_with, parse_embeds
 from banyan.frontend.requests.generation import ALL_HIDDEN, LAST_HIDDEN, ScoreOptions, TextRequest
 from banyan.frontend.requests.long_texts import encode_texts
@@ -60,6 +61,7 @@ _HONOURED = frozenset(
         "return_hidden_states",
         "custom_logit_processor",
         *FIELDS,
+        "lora_path",
     }
 )
 
@@ -77,7 +79,6 @@ _REFUSED = frozenset(
         "return_routed_experts",
         "return_indexer_topk",
         "session_params",
-        "lora_path",
         "lora_id",
         "positional_embed_overrides",
         "require_reasoning",
@@ -126,11 +127,13 @@ def parse_native(
     defaults: Mapping[str, object] = NATIVE_DEFAULTS,
     draw_seed: DrawSeed = fresh_seed,
     tenant: bytes = b"",
+    adapters: AdapterNames | None = None,
 ) -> NativeRequest:
     """Check a native request and tokenise its prompts.
 
     Args:
         tenant: what the caller's credential stands for; part of the prefix-cache namespace.
+        adapters: those that may be named; None = none.
 
     Raises:
         RequestError: names the field, the rule and the value.
@@ -162,6 +165,7 @@ def parse_native(
     shown = _scores(fields, prompts)
     meetings = meetings_of(fields.get, fields.num)
     salts, keys = fields.each("cache_salt", checked_salt), fields.each("extra_key", checked_salt)
+    chosen = _adapters(fields, len(prompts), adapters or AdapterNames())
     hidden = fields.each("return_hidden_states", hidden_wanted)
     priority = _integer(fields.get("priority"), "priority") or 0
     show_text = fields.flag("return_text_in_logprobs")
@@ -183,19 +187,13 @@ def parse_native(
                 room=meetings[i].name(j),
                 peer=meetings[i].peer,
                 priority=priority,
+                adapter=chosen[i],
                 route="generate",
                 stride=options.stream_interval,
             )
-            sequence = NativeSequence(
-                request=request,
-                show_scores=shown[i].is_wanted,
-                show_top=shown[i].options.top > 0,
-                show_picked=bool(shown[i].options.ids),
-                show_score_text=show_text,
-                show_prompt_ids=show_prompt_ids,
-                not_honoured={**dict.fromkeys(ignored, NOT_USED), **options.ignored},
-            )
-            sequences.append(sequence)
+            unused = {**dict.fromkeys(ignored, NOT_USED), **options.ignored}
+            flags = (show_text, show_prompt_ids)
+            sequences.append(_shown(request, shown[i], *flags, unused))
     return NativeRequest(sequences, is_list, fields.flag("stream"))
 
 
@@ -203,6 +201,20 @@ def parse_native(
 class _Shown:
     is_wanted: bool
     options: ScoreOptions
+
+
+def _shown(
+    request: TextRequest, shown: _Shown, text: bool, prompt_ids: bool, unused: Mapping[str, str]
+) -> NativeSequence:
+    return NativeSequence(
+        request=request,
+        show_scores=shown.is_wanted,
+        show_top=shown.options.top > 0,
+        show_picked=bool(shown.options.ids),
+        show_score_text=text,
+        show_prompt_ids=prompt_ids,
+        not_honoured=unused,
+    )
 
 
 class _Fields:
@@ -262,6 +274,13 @@ def _asks_nothing(value: object) -> bool:
 def _is_batch(fields: _Fields) -> bool:
     text, ids = fields.get("text"), fields.get("input_ids")
     return isinstance(text, list) or (isinstance(ids, list) and isinstance(ids[0], list))
+
+
+def _adapters(fields: _Fields, count: int, names: AdapterNames) -> list[str]:
+    """Who answers each prompt."""
+    if _asks_nothing(fields.get("lora_path")):
+        return [""] * count
+    return fields.each("lora_path", names.named)
 
 
 def _sampling(fields: _Fields) -> list[dict[str, object]]:

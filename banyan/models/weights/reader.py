@@ -47,7 +47,7 @@ def read_tensors(card: ModelCard, is_mapped: bool = True) -> Iterator[tuple[str,
                         f"tensor {tensor.name!r} is in both {seen[tensor.name]} and {path.name}"
                     )
                 seen[tensor.name] = path.name
-                raw = _as_tensor(file.bytes_of(tensor.name))
+                raw = as_tensor(file.bytes_of(tensor.name))
                 yield tensor.name, _stored(tensor.name, tensor.type, tensor.shape, raw)
 
 
@@ -83,7 +83,7 @@ def _stored(name: str, type: str, shape: tuple[int, ...], raw: Tensor) -> Stored
         raise ModelError(f"tensor {name!r}: {error.text}", error.hint) from None
 
 
-def _as_tensor(view: memoryview) -> Tensor:
+def as_tensor(view: memoryview) -> Tensor:
     """The bytes as [size] uint8 without a copy."""
     if not len(view):
         return torch.empty(0, dtype=torch.uint8)

@@ -34,6 +34,7 @@ KERNELS = {
         f"{_HERE}.paged_attention:paged_attention",
         f"{_HERE}.torch_attention:paged_attention",
     ],
+    "adapt": [f"{_HERE}.adapters:adapt"],
     "sample": [f"{_HERE}.sampling:sample"],
     "logprobs": [f"{_HERE}.sampling:logprobs"],
     **{op: [f"{_HERE}.rows:{op}"] for op in _ROWS},

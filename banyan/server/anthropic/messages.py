@@ -20,12 +20,12 @@ from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.route import Body, Route
 from banyan.server.http.state import ServerState
+from banyan.server.openai.adapters import model_and_adapter
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
     account_for,
     account_for_members,
-    check_model,
     in_words,
     origin_of,
     typed,
@@ -42,11 +42,11 @@ async def messages(exchange: Exchange, state: ServerState) -> None:
 
     def read(raw: Json) -> tuple[MessagesRequest, str, ChatPlan]:
         request = _read(raw, MessagesRequest, report)
-        model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
+        model, adapter = model_and_adapter(request.model, state, exchange.warn)
         try:
             body = chat_body(request, service.chat and service.chat.template, report)
             chat = typed(body, ChatRequest)
-            origin = origin_of(exchange, chat, "messages")
+            origin = origin_of(exchange, chat, "messages", adapter)
             plan = plan_chat(service, body, chat, origin, report, may_shorten=True)
         except RequestError as error:
             raise in_words(error, WORDS) from None
@@ -84,7 +84,7 @@ async def count_tokens(exchange: Exchange, state: ServerState) -> None:
 
     def read(raw: Json) -> list[int]:
         request = _read(raw, CountRequest, report)
-        check_model(request.model, state.served_name, exchange.warn, strict)
+        model_and_adapter(request.model, state, exchange.warn)
         body = chat_body(request, service.chat and service.chat.template, report)
         return chat_prompt(service, typed(body, ChatRequest), report)[0]
 

@@ -24,6 +24,7 @@ from banyan.frontend.link.client import Replicas
 from banyan.frontend.link.meter import Metrics
 from banyan.frontend.link.pace import UNKNOWN_S, wait_s
 from banyan.frontend.link.records import Recent
+from banyan.frontend.requests.adapters import AdapterNames
 from banyan.frontend.requests.generation import Generator, TextRequest
 from banyan.frontend.requests.sampling import NATIVE_DEFAULTS, DrawSeed, Limits, fresh_seed
 from banyan.frontend.requests.sessions import Sessions
@@ -173,6 +174,8 @@ class ServerState:
     probe: SharedProbe = field(default_factory=SharedProbe)
     version: str = field(default_factory=_version)
     storage: Storage = field(init=False)
+    adapters: AdapterNames = field(init=False)
+    """Those that requests may name."""
     responses: ResponseStore = field(default_factory=ResponseStore)
     metrics: Metrics | None = None
     """None where nothing is counted."""
@@ -187,6 +190,7 @@ class ServerState:
     def __post_init__(self) -> None:
         self.storage = Storage(storage_path(self.config.server))
         self.keys = Keys(self.config.server.api_key, self.config.server.api_key_file)
+        self.adapters = AdapterNames.of(self.config.lora)
 
     def has_begun(self, work: "asyncio.Task[None]") -> bool:
         """Whether requests of this handler went to the engine, whose end is logged there."""

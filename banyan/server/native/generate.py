@@ -37,6 +37,7 @@ def native_service(service: Service, state: ServerState) -> NativeService:
         weight_version=state.config.model.weight_version,
         incremental=state.config.server.incremental_output,
         store=state.config.cache.store,
+        adapters=state.adapters,
         pack=lambda triples: orjson.Fragment(orjson.dumps(triples)),
     )
 

@@ -9,6 +9,7 @@ from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState
 from banyan.server.ollama.schema import HARMLESS, REFUSED, Message
+from banyan.server.openai.adapters import model_alone
 from banyan.server.openai.fields import (
     Report,
     account_for,
@@ -51,9 +52,21 @@ async def read(exchange: Exchange, kind: type[R], report: Report) -> R:
 
 
 def model_of(name: str, exchange: Exchange, state: ServerState) -> str:
-    """The model name to answer with. A tag (":latest", ":8b") chooses nothing here."""
-    served = state.served_name
+    """The model name to answer with, where no adapter can."""
+    if adapter := model_and_adapter_of(name, exchange, state)[1]:
+        model_alone(adapter, state, exchange.warn)
+    return name or state.served_name
+
+
+def model_and_adapter_of(name: str, exchange: Exchange, state: ServerState) -> tuple[str, str]:
+    """The model name to answer with, and the adapter that it names: ADAPTER, ADAPTER:TAG or
+    BASE:ADAPTER. Any other tag (":latest", ":8b") chooses nothing here."""
+    served, names = state.served_name, state.adapters
+    stem, _, tag = name.partition(":")
+    for adapter in (name, stem, tag):
+        if adapter in names and name != served:
+            return name, adapter
     if name != served:
         strict = state.config.server.strict_requests
-        check_model(name.partition(":")[0], served, exchange.warn, strict)
-    return name or served
+        check_model(stem, served, exchange.warn, strict)
+    return name or served, ""

@@ -11,7 +11,7 @@ from banyan.base.errors import RequestError
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
-from banyan.server.ollama.fields import model_of, read, reporter
+from banyan.server.ollama.fields import model_and_adapter_of, read, reporter
 from banyan.server.ollama.schema import SAMPLING, ShowRequest
 from banyan.server.openai.schema import SAMPLING as NATIVE
 
@@ -25,7 +25,11 @@ _NEVER = timedelta(days=36500)
 
 async def tags(exchange: Exchange, state: ServerState) -> None:
     model = _model(state, state.admit())
-    await exchange.json({"models": [{**model, "modified_at": _loaded_at(state).isoformat()}]})
+    model |= {"modified_at": _loaded_at(state).isoformat()}
+    beside = {"details": {**_details(state.admit()), "parent_model": state.served_name}}
+    names = [place.name for place in state.adapters.places()]
+    adapters = [{**model, **beside, "name": name, "model": name} for name in names]
+    await exchange.json({"models": [model, *adapters]})
 
 
 async def running(exchange: Exchange, state: ServerState) -> None:
@@ -39,7 +43,7 @@ async def running(exchange: Exchange, state: ServerState) -> None:
 async def show(exchange: Exchange, state: ServerState) -> None:
     service = state.admit()
     request = await read(exchange, ShowRequest, reporter(exchange, state))
-    name = model_of(request.model or request.name, exchange, state)
+    name, _ = model_and_adapter_of(request.model or request.name, exchange, state)
     await exchange.json(
         {
             "modelfile": f"FROM {state.served_name}\n",

@@ -11,7 +11,7 @@ from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
 from banyan.server.ollama.answer import OllamaAnswer, now
-from banyan.server.ollama.fields import model_of, reporter, typed_from
+from banyan.server.ollama.fields import model_and_adapter_of, reporter, typed_from
 from banyan.server.ollama.schema import ChatRequest, GenerateRequest, TextRequest
 from banyan.server.ollama.translate import WORDS, chat_body, prompt_body, raw_body
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
@@ -78,7 +78,7 @@ async def _say_loaded(
     exchange: Exchange, state: ServerState, request: TextRequest, empty: Json
 ) -> None:
     """Nothing to answer: clients ask so to have the model loaded, and it is."""
-    model = model_of(request.model, exchange, state)
+    model, _ = model_and_adapter_of(request.model, exchange, state)
     body = {"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
     await exchange.json(body)
 
@@ -93,8 +93,8 @@ def _asked(
 ) -> _Asked:
     """What the body of a chat request runs."""
     chat = typed(body, OpenAIChatRequest)
-    model = model_of(chat.model, exchange, state)
-    origin = origin_of(exchange, chat, route)
+    model, adapter = model_and_adapter_of(chat.model, exchange, state)
+    origin = origin_of(exchange, chat, route, adapter)
     plan = plan_chat(service, body, chat, origin, report, may_shorten=True)
     return _Asked(model, chat, plan)
 

@@ -19,10 +19,10 @@ from banyan.frontend.threads import off_loop
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
+from banyan.server.openai.adapters import model_and_adapter
 from banyan.server.openai.fields import (
     Origin,
     Report,
-    check_model,
     in_openai_words,
     native_sampling,
     origin_of,
@@ -49,8 +49,8 @@ async def completions(exchange: Exchange, state: ServerState) -> None:
 
     def read(raw: Json) -> tuple[CompletionRequest, str, Origin, Plan]:
         request = read_fields(raw, CompletionRequest, exchange, server.strict_requests)
-        model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
-        origin = origin_of(exchange, request, "completion")
+        model, adapter = model_and_adapter(request.model, state, exchange.warn, request.lora_path)
+        origin = origin_of(exchange, request, "completion", adapter)
         try:
             report = partial(exchange.warn_or_refuse, strict=server.strict_requests)
             return request, model, origin, _plan(service, raw, request, origin, report)

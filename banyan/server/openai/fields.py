@@ -131,9 +131,10 @@ class Origin:
     """Of the hidden states these routes give the last one alone."""
     rooms: Mapping[str, object] = field(default_factory=dict[str, object])
     """The fields that say where its prompts are handed over."""
+    adapter: str = ""
 
 
-def origin_of(exchange: Exchange, request: CommonRequest, route: str) -> Origin:
+def origin_of(exchange: Exchange, request: CommonRequest, route: str, adapter: str = "") -> Origin:
     """Name, cache namespace and priority of what `request` starts."""
     return Origin(
         checked_rid(request.rid) if request.rid is not None else exchange.id,
@@ -147,6 +148,7 @@ def origin_of(exchange: Exchange, request: CommonRequest, route: str) -> Origin:
         request.priority or 0,
         LAST_HIDDEN if hidden_wanted(request.return_hidden_states, "return_hidden_states") else "",
         {name: getattr(request, name) for name in rooms.FIELDS},
+        adapter,
     )
 
 
@@ -175,6 +177,7 @@ def sequences(
             caller=origin.caller,
             hidden=origin.hidden,
             priority=origin.priority,
+            adapter=origin.adapter,
             route=origin.route,
             stride=parsed.stream_interval,
             room=meeting.name(i),
@@ -189,7 +192,7 @@ def sequences(
 
 
 def check_model(name: str, served: str, warn: Callable[[str], None], strict: bool) -> str:
-    """The model name to answer with; RequestError 404 for adapters and impossible names."""
+    """The model name to answer with; RequestError 404 for impossible names."""
     if not name or name in (served, "default"):
         return name or served
     legal = _MODEL_NAME.fullmatch(name) is not None and ".." not in name

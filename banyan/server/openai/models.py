@@ -2,22 +2,34 @@
 
 from datetime import UTC, datetime
 
+from banyan.config.adapters import AdapterPlace
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState
 from banyan.server.openai.fields import no_such_model
 
 
 async def list_models(exchange: Exchange, state: ServerState) -> None:
-    name = state.served_name
-    page = {"has_more": False, "first_id": name, "last_id": name}
-    await exchange.json({"object": "list", "data": [_card(state)], **page})
+    cards = [_card(state), *(_adapter(state, place) for place in state.adapters.places())]
+    page = {"has_more": False, "first_id": cards[0]["id"], "last_id": cards[-1]["id"]}
+    await exchange.json({"object": "list", "data": cards, **page})
 
 
 async def show_model(exchange: Exchange, state: ServerState) -> None:
-    """One model by name; names may hold slashes."""
-    if exchange.tail != state.served_name:
-        raise no_such_model(exchange.tail)
-    await exchange.json(_card(state))
+    """One model or adapter by name; names may hold slashes."""
+    if exchange.tail == state.served_name:
+        await exchange.json(_card(state))
+        return
+    for place in state.adapters.places():
+        if exchange.tail == place.name:
+            await exchange.json(_adapter(state, place))
+            return
+    raise no_such_model(exchange.tail)
+
+
+def _adapter(state: ServerState, place: AdapterPlace) -> dict[str, object]:
+    """An adapter as a model whose parent is the one that it is served beside."""
+    own = {"id": place.name, "display_name": place.name, "root": place.path}
+    return {**_card(state), **own, "parent": state.served_name}
 
 
 def _card(state: ServerState) -> dict[str, object]:

@@ -31,6 +31,7 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
+    lora_path: str | None = None
 
 
 class ChatRequest(CommonRequest, frozen=True, kw_only=True):
@@ -85,7 +86,6 @@ SAMPLING: Mapping[str, str] = {
 _TOOLS = "functions and function_call are the old names; use tools and tool_choice"
 _MEDIA = "this server takes text only"
 _RESEARCH = "this output is not available in this build"
-_ADAPTERS = "LoRA adapters are not available in this build"
 _SESSIONS = "sessions are not available in this build"
 
 _OFF = (None, False, "", 0)
@@ -110,7 +110,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "return_token_ids": (_OFF, f"{_RESEARCH}; /generate returns output_ids"),
     "return_prompt_token_ids": (_OFF, f"{_RESEARCH}; /tokenize returns them"),
     "return_meta_info": (_OFF, f"{_RESEARCH}; /generate returns meta_info"),
-    "lora_path": (_NONE, _ADAPTERS),
     "session_params": (_NONE, _SESSIONS),
     "watermark": (_NONE, _RESEARCH),
     "beam_width": ((None, 1), "beam search is not available in this build"),

@@ -19,12 +19,12 @@ from banyan.server.errors import Json, internal
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.route import Body, Route
 from banyan.server.http.state import ServerState, Service
+from banyan.server.openai.adapters import model_and_adapter
 from banyan.server.openai.chat.plan import ChatPlan, chat_prompt, plan_chat
 from banyan.server.openai.fields import (
     Report,
     account_for,
     account_for_members,
-    check_model,
     in_words,
     origin_of,
     typed,
@@ -69,6 +69,7 @@ class _Asked:
 
     request: ResponsesRequest
     model: str
+    adapter: str
     before: list[Json]
     given: list[Json]
     offered: Offered
@@ -86,17 +87,17 @@ async def create(exchange: Exchange, state: ServerState) -> None:
         try:
             body = chat_body(request, items, asked.offered, _template(service), report)
             chat = typed(body, ChatRequest)
-            origin = origin_of(exchange, chat, "responses")
+            origin = origin_of(exchange, chat, "responses", asked.adapter)
             return plan_chat(service, body, chat, origin, report)
         except RequestError as error:
             raise in_words(error, WORDS) from None
 
     def read(raw: Json) -> tuple[_Asked, ChatPlan]:
         request = _read(raw, ResponsesRequest, report)
-        model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
+        model, adapter = model_and_adapter(request.model, state, exchange.warn)
         before, given = _before(request, exchange, state), given_items(request.input)
         offered = offered_tools(request.tools or [], state.tool_servers, report)
-        asked = _Asked(request, model, before, given, offered)
+        asked = _Asked(request, model, adapter, before, given, offered)
         return asked, plan_turn(asked, request, [], report)
 
     asked, plan = await exchange.read(read, waits=True)
@@ -169,7 +170,7 @@ async def input_tokens(exchange: Exchange, state: ServerState) -> None:
 
     def read(raw: Json) -> list[int]:
         request = _read(raw, PromptRequest, report)
-        check_model(request.model, state.served_name, exchange.warn, strict)
+        model_and_adapter(request.model, state, exchange.warn)
         items = [*_before(request, exchange, state), *given_items(request.input)]
         offered = offered_tools(request.tools or [], state.tool_servers, report)
         chat = typed(chat_body(request, items, offered, _template(service), report), ChatRequest)

@@ -8,7 +8,8 @@ from banyan.frontend.requests.vectors import Vector, prompts_of, shortened, usag
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState
-from banyan.server.openai.fields import check_model, typed
+from banyan.server.openai.adapters import model_alone
+from banyan.server.openai.fields import typed
 from banyan.server.vectors.native import (
     COMMON,
     VectorRequest,
@@ -41,7 +42,7 @@ async def create_embeddings(exchange: Exchange, state: ServerState) -> None:
                 f"encoding_format must be float or base64, got {form[:40]!r}.",
                 param="encoding_format",
             )
-        model = check_model(request.model, state.served_name, exchange.warn, strict)
+        model = model_alone(request.model, state, exchange.warn)
         prompts, _ = prompts_of(request.input, "input", service.limits)
         vectors, origin = vector_service(service, state), origin_of(exchange, request, "embeddings")
         return request, model, vectors.read(prompts, origin)

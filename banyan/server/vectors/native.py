@@ -19,7 +19,8 @@ from banyan.frontend.requests.vectors import (
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
-from banyan.server.openai.fields import check_model, typed
+from banyan.server.openai.adapters import model_alone
+from banyan.server.openai.fields import typed
 
 COMMON = ("model", "rid", "priority", "cache_salt", "extra_key", "user")
 """Fields that every route about vectors honours, and `user`, which changes nothing."""
@@ -76,7 +77,7 @@ async def classify(exchange: Exchange, state: ServerState) -> None:
         strict = state.config.server.strict_requests
         refuse_fields(raw, {*COMMON, "input"}, exchange, strict)
         request = typed(raw, ClassifyRequest)
-        model = check_model(request.model, state.served_name, exchange.warn, strict)
+        model = model_alone(request.model, state, exchange.warn)
         prompts, _ = prompts_of(request.input, "input", service.limits, with_pairs=True)
         vectors, origin = vector_service(service, state), origin_of(exchange, request, "classify")
         return model, vectors.read(prompts, origin)

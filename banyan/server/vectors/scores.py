@@ -26,7 +26,8 @@ from banyan.messages.sampling import SamplingParams
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
-from banyan.server.openai.fields import check_model, typed
+from banyan.server.openai.adapters import model_alone
+from banyan.server.openai.fields import typed
 from banyan.server.openai.prompts import check_count, text_ids
 from banyan.server.vectors.native import (
     COMMON,
@@ -74,7 +75,7 @@ async def score(exchange: Exchange, state: ServerState) -> None:
             )
         refuse_fields(raw, _SCORE_FIELDS, exchange, strict)
         request = typed(raw, ScoreRequest)
-        model = check_model(request.model, state.served_name, exchange.warn, strict)
+        model = model_alone(request.model, state, exchange.warn)
         queries, _ = prompts_of(request.query, "query", service.limits)
         empty = request.items == []
         items = [] if empty else prompts_of(request.items, "items", service.limits)[0]

@@ -7,11 +7,11 @@ from banyan.frontend.requests.generation import run
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
+from banyan.server.openai.adapters import model_and_adapter
 from banyan.server.openai.chat.answer import ChatAnswer
 from banyan.server.openai.chat.plan import ChatPlan, plan_chat
 from banyan.server.openai.fields import (
     Origin,
-    check_model,
     in_openai_words,
     origin_of,
     read_fields,
@@ -28,8 +28,8 @@ async def chat_completions(exchange: Exchange, state: ServerState) -> None:
 
     def read(raw: Json) -> tuple[ChatRequest, str, Origin, ChatPlan]:
         request = read_fields(raw, ChatRequest, exchange, server.strict_requests)
-        model = check_model(request.model, state.served_name, exchange.warn, server.strict_requests)
-        origin = origin_of(exchange, request, "chat")
+        model, adapter = model_and_adapter(request.model, state, exchange.warn, request.lora_path)
+        origin = origin_of(exchange, request, "chat", adapter)
         try:
             return request, model, origin, plan_chat(service, raw, request, origin, report)
         except RequestError as error:

@@ -1,0 +1,91 @@
+"""Rules about adapters: which there are at the start, how large they may be, and what they do not
+go with. Part of `config/resolve.py`; knows no tensors.
+"""
+
+from dataclasses import replace
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger, printable
+from banyan.config.adapters import MAX_RANK, named_adapters, read_adapter
+from banyan.config.card import ModelCard
+from banyan.config.env import Environment
+from banyan.config.schema import Config
+
+log = logger(__name__)
+
+_FLAG = "--enable-lora"
+_TARGETS = (
+    *("all", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    *("qkv_proj", "gate_up_proj", "c_fc", "c_proj"),
+)
+MOST_LOADED = 256
+"""Adapters in memory where nobody says how many."""
+
+
+def plan_the_adapters(config: Config, card: ModelCard, environment: Environment) -> Config:
+    lora = config.lora
+    if lora.paths and not lora.is_enabled:
+        log.debug("set enable-lora=True because --lora-paths names adapters")
+        config = replace(config, lora=replace(lora, is_enabled=True))
+        lora = config.lora
+    if not lora.is_enabled:
+        return config
+    _check(config, card)
+    places = named_adapters(lora.paths)
+    ranks = [read_adapter(place.path, lora.max_rank).rank for place in places]
+    if not lora.max_rank and not ranks:
+        raise ConfigError(
+            f"{_FLAG}: without --lora-paths nothing tells how large adapters may be",
+            hint="give --max-lora-rank, as 64",
+        )
+    for target in lora.targets:
+        _check_target(target)
+    if lora.max_rank > MAX_RANK:
+        raise ConfigError(f"--max-lora-rank {lora.max_rank}: at most {MAX_RANK} can be served")
+    most = lora.max_loaded or MOST_LOADED
+    if len(places) > most:
+        raise ConfigError(
+            f"--lora-paths names {len(places)} adapters, at most {most} are kept in memory",
+            hint="raise --max-loaded-loras, or name fewer and POST /load_lora_adapter",
+        )
+    if most < lora.max_running:
+        raise ConfigError(
+            f"--max-loaded-loras {most} is less than --max-loras-per-batch {lora.max_running}",
+            hint="requests that run together need their adapters in memory together",
+        )
+    rank = lora.max_rank or max(ranks)
+    return replace(config, lora=replace(lora, max_rank=rank, max_loaded=most))
+
+
+def _check_target(target: str) -> None:
+    if target in ("embed_tokens", "lm_head"):
+        raise ConfigError(
+            f"--lora-target-modules {target}: only projections inside of the blocks are changed",
+            hint="leave it out",
+        )
+    if target not in _TARGETS:
+        raise ConfigError(
+            f"--lora-target-modules {printable(target, 80)!r} is no projection",
+            hint=f"choose: {', '.join(_TARGETS)}",
+        )
+
+
+def _check(config: Config, card: ModelCard) -> None:
+    """Refuse what adapters do not go with, by name."""
+    if card.pooling is not None:
+        raise ConfigError(
+            f"{_FLAG}: this model makes vectors, and adapters are served for texts only",
+            hint="merge the adapter into the weights",
+        )
+    for is_there, other, hint in (
+        (
+            config.model.implementation == "transformers",
+            "--model-impl transformers",
+            "leave --model-impl at auto",
+        ),
+        (config.parallel.is_joined, "--enable-dp-attention", "use --data-parallel-size alone"),
+        (bool(config.handoff.role), "--disaggregation-mode", "let one server do both"),
+        (config.parallel.nodes > 1, "--nnodes", "start all ranks on one machine"),
+    ):
+        if is_there:
+            raise ConfigError(f"{_FLAG} and {other} do not go together", hint=hint)

@@ -1,0 +1,245 @@
+"""From an adapter's tensors to this rank's share of them, by projection of the model.
+
+Knows names, files and cuts; what is done with the matrices is the op's. An adapter fits wholly or
+not at all: every tensor has its projection, and every projection that it claims has its tensors.
+"""
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import printable
+from banyan.config.adapters import CONFIG, WEIGHTS, AdapterCard, LowRank, read_adapter
+from banyan.config.card import ModelCard
+from banyan.families import FAMILIES
+from banyan.formats.safetensors import SafetensorsFile
+from banyan.layers.adapted import AdapterSeats, projections
+from banyan.layers.slot import WeightSlot
+from banyan.models.base import Model
+from banyan.models.decoder import DecoderLM
+from banyan.models.weights.names import Place, place_of
+from banyan.models.weights.reader import as_tensor
+from banyan.ops.adapters import MAX_PARTS, Part
+from banyan.ops.api import Ops
+from banyan.ops.stored import StoredWeight
+
+_DIGEST_BYTES = 16
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class LoadedAdapter:
+    """
+    Attributes:
+        parts: projection of the model -> what the adapter adds there on this rank.
+        digest: of the files; the same on every rank.
+    """
+
+    parts: Mapping[str, list[Part]]
+    digest: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Base:
+    """What an adapter must fit: the model of one rank, without its weights.
+
+    Attributes:
+        stage: the layers that the rank has.
+    """
+
+    card: ModelCard
+    stage: range
+    seats: AdapterSeats
+
+
+def open_projections(model: Model, seats: AdapterSeats, ops: Ops) -> None:
+    """Wrap the projections that adapters may change."""
+    assert isinstance(model, DecoderLM)
+    named = _named(model.card)
+    for name, projection in projections(model):
+        if stems := named.get(_template(name), ()):
+            seats.slots[name] = projection.slots()["weight"]
+            if not seats.targets or any(stem in seats.targets for stem in stems):
+                seats.wrap(name, projection, ops)
+
+
+def base_of(model: Model, seats: AdapterSeats) -> Base:
+    """What adapters of `model` must fit, once its projections are open."""
+    assert isinstance(model, DecoderLM)
+    return Base(model.card, model.stage, seats)
+
+
+def load_adapter(path: str, base: Base) -> LoadedAdapter:
+    """This rank's share of the adapter in a folder.
+
+    Raises:
+        ConfigError: it cannot be served, or does not fit the model.
+    """
+    card = read_adapter(path, base.seats.max_rank)
+    fit = Fit(base, card)
+    found: dict[str, list[Part]] = {}
+    with SafetensorsFile.open(os.path.join(path, WEIGHTS)) as file:
+        for name, low_rank in card.modules.items():
+            place = fit.place_of(name, low_rank)
+            if place is None:
+                continue  # of a layer that another rank has
+            down, up = (_stored(file, tensor) for tensor in low_rank.names)
+            mine = _parts(base.seats.slots[place.module], place, down, up, low_rank.scale)
+            found.setdefault(place.module, []).extend(mine)
+    fit.check_claims()
+    return LoadedAdapter(found, _digest(path), card.rank)
+
+
+def _stored(file: SafetensorsFile, name: str) -> StoredWeight:
+    """In memory of its own, as the file may be written anew while it is used."""
+    tensor = file.tensors[name]
+    raw = as_tensor(file.bytes_of(name)).clone()
+    return StoredWeight.from_bytes(tensor.type, tensor.shape, raw)
+
+
+class Fit:
+    """Whether an adapter belongs to a model."""
+
+    def __init__(self, base: Base, card: AdapterCard) -> None:
+        self._card = card
+        self._base = base
+        self._names = FAMILIES.load(base.card.architecture).names["safetensors"]
+        self._folder = printable(card.path, 200)
+
+    def place_of(self, name: str, low_rank: LowRank) -> Place | None:
+        """Where a module's matrices go; None on another rank.
+
+        Raises:
+            ConfigError: the model has no such projection, or one of another size.
+        """
+        place = place_of(f"{name}.weight", self._names)
+        layer = place.module.split(".")[1] if place and place.module.startswith("layers.") else ""
+        number = int(layer) if layer.isdecimal() else -1
+        if place is None or not 0 <= number < self._base.card.num_layers:
+            raise self._stranger(name, place)
+        if number not in self._base.stage:
+            return None
+        slot = self._base.seats.slots.get(place.module)
+        if slot is None or any(part not in slot.shapes for part in place.parts):
+            raise self._stranger(name, place)
+        if place.module not in self._base.seats.tables:
+            raise ConfigError(
+                f"adapter {self._folder!r} changes {printable(name, 100)}, which "
+                "--lora-target-modules leaves out",
+                hint="name its target there, or leave the flag out",
+            )
+        declared = [slot.shapes[part] for part in place.parts]
+        outputs, inputs = sum(shape[0] for shape in declared), declared[0][1]
+        if (outputs, inputs) != (low_rank.outputs, low_rank.inputs):
+            raise ConfigError(
+                f"adapter {self._folder!r} is of another base: {printable(name, 100)} has "
+                f"{low_rank.inputs} inputs and {low_rank.outputs} outputs there, {inputs} and "
+                f"{outputs} here{self._made_for()}",
+                hint="serve the model that it was made for",
+            )
+        return place
+
+    def check_claims(self) -> None:
+        """ConfigError when a layer lacks a projection that the adapter says it changes."""
+        lacking = [name for name in self._claimed() if name not in self._card.modules]
+        if lacking:
+            raise ConfigError(
+                f"adapter {self._folder!r} lacks the matrices of {len(lacking)} projections that "
+                f"its configuration names: {', '.join(lacking[:3])}",
+                hint="save or download it again",
+            )
+
+    def _claimed(self) -> list[str]:
+        templates = [
+            template
+            for template, target in self._names.modules.items()
+            if template.rpartition(".")[2] in self._card.targets
+            and target.startswith("layers.{}.")
+            and template.count("{}") == 1
+        ]
+        found = []
+        for number in self._base.stage:
+            for template in templates:
+                name = template.format(number)
+                place = place_of(f"{name}.weight", self._names)
+                slot = None if place is None else self._base.seats.slots.get(place.module)
+                if slot and place and all(part in slot.shapes for part in place.parts):
+                    found.append(name)
+        return found
+
+    def _stranger(self, name: str, place: Place | None) -> ConfigError:
+        module = "" if place is None else place.module
+        if ".experts" in module:
+            why, hint = "experts take no adapters here", "merge the adapter into the weights"
+        elif self._base.card.latent is not None and ".attention." in module:
+            why = "latent attention takes no adapters here"
+            hint = "merge the adapter into the weights"
+        elif module in ("embedding", "head"):
+            why = "adapters change projections inside of the blocks only"
+            hint = "merge the adapter into the weights"
+        else:
+            why = f"the model has no such projection{self._made_for()}"
+            hint = "serve the model that it was made for"
+        return ConfigError(
+            f"adapter {self._folder!r} changes {printable(name, 100)}: {why}", hint=hint
+        )
+
+    def _made_for(self) -> str:
+        return f" (it was made for {printable(self._card.base, 80)})" if self._card.base else ""
+
+
+def _named(card: ModelCard) -> dict[str, list[str]]:
+    """Projections of blocks that take adapters, with {} for the layer -> the last parts of the
+    names under which checkpoints have them."""
+    names = FAMILIES.load(card.architecture).names["safetensors"]
+    found: dict[str, list[str]] = {}
+    for template, target in names.modules.items():
+        module = target.partition(":")[0]
+        is_latent = card.latent is not None and ".attention." in module
+        if module.startswith("layers.{}.") and module.count("{}") == 1 and not is_latent:
+            found.setdefault(module, []).append(template.rpartition(".")[2])
+    return found
+
+
+def _template(module: str) -> str:
+    """ "layers.3.mlp.down" -> "layers.{}.mlp.down"."""
+    first, _, rest = module.split(".", 2)
+    return f"{first}.{{}}.{rest}"
+
+
+def _parts(
+    slot: WeightSlot, place: Place, down: StoredWeight, up: StoredWeight, scale: float
+) -> list[Part]:
+    """What lies beside this rank's share of a projection, by part."""
+    firsts, first = {}, 0
+    for part, shape in slot.shapes.items():
+        rule = slot.rules[part]
+        begin, end = rule.span(shape[0], slot.group) if rule.dim == 0 else (0, shape[0])
+        firsts[part], first = first, first + end - begin
+    found, start = [], 0
+    for part in place.parts:
+        rule, size = slot.rules[part], slot.shapes[part][0]
+        rows = up.cut(0, start, start + size)
+        start += size
+        if part in place.paired:
+            turned = slot.turning[part]
+            rows = rows.pair_halves(turned.head_dim, turned.first, turned.count)
+        rows = rule.cut(rows, slot.group) if rule.dim == 0 else rows
+        matrix = rule.cut(down, slot.group) if rule.dim == 1 else down
+        found.append(Part(firsts[part], matrix.dense.contiguous(), rows.dense.contiguous(), scale))
+    assert len(found) <= MAX_PARTS
+    return found
+
+
+def _digest(path: str) -> str:
+    """Of the configuration and the weights: equal ones mean equal answers."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name in (CONFIG, WEIGHTS):
+        with Path(path, name).open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+    return digest.hexdigest()

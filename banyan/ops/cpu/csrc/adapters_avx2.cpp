@@ -1,0 +1,2 @@
+#define ADAPTERS_TABLE adapters_avx2
+#include "adapters.inl"

@@ -1,0 +1,2 @@
+#define ADAPTERS_TABLE adapters_avx512
+#include "adapters.inl"

@@ -1,0 +1,2 @@
+#define ADAPTERS_TABLE adapters_base
+#include "adapters.inl"

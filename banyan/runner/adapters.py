@@ -1,0 +1,150 @@
+"""AdapterRack: the adapters that one rank holds, by their number. Knows files and tensors; which
+adapters there are and when one comes or goes is the engine's business.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import logger, printable
+from banyan.config.adapters import AdapterPlace, named_adapters
+from banyan.config.schema import LoraConfig
+from banyan.layers.adapted import AdapterSeats
+from banyan.messages.orders import DropAdapter, Order, TakeAdapter
+from banyan.models.base import Model
+from banyan.models.weights.adapters import Base, LoadedAdapter, base_of, load_adapter
+from banyan.ops.adapters import AdapterTokens
+from banyan.platform.base import Traits
+from banyan.runner.orders import Finish, Said
+
+log = logger(__name__)
+
+
+def open_seats(lora: LoraConfig, traits: Traits) -> AdapterSeats | None:
+    """What adapters lie in beside the model that is loaded next; None where none are asked for.
+
+    Raises:
+        ConfigError: the device cannot compute them.
+    """
+    if not lora.is_enabled:
+        return None
+    if not traits.is_host:
+        raise ConfigError(
+            f"--enable-lora on {traits.name}: adapters are computed on CPUs only",
+            hint="merge the adapter into the weights, or use --device cpu",
+        )
+    return AdapterSeats(lora.max_rank, lora.max_loaded, lora.targets)
+
+
+def open_rack(lora: LoraConfig, model: Model, seats: AdapterSeats | None) -> "AdapterRack | None":
+    """The rack of one rank with the adapters of the start; None without seats.
+
+    Raises:
+        ConfigError: one of them cannot be served, or does not fit.
+    """
+    if seats is None:
+        return None
+    rack = AdapterRack(base_of(model, seats))
+    rack.take_first(named_adapters(lora.paths))
+    return rack
+
+
+class AdapterRack:
+    """
+    Args:
+        base: what adapters must fit, and the tables that its projections read.
+    """
+
+    def __init__(self, base: Base) -> None:
+        self._base = base
+        self.seats = base.seats
+        self._ranks: dict[int, int] = {}
+        """Number -> rank, of those that are there."""
+        self.first: list[str] = []
+        """Digests of the adapters of the start."""
+
+    def take_first(self, places: Sequence[AdapterPlace]) -> None:
+        """Load the adapters of the start as 1, 2 …
+
+        Raises:
+            ConfigError: one cannot be served, or does not fit.
+        """
+        for number, place in enumerate(places, 1):
+            loaded = load_adapter(place.path, self._base)
+            self._enter(number, loaded)
+            self.first.append(loaded.digest)
+            log.info(
+                "adapter=%s rank=%d path=%s", place.name, loaded.rank, printable(place.path, 200)
+            )
+
+    def has(self, number: int) -> bool:
+        return number in self._ranks
+
+    def prepare_take(self, order: Order) -> Finish:
+        """
+        Raises:
+            ConfigError: the adapter cannot be served, does not fit, or is not what it was.
+        """
+        assert isinstance(order, TakeAdapter)
+        if order.number in self._ranks or not 1 <= order.number <= self.seats.capacity:
+            raise ConfigError(f"adapter {order.number} of {self.seats.capacity} cannot be taken")
+        loaded = load_adapter(order.path, self._base)
+        if order.digest and loaded.digest != order.digest:
+            raise ConfigError(
+                f"the adapter at {printable(order.path, 200)!r} is not what it was when it was "
+                "named",
+                hint="POST /unload_lora_adapter, then /load_lora_adapter",
+            )
+
+        def take() -> Said:
+            self._enter(order.number, loaded)
+            return Said("The adapter has been loaded.", loaded.digest.encode())
+
+        return take
+
+    def prepare_drop(self, order: Order) -> Finish:
+        assert isinstance(order, DropAdapter)
+
+        def drop() -> Said:
+            self._ranks.pop(order.number, None)
+            for table in self.seats.tables.values():
+                table.enter(order.number, ())
+            return Said("The adapter has been unloaded.")
+
+        return drop
+
+    def _enter(self, number: int, loaded: LoadedAdapter) -> None:
+        for name, table in self.seats.tables.items():
+            table.enter(number, loaded.parts.get(name, ()))
+        self._ranks[number] = loaded.rank
+
+
+class AdapterSlots:
+    """The adapter of each slot.
+
+    Args:
+        slots: how many there are, padding included.
+    """
+
+    def __init__(self, slots: int, rack: AdapterRack) -> None:
+        self._numbers = np.zeros(slots, np.int64)
+        self._rack = rack
+
+    def problem(self, number: int) -> str:
+        """Why a slot cannot have this adapter; "" when it can."""
+        if not number or self._rack.has(number):
+            return ""
+        return f"the request wants adapter {number}, which is not loaded"
+
+    def enter(self, slot: int, number: int) -> None:
+        self._numbers[slot] = number
+
+    def show(self, tokens: AdapterTokens) -> None:
+        """Let what is computed or recorded next read these."""
+        self._rack.seats.tokens = tokens
+
+    def fill(self, tokens: AdapterTokens, slots: np.ndarray) -> None:
+        """slots: [tokens], of each token of the step."""
+        tokens.fill(self._numbers[slots])
+        self.show(tokens)

@@ -1,0 +1,202 @@
+"""Adapters of every family against PEFT, from its saved adapter to logits over pages."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from banyan.base.errors import ConfigError
+from banyan.config.adapters import WEIGHTS
+from banyan.config.checkpoint import read_card
+from banyan.config.lora import MOST_LOADED
+from banyan.config.schema import LoraConfig
+from banyan.layers.adapted import AdapterSeats
+from banyan.layers.build import Build
+from banyan.models.weights.adapters import base_of, load_adapter, open_projections
+from banyan.models.weights.loader import load_model
+from banyan.ops.adapters import AdapterTokens
+from banyan.platform.cpu import CpuPlatform
+from banyan.runner.adapters import open_seats
+from tests.adapters import write_adapter
+from tests.flags import config_of
+from tests.models.families import tiny
+from tests.system.checkpoint import write_tiny_model
+
+CPU = torch.device("cpu")
+PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(40)]
+ALL = "all-linear"
+TARGETS = {
+    "qwen3, bias": ["q_proj", "v_proj"],
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "glm4": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"],
+    "starcoder2": ["q_proj", "c_fc", "c_proj"],
+    "cohere2": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "granite, all factors": ["q_proj", "k_proj", "o_proj", "up_proj"],
+    "gemma2": ["k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+    "qwen2 moe": ["q_proj", "o_proj"],
+}
+
+
+def opened(folder, ops, targets=(), max_rank=64):
+    """A model with room for adapters, and what they must fit."""
+    seats = AdapterSeats(max_rank, 4, targets)
+    model = load_model(read_card(str(folder)), Build(ops, adapters=seats))
+    open_projections(model, seats, ops)
+    return model, base_of(model, seats)
+
+
+def enter(base, number, loaded):
+    for name, table in base.seats.tables.items():
+        table.enter(number, loaded.parts.get(name, ()))
+
+
+def show(base, adapters):
+    base.seats.tokens = AdapterTokens(len(adapters))
+    base.seats.tokens.fill(np.array(adapters))
+
+
+def random_peft(model, folder, **config):
+    """The model with an adapter of random matrices, saved to `folder`."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **config)
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+@pytest.mark.parametrize("variant", TARGETS)
+def test_an_adapter_gives_the_logits_of_peft(variant, ops, paged, tmp_path):
+    reference = tiny(variant, tmp_path / "base")
+    adapted = random_peft(
+        reference,
+        tmp_path / "adapter",
+        target_modules=TARGETS[variant],
+        r=5,
+        lora_alpha=9,
+        use_rslora=True,
+        rank_pattern={TARGETS[variant][0]: 3},
+        alpha_pattern={f"layers.1.self_attn.{TARGETS[variant][0]}": 20},
+    )
+    with torch.no_grad():
+        expected = adapted(torch.tensor([PROMPT])).logits[0]
+        with adapted.disable_adapter():
+            plain = adapted(torch.tensor([PROMPT])).logits[0]
+    assert (expected - plain).abs().max() > 0.05
+    model, base = opened(tmp_path / "base", ops)
+    enter(base, 2, load_adapter(str(tmp_path / "adapter"), base))
+    pages = paged(model, num_requests=2)
+    show(base, [2] * len(PROMPT) + [0] * len(PROMPT))
+    with_it, without = pages.step([(0, PROMPT), (1, PROMPT)])
+    torch.testing.assert_close(with_it, expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(without, plain, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("rank", [1, 64, 256])
+def test_ranks_from_one_to_wider_than_the_model_are_served(rank, ops, paged, tmp_path):
+    reference = tiny("qwen2", tmp_path / "base")
+    adapted = random_peft(reference, tmp_path / "a", target_modules=["q_proj", "down_proj"], r=rank)
+    with torch.no_grad():
+        expected = adapted(torch.tensor([PROMPT])).logits[0]
+    model, base = opened(tmp_path / "base", ops, max_rank=256)
+    enter(base, 1, load_adapter(str(tmp_path / "a"), base))
+    show(base, [1] * len(PROMPT))
+    (found,) = paged(model).step([(0, PROMPT)])
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("fit") / "model")
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("down_proj",)])
+def test_an_adapter_of_projections_that_are_not_open_is_refused(targets, ops, model, tmp_path):
+    lora = config_of("--model-path", "tiny", "--lora-target-modules", *targets).lora
+    lora = LoraConfig(True, max_rank=8, targets=lora.targets, max_loaded=MOST_LOADED)
+    seats = open_seats(lora, CpuPlatform().traits)
+    assert seats is not None
+    opened_model = load_model(read_card(str(model)), Build(ops, adapters=seats))
+    open_projections(opened_model, seats, ops)
+    base = base_of(opened_model, seats)
+    fitting = load_adapter(str(write_adapter(tmp_path / "a", 1, targets=targets)), base)
+    assert fitting.rank == 8
+    with pytest.raises(ConfigError, match="o_proj, which --lora-target-modules leaves out"):
+        load_adapter(str(write_adapter(tmp_path / "b", 1, targets=("o_proj",))), base)
+
+
+def edited(folder, change):
+    """The adapter in a folder with other tensors."""
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def renamed(old, new):
+    def change(tensors):
+        for name in [name for name in tensors if old in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return change
+
+
+def widened(tensors):
+    for name in [name for name in tensors if "q_proj.lora_A" in name]:
+        tensors[name] = np.zeros((8, 128), np.float32)
+
+
+def without_a_layer(tensors):
+    for name in [name for name in tensors if "layers.1.self_attn.q_proj" in name]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (widened, "another base.*128 inputs and 64 outputs there, 64 and 64 here.*made for tiny"),
+        (renamed("layers.1.", "layers.7."), "layers.7.self_attn.q_proj: the model has no such"),
+        (renamed("q_proj", "query"), "self_attn.query: the model has no such projection"),
+        (renamed("model.layers.0.self_attn.q_proj", "lm_head"), "projections inside of the blocks"),
+        (without_a_layer, "lacks the matrices of 1 projections.*model.layers.1.self_attn.q_proj"),
+    ],
+)
+def test_an_adapter_of_another_base_is_refused_by_name(change, text, ops, model, tmp_path):
+    _, base = opened(model, ops)
+    folder = write_adapter(tmp_path / "a", 1, targets=("q_proj",))
+    edited(folder, change)
+    with pytest.raises(ConfigError, match=text):
+        load_adapter(str(folder), base)
+
+
+@pytest.mark.parametrize(
+    ("variant", "module", "text"),
+    [
+        ("qwen3 moe", "mlp.experts.0.gate_proj", "experts take no adapters"),
+        ("deepseek v3", "self_attn.o_proj", "latent attention takes no adapters"),
+    ],
+)
+def test_projections_that_take_none_are_named(variant, module, text, ops, model, tmp_path):
+    tiny(variant, tmp_path / "base")
+    _, base = opened(tmp_path / "base", ops)
+    folder = write_adapter(tmp_path / "a", 1, targets=("q_proj",))
+    edited(folder, renamed("self_attn.q_proj", module))
+    with pytest.raises(ConfigError, match=text):
+        load_adapter(str(folder), base)
+
+
+def test_the_digest_tells_other_weights_and_other_scales(ops, model, tmp_path):
+    _, base = opened(model, ops)
+    seeds = {"a": 1, "b": 1, "c": 2}
+    first, same, other = (write_adapter(tmp_path / name, seed) for name, seed in seeds.items())
+    digests = [load_adapter(str(folder), base).digest for folder in (first, same, other)]
+    assert digests[0] == digests[1] != digests[2]
+    config = json.loads((same / "adapter_config.json").read_text())
+    (same / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 3}))
+    assert load_adapter(str(same), base).digest != digests[0]

@@ -1,0 +1,100 @@
+"""The compiled op of low-rank adapters against the plain one, in every instruction set."""
+
+import numpy as np
+import pytest
+import torch
+
+from banyan.ops import reference
+from banyan.ops.adapters import AdapterTable, AdapterTokens, Part
+from banyan.ops.bind import OpSpec
+from banyan.ops.cpu.adapters import adapt as kernel
+
+INPUTS, OUTPUTS = 77, 300
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def part(first, outputs, rank, seed, dtype=torch.float32, scale=0.5):
+    down = random(rank, INPUTS, seed=seed).to(dtype)
+    return Part(first, down, random(outputs, rank, seed=seed + 1).to(dtype), scale)
+
+
+@pytest.fixture
+def table():
+    """Adapter 1 has two parts of different ranks, 2 one of bf16, 3 one of fp16, 4 nothing; 5 mixes
+    two types."""
+    made = AdapterTable(INPUTS, 300, 5)
+    made.enter(1, [part(0, 130, 4, 10, scale=2.0), part(200, 33, 19, 12)])
+    made.enter(2, [part(130, 70, 1, 14, torch.bfloat16)])
+    made.enter(3, [part(0, 300, 256, 16, torch.float16)])
+    made.enter(5, [part(0, 20, 3, 18, torch.float16), part(20, 7, 5, 20)])
+    return made
+
+
+@pytest.fixture
+def adapt(library):
+    return kernel.make(library)
+
+
+def run(op, x, adapters, table):
+    tokens, out = AdapterTokens(len(x)), random(len(x), OUTPUTS, seed=5)
+    tokens.fill(np.array(adapters))
+    op(out, x, table, tokens)
+    return out
+
+
+def test_the_compiled_op_equals_the_plain_one_for_tokens_of_many_adapters(adapt, table):
+    adapters = [3, 0, 1, 1, 2, 4, 5, 0, 3, *[1] * 70]
+    x = random(len(adapters), INPUTS + 5)[:, :INPUTS]
+    found, expected = (run(op, x, adapters, table) for op in (adapt, reference.adapt))
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-4)
+    untouched = random(len(adapters), OUTPUTS, seed=5)
+    for at in (1, 5, 7):
+        assert torch.equal(found[at], untouched[at])
+    assert not torch.equal(found[0], untouched[0])
+
+
+def test_a_token_is_the_same_bits_whatever_is_beside_it(adapt, table):
+    adapters = [3, 1, 1, 2, 5, 3, *[1] * 40]
+    x = random(len(adapters), INPUTS)
+    together = run(adapt, x, adapters, table)
+    for at in (0, 1, 2, 3, 4, 5, 45):
+        tokens, out = AdapterTokens(1), random(len(x), OUTPUTS, seed=5)[at : at + 1].clone()
+        tokens.fill(np.array(adapters[at : at + 1]))
+        adapt(out, x[at : at + 1], table, tokens)
+        assert torch.equal(out[0], together[at])
+
+
+def test_recorded_work_takes_other_adapters_and_tokens_later(library, table):
+    adapt, tokens = kernel.make(library), AdapterTokens(8)
+    x, out = random(8, INPUTS), torch.zeros(8, OUTPUTS)
+
+    def work():
+        adapt(out, x, table, tokens)
+        return out
+
+    recording = library.record(work, 8, 3)
+    for adapters, change in (([1, 2, 0, 3], ()), ([2, 2, 4], (4, [part(5, 9, 2, 30)]))):
+        if change:
+            table.enter(*change)
+        out.zero_()
+        tokens.fill(np.array(adapters))
+        recording.run(len(adapters), 1, 0)
+        expected = torch.zeros(8, OUTPUTS)
+        reference.adapt(expected, x, table, tokens)
+        torch.testing.assert_close(out, expected, rtol=2e-5, atol=2e-4)
+    before = out.clone()
+    recording.run(0, 0, 1)  # logits of the step before: its tokens are not taken again
+    assert torch.equal(out, before)
+
+
+def test_an_adapter_that_has_left_adds_nothing(adapt, table):
+    table.enter(1, ())
+    assert torch.equal(run(adapt, random(1, INPUTS), [1], table), random(1, OUTPUTS, seed=5))
+
+
+def test_the_op_is_not_for_other_activations(library):
+    spec = OpSpec("adapt", torch.device("cpu"), torch.bfloat16, frozenset(), 64, toolkit=library)
+    assert "fp32" in str(kernel.declines(spec))
