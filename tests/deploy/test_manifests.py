@@ -11,8 +11,6 @@ import yaml
 from banyan.cli.main import VERBS
 from banyan.config.cli import parse
 from banyan.config.env import Environment
-from banyan.config.flags.flag import Flag
-from banyan.config.flags.table import find
 from banyan.router.config import RouterConfig
 from banyan.router.read import read_flags
 from banyan.router.routes import all_routes as router_routes
@@ -139,8 +137,7 @@ def test_a_pod_gets_the_time_that_its_drain_takes(path: Path) -> None:
         if verb == "router":
             needed_s = routed(container).server.drain_timeout_s + 5
         else:
-            words = served_words(container)
-            needed_s = parse(words, Environment()).server.drain_timeout_s + ENDING_S
+            needed_s = parse(container["args"][1:], Environment()).server.drain_timeout_s + ENDING_S
         assert pod["terminationGracePeriodSeconds"] >= int(seconds) + needed_s
 
 
@@ -156,19 +153,10 @@ def test_every_command_line_is_one_that_starts_and_asks_for_a_key(path: Path) ->
             secrets = {e["name"] for e in container["env"] if "secretKeyRef" in e["valueFrom"]}
             hands_over = "--disaggregation-mode" in container["args"]
             assert ("BANYAN_DIST_SECRET" in secrets) == hands_over
-            server = parse(served_words(container), Environment({"api-key": "k"})).server
+            server = parse(container["args"][1:], Environment({"api-key": "k"})).server
         assert (server.host, server.require_key, server.api_key) == ("0.0.0.0", True, "k")
         assert [port["containerPort"] for port in container["ports"]][0] == server.port
         assert pod["securityContext"]["runAsNonRoot"] is True
-
-
-def served_words(container: dict) -> list[str]:
-    """What a server is started with; without the handover's flags where this build has none."""
-    words = container["args"][1:]
-    if isinstance(find("disaggregation-mode", abbreviate=False), Flag):
-        return words
-    at = [i for i, word in enumerate(words) if word.startswith("--disaggregation")]
-    return [word for i, word in enumerate(words) if i not in at and i - 1 not in at]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

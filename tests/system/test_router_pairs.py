@@ -12,16 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from banyan.config.flags.flag import Flag
-from banyan.config.flags.table import find
 from tests.system.conftest import with_tiny_model
 from tests.system.routing import routing
 from tests.system.serving import Server, free_port, serving, settled, wait_until
-
-pytestmark = pytest.mark.skipif(
-    not isinstance(find("disaggregation-mode", abbreviate=False), Flag),
-    reason="this build has no prefill and decode servers",
-)
 
 FAST = ("--health-check-interval-secs", "0.2", "--worker-startup-check-interval", "0.2")
 LONG = [(at * 7) % 400 + 5 for at in range(200)]
