@@ -71,16 +71,18 @@ class ShortConv(Layer):
         return self.ops.short_conv(x, self.weight, self.bias, self.has_silu, last_inputs, rows)
 
 
+_PARTS: tuple[str, ...] = ("b", "c", "x")
+
+
 class GatedConv(Caching):
     """c · conv(b · x) between two projections."""
 
     def __init__(self, layer: int, dim: int, facts: StateFacts, build: Build) -> None:
         super().__init__()
         group, rule = build.groups.attention, ShardRule(0)
-        parts = ("b", "c", "x")
         self.ops, self.layer = build.ops, layer
         self.mix = ColumnLinear(
-            *(dim, dict.fromkeys(parts, dim), dict.fromkeys(parts, rule)),
+            *(dim, dict.fromkeys(_PARTS, dim), dict.fromkeys(_PARTS, rule)),
             *(facts.has_bias, group, build),
         )
         self.conv = ShortConv(
