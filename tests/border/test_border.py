@@ -8,7 +8,9 @@ import pytest
 
 from banyan.engine.journal import Journal
 from banyan.engine.spec import CoreSpec
+from banyan.memory.groups import STATE, CacheGroup
 from banyan.sim.replay import check
+from tests.border import build
 from tests.border.build import compile_grammar
 from tests.border.driver import ORDERS, Play, play, random_actions, smallest
 
@@ -95,3 +97,14 @@ def play_or_explain(seed: int, orders: float = ORDERS) -> Play:
         raise AssertionError(
             f"world {seed} fails: {error}\nsmallest: play({seed}, {few})"
         ) from error
+
+
+def test_models_of_states_alone_get_the_oracles_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def groups(random: Random, kind: str, scale: int) -> list[CacheGroup]:
+        return [CacheGroup(STATE, random.choice((4, 8)), random.choice((8, 16)))]
+
+    monkeypatch.setattr(build, "_groups", groups)
+    seen: Counter[str] = Counter()
+    for seed in range(1, 31):
+        seen += play(seed, random_actions(Random(seed), ACTIONS_PER_WORLD)).runner.seen
+    assert seen["kept states"] and seen["restored states"]
