@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.card import STATE, ModelCard
+from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config, SpeculativeConfig
 
@@ -44,12 +44,6 @@ def _check(config: Config, card: ModelCard) -> None:
     if card.pooling is not None:
         raise ConfigError(
             f"{flag}: this model makes vectors, and no tokens to draft", hint="leave it out"
-        )
-    if any(card.kind_of(layer) == STATE for layer in range(card.num_layers)):
-        raise ConfigError(
-            f"{flag}: this model keeps a recurrent state, which does not go back behind a draft "
-            "that does not stand",
-            hint="leave it out",
         )
     if config.parallel.pp > 1:
         raise ConfigError(
