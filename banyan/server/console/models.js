@@ -12,10 +12,16 @@ export async function show(place, signal) {
   try {
     const [list, model, server] = await Promise.all(
       ["v1/models", "model_info", "server_info"].map((path) => ask(path, { signal })));
-    body.append(...list.data.map((card) => cardOf(card, model, server)));
+    body.append(...list.data.map((card) =>
+      card.parent ? adapterOf(card) : cardOf(card, model, server)));
   } catch (error) {
     if (!signal.aborted) body.append(h("p", { class: "trouble", role: "alert" }, error.message));
   }
+}
+
+function adapterOf({ id, parent, root }) {
+  return h("section", { class: "card" }, h("h2", {}, id),
+    h("p", { class: "soft" }, "An adapter beside ", h("code", {}, parent), ", from ", h("code", {}, root)));
 }
 
 function cardOf(card, model, server) {

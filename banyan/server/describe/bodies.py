@@ -59,6 +59,9 @@ NATIVE_TYPES: Mapping[str, object] = {
     "return_hidden_states": object,
     "custom_logit_processor": object,
     "session_params": dict[str, object] | None,
+    "lora_path": _TEXTS,
+    "bootstrap_host": _TEXTS,
+    **dict.fromkeys(("bootstrap_port", "bootstrap_room"), int | list[int] | None),
 }
 """Field of /generate -> its type."""
 
