@@ -15,6 +15,7 @@ from banyan.memory.states import StateCopies
 from banyan.messages.orders import OrderReply
 from banyan.messages.plan import StepResult, device_page
 from banyan.messages.requests import GiveOrders
+from banyan.scheduler.answers import Answers
 from banyan.scheduler.roster import Roster
 from banyan.scheduler.rows import RowPlanner
 from banyan.scheduler.scheduler import Scheduler
@@ -78,7 +79,7 @@ def test_more_steps_in_flight_than_the_depth_are_noticed() -> None:
 
 def test_a_mask_that_never_comes_is_noticed() -> None:
     found = verdict(
-        lambda patch: patch.setattr(Scheduler, "_release_mask", lambda self, request: None)
+        lambda patch: patch.setattr(Answers, "_release_mask", lambda self, request: None)
     )
     assert "no mask came before sampling" in found
 
