@@ -189,8 +189,8 @@ def without_release(draft):
 def test_steps_without_the_memory_that_they_need_are_noticed() -> None:
     is_done = EngineCore._is_done
 
-    def forget(self: EngineCore, order) -> None:
-        is_done(self, order)
+    def forget(self: EngineCore, *told: object) -> None:
+        is_done(self, *told)
         self.released = []
 
     found = verdict(lambda patch: patch.setattr(EngineCore, "_is_done", forget))
