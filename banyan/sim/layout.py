@@ -92,6 +92,8 @@ class Weights:
             attention += hidden * (latent.rank + latent.rope_dim)
             heads = card.num_heads * (latent.plain_dim + latent.value_dim)
             attention += latent.rank * heads + card.num_heads * latent.value_dim * hidden
+            indexer = latent.query_rank * latent.index_heads * latent.index_dim
+            attention += indexer + hidden * (latent.index_dim + latent.index_heads)
         dense = routed = 0
         for layer in range(card.num_layers):
             if experts is None or layer in experts.dense_layers:

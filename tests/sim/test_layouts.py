@@ -54,7 +54,7 @@ def test_the_weights_on_paper_are_those_of_the_checkpoint(variant, tmp_path):
     held = [
         parameter.numel()
         for name, parameter in model.named_parameters()
-        if parameter.dim() > 1 and not name.endswith("correction_bias")
+        if parameter.dim() > 1 and not name.endswith("bias")
     ]
     assert Weights.of(card).total == sum(held)
 
