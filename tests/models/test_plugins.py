@@ -98,7 +98,7 @@ class Blind:
         pass
 
     def bind(self, geometry):
-        def attend(spec, q, k, v):
+        def attend(spec, q, k, v, sinks):
             return v.repeat_interleave(spec.heads // spec.kv_heads, 1)
 
         return attend

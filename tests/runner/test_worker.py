@@ -34,6 +34,7 @@ class Relay:
     def __init__(self, runner, plans) -> None:
         self._runner = runner
         self._plans = plans
+        self.store = runner.store
 
     def launch(self, plan, mask_of=None):
         self._plans.put(plan)

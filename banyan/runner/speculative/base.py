@@ -7,13 +7,15 @@ gets and on nothing else.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import Row
-from banyan.runner.forward import Forward
-from banyan.runner.sampling.sampler import Sampler
-from banyan.runner.slots import SlotTable
+
+if TYPE_CHECKING:  # names of drafters are looked up where no torch is loaded
+    from banyan.runner.forward import Forward
+    from banyan.runner.sampling.sampler import Sampler
+    from banyan.runner.slots import SlotTable
 
 
 class Drafter(Protocol):
@@ -57,9 +59,9 @@ class Beside:
             can be read later.
     """
 
-    table: SlotTable
-    forward: Forward
-    sampler: Sampler
+    table: "SlotTable"
+    forward: "Forward"
+    sampler: "Sampler"
     max_tokens: int
     may_lag: bool
 

@@ -21,4 +21,4 @@ def put_the_others(layer: cli._Layer, flag: Flag, value: object, spelled: str) -
 
 cli._Layer.put = put_the_others  # type: ignore[method-assign]
 if gone == CONFIG_FILE:
-    cli.read_flag_file = lambda path: {}
+    cli.read_mapping = lambda path, flag: {}
