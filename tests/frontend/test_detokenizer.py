@@ -84,7 +84,7 @@ def test_decoding_any_ids_equals_the_library(name: str, data: st.DataObject) -> 
     assert tok.decode(ids, False) == tok._backend.decode(ids, skip_special_tokens=False)
 
 
-@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=40))
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=40))
 def test_a_text_of_sentence_pieces_survives_the_way_there_and_back(text: str) -> None:
     tok = sentence_pieces()
     ids = tok.encode(text, parse_special=False)
