@@ -1,6 +1,11 @@
 """Options of the test suite."""
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine slows examples down; none is asserted to be quick.
+settings.register_profile("banyan", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("banyan")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
