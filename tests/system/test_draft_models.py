@@ -62,6 +62,7 @@ def test_a_request_is_answered_as_without_a_draft_model(plain, drafting, name: s
 
 
 def test_a_model_that_agrees_takes_fewer_steps_and_changes_no_answer(tiny_model, plain):
+    drafted = 0
     with beside(tiny_model, tiny_model) as engine:
         for body in ({}, REQUESTS["drawn"], REQUESTS["penalised"]):
             (right,) = answers(plain, **body)
@@ -71,8 +72,10 @@ def test_a_model_that_agrees_takes_fewer_steps_and_changes_no_answer(tiny_model,
             for each in found:
                 total.update({k: v for k, v in each["meta_info"].items() if isinstance(v, int)})
             correct = total["spec_num_correct_drafts"]
-            assert correct == total["spec_num_proposed_drafts"] > 0
+            assert correct == total["spec_num_proposed_drafts"]
             assert correct + total["spec_verify_ct"] == total["completion_tokens"] - 3
+            drafted += correct
+    assert drafted > 0  # in how many answers is for the measured times to say
 
 
 def test_pages_of_a_prompt_that_is_cached_hold_what_the_draft_model_keeps_too(tiny_model):
