@@ -202,7 +202,7 @@ def test_a_stream_whose_server_is_killed_ends_with_one_error(
         wait_until(lambda: router.http.get("/readyz").status_code == 503, 10, "the loss to be seen")
 
 
-@pytest.mark.skipif("FAULTS" not in os.environ, reason="it takes a quiet machine: make test-faults")
+@pytest.mark.skipif("FAULTS" not in os.environ, reason="make test-faults")
 def test_a_rolling_restart_of_all_servers_fails_no_request(
     tiny_model: Path, tmp_path: Path
 ) -> None:
