@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -79,6 +80,10 @@ class Site:
         if status_of(self.running, "/readyz") != 200:
             return False
         return len(self.running.facts()["internal_states"]) == self.num_replicas
+
+
+def _is_gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid)
 
 
 def _is_ours(pid: int) -> bool:
@@ -149,7 +154,7 @@ def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
             assert all(has_one_end(events) for events in ends)
             num_errors += sum(ends_in_one_error(events) for events in ends)
             assert running.generate(**ASKED)["output_ids"] == expected
-            wait_until(lambda: not psutil.pid_exists(struck), BACK_S, "what was struck to be gone")
+            wait_until(partial(_is_gone, struck), BACK_S, "what was struck to be gone")
         assert num_errors >= FAULTS, "some streams ran where it happened"
         assert open_files(running.pid) <= files + 8, "each life of an engine leaves descriptors"
         running.signal(signal.SIGTERM)
