@@ -35,7 +35,6 @@ test-border: $(VENV)/.test
 test-faults: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@FAULTS=20 $(BIN)/python -m pytest -s tests/system/test_self_healing.py $(ARGS)
-	@FAULTS=20 $(BIN)/python -m pytest tests/system/test_router.py -k rolling_restart $(ARGS)
 	@FAULT_MOMENTS=12 $(BIN)/python -m pytest tests/system/test_faults.py $(ARGS)
 
 # Every parser on 10,000 answers instead of 120; takes some minutes.

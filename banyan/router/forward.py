@@ -206,6 +206,8 @@ class Course:
         if not is_stream(media) and is_short:
             body = await answer.whole(WHOLE_BYTES)
             attempt.is_good = answer.status not in _FAILED
+            if not attempt.is_good:
+                attempt.worker.doubted.set()  # it may be leaving
             lines.append((b"content-length", b"%d" % len(body)))
             if answer.status in self._again:
                 self._kept = Kept(answer.status, lines, body)
