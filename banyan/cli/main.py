@@ -19,6 +19,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "pull": "banyan.cli.models:pull",
         "list": "banyan.cli.models:held_here",
         "rm": "banyan.cli.models:remove_one",
+        "lora": "banyan.cli.lora:lora",
         "verify": "banyan.cli.verify:verify",
         "simulate": "banyan.cli.simulate:simulate",
         "plan": "banyan.cli.plan:plan",
@@ -48,6 +49,7 @@ HELP = """banyan VERB [flags]
   batch IN OUT    answer a file of requests (JSONL) without a server
   bench WHAT      measure a server or this machine's engine: serving, batch, throughput
   plan MODEL      what it takes of this machine, and how much fits, before it is loaded
+  lora inspect P  what an adapter brings, and whether it fits a model
   verify MODEL    hold what is served against transformers, token by token
   simulate MODEL  what a layout of devices would give, before it is bought
   replay FILE     check a journal against this build

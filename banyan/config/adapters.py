@@ -52,11 +52,13 @@ class LowRank:
     """The matrices of one projection: outputs += scale · up · down · inputs."""
 
     rank: int
+    alpha: float
     inputs: int
     outputs: int
     scale: float
     names: tuple[str, str]
     """Of down and up in the file."""
+    type: str = "F32"
 
 
 @dataclass(frozen=True)
@@ -178,10 +180,11 @@ class _Scales:
         self._ranks = _patterns(facts, "rank_pattern")
         self._alphas = _patterns(facts, "alpha_pattern")
 
-    def of(self, module: str) -> tuple[int, float]:
+    def of(self, module: str) -> tuple[int, float, float]:
+        """Rank, alpha and the factor that they come to."""
         rank = int(_matching(self._ranks, module, self._rank))
         alpha = _matching(self._alphas, module, self._alpha)
-        return rank, alpha / (rank**0.5 if self._is_stabilised else rank)
+        return rank, alpha, alpha / (rank**0.5 if self._is_stabilised else rank)
 
 
 def _patterns(facts: Facts, key: str) -> dict[str, float]:
@@ -251,7 +254,7 @@ def _low_rank(
                 f"{', '.join(_TYPES)} are read",
                 hint="save it in one of them",
             )
-    rank, scale = scales.of(module)
+    rank, alpha, scale = scales.of(module)
     shapes = (down.shape, up.shape)
     fits = len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1] == rank
     if not fits or not down.shape[1] or not up.shape[0]:
@@ -260,7 +263,8 @@ def _low_rank(
             f"its configuration says rank {rank}",
             hint="the configuration and the weights do not belong together",
         )
-    return LowRank(rank, down.shape[1], up.shape[0], scale, (both["A"], both["B"]))
+    names = (both["A"], both["B"])
+    return LowRank(rank, alpha, down.shape[1], up.shape[0], scale, names, down.type)
 
 
 def _claimed(facts: Facts, raw: Mapping[str, object]) -> tuple[str, ...]:

@@ -38,12 +38,16 @@ class AdapterSeats:
     def wrap(self, name: str, projection: Projection, ops: Ops) -> None:
         """Let adapters lie beside a filled projection; weights that come later find the same
         ones."""
+        self.seat(name)
+        assert projection.weight is not None
+        projection.weight = Adapted(projection.weight, self.tables[name], self, ops)
+
+    def seat(self, name: str) -> None:
+        """Make room for what adapters bring for a projection."""
         if name not in self.tables:
             slot = self.slots[name]
             width = self.max_rank * len(slot.shapes)
             self.tables[name] = AdapterTable(_own_inputs(slot), width, self.capacity)
-        assert projection.weight is not None
-        projection.weight = Adapted(projection.weight, self.tables[name], self, ops)
 
 
 class Adapted:

@@ -6,7 +6,7 @@ not at all: every tensor has its projection, and every projection that it claims
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from banyan.config.adapters import CONFIG, WEIGHTS, AdapterCard, LowRank, read_a
 from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.formats.safetensors import SafetensorsFile
-from banyan.layers.adapted import AdapterSeats, projections
+from banyan.layers.adapted import AdapterSeats, Projection, projections
+from banyan.layers.build import Build
 from banyan.layers.slot import WeightSlot
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
@@ -28,6 +29,8 @@ from banyan.ops.stored import StoredWeight
 
 _DIGEST_BYTES = 16
 _BLOCK = 1 << 20
+_SHORT = 64
+"""Tokens of a model that is never run."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,27 @@ class Base:
 def open_projections(model: Model, seats: AdapterSeats, ops: Ops) -> None:
     """Wrap the projections that adapters may change."""
     assert isinstance(model, DecoderLM)
+    for name, projection in _open(model, seats):
+        seats.wrap(name, projection, ops)
+
+
+def base_on_paper(card: ModelCard, ops: Ops) -> Base:
+    """What adapters of a model must fit, without its weights."""
+    model = DecoderLM(card, FAMILIES.load(card.architecture), Build(ops), _SHORT)
+    seats = AdapterSeats(max_rank=1, capacity=0)
+    for name, _ in _open(model, seats):
+        seats.seat(name)
+    return base_of(model, seats)
+
+
+def _open(model: DecoderLM, seats: AdapterSeats) -> Iterator[tuple[str, Projection]]:
+    """The projections that adapters may change; of those that are closed, the sizes are kept."""
     named = _named(model.card)
     for name, projection in projections(model):
         if stems := named.get(_template(name), ()):
             seats.slots[name] = projection.slots()["weight"]
             if not seats.targets or any(stem in seats.targets for stem in stems):
-                seats.wrap(name, projection, ops)
+                yield name, projection
 
 
 def base_of(model: Model, seats: AdapterSeats) -> Base:
@@ -87,18 +105,41 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
             place = fit.place_of(name, low_rank)
             if place is None:
                 continue  # of a layer that another rank has
-            down, up = (_stored(file, tensor) for tensor in low_rank.names)
+            down, up = (_stored(file, tensor, card) for tensor in low_rank.names)
             mine = _parts(base.seats.slots[place.module], place, down, up, low_rank.scale)
             found.setdefault(place.module, []).extend(mine)
     fit.check_claims()
     return LoadedAdapter(found, _digest(path), card.rank)
 
 
-def _stored(file: SafetensorsFile, name: str) -> StoredWeight:
+def check_numbers(card: AdapterCard) -> None:
+    """ConfigError when a number of the adapter is none."""
+    with SafetensorsFile.open(os.path.join(card.path, WEIGHTS)) as file:
+        for low_rank in card.modules.values():
+            for tensor in low_rank.names:
+                _stored(file, tensor, card)
+
+
+def _stored(file: SafetensorsFile, name: str, card: AdapterCard) -> StoredWeight:
     """In memory of its own, as the file may be written anew while it is used."""
     tensor = file.tensors[name]
     raw = as_tensor(file.bytes_of(name)).clone()
-    return StoredWeight.from_bytes(tensor.type, tensor.shape, raw)
+    stored = StoredWeight.from_bytes(tensor.type, tensor.shape, raw)
+    if wrong := int((~stored.dense.isfinite()).sum()):
+        raise ConfigError(
+            f"adapter {printable(card.path, 200)!r}: {wrong:,} numbers of "
+            f"{printable(name, 120)} are not finite (NaN or infinite)",
+            hint="its training has failed, or the file is damaged",
+        )
+    return stored
+
+
+def check_fit(card: AdapterCard, base: Base) -> None:
+    """ConfigError when an adapter does not belong to a model; says why."""
+    fit = Fit(base, card)
+    for name, low_rank in card.modules.items():
+        fit.place_of(name, low_rank)
+    fit.check_claims()
 
 
 class Fit:

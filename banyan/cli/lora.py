@@ -1,0 +1,115 @@
+"""`banyan lora inspect PATH`: what an adapter brings, and whether it can be served beside a model.
+Reads headers and the matrices; no weights of the model.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import printable, start_logging
+from banyan.bench.options import option, split_options
+from banyan.config.adapters import AdapterCard, read_adapter
+from banyan.config.catalogue import megabytes
+from banyan.config.cli import parse
+from banyan.config.env import read_environment
+from banyan.prepare import prepare
+
+NOT_SERVED = 1
+
+_ABOUT = """Says what the adapter at PATH changes (its projections, ranks, alphas, types, bytes),
+and with --model-path BASE whether it fits that model; BASE may be anything that banyan serve
+takes. Nothing is served, and no weights of BASE are read. Ends with 0 when it can be served, with 1
+and the reason when it cannot."""
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """What is asked of `banyan lora inspect`."""
+
+    model_path: str = option("", "the model that it should fit")
+
+
+def lora(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        return _inspect(["--help"])
+    if argv[0] != "inspect":
+        raise ConfigError(
+            f"banyan lora has no {printable(argv[0], 60)!r}", hint="write banyan lora inspect PATH"
+        )
+    return _inspect(argv[1:])
+
+
+def _inspect(argv: Sequence[str]) -> int:
+    options, rest = split_options(InspectOptions, argv, "banyan lora inspect PATH", _ABOUT)
+    if len(rest) != 1 or rest[0].startswith("-"):
+        raise ConfigError(
+            f"banyan lora inspect takes one path, and there are {len(rest)} words",
+            hint="see banyan lora inspect --help",
+        )
+    start_logging("lora", "warning")
+    (path,) = rest
+    if not os.path.exists(path):
+        raise ConfigError(f"there is nothing at {printable(path, 200)!r}")
+    try:
+        card = read_adapter(path)
+        for line in _lines(card):
+            print(line)
+        _check_numbers(card)
+        verdict = _fit(card, options.model_path)
+    except ConfigError as error:
+        print(f"CANNOT BE SERVED: {error}")
+        return NOT_SERVED
+    print(verdict)
+    return 0
+
+
+def _lines(card: AdapterCard) -> Iterator[str]:
+    modules = card.modules.values()
+    types = ", ".join(sorted({found.type for found in modules}))
+    size = megabytes(card.size_bytes)
+    yield f"{'adapter':<10} {printable(card.path, 200)}: PEFT, {types}, {size}"
+    yield f"{'base':<10} {printable(card.base, 100) or 'it does not say'}"
+    yield f"{'targets':<10} {', '.join(printable(name, 60) for name in card.adapted)}"
+    ranks = Counter(found.rank for found in modules)
+    told = [f"{rank} ({count})" for rank, count in sorted(ranks.items())]
+    yield f"{'ranks':<10} {', '.join(told)} of {len(card.modules)} projections"
+    head = f"{'PROJECTION':<28} {'COUNT':>5} {'RANK':>5} {'ALPHA':>8} {'SCALE':>8}"
+    yield f"\n{head} {'INPUTS':>7} {'OUTPUTS':>7} TYPE"
+    kinds = Counter(
+        (name.rpartition(".")[2], m.rank, m.alpha, m.scale, m.inputs, m.outputs, m.type)
+        for name, m in card.modules.items()
+    )
+    for (name, rank, alpha, scale, inputs, outputs, kind), count in sorted(kinds.items()):
+        yield (
+            f"{printable(name, 28):<28} {count:>5} {rank:>5} {alpha:>8g} {scale:>8.4g} "
+            f"{inputs:>7} {outputs:>7} {kind}"
+        )
+    yield ""
+
+
+def _check_numbers(card: AdapterCard) -> None:
+    from banyan.models.weights.adapters import check_numbers
+
+    check_numbers(card)
+
+
+def _fit(card: AdapterCard, source: str) -> str:
+    """
+    Raises:
+        ConfigError: it does not fit the model.
+    """
+    beside = f"--lora-paths NAME={printable(card.path, 200)}"
+    if not source:
+        return f"CAN BE SERVED beside a model that it fits; ask with --model-path. {beside}"
+    import torch
+
+    from banyan.models.weights.adapters import base_on_paper, check_fit
+    from banyan.ops.bind import bind
+
+    environment = read_environment()
+    _, model = prepare(parse(["--model-path", source], environment), environment)
+    ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), model.head_dim)
+    check_fit(card, base_on_paper(model, ops))
+    return f"FITS {printable(source, 200)}: banyan serve {printable(source, 200)} {beside}"

@@ -1,0 +1,72 @@
+"""`banyan lora inspect`: what it says of an adapter, and that its verdict is the server's."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from banyan.base.errors import ConfigError
+from banyan.cli.main import main
+from tests.adapters import write_adapter
+from tests.models.families import tiny
+from tests.system.checkpoint import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("inspect") / "model")
+
+
+def test_what_an_adapter_brings_is_told(model: Path, tmp_path: Path, capsys) -> None:
+    targets = ("q_proj", "v_proj", "down_proj")
+    path = write_adapter(
+        tmp_path / "a", 1, 4, targets, np.float16, rank_pattern={"v_proj": 2}, use_rslora=True
+    )
+    assert main(["lora", "inspect", str(path), "--model-path", str(model)]) == 0
+    told = capsys.readouterr().out
+    assert "PEFT, F16" in told and "down_proj, q_proj, v_proj" in told
+    assert "2 (2), 4 (4) of 6 projections" in told
+    rows = [line.split() for line in told.splitlines()]
+    assert ["down_proj", "2", "4", "8", "4", "128", "64", "F16"] in rows
+    assert ["v_proj", "2", "2", "8", "5.657", "64", "32", "F16"] in rows
+    assert told.splitlines()[-1].startswith(f"FITS {model}: banyan serve")
+    assert main(["lora", "inspect", str(path)]) == 0
+    assert "CAN BE SERVED" in capsys.readouterr().out
+
+
+def test_an_adapter_of_another_base_gets_a_verdict(model: Path, tmp_path: Path, capsys) -> None:
+    path = write_adapter(tmp_path / "a", 1)
+    tiny("qwen2", tmp_path / "other")
+    assert main(["lora", "inspect", str(path), "--model-path", str(tmp_path / "other")]) == 1
+    assert "CANNOT BE SERVED: adapter" in (told := capsys.readouterr().out)
+    assert "is of another base" in told and "projections" in told
+
+
+def test_what_cannot_be_served_ends_with_one(tmp_path: Path, capsys) -> None:
+    path = write_adapter(tmp_path / "a", 1)
+    weights = path / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    next(iter(tensors.values()))[0, 0] = np.nan
+    save_file(tensors, weights)
+    assert main(["lora", "inspect", str(path)]) == 1
+    assert "1 numbers of" in (told := capsys.readouterr().out) and "not finite" in told
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "IA3"}))
+    assert main(["lora", "inspect", str(path)]) == 1
+    assert "CANNOT BE SERVED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["look"], "has no 'look'"),
+        (["inspect"], "takes one path"),
+        (["inspect", "a", "b"], "takes one path"),
+        (["inspect", "/nowhere"], "nothing at"),
+    ],
+)
+def test_a_command_that_names_no_adapter_is_a_mistake(words: list[str], text: str, capsys) -> None:
+    assert main(["lora", *words]) == ConfigError.exit_code
+    assert text in capsys.readouterr().err
