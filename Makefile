@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-npu-real | test-parsers | test-proofs | test-clients | test-console | bench
+# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | bench
 #      bench-fidelity | bench-cpu | lint | format | types | clean
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -15,7 +15,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed
 
-.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-npu-real test-parsers test-proofs test-clients test-console bench bench-fidelity bench-cpu lint format types clean
+.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-npu-real test-parsers test-lora test-proofs test-clients test-console bench bench-fidelity bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -36,6 +36,11 @@ test-faults: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@FAULTS=20 $(BIN)/python -m pytest -s tests/system/test_self_healing.py $(ARGS)
 	@FAULT_MOMENTS=12 $(BIN)/python -m pytest tests/system/test_faults.py $(ARGS)
+
+# Fifty adapters that come and go under 10,000 requests while ranks are killed; some minutes.
+test-lora: $(VENV)/.test
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@LORA_REQUESTS=10000 $(BIN)/python -m pytest -s tests/system/test_lora_soak.py $(ARGS)
 
 # Every parser on 10,000 answers instead of 120; takes some minutes.
 test-parsers: $(VENV)/.test

@@ -110,7 +110,8 @@ class Adapters:
             return generate
         adapter = self.known.get(generate.adapter)
         if adapter is None or adapter.leave_call != NO_CALL:
-            raise unknown_adapter(generate.adapter, [*self.known])
+            there = [other.name for other in self.known.values() if other.leave_call == NO_CALL]
+            raise unknown_adapter(generate.adapter, there)
         parts = (generate.namespace.hex(), adapter.name, adapter.digest)
         namespace = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
         return msgspec.structs.replace(generate, namespace=namespace)
