@@ -273,6 +273,9 @@ class SpeculativeConfig:
     """Tokens of the shortest suffix and its continuation together."""
     capacity: int = 10_000_000
     """Nodes of NGRAM's memory: `branch` of them for each token that is remembered."""
+    is_fixed: bool = False
+    """Each row makes and verifies as many drafts as it may; otherwise as many as are likely to be
+    worth their time."""
     draft_source: str = ""
     """The model that drafts, named as `ModelConfig.source`."""
     draft_path: str = ""

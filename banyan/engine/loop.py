@@ -25,7 +25,7 @@ from banyan.engine.lockstep import StepClock
 from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import OtherRanks, Watchdog
 from banyan.memory.news import Removed, Stored
-from banyan.messages.events import Event, Fatal, Ready, Stats
+from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Stats
 from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import Control, Message
 from banyan.messages.rooms import RoomNews, RoomOrder
@@ -322,7 +322,9 @@ class EngineLoop:
         if is_idle and not self._was_idle:
             self._audit()
             self._step_log.rests(now)
-        if now - self._beat_s >= HEARTBEAT_S or (is_idle and not self._was_idle):
+        is_due = now - self._beat_s >= HEARTBEAT_S or (is_idle and not self._was_idle)
+        # Who has an answer and asks for the counters finds it in them.
+        if is_due or any(isinstance(event, Finished | Failed) for event in events):
             self._beat_s = now
             stats = self._core.stats(now)
             if self._ranks is not None:

@@ -83,6 +83,7 @@ def core_spec(
             token_gap=schedule.token_gap,
             drafts=config.speculative.drafts,
             paid_drafts=config.speculative.is_model,
+            fixed_drafts=config.speculative.is_fixed,
             conservativeness=schedule.conservativeness,
             priorities=Priorities(
                 are_honoured=schedule.priorities,

@@ -75,6 +75,7 @@ class Limits:
         token_gap: steps between sampling a token and a row that needs it (stages − 1).
         drafts: tokens the runner drafts after each sampled one; 0 = no speculation.
         paid_drafts: drafting takes time and pages of its own, so no more is drafted than is asked.
+        fixed_drafts: as many are made and verified as may be, whatever they bring and cost.
         draft_room: drafts of one step, over all rows.
         conservativeness: scales the new-token ratio.
         growth: what that ratio is made of.
@@ -91,6 +92,7 @@ class Limits:
     token_gap: int = 0
     drafts: int = 0
     paid_drafts: bool = False
+    fixed_drafts: bool = False
     conservativeness: float = 1.0
     priorities: Priorities = Priorities()
     whole_prompts: bool = False

@@ -72,7 +72,7 @@ class Scheduler:
         self._answers = Answers(cache, self.roster, self.rooms, limits.depth)
         self.speculation: Speculation | None = None
         if limits.drafts:
-            self.speculation = Speculation(limits.drafts, limits.paid_drafts)
+            self.speculation = Speculation(limits.drafts, limits.paid_drafts, limits.fixed_drafts)
         self._planner = RowPlanner(cache, limits, self.speculation)
         self._ratio = NewTokenRatio(limits.conservativeness, limits.growth)
         self._has_suspects = False

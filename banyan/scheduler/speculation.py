@@ -79,15 +79,17 @@ class Speculation:
     Args:
         most: drafts of a row.
         is_paid: each draft is a pass of a drafter over all rows, which takes time of the step.
+        is_fixed: as many drafts as there may be, always; what is learnt does not count.
     """
 
-    def __init__(self, most: int, is_paid: bool = False) -> None:
+    def __init__(self, most: int, is_paid: bool = False, is_fixed: bool = False) -> None:
         self.times = StepTimes()
         self.drafts = DraftCounts()
         """Of all requests."""
         self._most = most
         self._share = _START
         self._is_paid = is_paid
+        self._is_fixed = is_fixed
         self._pass_s = 0.0
         """Seconds of a pass of the drafter."""
         self._unwatched = -1
@@ -131,6 +133,8 @@ class Speculation:
 
         Each further draft must bring more tokens a second than the step has without it.
         """
+        if self._is_fixed:
+            return self._most
         share = self._share if request.draft_share < 0 else request.draft_share
         per_draft = self.times.per_token * rows + pass_s
         tokens, seconds = 1.0, self.times.of(rows)

@@ -124,6 +124,16 @@ def test_a_request_is_answered_token_by_token(served):
     assert link.hear(Finished).output_tokens == 3
 
 
+def test_an_end_comes_with_the_counters_that_know_of_it(served):
+    link, _, _ = served
+    link.tell(generate("long", new=90))
+    link.hear(Tokens)
+    link.tell(generate("short"))
+    assert link.hear(Finished).request == "short"
+    told = link.hear(Stats)
+    assert (told.finished, told.running) == (1, 1), "while the other one runs"
+
+
 @pytest.mark.parametrize("flags", [("--check-ledger",), ()])
 def test_the_ledger_is_checked_after_every_step_when_that_is_asked_for(flags, monkeypatch):
     checks = []

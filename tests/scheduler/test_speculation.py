@@ -8,6 +8,7 @@ import pytest
 
 from banyan.messages.plan import SAMPLE, StepPlan, StepResult
 from banyan.scheduler.speculation import StepTimes
+from tests.flags import config_of
 from tests.scheduler.driver import Driver, continuation, next_token
 
 PROMPT = list(range(9))
@@ -166,6 +167,17 @@ def test_drafts_that_are_paid_are_made_as_long_as_they_are_worth_it():
     late = dear.made[20:]
     assert max(late) == 1 and 0 < sum(late) * dear.pass_s < 0.04 * len(late)
     assert max(dear.drafts_of_rows()) <= 1
+
+
+def test_drafts_may_be_made_whatever_they_cost():
+    config = config_of("--speculative-algorithm", "NGRAM", "--disable-adaptive-drafts")
+    for is_fixed in (False, config.speculative.is_fixed):
+        driver = DraftingDriver(0.0, pass_s=2.0, fixed_drafts=is_fixed)
+        driver.submit("a", PROMPT, 100)
+        driver.run()
+        assert driver.outputs["a"] == continuation(PROMPT, 100)
+        assert (min(driver.made[2:50]) == MOST) is is_fixed
+    assert is_fixed
 
 
 def test_drafts_that_are_paid_are_made_again_once_they_come_true():

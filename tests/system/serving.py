@@ -171,7 +171,7 @@ def free_port() -> int:
 def settled(stats: Callable[[], dict], finished: int) -> dict:
     """The counters once `finished` requests in all have ended and nothing is in flight.
 
-    The front shows the engine's last heartbeat, which may be older than the last answer.
+    An answer comes with counters that know of it, but what was in flight behind it may still run.
     """
 
     def is_settled() -> bool:

@@ -33,6 +33,7 @@ def like(model: Path, folder: Path, noise: float) -> Path:
 
 def beside(model: Path, draft: Path, **flags: object) -> Engine:
     named = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(draft)}
+    named["disable_adaptive_drafts"] = True
     return start(model, is_drafting=False, **(named | flags))
 
 
@@ -62,7 +63,6 @@ def test_a_request_is_answered_as_without_a_draft_model(plain, drafting, name: s
 
 
 def test_a_model_that_agrees_takes_fewer_steps_and_changes_no_answer(tiny_model, plain):
-    drafted = 0
     with beside(tiny_model, tiny_model) as engine:
         for body in ({}, REQUESTS["drawn"], REQUESTS["penalised"]):
             (right,) = answers(plain, **body)
@@ -74,8 +74,7 @@ def test_a_model_that_agrees_takes_fewer_steps_and_changes_no_answer(tiny_model,
             correct = total["spec_num_correct_drafts"]
             assert correct == total["spec_num_proposed_drafts"]
             assert correct + total["spec_verify_ct"] == total["completion_tokens"] - 3
-            drafted += correct
-    assert drafted > 0  # in how many answers is for the measured times to say
+            assert correct > total["spec_verify_ct"]
 
 
 def test_pages_of_a_prompt_that_is_cached_hold_what_the_draft_model_keeps_too(tiny_model):

@@ -44,7 +44,7 @@ REQUESTS: dict[str, dict[str, object]] = {
 
 def start(model: Path, is_drafting: bool = True, **flags: object) -> Engine:
     if is_drafting:
-        flags |= {"speculative_algorithm": "NGRAM"}
+        flags |= {"speculative_algorithm": "NGRAM", "disable_adaptive_drafts": True}
     known = {"threads": 1, "max_total_tokens": 4096, "log_level": "error", "check_ledger": True}
     return Engine(model_path=str(model), **(known | flags))
 

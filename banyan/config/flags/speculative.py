@@ -1,6 +1,6 @@
 """Flags of speculative decoding: what drafts tokens, and how many the model verifies at once."""
 
-from banyan.config.flags.flag import INT, Elsewhere, Flag
+from banyan.config.flags.flag import INT, SWITCH, Elsewhere, Flag
 from banyan.config.quantized import spellings
 
 FLAGS = (
@@ -39,6 +39,14 @@ FLAGS = (
         low=1,
         high=63,
         proof="tests/config/test_speculation.py::test_drafts_are_what_both_bounds_allow",
+    ),
+    Flag(
+        "disable-adaptive-drafts",
+        "speculative.is_fixed",
+        "draft and verify as many tokens as allowed in every step, whatever they bring and cost",
+        kind=SWITCH,
+        documented=False,
+        proof="tests/scheduler/test_speculation.py::test_drafts_may_be_made_whatever_they_cost",
     ),
     Flag(
         "speculative-draft-model-path",

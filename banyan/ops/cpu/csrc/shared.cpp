@@ -195,7 +195,7 @@ bool Shared::agree(uint64_t mine, uint64_t theirs, int32_t whom) {
   constexpr uint64_t BYTES = (1ull << 56) - 1;
   uint64_t kind = theirs >> 56;
   std::snprintf(failure, sizeof failure,
-                "ranks are not in step: rank %d is in %s of %lld bytes, rank %d in %s of %lld",
+                "ranks are not in step: rank %d is in %s of %lld bytes, rank %d in %s of %lld bytes",
                 rank, KINDS[mine >> 56], (long long)(mine & BYTES), whom,
                 kind <= SEND ? KINDS[kind] : "?", (long long)(theirs & BYTES));
   uint32_t none = 0;
