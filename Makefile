@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | bench
+# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-transfer | bench
 #      bench-fidelity | bench-cpu | lint | format | types | clean
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -15,7 +15,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed
 
-.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-npu-real test-parsers test-lora test-proofs test-clients test-console bench bench-fidelity bench-cpu lint format types clean
+.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-npu-real test-parsers test-lora test-proofs test-clients test-console test-transfer bench bench-fidelity bench-cpu lint format types clean
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -65,6 +65,13 @@ test-console: $(VENV)/.browser $(VENV)/.demo
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@NEEDS_BROWSER=1 $(BIN)/python -m pytest tests/console tests/server/test_console.py $(ARGS)
 
+# Pairs of servers over real transfer engines, each in a folder of its own (400 MB in all); needs
+# libibverbs (Debian and Ubuntu: apt install libibverbs1). Some minutes.
+test-transfer: $(VENV)/.test .transfer/mooncake/.installed .transfer/nixl/.installed
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@PYTHONPATH=.transfer/mooncake:.transfer/nixl $(BIN)/python -m pytest tests/transfer \
+	  tests/system/test_transfer_engines.py $(ARGS)
+
 # Every layout of ranks and stages that is promised, instead of one; takes some minutes.
 test-parallel: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
@@ -107,7 +114,7 @@ types: $(VENV)/.dev $(VENV)/.test
 	@$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .transfer .ruff_cache .pytest_cache .hypothesis
 	find banyan benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
 	@echo "Compiled kernels and downloaded models are kept in ~/.cache: rm -r ~/.cache/banyan"
 
@@ -178,6 +185,14 @@ $(VENV)/.dev: $(VENV)/.installed
 	@echo "Installing $(PACKAGES) into $(@D)"
 	@$(BIN)/python -m venv $(@D)
 	@$(@D)/bin/python -m pip --disable-pip-version-check -q install $(PACKAGES)
+	@touch $@
+
+.transfer/mooncake/.installed: PACKAGES = mooncake-transfer-engine-non-cuda
+.transfer/nixl/.installed: PACKAGES = --no-deps nixl nixl-cu12
+
+.transfer/%/.installed: | $(VENV)/.installed
+	@echo "Installing $* into $(@D)"
+	@$(PIP) install --target $(@D) $(PACKAGES)
 	@touch $@
 
 .npu/%/.installed: | $(VENV)/.installed

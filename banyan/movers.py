@@ -176,6 +176,7 @@ def _rooms_of(served: Served, wake: Callable[[], None], secret: str) -> OpenMove
             "layout of the cache": identity(served.groups).hex()[:_SHOWN],
             "draft model": identity(served.draft_facts()).hex()[:_SHOWN],
             **served.page_facts(),
+            "transfer backend": handoff.transfer,
         },
         vocab_size=served.card.vocab_size,
         lease_s=handoff.lease_s,

@@ -2,11 +2,20 @@
 which combinations are refused. Part of `config/resolve.py`; knows no connections.
 """
 
+from importlib.util import find_spec
+
 from banyan.base.errors import ConfigError
 from banyan.base.hosts import is_loopback
 from banyan.config.card import STATE, ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
+
+_ENGINES = {
+    "mooncake": "pip install 'banyan[mooncake]' (on Debian and Ubuntu also: apt install "
+    "libibverbs1)",
+    "nixl": "pip install --no-deps nixl nixl-cu12",
+}
+"""Transfer engines, by the package that is imported, and what installs it."""
 
 
 def check_the_handoff(config: Config, card: ModelCard, environment: Environment) -> Config:
@@ -15,6 +24,12 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
     if not handoff.role:
         return config
     flag = f"--disaggregation-mode {handoff.mode}"
+    if handoff.transfer in _ENGINES and find_spec(handoff.transfer) is None:
+        raise ConfigError(
+            f"--disaggregation-transfer-backend {handoff.transfer} needs a package that is not "
+            "installed",
+            hint=f"run: {_ENGINES[handoff.transfer]}; or use tcp, which needs none",
+        )
     if parallel.world > 1:
         raise ConfigError(
             f"{flag} is not available with --tp-size {parallel.tp} and --pp-size {parallel.pp}: "

@@ -107,11 +107,18 @@ class Servers:
 
 @contextmanager
 def servers(
-    folder: Path, model: Path, *flags: str, decode: tuple[str, ...] = ()
+    folder: Path,
+    model: Path,
+    *flags: str,
+    prefill: tuple[str, ...] = (),
+    decode: tuple[str, ...] = (),
 ) -> Iterator[Servers]:
     port = free_port()
     common = ("--model-path", str(model), "--threads", "1", "--max-total-tokens", "8192", *flags)
-    giving = ("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port))
+    giving = (
+        *("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port)),
+        *prefill,
+    )
     taking = ("--disaggregation-mode", "decode", *decode)
     with (
         serving(folder / "prefill.log", *common, *giving) as one,

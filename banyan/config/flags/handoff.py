@@ -16,13 +16,14 @@ FLAGS = (
     Flag(
         "disaggregation-transfer-backend",
         "handoff.transfer",
-        "what carries pages from one to the other: tcp; fake = nothing, for load tests of one "
-        "side; or the name of an installed one",
-        choices=("tcp", "fake"),
+        "what carries pages from one to the other: tcp; mooncake or nixl = a transfer engine, "
+        "which is a package; fake = nothing, for load tests of one side; or the name of an "
+        "installed one",
+        choices=("tcp", "mooncake", "nixl", "fake"),
         plugins="banyan.transfers",
         elsewhere=(
             Elsewhere(
-                "mooncake nixl ascend mori mooncake_tcp",
+                "ascend mori mooncake_tcp",
                 "pages travel over plain connections, from memory of the host",
                 "use tcp",
             ),

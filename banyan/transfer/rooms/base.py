@@ -49,6 +49,8 @@ TRANSFERS: Table[OpenRooms] = Table(
     "transfer backend",
     {
         "tcp": "banyan.transfer.rooms.tcp:open_tcp",
+        "mooncake": "banyan.transfer.rooms.mooncake:open_mooncake",
+        "nixl": "banyan.transfer.rooms.nixl:open_nixl",
         "fake": "banyan.transfer.rooms.fake:open_fake",
     },
     plugins="banyan.transfers",

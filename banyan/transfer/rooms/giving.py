@@ -7,21 +7,23 @@ same sequence; once. What nobody takes goes when its lease is over.
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from banyan.base.errors import ConfigError
-from banyan.base.log import logger
+from banyan.base.log import logger, printable
 from banyan.messages.plan import CopyResult, Lookup, PageCopy, place_of
 from banyan.messages.rooms import CloseRoom, HandOff, OpenRoom, RoomClosed, RoomOrder
 from banyan.transfer.mover import Pages
 from banyan.transfer.rooms import wire
 from banyan.transfer.rooms.base import End, LoopThread, Outbox, RoomOptions
+from banyan.transfer.rooms.carrier import Carrier, Landing, code_of, write_beside
 
 log = logger(__name__)
+T = TypeVar("T")
 
 _MOST_CONNECTIONS = 1024
-_MOST_WANTS_BYTES = 1 << 23
 _REMEMBERED = 4096
 """Rooms that have ended, so that whoever asks for them later need not wait."""
 _START_S = 10.0
@@ -49,12 +51,23 @@ class _Room:
 class GivingRooms:
     """Satisfies PageMover. What has no lock belongs to the thread.
 
+    Args:
+        carrier: writes pages where they are wanted; None = they go over the connection.
+
     Raises:
         ConfigError: it cannot listen there.
     """
 
-    def __init__(self, pages: Pages, options: RoomOptions, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pages: Pages,
+        options: RoomOptions,
+        wake: Callable[[], None],
+        carrier: Carrier | None = None,
+    ) -> None:
         self._pages = pages
+        self._carrier = carrier
+        self._has_failed = False
         self._options = options
         self._master = wire.master_of(options.secret)
         self._out = Outbox(wake)
@@ -208,31 +221,93 @@ class GivingRooms:
     async def _hand_over(self, channel: wire.Channel, room: _Room) -> None:
         facts = wire.Found(room.units, self._options.facts)
         await channel.send(wire.FOUND, wire.pack(facts))
-        for want in wire.unpack_wants(await self._wants(channel)):
-            while want not in room.pages and room.handoff is None:
-                await self._news(channel, room.changed)
-                room.changed.clear()
-            page = room.pages.pop(want, None)
-            if page is None:
-                await channel.send(wire.ABSENT)
-            else:
-                await channel.send(wire.PAGE, page.data)
+        wants = wire.unpack_wants(await self._next(channel, wire.MAX_WANT))
+        if self._carrier is not None:
+            await self._write_all(self._carrier, channel, room, wants)
+        else:
+            for want in wants:
+                page = await self._computed(channel, room, want)
+                if page is None:
+                    await channel.send(wire.ABSENT)
+                else:
+                    await channel.send(wire.PAGE, page.data)
         while room.handoff is None:
             await self._news(channel, room.changed)
             room.changed.clear()
         await channel.send(wire.HANDOFF, wire.pack(room.handoff))
         await channel.receive({wire.DONE: 0}, wire.SILENCE_S)
 
-    async def _wants(self, channel: wire.Channel) -> bytes:
-        """Which pages are wanted; said when there is room for them."""
-        most = {wire.WANT: _MOST_WANTS_BYTES}
+    async def _computed(
+        self, channel: wire.Channel, room: _Room, want: tuple[int, int, int]
+    ) -> np.ndarray | None:
+        """A page, when it has been computed; None when it never will be."""
+        while want not in room.pages and room.handoff is None:
+            await self._news(channel, room.changed)
+            room.changed.clear()
+        return room.pages.pop(want, None)
+
+    async def _write_all(
+        self,
+        carrier: Carrier,
+        channel: wire.Channel,
+        room: _Room,
+        wants: list[tuple[int, int, int]],
+    ) -> None:
+        """Write what is wanted where it is wanted, in grants of one page or more."""
+        at = 0
+        while at < len(wants):
+            grant = wire.unpack(await self._next(channel, wire.MAX_GRANT), wire.Grant)
+            some = wants[at : at + len(grant.offsets)]
+            if not grant.offsets or len(some) < len(grant.offsets):
+                raise wire.Broken(f"a grant of {len(grant.offsets)} pages")
+            codes, pages = [b""] * len(some), list[tuple[int, np.ndarray]]()
+            for index, (want, offset) in enumerate(zip(some, grant.offsets, strict=True)):
+                page = await self._computed(channel, room, want)
+                if page is not None:
+                    pages.append((offset, page))
+                    codes[index] = code_of(page, channel.key, at + index)
+            if pages and not await self._is_written(carrier, channel, grant.landing, pages):
+                codes = [b""] * len(some)
+            await channel.send(wire.SENT, wire.pack(wire.Sent(codes)))
+            at += len(some)
+
+    async def _is_written(
+        self,
+        carrier: Carrier,
+        channel: wire.Channel,
+        landing: Landing,
+        pages: list[tuple[int, np.ndarray]],
+    ) -> bool:
+        """Whether an engine has carried these pages. The log hears once of one that cannot."""
+        writing = write_beside(carrier, landing, pages)
+        try:
+            await self._meanwhile(channel, writing)
+        except OSError as error:
+            if writing.done() and not self._has_failed:
+                self._has_failed = True
+                log.warning(
+                    "%s; where it cannot, pages are computed by the server that takes them, and "
+                    "this is not told again",
+                    printable(str(error), 300),
+                )
+            if not writing.done():
+                raise  # the connection has ended, not the engine
+            return False
+        return True
+
+    async def _next(self, channel: wire.Channel, most: dict[int, int]) -> bytes:
+        """What is wanted next; said when there is room for it."""
         coming = asyncio.ensure_future(channel.receive(most, self._options.lease_s))
         try:
-            while not (await asyncio.wait({coming}, timeout=wire.PING_S))[0]:
-                await channel.send(wire.PING)
-            return coming.result()[1]
+            return (await self._meanwhile(channel, coming))[1]
         finally:
             coming.cancel()
+
+    async def _meanwhile(self, channel: wire.Channel, coming: "asyncio.Future[T]") -> T:
+        """Wait, and say meanwhile that this server lives."""
+        while not (await asyncio.wait({coming}, timeout=wire.PING_S))[0]:
+            await channel.send(wire.PING)
+        return coming.result()
 
     async def _news(self, channel: wire.Channel, event: asyncio.Event) -> None:
         """Wait until something is new, and say meanwhile that this server lives.

@@ -6,6 +6,7 @@ way is a failed copy; a connection that ends, or is silent for too long, is the 
 """
 
 import asyncio
+import hmac
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from banyan.messages.rooms import CloseRoom, RoomFound, RoomLost, RoomOrder, See
 from banyan.transfer.mover import Pages
 from banyan.transfer.rooms import wire
 from banyan.transfer.rooms.base import End, LoopThread, Outbox, RoomOptions
+from banyan.transfer.rooms.carrier import Carrier, Slots, code_of, open_slots
 
 log = logger(__name__)
 
@@ -51,10 +53,24 @@ class _Lost(Exception):
 
 
 class TakingRooms:
-    """Satisfies PageMover. What has no lock belongs to the thread."""
+    """Satisfies PageMover. What has no lock belongs to the thread.
 
-    def __init__(self, pages: Pages, options: RoomOptions, wake: Callable[[], None]) -> None:
+    Args:
+        carrier: by which pages land in slots; None = they come over the connection.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        options: RoomOptions,
+        wake: Callable[[], None],
+        carrier: Carrier | None = None,
+    ) -> None:
         self._pages = pages
+        self._slots: Slots | None = None
+        if carrier is not None:
+            longest = max(pages.page_bytes(group) for group in range(len(pages.groups)))
+            self._slots = open_slots(carrier, longest)
         self._options = options
         self._master = wire.master_of(options.secret)
         self._out = Outbox(wake)
@@ -178,15 +194,18 @@ class TakingRooms:
         """Pages, and then the rest."""
         wants = [(*place_of(copy.src.key)[1:], copy.group) for copy in sought.copies]
         await channel.send(wire.WANT, wire.pack_wants(wants))
-        ids, failed = list[int](), list[int]()
-        for copy in sought.copies.copy():
-            has_come = await self._bring_page(channel, copy, where)
-            del sought.copies[0]
-            (ids if has_come else failed).append(copy.id)
-            if len(ids) + len(failed) == _TOLD_AT_ONCE:
-                self._out.tell(CopyResult(ids, failed))
-                ids, failed = [], []
-        if ids or failed:
+        asked = len(wants)
+        while sought.copies:
+            some = sought.copies[:_TOLD_AT_ONCE]
+            if self._slots is not None:
+                first = asked - len(sought.copies)
+                come = await self._land(channel, self._slots, some, first, where)
+            else:
+                come = [await self._bring_page(channel, copy, where) for copy in some]
+            ended = list(zip(some, come, strict=False))
+            del sought.copies[: len(ended)]
+            ids = [copy.id for copy, has_come in ended if has_come]
+            failed = [copy.id for copy, has_come in ended if not has_come]
             self._out.tell(CopyResult(ids, failed))
         most = {wire.HANDOFF: wire.MAX_HANDOFF_BYTES}
         _, body = await self._said(channel, most, where)
@@ -208,6 +227,39 @@ class TakingRooms:
             raise wire.Broken(f"a page of {len(body):,} bytes, not {size:,}")
         self._pages.put(copy.group, copy.dst.page, np.frombuffer(body, np.uint8))
         return True
+
+    async def _land(
+        self, channel: wire.Channel, slots: Slots, copies: list[PageCopy], first: int, where: str
+    ) -> list[bool]:
+        """Whether each of the first of these pages has come whole: as many as there are slots for.
+
+        Args:
+            first: place of the first one among all that are wanted.
+        """
+        taken = await slots.take(len(copies))
+        try:
+            offsets = [slots.offset(slot) for slot in taken]
+            await channel.send(wire.GRANT, wire.pack(wire.Grant(slots.landing, offsets)))
+            _, body = await self._said(channel, wire.MAX_SENT, where)
+            codes = wire.unpack(body, wire.Sent).codes
+            if len(codes) != len(taken):
+                raise wire.Broken(f"{len(codes)} codes for {len(taken)} pages")
+            come: list[bool] = []
+            for at, (copy, slot, code) in enumerate(zip(copies, taken, codes, strict=False)):
+                page = slots.read(slot, self._pages.page_bytes(copy.group))
+                is_whole = hmac.compare_digest(code, code_of(page, channel.key, first + at))
+                if is_whole:
+                    self._pages.put(copy.group, copy.dst.page, page)
+                elif code:
+                    name = slots.carrier.name
+                    text = (
+                        "a page of %s was changed on its way (%s); its tokens are computed instead"
+                    )
+                    log.warning(text, where, name)
+                come.append(is_whole)
+            return come
+        finally:
+            slots.release(taken)
 
     async def _said(
         self, channel: wire.Channel, most: dict[int, int], where: str

@@ -20,10 +20,11 @@ import msgspec
 
 from banyan.messages.plan import ROOM_BYTES
 from banyan.messages.rooms import HandOff
+from banyan.transfer.rooms.carrier import Landing
 
 GREETING = b"banyan rooms 1\n"
-SEEK, WANT, DONE, PING, FOUND, PAGE, ABSENT, HANDOFF, GONE = range(1, 10)
-"""Kinds of frames: the first three come from the server that takes."""
+SEEK, WANT, DONE, PING, FOUND, PAGE, ABSENT, HANDOFF, GONE, GRANT, SENT = range(1, 12)
+"""Kinds of frames: SEEK, WANT, DONE and GRANT come from the server that takes."""
 PING_S = 1.0
 """A server that gives says at least so often that it lives."""
 SILENCE_S = 5.0
@@ -59,6 +60,19 @@ class Found(msgspec.Struct, frozen=True):
 
     units: int
     facts: dict[str, str]
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """Where the next of the pages that are wanted go, by distance from the base."""
+
+    landing: Landing
+    offsets: list[int]
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """The code of each page of a grant, as it was written; b"" = none was."""
+
+    codes: list[bytes]
 
 
 class Gone(msgspec.Struct, frozen=True):
@@ -205,3 +219,6 @@ def read_handoff(body: bytes, room: bytes, prompt_len: int, vocab_size: int) -> 
 MAX_SEEK = {SEEK: 1 << 10}
 MAX_FOUND = {FOUND: _MAX_WORDS_BYTES}
 MAX_GONE = {GONE: _MAX_WORDS_BYTES}
+MAX_WANT = {WANT: 1 << 23}
+MAX_GRANT = {GRANT: _MAX_WORDS_BYTES}
+MAX_SENT = {SENT: _MAX_WORDS_BYTES}

@@ -1,0 +1,129 @@
+"""Carrier: what writes pages into the memory of another server. One protocol; rooms do the rest.
+
+A server that takes lands pages in slots of memory that it keeps for them, and for nothing else: a
+transfer engine lets whoever reaches it write there. So a slot's bytes are copied out of it first,
+and count only if the code that came over the room's own connection is theirs.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from threading import Thread
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+LANDING_BYTES = 64 << 20
+"""Memory that pages land in; at least one batch of them."""
+BATCH = 16
+"""Pages that travel together."""
+CODE_BYTES = 16
+
+
+class Landing(msgspec.Struct, frozen=True):
+    """Where a server takes pages.
+
+    Attributes:
+        address: what its engine calls itself.
+        base, size_bytes: of the memory.
+    """
+
+    address: bytes
+    base: int
+    size_bytes: int
+
+
+class Carrier(Protocol):
+    """A transfer engine. OSError when it cannot do what it is asked for."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        ...
+
+    def land(self, memory: np.ndarray) -> bytes:
+        """Let others write there; returns the engine's address."""
+        ...
+
+    def write(self, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]) -> None:
+        """Write pages, each at its distance from the base, and wait until all are there. Called
+        from several threads."""
+        ...
+
+
+OpenCarrier = Callable[[str], Carrier]
+"""Opens an engine at this address of the machine; ConfigError when that cannot be."""
+
+
+def code_of(page: np.ndarray, key: bytes, number: int) -> bytes:
+    """What tells that a page came whole, and from whom: `key` is known to both ends of one
+    connection, and `number` is the page's place in what it carries."""
+    made = blake2b(key=key, digest_size=CODE_BYTES, person=b"page", salt=number.to_bytes(8, "big"))
+    made.update(page.data)
+    return made.digest()
+
+
+@dataclass
+class Slots:
+    """Memory that pages land in, cut into slots of one size. Belongs to one event loop."""
+
+    carrier: Carrier
+    memory: np.ndarray
+    """[slots, bytes of the longest page] uint8."""
+    landing: Landing
+    free: list[int]
+    returned: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def take(self, most: int) -> list[int]:
+        """Some slots, at least one."""
+        while not self.free:
+            self.returned.clear()
+            await self.returned.wait()
+        count = min(most, BATCH, len(self.free))
+        return [self.free.pop() for _ in range(count)]
+
+    def release(self, slots: Sequence[int]) -> None:
+        """A write that comes later falls on other pages, whose codes tell."""
+        self.free.extend(slots)
+        self.returned.set()
+
+    def offset(self, slot: int) -> int:
+        return slot * self.memory.shape[1]
+
+    def read(self, slot: int, size_bytes: int) -> np.ndarray:
+        """A copy, which nobody else can write to."""
+        return self.memory[slot, :size_bytes].copy()
+
+
+def open_slots(carrier: Carrier, page_bytes: int) -> Slots:
+    """
+    Args:
+        page_bytes: of the longest page.
+    """
+    count = max(BATCH, LANDING_BYTES // page_bytes)
+    memory = np.zeros((count, page_bytes), np.uint8)
+    address = carrier.land(memory)
+    landing = Landing(address, memory.ctypes.data, memory.nbytes)
+    return Slots(carrier, memory, landing, list(reversed(range(count))))
+
+
+def write_beside(
+    carrier: Carrier, landing: Landing, pages: Sequence[tuple[int, np.ndarray]]
+) -> "asyncio.Future[None]":
+    """Write in a thread of its own: an engine that hangs holds up nobody else, and no exit."""
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()
+
+    def write() -> None:
+        try:
+            carrier.write(landing, pages)
+        except Exception as error:  # told by whoever waits
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    Thread(target=write, name="carrier", daemon=True).start()
+    return asyncio.wrap_future(done)

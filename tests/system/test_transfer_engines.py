@@ -1,0 +1,125 @@
+"""Pairs of servers whose pages a transfer engine carries: `make test-transfer` installs the
+packages in folders of their own. Both servers are processes: the engines keep threads.
+"""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.llm import Engine
+from tests.system.handing import WAIT_S, Servers, fresh_room, servers
+from tests.system.serving import settled, status_of, wait_until
+from tests.system.test_handoff import CASES, FLAGS, GREEDY, PROMPT, told
+
+BACKENDS = ("mooncake", "nixl")
+
+
+def needs(backend: str) -> None:
+    if find_spec(backend) is None:
+        pytest.skip(f"the package {backend} is not installed; make test-transfer brings it")
+
+
+@pytest.fixture(scope="module")
+def single(tiny_model: Path) -> Iterator[Engine]:
+    with Engine(str(tiny_model), **FLAGS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def pair(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Servers]:
+    needs(request.param)
+    flags = ("--disaggregation-transfer-backend", request.param)
+    with servers(tmp_path_factory.mktemp(request.param), tiny_model, *flags) as found:
+        yield found
+
+
+def answer(pair: Servers, body: dict[str, object]) -> object:
+    first, second = pair.start("/generate", body)
+    assert first.result(WAIT_S).status_code == 200, first.result().text
+    assert second.result(WAIT_S).status_code == 200, second.result().text
+    return second.result().json()
+
+
+@pytest.mark.parametrize("length", [3, 64, 300])
+@pytest.mark.parametrize("case", CASES)
+def test_a_pair_answers_like_one_server(
+    pair: Servers, single: Engine, case: str, length: int
+) -> None:
+    prompt = [(x + length) % 390 + 5 for x in PROMPT[:length]]
+    body = {"input_ids": prompt, **CASES[case]}
+    right, found = single.generate(**body), answer(pair, body)
+    both = (right, found) if isinstance(right, list) else ([right], [found])
+    assert [told(json.loads(json.dumps(x))) for x in both[0]] == [told(x) for x in both[1]]
+
+
+def test_the_engine_carries_the_pages(pair: Servers) -> None:
+    """The decode server does not compute a long prompt, and nobody tells of a page that failed."""
+    before = pair.decode.stats()
+    prompt = [(at * 11) % 390 + 5 for at in range(1500)]
+    answer(pair, {"input_ids": prompt, "sampling_params": GREEDY})
+    after = settled(pair.decode.stats, before["finished"] + 1)
+    assert after["computed_tokens"] - before["computed_tokens"] < 700
+    for server in (pair.prefill, pair.decode):
+        assert (
+            "instead" not in server.log.read_text() and "cannot write" not in server.log.read_text()
+        )
+
+
+def test_a_pair_with_different_engines_shares_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    found = [name for name in BACKENDS if find_spec(name)]
+    if not found:
+        pytest.skip("no transfer engine is installed")
+    flag = "--disaggregation-transfer-backend"
+    with servers(tmp_path, tiny_model, prefill=(flag, found[0]), decode=(flag, "tcp")) as pair:
+        _, second = pair.start("/generate", {"input_ids": PROMPT[:64], "sampling_params": GREEDY})
+        assert second.result(WAIT_S).status_code == 503
+        text = f"the transfer backend differs: {found[0]} there, tcp here"
+        assert text in second.result().text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_prefill_server_that_goes_takes_no_one_along(
+    backend: str, blow: signal.Signals, tiny_model: Path, tmp_path: Path
+) -> None:
+    """What waits for it fails in time, and a server that comes in its place is taken from."""
+    needs(backend)
+    flags = ("--disaggregation-transfer-backend", backend)
+    with servers(tmp_path, tiny_model, *flags) as pair:
+        answer(pair, {"input_ids": PROMPT, "sampling_params": GREEDY})
+        engine = pair.prefill.engine_pid()
+        os.kill(engine, blow)
+        _, second = pair.start(
+            "/generate", {"input_ids": PROMPT[7:], "sampling_params": GREEDY}, fresh_room()
+        )
+        assert second.result(WAIT_S).status_code in (503, 504), second.result().text
+        wait_until(lambda: not pair.decode.stats()["held_pages"], WAIT_S, "all pages back")
+        if blow == signal.SIGSTOP:
+            os.kill(engine, signal.SIGCONT)
+        again = {"input_ids": PROMPT[9:], "sampling_params": GREEDY}
+        wait_until(lambda: status_of(pair.prefill, "/readyz") == 200, WAIT_S, "prefill back")
+        wait_until(
+            lambda: pair.start("/generate", again)[1].result(WAIT_S).status_code == 200,
+            *(WAIT_S, "the pair to work again"),
+        )
+        answer(pair, {"input_ids": PROMPT[9:], "sampling_params": GREEDY})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_its_package_an_engine_is_refused_with_what_installs_it(
+    backend: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("banyan.config.handoff.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs a package that is not installed") as refused:
+        Engine(
+            str(tiny_model), disaggregation_mode="decode", disaggregation_transfer_backend=backend
+        )
+    assert "pip install" in str(refused.value.hint)
