@@ -3,7 +3,7 @@ tokens, special tokens, and the free beginning before a constraint.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -63,6 +63,7 @@ class Constrained:
         self._num_matched = 0
         """Tokens that the matcher has accepted."""
         self._num_ends = 0
+        self._failure = ""
 
     @property
     def is_ended(self) -> bool:
@@ -70,7 +71,7 @@ class Constrained:
 
     @property
     def problem(self) -> str:
-        return self._matcher.problem
+        return self._failure or self._matcher.problem
 
     def mask(self) -> bytes:
         if self._is_free:
@@ -78,7 +79,8 @@ class Constrained:
         if self._num_ends:
             return self._masks.end.tobytes()
         mask = np.zeros_like(self._text)
-        self._matcher.fill(mask)
+        if self._failure or not self._asked(lambda: self._matcher.fill(mask)):
+            return np.zeros_like(self._text).tobytes()
         mask &= self._text
         if self._matcher.is_complete():
             mask |= self._masks.end
@@ -87,7 +89,8 @@ class Constrained:
     def forced(self) -> list[int]:
         if self._is_free or self._num_ends:
             return []
-        found = self._matcher.forced()
+        found: list[int] = []
+        self._asked(lambda: found.extend(self._matcher.forced()))
         may = self._text.view(np.uint32)
         wrong = (i for i, id in enumerate(found) if not may[id // 32] >> np.uint32(id % 32) & 1)
         return found[: next(wrong, len(found))]
@@ -101,7 +104,7 @@ class Constrained:
             if not self._num_ends and not self._matcher.is_complete():
                 return False
             self._num_ends += 1
-        elif self._num_ends or not self._matcher.accept(token):
+        elif self._num_ends or self._failure or not self._takes(token):
             return False
         else:
             self._num_matched += 1
@@ -118,6 +121,19 @@ class Constrained:
         assert free <= len(self._free), f"{count} tokens cannot be undone"
         if free:
             del self._free[-free:]
+
+    def _takes(self, token: int) -> bool:
+        taken: list[bool] = []
+        return self._asked(lambda: taken.append(self._matcher.accept(token))) and taken[0]
+
+    def _asked(self, question: Callable[[], None]) -> bool:
+        """Whether the library answered. One that fails has given up this constraint, whose request
+        ends with its words; the others go on."""
+        try:
+            question()
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+        return not self._failure
 
     @property
     def _is_free(self) -> bool:

@@ -147,7 +147,10 @@ class _Matcher:
             mask &= self._writing.right
 
     def forced(self) -> list[int]:
-        text = self._matcher.find_jump_forward_string()
+        try:
+            text = self._matcher.find_jump_forward_string()
+        except UnicodeDecodeError:
+            return []  # it begins within a character, which the library takes for a text
         if len(text) < 2 or self._is_half:
             return []
         tokens = self._writing.encode(text)[:-1]

@@ -6,6 +6,7 @@ from functools import cache
 from random import Random
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +14,21 @@ from hypothesis import strategies as st
 from banyan.base.errors import RequestError
 from banyan.frontend.requests.constraint import Tag, tool_calls_constraint
 from banyan.grammar.base import Backend, masks_for, stand_ins
+from banyan.grammar.constrained import Constrained
 from banyan.messages.constraint import EBNF, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, Constraint
 from tests.flags import config_of
-from tests.grammar.play import END, TOOL, allowed, open_backend, play, started, text_of, write
+from tests.grammar.play import (
+    END,
+    MASKS,
+    TOOL,
+    VOCABULARY,
+    allowed,
+    open_backend,
+    play,
+    started,
+    text_of,
+    write,
+)
 
 PACKAGES = {"xgrammar": "xgrammar", "llguidance": "llguidance", "outlines": "outlines_core"}
 PERSON = {
@@ -81,6 +94,52 @@ def test_forced_tokens_are_allowed_and_the_only_text(full_backend: Backend, text
     rest = grammar.forced()
     assert rest and text[7:].startswith(text_of(rest))
     assert all(grammar.accept(token) for token in rest)
+
+
+def test_what_is_forced_may_begin_within_a_character(full_backend: Backend):
+    grammar = started(full_backend, REGEX, "(éééé)|x")
+    assert grammar.accept("é".encode()[0])
+    forced = b"".join(VOCABULARY.tokens[token] for token in grammar.forced())
+    assert "éééé".encode()[1:].startswith(forced) and not grammar.problem
+    assert all(grammar.accept(token) for token in "éééé".encode()[1:])
+    assert END in allowed(grammar)
+
+
+class Broken:
+    """A library that fails at one question, and knows nothing at the others."""
+
+    problem = ""
+
+    def __init__(self, question: str) -> None:
+        self._question = question
+
+    def _asked(self, question: str) -> None:
+        if question == self._question:
+            raise RuntimeError("the library is at a loss")
+
+    def fill(self, mask: np.ndarray) -> None:
+        self._asked("fill")
+        mask[:] = -1
+
+    def forced(self) -> list[int]:
+        self._asked("forced")
+        return []
+
+    def accept(self, token: int) -> bool:
+        self._asked("accept")
+        return True
+
+    def is_complete(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("question", ["fill", "forced", "accept"])
+def test_a_library_that_fails_gives_up_its_own_constraint(question: str):
+    grammar = Constrained(Broken(question), MASKS, MASKS.text(Constraint(REGEX, "ab")))
+    may, forced, is_taken = any(grammar.mask()), grammar.forced(), grammar.accept(5)
+    assert "the library is at a loss" in grammar.problem
+    assert (may, forced, is_taken) == (question != "fill", [], False)
+    assert not any(grammar.mask()) and not grammar.accept(5)
 
 
 def test_nothing_is_forced_before_the_beginning_and_after_the_end(full_backend: Backend):
