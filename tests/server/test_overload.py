@@ -8,7 +8,7 @@ import pytest
 
 from banyan.base.clock import VirtualClock
 from banyan.frontend.link.client import Replica
-from banyan.frontend.link.pace import LATELY_S, MOST_WAIT_S, UNKNOWN_S, Pace, wait_s
+from banyan.frontend.link.pace import MOST_WAIT_S, UNKNOWN_S, Pace, wait_s
 from banyan.frontend.requests.generation import Finish
 from banyan.messages.events import Stats
 from tests.server.fakes import READY, Site, steps
@@ -68,17 +68,26 @@ def test_refusals_for_other_reasons_keep_to_what_is_usual(site: Site) -> None:
 
 def test_the_pace_is_that_of_late() -> None:
     clock, pace = VirtualClock(), Pace()
-    pace.saw(5, clock.now())
+    pace.saw(5, 9, clock.now())
     assert pace.per_s == 0.0
     for second in range(1, 400):
         clock.advance_to(float(second))
-        pace.saw(5 + (second if second < 200 else 200 + 4 * (second - 200)), clock.now())
+        pace.saw(5 + (second if second < 200 else 200 + 4 * (second - 200)), 9, clock.now())
     assert pace.per_s == pytest.approx(4.0)
-    clock.advance_to(400.0 + LATELY_S)
-    pace.saw(1001, clock.now())
-    assert pace.per_s == 0.0
-    pace.saw(3, clock.now() + 1)
+    pace.saw(3, 9, clock.now() + 1)
     assert pace.per_s == 0.0, "a new engine counts from nought"
+
+
+@pytest.mark.parametrize("trickle", [0, 1])
+def test_the_pace_is_that_of_times_in_which_somebody_waited(trickle: int) -> None:
+    clock, pace = VirtualClock(), Pace()
+    ended = 0
+    for second in range(300):
+        clock.advance_to(float(second))
+        ended += 5 if second > 290 else trickle
+        pace.saw(ended, 30 if second >= 290 else 0, clock.now())
+    assert pace.per_s == pytest.approx(5.0)
+    assert wait_s(30, pace.per_s) == 6
 
 
 def test_a_wait_is_bounded_and_never_nothing() -> None:

@@ -405,7 +405,7 @@ class EngineClient:
             case Stats():
                 self.stats = event
                 self.stats_at_s = self._clock.now()
-                self._pace.saw(event.finished, self.stats_at_s)
+                self._pace.saw(event.finished, event.waiting, self.stats_at_s)
             case Ready():
                 self._hello = event
                 if not self._is_reviving:
