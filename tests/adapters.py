@@ -66,6 +66,47 @@ def write_adapter(
     return folder
 
 
+_GGUF = {
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+"""Projection -> its name in GGUF."""
+
+
+def as_gguf(adapter: Path, path: Path, change: Mapping[str, object] | None = None) -> Path:
+    """The same adapter as llama.cpp's converter writes it, with other entries where `change` names
+    some."""
+    import gguf
+
+    facts = json.loads((adapter / "adapter_config.json").read_text())
+    entries: dict[str, object] = {
+        "general.type": "adapter",
+        "adapter.type": "lora",
+        "adapter.lora.alpha": float(facts["lora_alpha"]),
+    }
+    for name, values in load_file(adapter / "adapter_model.safetensors").items():
+        _, _, _, _, layer, part, target, matrix, _ = name.split(".")
+        if target in ("q_proj", "k_proj") and matrix == "lora_B":
+            halves = values.reshape(-1, 2, HEAD_DIM // 2, values.shape[1])
+            values = halves.swapaxes(1, 2).reshape(values.shape)
+        stem = f"blk.{layer}.{_GGUF[f'{part}.{target}']}.weight"
+        entries[f"{stem}.{matrix.lower()}"] = np.ascontiguousarray(values)
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, entry in {**entries, **(change or {})}.items():
+        if isinstance(entry, np.ndarray):
+            writer.add_tensor(name, entry)
+        elif isinstance(entry, str):
+            writer.add_string(name, entry)
+        elif isinstance(entry, float):
+            writer.add_float32(name, entry)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def merge(model: Path, adapter: Path, folder: Path) -> Path:
     """A checkpoint of `model` whose weights are base + scale · B · A, in float32."""
     shutil.copytree(model, folder)

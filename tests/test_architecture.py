@@ -34,7 +34,8 @@ ARROWS = {
     "ops": "platform base",
     "parallel": "platform ops base",
     "layers": "parallel ops base config.card",
-    "models": "layers parallel config.card config.facts config.adapters families formats ops base",
+    "models": "layers parallel config.card config.facts config.adapters config.adapter_card"
+    " families formats ops base",
     "transfer": "base config messages",
     "runner": "base config messages models layers parallel ops platform transfer memory.groups",
 }

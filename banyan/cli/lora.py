@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable, start_logging
 from banyan.bench.options import option, split_options
-from banyan.config.adapters import AdapterCard, read_adapter
+from banyan.config.adapter_card import AdapterCard
+from banyan.config.adapters import read_adapter
 from banyan.config.catalogue import megabytes
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
@@ -67,9 +68,10 @@ def _inspect(argv: Sequence[str]) -> int:
 
 def _lines(card: AdapterCard) -> Iterator[str]:
     modules = card.modules.values()
-    types = ", ".join(sorted({found.type for found in modules}))
+    form = "GGUF" if card.format == "gguf" else "PEFT"
+    types = ", ".join([form, *sorted({found.type for found in modules})])
     size = megabytes(card.size_bytes)
-    yield f"{'adapter':<10} {printable(card.path, 200)}: PEFT, {types}, {size}"
+    yield f"{'adapter':<10} {printable(card.path, 200)}: {types}, {size}"
     yield f"{'base':<10} {printable(card.base, 100) or 'it does not say'}"
     yield f"{'targets':<10} {', '.join(printable(name, 60) for name in card.adapted)}"
     ranks = Counter(found.rank for found in modules)

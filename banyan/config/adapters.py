@@ -1,95 +1,20 @@
-"""AdapterCard: what a folder with a low-rank adapter (PEFT's form, safetensors) says of itself, and
-why one cannot be served. Reads headers, no tensors; whether it fits a model is found out where that
-is loaded (`models/weights/adapters.py`).
-"""
+"""Adapters that operators name: where each is, and its card, whatever form it is stored in."""
 
 import json
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError, ModelError
-from banyan.base.json_types import is_list, is_object
+from banyan.base.json_types import is_object
 from banyan.base.log import printable
-from banyan.config.facts import Facts, read_json
-from banyan.formats.safetensors import SafetensorsFile
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MAX_RANK = 1 << 12
-_MAX_PATTERNS = 4096
-_PICKLED = ("adapter_model.bin", "adapter_model.pt")
-_PREFIX = "base_model.model."
-_MATRIX = re.compile(r"(.+)\.lora_(A|B)(?:\.default)?\.weight")
-_TYPES = ("F32", "F16", "BF16")
-_CONVERSION = (
-    "it is never opened, as a pickle may run anything: where you trust it, run python -c "
-    '"import torch; from safetensors.torch import save_file; save_file({k: v.contiguous() for k, '
-    "v in torch.load('adapter_model.bin').items()}, 'adapter_model.safetensors')\" in that folder"
-)
-_ABSENT_FEATURES = {
-    "use_dora": "DoRA scales whole rows of the base's weights",
-    "use_qalora": "QA-LoRA pools the inputs of its matrices",
-    "lora_bias": "its matrices have biases",
-    "fan_in_fan_out": "its matrices are transposed",
-    "modules_to_save": "it brings whole weights in the place of the base's",
-    "trainable_token_indices": "it brings rows of the embedding",
-    "target_parameters": "it adapts weights that are no projections (experts)",
-    "layer_replication": "it adds layers to the base",
-    "alora_invocation_tokens": "it counts from some token of the prompt on only (aLoRA)",
-    "megatron_config": "it belongs to Megatron's layers",
-    "arrow_config": "its parts are chosen for each token",
-    "use_bdlora": "its matrices are made of blocks",
-    "monteclora_config": "its matrices are drawn at random",
-}
-"""Keys that ask for what is not computed here, and what they ask for."""
-_OTHER_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of `init_lora_weights` that change the base's weights too."""
-
-
-@dataclass(frozen=True)
-class LowRank:
-    """The matrices of one projection: outputs += scale · up · down · inputs."""
-
-    rank: int
-    alpha: float
-    inputs: int
-    outputs: int
-    scale: float
-    names: tuple[str, str]
-    """Of down and up in the file."""
-    type: str = "F32"
-
-
-@dataclass(frozen=True)
-class AdapterCard:
-    """
-    Attributes:
-        base: what the adapter says it was made for; a name that binds nobody.
-        modules: name of the projection in the base's checkpoint -> its matrices.
-        targets: last parts of these names that it claims, each in every layer; () where it claims
-            something else.
-    """
-
-    path: str
-    base: str
-    modules: Mapping[str, LowRank]
-    size_bytes: int
-    targets: tuple[str, ...] = ()
-
-    @property
-    def rank(self) -> int:
-        """The highest of any projection."""
-        return max(found.rank for found in self.modules.values())
-
-    @property
-    def adapted(self) -> tuple[str, ...]:
-        """Last parts of the projections' names."""
-        return tuple(sorted({name.rpartition(".")[2] for name in self.modules}))
+from banyan.config.adapter_card import CONFIG, WEIGHTS, AdapterCard
+from banyan.config.adapter_gguf import read_gguf
+from banyan.config.adapter_peft import read_peft
 
 
 def read_adapter(path: str, max_rank: int = 0) -> AdapterCard:
-    """The card of the adapter in a folder.
+    """The card of the adapter in a folder as PEFT saves it, or in a GGUF file.
 
     Args:
         max_rank: highest that may be served; 0 = any.
@@ -98,189 +23,24 @@ def read_adapter(path: str, max_rank: int = 0) -> AdapterCard:
         ConfigError: there is none, or one that cannot be served; says which and why.
     """
     folder = printable(path, 200)
-    if not os.path.isdir(path):
+    is_file = os.path.isfile(path)
+    if is_file and not path.endswith(".gguf") or not is_file and not os.path.isdir(path):
+        what = "a file of another kind" if is_file else "it is not a folder"
         raise ConfigError(
-            f"no adapter at {folder!r}: it is not a folder",
-            hint=f"name a folder that holds {CONFIG} and {WEIGHTS}; nothing is downloaded",
+            f"no adapter at {folder!r}: {what}",
+            hint=f"name a folder that holds {CONFIG} and {WEIGHTS}, or a GGUF file; nothing is "
+            "downloaded",
         )
-    _check_files(path, folder)
     try:
-        raw = read_json(os.path.join(path, CONFIG), is_needed=True)
-        facts = Facts(raw, os.path.join(path, CONFIG))
-        _check_kind(facts, raw, folder)
-        with SafetensorsFile.open(os.path.join(path, WEIGHTS)) as file:
-            modules = _modules(file, _Scales(facts), folder)
-            size = file.size_bytes
-        base = facts.text("base_model_name_or_path", "")
+        card = read_gguf(path) if is_file else read_peft(path)
     except ModelError as error:
         raise ConfigError(error.text, hint=error.hint) from None
-    card = AdapterCard(path, base, modules, size, _claimed(facts, raw))
     if max_rank and card.rank > max_rank:
         raise ConfigError(
             f"adapter {folder!r} has rank {card.rank}, --max-lora-rank is {max_rank}",
             hint="raise it, or leave it out to serve what --lora-paths names",
         )
     return card
-
-
-def _check_files(path: str, folder: str) -> None:
-    there = set(os.listdir(path))
-    if WEIGHTS in there and CONFIG in there:
-        return
-    if pickled := next((name for name in _PICKLED if name in there), None):
-        raise ConfigError(f"adapter {folder!r} has a pickle, {pickled}: {_CONVERSION}")
-    missing = CONFIG if CONFIG not in there else WEIGHTS
-    if missing == CONFIG and "config.json" in there:
-        raise ConfigError(
-            f"{folder!r} holds a whole model, no adapter: {CONFIG} is missing",
-            hint="name it by --model-path",
-        )
-    raise ConfigError(
-        f"adapter {folder!r} lacks {missing}",
-        hint="name a folder in the form of PEFT's save_pretrained",
-    )
-
-
-def _check_kind(facts: Facts, raw: Mapping[str, object], folder: str) -> None:
-    kind = facts.text("peft_type", "LORA")
-    if kind != "LORA":
-        raise ConfigError(
-            f"adapter {folder!r} is of type {printable(kind, 40)}; only LORA is served",
-            hint="merge it into the weights",
-        )
-    for key, what in _ABSENT_FEATURES.items():
-        if raw.get(key):
-            raise ConfigError(
-                f"adapter {folder!r}: {key} is not available here: {what}",
-                hint="merge it into the weights",
-            )
-    bias = facts.text("bias", "none")
-    if bias != "none":
-        raise ConfigError(
-            f"adapter {folder!r}: bias {printable(bias, 20)!r} is not available here: it changes "
-            "the base's biases",
-            hint="merge it into the weights",
-        )
-    start = str(raw.get("init_lora_weights"))
-    if start.startswith(_OTHER_BASES):
-        raise ConfigError(
-            f"adapter {folder!r}: init_lora_weights {printable(start, 40)!r} changes the base's "
-            "weights too, which others share",
-            hint="save it with path_initial_model_for_weight_conversion, which makes a plain one",
-        )
-
-
-class _Scales:
-    """Rank and scale of each projection, as the configuration has them."""
-
-    def __init__(self, facts: Facts) -> None:
-        self._rank = facts.integer("r", 1, MAX_RANK, 8)
-        self._alpha = facts.number("lora_alpha", -1e9, 1e9, 8)
-        self._is_stabilised = facts.flag("use_rslora", default=False)
-        self._ranks = _patterns(facts, "rank_pattern")
-        self._alphas = _patterns(facts, "alpha_pattern")
-
-    def of(self, module: str) -> tuple[int, float, float]:
-        """Rank, alpha and the factor that they come to."""
-        rank = int(_matching(self._ranks, module, self._rank))
-        alpha = _matching(self._alphas, module, self._alpha)
-        return rank, alpha, alpha / (rank**0.5 if self._is_stabilised else rank)
-
-
-def _patterns(facts: Facts, key: str) -> dict[str, float]:
-    part = facts.part(key)
-    raw = facts.any(key)
-    if part is None or not is_object(raw):
-        return {}
-    if len(raw) > _MAX_PATTERNS:
-        raise ConfigError(f"{key} has {len(raw):,} entries, limit {_MAX_PATTERNS:,}")
-    low = 1 if key == "rank_pattern" else -1e9
-    return {name: part.number(name, low, 1e9) for name in raw}
-
-
-def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first pattern that is the end of the name; "^" in front: all of it.
-
-    Only plain names are patterns here: a stranger's regular expression is not run.
-    """
-    for pattern, value in patterns.items():
-        plain = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
-        if not re.fullmatch(r"[\w.-]+", plain):
-            raise ConfigError(
-                f"rank_pattern and alpha_pattern: {printable(pattern, 80)!r} is a regular "
-                "expression; only names of modules are read",
-                hint="write the modules out",
-            )
-        ends = module == plain or (pattern[:1] != "^" and module.endswith("." + plain))
-        if ends:
-            return value
-    return default
-
-
-def _modules(file: SafetensorsFile, scales: _Scales, folder: str) -> dict[str, LowRank]:
-    found: dict[str, dict[str, str]] = {}
-    unknown: list[str] = []
-    for name in file.tensors:
-        match = _MATRIX.fullmatch(name)
-        if match is None or not name.startswith(_PREFIX):
-            unknown.append(name)
-            continue
-        found.setdefault(match.group(1).removeprefix(_PREFIX), {})[match.group(2)] = name
-    if unknown:
-        raise ConfigError(
-            f"adapter {folder!r}: {len(unknown)} tensors are no matrices of LoRA on projections: "
-            f"{_first(unknown)}",
-            hint="embeddings, heads, magnitudes and whole weights are not served; merge it",
-        )
-    if not found:
-        raise ConfigError(f"adapter {folder!r} has no tensors", hint="save it again")
-    return {name: _low_rank(file, name, both, scales, folder) for name, both in found.items()}
-
-
-def _low_rank(
-    file: SafetensorsFile, module: str, both: Mapping[str, str], scales: _Scales, folder: str
-) -> LowRank:
-    shown = printable(module, 100)
-    if len(both) < 2:
-        lacking = "B" if "A" in both else "A"
-        raise ConfigError(
-            f"adapter {folder!r} lacks lora_{lacking} of {shown}", hint="save or download it again"
-        )
-    down, up = file.tensors[both["A"]], file.tensors[both["B"]]
-    for tensor in (down, up):
-        if tensor.type not in _TYPES:
-            raise ConfigError(
-                f"adapter {folder!r}: {printable(tensor.name, 120)} is {tensor.type}; "
-                f"{', '.join(_TYPES)} are read",
-                hint="save it in one of them",
-            )
-    rank, alpha, scale = scales.of(module)
-    shapes = (down.shape, up.shape)
-    fits = len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1] == rank
-    if not fits or not down.shape[1] or not up.shape[0]:
-        raise ConfigError(
-            f"adapter {folder!r}: {shown} has matrices of {list(shapes[0])} and {list(shapes[1])}, "
-            f"its configuration says rank {rank}",
-            hint="the configuration and the weights do not belong together",
-        )
-    names = (both["A"], both["B"])
-    return LowRank(rank, alpha, down.shape[1], up.shape[0], scale, names, down.type)
-
-
-def _claimed(facts: Facts, raw: Mapping[str, object]) -> tuple[str, ...]:
-    """Names that the configuration says it adapts in every layer."""
-    narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
-    if any(raw.get(key) not in (None, []) for key in narrowed):
-        return ()
-    claimed = raw.get("target_modules")
-    if not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
-        return ()
-    return tuple(name for name in claimed if isinstance(name, str) and name.isidentifier())
-
-
-def _first(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(printable(name, 120) for name in names[:3]) + more
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.adapters import MAX_RANK, named_adapters, read_adapter
+from banyan.config.adapter_card import MAX_RANK
+from banyan.config.adapters import named_adapters, read_adapter
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
@@ -17,6 +18,7 @@ _FLAG = "--enable-lora"
 _TARGETS = (
     *("all", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("qkv_proj", "gate_up_proj", "c_fc", "c_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
 )
 MOST_LOADED = 256
 """Adapters in memory where nobody says how many."""

@@ -51,7 +51,8 @@ class ColumnLinear(Layer):
 
     def slots(self) -> dict[str, WeightSlot]:
         shapes = {part: (size, self.inputs) for part, size in self.outputs.items()}
-        slots = {"weight": WeightSlot(shapes, self.rules, self.group, self.turning)}
+        slot = WeightSlot(shapes, self.rules, self.group, self.turning, self.pieces)
+        slots = {"weight": slot}
         if self.has_bias:
             shapes = {part: (size,) for part, size in self.outputs.items()}
             slots["bias"] = WeightSlot(shapes, self.rules, self.group, self.turning)

@@ -71,6 +71,7 @@ class WeightSlot:
         rules: part name -> how ranks share it.
         group: the ranks that do.
         turning: of the parts whose outputs rotate; a checkpoint may store those rows in pairs.
+        pieces: of parts whose heads are taken apart once they are cut (`ColumnLinear`).
         elsewhere: parts that other ranks take.
     """
 
@@ -78,6 +79,7 @@ class WeightSlot:
     rules: Mapping[str, ShardRule]
     group: Group = field(default_factory=Group)
     turning: Mapping[str, Turning] = field(default_factory=dict)
+    pieces: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
 
     def keeps_blocks(self, part: str, weight: StoredWeight) -> bool:

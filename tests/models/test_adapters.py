@@ -8,7 +8,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from banyan.base.errors import ConfigError
-from banyan.config.adapters import WEIGHTS
+from banyan.config.adapter_card import WEIGHTS
 from banyan.config.checkpoint import read_card
 from banyan.config.lora import MOST_LOADED
 from banyan.config.schema import LoraConfig
@@ -19,7 +19,7 @@ from banyan.models.weights.loader import load_model
 from banyan.ops.adapters import AdapterTokens
 from banyan.platform.cpu import CpuPlatform
 from banyan.runner.adapters import open_seats
-from tests.adapters import write_adapter
+from tests.adapters import as_gguf, write_adapter
 from tests.flags import config_of
 from tests.models.families import tiny
 from tests.system.checkpoint import write_tiny_model
@@ -36,6 +36,9 @@ TARGETS = {
     "granite, all factors": ["q_proj", "k_proj", "o_proj", "up_proj"],
     "gemma2": ["k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
     "qwen2 moe": ["q_proj", "o_proj"],
+    "deepseek v2": ["q_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "deepseek v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "qwen3 next": ["q_proj", "v_proj", "o_proj", "out_proj"],
 }
 
 
@@ -132,6 +135,44 @@ def test_an_adapter_of_projections_that_are_not_open_is_refused(targets, ops, mo
         load_adapter(str(write_adapter(tmp_path / "b", 1, targets=("o_proj",))), base)
 
 
+def test_a_gguf_adapter_is_the_one_that_it_was_made_of(ops, model, tmp_path):
+    """Rows of q and k lie in pairs there."""
+    _, base = opened(model, ops)
+    peft = write_adapter(tmp_path / "a", 1, 4, lora_alpha=12)
+    loaded = load_adapter(str(peft), base)
+    found = load_adapter(str(as_gguf(peft, tmp_path / "a.gguf")), base)
+    assert found.parts.keys() == loaded.parts.keys() and found.rank == 4
+    assert found.digest != loaded.digest
+    for name, parts in loaded.parts.items():
+        for mine, its in zip(sorted_parts(found.parts[name]), sorted_parts(parts), strict=True):
+            assert mine.first == its.first and mine.scale == its.scale == 3
+            assert torch.equal(mine.down, its.down) and torch.equal(mine.up, its.up)
+
+
+def sorted_parts(parts):
+    return sorted(parts, key=lambda part: part.first)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"adapter.type": "control"}, "its adapter.type control"),
+        ({"general.type": "model"}, "is no adapter: its general.type is model"),
+        ({"adapter.lora.alpha": "8"}, "lacks a number adapter.lora.alpha"),
+        ({"blk.0.attn_q.weight.lora_a": None}, "lacks lora_a of blk.0.attn_q"),
+        ({"blk.0.attn_q.weight.lora_a": np.ones((4, 7), np.float32)}, "another base: blk.0.attn_q"),
+        ({"blk.0.attn_q.weight.lora_a": np.ones((3, 64), np.float32)}, "no pair of one rank"),
+        ({"blk.0.attn_q.weight": np.ones((4, 64), np.float32)}, "is no matrix of LoRA"),
+        ({"blk.9.attn_q.weight.lora_a": np.ones((4, 64), np.float32)}, "lacks lora_b of blk.9"),
+    ],
+)
+def test_a_gguf_file_that_cannot_be_served_says_why(change, text, ops, model, tmp_path):
+    _, base = opened(model, ops)
+    path = as_gguf(write_adapter(tmp_path / "a", 1, 4), tmp_path / "a.gguf", change)
+    with pytest.raises(ConfigError, match=text):
+        load_adapter(str(path), base)
+
+
 def edited(folder, change):
     """The adapter in a folder with other tensors."""
     tensors = load_file(folder / WEIGHTS)
@@ -179,7 +220,10 @@ def test_an_adapter_of_another_base_is_refused_by_name(change, text, ops, model,
     ("variant", "module", "text"),
     [
         ("qwen3 moe", "mlp.experts.0.gate_proj", "experts take no adapters"),
-        ("deepseek v3", "self_attn.o_proj", "latent attention takes no adapters"),
+        ("qwen3 moe", "mlp.experts", "experts take no adapters"),
+        ("qwen3 moe", "mlp.experts.base_layer", "experts take no adapters"),
+        ("qwen3 moe", "mlp.gate", "which experts a token goes to is not adapted"),
+        ("deepseek v3", "self_attn.kv_b_proj", "both sides of the attention over latents"),
     ],
 )
 def test_projections_that_take_none_are_named(variant, module, text, ops, model, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from banyan.sim.replay import check
-from tests.adapters import merge, write_adapter
+from tests.adapters import as_gguf, merge, write_adapter
 from tests.system.serving import Server, run_to_end, serving, stream_events, wait_until
 
 PROMPT = list(range(5, 45))
@@ -146,6 +146,9 @@ def test_adapters_make_room_come_back_and_leave(folders, tiny_model, expected) -
             input_ids=[PROMPT] * 16, sampling_params=PARAMS, lora_path=company
         )
         assert [a["output_ids"] for a in answers] == [expected[name] for name in company]
+        served.load_lora_adapter("file", str(as_gguf(folders["a"], folders["a"] / "a.gguf")))
+        assert output(served, "file") == expected["a"]
+        served.unload_lora_adapter("file")
         served.unload_lora_adapter("b")
         with pytest.raises(BanyanError, match="'b' is not loaded. There are: a, c"):
             output(served, "b")

@@ -5,16 +5,19 @@ not at all: every tensor has its projection, and every projection that it claims
 """
 
 import hashlib
-import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
-from banyan.config.adapters import CONFIG, WEIGHTS, AdapterCard, LowRank, read_adapter
+from banyan.config.adapter_card import AdapterCard, LowRank
+from banyan.config.adapters import read_adapter
 from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
+from banyan.formats.gguf import GGUFFile
+from banyan.formats.mapped import MappedFile
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.layers.adapted import AdapterSeats, Projection, projections
 from banyan.layers.build import Build
@@ -29,6 +32,8 @@ from banyan.ops.stored import StoredWeight
 
 _DIGEST_BYTES = 16
 _BLOCK = 1 << 20
+_LATENT = ("squeeze", "query", "latent", "out")
+"""Projections of latent attention that are products by themselves."""
 _SHORT = 64
 """Tokens of a model that is never run."""
 
@@ -100,7 +105,7 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
     card = read_adapter(path, base.seats.max_rank)
     fit = Fit(base, card)
     found: dict[str, list[Part]] = {}
-    with SafetensorsFile.open(os.path.join(path, WEIGHTS)) as file:
+    with _opened(card) as file:
         for name, low_rank in card.modules.items():
             place = fit.place_of(name, low_rank)
             if place is None:
@@ -109,18 +114,24 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
             mine = _parts(base.seats.slots[place.module], place, down, up, low_rank.scale)
             found.setdefault(place.module, []).extend(mine)
     fit.check_claims()
-    return LoadedAdapter(found, _digest(path), card.rank)
+    return LoadedAdapter(found, _digest(card), card.rank)
 
 
 def check_numbers(card: AdapterCard) -> None:
     """ConfigError when a number of the adapter is none."""
-    with SafetensorsFile.open(os.path.join(card.path, WEIGHTS)) as file:
+    with _opened(card) as file:
         for low_rank in card.modules.values():
             for tensor in low_rank.names:
                 _stored(file, tensor, card)
 
 
-def _stored(file: SafetensorsFile, name: str, card: AdapterCard) -> StoredWeight:
+def _opened(card: AdapterCard) -> MappedFile:
+    if card.format == "gguf":
+        return GGUFFile.open(card.weights, has_words=False)
+    return SafetensorsFile.open(card.weights)
+
+
+def _stored(file: MappedFile, name: str, card: AdapterCard) -> StoredWeight:
     """In memory of its own, as the file may be written anew while it is used."""
     tensor = file.tensors[name]
     raw = as_tensor(file.bytes_of(name)).clone()
@@ -148,8 +159,15 @@ class Fit:
     def __init__(self, base: Base, card: AdapterCard) -> None:
         self._card = card
         self._base = base
-        self._names = FAMILIES.load(base.card.architecture).names["safetensors"]
         self._folder = printable(card.path, 200)
+        names = FAMILIES.load(base.card.architecture).names
+        if card.format not in names or (card.format == "gguf" and base.card.state is not None):
+            raise ConfigError(
+                f"adapter {self._folder!r}: GGUF adapters of {base.card.architecture} are not "
+                "served",
+                hint="take the adapter in PEFT's form",
+            )
+        self._names = names[card.format]
 
     def place_of(self, name: str, low_rank: LowRank) -> Place | None:
         """Where a module's matrices go; None on another rank.
@@ -195,10 +213,13 @@ class Fit:
             )
 
     def _claimed(self) -> list[str]:
+        # Layers of several kinds may have one projection under several names.
+        counts = Counter(self._names.modules.values())
         templates = [
             template
             for template, target in self._names.modules.items()
-            if template.rpartition(".")[2] in self._card.targets
+            if counts[target] == 1
+            and template.rpartition(".")[2] in self._card.targets
             and target.startswith("layers.{}.")
             and template.count("{}") == 1
         ]
@@ -214,14 +235,20 @@ class Fit:
 
     def _stranger(self, name: str, place: Place | None) -> ConfigError:
         module = "" if place is None else place.module
-        if ".experts" in module:
-            why, hint = "experts take no adapters here", "merge the adapter into the weights"
-        elif self._base.card.latent is not None and ".attention." in module:
-            why = "latent attention takes no adapters here"
-            hint = "merge the adapter into the weights"
+        hint = "merge the adapter into the weights"
+        if ".experts" in module or ".experts" in name or "_exps" in name:
+            why = "experts take no adapters here: their tokens are sorted by expert, not by adapter"
+        elif module.endswith(".router"):
+            why = "which experts a token goes to is not adapted here"
+        elif module.endswith(".attention.expansion"):
+            why = (
+                "its matrix stands on both sides of the attention over latents, in two halves, and "
+                "takes no adapters here"
+            )
+        elif ".attention.indexer." in module:
+            why = "what an indexer reads takes no adapters here"
         elif module in ("embedding", "head"):
             why = "adapters change projections inside of the blocks only"
-            hint = "merge the adapter into the weights"
         else:
             why = f"the model has no such projection{self._made_for()}"
             hint = "serve the model that it was made for"
@@ -241,7 +268,9 @@ def _named(card: ModelCard) -> dict[str, list[str]]:
     for template, target in names.modules.items():
         module = target.partition(":")[0]
         is_latent = card.latent is not None and ".attention." in module
-        if module.startswith("layers.{}.") and module.count("{}") == 1 and not is_latent:
+        if is_latent and module.rpartition(".")[2] not in _LATENT:
+            continue
+        if module.startswith("layers.{}.") and module.count("{}") == 1:
             found.setdefault(module, []).append(template.rpartition(".")[2])
     return found
 
@@ -270,17 +299,18 @@ def _parts(
             turned = slot.turning[part]
             rows = rows.pair_halves(turned.head_dim, turned.first, turned.count)
         rows = rule.cut(rows, slot.group) if rule.dim == 0 else rows
+        rows = rows.by_piece(slot.pieces[part]) if part in slot.pieces else rows
         matrix = rule.cut(down, slot.group) if rule.dim == 1 else down
         found.append(Part(firsts[part], matrix.dense.contiguous(), rows.dense.contiguous(), scale))
     assert len(found) <= MAX_PARTS
     return found
 
 
-def _digest(path: str) -> str:
+def _digest(card: AdapterCard) -> str:
     """Of the configuration and the weights: equal ones mean equal answers."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for name in (CONFIG, WEIGHTS):
-        with Path(path, name).open("rb") as file:
+    for name in card.files:
+        with Path(name).open("rb") as file:
             while block := file.read(_BLOCK):
                 digest.update(block)
     return digest.hexdigest()
