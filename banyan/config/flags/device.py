@@ -147,7 +147,8 @@ FLAGS = (
     Flag(
         "cpu-compiler",
         "device.compiler",
-        "C++ compiler for the CPU kernels, tried before g++, clang++ and the ziglang package",
+        "C++ compiler for the CPU kernels, tried before g++, clang++ and the ziglang package, and "
+        "instead of kernels that a wheel brought along",
         documented=False,
         proof="tests/system/test_flag_effects.py::test_the_compiler_that_is_named_goes_first",
     ),

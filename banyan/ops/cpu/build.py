@@ -4,7 +4,8 @@ A library is built for one instruction set, so nobody waits for code that does n
 best of each family there, and plain code to check that against. Compilers are tried in order: the
 one that was named, g++, clang++, and the `ziglang` package (a C++ compiler as a wheel). Nothing is
 downloaded. The cache is keyed by sources, options and instruction set, so an unchanged library is
-built once per user, by a process of its own (`build_process`).
+built once per user, by a process of its own (`build_process`). A wheel may bring libraries along
+under the same keys (`prebuild`): those of other sources or options are not found there.
 """
 
 import hashlib
@@ -24,6 +25,8 @@ from typing import Self
 from banyan.base.log import logger, start_logging
 
 SOURCES = Path(__file__).parent / "csrc"
+PREBUILT = Path(__file__).parent / "prebuilt"
+"""What a wheel brings along; not there in a source tree."""
 LIBRARY = "libbanyan_cpu.so"
 OPTIONS = (
     *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-pthread"),
@@ -127,6 +130,12 @@ def usable_isa(wished: str = "") -> str:
     return min(wished or ISAS[-1], machine_isa(), key=ISAS.index)
 
 
+def prebuilt_library(isa: str) -> Path | None:
+    """The library that came with the package: for this instruction set, of these sources."""
+    path = _target(PREBUILT, isa)
+    return path if path.is_file() else None
+
+
 def cached_library(named_compiler: str = "", folder: Path | None = None, isa: str = "") -> Path:
     """The path of the built library; builds it when the cache does not hold it.
 
@@ -151,6 +160,24 @@ def cached_library(named_compiler: str = "", folder: Path | None = None, isa: st
     return target
 
 
+def library_paths(isa: str, compiler: str) -> Iterator[Path]:
+    """Where libraries for an instruction set lie, best first; the last one is built when asked for.
+
+    Raises:
+        BuildError: it cannot be, and nothing came along for lower sets either.
+    """
+    came = None if compiler else prebuilt_library(isa)
+    if came is not None:
+        yield came
+    try:
+        yield cached_library(compiler, isa=isa)
+    except BuildError as error:
+        lower = () if compiler else ISAS[: ISAS.index(isa)]
+        if not any(map(prebuilt_library, lower)):
+            raise
+        _log.warning("%s cannot be built: %s", isa, error)
+
+
 @contextmanager
 def building_ahead(named_compiler: str = "", wished_isa: str = "") -> Iterator[None]:
     """Build what `cached_library` will ask for, here or in another process, during the block.
@@ -159,7 +186,8 @@ def building_ahead(named_compiler: str = "", wished_isa: str = "") -> Iterator[N
     """
     isa = usable_isa(wished_isa)
     target = _target(None, isa)
-    found = [] if target.is_file() else list(compilers(named_compiler))
+    is_there = target.is_file() or (not named_compiler and prebuilt_library(isa) is not None)
+    found = [] if is_there else list(compilers(named_compiler))
     if not found:
         yield
         return
@@ -223,7 +251,7 @@ def _fingerprint(isa: str) -> str:
 if __name__ == "__main__":
     start_logging("build", "info")
     try:
-        _log.info("the CPU kernels are in %s", cached_library())
+        _log.info("the CPU kernels are in %s", prebuilt_library(machine_isa()) or cached_library())
     except BuildError as error:
         _log.warning("plain torch will serve: %s", error)
     except KeyboardInterrupt:

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from banyan.base.errors import DeviceError
 from banyan.base.log import logger
 from banyan.ops.api import NotRecordable, OpTime
-from banyan.ops.cpu.build import ISAS, SOURCES, cached_library
+from banyan.ops.cpu.build import ISAS, SOURCES, BuildError, library_paths
 
 TOKENS, ROWS, OUTPUTS, ALL_TOKENS, ALL_OUTPUTS = range(5)
 """Sizes that change from step to step; the numbers of csrc/runtime.h."""
@@ -279,23 +279,35 @@ class Recording:
 
 
 def open_library(isa: str, threads: int, compiler: str, quantization: str) -> Library:
-    """The library for an instruction set, built when it is not there yet; for a lower one where its
-    code does not pass its checks, or the system does not give its registers.
+    """The library for an instruction set: the one that came with the package, else the one that is
+    built on this machine, now if need be. For a lower set where neither passes its checks, or the
+    system does not give its registers.
 
     Args:
-        compiler: a command line to try before other compilers, "" for none.
+        compiler: a command line to try before other compilers, "" for none; what came with the
+            package is not used beside one.
 
     Raises:
-        BuildError: none can be built.
+        BuildError: none came along that works, and none can be built.
     """
     while True:
-        library = Library(cached_library(compiler, isa=isa), threads, quantization=quantization)
-        problems = library.problems()
-        if library.isa == isa and not problems:
-            return library
-        for problem in problems or ["the system does not give its registers"]:
-            _log.warning("%s is not used: %s", isa, problem)
-        library.close()
+        for path in library_paths(isa, compiler):
+            try:
+                library = Library(path, threads, quantization=quantization)
+            except (OSError, AttributeError) as error:  # of another system, or damaged
+                _log.warning("%s cannot be loaded: %s", path, error)
+                continue
+            problems = library.problems()
+            if library.isa == isa and not problems:
+                return library
+            for problem in problems or ["the system does not give its registers"]:
+                _log.warning("%s is not used: %s", isa, problem)
+            is_given = library.isa == isa
+            library.close()
+            if not is_given:
+                break
+        if isa == ISAS[0]:
+            raise BuildError(f"no library for {isa} works")
         isa = ISAS[ISAS.index(isa) - 1]
 
 
