@@ -127,7 +127,7 @@ def run_engine(
             cleanup.callback(grammars.close)
             desk = GrammarDesk(grammars)
         step_clock = _step_clock(config.parallel)
-        core = spec.build(grammars, step_clock, journal)
+        core = spec.build(grammars, step_clock, journal, kv_events(config.observe) is not None)
         check_ledger = config.schedule.check_ledger
         loop = EngineLoop(
             core,

@@ -9,7 +9,6 @@ import msgspec
 
 from banyan.config.adapters import named_adapters
 from banyan.config.card import ModelCard
-from banyan.config.kv_events import kv_events
 from banyan.config.schema import CacheConfig, Config, LoraConfig
 from banyan.config.stored import store_wishes
 from banyan.engine.core import EngineCore, Recorder
@@ -39,8 +38,6 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     eviction: str = "lru"
     share: bool = True
     store: StoreRules | None = None
-    tells: bool = False
-    """What the cache holds is told to others."""
     role: str = ""
     """GIVES or TAKES of scheduler/handoff.py; "" = neither."""
     adapters: AdapterRules | None = None
@@ -50,10 +47,18 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
         grammars: GrammarFactory | None = None,
         lockstep: Lockstep | None = None,
         recorder: Recorder | None = None,
+        tells: bool = False,
     ) -> EngineCore:
-        """A fresh core. ConfigError when a policy has no such name."""
+        """A fresh core.
+
+        Args:
+            tells: somebody takes the news of what the cache holds.
+
+        Raises:
+            ConfigError: a policy has no such name.
+        """
         eviction, has_peers = EVICTION.load(self.eviction), bool(self.role)
-        cache = KVCache(self.groups, eviction, self.share, self.store, self.tells, has_peers)
+        cache = KVCache(self.groups, eviction, self.share, self.store, tells, has_peers)
         adapters = None if self.adapters is None else Adapters(self.adapters)
         order = ORDERS.load(self.order)
         scheduler = Scheduler(cache, self.limits, order, grammars, self.role, adapters)
@@ -106,7 +111,6 @@ def core_spec(
         eviction=config.cache.eviction,
         share=not (config.cache.disable_radix or card.needs_whole_prompts),
         store=_store_rules(config.cache, memory) if config.cache.store else None,
-        tells=kv_events(config.observe) is not None,
         role=config.handoff.role,
         adapters=_adapter_rules(config.lora, digests) if config.lora.is_enabled else None,
     )

@@ -57,8 +57,11 @@ def test_the_parts_of_a_request_s_time_are_its_whole():
 def test_each_request_leaves_a_record_in_the_folder(tmp_path):
     folder = tmp_path / "new" / "records"
     flags = ("--export-metrics-to-file", "--export-metrics-to-file-dir", str(folder))
-    answered(config_of(*flags).observe)
-    answered(config_of(*flags).observe)
+    observe = config_of(*flags).observe
+    meters_of(observe)
+    assert not folder.exists(), "whoever only looks at the flags makes nothing"
+    answered(observe)
+    answered(observe)
     lines = [line for path in folder.iterdir() for line in path.read_text().splitlines()]
     assert len(lines) == 2
     found = json.loads(lines[0])
@@ -78,7 +81,7 @@ def test_a_folder_for_records_must_be_named_and_usable(tmp_path):
 
 def test_records_that_cannot_be_written_are_told_once_and_hold_up_nobody(tmp_path, caplog):
     files = RecordFiles(tmp_path / "records")
-    (tmp_path / "records").rmdir()
+    (tmp_path / "records").write_text("")
     files.ended(DONE)
     files.ended(DONE)
     assert [m for m in caplog.messages if "records of requests are lost" in m].__len__() == 1

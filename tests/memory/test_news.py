@@ -55,8 +55,8 @@ def held_by(cache: KVCache) -> list[bytes]:
 
 def driver(**spec) -> Driver:
     made = Driver(pages=24, page_tokens=4, max_running=4)
-    made.spec = msgspec.structs.replace(made.spec, tells=True, **spec)
-    made.core = made.spec.build()
+    made.spec = msgspec.structs.replace(made.spec, **spec)
+    made.core = made.spec.build(tells=True)
     return made
 
 

@@ -67,21 +67,20 @@ class RecordFiles(Ends):
     """A JSON object for each request, in a file of the hour (UTC) in which it ended.
 
     Args:
-        folder: made where it is missing.
+        folder: made where it is missing, with the first record.
 
     Raises:
         ConfigError: nothing can be written there.
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
             raise ConfigError(
-                f"--export-metrics-to-file-dir {folder}: {error.strerror}", hint="Name another"
-            ) from None
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(f"--export-metrics-to-file-dir {folder} cannot be written to")
+                f"--export-metrics-to-file-dir {folder}: {there} is no folder that can be "
+                "written to",
+                hint="name another",
+            )
         self._folder = folder
         self._is_failing = False
 
@@ -90,6 +89,7 @@ class RecordFiles(Ends):
         path = self._folder / f"sglang-request-metrics-{now:%Y%m%d_%H}.log"
         line = json.dumps({"time": now.isoformat(timespec="milliseconds"), **record(course)})
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
         except OSError as error:
