@@ -78,6 +78,13 @@ def test_the_pace_is_that_of_late() -> None:
     assert pace.per_s == 0.0, "a new engine counts from nought"
 
 
+def test_heartbeats_may_come_as_often_as_requests_end() -> None:
+    pace = Pace()
+    for ended in range(20_000):
+        pace.saw(ended, 9, ended / 200)
+    assert pace.per_s == pytest.approx(200)
+
+
 @pytest.mark.parametrize("trickle", [0, 1])
 def test_the_pace_is_that_of_times_in_which_somebody_waited(trickle: int) -> None:
     clock, pace = VirtualClock(), Pace()

@@ -7,6 +7,9 @@ LATELY_S = 30.0
 """Of time in which somebody waited: only then does the pace tell what the engine can."""
 UNKNOWN_S = 5
 LEAST_WAIT_S, MOST_WAIT_S = 1, 600
+_APART_S = 0.5
+"""Between two heartbeats that count, as long as requests wait in both or in neither: each end of a
+request brings one."""
 
 
 class Pace:
@@ -26,6 +29,8 @@ class Pace:
     def saw(self, ended: int, waiting: int, now: float) -> None:
         if self._last is not None:
             at_s, before, was_busy = self._last
+            if now - at_s < _APART_S and was_busy == (waiting > 0) and ended >= before:
+                return
             if ended < before:
                 self._spans.clear()  # another engine, which counts anew
             elif was_busy:
