@@ -21,9 +21,11 @@ from banyan.layers.cache import PageGroup
 from banyan.memory.groups import CacheGroup
 from banyan.memory.peers import can_be_handed_over
 from banyan.memory.tiers import can_be_stored
-from banyan.ops.bind import BoundOps
+from banyan.ops.bind import PLAIN_PAGES, BoundOps
+from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
 from banyan.platform.base import Traits
 from banyan.runner.kvstore import KVStore
+from banyan.runner.rank_pages import Ahead, RankPages, layout_facts, links_at, shelves_of
 from banyan.runner.speculative.beside import DraftModel
 from banyan.transfer.base import STORES, StoreOptions
 from banyan.transfer.identity import digest_of_code, digest_of_files, identity
@@ -58,14 +60,29 @@ class Served:
 
     def model_facts(self) -> tuple[object, ...]:
         """Of the weights, and of how they are read."""
-        model, ranks = self.config.model, self.build.groups.attention.size
+        ranks = self.build.groups.attention.size
+        return (
+            *(*self.weight_facts(), self.config.parallel.tp, self.config.parallel.pp),
+            [read_kv_scales(self.config, self.card, rank) for rank in range(ranks)],
+        )
+
+    def shared_facts(self) -> tuple[object, ...]:
+        """As `model_facts`, where pages are cut for other ranks: those that scale their numbers
+        alike count as one."""
+        scales = [
+            read_kv_scales(self.config, self.card, rank)
+            for rank in range(self.build.groups.attention.size)
+        ]
+        return (*self.weight_facts(), scales[:1] if all(s == scales[0] for s in scales) else scales)
+
+    def weight_facts(self) -> tuple[object, ...]:
+        model = self.config.model
         files = [] if model.load_format == "dummy" else files_of_weights(self.card.path)
         return (
             *(replace(self.card, path=""), digest_of_files(files)),
             *(model.revision, model.load_format, model.implementation),
             *(sorted(model.overrides.items()), model.loader_functions, model.context_length),
-            *(model.quantization, self.config.parallel.tp, self.config.parallel.pp),
-            [read_kv_scales(self.config, self.card, rank) for rank in range(ranks)],
+            model.quantization,
         )
 
     def code_facts(self) -> tuple[object, ...]:
@@ -100,17 +117,20 @@ class Served:
         }
 
 
-def mover_of(served: Served, wake: Callable[[], None], secret: str) -> OpenMover | None:
+def mover_of(
+    served: Served, wake: Callable[[], None], secret: str, meeting: str
+) -> OpenMover | None:
     """What opens the mover of a replica; None where pages stay on the device.
 
     Args:
         wake: rung whenever something has ended.
         secret: what servers that hand over to each other have in common.
+        meeting: where the ranks of the replica meet.
     """
     config = served.config
     _check_the_device(config, served.traits)
     if config.handoff.role:
-        return _rooms_of(served, wake, secret)
+        return _rooms_of(served, wake, secret, meeting)
     return _store_of(served, wake) if config.cache.store else None
 
 
@@ -156,7 +176,7 @@ def _store_of(served: Served, wake: Callable[[], None]) -> OpenMover:
     return open_mover
 
 
-def _rooms_of(served: Served, wake: Callable[[], None], secret: str) -> OpenMover:
+def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: str) -> OpenMover:
     from banyan.transfer.rooms.base import TRANSFERS, RoomOptions  # nobody else needs sockets
 
     handoff, host = served.config.handoff, served.config.server.host
@@ -171,9 +191,8 @@ def _rooms_of(served: Served, wake: Callable[[], None], secret: str) -> OpenMove
         port=handoff.port,
         secret=secret,
         facts={
-            "model": identity(served.model_facts()).hex()[:_SHOWN],
+            "model": identity(served.shared_facts()).hex()[:_SHOWN],
             "release or its kernels": identity(served.code_facts()).hex()[:_SHOWN],
-            "layout of the cache": identity(served.groups).hex()[:_SHOWN],
             "draft model": identity(served.draft_facts()).hex()[:_SHOWN],
             **served.page_facts(),
             "transfer backend": handoff.transfer,
@@ -183,4 +202,18 @@ def _rooms_of(served: Served, wake: Callable[[], None], secret: str) -> OpenMove
         patience_s=handoff.patience_s,
     )
     open_rooms = TRANSFERS.load(handoff.transfer)
-    return lambda pages: open_rooms(pages, options, wake)
+    layouts = {choice.pages for choice in cast(BoundOps, served.build.ops).choices} - {PLAIN_PAGES}
+    parallel = served.config.parallel
+
+    def open_mover(store: KVStore) -> PageMover:
+        pages, shelves = store, shelves_of(store)
+        if parallel.world > 1:
+            links = links_at(meeting, parallel.world)
+            pages = RankPages(store, links, layouts == {BY_HEAD}, parallel.meet_timeout_s)
+            shelves = pages.shelves
+        layout = identity(layout_facts(shelves, store.groups)).hex()[:_SHOWN]
+        facts = {**options.facts, "layout of the cache": layout}
+        mover = open_rooms(pages, replace(options, facts=facts), wake)
+        return mover if parallel.world == 1 else Ahead(mover)
+
+    return open_mover

@@ -255,4 +255,5 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
         shapes=() if config.device.is_eager else config.device.shapes,
         attention="" if config.device.attention in ATTENTION else config.device.attention,
         draft_room=draft_room,
+        shares_pages=bool(config.handoff.role) and config.parallel.world > 1,
     )

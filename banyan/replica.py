@@ -64,14 +64,17 @@ from banyan.opening import (
 )
 from banyan.ops.bind import PROBES
 from banyan.runner.adapters import AdapterRack, open_rack
+from banyan.runner.kvstore import KVStore
 from banyan.runner.meter import OpMeter
 from banyan.runner.orders import Carrier, OrderTaker
 from banyan.runner.profiler import Profiler
+from banyan.runner.rank_pages import Ahead, links_at, tell_rank_0
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative import DRAFTERS
 from banyan.runner.speculative.base import Beside, Drafter
 from banyan.runner.weights import Holdings
 from banyan.runner.worker import serve_rank
+from banyan.transfer.mover import PageMover
 
 log = logger(__name__)
 
@@ -102,7 +105,9 @@ def run_engine(
         ranks.send_sizes(sizes)
         wake = Wake()
         cleanup.callback(wake.close)
-        open_mover = mover_of(_served(config, card, opened, memory), wake.ring, secret)
+        open_mover = mover_of(
+            _served(config, card, opened, memory), wake.ring, secret, ranks.meeting
+        )
         rack = open_rack(config.lora, opened.model, opened.build.adapters)
         runner = ModelRunner(
             *(opened.model, opened.build, sizes, opened.platform, open_mover),
@@ -115,7 +120,7 @@ def run_engine(
         phases.done("cache")
         launcher: Launcher = Threaded(obeying, wake.ring, is_async)
         if config.parallel.world > 1:
-            launcher = Fanout(launcher, ranks.send_plan)
+            launcher = Fanout(launcher, _sender(ranks.send_plan, runner.mover))
         spec = core_spec(config, card, memory, rack.first if rack else ())
         journal = None
         if config.observe.journal:
@@ -154,6 +159,20 @@ def run_engine(
         has_files = config.model.load_format != "dummy"
         weight_bytes = size_of_weights(card.path) if has_files else 0
         loop.run(_ready(memory, weight_bytes, phases, kernels, steps, settings))
+
+
+def _sender(
+    send: Callable[[StepPlan], None], mover: PageMover | None
+) -> Callable[[StepPlan], None]:
+    """Sends a plan to the other ranks, once its copies from their pages are made."""
+    if not isinstance(mover, Ahead):
+        return send
+
+    def send_after(plan: StepPlan) -> None:
+        mover.begin(plan.copies)
+        send(plan)
+
+    return send_after
 
 
 def _publisher(config: Config, core: EngineCore, cleanup: ExitStack) -> Publisher | None:
@@ -238,7 +257,7 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
     rack = open_rack(opened.config.lora, opened.model, opened.build.adapters)
     runner = ModelRunner(
-        *(opened.model, opened.build, sizes, opened.platform, None),
+        *(opened.model, opened.build, sizes, opened.platform, _telling(sizes, rank, mesh_address)),
         *(_open_drafter(opened.config), opened.draft, rack),
     )
     obeying = _with_orders(opened.config, card, opened, runner, [], rack)
@@ -250,6 +269,13 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
         return codec.decode(frame)[0] if frame else None
 
     serve_rank(obeying, receive)
+
+
+def _telling(sizes: RunnerSizes, rank: int, meeting: str) -> Callable[[KVStore], None] | None:
+    """What tells rank 0 of this rank's pages, where it moves them; nothing is moved from here."""
+    if not sizes.shares_pages:
+        return None
+    return lambda store: tell_rank_0(store, links_at(meeting, rank + 1)[-1])
 
 
 class OtherRanks:

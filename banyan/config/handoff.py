@@ -30,13 +30,13 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
             "installed",
             hint=f"run: {_ENGINES[handoff.transfer]}; or use tcp, which needs none",
         )
-    if parallel.world > 1:
+    if parallel.nodes > 1:
         raise ConfigError(
-            f"{flag} is not available with --tp-size {parallel.tp} and --pp-size {parallel.pp}: "
-            "pages of several ranks are not cut anew",
-            hint="leave both at 1",
+            f"{flag} is not available with --nnodes {parallel.nodes}: pages are taken from, and "
+            "put into, memory that the ranks of one machine share",
+            hint="let the ranks of a server be on one machine",
         )
-    if parallel.dp > 1:
+    if parallel.dp > 1 and (handoff.mode == "prefill" or parallel.is_joined):
         raise ConfigError(
             f"{flag} is not available with --dp-size {parallel.dp}: one replica hands over",
             hint="start several servers with one replica each, and let the router choose",

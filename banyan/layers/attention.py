@@ -86,7 +86,7 @@ class Attention(Caching):
             soft_cap=shape.soft_cap,
             unit=build.kv_units[shape.layer] if build.kv_units else 1.0,
         )
-        self.cache = paged_cache(self.spec, build)
+        self.cache = paged_cache(self.spec, build, shape.kv_heads)
         self.qk_norm = shape.qk_norm
         if shape.qk_norm:
             self.q_norm, self.k_norm = (
@@ -128,9 +128,13 @@ class Attention(Caching):
         return self.out(attended)
 
 
-def paged_cache(spec: AttentionSpec, build: Build) -> LayerCache:
-    """Keys and values of this rank's kv heads, as the kernels store them."""
+def paged_cache(spec: AttentionSpec, build: Build, kv_heads: int) -> LayerCache:
+    """Keys and values of this rank's kv heads, as the kernels store them.
+
+    Args:
+        kv_heads: of all ranks.
+    """
     dtype = build.ops.cache_dtype
-    kept = CacheTensor((spec.kv_heads, stored_width(spec.head_dim, dtype)), dtype)
+    kept = CacheTensor((spec.kv_heads, stored_width(spec.head_dim, dtype)), dtype, kv_heads)
     kind = WINDOW if spec.window else FULL
     return LayerCache(spec.layer, {"k": kept, "v": kept}, kind, spec.window)

@@ -18,10 +18,12 @@ class CacheTensor:
     """
     Attributes:
         shape: of one token; in a STATE cache, of one page.
+        heads: over all ranks, of which shape[0] are here; 0 = each rank keeps all there is.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    heads: int = 0
 
     @property
     def size_bytes(self) -> int:

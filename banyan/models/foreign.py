@@ -127,7 +127,7 @@ class ForeignLM(nn.Module):
             if isinstance(getattr(module, "layer_idx", None), int):
                 cast(_HasDesk, module).desk = self.desk
         _pack_projections(self, cast(_HasHead, model).get_output_embeddings(), build.ops)
-        self.caches = [paged_cache(spec, build) for spec in self._try()]
+        self.caches = [paged_cache(spec, build, spec.kv_heads) for spec in self._try()]
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, [tokens, hidden_size]."""

@@ -5,6 +5,7 @@ Knows pages by number only; who owns a page is the engine's business.
 
 import math
 import mmap
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -62,6 +63,11 @@ class KVStore:
 
     Args:
         caches: what the layers of this rank declare.
+        is_shared: other processes may map the pages. Host memory only.
+
+    Attributes:
+        file: what they map; -1 where they may not.
+        places: layer -> name -> where its pages begin in the file.
     """
 
     def __init__(
@@ -69,22 +75,28 @@ class KVStore:
         groups: tuple[GroupLayout, ...],
         caches: Iterable[LayerCache],
         device: torch.device,
+        is_shared: bool = False,
     ) -> None:
         self.groups = groups
+        self.caches = tuple(caches)
+        self.file = os.memfd_create("banyan-pages", os.MFD_CLOEXEC) if is_shared else -1
+        self.places: dict[int, dict[str, int]] = {}
         self._group_of: dict[int, int] = {}
         self._tensors: dict[int, dict[str, Tensor]] = {}
         self._maps: list[mmap.mmap] = []
         """Memory of the host that the pages lie in."""
         self._bytes: dict[int, list[np.ndarray]] = {}
-        for cache in caches:
+        for cache in self.caches:
             index = next(i for i, group in enumerate(groups) if group.holds(cache))
             group = groups[index]
             tokens = () if group.kind == STATE else (group.page_size,)
             self._group_of[cache.layer] = index
-            self._tensors[cache.layer] = {
-                name: self._zeros((group.num_pages, *tokens, *tensor.shape), tensor.dtype, device)
-                for name, tensor in cache.tensors.items()
-            }
+            self._tensors[cache.layer], self.places[cache.layer] = {}, {}
+            for name, tensor in cache.tensors.items():
+                shape = (group.num_pages, *tokens, *tensor.shape)
+                if is_shared:
+                    self.places[cache.layer][name] = os.fstat(self.file).st_size
+                self._tensors[cache.layer][name] = self._zeros(shape, tensor.dtype, device)
 
     def tensors(self, layer: int) -> Mapping[str, Tensor]:
         """Pages of one layer by the names it has declared."""
@@ -159,7 +171,7 @@ class KVStore:
         if not self._maps:
             raise ConfigError("the pages of this device cannot be released while the server runs")
         for memory in self._maps:
-            memory.madvise(mmap.MADV_DONTNEED)
+            memory.madvise(mmap.MADV_DONTNEED if self.file < 0 else mmap.MADV_REMOVE)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeroed pages. On the host they take memory only once written."""
@@ -167,6 +179,11 @@ class KVStore:
         if device.type != "cpu" or not size_bytes:
             return torch.zeros(shape, dtype=dtype, device=device)
         # Not in huge pages: the first token of every layer would take one of 2 MiB.
-        memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if self.file < 0:
+            memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            at = os.fstat(self.file).st_size
+            os.ftruncate(self.file, at + -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+            memory = mmap.mmap(self.file, size_bytes, offset=at)
         self._maps.append(memory)
         return torch.from_numpy(np.frombuffer(memory, np.uint8)).view(dtype).view(shape)

@@ -32,6 +32,7 @@ class RunnerSizes:
         shapes: rows of the decode steps to capture, where steps are captured by shape.
         attention: name of the attention backend; "" = what the model takes.
         draft_room: drafts that one step verifies at most, beside the tokens of its rows.
+        shares_pages: rank 0 moves the pages of all ranks, and reads and writes them where they are.
     """
 
     max_slots: int
@@ -41,6 +42,7 @@ class RunnerSizes:
     shapes: tuple[int, ...] = ()
     attention: str = ""
     draft_room: int = 0
+    shares_pages: bool = False
 
 
 def open_forward(

@@ -137,7 +137,7 @@ class ModelRunner:
         build: Build,
         sizes: RunnerSizes,
         platform: Platform | None = None,
-        open_mover: Callable[[KVStore], PageMover] | None = None,
+        open_mover: Callable[[KVStore], PageMover | None] | None = None,
         open_drafter: Callable[[Callable[[], Beside]], Drafter] | None = None,
         draft: DraftModel | None = None,
         rack: AdapterRack | None = None,
@@ -153,7 +153,8 @@ class ModelRunner:
             adapters=None if rack is None else AdapterSlots(sizes.max_slots + 1, rack),
         )
         beside = [] if draft is None else draft.model.caches
-        self.store = KVStore(sizes.groups, numbered_through([model.caches, beside]), device)
+        caches = numbered_through([model.caches, beside])
+        self.store = KVStore(sizes.groups, caches, device, sizes.shares_pages)
         self.mover = None if open_mover is None else open_mover(self.store)
         self._card = card
         self._sizes = sizes

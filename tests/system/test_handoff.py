@@ -224,7 +224,7 @@ def test_servers_whose_pages_differ_say_what_differs(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"tp_size": 2}, "several ranks are not cut anew"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "127.0.0.1:9"}, "--nnodes 2"),
         ({"dp_size": 2}, "one replica hands over"),
         ({"disable_radix_cache": True}, "exclude each other"),
         (

@@ -1,0 +1,286 @@
+"""RankPages: the pages of all ranks of a replica as those of one, for what carries them elsewhere.
+
+Every rank keeps the heads and layers that are its own, in memory that rank 0 maps. A page as it
+travels has all layers in order and all heads of each in order, whatever the number of ranks: so it
+is cut anew for as many as there are on the other side. What every rank keeps whole (a latent) is
+taken from one of them and given to all.
+
+Nothing here waits for a step: rank 0 takes pages whose steps are complete on all ranks, before
+any rank is told of a plan that may write to them (`Ahead`).
+"""
+
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+
+from banyan.base.errors import ConfigError, DeviceError
+from banyan.base.ids import PageId
+from banyan.layers.cache import LayerCache
+from banyan.messages.plan import CopyResult, Held, Lookup, PageCopy
+from banyan.messages.rooms import RoomNews, RoomOrder
+from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.transfer.mover import PageMover
+
+_LOOK_S = 0.005
+
+
+class Shelf(msgspec.Struct, frozen=True):
+    """The pages of one tensor of one layer on one rank.
+
+    Attributes:
+        at: where it begins in the rank's file.
+        page_bytes: of one page; heads_here of `heads` are in it, 0 of 0 where it is not cut.
+        dtype, width: of what is kept of one token, or of one head of it.
+    """
+
+    group: int
+    layer: int
+    name: str
+    at: int
+    page_bytes: int
+    heads: int
+    heads_here: int
+    dtype: str
+    width: tuple[int, ...]
+
+    @property
+    def fact(self) -> tuple[object, ...]:
+        """What it is on any number of ranks."""
+        return self.group, self.layer, self.name, self.heads, self.dtype, self.width
+
+
+class Shelves(msgspec.Struct, frozen=True):
+    """What rank 0 is told of another rank's pages."""
+
+    pid: int
+    file: int
+    shelves: list[Shelf]
+
+
+def shelves_of(store: KVStore) -> list[Shelf]:
+    """Of one rank, by layer."""
+    return [
+        _shelf(store.groups, store.group_of(cache.layer), cache, name, store.places)
+        for cache in store.caches
+        for name in cache.tensors
+    ]
+
+
+def _shelf(
+    groups: Sequence[GroupLayout],
+    group: int,
+    cache: LayerCache,
+    name: str,
+    places: dict[int, dict[str, int]],
+) -> Shelf:
+    tensor = cache.tensors[name]
+    here = tensor.shape[0] if tensor.heads else 0
+    return Shelf(
+        group=group,
+        layer=cache.layer,
+        name=name,
+        at=places[cache.layer].get(name, 0),
+        page_bytes=groups[group].page_size * tensor.size_bytes,
+        heads=tensor.heads,
+        heads_here=here,
+        dtype=str(tensor.dtype),
+        width=tensor.shape[1:] if here else tensor.shape,
+    )
+
+
+def layout_facts(shelves: Sequence[Shelf], groups: Sequence[GroupLayout]) -> tuple[object, ...]:
+    """What two servers have in common whose pages are cut for different numbers of ranks; their
+    page size is another fact."""
+    kinds = [(group.kind, group.window) for group in groups]
+    return (kinds, sorted(dict.fromkeys(shelf.fact for shelf in shelves)))
+
+
+def tell_rank_0(store: KVStore, link: str) -> None:
+    """On another rank: leave word of its pages at `link`."""
+    told = Shelves(os.getpid(), store.file, shelves_of(store))
+    draft = f"{link}.new"
+    with open(draft, "wb") as out:
+        out.write(msgspec.json.encode(told))
+    os.rename(draft, link)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank has of a tensor: bytes of its pages, and which heads they are."""
+
+    rows: np.ndarray
+    """[num_pages, page_bytes] uint8."""
+    first: int
+    heads: int
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """One tensor of one layer over all ranks. A page of it is [outer, heads, bytes]."""
+
+    outer: int
+    heads: int
+    width: int
+    parts: list[_Part]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.outer * self.heads * self.width
+
+    def take(self, page: PageId, into: np.ndarray) -> None:
+        whole = into.reshape(self.outer, self.heads, self.width)
+        for part in self.parts:
+            of = part.rows[page].reshape(self.outer, part.heads, self.width)
+            whole[:, part.first : part.first + part.heads] = of
+
+    def put(self, page: PageId, payload: np.ndarray) -> None:
+        whole = payload.reshape(self.outer, self.heads, self.width)
+        for part in self.parts:
+            of = part.rows[page].reshape(self.outer, part.heads, self.width)
+            of[:] = whole[:, part.first : part.first + part.heads]
+
+
+class RankPages:
+    """Satisfies Pages, on rank 0.
+
+    Args:
+        store: of rank 0.
+        links: where the other ranks leave word of theirs, in their order.
+        is_by_head: the heads of a page lie one behind another; else the tokens do.
+        timeout_s: how long another rank is waited for.
+
+    Raises:
+        DeviceError: a rank does not come.
+        ConfigError: the ranks' shares of a layer are not parts of one whole.
+    """
+
+    def __init__(
+        self, store: KVStore, links: Sequence[str], is_by_head: bool, timeout_s: float
+    ) -> None:
+        self.groups = store.groups
+        self._maps: list[mmap.mmap] = []
+        mine = Shelves(os.getpid(), store.file, shelves_of(store))
+        ranks = [mine, *(_hear(link, timeout_s) for link in links)]
+        self.shelves = [shelf for rank in ranks for shelf in rank.shelves]
+        rows = [self._rows(rank) for rank in ranks]
+        held: dict[tuple[int, str], list[tuple[Shelf, np.ndarray]]] = {}
+        for rank, of in zip(ranks, rows, strict=True):
+            for shelf, bytes_of in zip(rank.shelves, of, strict=True):
+                held.setdefault((shelf.layer, shelf.name), []).append((shelf, bytes_of))
+        self._wholes: list[list[_Whole]] = [[] for _ in self.groups]
+        names = list(dict.fromkeys(name for _, name in held))
+        for layer, name in sorted(held, key=lambda key: (key[0], names.index(key[1]))):
+            group = held[layer, name][0][0].group
+            outer = 1 if is_by_head else self.groups[group].page_size
+            self._wholes[group].append(_whole(held[layer, name], outer))
+
+    def page_bytes(self, group: int) -> int:
+        return sum(whole.size_bytes for whole in self._wholes[group])
+
+    def take(self, group: int, page: PageId) -> np.ndarray:
+        """The bytes of a page over all ranks: layers in order, tensors as declared, all heads."""
+        payload, at = np.empty(self.page_bytes(group), np.uint8), 0
+        for whole in self._wholes[group]:
+            whole.take(page, payload[at : at + whole.size_bytes])
+            at += whole.size_bytes
+        return payload
+
+    def put(self, group: int, page: PageId, payload: np.ndarray) -> None:
+        """Fill a page on every rank. Nobody else may use the page meanwhile."""
+        at = 0
+        for whole in self._wholes[group]:
+            whole.put(page, payload[at : at + whole.size_bytes])
+            at += whole.size_bytes
+        assert at == len(payload)
+
+    def _rows(self, rank: Shelves) -> list[np.ndarray]:
+        if not rank.shelves:
+            return []
+        try:
+            file = os.open(f"/proc/{rank.pid}/fd/{rank.file}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise DeviceError(f"the pages of another rank cannot be mapped: {error}") from None
+        with os.fdopen(file, "r+b"):
+            memory = mmap.mmap(file, 0)
+        self._maps.append(memory)
+        found: list[np.ndarray] = []
+        for shelf in rank.shelves:
+            size = self.groups[shelf.group].num_pages * shelf.page_bytes
+            rows = np.frombuffer(memory, np.uint8, size, shelf.at)
+            found.append(rows.reshape(-1, shelf.page_bytes))
+        return found
+
+
+def _whole(held: Sequence[tuple[Shelf, np.ndarray]], outer: int) -> _Whole:
+    """The tensor of one layer, from the ranks that have a share of it, in their order."""
+    first = held[0][0]
+    if not first.heads:
+        parts = [_Part(rows, 0, 1) for _, rows in held]
+        return _Whole(1, 1, first.page_bytes, parts)
+    parts, seen = list[_Part](), dict[int, None]()
+    for place, (shelf, rows) in enumerate(held):
+        here = shelf.heads_here
+        begin = 0 if here == shelf.heads else place * shelf.heads // len(held)
+        parts.append(_Part(rows, begin, here))
+        seen |= dict.fromkeys(range(begin, begin + here))
+    if list(seen) != list(range(first.heads)):
+        raise ConfigError(
+            f"layer {first.layer}: {len(held)} ranks have heads {list(seen)} of {first.heads}",
+            hint="leave --disaggregation-mode out, or use one rank",
+        )
+    return _Whole(outer, first.heads, first.page_bytes // outer // first.heads_here, parts)
+
+
+def links_at(meeting: str, world: int) -> list[str]:
+    """Where ranks 1, 2 … of a replica of one machine leave word of their pages.
+
+    Args:
+        meeting: the file that they meet at, as an address.
+    """
+    assert meeting.startswith("file://"), f"ranks of one machine meet at {meeting}"
+    return [f"{urlsplit(meeting).path}.pages{rank}" for rank in range(1, world)]
+
+
+def _hear(link: str, timeout_s: float) -> Shelves:
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            with open(link, "rb") as file:
+                return msgspec.json.decode(file.read(), type=Shelves)
+        except FileNotFoundError:
+            if time.monotonic() >= until:
+                text = f"a rank said nothing of its pages at {link} within {timeout_s:g} s"
+                raise DeviceError(text) from None
+        time.sleep(_LOOK_S)
+
+
+class Ahead:
+    """A mover whose copies begin when rank 0 sends their plan, and not when it runs it: from then
+    on other ranks may write to what the copies read. Satisfies PageMover."""
+
+    def __init__(self, mover: PageMover) -> None:
+        self._mover = mover
+
+    def begin(self, copies: list[PageCopy]) -> None:
+        self._mover.start(copies)
+
+    def start(self, copies: list[PageCopy]) -> None:
+        """They have begun."""
+
+    def look(self, lookups: list[Lookup]) -> None:
+        self._mover.look(lookups)
+
+    def obey(self, orders: list[RoomOrder]) -> None:
+        self._mover.obey(orders)
+
+    def ended(self) -> list[CopyResult | Held | RoomNews]:
+        return self._mover.ended()
+
+    def close(self) -> None:
+        self._mover.close()

@@ -1,0 +1,116 @@
+"""Pages of several ranks as one: cut by heads and by layers, whatever the number of ranks."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from banyan.base.errors import ConfigError, DeviceError
+from banyan.layers.cache import CacheTensor, LayerCache
+from banyan.runner.kvstore import GroupLayout, KVStore
+from banyan.runner.rank_pages import (
+    RankPages,
+    layout_facts,
+    links_at,
+    shelves_of,
+    tell_rank_0,
+)
+
+CPU = torch.device("cpu")
+GROUPS = (GroupLayout("full", 0, 4, 6),)
+HEADS, WIDTH = 4, 3
+
+
+def layer(number: int, here: int, latent: bool = False) -> LayerCache:
+    if latent:
+        return LayerCache(number, {"latent": CacheTensor((5,), torch.float32)})
+    kept = CacheTensor((here, WIDTH), torch.float32, HEADS)
+    return LayerCache(number, {"k": kept, "v": kept})
+
+
+def opened(folder: Path, stores: list[KVStore], is_by_head: bool) -> RankPages:
+    """As rank 0 of these ranks sees them, each of which tells of itself."""
+    links = links_at(f"file://{folder}/meeting", len(stores))
+    for store, link in zip(stores[1:], links, strict=True):
+        tell_rank_0(store, link)
+    return RankPages(stores[0], links, is_by_head, timeout_s=5.0)
+
+
+def shared(*caches: LayerCache) -> KVStore:
+    return KVStore(GROUPS, caches, CPU, is_shared=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("is_by_head", [False, True])
+def test_a_page_is_the_same_on_any_number_of_ranks(
+    ranks: int, is_by_head: bool, tmp_path: Path
+) -> None:
+    """Above four ranks several of them keep the same head."""
+    alone = KVStore(GROUPS, [layer(0, HEADS), layer(1, 0, latent=True)], CPU)
+    here = max(1, HEADS // ranks)
+    stores = [shared(layer(0, here), layer(1, 0, latent=True)) for _ in range(ranks)]
+    pages = opened(tmp_path, stores, is_by_head)
+    assert pages.page_bytes(0) == alone.page_bytes(0)
+    payload = np.random.default_rng(3).integers(0, 255, alone.page_bytes(0), np.uint8)
+    pages.put(0, 5, payload)
+    assert (pages.take(0, 5) == payload).all() and not pages.take(0, 4).any()
+    alone.put(0, 5, payload)
+    whole = alone.tensors(0)["k"][5].numpy()
+    for rank, store in enumerate(stores):
+        first = rank * HEADS // ranks
+        mine = store.tensors(0)["k"][5].numpy()
+        if is_by_head:  # one head after another, whatever the shape says
+            of = whole.reshape(HEADS, -1)[first : first + here]
+            assert (mine.reshape(here, -1).view(np.uint8) == of.view(np.uint8)).all()
+        else:
+            assert (mine.view(np.uint8) == whole[:, first : first + here].view(np.uint8)).all()
+        latents = [s.tensors(1)["latent"][5].view(torch.uint8) for s in (store, alone)]
+        assert torch.equal(*latents)
+    facts = layout_facts(shelves_of(alone), GROUPS)
+    assert layout_facts(pages.shelves, GROUPS) == facts
+
+
+def test_stages_hold_layers_one_after_another(tmp_path: Path) -> None:
+    alone = KVStore(GROUPS, [layer(n, HEADS) for n in range(3)], CPU)
+    stores = [shared(layer(0, HEADS), layer(1, HEADS)), shared(layer(2, HEADS)), shared()]
+    pages = opened(tmp_path, stores, is_by_head=True)
+    payload = np.arange(alone.page_bytes(0)).astype(np.uint8)
+    pages.put(0, 2, payload)
+    alone.put(0, 2, payload)
+    for number, store in ((0, stores[0]), (1, stores[0]), (2, stores[1])):
+        for name in ("k", "v"):
+            mine, right = store.tensors(number)[name], alone.tensors(number)[name]
+            assert torch.equal(mine.view(torch.uint8), right.view(torch.uint8))
+    assert layout_facts(pages.shelves, GROUPS) == layout_facts(shelves_of(alone), GROUPS)
+
+
+def test_other_tensors_are_another_layout() -> None:
+    mine = layout_facts(shelves_of(KVStore(GROUPS, [layer(0, HEADS)], CPU)), GROUPS)
+    latent = KVStore(GROUPS, [layer(0, 0, latent=True)], CPU)
+    assert layout_facts(shelves_of(latent), GROUPS) != mine
+
+
+def test_ranks_whose_heads_are_no_whole_are_refused(tmp_path: Path) -> None:
+    stores = [shared(layer(0, 1)), shared(layer(0, 1))]
+    with pytest.raises(ConfigError, match="2 ranks have heads"):
+        opened(tmp_path, stores, is_by_head=True)
+
+
+def test_a_rank_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
+    link = str(tmp_path / "late")
+    other = shared(layer(0, 2))
+    thread = threading.Thread(target=tell_rank_0, args=(other, link))
+    thread.start()
+    assert RankPages(shared(layer(0, 2)), [link], True, 5.0).page_bytes(0)
+    thread.join()
+    with pytest.raises(DeviceError, match="said nothing of its pages"):
+        RankPages(shared(layer(0, 2)), [str(tmp_path / "never")], True, 0.01)
+
+
+def test_shared_pages_are_given_back_and_are_zero() -> None:
+    store = shared(layer(0, HEADS))
+    store.tensors(0)["k"][3] = 7.0
+    store.release()
+    assert not store.tensors(0)["k"].any()

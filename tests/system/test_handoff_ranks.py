@@ -1,0 +1,107 @@
+"""Pairs of servers with different numbers of ranks: pages are cut anew, answers stay the same."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from banyan.llm import Engine
+from tests.models.families import tiny
+from tests.system.handing import WAIT_S, Pair, engines
+from tests.system.serving import wait_until
+from tests.system.test_handoff import CASES, FLAGS, GREEDY, PROMPT, is_whole
+
+ALL = bool(os.environ.get("PARALLEL"))
+TP2, PP2 = {"tp_size": 2}, {"pp_size": 2}
+LAYOUTS = {
+    "tp 1 to 2": ({}, TP2),
+    "tp 2 to 1": (TP2, {}),
+    "tp 2 to 2": (TP2, TP2),
+    "pp 2 to 1": (PP2, {}),
+    "pp 1 to 2": ({}, PP2),
+    "pp 2 to tp 2": (PP2, TP2),
+}
+"""Of prefill, and of decode."""
+
+
+def told(found: dict) -> dict[str, object]:
+    meta = found["meta_info"]
+    return {"ids": found["output_ids"], "end": meta["finish_reason"]}
+
+
+@pytest.fixture(scope="module")
+def single(tiny_model: Path) -> Iterator[Engine]:
+    with Engine(str(tiny_model), **FLAGS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module", params=LAYOUTS if ALL else ["pp 2 to tp 2"])
+def pair(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Pair]:
+    prefill, decode = LAYOUTS[request.param]
+    with engines(tiny_model, {**prefill, "chunked_prefill_size": 64}, decode) as found:
+        yield found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_that_differ_answer_like_one_server(pair: Pair, single: Engine, case: str) -> None:
+    body = {"input_ids": [(x * 5) % 390 + 5 for x in PROMPT], **CASES[case]}
+    right, found = single.generate(**body), pair.ask(**body)
+    both = (right, found) if isinstance(right, list) else ([right], [found])
+    assert [told(x) for x in both[1]] == [told(x) for x in both[0]]
+    wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all pages back")
+
+
+def test_pages_travel_and_are_not_computed_again(pair: Pair) -> None:
+    def computed() -> int:
+        (state,) = pair.decode.get_server_info()["internal_states"]
+        return state["stats"]["computed_tokens"]
+
+    wait_until(lambda: is_whole(pair.decode), WAIT_S, "rest")
+    before = computed()
+    pair.ask(input_ids=[(x * 3) % 390 + 7 for x in PROMPT], sampling_params=GREEDY)
+    wait_until(lambda: is_whole(pair.decode), WAIT_S, "rest")
+    assert computed() - before <= 300 % 16 + 8 + 1
+
+
+MODELS = {
+    "a latent that each rank keeps": ("deepseek v3", {}),
+    "layers with a window": ("gemma2", {}),
+    "int8 pages": ("", {"kv_cache_dtype": "int8"}),
+    "fp8 pages": ("", {"kv_cache_dtype": "fp8_e4m3"}),
+    "pages of plain kernels": ("", {"attention_backend": "torch_native"}),
+}
+
+
+@pytest.mark.skipif(not ALL, reason="make test-parallel")
+@pytest.mark.parametrize("layout", ["tp 1 to 2", "tp 2 to 1"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_pages_of_all_kinds_are_cut_anew(
+    kind: str, layout: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    family, flags = MODELS[kind]
+    model = tmp_path / "model" if family else tiny_model
+    if family:
+        tiny(family, model)
+        flags = {**flags, "skip_tokenizer_init": True}
+    asked = {"input_ids": [2 + 7 * i % 60 for i in range(100)], "sampling_params": GREEDY}
+    with Engine(str(model), **FLAGS, **flags) as alone:
+        right = told(alone.generate(**asked))
+    prefill, decode = LAYOUTS[layout]
+    with engines(model, {**prefill, **flags}, {**decode, **flags}) as both:
+        assert told(both.ask(**asked)) == right
+        wait_until(lambda: is_whole(both.prefill) and is_whole(both.decode), WAIT_S, "all back")
+        stats = both.decode.get_server_info()["internal_states"][0]["stats"]
+        assert stats["computed_tokens"] < 64, "the prompt came, and was not computed"
+
+
+@pytest.mark.skipif(not ALL, reason="make test-parallel")
+def test_replicas_of_a_decode_server_take_from_one_prefill_server(
+    tiny_model: Path, single: Engine
+) -> None:
+    prompts = [[(x * (i + 2)) % 390 + 5 for x in PROMPT[: 60 + 30 * i]] for i in range(4)]
+    with engines(tiny_model, {}, {"dp_size": 2}) as both:
+        begun = [both.start(input_ids=p, sampling_params=GREEDY) for p in prompts]
+        found = [second.result(WAIT_S)["output_ids"] for _, second in begun]
+    right = [single.generate(input_ids=p, sampling_params=GREEDY)["output_ids"] for p in prompts]
+    assert found == right
