@@ -86,7 +86,6 @@ def _check(config: Config, card: ModelCard) -> None:
             "leave --model-impl at auto",
         ),
         (config.parallel.is_joined, "--enable-dp-attention", "use --data-parallel-size alone"),
-        (bool(config.handoff.role), "--disaggregation-mode", "let one server do both"),
         (config.parallel.nodes > 1, "--nnodes", "start all ranks on one machine"),
     ):
         if is_there:

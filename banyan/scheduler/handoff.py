@@ -320,7 +320,9 @@ def digest_of(generate: Generate, cache: KVCache) -> bytes:
     """What two servers must agree about before one takes the other's pages of a sequence: pages of
     another prompt would become part of answers to this one, and to those that begin like it."""
     made = blake2b(cache.weights, digest_size=_DIGEST_BYTES, person=b"banyan handoff")
-    for part in (generate.tokens, generate.embeds):
+    # An adapter's name, the digest of its matrices and whose request it is are its namespace.
+    adapter = generate.namespace if generate.adapter else b""
+    for part in (generate.tokens, generate.embeds, adapter):
         made.update(len(part).to_bytes(8, "little") + part)
     return made.digest()
 

@@ -65,7 +65,6 @@ def test_paths_switch_adapters_on_and_tell_the_rank(tmp_path: Path) -> None:
         ("--enable-lora --max-lora-rank 5000", "at most 4096"),
         ("--lora-paths a={0}/r8 b={0}/r8 --max-loaded-loras 1 --max-loras-per-batch 1", "2 adap"),
         ("--enable-lora --max-lora-rank 8 --max-loaded-loras 2", "less than --max-loras-per-batch"),
-        ("--enable-lora --max-lora-rank 8 --disaggregation-mode prefill", "not go together"),
         ("--enable-lora --max-lora-rank 8 --model-impl transformers", "do not go together"),
         (
             "--enable-lora --max-lora-rank 8 --enable-dp-attention --dp 2 --tp 2",

@@ -65,6 +65,25 @@ REQUESTS = (
             "temperature": 0,
         },
     ),
+    (
+        "/v1/chat/completions",
+        {
+            "model": "default",
+            "messages": [{"role": "user", "content": "what time is it"}],
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {
+                        "name": "now",
+                        "parameters": {"type": "object", "maxProperties": 0},
+                    },
+                }
+            ],
+            "tool_choice": "required",
+            "max_tokens": 40,
+            "temperature": 0,
+        },
+    ),
 )
 
 
@@ -155,6 +174,10 @@ def _said(answer: object) -> object:
     if "choices" not in answer:
         return answer["output_ids"], answer["text"], answer["meta_info"]["finish_reason"]
     return [
-        (c["index"], c["finish_reason"], c.get("text") or c.get("message", {}).get("content"))
+        (
+            *(c["index"], c["finish_reason"]),
+            c.get("text") or c.get("message", {}).get("content"),
+            [call["function"] for call in c.get("message", {}).get("tool_calls") or ()],
+        )
         for c in answer["choices"]
     ]
