@@ -256,4 +256,5 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
         attention="" if config.device.attention in ATTENTION else config.device.attention,
         draft_room=draft_room,
         shares_pages=bool(config.handoff.role) and config.parallel.world > 1,
+        burst=config.schedule.burst,
     )

@@ -12,6 +12,8 @@ import msgspec
 import zmq
 
 from banyan.base.clock import WallClock
+from banyan.base.errors import ConfigError
+from banyan.base.ids import StepId
 from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import ModelCard
@@ -133,14 +135,13 @@ def run_engine(
             desk = GrammarDesk(grammars)
         step_clock = _step_clock(config.parallel)
         core = spec.build(grammars, step_clock, journal, kv_events(config.observe) is not None)
-        check_ledger = config.schedule.check_ledger
         loop = EngineLoop(
             core,
             launcher,
             link,
             wake,
             clock,
-            check_ledger,
+            config.schedule.check_ledger,
             desk,
             ranks if config.parallel.world > 1 else None,
             config.schedule.watchdog_s,
@@ -151,14 +152,14 @@ def run_engine(
             silence_s=config.server.heartbeat_timeout_s,
             step_clock=step_clock,
             publisher=_publisher(config, core, cleanup),
+            hurry=_hurry_of(runner, config.schedule.burst),
         )
         ranks.watch(loop.fail)
         started(loop)
         phases.done("scheduler")
-        steps = runner.how
         has_files = config.model.load_format != "dummy"
         weight_bytes = size_of_weights(card.path) if has_files else 0
-        loop.run(_ready(memory, weight_bytes, phases, kernels, steps, settings))
+        loop.run(_ready(memory, weight_bytes, phases, kernels, runner.how, settings))
 
 
 def _sender(
@@ -173,6 +174,19 @@ def _sender(
         send(plan)
 
     return send_after
+
+
+def _hurry_of(runner: ModelRunner, burst: int) -> Callable[[StepId], None] | None:
+    """What ends bursts; None where there are none. ConfigError where there cannot be any."""
+    if burst == 1:
+        return None
+    if not runner.abilities.bursts:
+        raise ConfigError(
+            f"--num-continuous-decode-steps {burst}: steps are {runner.how} here, and only "
+            "recorded ones can follow each other by themselves",
+            hint="leave the flag out",
+        )
+    return runner.hurry
 
 
 def _publisher(config: Config, core: EngineCore, cleanup: ExitStack) -> Publisher | None:

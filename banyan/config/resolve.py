@@ -13,6 +13,7 @@ from types import MappingProxyType
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.buckets import check_the_bounds
+from banyan.config.bursts import check_the_bursts
 from banyan.config.card import ModelCard
 from banyan.config.catalogue import recognise
 from banyan.config.checkpoint import read_card
@@ -404,6 +405,7 @@ RULES = (
     check_the_bounds,
     *EXECUTION_RULES,
     plan_the_drafts,
+    check_the_bursts,
     plan_the_adapters,
 )
 

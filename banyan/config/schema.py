@@ -148,6 +148,8 @@ class ScheduleConfig:
     depth: int = 2
     """Plans in flight: 1 = synchronous, 2 = overlap, 1 + stages with pipeline parallelism."""
     token_gap: int = 0
+    burst: int = 1
+    """Decode steps that one plan may hold."""
     check_ledger: bool = False
     """Check the conservation law after every step (tests); idle checks are always on."""
     watchdog_s: float = 300.0

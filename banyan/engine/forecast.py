@@ -25,12 +25,13 @@ class StepForecast:
     def planned(self, seconds: float) -> None:
         self._plan_s += SMOOTHING * (seconds - self._plan_s)
 
-    def wait(self, tokens: int, running_s: float) -> float:
+    def wait(self, tokens: int, running_s: float, steps: int = 1) -> float:
         """Seconds until the next step should be planned.
 
         Args:
             tokens: size of the step that runs now.
             running_s: how long it has been running.
+            steps: how many of them follow each other.
         """
-        expected = self._step_s.get(tokens.bit_length(), 0.0)
+        expected = steps * self._step_s.get(tokens.bit_length(), 0.0)
         return max(0.0, expected - running_s - LEAD_S - 2 * self._plan_s)

@@ -6,7 +6,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -14,10 +14,11 @@ import msgspec
 
 from banyan.base.clock import Clock
 from banyan.base.errors import DeviceError
+from banyan.base.ids import StepId
 from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.engine.control import answer
-from banyan.engine.core import EngineCore
+from banyan.engine.core import CoreInput, EngineCore
 from banyan.engine.desk import GrammarDesk
 from banyan.engine.forecast import StepForecast
 from banyan.engine.launcher import Handle, Launcher
@@ -100,6 +101,7 @@ class EngineLoop:
         marks: of the loop's thread, for whoever records it.
         mover: of the runner, where pages go to a store; None without one.
         publisher: told what the cache holds; None = nobody is.
+        hurry: ends the bursts of plans up to a step with the step that runs.
         step_clock: by which the core agrees with the replicas that it shares batches with; they
             end together.
     """
@@ -122,8 +124,10 @@ class EngineLoop:
         silence_s: float = 20.0,
         step_clock: StepClock | None = None,
         publisher: Publisher | None = None,
+        hurry: Callable[[StepId], None] | None = None,
     ) -> None:
         self._core = core
+        self._hurry = hurry
         self._mover = mover
         self._publisher = publisher
         self._launcher = launcher
@@ -212,7 +216,7 @@ class EngineLoop:
             for message in self._link.receive():
                 self._receive(message, events, now)
         if self._desk is not None:
-            self._desk.release(lambda generate: self._core.receive(generate, now))
+            self._desk.release(lambda generate: self._admit(generate, now))
         self._marks.end("receive")
         self._collect(events)
         if self._mover is not None:
@@ -242,7 +246,16 @@ class EngineLoop:
             if reply is not None:
                 events.append(reply)
             return
+        self._admit(message, now)
+
+    def _admit(self, message: CoreInput, now: float) -> None:
         self._core.receive(message, now)
+        self._end_bursts()
+
+    def _end_bursts(self) -> None:
+        """Something has come in that the next plan should know of."""
+        if self._hurry is not None and any(plan.steps > 1 for plan in self._plans()):
+            self._hurry(self._plans()[-1].step)
 
     def _collect(self, events: list[Event]) -> None:
         """Take in every step that is done, oldest first."""
@@ -254,7 +267,9 @@ class EngineLoop:
             if result.error and is_shared:
                 raise self._out_of_step(result)
             if not handle.plan.orders:
-                self._forecast.measured(_size(handle.plan), result.seconds)
+                self._forecast.measured(
+                    _size(handle.plan), result.seconds / _ran(handle.plan, result)
+                )
             told, masks = self._core.complete(result, now)
             events += told
             self._deliver(masks)
@@ -308,7 +323,8 @@ class EngineLoop:
 
     def _wait_to_plan(self) -> float:
         tokens = sum(_size(handle.plan) for handle in self._flying)
-        return self._forecast.wait(tokens, self._clock.now() - self._started_s)
+        steps = max((_steps(handle.plan) for handle in self._flying), default=1)
+        return self._forecast.wait(tokens, self._clock.now() - self._started_s, steps)
 
     def _deliver(self, masks: list[Mask]) -> None:
         for mask in masks:
@@ -351,7 +367,19 @@ class EngineLoop:
 
 
 def _size(plan: StepPlan) -> int:
-    """Tokens, those of other replicas in a joint step too."""
+    """Tokens, those of other replicas in a joint step too; of a burst those of one step."""
     if plan.peers:
         return sum(load.tokens for load in plan.peers)
+    if plan.steps > 1:
+        return len(plan.rows)
     return sum(row.count for row in plan.rows)
+
+
+def _steps(plan: StepPlan) -> int:
+    """Decode steps that a plan holds at most."""
+    return 1 if plan.steps == 1 else min(row.count for row in plan.rows)
+
+
+def _ran(plan: StepPlan, result: StepResult) -> int:
+    """How many of them have run."""
+    return 1 if plan.steps == 1 else max([1, *(len(tokens) // 4 for tokens in result.tokens)])

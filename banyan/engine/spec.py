@@ -106,6 +106,7 @@ def core_spec(
                 retract_steps=schedule.retract_steps,
                 clip_tokens=schedule.clip_new_tokens,
             ),
+            burst=schedule.burst,
         ),
         order=schedule.policy,
         eviction=config.cache.eviction,

@@ -44,7 +44,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     count: int
     drafts: int = 0
     """How many of `count` are draft tokens to verify: the first of the runner's own, from its last
-    result. An upper bound like `start`: the row is shorter where the runner had fewer."""
+    result. An upper bound like `start`: the row is shorter where the runner had fewer. In a burst
+    (StepPlan.steps) they are what the model itself samples, one step after another."""
     given: bytes = b""
     """int32 ids for positions start …; only when nothing of this slot is in flight."""
     want: int = 0
@@ -167,6 +168,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     """What each replica brings to this step, as they have agreed; [] when it is not joint."""
     orders: list[Order] = []
     """One after another; when one cannot be carried out, those behind it are left out."""
+    steps: int = 1
+    """A burst: at most so many decode steps, one after another and without a word in between. Each
+    row is its request's newest token and steps - 1 drafts at most. All rows end together: with the
+    shortest of them, where one samples a stop id or fails, or when the engine is in a hurry."""
 
 
 class RowScores(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -52,6 +52,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Where one server hands it over to another (messages/rooms.py); b"" = nowhere."""
     peer: str = ""
     """host:port of the server that hands it over."""
+    stride: int = 0
+    """Its reader gets tokens in pieces of at least so many; 0 = all at the end."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,6 +38,34 @@ class OpTime:
     operations: float
 
 
+@dataclass(frozen=True)
+class BurstInputs:
+    """What changes from step to step of a burst, and when it ends. All on the host.
+
+    Attributes:
+        sampled, best: [outputs] int64, fp32; what the recorded work leaves.
+        tokens, positions, to_positions, lengths: [outputs] int64, int64, int64, int32; its inputs.
+        places: for each cache group [tokens] int64, where each token lies.
+        at: [groups, steps, rows] int64, what `places` become.
+        first_stop: [rows + 1] int32, where the ids that end each row begin in `stops`.
+        stops: int32.
+        hurry: [1] int64; the burst ends after the step that sees `number` or more there.
+    """
+
+    sampled: np.ndarray
+    best: np.ndarray
+    tokens: np.ndarray
+    positions: np.ndarray
+    to_positions: np.ndarray
+    lengths: np.ndarray
+    places: list[np.ndarray]
+    at: np.ndarray
+    first_stop: np.ndarray
+    stops: np.ndarray
+    hurry: np.ndarray
+    number: int
+
+
 class Recording(Protocol):
     """Work that runs again without Python, for any sizes up to the recorded ones."""
 
@@ -49,6 +78,11 @@ class Recording(Protocol):
         self, tokens: int, rows: int, outputs: int, all_tokens: int = 0, all_outputs: int = 0
     ) -> None:
         """all_…: of every replica, where several work on one batch."""
+        ...
+
+    def burst(self, rows: int, inputs: BurstInputs) -> int:
+        """Run for one token of each of `rows` requests, again and again, each time with what was
+        sampled before; returns how often."""
         ...
 
     def times(

@@ -17,6 +17,7 @@ class Abilities:
         text: rows sample and score.
         vectors: rows are pooled.
         hidden: rows report their hidden states.
+        bursts: a plan may hold several decode steps.
     """
 
     groups: tuple[str, ...]
@@ -29,3 +30,4 @@ class Abilities:
     text: bool
     vectors: bool
     hidden: bool
+    bursts: bool

@@ -142,6 +142,12 @@ class CapturedForward:
         is_best = not is_scored and bool((params["greedy"] & ~params["penalised"]).all())
         self._is_sampled = is_best and is_sampled_plainly(batch, self._table)
 
+    def burst(self, batch: Batch, steps: int, number: int) -> None:
+        return None
+
+    def hurry(self, number: int) -> None:
+        """There is nothing to end."""
+
     def next_tokens(self) -> Sampled | None:
         if not self._rows or not self._is_sampled:
             return None

@@ -19,6 +19,7 @@ from banyan.ops.api import Ops, OpTime, Recorder
 from banyan.ops.sampling import SampleRows
 from banyan.parallel.joint import JointBatch
 from banyan.runner.attention.base import AttentionBackend
+from banyan.runner.burst import Burst, Bursts
 from banyan.runner.inputs import Batch, StepTensors, has_embedded
 from banyan.runner.sampling.sampler import Sampled
 from banyan.runner.slots import SlotTable
@@ -44,6 +45,15 @@ class Forward(Protocol):
 
     def run(self, batch: Batch) -> None:
         """Compute the hidden states of a batch."""
+        ...
+
+    def burst(self, batch: Batch, steps: int, number: int) -> Burst | None:
+        """Run up to `steps` decode steps of a batch, one after another, and be as behind `run` with
+        the last of them; None (and nothing done) where this is not done. number: of the plan."""
+        ...
+
+    def hurry(self, number: int) -> None:
+        """Bursts of plans up to this number end with the step that runs; from any thread."""
         ...
 
     def next_tokens(self) -> Sampled | None:
@@ -113,6 +123,12 @@ class EagerForward:
             self._step = self._larger(batch)
         self._step.fill(batch)
         self._hidden = self._model.forward(self._step.part(batch, self._attention))
+
+    def burst(self, batch: Batch, steps: int, number: int) -> None:
+        return None
+
+    def hurry(self, number: int) -> None:
+        """There is nothing to end."""
 
     def next_tokens(self) -> None:
         return None
@@ -197,6 +213,9 @@ class RecordedForward:
 
         replicas = 1 if joint is None else joint.replicas
         self._step = recorder.record(whole, step.max_tokens, step.max_outputs, replicas)
+        self._bursts = None
+        if self._has_logits and joint is None:
+            self._bursts = Bursts(self._step, step, table, self._sampled, self._best)
 
     def run(self, batch: Batch) -> None:
         num_rows, num_tokens = len(batch.rows), int(batch.offsets[-1])
@@ -222,6 +241,24 @@ class RecordedForward:
         else:
             self.watch(self._step.times(*sizes))
         self._last = (num_tokens, num_rows)
+
+    def burst(self, batch: Batch, steps: int, number: int) -> Burst | None:
+        is_plain = not batch.wanted & SCORE and is_sampled_plainly(batch, self._table)
+        if self._bursts is None or self.watch is not None or not is_plain:
+            return None
+        if not self._inputs.holds(batch) or has_embedded(batch, self._table):
+            return None
+        self._inputs.fill(batch)
+        self._is_eager, self._is_ready, self._is_sampled = False, True, True
+        count = self._num_ready = len(batch.last)
+        self._entered[:count] = batch.to_slots
+        ran = self._bursts.run(batch, steps, number)
+        self._last = (count, count)
+        return Burst(ran, self._bursts.earlier(batch, ran))
+
+    def hurry(self, number: int) -> None:
+        if self._bursts is not None:
+            self._bursts.hurry(number)
 
     def next_tokens(self) -> Sampled | None:
         if self._is_eager or not self._is_sampled:

@@ -222,6 +222,20 @@ class StepTensors:
         host.to_slots[:count] = batch.to_slots
         host.to_positions[:count] = batch.to_positions
 
+    def foresee(self, batch: Batch, steps: int) -> np.ndarray:
+        """Enter the pages that decode steps behind this one need, on the host; where the tokens of
+        each lie: [groups, steps, rows] int64."""
+        host, slots = self._host, batch.slots
+        positions = batch.starts + np.arange(steps)[:, None]  # [steps, rows]
+        longest = int(batch.ends.max()) + steps - 1
+        found = np.empty((len(self._groups), *positions.shape), np.int64)
+        for index, layout in enumerate(self._groups):
+            known, width = host.known_pages[index], layout.columns(longest)
+            host.page_tables[index][: len(slots), :width] = known[slots, :width]
+            pages = known[slots, layout.column(positions)].astype(np.int64)
+            found[index] = layout.locate(pages, positions)
+        return found
+
     def _gather(self, batch: Batch) -> None:
         rows, count = len(batch.rows), len(batch.last)
         moves = np.array(self._table.moves(batch.rows), np.int64).reshape(-1, 2)

@@ -33,6 +33,7 @@ class RunnerSizes:
         attention: name of the attention backend; "" = what the model takes.
         draft_room: drafts that one step verifies at most, beside the tokens of its rows.
         shares_pages: rank 0 moves the pages of all ranks, and reads and writes them where they are.
+        burst: decode steps that one plan may hold.
     """
 
     max_slots: int
@@ -43,6 +44,7 @@ class RunnerSizes:
     attention: str = ""
     draft_room: int = 0
     shares_pages: bool = False
+    burst: int = 1
 
 
 def open_forward(

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.base.ids import PADDING_SLOT
+from banyan.base.ids import PADDING_SLOT, StepId
 from banyan.base.log import logger
 from banyan.base.trace import Marks
 from banyan.config.card import FULL, STATE, WINDOW
@@ -45,6 +46,7 @@ from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
 from banyan.runner.adapters import AdapterRack, AdapterSlots
 from banyan.runner.attention import BACKENDS
+from banyan.runner.burst import Burst
 from banyan.runner.forward import Forward
 from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import KVStore
@@ -151,6 +153,7 @@ class ModelRunner:
             *(sizes.max_slots, sizes.max_length, card.vocab_size, sizes.groups, device),
             is_drafting=open_drafter is not None,
             adapters=None if rack is None else AdapterSlots(sizes.max_slots + 1, rack),
+            bursts=sizes.burst > 1,
         )
         beside = [] if draft is None else draft.model.caches
         caches = numbered_through([model.caches, beside])
@@ -223,6 +226,10 @@ class ModelRunner:
             text=self._pooler is None,
             vectors=self._pooler is not None,
             hidden=True,
+            bursts=self._forward.is_recorded
+            and self._pooler is None
+            and self._drafting is None
+            and self._ranks.size == 1,
         )
 
     @property
@@ -239,6 +246,10 @@ class ModelRunner:
     def is_recorded(self) -> bool:
         """Whether steps are replayed, so that their ops can be timed."""
         return self._forward.is_recorded
+
+    def hurry(self, step: StepId) -> None:
+        """Bursts of plans up to this one end with the step that runs; from any thread."""
+        self._forward.hurry(step)
 
     def op_times(self) -> list[OpTime]:
         """What the stages of the last step took; ConfigError where steps are not recorded."""
@@ -261,14 +272,16 @@ class ModelRunner:
         self.store.copy(plan.copies, "before")
         if self._drafting is not None:
             self._drafting.enter(plan)
-        batch, failed = self._admit(plan.rows)
+        batch, failed = self._admit(plan.rows, plan.steps > 1)
         if self._peers is not None and (plan.rows or plan.peers):
             self._peers.begin(plan.peers)
         marks.end("enter", step=plan.step)
-        sampled, scores, verified, vectors, hidden = None, None, None, None, None
+        sampled, scores, verified, vectors, hidden, burst = None, None, None, None, None, None
         if batch.rows or plan.peers:
-            self._run(batch)
+            burst = self._run(batch, plan)
             sampled, scores = self._read_out(plan, batch, mask_of)
+            if burst is not None:
+                self._table.grow(batch.to_slots, burst.steps - 1)
             if self._drafting is not None:
                 tokens = None if sampled is None else sampled.tokens
                 verified = self._drafting.verify(batch, tokens, len(plan.rows))
@@ -277,7 +290,7 @@ class ModelRunner:
             if batch.wanted & HIDDEN:
                 hidden = _hidden_states(self._forward, batch)
         self.store.copy(plan.copies, "after")
-        outcome = Outcome(sampled, scores, vectors, hidden or {}, verified)
+        outcome = Outcome(sampled, scores, vectors, hidden or {}, verified, burst)
         finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self._platform))
         if not batch.rows or self._forward.results_are_final:
             return finish
@@ -285,19 +298,26 @@ class ModelRunner:
         marks.end("read out")
         return lambda: result
 
-    def _run(self, batch: Batch) -> None:
-        """The forward pass; with its ops, one after another, while a trace is recorded."""
+    def _run(self, batch: Batch, plan: StepPlan) -> Burst | None:
+        """The forward pass; with its ops, one after another, while a trace is recorded. What comes
+        before the last step of a burst."""
         times: list[OpTime] = []
         trace = self.marks.trace
         self._forward.watch = None if trace is None else times.extend
-        self._forward.run(batch)
+        burst = None
+        if plan.steps > 1:
+            steps = min(row.count for row in plan.rows)
+            burst = self._forward.burst(batch, steps, plan.step)
+        if burst is None:
+            self._forward.run(batch)
         at = self.marks.end("forward", rows=len(batch.rows), tokens=int(batch.offsets[-1]))
         for stage in times:
             if trace is not None and at:
                 trace.add("ops", stage.name, at, stage.seconds, bytes=stage.bytes)
             at += stage.seconds
+        return burst
 
-    def _admit(self, rows: list[Row]) -> tuple[Batch, dict[int, str]]:
+    def _admit(self, rows: list[Row], in_burst: bool) -> tuple[Batch, dict[int, str]]:
         """The rows that can run, and why the others cannot. The same on every rank."""
         good: list[tuple[int, Row]] = []
         failed: dict[int, str] = {}
@@ -311,6 +331,8 @@ class ModelRunner:
                 if self._peers is not None:  # the others count on so many tokens
                     good.append((index, Row(PADDING_SLOT, 0, row.count)))
             else:
+                if in_burst:  # of which each step runs one position
+                    exact = msgspec.structs.replace(exact, count=1, drafts=0)
                 good.append((index, exact))
                 if row.given and self._drafting is not None:
                     self._drafting.give(row)
@@ -416,6 +438,7 @@ class Outcome:
     Attributes:
         hidden: index in the plan -> [positions, hidden].
         verified: None where nothing drafts, or no row samples.
+        burst: the steps before the last one; None where there was one step.
     """
 
     sampled: Sampled | None
@@ -423,6 +446,7 @@ class Outcome:
     vectors: Tensor | None
     hidden: dict[int, Tensor]
     verified: Verified | None = None
+    burst: Burst | None = None
 
     def fetch(self, platform: Platform) -> Callable[[], list[Tensor]]:
         """Begin to bring its tensors to the host: tokens, best, scores, vectors, hidden."""
@@ -469,6 +493,9 @@ def _result(
     if sampled is not None:
         indices = batch.indices[batch.sampling].tolist()
         stands = [True] * len(indices) if verified is None else verified.stands.tolist()
+        if outcome.burst is not None:
+            for index, earlier in zip(indices, outcome.burst.earlier, strict=True):
+                tokens[index] = earlier.tobytes()
         for index, token, is_good in zip(indices, next(here).tolist(), stands, strict=True):
             if is_good:
                 tokens[index] += struct.pack("=i", token)

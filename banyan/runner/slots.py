@@ -34,6 +34,7 @@ class SlotTable:
         max_length: longest request in tokens.
         vocab_size: token ids lie in [0, vocab_size).
         is_drafting: rows may bring drafts, so that plans know bounds of starts and counts only.
+        bursts: rows of one token may run for several, so that plans know bounds of starts only.
         adapters: which slot has which; None where there are none.
     """
 
@@ -46,8 +47,10 @@ class SlotTable:
         device: torch.device,
         is_drafting: bool = False,
         adapters: AdapterSlots | None = None,
+        bursts: bool = False,
     ) -> None:
         slots = max_slots + 1
+        self._has_bursts = bursts
         self.adapters = adapters
         self.max_slots = max_slots
         self.max_length = max_length
@@ -204,7 +207,7 @@ class SlotTable:
         slot = row.slot
         if slot not in self._joins:
             raise RowError(self._refused.get(slot, f"slot {slot}: {_NO_JOIN}"))
-        if row.drafts and not self._is_drafting:
+        if row.drafts and not (self._is_drafting or self._has_bursts):
             raise RowError(f"the row brings {row.drafts} drafts; no drafter is configured")
         if row.count <= row.drafts or row.start < 0:
             raise RowError(
@@ -214,14 +217,14 @@ class SlotTable:
             self._write(slot, row.start, np.frombuffer(row.given, np.int32))
             self.known[slot] = self._brought[slot] = row.start + len(row.given) // 4
             self.drafts.pop(slot, None)
-        if self._is_drafting:
+        if self._is_drafting or self._has_bursts:
             row = self._exact(row)
         known, end = self.known[slot], row.start + row.count
         if end - row.drafts > known:
             raise RowError(f"the row runs to position {end - 1}; tokens are known below {known}")
         if samples and end - row.drafts != known:
             raise RowError(f"the row would sample position {end}, whose token is known already")
-        if row.drafts:
+        if row.drafts and self._is_drafting:
             self._write(slot, known, np.array(self.drafts[slot][: row.drafts], np.int32))
         for group, layout in enumerate(self._groups):
             granted = self._granted[group][slot]
@@ -239,7 +242,9 @@ class SlotTable:
         start = self.known[row.slot] - 1
         if start > row.start:
             raise RowError(f"the row starts at {row.start}, the slot's last token is at {start}")
-        drafts = min(row.drafts, len(self.drafts.get(row.slot, ())))
+        drafts = row.drafts
+        if self._is_drafting:
+            drafts = min(drafts, len(self.drafts.get(row.slot, ())))
         count = row.count - row.drafts + drafts
         return msgspec.structs.replace(row, start=start, count=count, drafts=drafts)
 
@@ -267,10 +272,10 @@ class SlotTable:
             self._reached[row.slot] = row.start + row.count
         return found
 
-    def grow(self, slots: np.ndarray) -> None:
-        """Each of these slots has one token more."""
+    def grow(self, slots: np.ndarray, count: int = 1) -> None:
+        """Each of these slots has so many tokens more."""
         for slot in slots.tolist():
-            self.known[slot] += 1
+            self.known[slot] += count
 
     def enter(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Write tokens that another rank sampled. All [slots] int64."""

@@ -41,7 +41,8 @@ class RowPlanner:
             return Planned.NOTHING
         start, pending = request.planned, request.pending
         end = start + count
-        self._cache.slide(lease, start if not self._limits.drafts else min(start, request.known))
+        is_bound = self._limits.starts_are_bounds
+        self._cache.slide(lease, min(start, request.known) if is_bound else start)
         ahead = self._ahead(request, sheet, end)
         room = ahead if self._limits.paid_drafts else 0
         grants = self._cache.grow(lease, end + room)
@@ -72,7 +73,7 @@ class RowPlanner:
             self._share(request, lease, sheet, end, row)
         if is_decode:
             sheet.has_decode = True
-            sheet.draft_room -= drafts
+            sheet.draft_room -= drafts if sheet.steps == 1 else 0
         else:
             sheet.spend(count)
         return Planned.ROW
@@ -105,6 +106,8 @@ class RowPlanner:
 
     def _drafts(self, request: Request, pending: int, sheet: PlanSheet) -> int:
         left = (request.jumps_at or request.limit) - request.known - pending
+        if sheet.steps > 1:
+            return max(0, min(sheet.steps, left) - 1)
         if self._speculation is None or left <= 1:
             return 0
         if request.wants_hidden:

@@ -23,6 +23,7 @@ from banyan.scheduler.adapters import Adapters, has_place
 from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims
 from banyan.scheduler.answers import Answers
 from banyan.scheduler.budget import Limits, NewTokenRatio
+from banyan.scheduler.burst import steps_of_a_burst
 from banyan.scheduler.door import check_request
 from banyan.scheduler.fetch import Fetcher
 from banyan.scheduler.handoff import open_rooms
@@ -161,6 +162,7 @@ class Scheduler:
             self._run_alone(suspect, sheet)
         else:
             self._preempt()
+            sheet.steps = steps_of_a_burst(self.roster, limits)
             self._plan_running(sheet)
             self._admit(sheet)
         if self.cache.tier is not None:

@@ -50,6 +50,8 @@ class PlanSheet:
         self.starved_of: list[int] = []
         """Pages per group that the last starved request lacks."""
         self.has_decode = False
+        self.steps = 1
+        """Of a burst."""
 
     @property
     def has_work(self) -> bool:
@@ -82,6 +84,7 @@ class PlanSheet:
             masks=self.masks,
             peers=peers,
             orders=self.orders,
+            steps=self.steps if self.rows else 1,
         )
 
 

@@ -50,6 +50,7 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
     kind = random.choice([k for k in KINDS if set(k.split("+")) <= set(abilities.groups)])
     may_draft = abilities.drafts and (abilities.goes_back or "state" not in kind)
     drafts = random.choice((0, 0, 1, 3)) if may_draft else 0
+    burst = random.choice((1, 2, 5)) if abilities.bursts and not drafts else 1
     limits = Limits(
         max_running=random.choice((1, 3, 6)),
         chunk_tokens=random.choice((3 * scale, 8 * scale, 16 * scale, 1 << 30)),
@@ -59,6 +60,7 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
         max_queued=random.choice((0, 0, 12)),
         token_gap=random.choice((0, 1)) if depth == 3 else 0,
         drafts=drafts,
+        burst=burst,
         conservativeness=random.choice((0.3, 1.0)),
         priorities=Priorities(
             are_honoured=random.random() < 0.8,
@@ -75,11 +77,12 @@ def random_world(random: Random, abilities: Abilities, scale: int = 1) -> World:
         share=random.random() < 0.9,
     )
     device = Device(
-        groups, limits.max_running, depth, limits.token_gap, drafts, limits.chunk_tokens
+        *(groups, limits.max_running, depth, limits.token_gap, drafts, limits.chunk_tokens),
+        burst,
     )
     quiet = random.random() < 0.4
     faults = Faults() if quiet else Faults(row=0.01, step=0.01, copy=0.1, order=0.1)
-    has_peers = random.random() < 0.15 and abilities.peers
+    has_peers = random.random() < 0.15 and abilities.peers and burst == 1
     has_hidden = random.random() < 0.3 and abilities.hidden
     return World(core, device, faults, has_peers, abilities, scale, has_hidden)
 

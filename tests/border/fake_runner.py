@@ -69,6 +69,7 @@ ABILITIES = Abilities(
     text=True,
     vectors=True,
     hidden=True,
+    bursts=True,
 )
 
 
@@ -267,6 +268,8 @@ class Execution:
         self.broken_rows = {i: "chance" for i in range(len(self.plan.rows)) if runner.chance("row")}
         self.starts: list[int] = []
         self.tainted: list[Poison | None] = []
+        self.ran = 1
+        """Steps of a burst."""
 
     def run(self) -> StepResult:
         replies = self.runner.obey(self.plan.orders)
@@ -277,6 +280,8 @@ class Execution:
             elif copy.when == "before":
                 self._copy(copy)
         pairs = list(zip(self.plan.rows, self._slots(), strict=True))
+        if self.plan.steps > 1:
+            self._foresee(pairs)
         for index, (row, slot) in enumerate(pairs):
             self._write(index, row, slot)
         self._read_all(pairs)
@@ -285,6 +290,19 @@ class Execution:
             if copy.when == "after" and copy.is_on_device:
                 self._copy(copy)
         return msgspec.structs.replace(result, replies=replies)
+
+    def _foresee(self, pairs: list[tuple[Row, Slot]]) -> None:
+        """How many steps of the burst will run, and what rows sample in all but the last."""
+        most = min(row.count for row, _ in pairs)
+        self.ran = self.runner._random.randint(1, most)
+        self.laws.seen["bursts" if self.ran > 1 else "bursts of one step"] += 1
+        self.laws.seen["bursts that ended early"] += self.ran < most
+        for _, slot in pairs:
+            state, slot.drafts = slot.hashes[-1], []
+            for _ in range(self.ran - 1):
+                token = oracle.next_token(state, slot.join.sampling.seed, b"")
+                slot.drafts.append(token)
+                state = oracle.mix(state, token)
 
     def _begin_move(self, copy: PageCopy) -> None:
         """To the store go the bytes of this moment; from it they come when the end is told."""
@@ -334,7 +352,7 @@ class Execution:
             return row.start
         last = len(slot.tokens) - 1
         if slot.poison is None:
-            exact = row.start == last if not self.device.drafts else last <= row.start
+            exact = last <= row.start if self.device.are_bounds else row.start == last
             require(exact, f"{where}: starts at {row.start}, the slot's last token is at {last}")
             bound = last + slack
             require(row.start <= bound, f"{where}: starts at {row.start}, at most {bound} is true")
@@ -502,6 +520,7 @@ class Execution:
         masks = self._masks_of(index, row, slot, len(drafts))
         if slot.poison is not None:
             count = 1 + self.runner._random.randrange(len(drafts) + 1)
+            count = count if self.plan.steps == 1 else self.ran
             sampled = [self.runner._random.randrange(oracle.VOCAB) for _ in range(count)]
             for token in sampled:
                 slot.append(token)
@@ -517,6 +536,8 @@ class Execution:
             sampled.append(token)
             if token != draft:
                 break
+        if self.plan.steps > 1:
+            return sampled
         self.laws.seen["accepted drafts"] += len(sampled) - 1
         self.laws.seen["rejected drafts"] += len(drafts) - len(sampled) + 1
         return sampled

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from banyan.layers.step import StepInputs
-from banyan.ops.api import Ops, Recorder, Recording
+from banyan.ops.api import BurstInputs, Ops, Recorder, Recording
 from tests.border.page_model import PageModel
 
 
@@ -81,6 +81,12 @@ class _FaultyRecording:
     @property
     def result(self) -> Tensor:
         return self.recording.result
+
+    def burst(self, rows: int, inputs: BurstInputs) -> int:
+        self.injector.strike("before")
+        ran = self.recording.burst(rows, inputs)
+        self.injector.strike("after")
+        return ran
 
     def run(self, tokens: int, *sizes: int) -> None:
         if tokens:

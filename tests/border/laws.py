@@ -35,6 +35,12 @@ class Device:
     token_gap: int = 0
     drafts: int = 0
     chunk_tokens: int = 1 << 30
+    burst: int = 1
+
+    @property
+    def are_bounds(self) -> bool:
+        """Rows in flight may yield fewer tokens than planned."""
+        return self.drafts > 0 or self.burst > 1
 
 
 @dataclass
@@ -160,6 +166,7 @@ class Laws:
         slots = [row.slot for row in plan.rows]
         require(len(set(slots)) == len(slots), f"step {plan.step}: two rows of one slot")
         known_tokens = 0
+        require(1 <= plan.steps <= self.device.burst, f"step {plan.step}: {plan.steps} steps")
         for index, row in enumerate(plan.rows):
             where = launched.where(index)
             require(row.slot in self._occupied, f"{where}: nobody has the slot")
@@ -167,6 +174,11 @@ class Laws:
             launched.rows.append(slot)
             slot.flights = [f for f in slot.flights if f[0] > launched.completed_before]
             require(row.count > row.drafts >= 0, f"{where}: count {row.count}")
+            if plan.steps > 1:
+                is_plain = row.want == SAMPLE and not row.masked and not row.given
+                require(is_plain and row.count == 1 + row.drafts <= plan.steps, f"{where}: {row}")
+            else:
+                require(row.drafts <= self.device.drafts, f"{where}: {row.drafts} drafts")
             if row.given:
                 require(not self._is_flying(launched, slot), f"{where}: given while in flight")
             if slot.flights:

@@ -32,6 +32,7 @@ class Shape:
         is_recorded: compiled ops and recorded steps; else torch's ops, the model called each time.
         is_pooling: served for vectors instead of text.
         drafts: drafted after each sampled token.
+        burst: decode steps of one plan.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -41,6 +42,7 @@ class Shape:
     is_recorded: bool
     is_pooling: bool
     drafts: int = 0
+    burst: int = 1
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -91,6 +93,7 @@ def build_runner(
     sizes = RunnerSizes(
         *(shape.slots, shape.max_length, layouts, 48 if shape.is_recorded else 0),
         draft_room=DRAFT_ROOM if shape.drafts else 0,
+        burst=shape.burst,
     )
     open_drafter = None if drafter is None else lambda _: drafter
     runner = ModelRunner(model, Build(ops), sizes, None, open_mover, open_drafter)

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -56,6 +56,7 @@ class RealWorld(World):
             self.is_recorded,
             self.is_pooling,
             self.core.limits.drafts,
+            self.core.limits.burst,
         )
 
 
@@ -75,7 +76,8 @@ class RealKit:
         is_pooling = random.random() < 0.1
         poison = random.choice((math.nan, math.nan, 1e6))
         scale = RECORDED_SCALE if is_recorded else 1
-        world = random_world(random, _abilities(is_pooling), scale)
+        abilities = replace(_abilities(is_pooling), bursts=is_recorded and not is_pooling)
+        world = random_world(random, abilities, scale)
         if self.stored is not None:
             world = with_store(random, world)
         known = {f.name: getattr(world, f.name) for f in fields(World)}

@@ -232,7 +232,7 @@ class RealRunner:
         if self._broken is not None:
             raise self._broken
         self._started.append(Started(launched, pending, rows))
-        if self._device.drafts:
+        if self._device.are_bounds:
             self._follow(launched, rows, pending.result())
         if before is not None:
             self._check_writes(launched, before, sheet.copies)
@@ -301,11 +301,12 @@ class RealRunner:
             if row.given:
                 slot.known = slot.length = row.start + len(row.given) // 4
                 slot.drafts = []
-            is_said = slot.is_lost or not self._device.drafts
+            is_said = slot.is_lost or not self._device.are_bounds
             if is_said or row.start + row.count - row.drafts <= slot.known:
                 found.append(row)
                 continue
-            start, drafts = slot.length - 1, min(row.drafts, len(slot.drafts))
+            most = row.drafts if launched.plan.steps > 1 else len(slot.drafts)
+            start, drafts = slot.length - 1, min(row.drafts, most)
             require(start <= row.start, f"slot {row.slot}: starts at {row.start}, not {start}")
             count = row.count - row.drafts + drafts
             found.append(msgspec.structs.replace(row, start=start, count=count, drafts=drafts))
@@ -319,6 +320,11 @@ class RealRunner:
             slot.is_lost = slot.is_lost or bool(result.error) or index in failed
             if row.want & SAMPLE and not slot.is_lost:
                 tokens = list(array("i", result.tokens[index]))
+                if launched.plan.steps > 1:
+                    require(0 < len(tokens) <= row.count, f"{launched.where(index)}: {tokens}")
+                    self.seen["bursts"] += len(tokens) > 1
+                    slot.length += len(tokens)
+                    continue
                 drafts = slot.drafts[: row.drafts]
                 last = len(tokens) - 1
                 is_right = (
@@ -327,7 +333,7 @@ class RealRunner:
                 where = launched.where(index)
                 require(is_right, f"{where}: {tokens} stand of drafts {drafts}")
                 slot.length += len(tokens)
-                slot.drafts = list(array("i", result.drafts[index]))
+                slot.drafts = list(array("i", result.drafts[index])) if result.drafts else []
 
     # -- faults -------------------------------------------------------------------------------
 

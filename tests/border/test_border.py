@@ -22,6 +22,8 @@ MUST_HAPPEN = (
     "TakeWeights",
     "accepted drafts",
     "aborts",
+    "bursts",
+    "bursts that ended early",
     "evicted pages",
     "failed by a fault",
     "failed copies",

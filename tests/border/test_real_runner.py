@@ -22,6 +22,7 @@ MUST_HAPPEN = (
     "StopProfile",
     "TakeWeights",
     "aborts",
+    "bursts",
     "accepted drafts",
     "checked writes",
     "copies after",

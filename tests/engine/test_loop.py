@@ -77,8 +77,12 @@ class CountingRunner:
         self.gate = threading.Event()
         self.gate.set()
         self.raises = False
+        self.holds_bursts, self.held = threading.Event(), SimpleQueue()
 
     def launch(self, plan, mask_of=None):
+        if plan.steps > 1 and self.holds_bursts.is_set():
+            self.gate.clear()
+            self.held.put(plan.step)
         assert self.gate.wait(WAIT_S)
         if self.raises:
             raise RuntimeError("device lost")
@@ -94,10 +98,10 @@ def served():
 
 
 @contextlib.contextmanager
-def serving(check_ledger, **options):
+def serving(check_ledger, burst=1, **options):
     link, runner, wake = QueueLink(), CountingRunner(), Wake()
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
-    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100, depth=2)
+    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100, depth=2, burst=burst)
     core = EngineCore(Scheduler(cache, limits, fcfs))
     launcher = Threaded(runner, wake.ring)
     loop = EngineLoop(core, launcher, link, wake, WallClock(), check_ledger, **options)
@@ -336,3 +340,17 @@ def test_the_log_is_told_of_a_slow_step_or_a_silent_rank_and_where_the_others_st
                 link.hear(Finished)
     finally:
         logger.removeHandler(handler)
+
+
+def test_who_comes_while_a_burst_runs_ends_it_with_the_step_that_runs():
+    hurried = SimpleQueue()
+    with serving(check_ledger=True, burst=4, hurry=hurried.put) as (link, runner, _):
+        runner.holds_bursts.set()
+        link.tell(generate("a", new=20))
+        step = runner.held.get(timeout=WAIT_S)
+        assert hurried.empty(), "nobody has come"
+        link.tell(generate("b", new=2))
+        assert hurried.get(timeout=WAIT_S) >= step
+        runner.holds_bursts.clear()
+        runner.gate.set()
+        assert link.hear(Finished).request == "b"

@@ -139,6 +139,17 @@ FLAGS = (
         "::test_one_plan_is_in_flight_when_overlap_is_switched_off",
     ),
     Flag(
+        "num-continuous-decode-steps",
+        "schedule.burst",
+        "decode steps that follow each other without planning while nothing waits; a stream gets "
+        "its tokens no later for it (--stream-interval)",
+        kind=INT,
+        low=1,
+        high=64,
+        proof="tests/system/test_bursts.py"
+        "::test_answers_with_and_without_bursts_are_the_same_and_take_fewer_plans",
+    ),
+    Flag(
         "watchdog-timeout",
         "schedule.watchdog_s",
         "seconds after which a step that does not end counts as stuck",

@@ -441,4 +441,5 @@ def _message(request: TextRequest, weight: float) -> Generate:
         embeds=request.embeds,
         room=request.room,
         peer=request.peer,
+        stride=request.stride,
     )

@@ -7,7 +7,7 @@ stop strings and regexes, cuts the text, collects log-probabilities. Knows no HT
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from banyan.base.errors import RequestError
@@ -75,7 +75,7 @@ class TextRequest:
     route: str = ""
     """What asked for it, for the log: "chat", "completion", "generate", "probe"."""
     stride: int = 1
-    """Tokens that a chunk has at least, unless it is the first or the last."""
+    """Tokens that a chunk has at least, unless it is the first or the last; 0 = all of them."""
 
 
 _SHOWN_BYTES = 32
@@ -250,10 +250,15 @@ async def run(
         await asyncio.gather(*pumps, return_exceptions=True)
 
 
+def at_once(requests: Sequence[TextRequest]) -> list[TextRequest]:
+    """The same requests for a reader who takes nothing before the end."""
+    return [replace(request, stride=0) for request in requests]
+
+
 async def collect(generator: Generator, requests: Sequence[TextRequest]) -> list[TextChunk]:
     """The complete answer of each request as one chunk, in order; errors as of `run`."""
     parts: list[list[TextChunk]] = [[] for _ in requests]
-    async with aclosing(run(generator, requests)) as chunks:
+    async with aclosing(run(generator, at_once(requests))) as chunks:
         async for index, chunk in chunks:
             parts[index].append(chunk)
     return [join(chunks) for chunks in parts]

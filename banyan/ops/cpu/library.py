@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from banyan.base.errors import DeviceError
 from banyan.base.log import logger
-from banyan.ops.api import NotRecordable, OpTime
+from banyan.ops.api import BurstInputs, NotRecordable, OpTime
 from banyan.ops.cpu.build import ISAS, SOURCES, BuildError, library_paths
 
 TOKENS, ROWS, OUTPUTS, ALL_TOKENS, ALL_OUTPUTS = range(5)
@@ -252,6 +252,24 @@ class Recording:
     ) -> None:
         """Do the recorded work for the first `tokens` tokens of `rows` requests."""
         self._library._run(self.program, tokens, rows, outputs, all_tokens, all_outputs)
+
+    def burst(self, rows: int, inputs: BurstInputs) -> int:
+        """Run for one token of each of `rows` requests, again and again, each time with what was
+        sampled before; returns how often."""
+        done, at = np.zeros(1, np.int32), inputs.at
+        places = np.array([group.ctypes.data for group in inputs.places], np.int64)
+        state = (inputs.sampled, inputs.best, inputs.tokens, inputs.positions)
+        more = (inputs.to_positions, inputs.lengths)
+        lists = (places, at, inputs.first_stop, inputs.stops, inputs.hurry)
+        failure = self._functions["bn_program_burst"](
+            *(self._library.pool, self.program, _sizes(rows, rows, rows), at.shape[1], rows),
+            *(array.ctypes.data for array in (*state, *more)),
+            len(places),
+            *(array.ctypes.data for array in lists),
+            *(inputs.number, done.ctypes.data),
+        )
+        _succeed(failure)
+        return int(done[0])
 
     def times(
         self, tokens: int, rows: int, outputs: int, all_tokens: int = 0, all_outputs: int = 0

@@ -433,6 +433,43 @@ BN_EXPORT const char* bn_program_run(Pool* pool, Program* program, const int64_t
   std::memcpy(s.n, sizes, sizeof s.n);
   return pool->run(program, s, seconds);
 }
+// Run all ops for at most `steps` decode steps of one token per row, one after another: behind each
+// but the last, the inputs of the next are what it has sampled, one position on. All rows end
+// together: where one samples a stop id or has no finite best logit, or when `*hurry` is at least
+// `number`.
+// sampled, best, tokens, positions, to_positions, lengths: [rows], outputs and inputs of the program.
+// places: [groups] where a group's locations [rows] are; at: [groups, steps, rows] what they become.
+// stops: the stop ids of row i are stops[first_stop[i]] ... stops[first_stop[i + 1]].
+// done: how many steps have run. Returns null, or why the last of them failed.
+BN_EXPORT const char* bn_program_burst(Pool* pool, Program* program, const int64_t* sizes,
+                                       int32_t steps, int32_t rows, const int64_t* sampled,
+                                       const float* best, int64_t* tokens, int64_t* positions,
+                                       int64_t* to_positions, int32_t* lengths, int32_t groups,
+                                       const int64_t* places, const int64_t* at,
+                                       const int32_t* first_stop, const int32_t* stops,
+                                       const int64_t* hurry, int64_t number, int32_t* done) {
+  Sizes s;
+  std::memcpy(s.n, sizes, sizeof s.n);
+  for (*done = 0;;) {
+    const char* failure = pool->run(program, s, nullptr);
+    bool last = ++*done == steps || failure;
+    last |= __atomic_load_n(hurry, __ATOMIC_RELAXED) >= number;
+    for (int32_t i = 0; i < rows && !last; i++) {
+      last = !(best[i] - best[i] == 0);  // not finite
+      for (int32_t k = first_stop[i]; k < first_stop[i + 1]; k++) last |= stops[k] == sampled[i];
+    }
+    if (last) return failure;
+    for (int32_t i = 0; i < rows; i++) {
+      tokens[i] = sampled[i];
+      positions[i]++;
+      to_positions[i]++;
+      lengths[i]++;
+    }
+    for (int32_t g = 0; g < groups; g++)
+      std::memcpy((int64_t*)places[g], at + ((int64_t)g * steps + *done) * rows,
+                  rows * sizeof(int64_t));
+  }
+}
 // Run all ops once and forget them.
 BN_EXPORT const char* bn_program_run_once(Pool* pool, Program* program, const int64_t* sizes) {
   const char* failure = bn_program_run(pool, program, sizes, nullptr);

@@ -3,7 +3,7 @@
 from contextlib import aclosing
 
 from banyan.base.errors import RequestError
-from banyan.frontend.requests.generation import run
+from banyan.frontend.requests.generation import at_once, run
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState, Service
@@ -41,7 +41,7 @@ async def chat_completions(exchange: Exchange, state: ServerState) -> None:
         if request.stream:
             await _stream(exchange, service, request, answer, plan)
         else:
-            async with aclosing(run(service.generator, plan.asked)) as chunks:
+            async with aclosing(run(service.generator, at_once(plan.asked))) as chunks:
                 async for index, chunk in chunks:
                     answer.keep(index, chunk)
             await exchange.json(answer.whole())

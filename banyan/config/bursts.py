@@ -1,0 +1,29 @@
+"""What several decode steps in one plan do not go with. Part of `config/resolve.py`."""
+
+from banyan.base.errors import ConfigError
+from banyan.config.card import ModelCard
+from banyan.config.env import Environment
+from banyan.config.schema import Config
+
+
+def check_the_bursts(config: Config, card: ModelCard, environment: Environment) -> Config:
+    flag = f"--num-continuous-decode-steps {config.schedule.burst}"
+    if config.schedule.burst == 1:
+        return config
+    others = (
+        (
+            bool(config.speculative.drafts),
+            "--speculative-algorithm",
+            "drafts are verified step by step",
+        ),
+        (config.parallel.world > 1, "several ranks", "they agree on every step"),
+        (config.parallel.is_joined, "--enable-dp-attention", "replicas agree on every step"),
+        (bool(config.handoff.role), "--disaggregation-mode", "pages are handed over between steps"),
+        (card.pooling is not None, "a model for vectors", "nothing is decoded"),
+    )
+    for is_there, what, why in others:
+        if is_there:
+            raise ConfigError(
+                f"{flag} and {what} do not go together: {why}", hint="leave one of them out"
+            )
+    return config

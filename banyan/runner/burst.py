@@ -1,0 +1,77 @@
+"""Bursts: decode steps of a recorded model that run one after another in one call.
+
+The inputs of a step stay where they are, so between two steps little has to change: tokens become
+what was sampled, positions go on by one. Where those lie in their pages is worked out before.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from banyan.ops.api import BurstInputs, Recording
+from banyan.runner.inputs import Batch, StepTensors
+from banyan.runner.slots import SlotTable
+
+
+@dataclass(frozen=True)
+class Burst:
+    """What steps before the last one came to.
+
+    Attributes:
+        steps: how many have run, the last one included.
+        earlier: [rows, steps - 1] int32, the tokens of each row before its last one.
+    """
+
+    steps: int
+    earlier: np.ndarray
+
+
+class Bursts:
+    """
+    Args:
+        step: the inputs of the recording.
+        sampled, best: [outputs], what it samples and their logits.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        step: StepTensors,
+        table: SlotTable,
+        sampled: Tensor,
+        best: Tensor,
+    ) -> None:
+        self._recording = recording
+        self._step = step
+        self._table = table
+        self._sampled, self._best = sampled.numpy(), best.numpy()
+        self._hurry = np.full(1, -1, np.int64)
+
+    def hurry(self, number: int) -> None:
+        """Bursts of steps up to this number end with the step that runs; from any thread."""
+        self._hurry[0] = number
+
+    def run(self, batch: Batch, steps: int, number: int) -> int:
+        """Run up to `steps` decode steps of a batch that has been entered (`StepTensors.fill`);
+        returns how many have run. number: of the plan."""
+        at = self._step.foresee(batch, steps)
+        stops = [self._table.join_of(row.slot).sampling.stop_ids for row in batch.rows]
+        counts = np.cumsum([0, *map(len, stops)], dtype=np.int32)
+        step = self._step
+        inputs = BurstInputs(
+            *(self._sampled, self._best, step.tokens.numpy(), step.positions.numpy()),
+            *(step.to_positions.numpy(), step.context_lengths.numpy()),
+            [locations.numpy() for locations in step.locations],
+            at,
+            counts,
+            np.array([id for ids in stops for id in ids], np.int32),
+            self._hurry,
+            number,
+        )
+        return self._recording.burst(len(batch.rows), inputs)
+
+    def earlier(self, batch: Batch, ran: int) -> np.ndarray:
+        """The tokens of every row but the last one; [rows, ran - 1] int32."""
+        positions = batch.to_positions[:, None] + np.arange(ran - 1)
+        return self._table.tokens.numpy()[batch.slots[:, None], positions]

@@ -1,0 +1,80 @@
+"""Several decode steps in one plan change how often is planned, and nothing of any answer."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import BanyanError
+from banyan.llm import Engine
+from tests.system.test_speculation import LONG, REPEATS, REQUESTS, answers, start, told
+
+STEPS = 8
+
+
+def bursting_engine(model: Path, **flags: object) -> Engine:
+    return start(model, is_drafting=False, num_continuous_decode_steps=STEPS, **flags)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path) -> Iterator[Engine]:
+    with start(tiny_model, is_drafting=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def bursting(tiny_model: Path) -> Iterator[Engine]:
+    with bursting_engine(tiny_model) as engine:
+        yield engine
+
+
+def plans_of(engine: Engine, **body: object) -> tuple[list[object], int]:
+    """Answers, and the plans that they took; of a request that ends by length, whose last plan is
+    done when it is told."""
+    before = engine.stats().steps
+    found = [told(answer) for answer in answers(engine, **body)]
+    return found, engine.stats().steps - before
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_is_answered_as_step_by_step(plain, bursting, name: str):
+    right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
+    assert [told(answer) for answer in answers(bursting, **REQUESTS[name])] == right
+
+
+def test_answers_with_and_without_bursts_are_the_same_and_take_fewer_plans(plain, bursting):
+    prompts = [f"{REPEATS} {i}" for i in range(12)]
+    right = [told(answers(plain, prompt=prompt)[0]) for prompt in prompts]
+    found, plans = plans_of(bursting, prompt=prompts)
+    assert found == right
+    assert plans < LONG["max_new_tokens"] / 2
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"disable_overlap_schedule": True},
+        {"disable_radix_cache": True},
+        {"page_size": 16, "max_total_tokens": 512, "max_running_requests": 6},
+    ],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_however_the_engine_runs_the_answers_are_the_same(tiny_model, plain, flags):
+    prompts = [f"{REPEATS} {i}" for i in range(8)]
+    right = [told(answers(plain, prompt=prompt)[0]) for prompt in prompts]
+    with bursting_engine(tiny_model, **flags) as engine:
+        assert [told(answer) for answer in answers(engine, prompt=prompts)] == right
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_no_burst_is_longer_than_the_pieces_of_a_stream(bursting, interval: int):
+    sampling = LONG | {"stream_interval": interval}
+    before = bursting.stats().steps
+    pieces = list(bursting.generate(prompt=REPEATS, sampling_params=sampling, stream=True))
+    assert len(pieces[-1]["output_ids"]) == LONG["max_new_tokens"]
+    assert bursting.stats().steps - before >= LONG["max_new_tokens"] / interval
+
+
+def test_steps_that_are_not_recorded_refuse_bursts(tiny_model):
+    with pytest.raises(BanyanError, match="steps are eager here"):
+        bursting_engine(tiny_model, disable_cuda_graph=True).shutdown()
