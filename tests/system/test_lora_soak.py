@@ -35,6 +35,8 @@ TOKENS = 6
 PROMPTS = [[(seed * 31 + 7 * i * i + i) % 300 + 3 for i in range(20)] for seed in range(3)]
 SEED = 18
 DEADLINE_S = 120.0
+MARGIN = 0.01
+"""Between the logits of the two likeliest tokens."""
 
 Version = tuple[str, int]
 """Name of an adapter, and which of the two folders it was loaded from; ("", 0) is the base."""
@@ -78,17 +80,23 @@ def right(tiny_model: Path, folders: dict[Version, Path]) -> dict[Version, list[
             for weight, values in before.items():
                 weight.copy_(values)
     for number in range(len(PROMPTS)):
-        assert len({tuple(answers[number]) for answers in found.values()}) == len(found)
+        sure = [tuple(answers[number]) for answers in found.values() if answers[number]]
+        assert len(set(sure)) == len(sure) > 0.8 * len(found)
     return found
 
 
 def _answers(model: torch.nn.Module) -> list[list[int]]:
-    """The likeliest tokens behind each prompt."""
-    ids = torch.tensor(PROMPTS)
+    """The likeliest tokens behind each prompt; [] where rounding may choose another one."""
+    ids, margins = torch.tensor(PROMPTS), torch.full((len(PROMPTS),), torch.inf)
     with torch.no_grad():
         for _ in range(TOKENS):
-            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-    return ids[:, -TOKENS:].tolist()
+            best = model(ids).logits[:, -1].topk(2)
+            margins = margins.minimum(best.values[:, 0] - best.values[:, 1])
+            ids = torch.cat([ids, best.indices[:, :1]], 1)
+    sure = (margins > MARGIN).tolist()
+    return [
+        a if is_sure else [] for a, is_sure in zip(ids[:, -TOKENS:].tolist(), sure, strict=True)
+    ]
 
 
 @dataclass
@@ -116,7 +124,9 @@ class Soak:
         with self.lock:
             name = rng.choice(["", *self.here])
             seen, version = self.changes[name], self.here.get(name, 0)
-        prompt = rng.randrange(len(PROMPTS))
+        known = [self.right[name, v] for v in ((0, 1) if name else (0,))]
+        sure = [at for at in range(len(PROMPTS)) if all(answers[at] for answers in known)]
+        prompt = rng.choice(sure)
         params = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
         body = {"input_ids": PROMPTS[prompt], "sampling_params": params}
         body["lora_path"] = name or None
@@ -251,7 +261,7 @@ def test_every_answer_is_that_of_the_adapter_that_was_named(
 ) -> None:
     flags = ("--model-path", str(tiny_model), "--served-model-name", "base", "--threads", "1")
     flags += ("--tp-size", "2", "--max-total-tokens", "4096", "--engine-restart-window", "0")
-    flags += ("--enable-lora", "--max-lora-rank", str(max(RANKS)))
+    flags += ("--cpu-activations", "fp32", "--enable-lora", "--max-lora-rank", str(max(RANKS)))
     flags += ("--max-loaded-loras", str(MAX_LOADED), "--max-loras-per-batch", str(MAX_RUNNING))
     with serving(tmp_path / "log", *flags) as server:
         state = Soak(server, folders, right)
