@@ -237,6 +237,7 @@ def _with_orders(
         carriers[ForgetDrafts] = runner.drafting.prepare_flush
     if rack is not None:
         carriers |= {TakeAdapter: rack.prepare_take, DropAdapter: rack.prepare_drop}
+        carriers[TakeWeights] = rack.beside(holdings.prepare_take)
     return OrderTaker(
         runner, carriers, opened.build.groups.world, opened.build.device, profiler.stepped
     )

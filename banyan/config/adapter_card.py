@@ -4,7 +4,7 @@ whether it fits a model is found out where that is loaded (`models/weights/adapt
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
@@ -12,12 +12,19 @@ from banyan.formats.mapped import TensorInfo
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 1 << 12
+EMBEDDING, HEAD, DORA = KINDS = ("embed_tokens", "lm_head", "DoRA")
+_GGUF_ENDS = {"token_embd": EMBEDDING, "output": HEAD}
 TYPES = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """The matrices of one projection: outputs += scale · up · down · inputs."""
+    """The matrices of one projection: outputs += scale · up · down · inputs.
+
+    Attributes:
+        magnitude: tensor with the lengths of the rows of what weight and matrices come to (DoRA);
+            "" for none.
+    """
 
     rank: int
     alpha: float
@@ -27,6 +34,20 @@ class LowRank:
     names: tuple[str, str]
     """Of down and up in the file."""
     type: str = "F32"
+    magnitude: str = ""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A weight that takes the place of the base's.
+
+    Attributes:
+        is_copy: it is the base's own, saved beside matrices for it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_copy: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,7 @@ class AdapterCard:
         format: "safetensors" (PEFT's folder) or "gguf" (llama.cpp's file).
         base: what the adapter says it was made for; a name that binds nobody.
         modules: name of the projection in the base's checkpoint -> its matrices.
+        saved: module -> the weight that it brings whole.
         targets: last parts of these names that it claims, each in every layer; () where it claims
             something else.
     """
@@ -46,6 +68,7 @@ class AdapterCard:
     size_bytes: int
     format: str = "safetensors"
     targets: tuple[str, ...] = ()
+    saved: Mapping[str, Whole] = field(default_factory=dict[str, Whole])
 
     @property
     def weights(self) -> str:
@@ -62,7 +85,15 @@ class AdapterCard:
     @property
     def rank(self) -> int:
         """The highest of any projection."""
-        return max(found.rank for found in self.modules.values())
+        return max((found.rank for found in self.modules.values()), default=0)
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What room it needs beside that for projections: of KINDS."""
+        names = {name.rpartition(".")[2] for name in (*self.modules, *self.saved)}
+        has_gains = any(found.magnitude for found in self.modules.values())
+        names = {_GGUF_ENDS.get(name, name) for name in names}
+        return frozenset(names & {EMBEDDING, HEAD}) | (frozenset({DORA}) if has_gains else set())
 
     @property
     def adapted(self) -> tuple[str, ...]:

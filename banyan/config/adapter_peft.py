@@ -9,25 +9,33 @@ from collections.abc import Mapping
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
-from banyan.config.adapter_card import CONFIG, MAX_RANK, WEIGHTS, AdapterCard, LowRank, check_types
+from banyan.config.adapter_card import (
+    CONFIG,
+    MAX_RANK,
+    WEIGHTS,
+    AdapterCard,
+    LowRank,
+    Whole,
+    check_types,
+)
 from banyan.config.facts import Facts, read_json
 from banyan.formats.safetensors import SafetensorsFile
 
 _MAX_PATTERNS = 4096
 _PICKLED = ("adapter_model.bin", "adapter_model.pt")
 _PREFIX = "base_model.model."
-_MATRIX = re.compile(r"(.+)\.lora_(A|B)(?:\.default)?\.weight")
+_MATRIX = re.compile(r"(.+)\.lora_(?:embedding_)?(A|B)(?:\.default)?(?:\.weight)?")
+_MAGNITUDE = re.compile(r"(.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
+_WHOLE = re.compile(r"(.+?)(\.base_layer)?\.weight")
 _CONVERSION = (
     "it is never opened, as a pickle may run anything: where you trust it, run python -c "
     '"import torch; from safetensors.torch import save_file; save_file({k: v.contiguous() for k, '
     "v in torch.load('adapter_model.bin').items()}, 'adapter_model.safetensors')\" in that folder"
 )
 _ABSENT_FEATURES = {
-    "use_dora": "DoRA scales whole rows of the base's weights",
     "use_qalora": "QA-LoRA pools the inputs of its matrices",
     "lora_bias": "its matrices have biases",
     "fan_in_fan_out": "its matrices are transposed",
-    "modules_to_save": "it brings whole weights in the place of the base's",
     "trainable_token_indices": "it brings rows of the embedding",
     "target_parameters": "it adapts weights that are no projections (experts)",
     "layer_replication": "it adds layers to the base",
@@ -54,10 +62,10 @@ def read_peft(path: str) -> AdapterCard:
     facts = Facts(raw, os.path.join(path, CONFIG))
     _check_kind(facts, raw, folder)
     with SafetensorsFile.open(os.path.join(path, WEIGHTS)) as file:
-        modules = _modules(file, _Scales(facts), folder)
+        modules, saved = _modules(file, _Scales(facts), folder, facts)
         size = file.size_bytes
     base = facts.text("base_model_name_or_path", "")
-    return AdapterCard(path, base, modules, size, targets=_claimed(facts, raw))
+    return AdapterCard(path, base, modules, size, targets=_claimed(facts, raw), saved=saved)
 
 
 def _check_files(path: str, folder: str) -> None:
@@ -154,32 +162,51 @@ def _matching(patterns: Mapping[str, float], module: str, default: float) -> flo
     return default
 
 
-def _modules(file: SafetensorsFile, scales: _Scales, folder: str) -> dict[str, LowRank]:
+def _modules(
+    file: SafetensorsFile, scales: _Scales, folder: str, facts: Facts
+) -> tuple[dict[str, LowRank], dict[str, Whole]]:
     found: dict[str, dict[str, str]] = {}
+    whole: dict[str, Whole] = {}
     unknown: list[str] = []
     for name in file.tensors:
-        match = _MATRIX.fullmatch(name)
-        if match is None or not name.startswith(_PREFIX):
+        short = name.removeprefix(_PREFIX)
+        if short == name:
             unknown.append(name)
-            continue
-        found.setdefault(match.group(1).removeprefix(_PREFIX), {})[match.group(2)] = name
+        elif match := _MATRIX.fullmatch(short):
+            found.setdefault(match.group(1), {})[match.group(2)] = name
+        elif match := _MAGNITUDE.fullmatch(short):
+            found.setdefault(match.group(1), {})["magnitude"] = name
+        elif match := _WHOLE.fullmatch(short):
+            is_copy = match.group(2) is not None
+            whole[match.group(1)] = Whole(name, file.tensors[name].shape, is_copy)
+            check_types((file.tensors[name],), folder)
+        else:
+            unknown.append(name)
     if unknown:
         raise ConfigError(
-            f"adapter {folder!r}: {len(unknown)} tensors are no matrices of LoRA on projections: "
-            f"{_first(unknown)}",
-            hint="embeddings, heads, magnitudes and whole weights are not served; merge it",
+            f"adapter {folder!r}: {len(unknown)} tensors are no matrices of LoRA, magnitudes or "
+            f"weights: {_first(unknown)}",
+            hint="merge it into the weights",
         )
-    if not found:
+    if not found and not whole:
         raise ConfigError(f"adapter {folder!r} has no tensors", hint="save it again")
-    return {name: _low_rank(file, name, both, scales, folder) for name, both in found.items()}
+    has_gains = facts.flag("use_dora", default=False)
+    odd = [name for name, both in found.items() if ("magnitude" in both) != has_gains]
+    if odd:
+        raise ConfigError(
+            f"adapter {folder!r}: use_dora is {str(has_gains).lower()}, and {len(odd)} projections "
+            f"have {'no ' if has_gains else 'a '}magnitude: {_first(odd)}",
+            hint="the configuration and the weights do not belong together",
+        )
+    modules = {name: _low_rank(file, name, both, scales, folder) for name, both in found.items()}
+    return modules, whole
 
 
 def _low_rank(
     file: SafetensorsFile, module: str, both: Mapping[str, str], scales: _Scales, folder: str
 ) -> LowRank:
     shown = printable(module, 100)
-    if len(both) < 2:
-        lacking = "B" if "A" in both else "A"
+    if lacking := next((part for part in "AB" if part not in both), ""):
         raise ConfigError(
             f"adapter {folder!r} lacks lora_{lacking} of {shown}", hint="save or download it again"
         )
@@ -195,7 +222,16 @@ def _low_rank(
             hint="the configuration and the weights do not belong together",
         )
     names = (both["A"], both["B"])
-    return LowRank(rank, alpha, down.shape[1], up.shape[0], scale, names, down.type)
+    magnitude = both.get("magnitude", "")
+    if magnitude:
+        check_types((file.tensors[magnitude],), folder)
+        if file.tensors[magnitude].shape != up.shape[:1]:
+            raise ConfigError(
+                f"adapter {folder!r}: {shown} has {up.shape[0]} outputs and magnitudes of "
+                f"{list(file.tensors[magnitude].shape)}",
+                hint="save or download it again",
+            )
+    return LowRank(rank, alpha, down.shape[1], up.shape[0], scale, names, down.type, magnitude)
 
 
 def _claimed(facts: Facts, raw: Mapping[str, object]) -> tuple[str, ...]:

@@ -2,11 +2,12 @@
 go with. Part of `config/resolve.py`; knows no tensors.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.adapter_card import MAX_RANK
+from banyan.config.adapter_card import KINDS, MAX_RANK, AdapterCard
 from banyan.config.adapters import named_adapters, read_adapter
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
@@ -18,8 +19,11 @@ _FLAG = "--enable-lora"
 _TARGETS = (
     *("all", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("qkv_proj", "gate_up_proj", "c_fc", "c_proj"),
+    *("embed_tokens", "lm_head"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
 )
+NO_PROJECTION = "none"
+"""A target that no projection has."""
 MOST_LOADED = 256
 """Adapters in memory where nobody says how many."""
 
@@ -34,8 +38,9 @@ def plan_the_adapters(config: Config, card: ModelCard, environment: Environment)
         return config
     _check(config, card)
     places = named_adapters(lora.paths)
-    ranks = [read_adapter(place.path, lora.max_rank).rank for place in places]
-    if not lora.max_rank and not ranks:
+    cards = [read_adapter(place.path, lora.max_rank) for place in places]
+    ranks = [found.rank for found in cards if found.rank]
+    if not lora.max_rank and not cards:
         raise ConfigError(
             f"{_FLAG}: without --lora-paths nothing tells how large adapters may be",
             hint="give --max-lora-rank, as 64",
@@ -55,16 +60,24 @@ def plan_the_adapters(config: Config, card: ModelCard, environment: Environment)
             f"--max-loaded-loras {most} is less than --max-loras-per-batch {lora.max_running}",
             hint="requests that run together need their adapters in memory together",
         )
-    rank = lora.max_rank or max(ranks)
-    return replace(config, lora=replace(lora, max_rank=rank, max_loaded=most))
+    rank = lora.max_rank or max(ranks, default=1)
+    kinds = _kinds(lora.targets, cards)
+    targets = tuple(target for target in lora.targets if target not in KINDS)
+    if lora.targets and not targets:
+        targets = (NO_PROJECTION,)
+    found = replace(lora, max_rank=rank, max_loaded=most, kinds=kinds, targets=targets)
+    return replace(config, lora=found)
+
+
+def _kinds(targets: tuple[str, ...], cards: Sequence[AdapterCard]) -> tuple[str, ...]:
+    """What there is room for beside projections: what is named, and what the adapters of the start
+    have. It costs a little at each step, so that nobody has it who does not need it."""
+    return tuple(
+        kind for kind in KINDS if kind in targets or any(kind in card.kinds for card in cards)
+    )
 
 
 def _check_target(target: str) -> None:
-    if target in ("embed_tokens", "lm_head"):
-        raise ConfigError(
-            f"--lora-target-modules {target}: only projections inside of the blocks are changed",
-            hint="leave it out",
-        )
     if target not in _TARGETS:
         raise ConfigError(
             f"--lora-target-modules {printable(target, 80)!r} is no projection",

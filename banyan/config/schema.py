@@ -427,6 +427,8 @@ class LoraConfig:
     """Highest rank; 0 = that of `paths`."""
     targets: tuple[str, ...] = ()
     """Last parts of the projections' names; () = all."""
+    kinds: tuple[str, ...] = ()
+    """What else adapters may change, of `adapter_card.KINDS`; `config/lora.py` says."""
     max_running: int = 8
     """Adapters among the requests that run at once."""
     max_loaded: int = 0

@@ -2,17 +2,21 @@
 them. A model that is built without adapters has none of this.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch import Tensor, nn
 
+from banyan.layers.embedding import Embedding, Logits
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.slot import WeightSlot
+from banyan.ops.adapter_rows import RowTable
 from banyan.ops.adapters import AdapterTable, AdapterTokens
 from banyan.ops.api import Ops
-from banyan.ops.packed import PackedLinear
+from banyan.ops.packed import PackedEmbedding, PackedLinear
 
 Projection = ColumnLinear | RowLinear
+EMBEDDING, HEAD, GAINS = "embed_tokens", "lm_head", "DoRA"
+"""Kinds of changes beside those of projections; the names of config/adapter_card.py."""
 
 
 class AdapterSeats:
@@ -22,25 +26,54 @@ class AdapterSeats:
         max_rank: highest rank of an adapter.
         capacity: highest number of one.
         targets: last parts of the projections' names in checkpoints; () = every projection.
+        kinds: what else adapters may change: EMBEDDING, HEAD, and outputs as a whole (GAINS).
     """
 
-    def __init__(self, max_rank: int, capacity: int, targets: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        max_rank: int,
+        capacity: int,
+        targets: Sequence[str] = (),
+        kinds: Collection[str] = (),
+    ) -> None:
         self.max_rank = max_rank
         self.capacity = capacity
         self.targets = () if "all" in targets else tuple(targets)
+        self.kinds = frozenset(kinds)
         self.tables: dict[str, AdapterTable] = {}
         """By the projection's name in the model."""
+        self.rows: dict[str, RowTable] = {}
+        """The same of what is done to whole rows; also of "embedding" and "head"."""
+        self.biases: dict[str, Tensor | None] = {}
+        """Of projections in `rows`, where this rank adds one."""
         self.slots: dict[str, WeightSlot] = {}
         """Shapes and cuts of every projection that could have a table."""
         self.tokens = AdapterTokens(1)
         """Of the step at hand; what is recorded keeps those of its recording."""
+        self.outputs = AdapterTokens(1)
+        """Of the tokens whose logits are computed."""
 
     def wrap(self, name: str, projection: Projection, ops: Ops) -> None:
         """Let adapters lie beside a filled projection; weights that come later find the same
         ones."""
         self.seat(name)
         assert projection.weight is not None
-        projection.weight = Adapted(projection.weight, self.tables[name], self, ops)
+        has_gains = GAINS in self.kinds
+        rows = self.rows.setdefault(name, RowTable(self.capacity)) if has_gains else None
+        is_added_elsewhere = isinstance(projection, RowLinear) and projection.group.rank
+        self.biases[name] = None if is_added_elsewhere else projection.bias
+        projection.weight = Adapted(projection.weight, self.tables[name], rows, self, ops)
+
+    def wrap_ends(self, embedding: Embedding, head: nn.Module | None, ops: Ops) -> None:
+        """The same for the embedding and the logits, where they were asked for."""
+        if EMBEDDING in self.kinds:
+            assert embedding.rows is not None
+            table = self.rows.setdefault("embedding", RowTable(self.capacity))
+            embedding.rows = AdaptedEmbedding(embedding.rows, table, self, ops)
+        if HEAD in self.kinds and isinstance(head, Logits):
+            assert head.weight is not None
+            table = self.rows.setdefault("head", RowTable(self.capacity))
+            head.weight = AdaptedHead(head.weight, table, self, ops)
 
     def seat(self, name: str) -> None:
         """Make room for what adapters bring for a projection."""
@@ -54,16 +87,54 @@ class Adapted:
     """A packed weight with the adapters beside it."""
 
     def __init__(
-        self, weight: PackedLinear, table: AdapterTable, seats: AdapterSeats, ops: Ops
+        self,
+        weight: PackedLinear,
+        table: AdapterTable,
+        rows: RowTable | None,
+        seats: AdapterSeats,
+        ops: Ops,
     ) -> None:
         self._weight = weight
         self._table = table
+        self._rows = rows
         self._seats = seats
         self._ops = ops
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         out = self._weight(x, bias)
         self._ops.adapt(out, x, self._table, self._seats.tokens)
+        if self._rows is not None:
+            self._ops.adapt_rows(out, out, self._rows, self._seats.tokens)
+        return out
+
+
+class AdaptedEmbedding:
+    """A packed embedding with the adapters beside it."""
+
+    def __init__(
+        self, rows: PackedEmbedding, table: RowTable, seats: AdapterSeats, ops: Ops
+    ) -> None:
+        self._rows, self._table = rows, table
+        self._seats, self._ops = seats, ops
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        out = self._rows(tokens)
+        self._ops.adapt_rows(out, tokens, self._table, self._seats.tokens)
+        return out
+
+
+class AdaptedHead:
+    """The packed weight of the logits with the adapters beside it."""
+
+    def __init__(
+        self, weight: PackedLinear, table: RowTable, seats: AdapterSeats, ops: Ops
+    ) -> None:
+        self._weight, self._table = weight, table
+        self._seats, self._ops = seats, ops
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = self._weight(x, bias)
+        self._ops.adapt_rows(out, x, self._table, self._seats.outputs)
         return out
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from banyan.ops.adapter_rows import AdapterRowOps
 from banyan.ops.adapters import AdapterOps
 from banyan.ops.experts_api import ExpertOps
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
@@ -119,7 +120,7 @@ class Recorder(Protocol):
         ...
 
 
-class Ops(ExpertOps, StateOps, AdapterOps, Protocol):
+class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, Protocol):
     """One bound implementation per op. Never dispatches per call."""
 
     @property
@@ -437,6 +438,7 @@ OP_NAMES = (
     "decay_gates",
     "scan",
     "adapt",
+    "adapt_rows",
     "sample",
     "logprobs",
 )

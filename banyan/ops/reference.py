@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from banyan.ops.adapter_rows import GAIN, LOOKED_UP, RowTable
 from banyan.ops.adapters import AdapterTable, AdapterTokens
 from banyan.ops.experts_api import Clamp, PackedExperts, Routing, StoredExperts
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
@@ -96,6 +97,26 @@ def adapt(out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) ->
                 inner = part.down.float() @ x[at].float() * part.scale
                 end = part.first + len(part.up)
                 out[at, part.first : end] += (part.up.float() @ inner).to(out.dtype)
+
+
+def adapt_rows(out: Tensor, x: Tensor, table: RowTable, tokens: AdapterTokens) -> None:
+    for number, where in tokens.groups():
+        part = table.parts[number]
+        for at in where.tolist() if part is not None else ():
+            assert part is not None
+            if part.kind == GAIN:
+                assert part.shifts is not None
+                out[at] = part.rows * out[at] + part.shifts
+                continue
+            if part.kind == LOOKED_UP:
+                row = int(x[at]) - part.first
+                if not 0 <= row < len(part.rows):
+                    continue
+                made = part.rows[row]
+            else:
+                made = part.rows @ x[at].float()
+            made = made if part.up is None else made @ part.up
+            out[at] = made if part.replaces else out[at] + made
 
 
 def scale_logits(logits: Tensor, scale: float, soft_cap: float) -> Tensor:

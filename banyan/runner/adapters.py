@@ -10,13 +10,13 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.adapters import AdapterPlace, named_adapters
 from banyan.config.schema import LoraConfig
-from banyan.layers.adapted import AdapterSeats
+from banyan.layers.adapted import GAINS, AdapterSeats
 from banyan.messages.orders import DropAdapter, Order, TakeAdapter
 from banyan.models.base import Model
 from banyan.models.weights.adapters import Base, LoadedAdapter, base_of, load_adapter
 from banyan.ops.adapters import AdapterTokens
 from banyan.platform.base import Traits
-from banyan.runner.orders import Finish, Said
+from banyan.runner.orders import Carrier, Finish, Said
 
 log = logger(__name__)
 
@@ -34,7 +34,7 @@ def open_seats(lora: LoraConfig, traits: Traits) -> AdapterSeats | None:
             f"--enable-lora on {traits.name}: adapters are computed on CPUs only",
             hint="merge the adapter into the weights, or use --device cpu",
         )
-    return AdapterSeats(lora.max_rank, lora.max_loaded, lora.targets)
+    return AdapterSeats(lora.max_rank, lora.max_loaded, lora.targets, lora.kinds)
 
 
 def open_rack(lora: LoraConfig, model: Model, seats: AdapterSeats | None) -> "AdapterRack | None":
@@ -110,13 +110,31 @@ class AdapterRack:
             self._ranks.pop(order.number, None)
             for table in self.seats.tables.values():
                 table.enter(order.number, ())
+            for rows in self.seats.rows.values():
+                rows.enter(order.number, None)
             return Said("The adapter has been unloaded.")
 
         return drop
 
+    def beside(self, take_weights: Carrier) -> Carrier:
+        """What takes other weights, where adapters do not depend on those of the start."""
+
+        def prepare(order: Order) -> Finish:
+            if GAINS in self.seats.kinds:
+                raise ConfigError(
+                    "other weights are not taken where DoRA adapters are served: what scales their "
+                    "outputs is made of the weights of the start",
+                    hint="start again with the other weights",
+                )
+            return take_weights(order)
+
+        return prepare
+
     def _enter(self, number: int, loaded: LoadedAdapter) -> None:
         for name, table in self.seats.tables.items():
             table.enter(number, loaded.parts.get(name, ()))
+        for name, rows in self.seats.rows.items():
+            rows.enter(number, loaded.rows.get(name))
         self._ranks[number] = loaded.rank
 
 
@@ -129,6 +147,8 @@ class AdapterSlots:
 
     def __init__(self, slots: int, rack: AdapterRack) -> None:
         self._numbers = np.zeros(slots, np.int64)
+        self._of_step = self._numbers
+        """Of each token of the step at hand."""
         self._rack = rack
 
     def problem(self, number: int) -> str:
@@ -146,5 +166,19 @@ class AdapterSlots:
 
     def fill(self, tokens: AdapterTokens, slots: np.ndarray) -> None:
         """slots: [tokens], of each token of the step."""
-        tokens.fill(self._numbers[slots])
+        self._of_step = self._numbers[slots]
+        tokens.fill(self._of_step)
         self.show(tokens)
+
+    @property
+    def has_outputs(self) -> bool:
+        """Logits depend on adapters of their own."""
+        return "head" in self._rack.seats.rows
+
+    def show_outputs(self, outputs: AdapterTokens) -> None:
+        self._rack.seats.outputs = outputs
+
+    def choose(self, outputs: AdapterTokens, chosen: np.ndarray) -> None:
+        """chosen: [n], tokens of the step whose logits are wanted."""
+        outputs.fill(self._of_step[chosen])
+        self.show_outputs(outputs)

@@ -138,6 +138,7 @@ class EagerForward:
 
     def logits(self, tokens: np.ndarray) -> Tensor:
         count = len(tokens)
+        self._step.choose(tokens)
         return self._model.logits(self.hidden(as_agreed(tokens, self._joint)))[:count]
 
     def hidden(self, tokens: np.ndarray) -> Tensor:
@@ -300,6 +301,7 @@ class RecordedForward:
         tokens = as_agreed(tokens, self._joint)
         count = len(tokens)
         self._chosen[:count] = tokens
+        self._inputs.choose(tokens)
         self._entered[:count] = _NOWHERE
         all_outputs = _shared_sizes(self._joint)[1]
         self._step.run(0, 0, count, 0, all_outputs)  # of the hidden states that are there

@@ -147,6 +147,7 @@ class StepTensors:
         self.chosen = zeros(max_outputs)
         self.to_slots, self.to_positions = zeros(max_outputs), zeros(max_outputs)
         self._adapters = None if table.adapters is None else AdapterTokens(max_tokens)
+        self._adapted_outputs = AdapterTokens(max_outputs)
         self._fill = self._gather
         if platform.traits.is_host:
             self._host = _HostViews(self, table)
@@ -167,6 +168,7 @@ class StepTensors:
         """Inputs of the full size."""
         if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.show(self._adapters)
+            self._table.adapters.show_outputs(self._adapted_outputs)
         views = map(GroupView, self.page_tables, self.locations)
         geometry = StepGeometry(self.row_starts, self.context_lengths, tuple(views))
         states = BoundStates(self._store, geometry)
@@ -190,6 +192,18 @@ class StepTensors:
             states=BoundStates(self._store, geometry),
             embedded=_embedded(batch, self._table),
         )
+
+    def choose(self, tokens: np.ndarray) -> None:
+        """Let the logits that are computed next be of these tokens of the step.
+
+        tokens: [n], indices along the step's tokens, more than there is room for where the step is
+            not recorded.
+        """
+        adapters = self._table.adapters
+        if adapters is not None and adapters.has_outputs:
+            is_more = len(tokens) > self.max_outputs
+            outputs = AdapterTokens(len(tokens)) if is_more else self._adapted_outputs
+            adapters.choose(outputs, tokens)
 
     def targets(self, count: int) -> tuple[Tensor, Tensor]:
         """Slots and positions that the tokens of the first outputs go to."""
@@ -219,6 +233,7 @@ class StepTensors:
             host.locations[index][:num_tokens] = layout.locate(pages, positions)
         count = len(batch.last)
         host.chosen[:count] = batch.last
+        self.choose(batch.last)
         host.to_slots[:count] = batch.to_slots
         host.to_positions[:count] = batch.to_positions
 

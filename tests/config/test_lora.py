@@ -70,10 +70,6 @@ def test_paths_switch_adapters_on_and_tell_the_rank(tmp_path: Path) -> None:
             "--enable-lora --max-lora-rank 8 --enable-dp-attention --dp 2 --tp 2",
             "do not go together",
         ),
-        (
-            "--enable-lora --max-lora-rank 8 --lora-target-modules lm_head",
-            "only projections inside",
-        ),
         ("--enable-lora --max-lora-rank 8 --lora-target-modules w1", "'w1' is no projection"),
         ("--lora-eviction-policy random", "must be one of"),
     ],
@@ -110,6 +106,21 @@ def broken(folder: Path, what: str) -> None:
             save_file(whole, weights)
         case "magnitude":
             save_file({"base_model.model.model.layers.0.lora_magnitude_vector": ONES}, weights)
+        case "stranger":
+            save_file({"base_model.model.model.layers.0.prompt_embeddings": ONES}, weights)
+        case "many magnitudes":
+            stem = "base_model.model.model.layers.0.mlp.up_proj.lora_"
+            up = np.ones((128, 8), np.float32)
+            whole = {f"{stem}A.weight": ONES, f"{stem}B.weight": up}
+            save_file({**whole, f"{stem}magnitude_vector": ONES}, weights)
+            (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+        case "link":
+            weights.rename(folder / "elsewhere")
+            weights.symlink_to(folder / "nowhere")
+        case "huge header":
+            weights.write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+        case "header":
+            weights.write_bytes((2).to_bytes(8, "little") + b"[]")
         case "embedding":
             save_file({"base_model.model.model.embed_tokens.lora_embedding_A": ONES}, weights)
         case _:
@@ -132,11 +143,15 @@ ONES = np.ones((8, 8), np.float32)
         ("empty", "has no tensors"),
         ("half", "lacks lora_B of model.layers.0.mlp.up_proj"),
         ("int8", "is I8; F32, F16, BF16 are read"),
-        ("magnitude", "no matrices of LoRA on projections"),
-        ("embedding", "Embeddings, heads"),
+        ("magnitude", "use_dora is false, and 1 projections have a magnitude"),
+        ("stranger", "1 tensors are no matrices of LoRA"),
+        ("embedding", "lacks lora_B of model.embed_tokens"),
+        ("many magnitudes", "128 outputs and magnitudes of .8, 8."),
+        ("link", "cannot open it"),
+        ("huge header", "its header claims"),
+        ("header", "header"),
         ('{"peft_type": "IA3"}', "of type IA3"),
-        ('{"use_dora": true}', "use_dora is not available"),
-        ('{"modules_to_save": ["lm_head"]}', "modules_to_save is not available"),
+        ('{"use_dora": true}', "14 projections have no magnitude"),
         ('{"bias": "all"}', "bias 'all' is not available"),
         ('{"lora_bias": true}', "lora_bias is not available"),
         ('{"trainable_token_indices": [1]}', "rows of the embedding"),

@@ -8,7 +8,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from banyan.base.errors import ConfigError
-from banyan.config.adapter_card import WEIGHTS
+from banyan.config.adapter_card import KINDS, WEIGHTS
 from banyan.config.checkpoint import read_card
 from banyan.config.lora import MOST_LOADED
 from banyan.config.schema import LoraConfig
@@ -42,9 +42,9 @@ TARGETS = {
 }
 
 
-def opened(folder, ops, targets=(), max_rank=64):
+def opened(folder, ops, targets=(), max_rank=64, kinds=()):
     """A model with room for adapters, and what they must fit."""
-    seats = AdapterSeats(max_rank, 4, targets)
+    seats = AdapterSeats(max_rank, 4, targets, kinds)
     model = load_model(read_card(str(folder)), Build(ops, adapters=seats))
     open_projections(model, seats, ops)
     return model, base_of(model, seats)
@@ -53,11 +53,14 @@ def opened(folder, ops, targets=(), max_rank=64):
 def enter(base, number, loaded):
     for name, table in base.seats.tables.items():
         table.enter(number, loaded.parts.get(name, ()))
+    for name, rows in base.seats.rows.items():
+        rows.enter(number, loaded.rows.get(name))
 
 
 def show(base, adapters):
     base.seats.tokens = AdapterTokens(len(adapters))
     base.seats.tokens.fill(np.array(adapters))
+    base.seats.outputs = base.seats.tokens
 
 
 def random_peft(model, folder, **config):
@@ -69,7 +72,9 @@ def random_peft(model, folder, **config):
     )
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
+            if "magnitude" in name:
+                parameter.mul_(torch.rand_like(parameter) + 0.5)
+            elif "lora_" in name or "modules_to_save" in name:
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
     adapted.save_pretrained(folder)
     return adapted.eval()
@@ -99,6 +104,49 @@ def test_an_adapter_gives_the_logits_of_peft(variant, ops, paged, tmp_path):
     show(base, [2] * len(PROMPT) + [0] * len(PROMPT))
     with_it, without = pages.step([(0, PROMPT), (1, PROMPT)])
     torch.testing.assert_close(with_it, expected, atol=2e-4, rtol=0)
+    torch.testing.assert_close(without, plain, atol=2e-4, rtol=0)
+
+
+KINDS_OF = {
+    "lm_head": {"target_modules": ["lm_head", "q_proj"]},
+    "embedding": {"target_modules": ["embed_tokens", "down_proj"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"], "use_rslora": True},
+    "saved": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "DoRA": {"target_modules": ["q_proj", "k_proj", "o_proj", "up_proj"], "use_dora": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [
+        *((kind, "qwen2") for kind in KINDS_OF),
+        ("both", "gemma3, untied"),
+        ("saved", "gemma3, untied"),
+        ("DoRA", "qwen3, bias"),
+        ("DoRA", "deepseek v3"),
+    ],
+)
+def test_adapters_of_other_kinds_give_the_logits_of_peft(kind, variant, ops, paged, tmp_path):
+    name, _, untied = variant.partition(", untied")
+    is_untied = {"tie_word_embeddings": False} if variant.endswith("untied") else {}
+    reference = tiny(name, tmp_path / "base", **is_untied)
+    facts = KINDS_OF[kind]
+    if variant == "deepseek v3":
+        facts = {**facts, "target_modules": ["q_a_proj", "q_b_proj", "o_proj"]}
+    adapted = random_peft(reference, tmp_path / "a", r=5, lora_alpha=9, **facts)
+    with torch.no_grad():
+        expected = adapted(torch.tensor([PROMPT])).logits[0]
+        with adapted.disable_adapter():
+            plain = adapted(torch.tensor([PROMPT])).logits[0]
+    assert (expected - plain).abs().max() > 0.05
+    model, base = opened(tmp_path / "base", ops, kinds=KINDS)
+    loaded = load_adapter(str(tmp_path / "a"), base)
+    assert loaded.rows
+    enter(base, 2, loaded)
+    pages = paged(model, num_requests=2)
+    show(base, [2] * len(PROMPT) + [0] * len(PROMPT))
+    with_it, without = pages.step([(0, PROMPT), (1, PROMPT)])
+    torch.testing.assert_close(with_it, expected, atol=5e-4, rtol=0)
     torch.testing.assert_close(without, plain, atol=2e-4, rtol=0)
 
 
@@ -204,7 +252,10 @@ def without_a_layer(tensors):
         (widened, "another base.*128 inputs and 64 outputs there, 64 and 64 here.*made for tiny"),
         (renamed("layers.1.", "layers.7."), "layers.7.self_attn.q_proj: the model has no such"),
         (renamed("q_proj", "query"), "self_attn.query: the model has no such projection"),
-        (renamed("model.layers.0.self_attn.q_proj", "lm_head"), "projections inside of the blocks"),
+        (
+            renamed("model.layers.0.self_attn.q_proj", "lm_head"),
+            "started without room for that.*modules all lm_head",
+        ),
         (without_a_layer, "lacks the matrices of 1 projections.*model.layers.1.self_attn.q_proj"),
     ],
 )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
@@ -175,6 +177,80 @@ def test_a_changed_folder_is_not_taken_for_the_adapter_that_was_named(
         served.unload_lora_adapter("mine")
         served.load_lora_adapter("mine", str(mine))
         assert output(served, "mine") == expected["c"]
+
+
+KINDS = {
+    "ends": {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "r": 5},
+    "saved": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "dora": {"target_modules": "all-linear", "use_dora": True, "r": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory, tiny_model) -> dict[str, Path]:
+    """As `folders`, of adapters that change embedding, head and whole rows; merged by PEFT."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    root, found = tmp_path_factory.mktemp("wide"), {}
+    for name, facts in KINDS.items():
+        torch.manual_seed(3)
+        model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model)
+        config = peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **facts)
+        adapted = peft.get_peft_model(model, config)
+        with torch.no_grad():
+            for key, parameter in adapted.named_parameters():
+                if "magnitude" in key:
+                    parameter.mul_(torch.rand_like(parameter) + 0.5)
+                elif "lora_" in key or "modules_to_save" in key:
+                    parameter.copy_(torch.randn_like(parameter) * 0.3)
+        adapted.save_pretrained(root / name)
+        found[name] = root / name
+        merged = Path(shutil.copytree(tiny_model, root / f"merged-{name}"))
+        weights = adapted.merge_and_unload().state_dict()
+        weights = {key: value.contiguous() for key, value in weights.items()}
+        save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+        found[f"merged {name}"] = merged
+    return found
+
+
+def test_adapters_of_embedding_head_and_whole_rows_answer_as_peft_merges_them(
+    wide, tiny_model
+) -> None:
+    exact = {"cpu_activations": "fp32"}
+    expected, told = {}, {}
+    for name, model in {None: tiny_model, **{k: wide[f"merged {k}"] for k in KINDS}}.items():
+        with engine(model, **exact) as merged:
+            expected[name], told[name] = output(merged, None), scores(merged, None)
+    assert len({tuple(ids) for ids in expected.values()}) == 4
+    paths = [f"{name}={wide[name]}" for name in KINDS]
+    with engine(tiny_model, lora_paths=paths, **exact) as served:
+        assert served.get_server_info()["facts"]["steps"] == "recorded"
+        alone = {name: scores(served, name) for name in expected}
+        for name, ids in expected.items():
+            assert output(served, name) == ids
+            np.testing.assert_allclose(alone[name], told[name], atol=2e-3)
+        with ThreadPoolExecutor(8) as pool:
+            company = [*expected] * 2
+            together = list(pool.map(lambda name: scores(served, name), company))
+        assert together == [alone[name] for name in company]
+        taken, why = served.update_weights_from_disk(str(tiny_model))[:2]
+        assert not taken and "not taken where DoRA adapters are served" in why
+    with engine(tiny_model, lora_paths=paths, chunked_prefill_size=7, **exact) as cut:
+        assert {name: scores(cut, name) for name in alone} == alone
+    with engine(tiny_model, lora_paths=paths, disable_cuda_graph=True, **exact) as called:
+        assert {name: output(called, name) for name in expected} == expected
+    flags = {"threads": 1, "max_total_tokens": 4096, "tp_size": 2, **exact}
+    with Engine(str(tiny_model), lora_paths=paths, **flags) as shared:
+        assert {name: output(shared, name) for name in expected} == expected
+
+
+def test_what_there_is_no_room_for_is_refused_by_name(folders, wide, tiny_model) -> None:
+    with engine(tiny_model, enable_lora=True, max_lora_rank=16) as served:
+        with pytest.raises(BanyanError, match=r"\(DoRA\), and the server was started without room"):
+            served.load_lora_adapter("dora", str(wide["dora"]))
+        with pytest.raises(BanyanError, match="--lora-target-modules all lm_head"):
+            served.load_lora_adapter("ends", str(wide["ends"]))
+        served.load_lora_adapter("a", str(folders["a"]))
 
 
 def test_without_the_flag_no_adapter_is_taken(folders, tiny_model, expected) -> None:

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
-from banyan.config.adapter_card import AdapterCard, LowRank
+from banyan.config.adapter_card import DORA, EMBEDDING, HEAD, KINDS, AdapterCard, LowRank, Whole
 from banyan.config.adapters import read_adapter
 from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
@@ -24,8 +26,20 @@ from banyan.layers.build import Build
 from banyan.layers.slot import WeightSlot
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
+from banyan.models.weights.adapter_rows import (
+    MERGE,
+    Gains,
+    Share,
+    base_weights,
+    check_end,
+    end_part,
+    own_rows,
+    shares_of,
+    whole_part,
+)
 from banyan.models.weights.names import Place, place_of
 from banyan.models.weights.reader import as_tensor
+from banyan.ops.adapter_rows import RowPart
 from banyan.ops.adapters import MAX_PARTS, Part
 from banyan.ops.api import Ops
 from banyan.ops.stored import StoredWeight
@@ -34,6 +48,7 @@ _DIGEST_BYTES = 16
 _BLOCK = 1 << 20
 _LATENT = ("squeeze", "query", "latent", "out")
 """Projections of latent attention that are products by themselves."""
+_END_KINDS = {"embedding": EMBEDDING, "head": HEAD}
 _SHORT = 64
 """Tokens of a model that is never run."""
 
@@ -43,10 +58,12 @@ class LoadedAdapter:
     """
     Attributes:
         parts: projection of the model -> what the adapter adds there on this rank.
+        rows: what it does to whole rows; projection, "embedding" or "head" -> what.
         digest: of the files; the same on every rank.
     """
 
     parts: Mapping[str, list[Part]]
+    rows: Mapping[str, RowPart]
     digest: str
     rank: int
 
@@ -57,11 +74,13 @@ class Base:
 
     Attributes:
         stage: the layers that the rank has.
+        shares: what it has of the vocabulary.
     """
 
     card: ModelCard
     stage: range
     seats: AdapterSeats
+    shares: Mapping[str, Share]
 
 
 def open_projections(model: Model, seats: AdapterSeats, ops: Ops) -> None:
@@ -69,12 +88,13 @@ def open_projections(model: Model, seats: AdapterSeats, ops: Ops) -> None:
     assert isinstance(model, DecoderLM)
     for name, projection in _open(model, seats):
         seats.wrap(name, projection, ops)
+    seats.wrap_ends(model.embedding, model.head, ops)
 
 
 def base_on_paper(card: ModelCard, ops: Ops) -> Base:
     """What adapters of a model must fit, without its weights."""
     model = DecoderLM(card, FAMILIES.load(card.architecture), Build(ops), _SHORT)
-    seats = AdapterSeats(max_rank=1, capacity=0)
+    seats = AdapterSeats(max_rank=1, capacity=0, kinds=KINDS)
     for name, _ in _open(model, seats):
         seats.seat(name)
     return base_of(model, seats)
@@ -93,7 +113,7 @@ def _open(model: DecoderLM, seats: AdapterSeats) -> Iterator[tuple[str, Projecti
 def base_of(model: Model, seats: AdapterSeats) -> Base:
     """What adapters of `model` must fit, once its projections are open."""
     assert isinstance(model, DecoderLM)
-    return Base(model.card, model.stage, seats)
+    return Base(model.card, model.stage, seats, shares_of(model))
 
 
 def load_adapter(path: str, base: Base) -> LoadedAdapter:
@@ -105,24 +125,59 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
     card = read_adapter(path, base.seats.max_rank)
     fit = Fit(base, card)
     found: dict[str, list[Part]] = {}
+    rows: dict[str, RowPart] = {}
+    scaled: dict[str, tuple[Place, Tensor, Tensor]] = {}
     with _opened(card) as file:
         for name, low_rank in card.modules.items():
             place = fit.place_of(name, low_rank)
             if place is None:
                 continue  # of a layer that another rank has
             down, up = (_stored(file, tensor, card) for tensor in low_rank.names)
+            if place.module in base.shares:
+                share = base.shares[place.module]
+                both = (down.dense, up.dense)
+                rows[place.module] = end_part(place.module, share, *both, low_rank.scale)
+                continue
             mine = _parts(base.seats.slots[place.module], place, down, up, low_rank.scale)
             found.setdefault(place.module, []).extend(mine)
+            if low_rank.magnitude:
+                change = low_rank.scale * (up.dense.float() @ down.dense.float())
+                length = _stored(file, low_rank.magnitude, card).dense.float()
+                scaled[f"{name}.weight"] = (place, change, length)
+        for name, whole in card.saved.items():
+            place = fit.place_of_whole(name, whole)
+            if not whole.is_copy:
+                weight = _stored(file, whole.name, card).dense
+                rows[place.module] = whole_part(place.module, base.shares[place.module], weight)
     fit.check_claims()
-    return LoadedAdapter(found, _digest(card), card.rank)
+    return LoadedAdapter(found, rows | _gains(card, base, scaled), _digest(card), card.rank)
+
+
+def _gains(
+    card: AdapterCard, base: Base, scaled: Mapping[str, tuple[Place, Tensor, Tensor]]
+) -> dict[str, RowPart]:
+    """Rows of weight and matrices together are brought to the lengths that the adapter says.
+
+    Args:
+        scaled: name of a weight -> its place, what the adapter adds to it, the lengths.
+    """
+    if not scaled:
+        return {}
+    gains = Gains(base.seats.slots, base.seats.biases)
+    for name, weight in base_weights(base.card, set(scaled), printable(card.path, 200)):
+        place, change, length = scaled[name]
+        gains.add(place, length / (weight + change).norm(dim=1))
+    return gains.parts()
 
 
 def check_numbers(card: AdapterCard) -> None:
     """ConfigError when a number of the adapter is none."""
     with _opened(card) as file:
         for low_rank in card.modules.values():
-            for tensor in low_rank.names:
+            for tensor in filter(None, (*low_rank.names, low_rank.magnitude)):
                 _stored(file, tensor, card)
+        for whole in card.saved.values():
+            _stored(file, whole.name, card)
 
 
 def _opened(card: AdapterCard) -> MappedFile:
@@ -150,6 +205,8 @@ def check_fit(card: AdapterCard, base: Base) -> None:
     fit = Fit(base, card)
     for name, low_rank in card.modules.items():
         fit.place_of(name, low_rank)
+    for name, whole in card.saved.items():
+        fit.place_of_whole(name, whole)
     fit.check_claims()
 
 
@@ -176,6 +233,8 @@ class Fit:
             ConfigError: the model has no such projection, or one of another size.
         """
         place = place_of(f"{name}.weight", self._names)
+        if place is not None and place.module in self._base.shares:
+            return self._end(name, place, low_rank)
         layer = place.module.split(".")[1] if place and place.module.startswith("layers.") else ""
         number = int(layer) if layer.isdecimal() else -1
         if place is None or not 0 <= number < self._base.card.num_layers:
@@ -191,6 +250,8 @@ class Fit:
                 "--lora-target-modules leaves out",
                 hint="name its target there, or leave the flag out",
             )
+        if low_rank.magnitude:
+            self._check_room(DORA, name)
         declared = [slot.shapes[part] for part in place.parts]
         outputs, inputs = sum(shape[0] for shape in declared), declared[0][1]
         if (outputs, inputs) != (low_rank.outputs, low_rank.inputs):
@@ -201,6 +262,56 @@ class Fit:
                 hint="serve the model that it was made for",
             )
         return place
+
+    def place_of_whole(self, name: str, whole: Whole) -> Place:
+        """Where a weight that the adapter brings goes.
+
+        Raises:
+            ConfigError: no weight of the base may be replaced there, or by that.
+        """
+        place = place_of(f"{name}.weight", self._names)
+        if place is None or place.module not in self._base.shares or len(whole.shape) != 2:
+            raise ConfigError(
+                f"adapter {self._folder!r} brings {printable(name, 100)} as a whole: only "
+                f"{EMBEDDING} and {HEAD} may be replaced (modules_to_save)",
+                hint=MERGE,
+            )
+        if not whole.is_copy:
+            self._check_room(_END_KINDS[place.module], name)
+        self._check_end(name, place.module, True, whole.shape)
+        return place
+
+    def _end(self, name: str, place: Place, low_rank: LowRank) -> Place:
+        if low_rank.magnitude or self._card.format == "gguf" and place.module == "embedding":
+            what = "GGUF adapters" if self._card.format == "gguf" else "DoRA"
+            raise ConfigError(
+                f"adapter {self._folder!r} changes {printable(name, 100)}: {what} of it are not "
+                "served",
+                hint=MERGE,
+            )
+        self._check_room(_END_KINDS[place.module], name)
+        shape = (low_rank.outputs, low_rank.inputs)
+        is_turned = place.module == "embedding"
+        self._check_end(name, place.module, False, shape[::-1] if is_turned else shape)
+        return place
+
+    def _check_end(self, name: str, module: str, is_whole: bool, shape: tuple[int, ...]) -> None:
+        try:
+            check_end(self._base.card, module, is_whole, *shape)
+        except ConfigError as error:
+            raise ConfigError(
+                f"adapter {self._folder!r} changes {printable(name, 100)}: {error.text}",
+                hint=error.hint,
+            ) from None
+
+    def _check_room(self, kind: str, name: str) -> None:
+        if kind not in self._base.seats.kinds:
+            flag = "" if kind == DORA else f", or write --lora-target-modules all {kind}"
+            raise ConfigError(
+                f"adapter {self._folder!r} changes {printable(name, 100)} ({kind}), and the server "
+                "was started without room for that",
+                hint=f"name such an adapter in --lora-paths at the start{flag}",
+            )
 
     def check_claims(self) -> None:
         """ConfigError when a layer lacks a projection that the adapter says it changes."""
@@ -235,7 +346,7 @@ class Fit:
 
     def _stranger(self, name: str, place: Place | None) -> ConfigError:
         module = "" if place is None else place.module
-        hint = "merge the adapter into the weights"
+        hint = MERGE
         if ".experts" in module or ".experts" in name or "_exps" in name:
             why = "experts take no adapters here: their tokens are sorted by expert, not by adapter"
         elif module.endswith(".router"):
@@ -247,8 +358,6 @@ class Fit:
             )
         elif ".attention.indexer." in module:
             why = "what an indexer reads takes no adapters here"
-        elif module in ("embedding", "head"):
-            why = "adapters change projections inside of the blocks only"
         else:
             why = f"the model has no such projection{self._made_for()}"
             hint = "serve the model that it was made for"
@@ -285,23 +394,11 @@ def _parts(
     slot: WeightSlot, place: Place, down: StoredWeight, up: StoredWeight, scale: float
 ) -> list[Part]:
     """What lies beside this rank's share of a projection, by part."""
-    firsts, first = {}, 0
-    for part, shape in slot.shapes.items():
+    found: list[Part] = []
+    for part, first, rows in own_rows(slot, place, up):
         rule = slot.rules[part]
-        begin, end = rule.span(shape[0], slot.group) if rule.dim == 0 else (0, shape[0])
-        firsts[part], first = first, first + end - begin
-    found, start = [], 0
-    for part in place.parts:
-        rule, size = slot.rules[part], slot.shapes[part][0]
-        rows = up.cut(0, start, start + size)
-        start += size
-        if part in place.paired:
-            turned = slot.turning[part]
-            rows = rows.pair_halves(turned.head_dim, turned.first, turned.count)
-        rows = rule.cut(rows, slot.group) if rule.dim == 0 else rows
-        rows = rows.by_piece(slot.pieces[part]) if part in slot.pieces else rows
         matrix = rule.cut(down, slot.group) if rule.dim == 1 else down
-        found.append(Part(firsts[part], matrix.dense.contiguous(), rows.dense.contiguous(), scale))
+        found.append(Part(first, matrix.dense.contiguous(), rows.dense.contiguous(), scale))
     assert len(found) <= MAX_PARTS
     return found
 
