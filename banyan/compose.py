@@ -20,9 +20,10 @@ from banyan.base.log import logger, start_logging
 from banyan.base.slow_gc import report_slow_gc
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
-from banyan.engine.duty import ENGINE, RANK, Duty
+from banyan.engine.duty import ENGINE, NO_RECORDING, RANK, Duty
 from banyan.engine.processes import STACKS, Child, Pulse, follow_parent, spawn, take_duty
 from banyan.engine.ranks import open_stacks
+from banyan.engine.recording import RecordingMemory
 from banyan.formats.shards import read_ahead
 from banyan.messages.events import Fatal
 from banyan.messages.link import remove_folders_of
@@ -44,12 +45,16 @@ class EngineHandle:
     put_down: Callable[[], None]
     """End one that no longer answers, after the log was told where it stands."""
     pids: Callable[[], list[int]]
+    recording: Callable[[], bytes] = bytes
+    """What its flight recorder holds, as the content of a journal, also when it has died."""
 
 
 def start_engine_process(
     config: Config, card: ModelCard, address: str, on_death: OnDeath, secret: str = ""
 ) -> EngineHandle:
-    """Start the engine in a process of its own, connected to `address`."""
+    """Start the engine in a process of its own, connected to `address`, for a caller that asks for
+    no recording."""
+    config = replace(config, observe=replace(config.observe, recorder_bytes=0))
     return _start(_engine_child(), config, card, address, on_death, secret)
 
 
@@ -63,22 +68,32 @@ def waiting_engines(
     waiting = [_engine_child() for _ in range(count)]
 
     def start(config: Config, card: ModelCard, address: str, on_death: OnDeath) -> EngineHandle:
-        child = waiting.pop() if waiting else _engine_child()
-        return _start(child, config, card, address, on_death, secret)
+        engine = waiting.pop() if waiting else _engine_child()
+        return _start(engine, config, card, address, on_death, secret)
 
     try:
         yield start
     finally:
-        for child in waiting:
-            child.stop()
+        for engine in waiting:
+            engine.child.stop()
+            engine.memory.close()
 
 
-def _engine_child() -> Child:
-    return spawn("banyan.compose", ENGINE)
+@dataclass(frozen=True)
+class _Engine:
+    """A process that will be an engine, and the memory of its flight recorder."""
+
+    child: Child
+    memory: RecordingMemory
+
+
+def _engine_child() -> _Engine:
+    memory = RecordingMemory()
+    return _Engine(spawn("banyan.compose", ENGINE, shared=[memory.descriptor]), memory)
 
 
 def _start(
-    child: Child,
+    engine: _Engine,
     config: Config,
     card: ModelCard,
     address: str,
@@ -87,7 +102,15 @@ def _start(
 ) -> EngineHandle:
     # an engine lets nobody in
     server = replace(config.server, api_key="", admin_api_key="", ssl_password="")
-    duty = Duty(ENGINE, replace(config, server=server), card, address, secret=secret)
+    child, memory, size = engine.child, engine.memory, config.observe.recorder_bytes
+    if size:
+        memory.give_size(size)
+    recording = memory.descriptor if size else NO_RECORDING
+    duty = Duty(
+        *(ENGINE, replace(config, server=server), card, address),
+        secret=secret,
+        recording=recording,
+    )
     child.assign(duty.encode())
     child.watch(on_death)
     if config.model.load_format != "dummy":
@@ -96,11 +119,13 @@ def _start(
     def ended(how: Callable[[], None]) -> None:
         how()
         remove_folders_of(child.pid)  # a killed process leaves its own
+        memory.close()
 
     return EngineHandle(
         stop=partial(ended, child.stop),
         put_down=partial(ended, child.put_down),
         pids=lambda: [child.pid],
+        recording=memory.read,
     )
 
 
@@ -175,7 +200,7 @@ def _serve_engine(duty: Duty) -> None:
         signal.signal(signal.SIGTERM, lambda *_: loop.stop())
 
     try:
-        run_engine(duty.config, duty.card, link, started, duty.secret)
+        run_engine(duty.config, duty.card, link, started, duty.secret, duty.recording)
     except BanyanError as error:
         link.send([Fatal(str(error), error.exit_code)])  # the front tells it
         raise SystemExit(error.exit_code) from None

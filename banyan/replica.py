@@ -21,14 +21,14 @@ from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config, ParallelConfig
 from banyan.engine.core import EngineCore
 from banyan.engine.desk import GrammarDesk
-from banyan.engine.duty import RANK, Duty
-from banyan.engine.journal import Journal
+from banyan.engine.duty import NO_RECORDING, RANK, Duty
 from banyan.engine.kv_events import Publisher
 from banyan.engine.launcher import Fanout, Launcher, Threaded
 from banyan.engine.lockstep import StepClock, open_step_clock
 from banyan.engine.loop import EngineLoop, Link, Wake
 from banyan.engine.nodes import Nodes, check_secret, own_hello, ranks_of
 from banyan.engine.ranks import LocalRanks
+from banyan.engine.recorder import Recorders
 from banyan.engine.spec import core_spec
 from banyan.engine.step_log import StepLog
 from banyan.formats.shards import size_of_weights
@@ -87,12 +87,14 @@ def run_engine(
     link: Link,
     started: Callable[[EngineLoop], None],
     secret: str = "",
+    recording: int = NO_RECORDING,
 ) -> None:
     """Load the model and serve `link` until the loop is stopped.
 
     Args:
         started: given the loop before it runs, so that it can be stopped from elsewhere.
         secret: what the nodes of this replica have in common, and servers that hand over.
+        recording: descriptor of the flight recorder's memory.
     """
     clock = WallClock()
     phases = Phases(clock)
@@ -124,17 +126,16 @@ def run_engine(
         if config.parallel.world > 1:
             launcher = Fanout(launcher, _sender(ranks.send_plan, runner.mover))
         spec = core_spec(config, card, memory, rack.first if rack else ())
-        journal = None
-        if config.observe.journal:
-            journal = Journal(config.observe.journal, spec, config.observe.journal_bytes)
-            cleanup.callback(journal.close)
+        recorders = Recorders(config.observe, spec, recording, cleanup)
         grammars = _grammars(config, card, wake.ring)
         desk = None
         if grammars is not None:
             cleanup.callback(grammars.close)
             desk = GrammarDesk(grammars)
         step_clock = _step_clock(config.parallel)
-        core = spec.build(grammars, step_clock, journal, kv_events(config.observe) is not None)
+        tells = kv_events(config.observe) is not None
+        core = spec.build(grammars, step_clock, recorders.recorder, tells)
+        recorders.follow(core, clock.now())
         loop = EngineLoop(
             core,
             launcher,

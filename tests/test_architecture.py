@@ -24,7 +24,7 @@ ARROWS = {
     "scheduler": "base config messages memory grammar",
     "engine": "base config messages scheduler memory grammar",
     "sim": "base config messages memory scheduler grammar.base"
-    " engine.core engine.journal engine.spec",
+    " engine.core engine.journal engine.spec engine.snapshot",
     "frontend": "base config messages formats",
     "bench": "base config messages frontend formats",
     "server": "base config messages frontend scheduler.routing",

@@ -442,6 +442,8 @@ class ObserveConfig:
     journal: str = ""
     """File that records every message, plan and result; "" = none."""
     journal_bytes: int = 256 << 20
+    recorder_bytes: int = 16 << 20
+    """Memory for the latest of such records, of each engine that a server starts; 0 = none."""
     log_requests: bool = False
     log_detail: int = 2
     """What those lines tell: 0 = lengths and times, 1 = sampling parameters too, 2 = the beginning

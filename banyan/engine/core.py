@@ -56,6 +56,7 @@ class Recorder(Protocol):
     ) -> None: ...
     def completed(self, result: StepResult, now: float) -> None: ...
     def flushed(self, now: float) -> None: ...
+    def rested(self, now: float) -> None: ...
 
 
 class EngineCore:
@@ -79,7 +80,7 @@ class EngineCore:
         self.released: list[str] = []
         """Memory that is not there (messages/orders.py); no rows are planned without all of it."""
         self._lockstep = lockstep
-        self._recorder = recorder
+        self.recorder = recorder
         self._in_flight: deque[tuple[StepId, float, bool]] = deque()
         """(step, launched at, has rows), oldest first."""
         self._last_step = NO_STEP
@@ -92,8 +93,8 @@ class EngineCore:
 
     def receive(self, message: CoreInput, now: float) -> None:
         """Take in a message. Its consequences show in the next launch and in the outboxes."""
-        if self._recorder is not None:
-            self._recorder.received(message, now)
+        if self.recorder is not None:
+            self.recorder.received(message, now)
         match message:
             case Generate():
                 self.scheduler.submit(message, now)
@@ -138,8 +139,8 @@ class EngineCore:
             is_news = peers is not None
         else:
             is_news = plan is not None or peers is None or self._may_plan
-        if self._recorder is not None and is_news:
-            self._recorder.launched(plan, peers, now, self.is_paused)
+        if self.recorder is not None and is_news:
+            self.recorder.launched(plan, peers, now, self.is_paused)
         if plan is not None:
             self._last_step = plan.step
             self.scheduler.cache.horizon.launched = plan.step
@@ -169,8 +170,8 @@ class EngineCore:
 
     def complete(self, result: StepResult, now: float) -> tuple[list[Event], list[Mask]]:
         """Take in the result of the oldest plan in flight; what it means for front and runner."""
-        if self._recorder is not None:
-            self._recorder.completed(result, now)
+        if self.recorder is not None:
+            self.recorder.completed(result, now)
         step, _, _ = self._in_flight.popleft()
         assert result.step == step, f"result of step {result.step}, expected {step}"
         self.scheduler.commit(result, now)
@@ -181,8 +182,8 @@ class EngineCore:
 
     def flush(self, now: float) -> bool:
         """Empty the cache; False (and nothing done) while requests hold pages."""
-        if self._recorder is not None:
-            self._recorder.flushed(now)
+        if self.recorder is not None:
+            self.recorder.flushed(now)
         return self.scheduler.flush()
 
     def take_events(self) -> list[Event]:

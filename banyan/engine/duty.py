@@ -7,6 +7,8 @@ import msgspec
 from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 
+NO_RECORDING = -1
+"""In the place of a descriptor."""
 ENGINE = "engine"
 RANK = "rank"
 
@@ -30,6 +32,8 @@ class Duty:
     mesh_address: str = ""
     pulse: str = ""
     secret: str = ""
+    recording: int = NO_RECORDING
+    """Descriptor of the flight recorder's memory, which the child has too (engine)."""
 
     @property
     def process_name(self) -> str:

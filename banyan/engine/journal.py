@@ -4,13 +4,13 @@ Because decisions depend on nothing else, the records reproduce every plan (`sim
 file is mapped, so what was written survives a crash of the process. Its size is fixed: when it is
 full, recording stops with one line, and the last record says so. Layout: magic with version, then
 records of two little-endian uint32, length and CRC-32, and that many bytes of msgpack; a length of
-0 ends the file. The first record is the CoreSpec, the others are JournalRecord.
+0 ends the file. The first record is the CoreSpec, the others are JournalRecord. What the flight
+recorder keeps (engine/recorder.py) is in the same form.
 """
 
 import errno
 import mmap
 import os
-import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from hashlib import blake2b
@@ -22,13 +22,13 @@ import msgspec
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger
 from banyan.engine.core import CoreInput
+from banyan.engine.recording import HEAD
+from banyan.engine.recording import JOURNAL_MAGIC as MAGIC
 from banyan.engine.spec import CoreSpec
 from banyan.messages.plan import Load, StepPlan, StepResult
 
 log = logger(__name__)
 
-_MAGIC = b"BANYANJ2"
-_HEAD = struct.Struct("<II")
 _HASH_BYTES = 8
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 _ENDING_BYTES = 64
@@ -65,7 +65,19 @@ class Full(msgspec.Struct, frozen=True, array_like=True, tag="full"):
     """The file had no room for what came after."""
 
 
-JournalRecord = Received | Launched | Completed | Flushed | Full
+class Began(msgspec.Struct, frozen=True, array_like=True, tag="state"):
+    """Recording begins here, or goes on: what the core was, between two calls."""
+
+    now: float
+    wall_s: float
+    """Seconds since 1970 at `now`."""
+    build: str
+    """The version that has made it."""
+    core: bytes
+    """engine/snapshot.py; b"" when it has no room."""
+
+
+JournalRecord = Received | Launched | Completed | Flushed | Full | Began
 
 
 def plan_hash(plan: StepPlan | None) -> bytes:
@@ -75,8 +87,49 @@ def plan_hash(plan: StepPlan | None) -> bytes:
     return blake2b(msgspec.msgpack.encode(plan), digest_size=_HASH_BYTES).digest()
 
 
-class Journal:
-    """Writes records. Satisfies `engine.core.Recorder`.
+class Records:
+    """Turns calls into the bytes of records. Satisfies `engine.core.Recorder`; `append` says where
+    they are kept."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def append(self, body: bytes) -> None:
+        """Keep a record."""
+        raise NotImplementedError
+
+    def before(self, size: int, now: float) -> None:
+        """A record of `size` bytes comes: the core is about to be told something, and all that it
+        was told until then is recorded."""
+
+    def rested(self, now: float) -> None:
+        """Nothing is left to do."""
+
+    def received(self, message: CoreInput, now: float) -> None:
+        self._tell(Received(now, message))
+
+    def launched(
+        self, plan: StepPlan | None, peers: list[Load] | None, now: float, is_paused: bool
+    ) -> None:
+        record = Launched(now, plan_hash(plan), peers, is_paused)
+        self.append(self._encoder.encode(record))
+
+    def completed(self, result: StepResult, now: float) -> None:
+        if result.hidden:  # large, and nothing is decided by them
+            result = msgspec.structs.replace(result, hidden=[])
+        self._tell(Completed(now, msgspec.Raw(self._encoder.encode(result))))
+
+    def flushed(self, now: float) -> None:
+        self._tell(Flushed(now))
+
+    def _tell(self, record: Received | Completed | Flushed) -> None:
+        body = self._encoder.encode(record)
+        self.before(len(body), record.now)
+        self.append(body)
+
+
+class Journal(Records):
+    """Writes them into a file.
 
     Args:
         path: created or overwritten; a link is refused, because where it leads may be anything.
@@ -89,10 +142,10 @@ class Journal:
     """
 
     def __init__(self, path: str, spec: CoreSpec, size: int) -> None:
+        super().__init__()
         self._path = path
-        self._encoder = msgspec.msgpack.Encoder()
         header = self._encoder.encode(spec)
-        self._end = len(_MAGIC)
+        self._end = len(MAGIC)
         if size < self._end + len(header) + 1024:
             raise ConfigError(f"--journal-bytes {size} does not even hold the header")
         try:
@@ -107,25 +160,9 @@ class Journal:
                 os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             raise _unusable(path, size, error) from None
-        self._map[: self._end] = _MAGIC
+        self._map[: self._end] = MAGIC
         self._is_full = False
         self._append(header)
-
-    def received(self, message: CoreInput, now: float) -> None:
-        self._record(Received(now, message))
-
-    def launched(
-        self, plan: StepPlan | None, peers: list[Load] | None, now: float, is_paused: bool
-    ) -> None:
-        self._record(Launched(now, plan_hash(plan), peers, is_paused))
-
-    def completed(self, result: StepResult, now: float) -> None:
-        if result.hidden:  # large, and nothing is decided by them
-            result = msgspec.structs.replace(result, hidden=[])
-        self._record(Completed(now, msgspec.Raw(self._encoder.encode(result))))
-
-    def flushed(self, now: float) -> None:
-        self._record(Flushed(now))
 
     def close(self) -> None:
         """Cut the file to what was written."""
@@ -136,20 +173,20 @@ class Journal:
         os.ftruncate(self._descriptor, self._end)
         os.close(self._descriptor)
 
-    def _record(self, record: JournalRecord) -> None:
+    def append(self, body: bytes) -> None:
         if not self._is_full:
-            self._append(self._encoder.encode(record))
+            self._append(body)
 
     def _append(self, body: bytes) -> None:
-        end = self._end + _HEAD.size + len(body)
+        end = self._end + HEAD.size + len(body)
         if end + _ENDING_BYTES > len(self._map):
             self._is_full = True
             log.warning("journal %s is full at %d bytes: recording stops", self._path, self._end)
             body = self._encoder.encode(Full())
-            end = self._end + _HEAD.size + len(body)
+            end = self._end + HEAD.size + len(body)
         # The head comes last: until it is there, the record does not exist.
-        self._map[self._end + _HEAD.size : end] = body
-        _HEAD.pack_into(self._map, self._end, len(body), crc32(body))
+        self._map[self._end + HEAD.size : end] = body
+        HEAD.pack_into(self._map, self._end, len(body), crc32(body))
         self._end = end
 
 
@@ -171,9 +208,9 @@ def read_journal(path: str) -> tuple[CoreSpec, Iterator[JournalRecord]]:
         content = Path(path).read_bytes()
     except OSError as error:
         raise ModelError(f"{path!r} cannot be read: {error.strerror}") from None
-    if not content.startswith(_MAGIC):
+    if not content.startswith(MAGIC):
         raise ModelError(f"{path!r} is not a journal of this version")
-    bodies = _bodies(path, memoryview(content), len(_MAGIC))
+    bodies = _bodies(path, memoryview(content), len(MAGIC))
     try:
         spec = msgspec.msgpack.decode(next(bodies), type=CoreSpec)
     except (StopIteration, msgspec.DecodeError) as error:
@@ -193,9 +230,9 @@ def _records(path: str, bodies: Iterator[memoryview]) -> Iterator[JournalRecord]
 def _bodies(path: str, content: memoryview, start: int) -> Iterator[memoryview]:
     """Every record, the header as number 0. A file cut off inside a record ends before it."""
     number = 0
-    while start + _HEAD.size <= len(content):
-        length, checksum = _HEAD.unpack_from(content, start)
-        start += _HEAD.size
+    while start + HEAD.size <= len(content):
+        length, checksum = HEAD.unpack_from(content, start)
+        start += HEAD.size
         if not length and not checksum:
             return
         body = content[start : start + length]

@@ -338,6 +338,8 @@ class EngineLoop:
         if is_idle and not self._was_idle:
             self._audit()
             self._step_log.rests(now)
+            if self._core.recorder is not None:
+                self._core.recorder.rested(now)
         is_due = now - self._beat_s >= HEARTBEAT_S or (is_idle and not self._was_idle)
         # Who has an answer and asks for the counters finds it in them.
         if is_due or any(isinstance(event, Finished | Failed) for event in events):

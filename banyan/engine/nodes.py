@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +21,7 @@ import msgspec
 import zmq
 import zmq.utils.z85
 
+from banyan.base.build import own_version
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.hosts import is_loopback
 from banyan.base.log import logger, printable
@@ -109,13 +109,8 @@ def fingerprint(card: ModelCard) -> str:
 
 
 def own_hello(parallel: ParallelConfig, card: ModelCard) -> Hello:
-    try:
-        mine = version("banyan")
-    except PackageNotFoundError:
-        mine = "unknown"
-    return Hello(
-        *(parallel.node, parallel.nodes, parallel.tp, parallel.pp), mine, fingerprint(card)
-    )
+    layout = (parallel.node, parallel.nodes, parallel.tp, parallel.pp)
+    return Hello(*layout, own_version(), fingerprint(card))
 
 
 def _keys(secret: str, who: str) -> tuple[bytes, bytes]:

@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from banyan.base.clock import WallClock
@@ -113,7 +113,7 @@ class Child:
                 self._process.stdin.close()
 
 
-def spawn(module: str, role: str, duty: bytes = b"") -> Child:
+def spawn(module: str, role: str, duty: bytes = b"", shared: Sequence[int] = ()) -> Child:
     """Run `python -m module` as a child.
 
     Call it from a thread that lives as long as the child should: the parent-death signal follows
@@ -121,8 +121,10 @@ def spawn(module: str, role: str, duty: bytes = b"") -> Child:
 
     Args:
         duty: handed over at once; without them the child waits for `Child.assign`.
+        shared: descriptors that the child has too, under the same numbers.
     """
-    process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE)
+    command = [sys.executable, "-m", module]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=shared)
     child = Child(role, process)
     if duty:
         child.assign(duty)

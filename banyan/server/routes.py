@@ -10,6 +10,7 @@ from banyan.server.admin import (
     memory,
     operate,
     profile,
+    recording,
     requests,
 )
 from banyan.server.admin.metrics import show_metrics
@@ -176,6 +177,7 @@ def _operation_routes() -> list[Route]:
         Route("/unload_lora_adapter", _POST, leave, adm, about="one less", body=of_leaving),
         Route("/start_profile", _BOTH, begin, adm, about="record the steps", body=of_profile),
         Route("/stop_profile", _BOTH, end, adm, about="write the record"),
+        Route("/flight_recorder", _GET, recording.flight_recorder, adm, about="latest decisions"),
     ]
 
 

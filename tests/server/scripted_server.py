@@ -55,6 +55,9 @@ class ScriptedEngine:
 
     put_down = stop
 
+    def recording(self) -> bytes:
+        return b""
+
     def _run(self) -> None:
         link = ZmqEngineLink(self.address)
         if self.trouble != "late":

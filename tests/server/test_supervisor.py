@@ -44,6 +44,9 @@ class Life:
     def put_down(self) -> None:
         self._leave("put_down")
 
+    def recording(self) -> bytes:
+        return b"recorded" if not self.ended_by else b""
+
     def _leave(self, how: str) -> None:
         self.ended_by = self.ended_by or how
         self._end.set()

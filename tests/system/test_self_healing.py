@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from banyan.sim.replay import check
 from tests.system.serving import (
     CALL_S,
     Server,
@@ -184,12 +185,13 @@ def test_the_requests_before_a_loss_are_dumped_when_that_is_asked_for(tiny_model
         os.kill(engine, signal.SIGKILL)
         for stream in streams:
             stream.end(CALL_S)
-        wait_until(lambda: folder.is_dir() and any(folder.iterdir()), BACK_S, "a dump")
-        (path,) = folder.iterdir()
-        wait_until(lambda: path.read_text().endswith("\n"), BACK_S, "the whole dump")
+        wait_until(lambda: any(folder.glob("*.journal")), BACK_S, "the dumps")
+        (path,), (journal,) = folder.glob("*.jsonl"), folder.glob("*.journal")
         _, *found = map(json.loads, path.read_text().splitlines())
         assert [(one["prompt_ids"], one["reason"]) for one in found][0] == ([5, 6, 7], "length")
         assert found[-1]["reason"] == "engine_unavailable" and len(found) == 2
         wait_until(lambda: status_of(running, "/readyz") == 200, BACK_S, "the engine to be back")
+        report = check(str(journal))
+        assert report.ok and report.plans > 8, report
     finally:
         running.kill()

@@ -43,6 +43,16 @@ FLAGS = (
         proof="tests/engine/test_journal.py::test_the_journal_is_as_large_as_the_flag_says",
     ),
     Flag(
+        "flight-recorder-bytes",
+        "observe.recorder_bytes",
+        "memory for the latest messages, plans and results of each engine, for `banyan replay` and "
+        "`banyan explain`, also when it is lost; 0 = none",
+        kind=INT,
+        low=0,
+        documented=False,
+        proof="tests/system/test_recorder.py::test_nothing_is_recorded_where_that_is_asked_for",
+    ),
+    Flag(
         "log-requests-level",
         "observe.log_detail",
         "what a line of --log-requests tells: 0 = lengths and times, 1 = sampling parameters too, "

@@ -5,6 +5,7 @@ the last minutes of them for whoever looks into the loss of an engine.
 import json
 import os
 from collections import deque
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -146,6 +147,27 @@ class Recent(Ends):
             return None
         log.error("the requests of the last %g s are in %s", KEPT_S, path)
         return path
+
+
+def dump_recordings(folder: Path, recordings: Mapping[int, bytes]) -> list[Path]:
+    """Write what the flight recorders of some engines held into files for `banyan replay`."""
+    written: list[Path] = []
+    stem = f"banyan-crash-{datetime.now(UTC):%Y%m%d_%H%M%S}-{os.getpid()}"
+    for replica, content in recordings.items():
+        if not content:
+            continue
+        path = folder / f"{stem}-engine{replica}.journal"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with open(handle, "wb") as file:
+                file.write(content)
+        except OSError as error:
+            log.error("no dump of the flight recorder: %s: %s", path, error.strerror)
+            continue
+        log.error("what engine %d has decided is in %s", replica, path)
+        written.append(path)
+    return written
 
 
 def times(course: Course) -> dict[str, object]:

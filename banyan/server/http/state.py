@@ -9,11 +9,11 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import TYPE_CHECKING
 
+from banyan.base.build import own_version
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.config.card import ModelCard
@@ -146,13 +146,6 @@ class OpenRequests:
                 await self._dropped.wait()
 
 
-def _version() -> str:
-    try:
-        return metadata.version("banyan")
-    except metadata.PackageNotFoundError:
-        return "0"
-
-
 @dataclass
 class ServerState:
     """What changes while the server lives. `service` is set once; `dead` and `draining` latch."""
@@ -172,7 +165,7 @@ class ServerState:
     open: OpenRequests = field(default_factory=OpenRequests)
     sessions: Sessions = field(default_factory=Sessions)
     probe: SharedProbe = field(default_factory=SharedProbe)
-    version: str = field(default_factory=_version)
+    version: str = field(default_factory=own_version)
     storage: Storage = field(init=False)
     adapters: AdapterNames = field(init=False)
     """Those that requests may name."""
@@ -181,6 +174,8 @@ class ServerState:
     """None where nothing is counted."""
     recent: Recent | None = None
     """None where nothing is kept for the loss of an engine."""
+    recordings: Callable[[], dict[int, Callable[[], bytes]]] = dict
+    """By replica, what the flight recorder of its engine holds; none before the start."""
     traces: "Tracing | None" = None
     """None where nothing is traced."""
     keys: Keys = field(init=False)

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 
 import uvloop
 
@@ -20,6 +21,7 @@ from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.frontend.link.client import EngineClient
 from banyan.frontend.link.fleet import Fleet
+from banyan.frontend.link.records import dump_recordings
 from banyan.frontend.threads import use_threads
 from banyan.scheduler.routing import ROUTES
 from banyan.server.batches.route import resume_batches
@@ -151,6 +153,9 @@ class Server:
             for some in together
         ]
         engines = [engine for supervisor in supervisors for engine in supervisor.engines]
+        self.state.recordings = lambda: dict(
+            recording for each in supervisors for recording in each.recordings().items()
+        )
         fleet = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.is_joined)
         return supervisors, fleet
 
@@ -159,11 +164,19 @@ class Server:
         self._dump(lost.health().reason)
 
     def _dump(self, why: str) -> None:
-        """Once the requests that end with the loss have ended."""
+        """What the engines have recorded, which goes with them; and the last requests, once those
+        that end with the loss have ended."""
         recent = self.state.recent
-        if recent is not None:
-            loop = asyncio.get_running_loop()
-            loop.call_later(ENDED_S, lambda: loop.run_in_executor(None, recent.dump, why))
+        if recent is None:
+            return
+        recordings = {n: read() for n, read in self.state.recordings().items()}
+
+        def dump() -> None:
+            recent.dump(why)
+            dump_recordings(Path(self._config.observe.dumps), recordings)
+
+        loop = asyncio.get_running_loop()
+        loop.call_later(ENDED_S, lambda: loop.run_in_executor(None, dump))
 
     async def _serve(self, fleet: Fleet, supervisors: list[Supervisor]) -> int:
         """Start, serve, end in order; returns the exit code."""

@@ -55,6 +55,12 @@ class EngineHandle(Protocol):
         """The same for one that does not answer: the log is told first where it stands."""
         ...
 
+    @property
+    def recording(self) -> Callable[[], bytes]:
+        """What its flight recorder holds, as the content of a journal; b"" without one. Not after
+        `stop`."""
+        ...
+
 
 StartEngine = Callable[[Config, ModelCard, str, Callable[[str], None]], EngineHandle]
 """(resolved Config, card, link address, on_death) -> handle. Called once per engine, from the main
@@ -117,6 +123,10 @@ class Supervisor:
         self._served_s = time.monotonic()
         self._start_s = self._served_s - self._start_s
         self._folder.close()  # both ends have met: nothing remains, not even after SIGKILL
+
+    def recordings(self) -> dict[int, Callable[[], bytes]]:
+        """By replica, what its engine has recorded."""
+        return dict(zip(self._numbers, (h.recording for h in self._handles), strict=False))
 
     async def keep(self) -> str:
         """Start engines again until that is in vain; returns why none runs."""

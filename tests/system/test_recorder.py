@@ -1,0 +1,48 @@
+"""The flight recorder of a real server: what its engine decided, for whoever may see it."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+
+from banyan.sim.replay import check
+from tests.system.serving import Server
+from tests.system.test_journal import mixed_request
+
+KEYS = ("--api-key", "sk-user", "--admin-api-key", "sk-admin")
+
+
+def fetch(running: Server, key: str, **query: int) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    return running.http.get("/flight_recorder", headers=headers, params=query)
+
+
+def test_an_administrator_gets_what_was_decided_and_it_replays(server, tmp_path):
+    flags = ("--max-total-tokens", "640", "--schedule-conservativeness", "0")
+    with server(*flags, *KEYS) as running:
+
+        def ask(i: int) -> int:
+            path, body = mixed_request(i)
+            headers = {"Authorization": "Bearer sk-user"}
+            return running.http.post(path, json=body, headers=headers).status_code
+
+        with ThreadPoolExecutor(12) as pool:  # all at once, so that pages run short
+            asked = [pool.submit(ask, i) for i in range(12)]
+            early = fetch(running, "sk-admin")  # while it is written
+            assert [one.result() for one in asked] == [200] * 12
+        late = fetch(running, "sk-admin")
+        assert fetch(running, "sk-user").status_code in (401, 403)
+        assert fetch(running, "sk-admin", dp_rank=1).status_code == 400
+    plans = []
+    for answer in (early, late):
+        assert answer.status_code == 200, answer.text
+        (tmp_path / "recording").write_bytes(answer.content)
+        report = check(str(tmp_path / "recording"))
+        assert report.ok, report
+        plans.append(report.plans)
+    assert plans[0] <= plans[1] and plans[1] > 20
+
+
+def test_nothing_is_recorded_where_that_is_asked_for(server):
+    with server("--flight-recorder-bytes", "0") as running:
+        answer = running.http.get("/flight_recorder")
+        assert answer.status_code == 404 and "--flight-recorder-bytes" in answer.text
