@@ -54,6 +54,10 @@ class PolicyConfig:
     threshold: float = CacheAware.threshold
     most_apart: int = CacheAware.most_apart
     most_times: float = CacheAware.most_times
+    adjust_s: float = 5.0
+    """How often the policy bucket parts lengths anew."""
+    follows_events: bool = False
+    """What workers hold is heard from them, where they tell."""
     tree_bytes: int = 1 << 24
     """Bytes of prompts that are remembered for each worker."""
 

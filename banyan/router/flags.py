@@ -7,10 +7,10 @@ from dataclasses import replace
 from banyan.config.flags.flag import COMMAS, FLOAT, FLOATS, INT, SWITCH, WORDS, Elsewhere, Flag
 from banyan.config.flags.server import FLAGS as SERVER_FLAGS
 
-_POLICY = ("cache_aware", "round_robin", "random", "power_of_two", "consistent_hashing")
+_POLICY = ("cache_aware", "round_robin", "random", "power_of_two", "bucket", "consistent_hashing")
 _OTHER_POLICIES = (
     Elsewhere(
-        "manual prefix_hash bucket",
+        "manual prefix_hash",
         "this router has no such policy",
         "consistent_hashing binds clients by their header x-smg-routing-key, cache_aware prompts",
     ),
@@ -180,6 +180,20 @@ _ROUTING = (
         "cache_aware: and more than this many times as many",
         kind=FLOAT,
         low=1.0,
+    ),
+    Flag(
+        "bucket-adjust-interval-secs",
+        "policy.adjust_s",
+        "bucket: seconds between two partings of lengths",
+        kind=FLOAT,
+        low=0.001,
+    ),
+    Flag(
+        "follow-kv-events",
+        "policy.follows_events",
+        "cache_aware: hear from servers what their caches hold (their --kv-events-config) rather "
+        "than guess; texts are turned into tokens by a server's /tokenize",
+        kind=SWITCH,
     ),
     Flag(
         "max-tree-size",
@@ -382,7 +396,6 @@ REFUSED = {
         ),
         _ADMIN,
     ),
-    "bucket-adjust-interval-secs": "there is no policy bucket",
     "max-idle-secs": "there is no policy manual",
     "assignment-mode": "there is no policy manual",
     "dp-aware": "a server shares requests out among its replicas itself",

@@ -75,6 +75,13 @@ class Fleet:
     def reads_prompts(self) -> bool:
         return any(self._policies[kind].reads_prompts for kind in self.kinds)
 
+    @property
+    def speaker(self) -> Worker | None:
+        """Who turns words into tokens, where some are looked at; None where none are."""
+        if all(worker.contents is None for worker in self.workers):
+            return None
+        return next((w for w in self.workers if w.contents is not None and w.takes()), None)
+
     def choose(self, kind: str, asked: Asked, without: Container[Worker] = ()) -> Worker | None:
         """The worker of this kind for a request; None when none of the others can take it."""
         able = [w for w in self.workers if w.spec.kind == kind and w not in without and w.takes()]

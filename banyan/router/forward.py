@@ -19,6 +19,7 @@ from banyan.router.pairs import PATHS
 from banyan.router.policies import ROUTING_KEY, Asked
 from banyan.router.state import RouterState
 from banyan.router.upstream import Answer, Lost, NotReached
+from banyan.router.wording import tokens_of
 from banyan.router.worker import Try, Worker
 from banyan.server.errors import unavailable
 from banyan.server.http.exchange import Exchange
@@ -127,7 +128,11 @@ class Course:
         exchange, fleet = self._exchange, self._state.fleet
         is_read = fleet.reads_prompts and bool(exchange.body)
         prompt = await prompt_of(exchange.body) if is_read else b""
-        asked = Asked(prompt, exchange.header(ROUTING_KEY))
+        speaker = fleet.speaker if is_read else None
+        tokens: Sequence[int] = ()
+        if speaker is not None:
+            tokens = await tokens_of(exchange.body, self._request.headers, speaker)
+        asked = Asked(prompt, exchange.header(ROUTING_KEY), tokens)
         most = len(fleet.workers) if self._again is not AGAIN else 1 + self._retry.most
         for number in range(1 if self._retry.is_off else most):
             crew = await self._pick(asked)

@@ -4,6 +4,8 @@ functions of `scheduler/routing.py`; here lots are drawn and prompts remembered.
 
 import os
 import random
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,9 +13,11 @@ from typing import Protocol
 from banyan.base.table import Table
 from banyan.router.config import PolicyConfig
 from banyan.router.worker import Worker
-from banyan.scheduler.prefixes import BLOCK_BYTES, MAX_BLOCKS, prefix_keys
+from banyan.scheduler.prefixes import BLOCK_BYTES, MAX_BLOCKS, prefix_keys, token_keys
 from banyan.scheduler.routing import (
     CacheAware,
+    bucket,
+    bucket_bounds,
     cache_aware,
     consistent_hashing,
     power_of_two,
@@ -22,6 +26,8 @@ from banyan.scheduler.routing import (
 
 ROUTING_KEY = b"x-smg-routing-key"
 """Header whose value binds a client's requests to one worker."""
+_MOST_LENGTHS = 4096
+"""Of prompts that came last."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +37,12 @@ class Asked:
     Attributes:
         prompt: of its text, or what stands for it; empty where nobody looks at it.
         key: of the header ROUTING_KEY; "" for none.
+        tokens: of its prompt, where somebody looks at them and they are known.
     """
 
     prompt: bytes = b""
     key: str = ""
+    tokens: Sequence[int] = ()
 
 
 class Policy(Protocol):
@@ -83,7 +91,8 @@ class PowerOfTwo:
 
 
 class ByPrefix:
-    """cache_aware: each worker's cache is guessed from the prompts that it was sent."""
+    """cache_aware: what a worker has cached is what it says; where it says nothing, it is guessed
+    from the prompts that it was sent."""
 
     reads_prompts = True
 
@@ -93,11 +102,50 @@ class ByPrefix:
     def choose(self, workers: Sequence[Worker], asked: Asked) -> Worker:
         keys = prefix_keys(asked.prompt)
         most = min(len(asked.prompt), BLOCK_BYTES * MAX_BLOCKS)
-        seen = [w.prefixes.matched(keys) * BLOCK_BYTES / max(1, most) for w in workers]
+        told = _told(workers, asked.tokens)
+        seen = [told.get(w, w.prefixes.matched(keys) * BLOCK_BYTES / max(1, most)) for w in workers]
         held = [len(w.prefixes) + w.taken for w in workers]  # short prompts leave no keys
         chosen = workers[cache_aware(_loads(workers), seen, held, self._rule)]
         chosen.prefixes.add(keys)
         return chosen
+
+
+def _told(workers: Sequence[Worker], tokens: Sequence[int]) -> dict[Worker, float]:
+    """The share of a prompt that each worker says it has, of those that say something of such."""
+    shares: dict[Worker, float] = {}
+    keys: dict[int, list[bytes]] = {}
+    for worker in workers:
+        replicas = worker.contents
+        if not tokens or not replicas or any(one.is_of_several for one in replicas):
+            continue
+        block = replicas[0].block
+        if block not in keys:
+            keys[block] = token_keys(tokens, block)
+        shares[worker] = max(one.matched(keys[block]) for one in replicas) / len(tokens)
+    return shares
+
+
+class ByLength:
+    """bucket: prompts of like length to one worker, so that short ones do not wait for long ones.
+    Lengths are parted anew every so often, by what has come."""
+
+    reads_prompts = True
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._rule = CacheAware(config.threshold, config.most_apart, config.most_times)
+        self._adjust_s = config.adjust_s
+        self._lengths: deque[int] = deque(maxlen=_MOST_LENGTHS)
+        self._bounds: list[int] = []
+        self._next_s = 0.0
+
+    def choose(self, workers: Sequence[Worker], asked: Asked) -> Worker:
+        self._lengths.append(len(asked.prompt))
+        now = time.monotonic()
+        if now >= self._next_s or len(self._bounds) != len(workers) - 1:
+            self._bounds = bucket_bounds(self._lengths, len(workers))
+            self._next_s = now + self._adjust_s
+        index = bucket(_loads(workers), len(asked.prompt), self._bounds, self._rule)
+        return workers[index]
 
 
 class Sticky:
@@ -121,6 +169,7 @@ POLICIES: Table[Callable[[PolicyConfig], Policy]] = Table(
         "round_robin": "banyan.router.policies:RoundRobin",
         "power_of_two": "banyan.router.policies:PowerOfTwo",
         "cache_aware": "banyan.router.policies:ByPrefix",
+        "bucket": "banyan.router.policies:ByLength",
         "consistent_hashing": "banyan.router.policies:Sticky",
     },
 )

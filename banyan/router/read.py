@@ -259,5 +259,11 @@ def _check(config: RouterConfig) -> None:
             "--prefill-policy and --decode-policy choose among prefill and decode servers",
             hint="give --policy, or --pd-disaggregation as well",
         )
+    policy = config.policy
+    if policy.follows_events and "cache_aware" not in (policy.name, policy.prefill, policy.decode):
+        raise ConfigError(
+            "--follow-kv-events is for the policy cache_aware, and no servers have that",
+            hint="leave it out, or give --policy cache_aware",
+        )
     if not config.health.path.startswith("/") or not config.health.path.isascii():
         raise ConfigError("--health-check-endpoint must be a path, as /health")

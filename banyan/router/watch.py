@@ -2,12 +2,16 @@
 
 import asyncio
 import contextlib
+from typing import TYPE_CHECKING
 
 from banyan.base.log import logger, printable
 from banyan.router.config import RouterConfig
 from banyan.router.fleet import Fleet
 from banyan.router.upstream import Lost, NotReached
 from banyan.router.worker import Worker
+
+if TYPE_CHECKING:
+    from banyan.router.hearing import Hearing
 
 log = logger(__name__)
 
@@ -25,6 +29,7 @@ class Watch:
         self._key = config.server.api_key.partition(" ")[0]
         self._fleet = fleet
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
+        self._hearing = _open_hearing(config)
 
     async def run(self) -> None:
         """Follow the fleet as workers come and go."""
@@ -33,6 +38,8 @@ class Watch:
                 self._fleet.came.clear()
                 for worker in self._tasks.keys() - set(self._fleet.workers):
                     self._tasks.pop(worker).cancel()
+                    if self._hearing is not None:
+                        self._hearing.drop(worker)
                 for worker in self._fleet.workers:
                     if worker not in self._tasks and not self._health.is_off:
                         self._tasks[worker] = asyncio.create_task(self._follow(worker))
@@ -40,6 +47,8 @@ class Watch:
         finally:
             for task in self._tasks.values():
                 task.cancel()
+            if self._hearing is not None:
+                self._hearing.close()
 
     async def _follow(self, worker: Worker) -> None:
         while True:
@@ -56,7 +65,10 @@ class Watch:
         """Ask a worker once how it is. One that does not answer loses what it has open, so that its
         requests go elsewhere or end."""
         trouble, is_silent = await self._ask(worker)
-        if not worker.checked(trouble):
+        has_changed = worker.checked(trouble)
+        if self._hearing is not None:
+            self._hearing.tend(worker)
+        if not has_changed:
             return
         if worker.is_well:
             log.info("worker well url=%s", worker.url)
@@ -82,3 +94,11 @@ class Watch:
             return "", False
         said = printable(body.decode("utf-8", "replace"), _REASON_CHARS)
         return f"{self._health.path} answered {answer.status} {said}".rstrip(), False
+
+
+def _open_hearing(config: RouterConfig) -> "Hearing | None":
+    if not config.policy.follows_events:
+        return None
+    from banyan.router.hearing import Hearing  # nobody else needs ZeroMQ
+
+    return Hearing(config)

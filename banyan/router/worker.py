@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from banyan.router.breaker import Breaker, BreakerRule
 from banyan.router.config import HealthConfig, WorkerSpec
 from banyan.router.upstream import Upstream
-from banyan.scheduler.prefixes import BLOCK_BYTES, Prefixes
+from banyan.scheduler.prefixes import BLOCK_BYTES, Contents, Prefixes
 
 
 class Try:
@@ -40,6 +40,8 @@ class Worker:
         self.url = self.upstream.url
         self.breaker = Breaker(breaker)
         self.prefixes = Prefixes(max(1, tree_bytes // BLOCK_BYTES))
+        self.contents: list[Contents] | None = None
+        """What it says that it holds, by replica; None where it says nothing."""
         self.open = 0
         """Requests that it has now."""
         self.taken = 0

@@ -6,6 +6,8 @@ The rest is for a router of servers, which draws its own lots and remembers prom
 """
 
 import hashlib
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -74,6 +76,34 @@ def cache_aware(
         return idlest
     best = min(range(len(seen)), key=lambda i: (-seen[i], requests[i], i))
     return best if seen[best] > rule.threshold else idlest
+
+
+def bucket_bounds(lengths: Sequence[int], servers: int) -> list[int]:
+    """Lengths at which prompts are parted, so that each server has about as much of them to
+    compute: one bound fewer than there are servers.
+
+    Args:
+        lengths: of prompts as they come.
+    """
+    whole, seen, below, bounds = sum(lengths), 0, 0, list[int]()
+    for length, count in sorted(Counter(lengths).items()):
+        before, seen = seen, seen + length * count
+        while len(bounds) < servers - 1 and seen * servers >= whole * (len(bounds) + 1):
+            share = whole * (len(bounds) + 1) / servers
+            bounds.append(below if before and share - before < seen - share else length)
+        below = length
+    return bounds
+
+
+def bucket(requests: Sequence[int], length: int, bounds: Sequence[int], rule: CacheAware) -> int:
+    """The server of prompts of this length; where servers are too unequally busy, the idlest."""
+    idlest = min(range(len(requests)), key=lambda i: (requests[i], i))
+    low, high = requests[idlest], max(requests)
+    if len(bounds) != len(requests) - 1:
+        return idlest
+    if high - low > rule.most_apart and high > low * rule.most_times:
+        return idlest
+    return bisect_left(bounds, length)
 
 
 def consistent_hashing(names: Sequence[str], key: str) -> int:

@@ -106,7 +106,7 @@ def test_bootstrap_ports_may_be_named_on_their_own() -> None:
         ("--model-path M --no-such-flag", "--no-such-flag"),
         ("--worker-url http://x", "--worker-urls"),
         ("http://x", "--worker-urls"),
-        ("--policy bucket", "no such policy"),
+        ("--policy prefix_hash", "no such policy"),
         ("--policy best", "must be one of"),
         ("--cache-threshold 2", "[0, 1]"),
         ("--health-check-endpoint health", "must be a path"),
