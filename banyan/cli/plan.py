@@ -12,6 +12,7 @@ from banyan.config.defaults import settle
 from banyan.config.env import Environment, read_environment
 from banyan.config.schema import Config
 from banyan.config.sources import fetch, kind_of
+from banyan.formats.kept import kept_size
 from banyan.formats.shards import size_of_weights
 from banyan.memory.sizing import MIB
 from banyan.platform import open_platform
@@ -111,7 +112,8 @@ def _weight_bytes(config: Config, card: ModelCard, options: PlanOptions, is_host
         return 2.0 if config.model.activation_dtype != "float32" else 4.0
     if config.model.load_format == "dummy":
         return weight_bytes_of(card)
-    return size_of_weights(card.path) / Weights.of(card).total
+    size = kept_size(card.path) if card.format == "gguf" else size_of_weights(card.path)
+    return size / Weights.of(card).total
 
 
 def _lines(config: Config, card: ModelCard, room: Room, found: Fit) -> Iterator[str]:

@@ -18,15 +18,15 @@ SUPER_BLOCK = 256
 
 E2M1_HALVES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the 4-bit floats."""
-_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
-def _half(blocks: Tensor, start: int) -> Tensor:
+def half(blocks: Tensor, start: int) -> Tensor:
     """The fp16 number at byte `start` of each block, as fp32. [n, 1]"""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor) -> Tensor:
+def nibbles(packed: Tensor) -> Tensor:
     """[n, 16] -> [n, 32]: low halves are values 0…15, high halves 16…31."""
     return torch.cat([packed & 15, packed >> 4], dim=1)
 
@@ -38,30 +38,30 @@ def _bits(packed: Tensor) -> Tensor:
 
 
 def q4_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).to(torch.int8) - 8).float()
+    return half(blocks, 0) * (nibbles(blocks[:, 2:]).to(torch.int8) - 8).float()
 
 
 def q4_1(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _half(blocks, 2)
+    return half(blocks, 0) * nibbles(blocks[:, 4:]).float() + half(blocks, 2)
 
 
 def q5_0(blocks: Tensor) -> Tensor:
-    quants = _nibbles(blocks[:, 6:]) | (_bits(blocks[:, 2:6]) << 4)
-    return _half(blocks, 0) * (quants.to(torch.int8) - 16).float()
+    quants = nibbles(blocks[:, 6:]) | (_bits(blocks[:, 2:6]) << 4)
+    return half(blocks, 0) * (quants.to(torch.int8) - 16).float()
 
 
 def q5_1(blocks: Tensor) -> Tensor:
-    quants = _nibbles(blocks[:, 8:]) | (_bits(blocks[:, 4:8]) << 4)
-    return _half(blocks, 0) * quants.float() + _half(blocks, 2)
+    quants = nibbles(blocks[:, 8:]) | (_bits(blocks[:, 4:8]) << 4)
+    return half(blocks, 0) * quants.float() + half(blocks, 2)
 
 
 def q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].contiguous().view(torch.int8).float() * _half(blocks, 0)
+    return blocks[:, 2:].contiguous().view(torch.int8).float() * half(blocks, 0)
 
 
 def iq4_nl(blocks: Tensor) -> Tensor:
-    levels = torch.tensor(_IQ4_NL, dtype=torch.float32, device=blocks.device)
-    return _half(blocks, 0) * levels[_nibbles(blocks[:, 2:]).long()]
+    levels = torch.tensor(IQ4_NL_LEVELS, dtype=torch.float32, device=blocks.device)
+    return half(blocks, 0) * levels[nibbles(blocks[:, 2:]).long()]
 
 
 def mxfp4(blocks: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def mxfp4(blocks: Tensor) -> Tensor:
     levels = torch.tensor(E2M1_HALVES, dtype=torch.float32, device=blocks.device)
     exponents = blocks[:, :1].int() - 128
     half = torch.ldexp(torch.ones(exponents.shape, device=blocks.device), exponents)
-    return half * levels[_nibbles(blocks[:, 1:]).long()]
+    return half * levels[nibbles(blocks[:, 1:]).long()]
 
 
 def lay_mxfp4(codes: Tensor, exponents: Tensor) -> Tensor:
@@ -98,22 +98,22 @@ def _octets(numbers: Tensor) -> Tensor:
 
 
 def _halves(levels: Tensor) -> Tensor:
-    """[n, 32] -> [n, 16]: what `_nibbles` takes apart."""
+    """[n, 32] -> [n, 16]: what `nibbles` takes apart."""
     return levels[:, :16] | (levels[:, 16:] << 4)
 
 
 def q2_k(blocks: Tensor) -> Tensor:
     """16 groups of 16 values: 4-bit scale and minimum (16 bytes), 2-bit values (64), d, dmin."""
     packed = blocks[:, :16]
-    scale = _half(blocks, 80) * (packed & 15).float()  # [n, 16]
-    minimum = _half(blocks, 82) * (packed >> 4).float()
+    scale = half(blocks, 80) * (packed & 15).float()  # [n, 16]
+    minimum = half(blocks, 82) * (packed >> 4).float()
     quants = _planes(blocks[:, 16:80], 32, (0, 2, 4, 6), 3).view(-1, 16, 16)
     return (scale.unsqueeze(-1) * quants.float() - minimum.unsqueeze(-1)).flatten(1)
 
 
 def q3_k(blocks: Tensor) -> Tensor:
     """16 groups of 16 values: high bits (32 bytes), low 2 bits (64), 6-bit scales (12), d."""
-    scale = _half(blocks, 108) * (_q3_k_scales(blocks[:, 96:108]) - 32).float()  # [n, 16]
+    scale = half(blocks, 108) * (_q3_k_scales(blocks[:, 96:108]) - 32).float()  # [n, 16]
     low = _planes(blocks[:, 32:96], 32, (0, 2, 4, 6), 3).to(torch.int8)
     high = _planes(blocks[:, :32], 32, tuple(range(8)), 1).to(torch.int8)
     quants = (low - ((high ^ 1) << 2)).view(-1, 16, 16)  # a clear high bit takes 4 away
@@ -138,7 +138,7 @@ def q5_k(blocks: Tensor) -> Tensor:
 
 def q6_k(blocks: Tensor) -> Tensor:
     """16 groups of 16 values: low 4 bits (128 bytes), high 2 bits (64), int8 scales (16), d."""
-    scale = _half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
+    scale = half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
     low = _planes(blocks[:, :128], 64, (0, 4), 15)
     high = _planes(blocks[:, 128:192], 32, (0, 2, 4, 6), 3)
     quants = (low | (high << 4)).to(torch.int8) - 32
@@ -170,5 +170,5 @@ def _q4_k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = torch.cat([first & 63, (third & 15) | ((first >> 2) & 48)], dim=1)
     minima = torch.cat([second & 63, (third >> 4) | ((second >> 2) & 48)], dim=1)
-    scale, minimum = _half(blocks, 0) * scales.float(), _half(blocks, 2) * minima.float()
+    scale, minimum = half(blocks, 0) * scales.float(), half(blocks, 2) * minima.float()
     return scale.unsqueeze(-1), minimum.unsqueeze(-1)

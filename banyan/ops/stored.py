@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.ops import blocks
+from banyan.ops import blocks, grids
 from banyan.ops.blocks import BLOCK, SUPER_BLOCK
 
 
@@ -56,6 +56,16 @@ STORAGE_TYPES = {
     "Q6_K": StorageType(SUPER_BLOCK, 210, blocks.q6_k),
     "IQ4_NL": StorageType(BLOCK, 18, blocks.iq4_nl),
     "MXFP4": StorageType(BLOCK, 17, blocks.mxfp4),
+    "IQ4_XS": StorageType(SUPER_BLOCK, 136, grids.iq4_xs),
+    "IQ3_XXS": StorageType(SUPER_BLOCK, 98, grids.iq3_xxs),
+    "IQ3_S": StorageType(SUPER_BLOCK, 110, grids.iq3_s),
+    "IQ2_XXS": StorageType(SUPER_BLOCK, 66, grids.iq2_xxs),
+    "IQ2_XS": StorageType(SUPER_BLOCK, 74, grids.iq2_xs),
+    "IQ2_S": StorageType(SUPER_BLOCK, 82, grids.iq2_s),
+    "IQ1_S": StorageType(SUPER_BLOCK, 50, grids.iq1_s),
+    "IQ1_M": StorageType(SUPER_BLOCK, 56, grids.iq1_m),
+    "TQ1_0": StorageType(SUPER_BLOCK, 54, grids.tq1_0),
+    "TQ2_0": StorageType(SUPER_BLOCK, 66, grids.tq2_0),
 }
 
 

@@ -16,6 +16,10 @@ HALVES = {
     **{name: (0,) for name in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL")},
     **{name: (0, 2) for name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")},
     **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "MXFP4": ()},
+    **{
+        name: (0,) for name in ("IQ4_XS", "IQ3_XXS", "IQ3_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S")
+    },
+    **{"IQ1_M": (), "TQ1_0": (52,), "TQ2_0": (64,)},
 }
 """Bytes of each block at which its fp16 scales begin."""
 

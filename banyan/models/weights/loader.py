@@ -6,6 +6,7 @@ first five names are in the error.
 
 import difflib
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
+from banyan.formats.kept import growths, kept_bytes
 from banyan.layers.build import Build
 from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.slot import Layer, WeightSlot
@@ -79,7 +81,11 @@ def load_model(
         _fill_dummy(model, build, seed)
     else:
         tensors = tensors_of(card, is_mapped, transforms)
-        Filling(model, family.names[card.format]).run(tensors)
+        filling = Filling(model, family.names[card.format])
+        filling.run(tensors)
+        if build.device.type == "cpu" and build.ops.recorder is not None:
+            for line in growths(filling.stored_bytes, filling.kept_bytes):
+                log.info("%s", line)
     return model.eval()
 
 
@@ -154,6 +160,8 @@ class Filling:
         self.stage = model.stage if isinstance(model, DecoderLM) else whole
         self.waiting: dict[tuple[str, str], dict[str, StoredWeight]] = {}
         self.unknown: list[str] = []
+        self.stored_bytes: Counter[str] = Counter()
+        self.kept_bytes: Counter[str] = Counter()
 
     def run(self, tensors: Iterator[tuple[str, Stored]]) -> None:
         for name, tensor in tensors:
@@ -232,6 +240,9 @@ class Filling:
             tensor = tensor.as_row
         elif tensor.shape == (1, *whole):
             tensor = tensor.at(0)
+        if place.module != "embedding" or self.model.card.tie_embeddings:
+            self.stored_bytes[tensor.type] += tensor.raw.numel()
+            self.kept_bytes[tensor.type] += kept_bytes(tensor.type, tensor.shape)
         if tensor.shape != whole:
             raise ModelError(
                 f"tensor {printable(name)!r} has shape {list(tensor.shape)}, the model's "

@@ -18,9 +18,10 @@ from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 SOURCES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4", "IQ4_XS", "IQ3_XXS", "IQ3_S"),
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"),
 )
-"""Storage types that can be packed; the order of csrc/linear_pack.cpp."""
+"""Storage types that can be packed; the order of csrc/linear_blocks.inl."""
 _EIGHT_BITS = 7
 QUANTIZATIONS = {"q4_0": 0, "q4_1": 1, "q8_0": _EIGHT_BITS, "int8": _EIGHT_BITS}
 """What float weights may be rounded to at load -> format of csrc/linear.h."""
