@@ -33,7 +33,7 @@ from banyan.runner.adapters import open_seats
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.open_forward import RunnerSizes
 from banyan.runner.speculative.beside import DraftModel
-from banyan.runner.weights import load_weights
+from banyan.runner.weights import load_the_ahead, load_weights
 from banyan.scheduler.budget import DRAFT_ROOM
 
 _DTYPES = {
@@ -145,9 +145,9 @@ def open_model(
     model = load_weights(config.model, card, build)
     draft = None
     if config.speculative.is_model:
-        if config.speculative.draft_quantization != config.model.quantization:
+        if draft_of(config).quantization != config.model.quantization:
             toolkit = _open_toolkit(config, draft_of(config), traits, threads)
-        draft = _open_draft(config, traits, build, toolkit)
+        draft = _open_draft(config, card, traits, model, build, toolkit)
     gc.collect()
     gc.freeze()  # the model's objects live long: never walk them again
     give_back()
@@ -157,13 +157,25 @@ def open_model(
     return OpenModel(config, settings, platform, build, model, kernels, threads, draft)
 
 
-def _open_draft(config: Config, traits: Traits, build: Build, toolkit: Toolkit) -> DraftModel:
+def _open_draft(
+    config: Config,
+    served: ModelCard,
+    traits: Traits,
+    target: Model,
+    build: Build,
+    toolkit: Toolkit,
+) -> DraftModel:
     """The model that drafts, on the ranks and the device of the one that is served."""
     model = draft_of(config)
-    card = read_card(model.path, model.load_format)
+    is_ahead = config.speculative.is_ahead
+    card = served if is_ahead else read_card(model.path, model.load_format)
     ops = _bind(config, card, traits, build.device, toolkit)
     # Drafts are guesses, and the same for all adapters.
     mine = replace(build, ops=ops, kv_units=(), adapters=None)
+    if is_ahead:
+        log.info("draft layer=%d", card.num_layers)
+        ahead = load_the_ahead(model, card, target, mine, config.cache.page_size)
+        return DraftModel(ahead, mine, ahead)
     log.info("draft model=%s layers=%d", printable(model.source), card.num_layers)
     return DraftModel(load_weights(model, card, mine), mine)
 

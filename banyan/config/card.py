@@ -239,6 +239,9 @@ class ModelCard:
     quant: QuantFacts | None = None
     """None when the weights are plain, or in blocks that say so themselves (GGUF)."""
     dtype: str = "float32"
+    num_ahead: int = 0
+    """Layers behind the last one that the checkpoint brings for drafting; what is answered is not
+    theirs."""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     pad_id: int | None = None

@@ -12,6 +12,7 @@ from banyan.config.checkpoint import read_card
 from banyan.config.env import Environment
 from banyan.config.schema import Config, ModelConfig
 from banyan.config.sources import fetch
+from banyan.families import FAMILIES
 
 log = logger(__name__)
 
@@ -22,6 +23,8 @@ def draft_of(config: Config) -> ModelConfig:
     """How the draft model is read. What the flags say about the served model's files does not hold
     for it, and what they say about numbers does."""
     speculative = config.speculative
+    if speculative.is_ahead:
+        return config.model
     return replace(
         config.model,
         source=speculative.draft_source,
@@ -49,6 +52,9 @@ def find_the_draft(
     if not speculative.is_model:
         return config
     flag = f"--speculative-algorithm {speculative.algorithm}"
+    if speculative.is_ahead:
+        _check_the_ahead(config, card, flag)
+        return config
     if not speculative.draft_source:
         raise ConfigError(
             f"{flag} needs --speculative-draft-model-path",
@@ -69,6 +75,35 @@ def find_the_draft(
         speculative, draft_path=draft.path, draft_quantization=checked.model.quantization
     )
     return replace(config, speculative=found)
+
+
+def _check_the_ahead(config: Config, card: ModelCard, flag: str) -> None:
+    """Refuse what brings no layer for drafting, and flags about models that are elsewhere."""
+    speculative = config.speculative
+    given = {
+        "--speculative-draft-model-path": speculative.draft_source,
+        "--speculative-draft-model-revision": speculative.draft_revision,
+        "--speculative-draft-load-format": speculative.draft_load_format != "auto",
+        "--speculative-draft-model-quantization": speculative.draft_quantization,
+    }
+    if others := [name for name, is_given in given.items() if is_given]:
+        raise ConfigError(
+            f"{others[0]} and {flag}: what drafts is a layer of the served model's own checkpoint",
+            hint="leave it out, or use --speculative-algorithm STANDALONE",
+        )
+    another = "use --speculative-algorithm STANDALONE with a small model, or NGRAM"
+    if config.model.implementation == "transformers":
+        raise ConfigError(f"{flag} and --model-impl transformers exclude each other", hint=another)
+    if not card.num_ahead:
+        raise ConfigError(
+            f"{flag}: {printable(card.path)} says nothing of a layer for drafting "
+            "(num_nextn_predict_layers)",
+            hint=f"DeepSeek-V3 and GLM-4.5 bring one; {another}",
+        )
+    if FAMILIES.load(card.architecture).ahead is None:
+        raise ConfigError(
+            f"{flag}: the layer for drafting of {card.architecture} is not run here", hint=another
+        )
 
 
 def _check_the_pair(config: Config, card: ModelCard, draft: ModelCard, source: str) -> None:

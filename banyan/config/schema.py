@@ -250,7 +250,9 @@ class GrammarConfig:
         return "" if self.compact else self.whitespace or None
 
 
-MODEL_DRAFTERS = ("STANDALONE",)
+AHEAD_DRAFTERS = ("NEXTN",)
+"""Drafters that run a layer of the served model's checkpoint."""
+MODEL_DRAFTERS = ("STANDALONE", *AHEAD_DRAFTERS)
 """Drafters that run a model of their own."""
 
 
@@ -291,6 +293,11 @@ class SpeculativeConfig:
     def is_model(self) -> bool:
         """Whether a model drafts, beside the one that answers."""
         return self.algorithm in MODEL_DRAFTERS
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether that is a layer which the served model's checkpoint brings."""
+        return self.algorithm in AHEAD_DRAFTERS
 
     @property
     def drafts(self) -> int:

@@ -151,6 +151,21 @@ class GgufForm:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """A layer for drafting that checkpoints of a family bring (`models/ahead.py`).
+
+    Attributes:
+        beginning: of its tensors' names; {} stands for the number of layers.
+        names: of its weights, whole names as in `NameMap`.
+        has_states_first: its projection reads the state, and the token behind it.
+    """
+
+    beginning: str
+    names: NameMap
+    has_states_first: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """
     Attributes:
@@ -165,6 +180,7 @@ class Family:
             has rotated) | "width" (all heads together).
         has_attention_gate: what a head of attention gives is scaled by the sigmoid of a gate, which
             the query projection makes behind that head's query.
+        ahead: the layer that drafts; None where checkpoints bring none, or none that is run.
     """
 
     hub: HubForm = field(default_factory=HubForm)
@@ -177,3 +193,4 @@ class Family:
     gated: bool = True
     qk_norm: str = ""
     has_attention_gate: bool = False
+    ahead: Ahead | None = None

@@ -6,7 +6,7 @@ The first layers have plain feed-forward blocks; layers past the last one are fo
 
 from dataclasses import replace
 
-from banyan.families.base import Family, GgufForm, HubForm
+from banyan.families.base import Ahead, Family, GgufForm, HubForm
 from banyan.families.experts import (
     deepseek_v2,
     deepseek_v3,
@@ -17,6 +17,7 @@ from banyan.families.experts import (
 from banyan.families.names import (
     GGUF_EXPERTS,
     GGUF_NAMES,
+    HUB_AHEAD,
     HUB_CORRECTED_EXPERTS,
     HUB_NAMES,
     NameMap,
@@ -55,7 +56,14 @@ DEEPSEEK_V2 = Family(
     },
 )
 
-DEEPSEEK_V3 = replace(DEEPSEEK_V2, hub=HubForm(head_dim=64, more=deepseek_v3))
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2,
+    hub=HubForm(head_dim=64, more=deepseek_v3),
+    ahead=Ahead(
+        "model.layers.{}.",
+        NameMap(HUB_NAMES | HUB_CORRECTED_EXPERTS | _ATTENTION | HUB_AHEAD, paired=_PAIRED),
+    ),
+)
 
 _INDEXER = "layers.{}.attention.indexer"
 _SPARSE = NameMap(

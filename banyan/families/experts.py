@@ -84,7 +84,12 @@ def deepseek_v2(facts: Facts, card: ModelCard) -> ModelCard:
 
 def deepseek_v3(facts: Facts, card: ModelCard) -> ModelCard:
     experts = corrected(facts, card, is_normalised=True, scale=2.5)
-    return replace(_latent(facts, card), experts=experts)
+    return replace(_latent(facts, card), experts=experts, num_ahead=layers_ahead(facts))
+
+
+def layers_ahead(facts: Facts) -> int:
+    """Layers behind the last one, which are for drafting."""
+    return facts.integer("num_nextn_predict_layers", 0, 1 << 10, default=0)
 
 
 def deepseek_v32(facts: Facts, card: ModelCard) -> ModelCard:

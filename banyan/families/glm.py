@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from banyan.config.card import ModelCard
 from banyan.config.facts import Facts
-from banyan.families.base import Biases, Family, GgufForm, HubForm
-from banyan.families.experts import corrected
+from banyan.families.base import Ahead, Biases, Family, GgufForm, HubForm
+from banyan.families.experts import corrected, layers_ahead
 from banyan.families.names import (
     GGUF_NAMES,
+    HUB_AHEAD,
     HUB_CORRECTED_EXPERTS,
     HUB_NAMES,
     HUB_QK_NORM,
@@ -25,7 +26,8 @@ def _of_experts(facts: Facts, card: ModelCard) -> ModelCard:
     """The largest models norm q and k."""
     is_normed = facts.flag("use_qk_norm", default=False)
     experts = corrected(facts, card, is_normalised=True, scale=1.0)
-    return replace(card, experts=experts, qk_norm="head" if is_normed else "")
+    ahead = layers_ahead(facts)
+    return replace(card, experts=experts, qk_norm="head" if is_normed else "", num_ahead=ahead)
 
 
 GLM4 = Family(
@@ -73,4 +75,8 @@ GLM4_MOE = Family(
             HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS, has_more_layers=True
         )
     },
+    ahead=Ahead(
+        "model.layers.{}.",
+        NameMap(HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS | HUB_AHEAD),
+    ),
 )

@@ -52,6 +52,14 @@ HUB_CORRECTED_EXPERTS = HUB_EXPERTS | {
 }
 """Those of families that follow DeepSeek's."""
 
+HUB_AHEAD = {
+    "model.layers.{}.enorm": "layers.{}.token_norm",
+    "model.layers.{}.hnorm": "layers.{}.state_norm",
+    "model.layers.{}.eh_proj": "layers.{}.join",
+    "model.layers.{}.shared_head.norm": "layers.{}.norm",
+}
+"""What the layer that drafts has beside those of a block (DeepSeek's names)."""
+
 HUB_MIXTRAL_EXPERTS = {
     "model.layers.{}.block_sparse_moe.gate": "layers.{}.mlp.router",
     "model.layers.{}.block_sparse_moe.experts.{}.w1": "layers.{}.mlp.experts.gate_up:gate{}",

@@ -131,6 +131,8 @@ class StepInputs:
         attention: attention bound to this step.
         states: those of layers that keep one.
         embedded: tokens whose ids are placeholders.
+        carried: [tokens, width], what the model that is drafted for made of the token before each;
+            None but in steps of a layer that reads it.
     """
 
     tokens: Tensor
@@ -138,3 +140,4 @@ class StepInputs:
     attention: StepAttention
     states: StepStates
     embedded: Embedded | None = None
+    carried: Tensor | None = None

@@ -312,6 +312,7 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, Protocol):
         context_lengths: Tensor,
         scale: float,
         chosen: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         """As paged_attention without window and cap, where all heads share one latent vector and
         one rotated key per token: logits are scale · (q · latent + q_turned · key), values are the
@@ -319,7 +320,9 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, Protocol):
 
         q: [tokens, heads, rank] T; q_turned: [tokens, heads, rope_dim] T;
         latent_pages, key_pages: as for write_latent; chosen: what each token reads of the positions
-        up to its own, as `choose_positions` returns it, None = all.
+        up to its own, as `choose_positions` returns it, None = all;
+        first: positions before it are not seen, and no row begins there. Kernels need not take it
+        on devices where nothing is drafted.
         returns: [tokens, heads, rank] T, softmax and sums in fp32.
         """
         ...
@@ -362,8 +365,10 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, Protocol):
         """Causal attention of rows of any count over their pages, this step's K and V included.
 
         Token j of row r stands at position p = context_lengths[r] + j and sees the positions
-        max(0, p − window + 1) … p (all up to p when window is 0); the others are never read as
-        numbers, so pages may hold anything there. Query head h uses kv head h // (heads/kv_heads).
+        max(0, p − window + 1) … p, all up to p when window is 0, and those from −window on when it
+        is less, before which no row begins then (kernels need not know that on devices where
+        nothing is drafted). The others are never read as numbers, so pages may hold anything there.
+        Query head h uses kv head h // (heads/kv_heads).
 
         q: [tokens, heads, head_dim] T, row r owns row_starts[r] … row_starts[r + 1] − 1;
         k_pages, v_pages: [num_pages, page_size, kv_heads, stored_width] of the cache dtype

@@ -285,6 +285,7 @@ def latent_attention(
     context_lengths: Tensor,
     scale: float,
     chosen: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
     out = torch.empty_like(q)
     starts = row_starts.tolist()  # sync: the reference walks the rows one by one
@@ -294,10 +295,10 @@ def latent_attention(
     for row, context in enumerate(contexts):
         tokens = slice(starts[row], starts[row + 1])
         positions = torch.arange(context, context + tokens.stop - tokens.start, device=q.device)
-        v, k, first = gather_row(latents, keys, page_tables[row], positions, 0)
-        seen = visible(positions, first, k.shape[0], 0)
+        v, k, lowest = gather_row(latents, keys, page_tables[row], positions, -first)
+        seen = visible(positions, lowest, k.shape[0], 0)
         if chosen is not None:
-            seen &= unpack_bits(chosen[tokens])[:, : k.shape[0]]
+            seen &= unpack_bits(chosen[tokens])[:, lowest : lowest + k.shape[0]]
         out[tokens] = dense_attention(whole[tokens], torch.cat([v, k], -1), v, seen, scale, 0.0)
     return out
 
@@ -396,7 +397,7 @@ def gather_row(
     """
     page_size = k_pages.shape[1]
     start, stop = int(positions[0]), int(positions[-1]) + 1  # sync: lengths of host-side slices
-    first = max(0, start - window + 1) if window else 0
+    first = max(0, start - window + 1) if window > 0 else -window
     first_page = first // page_size
     pages = page_table[first_page : -(-stop // page_size)].long()
     inside = slice(first - first_page * page_size, stop - first_page * page_size)
@@ -414,7 +415,7 @@ def visible(positions: Tensor, first: int, length: int, window: int) -> Tensor:
     """Which of the keys at first … first + length − 1 each position sees. [count, length] bool"""
     keys = torch.arange(first, first + length, device=positions.device)
     seen = keys <= positions.unsqueeze(1)
-    return seen & (keys > positions.unsqueeze(1) - window) if window else seen
+    return seen & (keys > positions.unsqueeze(1) - window) if window > 0 else seen
 
 
 def dense_attention(

@@ -35,6 +35,7 @@ class Batch:
             output for its last token, and one for each draft before that.
         last: the token of each output, along the step's tokens.
         to_slots: slot of each output; to_positions: where its token goes.
+        carried: [tokens, width], `StepInputs.carried`.
     """
 
     rows: list[Row]
@@ -50,6 +51,7 @@ class Batch:
     last: np.ndarray
     to_slots: np.ndarray
     to_positions: np.ndarray
+    carried: Tensor | None = None
 
     @classmethod
     def of(cls, rows: list[tuple[int, Row]]) -> "Batch":
@@ -112,6 +114,7 @@ class StepTensors:
     Args:
         max_tokens, max_rows, max_outputs: of the largest step; a row has an output for each of its
             positions that is sampled.
+        carried: width of what comes with each token beside its id, 0 = nothing; dtype: its type.
     """
 
     def __init__(
@@ -123,6 +126,8 @@ class StepTensors:
         max_tokens: int,
         max_rows: int,
         max_outputs: int,
+        carried: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -146,6 +151,7 @@ class StepTensors:
         self.locations = [zeros(max_tokens) for _ in store.groups]
         self.chosen = zeros(max_outputs)
         self.to_slots, self.to_positions = zeros(max_outputs), zeros(max_outputs)
+        self._carried = zeros(max_tokens, carried, dtype=dtype) if carried else None
         self._adapters = None if table.adapters is None else AdapterTokens(max_tokens)
         self._adapted_outputs = AdapterTokens(max_outputs)
         self._fill = self._gather
@@ -163,6 +169,8 @@ class StepTensors:
     def fill(self, batch: Batch) -> None:
         """Enter a batch; one without rows takes part in what other replicas do."""
         self._fill(batch)
+        if batch.carried is not None and self._carried is not None:
+            self._carried[: len(batch.carried)] = batch.carried
 
     def whole(self, attention: AttentionBackend) -> StepInputs:
         """Inputs of the full size."""
@@ -172,7 +180,8 @@ class StepTensors:
         views = map(GroupView, self.page_tables, self.locations)
         geometry = StepGeometry(self.row_starts, self.context_lengths, tuple(views))
         states = BoundStates(self._store, geometry)
-        return StepInputs(self.tokens, self.positions, attention.bind(geometry), states)
+        bound, carried = attention.bind(geometry), self._carried
+        return StepInputs(self.tokens, self.positions, bound, states, carried=carried)
 
     def part(self, batch: Batch, attention: AttentionBackend) -> StepInputs:
         """The inputs of the batch that was entered."""
@@ -191,6 +200,7 @@ class StepTensors:
             attention=attention.bind(geometry),
             states=BoundStates(self._store, geometry),
             embedded=_embedded(batch, self._table),
+            carried=None if self._carried is None else self._carried[:tokens],
         )
 
     def choose(self, tokens: np.ndarray) -> None:

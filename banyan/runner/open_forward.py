@@ -34,6 +34,7 @@ class RunnerSizes:
         draft_room: drafts that one step verifies at most, beside the tokens of its rows.
         shares_pages: rank 0 moves the pages of all ranks, and reads and writes them where they are.
         burst: decode steps that one plan may hold.
+        carried: width of what comes with each token beside its id, 0 = nothing.
     """
 
     max_slots: int
@@ -45,6 +46,7 @@ class RunnerSizes:
     draft_room: int = 0
     shares_pages: bool = False
     burst: int = 1
+    carried: int = 0
 
 
 def open_forward(
@@ -60,7 +62,7 @@ def open_forward(
     rows, outputs = sizes.max_slots, sizes.max_slots + sizes.draft_room
 
     def tensors(max_tokens: int, max_outputs: int) -> StepTensors:
-        size = (max_tokens, rows, max_outputs)
+        size = (max_tokens, rows, max_outputs, sizes.carried, build.dtype)
         return StepTensors(table, store, platform, build.device, *size)
 
     def larger(batch: Batch) -> StepTensors:

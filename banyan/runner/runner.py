@@ -60,6 +60,7 @@ from banyan.runner.slots import RowError, SlotTable
 from banyan.runner.speculative.base import Beside, Drafter
 from banyan.runner.speculative.beside import DraftModel, open_beside
 from banyan.runner.speculative.drafting import Drafting, Verified
+from banyan.runner.speculative.target import TargetStep
 from banyan.transfer.mover import PageMover
 
 log = logger(__name__)
@@ -166,8 +167,10 @@ class ModelRunner:
         self._sampler = Sampler(self._table, card.vocab_size, build.ops)
         self._processors = Processors(self._table)
         self._drafting = None
+        self._ran = TargetStep()
+        """What drafters read of the last step."""
         if open_drafter is not None:
-            whole = (self._table, self.store, sizes, self._platform, draft)
+            whole = (self._table, self.store, sizes, self._platform, draft, self._ran)
             self._drafting = Drafting(open_drafter(partial(open_beside, *whole)), self._table)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
         self._peers: Peers | None = None
@@ -284,6 +287,7 @@ class ModelRunner:
                 self._table.grow(batch.to_slots, burst.steps - 1)
             if self._drafting is not None:
                 tokens = None if sampled is None else sampled.tokens
+                self._ran.enter(batch, self._forward)
                 verified = self._drafting.verify(batch, tokens, len(plan.rows))
             if self._pooler is not None:
                 vectors = self._pooler.read(self._forward, batch)

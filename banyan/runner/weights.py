@@ -27,9 +27,11 @@ from banyan.messages.orders import (
     ResumeMemory,
     TakeWeights,
 )
+from banyan.models.ahead import AheadLM
 from banyan.models.base import Model
 from banyan.models.foreign import load_foreign
 from banyan.models.weights.adapters import open_projections
+from banyan.models.weights.ahead import load_ahead
 from banyan.models.weights.custom import load_transforms
 from banyan.models.weights.loader import load_model, rows_of, tensors_of
 from banyan.models.weights.reader import stamp_of
@@ -60,6 +62,19 @@ def load_weights(config: ModelConfig, card: ModelCard, build: Build) -> Model:
     if build.adapters is not None:
         open_projections(model, build.adapters, build.ops)
     return model
+
+
+def load_the_ahead(
+    config: ModelConfig, card: ModelCard, model: Model, build: Build, page_size: int
+) -> AheadLM:
+    """This rank's share of the layer that drafts for `model`, from its checkpoint."""
+    with _lone_torch(build.ops):
+        return load_ahead(
+            *(card, model, build, page_size, config.load_format),
+            served_length=config.context_length,
+            is_mapped=not config.disable_mmap,
+            transforms=load_transforms(config.loader_functions, card.path),
+        )
 
 
 def _settle_memory() -> None:

@@ -84,13 +84,13 @@ REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
         GUIDE + "--enable-nsa-prefill-context-parallel --nsa-prefill-cp-mode in-seq-split "
         "--attn-cp-size 32 --deepep-mode normal",
         {"SGLANG_USE_AG_AFTER_QLORA": "1", "TASK_QUEUE_ENABLE": "2"},
-        ("--speculative-algorithm", "--moe-a2a-backend deepep", "--attn-cp-size 32"),
+        ("--moe-a2a-backend deepep", "--attn-cp-size 32"),
     ),
     (
         GUIDE + "--dp-size 8 --ep 32 --enable-dp-attention --enable-dp-lm-head "
         "--cuda-graph-max-bs 4 --deepep-mode low_latency --mem-fraction-static 0.79",
         {"SGLANG_ENABLE_SPEC_V2": "1", "SGLANG_SCHEDULER_SKIP_ALL_GATHER": "1"},
-        ("--speculative-algorithm", "--moe-a2a-backend deepep"),
+        ("--moe-a2a-backend deepep",),
     ),
 )
 

@@ -82,7 +82,7 @@ def test_a_draft_that_does_not_go_with_the_model_is_refused(models, facts: dict,
         ("--enable-memory-saver", "are not released"),
         ("--pp-size 2", "by stages"),
         ("--speculative-eagle-topk 2", "one chain"),
-        ("--speculative-token-map FILE", "trained for one"),
+        ("--speculative-token-map FILE", "trained to draft"),
         ("--speculative-draft-model-quantization mxfp4", "not available in this build"),
         ("--speculative-draft-model-quantization gptq", "draft-model-quantization gptq is not"),
         ("--speculative-draft-load-format gguf", "gguf"),
@@ -115,3 +115,55 @@ def test_a_draft_without_an_algorithm_is_reported(models, caplog):
     assert resolved(*words[:4]).speculative.drafts == 0
     assert "draft source has no effect" in caplog.text
     assert json.loads(Path(words[3], "config.json").read_text())
+
+
+AHEAD = LLAMA | {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "num_nextn_predict_layers": 1,
+}
+
+
+def ahead(path: Path, facts: dict, *words: str):
+    named = ("--model-path", folder(path, facts), "--speculative-algorithm", "NEXTN")
+    return resolved(*named, *words).speculative
+
+
+def test_a_layer_of_the_checkpoint_drafts_without_a_model_of_its_own(tmp_path):
+    speculative = ahead(tmp_path, AHEAD)
+    assert speculative.is_ahead and speculative.is_model and speculative.drafts == 3
+    assert not speculative.draft_path
+    named = ("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "DEEPSEEK_MTP")
+    assert resolved(*named).speculative == speculative
+
+
+@pytest.mark.parametrize(
+    ("facts", "words", "text"),
+    [
+        ({"num_nextn_predict_layers": 0}, "", "says nothing of a layer for drafting"),
+        ({}, "--speculative-draft-model-path M", "the served model's own checkpoint"),
+        ({}, "--speculative-draft-model-quantization int8", "the served model's own checkpoint"),
+        ({}, "--speculative-draft-load-format dummy", "the served model's own checkpoint"),
+        ({}, "--pp-size 2", "by stages"),
+        ({}, "--enable-memory-saver", "are not released"),
+        ({}, "--nnodes 2 --tp-size 2 --dist-init-addr here:5000", "on other machines"),
+        ({}, "--speculative-eagle-topk 4", "one chain"),
+        ({}, "--disaggregation-mode decode", "is not handed over"),
+    ],
+)
+def test_what_a_layer_that_drafts_does_not_go_with_is_refused_by_name(
+    tmp_path, facts: dict, words: str, text: str
+):
+    with pytest.raises(BanyanError, match=text):
+        ahead(tmp_path, AHEAD | facts, *words.split())
+
+
+def test_a_layer_that_is_not_run_is_refused(tmp_path):
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    indexer = {"index_n_heads": 4, "index_head_dim": 8, "index_topk": 4, "v_head_dim": 8}
+    facts = AHEAD | latent | indexer | {"architectures": ["DeepseekV32ForCausalLM"]}
+    with pytest.raises(BanyanError, match="of DeepseekV32ForCausalLM is not run here"):
+        ahead(tmp_path, facts)

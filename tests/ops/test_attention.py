@@ -19,7 +19,7 @@ def dense(q, k, v, context, scale, window, soft_cap):
     group = q.shape[1] // k.shape[1]
     for token in range(q.shape[0]):
         position = context + token
-        first = max(0, position - window + 1) if window else 0
+        first = max(0, position - window + 1) if window > 0 else -window
         for head in range(q.shape[1]):
             keys = k[first : position + 1, head // group].double()
             logits = keys @ q[token, head].double() * scale
@@ -38,13 +38,14 @@ def steps(draw):
             max_size=6,
         )
     )
+    window = draw(st.sampled_from([0, 0, 1, 5, 32, -1, -3]))
     return {
-        "rows": rows,
+        "rows": [(max(context, -window), count) for context, count in rows],
         "kv_heads": draw(st.sampled_from([1, 2, 3])),
         "group": draw(st.sampled_from([1, 3, 8])),
         "head_dim": draw(st.sampled_from([4, 16])),
         "page_size": draw(st.sampled_from([1, 4, 16])),
-        "window": draw(st.sampled_from([0, 0, 1, 5, 32])),
+        "window": window,
         "soft_cap": draw(st.sampled_from([0.0, 0.0, 3.0])),
         "seed": draw(st.integers(0, 1000)),
     }
@@ -77,7 +78,8 @@ def test_paged_attention_is_dense_attention_whatever_lies_in_unused_pages(kernel
             tables[row, page] = order.pop()
         where = torch.arange(length)
         flat = tables[row].long()[where // page_size] * page_size + where % page_size
-        visible_from = max(0, context - step["window"] + 1) if step["window"] else 0
+        window = step["window"]
+        visible_from = max(0, context - window + 1) if window > 0 else -window
         reference.write_kv(
             k[visible_from:], v[visible_from:], k_pages, v_pages, flat[visible_from:]
         )

@@ -169,6 +169,24 @@ def test_ragged_steps_equal_the_reference_whatever_lies_in_unused_slots(attentio
     torch.testing.assert_close(out, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [Shape(group=4, head_dim=24, window=-1), Shape(head_dim=72, window=-1, dtype=torch.int8)],
+    ids=str,
+)
+def test_positions_that_are_left_out_at_the_beginning_may_be_no_numbers(attention, shape):
+    world = World(shape, [2, 17, 600, 555, 40])
+    chunks = [(0, 1, 2), (1, 16, 17), (2, 599, 600), (3, 500, 555), (4, 1, 40)]
+    for of in (world.k, world.v):
+        for row in of:
+            row[0] = math.nan
+
+    out = compiled(attention, world, chunks)
+
+    wanted = expected(world, chunks)
+    torch.testing.assert_close(out, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_token_is_the_same_bit_for_bit_alone_in_a_batch_and_in_any_chunks(attention, shape):
     world = World(shape, [530, 61, 300])

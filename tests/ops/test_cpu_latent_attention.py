@@ -10,7 +10,7 @@ from torch import Tensor
 from banyan.ops import reference
 from banyan.ops.cpu.latent_attention import HeadLinear, LatentAttention
 from banyan.ops.cpu.weights import Arena
-from banyan.ops.pages import FLOAT8, stored_width
+from banyan.ops.pages import FLOAT8, stored_width, to_numbers, to_stored
 
 SCALE = 0.2
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, *FLOAT8]
@@ -83,11 +83,11 @@ class World:
     def chunk(self, of: list[Tensor], chunks: list[Chunk]) -> Tensor:
         return torch.cat([of[row][first:last] for row, first, last in chunks])
 
-    def step(self, ops, chunks: list[Chunk]) -> Tensor:
-        """What `ops` make of the chunks, after they have written their past."""
+    def step(self, ops, chunks: list[Chunk], first: int = 0) -> Tensor:
+        """What `ops` make of the chunks, after they have written their past from `first` on."""
         pages = self.pages()
-        for part in ([(row, 0, first) for row, first, _ in chunks], chunks):
-            if any(last > first for _, first, last in part):
+        for part in ([(row, first, begin) for row, begin, _ in chunks], chunks):
+            if any(last > begin for _, begin, last in part):
                 latent, key = self.chunk(self.latent, part), self.chunk(self.key, part)
                 ops.write_latent(latent, key, *pages, self.locations(part))
         counts = torch.tensor([0] + [last - first for _, first, last in chunks])
@@ -97,8 +97,9 @@ class World:
             *pages,
             self.tables[[row for row, _, _ in chunks]].contiguous(),
             counts.cumsum(0).int(),
-            torch.tensor([first for _, first, _ in chunks], dtype=torch.int32),
+            torch.tensor([begin for _, begin, _ in chunks], dtype=torch.int32),
             SCALE,
+            first=first,
         )
 
 
@@ -134,6 +135,20 @@ def test_prompts_chunks_and_decoding_equal_the_reference(attention, dtype, page_
     got = world.step(attention, chunks)
 
     torch.testing.assert_close(got, world.step(reference, chunks), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_nobody_reads_at_the_beginning_may_be_no_number(attention, dtype):
+    """The first position is never written. Everything else is as if all began one later."""
+    world = World(Shape(dtype=dtype), [300, 700, 40, 2])
+    chunks = [(0, 1, 300), (1, 600, 650), (2, 39, 40), (1, 699, 700), (3, 1, 2)]
+
+    got = world.step(attention, chunks, first=1)
+
+    torch.testing.assert_close(got, world.step(reference, chunks, first=1), atol=2e-5, rtol=0)
+    alone = world.step(attention, [(3, 1, 2)], first=1)
+    values = to_numbers(to_stored(world.latent[3][1:2], dtype))
+    torch.testing.assert_close(alone, values[:, None].expand_as(alone), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("heads", "rank", "rope_dim"), [(1, 14, 6), (16, 64, 32), (40, 37, 8)])

@@ -8,13 +8,16 @@ FLAGS = (
         "speculative-algorithm",
         "speculative.algorithm",
         "what drafts the next tokens, which the model then verifies together: NGRAM, from what "
-        "this server has seen, STANDALONE, by a small model of the same vocabulary, or a plug-in's "
-        "name; answers are the same with it and without",
+        "this server has seen, STANDALONE, by a small model of the same vocabulary, NEXTN, by a "
+        "layer that the model's checkpoint brings for it, or a plug-in's name; answers are the "
+        "same with it and without",
+        translate=(("DEEPSEEK_MTP", "NEXTN"),),
         elsewhere=(
             Elsewhere(
-                "EAGLE EAGLE3 NEXTN DFLASH DSPARK UNO",
-                "no drafter reads the states of the model that it drafts for",
-                "use NGRAM, STANDALONE with a small model, or leave the flag out",
+                "EAGLE EAGLE3 DFLASH DSPARK UNO",
+                "no model is read that was trained to draft for another one",
+                "use NEXTN where the checkpoint has a layer for it, STANDALONE with a small model, "
+                "or NGRAM",
             ),
         ),
         proof="tests/system/test_speculation.py"

@@ -21,6 +21,7 @@ from banyan.formats.kept import growths, kept_bytes
 from banyan.layers.build import Build
 from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.slot import Layer, WeightSlot
+from banyan.models.ahead import AheadLM
 from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
@@ -78,7 +79,7 @@ def load_model(
     else:
         model = DecoderLM(card, family, build, served_length)
     if load_format == "dummy":
-        _fill_dummy(model, build, seed)
+        fill_dummy(model, build, seed)
     else:
         tensors = tensors_of(card, is_mapped, transforms)
         filling = Filling(model, family.names[card.format])
@@ -90,14 +91,22 @@ def load_model(
 
 
 def tensors_of(
-    card: ModelCard, is_mapped: bool = True, transforms: Sequence[Transform] = ()
+    card: ModelCard,
+    is_mapped: bool = True,
+    transforms: Sequence[Transform] = (),
+    beginning: str = "",
 ) -> Iterator[tuple[str, Stored]]:
     """The tensors of a checkpoint as models take them: whole weights under their names.
+
+    Args:
+        beginning: of the names of those that are wanted.
 
     Raises:
         ModelError: unreadable files.
     """
     tensors = read_tensors(card, is_mapped)
+    if beginning:
+        tensors = ((name, tensor) for name, tensor in tensors if name.startswith(beginning))
     if card.quant is not None:
         method = open_method(card.quant, card.path)
         tensors = restored(tensors, tensor_types(card), method, card.quant.method)
@@ -143,7 +152,7 @@ def rows_of(tensors: Iterator[tuple[str, Stored]], wanted: str, rows: int, most:
 class Filling:
     """One pass over a checkpoint into a model."""
 
-    def __init__(self, model: DecoderLM | EncoderLM, names: NameMap) -> None:
+    def __init__(self, model: DecoderLM | EncoderLM | AheadLM, names: NameMap) -> None:
         self.model = model
         self.names = names
         self.unpacked: list[str] = []
@@ -307,7 +316,7 @@ def _first(names: list[str]) -> str:
     return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
-def _fill_dummy(model: DecoderLM | EncoderLM, build: Build, seed: int) -> None:
+def fill_dummy(model: DecoderLM | EncoderLM | AheadLM, build: Build, seed: int) -> None:
     """Random weights of a checkpoint's shapes: norms around one, the rest small, ties kept."""
     generator = torch.Generator().manual_seed(seed)
 

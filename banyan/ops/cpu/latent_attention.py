@@ -59,12 +59,13 @@ class LatentAttention:
         context_lengths: Tensor,
         scale: float,
         chosen: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         tokens, heads, rank = q.shape
         group = next(n for n in range(min(heads, _PAIRS), 0, -1) if heads % n == 0)
         padded = -(-rank // _WHOLE) * _WHOLE
         blocks, page_size = heads // group, latent_pages.shape[1]
-        shape = (page_size, blocks, group, padded, 0)
+        shape = (page_size, blocks, group, padded, -first)
         plan = self._pages.plan(tokens, page_tables, row_starts, context_lengths, shape)
         out = self.library.empty((tokens, heads, padded))
         self.library.call(
@@ -75,7 +76,7 @@ class LatentAttention:
             *_rows(q_turned),
             *(_whole(latent_pages), _whole(key_pages), plan.ctypes.data),
             *(page_tables.data_ptr(), page_tables.stride(0), out.data_ptr()),
-            *(page_size, blocks, group, padded, rank, q_turned.shape[-1], scale),
+            *(page_size, blocks, group, padded, rank, q_turned.shape[-1], -first, scale),
             *((0, 0) if chosen is None else (chosen.data_ptr(), chosen.shape[1])),
             rows=context_lengths.shape[0],
         )

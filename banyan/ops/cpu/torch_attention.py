@@ -54,7 +54,7 @@ def _paged_attention(
     for row, context in enumerate(contexts):
         tokens = slice(starts[row], starts[row + 1])
         if tokens.stop - tokens.start == 1:
-            seen = min(context + 1, window) if window else context + 1
+            seen = min(context + 1, window) if window > 0 else context + 1
             batches.setdefault((-(-seen // page_size)).bit_length(), []).append(row)
         elif tokens.stop > tokens.start:
             out[tokens] = _extend(
@@ -91,7 +91,7 @@ def _decode(
     rows, heads, head_dim = q.shape
     page_size, kv_heads = k_pages.shape[1:3]
     newest = positions.unsqueeze(1)  # [rows, 1]
-    first = (newest - window + 1).clamp(min=0) if window else torch.zeros_like(newest)
+    first = (newest - window + 1).clamp(min=0) if window > 0 else torch.full_like(newest, -window)
     length = int((newest - first).max()) + 1
     keys = first + torch.arange(length)  # [rows, length]
     seen = keys <= newest

@@ -11,14 +11,19 @@ from banyan.runner.kvstore import KVStore
 
 
 class ReferenceAttention:
-    """Backend for every device whose ops include write_kv and paged_attention."""
+    """Backend for every device whose ops include write_kv and paged_attention.
 
-    def __init__(self, ops: Ops, store: KVStore) -> None:
+    Args:
+        first: positions before it hold nothing, and no token reads them.
+    """
+
+    def __init__(self, ops: Ops, store: KVStore, first: int = 0) -> None:
         self._ops = ops
         self._store = store
+        self._first = first
 
     def bind(self, geometry: StepGeometry) -> StepAttention:
-        return _Bound(self._ops, self._store, geometry)
+        return _Bound(self._ops, self._store, geometry, self._first)
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class _Bound:
     ops: Ops
     store: KVStore
     step: StepGeometry
+    first: int
 
     def __call__(
         self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
@@ -44,7 +50,7 @@ class _Bound:
             self.step.row_starts,
             self.step.context_lengths,
             spec.scale,
-            spec.window,
+            spec.window or -self.first,
             spec.soft_cap,
             sinks,
             **more,
@@ -65,7 +71,9 @@ class _Bound:
         where = (view.page_tables, self.step.row_starts, self.step.context_lengths)
         latents = (q, q_turned, pages["latent"], pages["key"])
         if indexed is None:
-            return self.ops.latent_attention(*latents, *where, spec.scale)
+            more = {"first": self.first} if self.first else {}
+            return self.ops.latent_attention(*latents, *where, spec.scale, **more)
+        assert not self.first, "an indexer chooses from all positions"
         kept = (pages["index"], pages["index_turned"])
         self.ops.write_latent(indexed.key, indexed.key_turned, *kept, view.locations)
         queries = (indexed.q, indexed.q_turned, indexed.weights)

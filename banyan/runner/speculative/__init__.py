@@ -7,6 +7,7 @@ DRAFTERS: Table[DrafterFactory] = Table(
     "drafter",
     {
         "NGRAM": "banyan.runner.speculative.ngram:open_ngram",
+        "NEXTN": "banyan.runner.speculative.hidden:open_hidden",
         "STANDALONE": "banyan.runner.speculative.standalone:open_standalone",
     },
     plugins="banyan.drafters",

@@ -13,9 +13,12 @@ from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import Row
 
 if TYPE_CHECKING:  # names of drafters are looked up where no torch is loaded
+    from torch import Tensor
+
     from banyan.runner.forward import Forward
     from banyan.runner.sampling.sampler import Sampler
     from banyan.runner.slots import SlotTable
+    from banyan.runner.speculative.target import PageEnds, TargetStep
 
 
 class Drafter(Protocol):
@@ -57,6 +60,9 @@ class Beside:
         max_tokens: of the largest step that is recorded; 0 = any.
         may_lag: its pages stay with a request as long as that runs, so what it has not read yet
             can be read later.
+        target: what the model that it drafts for made of the last step.
+        ends: of each page what it reads of the last token there; None where it reads tokens alone.
+        take_in: makes what it reads of the target's hidden states.
     """
 
     table: "SlotTable"
@@ -64,6 +70,9 @@ class Beside:
     sampler: "Sampler"
     max_tokens: int
     may_lag: bool
+    target: "TargetStep"
+    ends: "PageEnds | None" = None
+    take_in: "Callable[[Tensor], Tensor] | None" = None
 
 
 DrafterFactory = Callable[[SpeculativeConfig, Callable[[], Beside]], Drafter]

@@ -6,22 +6,30 @@ from dataclasses import dataclass, replace
 
 from banyan.config.card import FULL
 from banyan.layers.build import Build
+from banyan.models.ahead import END, FIRST, AheadLM
 from banyan.models.base import Model
 from banyan.platform.base import Platform
 from banyan.runner.attention import BACKENDS
+from banyan.runner.attention.reference import ReferenceAttention
 from banyan.runner.kvstore import KVStore
 from banyan.runner.open_forward import RunnerSizes, open_forward
 from banyan.runner.sampling.sampler import Sampler
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative.base import Beside
+from banyan.runner.speculative.target import PageEnds, TargetStep
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """One rank's share of it, and what it was made from."""
+    """One rank's share of it, and what it was made from.
+
+    Attributes:
+        ahead: the same model, where it is a layer that reads the target's states; else None.
+    """
 
     model: Model
     build: Build
+    ahead: AheadLM | None = None
 
 
 def open_beside(
@@ -30,15 +38,21 @@ def open_beside(
     sizes: RunnerSizes,
     platform: Platform,
     draft: DraftModel | None,
+    target: TargetStep,
 ) -> Beside:
     """Open a draft model whose layers are the last ones of `store`."""
     assert draft is not None, "this drafter needs a model, and none was loaded"
     model, ops = draft.model, draft.build.ops
     pages = store.of_layers_from(store.num_layers - len(model.caches))
+    ahead, ends = draft.ahead, None
     attention = BACKENDS.load(sizes.attention or "reference")(ops, pages)
+    if ahead is not None:
+        attention = ReferenceAttention(ops, pages, first=FIRST)
+        ends = PageEnds(table, pages, len(model.caches) - 1, END, ahead.width)
     # Rows that sampled are read with the token that they gave.
     most = sizes.max_tokens and sizes.max_tokens + sizes.max_slots
-    mine = replace(sizes, max_tokens=most, draft_room=0)
+    width = 0 if ahead is None else ahead.width
+    mine = replace(sizes, max_tokens=most, draft_room=0, carried=width)
     with platform.stream():
         forward = open_forward(model, table, pages, draft.build, mine, attention, platform)
     return Beside(
@@ -47,4 +61,7 @@ def open_beside(
         Sampler(table, model.card.vocab_size, ops),
         most,
         may_lag=all(cache.kind == FULL for cache in model.caches),
+        target=target,
+        ends=ends,
+        take_in=None if ahead is None else ahead.take_in,
     )

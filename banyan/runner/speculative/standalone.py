@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
-from banyan.runner.inputs import Batch
 from banyan.runner.speculative.base import Beside, common_beginning
+from banyan.runner.speculative.passes import in_steps, run_pass
 
 
 class ModelDrafter:
@@ -52,7 +52,7 @@ class ModelDrafter:
                 for row, count in zip(rows, counts, strict=True)
                 if count > done
             ]
-            self._run(again)
+            run_pass(self._beside, again)
         found: list[list[int]] = []
         for row, count in zip(rows, counts, strict=True):
             first = known[row.slot]
@@ -80,25 +80,8 @@ class ModelDrafter:
             if end > start:
                 due.append(Row(row.slot, start, end - start, want=SAMPLE if count else 0))
                 self._read[row.slot] = end
-        most = self._beside.max_tokens
-        while due:
-            count, tokens = 1, due[0].count
-            while count < len(due) and (not most or tokens + due[count].count <= most):
-                tokens += due[count].count
-                count += 1
-            self._run(due[:count])
-            due = due[count:]
-
-    def _run(self, rows: list[Row]) -> None:
-        """Through the draft model; what it draws behind them is entered in the table."""
-        forward, batch = self._beside.forward, Batch.of(list(enumerate(rows)))
-        forward.run(batch)
-        if not batch.wanted & SAMPLE or forward.next_tokens() is not None:
-            return
-        logits = forward.next_logits(batch)
-        slots, positions = batch.to_slots, batch.to_positions
-        where = forward.targets(batch)
-        self._beside.sampler.sample(logits, slots, positions, {}, where)
+        for some in in_steps(due, self._beside.max_tokens):
+            run_pass(self._beside, some)
 
 
 def open_standalone(

@@ -251,11 +251,11 @@ BN_EXPORT void bn_latent_attention(Program* program, int32_t, int32_t cache, con
                                    const void* plan, const int32_t* page_tables,
                                    int64_t table_stride, float* out, int32_t page_size,
                                    int32_t blocks, int32_t group, int32_t padded, int32_t rank,
-                                   int32_t rope_dim, float scale, const int32_t* chosen,
-                                   int64_t words) {
+                                   int32_t rope_dim, int32_t window, float scale,
+                                   const int32_t* chosen, int64_t words) {
   AttentionArgs of{q,        latent_pages, key_pages, out,    (const Plan*)plan, page_tables,
                    q_stride, table_stride, page_size, blocks, group,             padded,
-                   0,        scale,        0.0f,     nullptr};
+                   window,   scale,        0.0f,     nullptr};
   LatentArgs args{of, q_turned, turned_stride, rank, rope_dim, chosen, words};
   append(program, attention_table(isa(), padded).attend_latent[cache], &args, sizeof args,
          NOT_ROW_WISE);

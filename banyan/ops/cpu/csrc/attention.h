@@ -118,8 +118,10 @@ struct WriteArgs {
   float factor = 1.0f;  // on floats of 8 bits
 };
 
-// First position that a query sees.
+// First position that a query sees. A window below zero leaves out so many positions at the
+// beginning, where no query stands.
 inline int32_t first_seen(int32_t position, int32_t window) {
+  if (window < 0) return -window;
   return window && position >= window ? position - window + 1 : 0;
 }
 

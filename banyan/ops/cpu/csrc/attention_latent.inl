@@ -186,8 +186,11 @@ void attend_latent_unit(const LatentArgs& a, const Unit& unit, int block, Worker
   if (!splits) std::memset(tile.totals, 0, sizeof(float) * count * dim);
   LatentPages<C> pages{a, of.page_tables + unit.row * of.table_stride};
   for (int span = unit.first_span; span < unit.end_span; span++) {
-    for (int r = 0; r < count; r++)
-      tile.seen[r] = meet({0, queries[r / group].position + 1 - span * SPAN}, {0, SPAN});
+    for (int r = 0; r < count; r++) {
+      int32_t position = queries[r / group].position;
+      int32_t from = first_seen(position, of.window) - span * SPAN;
+      tile.seen[r] = meet({from, position + 1 - span * SPAN}, {0, SPAN});
+    }
     for (int r = 0; a.chosen && r < count; r++)
       tile.seen[r] = chosen_of(a.chosen + queries[r / group].token * a.words,
                                (int64_t)span * SPAN, tile.seen[r]);

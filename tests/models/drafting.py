@@ -1,0 +1,99 @@
+"""Tiny random checkpoints with a layer that drafts, and what it drafts by plain torch: a token and
+the state before it, as the published rule has it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.models.families import SIZES, rewrite_config, tiny
+
+LAYERS = SIZES["num_hidden_layers"]
+
+
+class PlainAhead:
+    """The published rule: the layer reads the tokens 1 … n with the states of 0 … n − 1.
+
+    Args:
+        model: the whole model, whose layer number LAYERS drafts and is not the model's.
+    """
+
+    def __init__(self, model: nn.Module, eps: float, weights: dict[str, Tensor]) -> None:
+        self.model, self.eps, self.weights = model.model, eps, weights
+        self.head = model.lm_head
+        (self.layer,) = list(model.model.layers)[LAYERS:]
+        del model.model.layers[LAYERS:]
+        model.config.num_hidden_layers = LAYERS
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        return nn.functional.rms_norm(x, x.shape[-1:], self.weights[name], self.eps)
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        """[tokens, hidden] of the model, as its head reads them."""
+        return self.model(torch.tensor([list(tokens)])).last_hidden_state[0]
+
+    def through(self, tokens: Sequence[int], states: Tensor) -> Tensor:
+        """What the layer makes of tokens and the states before them, both [n]; [n, hidden]."""
+        embedded = self.model.embed_tokens(torch.tensor(list(tokens)))
+        both = torch.cat([self._norm(embedded, "enorm"), self._norm(states, "hnorm")], -1)
+        x = nn.functional.linear(both, self.weights["eh_proj"])[None]
+        places = torch.arange(len(tokens))[None]
+        mask = torch.full((len(tokens),) * 2, float("-inf")).triu(1)[None, None]
+        angles = self.model.rotary_emb(x, position_ids=places)
+        out = self.layer(x, attention_mask=mask, position_ids=places, position_embeddings=angles)
+        out = out[0] if isinstance(out, tuple) else out
+        return self._norm(out.reshape(len(tokens), -1), "shared_head.norm")
+
+    @torch.no_grad()
+    def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
+        """What follows `tokens`, the last of which the model has sampled and not read."""
+        read, states = list(tokens[1:]), self.states(tokens[:-1])
+        found: list[int] = []
+        for _ in range(count):
+            made = self.through(read, states)[-1:]
+            found.append(int(self.head(made)[0].argmax()))
+            read, states = [*read, found[-1]], torch.cat([states, made])
+        return found
+
+    @torch.no_grad()
+    def next_of(self, tokens: Sequence[int]) -> int:
+        return int(self.head(self.states(tokens)[-1]).argmax())
+
+
+def tiny_ahead(variant: str, folder: Path, noise: float = 0.05, **more) -> PlainAhead:
+    """A model of a variant whose checkpoint has a layer more, which drafts.
+
+    Args:
+        noise: size of what blocks add to the embedding. The smaller, the more does the next token
+            depend on the last one alone, and the more often do the drafts come true.
+    """
+    model = tiny(variant, folder, num_hidden_layers=LAYERS + 1, **more)
+    size, generator = model.config.hidden_size, torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter *= noise
+        model.model.embed_tokens.weight *= 5  # of the size of what a norm makes of it
+
+    def spread(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    weights = {
+        "enorm": 1 + 0.02 * spread(size),
+        "hnorm": 1 + 0.1 * spread(size),
+        "eh_proj": torch.cat([torch.eye(size), noise * 0.3 * spread(size, size)], -1),
+        "shared_head.norm": model.model.norm.weight.detach().clone(),
+    }
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    stored |= {f"model.layers.{LAYERS}.{name}.weight": value for name, value in weights.items()}
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    stored |= {
+        f"model.layers.{LAYERS}.{name}.weight": stored[f"{of}.weight"].clone()
+        for name, of in copies.items()
+    }
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    rewrite_config(folder, num_hidden_layers=LAYERS, num_nextn_predict_layers=1)
+    return PlainAhead(model, model.config.rms_norm_eps, weights)

@@ -1,0 +1,182 @@
+"""A layer that drafts from the target's hidden states: step by step what a plain loop drafts,
+verifies and accepts by the published rule."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from banyan.base.errors import ModelError
+from banyan.config.card import FULL
+from banyan.config.checkpoint import read_card
+from banyan.layers.build import Build
+from banyan.messages.plan import SAMPLE, Row
+from banyan.models.weights.ahead import load_ahead
+from banyan.models.weights.loader import load_model
+from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
+from banyan.runner.kvstore import GroupLayout
+from banyan.runner.runner import ModelRunner, RunnerSizes
+from banyan.runner.speculative.beside import DraftModel
+from banyan.runner.speculative.hidden import HiddenDrafter
+from tests.models.drafting import PlainAhead, tiny_ahead
+from tests.runner.driver import PAGE, Driver, Request, greedy, ids
+from tests.runner.speculative.test_standalone import drafted_loop
+
+CPU = torch.device("cpu")
+NUM_PAGES, MAX_LENGTH = 64, 128
+NEW, VOCAB = 24, 97
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of torch, whose models here are too small to share out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def runner_of(folder: Path, is_recorded: bool) -> ModelRunner:
+    card = read_card(str(folder))
+    ops = bind(
+        *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+        exact=True,
+        cache_dtype=torch.float32,
+        toolkit=open_toolkit("cpu", 1, {}) if is_recorded else NO_TOOLKIT,
+        page_size=PAGE,
+    )
+    build = Build(ops)
+    sizes = RunnerSizes(
+        *(4, MAX_LENGTH, (GroupLayout(FULL, 0, PAGE, NUM_PAGES),)),
+        max_tokens=48 if is_recorded else 0,
+        draft_room=16,
+    )
+    model = load_model(card, build)
+    ahead = load_ahead(card, model, build, PAGE)
+    runner = ModelRunner(
+        *(model, build, sizes),
+        open_drafter=lambda beside: HiddenDrafter(beside()),
+        draft=DraftModel(ahead, build, ahead),
+    )
+    assert runner.is_recorded == is_recorded
+    for layer in range(runner.store.num_layers):  # what nobody has written is no number
+        for pages in runner.store.tensors(layer).values():
+            pages.fill_(float("nan"))
+    return runner
+
+
+def plain_loop(plain: PlainAhead, prompt: list[int], drafts: int, new: int):
+    """The answer, and how many tokens each verification gave."""
+    tokens, given = [*prompt, plain.next_of(prompt)], []
+    while len(tokens) < len(prompt) + new:
+        guessed = plain.drafts(tokens, drafts)
+        count = 0
+        while True:
+            token = plain.next_of(tokens)
+            is_right = count < drafts and guessed[count] == token
+            tokens.append(token)
+            count += 1
+            if not is_right:
+                break
+        given.append(count)
+    return tokens[len(prompt) :], given
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module", params=["deepseek v3", "glm4 moe"])
+def pair(request, tmp_path_factory) -> tuple[PlainAhead, Path]:
+    folder = tmp_path_factory.mktemp("ahead")
+    if request.param == "glm4 moe":
+        return tiny_ahead(request.param, folder, 0.1, head_dim=16), folder
+    return tiny_ahead(request.param, folder), folder
+
+
+@pytest.mark.parametrize(("is_recorded", "drafts"), [(False, 3), (True, 1), (True, 5)])
+def test_each_step_accepts_what_a_plain_loop_accepts(pair, is_recorded: bool, drafts: int):
+    plain, folder = pair
+    runner, accepted, refused = runner_of(folder, is_recorded), 0, 0
+    for seed, (length, chunk) in enumerate([(1, 1000), (2, 1000), (30, 7), (40, 16)]):
+        prompt = prompt_of(length, seed)
+        right, steps = plain_loop(plain, prompt, drafts, NEW)
+        assert drafted_loop(runner, prompt, drafts, NEW, chunk) == (right, steps)
+        accepted += sum(steps) - len(steps)
+        refused += sum(count <= drafts for count in steps)
+    assert accepted > 20 and refused > 2
+
+
+def test_a_prompt_whose_pages_were_read_before_is_drafted_for_as_well(pair):
+    """What the first token behind the pages needs, they keep; nothing else remembers the prompt."""
+    plain, folder = pair
+    runner, drafts, prompt = runner_of(folder, True), 3, prompt_of(50, 9)
+    right = plain_loop(plain, prompt, drafts, NEW)
+    driver, first = Driver(runner), Request(prompt, greedy(1))
+    driver.run([first], chunk=20)
+    driver.plan(leaves=[first.slot])
+    again = Request(prompt, greedy(NEW + drafts))
+    join, grant = driver.enter(again, shared=first.pages[:3])
+    parts, given = {"joins": [join], "grants": [grant]}, []
+    while len(again.output) < NEW:
+        many = drafts if again.output else 0
+        count = again.known - again.done
+        row = Row(again.slot, again.done, count + many, many, want=SAMPLE, propose=drafts)
+        result = runner.launch(driver.plan(rows=[row], **parts)).result()
+        found = np.frombuffer(result.tokens[0], np.int32).tolist()
+        given += [len(found)] if many else []
+        again.output += found
+        again.done, parts = again.known - 1, {}
+    assert (again.output, given) == right
+
+
+def test_what_was_not_read_for_a_while_is_read_when_a_draft_is_asked_for(pair):
+    plain, folder = pair
+    runner, prompt, new = runner_of(folder, True), prompt_of(15, 3), 60
+    driver, request = Driver(runner), Request(prompt, greedy(new + 4))
+    join, grant = driver.enter(request)
+    parts = {"joins": [join], "grants": [grant]}
+    while len(request.output) < new:
+        asks = len(request.output) in (11, 13, 55)  # the last one after more than is ever held
+        row = Row(
+            *(request.slot, request.done, request.known - request.done),
+            want=SAMPLE,
+            propose=3 if asks else 0,
+        )
+        result = runner.launch(driver.plan(rows=[row], **parts)).result()
+        request.output += np.frombuffer(result.tokens[0], np.int32).tolist()
+        request.done, parts = request.known - 1, {}
+        if asks:
+            assert result.drafts[0] == ids(plain.drafts([*prompt, *request.output], 3))
+
+
+def test_requests_beside_each_other_are_drafted_for_as_alone(pair):
+    plain, folder = pair
+    runner, drafts = runner_of(folder, True), 2
+    driver = Driver(runner)
+    requests = [Request(prompt_of(8 + 13 * i, 20 + i), greedy(20)) for i in range(3)]
+    entered = [driver.enter(request) for request in requests]
+    parts = {"joins": [join for join, _ in entered], "grants": [grant for _, grant in entered]}
+    for _ in range(4):
+        rows = [
+            Row(each.slot, each.done, each.known - each.done, want=SAMPLE, propose=drafts)
+            for each in requests
+        ]
+        result = runner.launch(driver.plan(rows=rows, **parts)).result()
+        parts = {}
+        for each, tokens, guessed in zip(requests, result.tokens, result.drafts, strict=True):
+            each.output += np.frombuffer(tokens, np.int32).tolist()
+            each.done = each.known - 1
+            assert guessed == ids(plain.drafts([*each.prompt, *each.output], drafts))
+
+
+def test_a_checkpoint_without_the_layer_is_refused_with_what_is_missing(tmp_path):
+    tiny_ahead("glm4 moe", tmp_path, head_dim=16)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.4.eh_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="layer that drafts.*lacks 1 weights.*join"):
+        runner_of(tmp_path, False)

@@ -1,0 +1,107 @@
+"""A layer of the checkpoint that drafts changes how many steps an answer takes, and no answer."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from banyan.llm import Engine
+from tests.models.drafting import tiny_ahead
+from tests.system.test_speculation import LONG, REPEATS, REQUESTS, answers, start, told
+
+_WORDS = {"vocab_size": 512, "max_position_embeddings": 2048}
+
+
+def ahead(model: Path, **flags: object) -> Engine:
+    named = {"speculative_algorithm": "NEXTN", "disable_adaptive_drafts": True}
+    return start(model, is_drafting=False, **(named | flags))
+
+
+def with_words(variant: str, folder: Path, words: Path, **sizes: int) -> Path:
+    """A model with a layer that drafts, and the tokenizer of another one."""
+    tiny_ahead(variant, folder, **_WORDS, **sizes)
+    for file in words.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def latent(tiny_model: Path, tmp_path_factory) -> Path:
+    return with_words("deepseek v3", tmp_path_factory.mktemp("latent"), tiny_model)
+
+
+@pytest.fixture(scope="module")
+def plain(latent: Path) -> Iterator[Engine]:
+    with start(latent, is_drafting=False) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def drafting(latent: Path) -> Iterator[Engine]:
+    with ahead(latent) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_request_is_answered_as_without_drafts(plain, drafting, name: str):
+    right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
+    for _ in range(2):  # the second finds its prompt in the cache
+        assert [told(answer) for answer in answers(drafting, **REQUESTS[name])] == right
+
+
+def test_drafts_that_come_true_save_steps(plain, drafting):
+    (right,), (found,) = answers(plain), answers(drafting)
+    meta = found["meta_info"]
+    assert told(found) == told(right)
+    assert meta["spec_num_correct_drafts"] + meta["spec_verify_ct"] == meta["completion_tokens"] - 1
+    assert meta["spec_num_correct_drafts"] > 10
+
+
+def test_behind_a_cached_prefix_the_drafts_are_those_behind_a_new_one(latent):
+    """They would be others if anything of the prefix, or of its last token, were not there."""
+    body = {"input_ids": [3 + 7 * i % 400 for i in range(75)], "sampling_params": LONG}
+    with ahead(latent, chunked_prefill_size=16) as engine:
+        first, second = engine.generate(**body), engine.generate(**body)
+        assert second["meta_info"]["cached_tokens"] >= 64
+        assert second["output_ids"] == first["output_ids"]
+        counts = [
+            {key: value for key, value in each["meta_info"].items() if key.startswith("spec_")}
+            for each in (first, second)
+        ]
+        assert counts[0] == counts[1] and counts[0]["spec_num_correct_drafts"] > 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"disable_overlap_schedule": True, "disable_radix_cache": True},
+        {"page_size": 16, "max_total_tokens": 512, "max_running_requests": 6},
+        {"disable_cuda_graph": True, "chunked_prefill_size": 16},
+        {"tp_size": 2, "speculative_num_steps": 2},
+        {"quantization": "int8"},
+    ],
+    ids=lambda flags: next(iter(flags)),
+)
+def test_however_the_engine_runs_the_answers_are_the_same(tiny_model, tmp_path, flags):
+    """Full attention, requests that are retracted, chunks, ranks, rounded weights."""
+    model = with_words("glm4 moe", tmp_path, tiny_model, head_dim=16)
+    prompts = [f"{REPEATS} {i}" for i in range(8)]
+    same = {key: value for key, value in flags.items() if key == "quantization"}
+    with start(model, is_drafting=False, **same) as engine:
+        right = [told(answers(engine, prompt=prompt)[0]) for prompt in prompts]
+    with ahead(model, **flags) as engine:
+        found = answers(engine, prompt=prompts)
+        assert [told(answer) for answer in found] == right
+        assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found) > 0
+        assert engine.stats().leaked == 0
+
+
+def test_an_answer_that_is_given_up_leaves_nothing(drafting):
+    stream = drafting.generate(
+        prompt=REPEATS, sampling_params=LONG | {"max_new_tokens": 1500}, stream=True
+    )
+    next(iter(stream))
+    stream.close()
+    assert answers(drafting, prompt="The banyan grows")[0]["output_ids"]
+    assert drafting.stats().leaked == 0
