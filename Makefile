@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-transfer | bench
+# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-schemas | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-transfer | test-security | trust | bench
 #      bench-fidelity | bench-cpu | lint | format | types | clean | wheel | test-wheel
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -15,7 +15,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed
 
-.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-npu-real test-parsers test-lora test-proofs test-clients test-console test-transfer bench bench-fidelity bench-cpu lint format types clean wheel test-wheel
+.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-npu-real test-parsers test-lora test-proofs test-clients test-console test-transfer test-security trust bench bench-fidelity bench-cpu lint format types clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -41,6 +41,17 @@ test-faults: $(VENV)/.test
 test-lora: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@LORA_REQUESTS=10000 $(BIN)/python -m pytest -s tests/system/test_lora_soak.py $(ARGS)
+
+# The tests that docs/security.md names; some minutes.
+test-security: $(VENV)/.test
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@exec $(BIN)/python -m pytest $$($(BIN)/python -m tests.trust.names) $(ARGS)
+
+# The battery: what must hold whatever happens, line by line, into docs/trust.md; an hour and a half, most
+# of it beside an hour of load. Some lines alone: make trust ARGS="--only T7,T19"
+trust: $(VENV)/.test $(VENV)/.demo .clients/schemathesis/.installed
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@exec $(BIN)/python -m tests.trust $(ARGS)
 
 # Every parser on 10,000 answers instead of 120; takes some minutes.
 test-parsers: $(VENV)/.test
@@ -135,7 +146,7 @@ types: $(VENV)/.dev $(VENV)/.test
 	@$(BIN)/pyright
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .transfer .wheel .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .peers .clients .npu .trust .transfer .wheel .ruff_cache .pytest_cache .hypothesis
 	find banyan benchmarks tests -name __pycache__ -prune -exec rm -rf {} +
 	@echo "Compiled kernels and downloaded models are kept in ~/.cache: rm -r ~/.cache/banyan"
 
@@ -200,6 +211,7 @@ $(VENV)/.dev: $(VENV)/.installed
 .clients/langchain-openai/.installed: PACKAGES = langchain-openai
 .clients/instructor/.installed: PACKAGES = instructor
 .clients/sglang-router/.installed: PACKAGES = sglang-router
+.clients/schemathesis/.installed: PACKAGES = schemathesis
 .clients/smg/.installed: PACKAGES = smg
 
 .clients/%/.installed: | $(BIN)/python

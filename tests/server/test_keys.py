@@ -1,6 +1,7 @@
 """Keys of a file: who they let in, with which share and how many requests, and when it changes."""
 
 import contextlib
+import hmac
 import threading
 from pathlib import Path
 
@@ -159,3 +160,13 @@ def test_what_is_wrong_with_a_file_is_told_without_its_keys(
 def test_a_file_that_is_missing_ends_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read --api-key-file"):
         Keys("", str(tmp_path / "none.yaml"))
+
+
+def test_keys_are_compared_as_digests_in_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: bool(compared.append((a, b))))
+    keys = Keys("first-key second-key third-key")
+    for given in ("first-key", "firsx-key", "", "x" * 10_000):
+        compared.clear()
+        assert keys.find(digest(given)) is None, "nothing else decides"
+        assert len(compared) == 3 and all(len(a) == len(b) == 32 for a, b in compared)

@@ -86,3 +86,21 @@ def test_gauges_come_from_the_engine(server):
     assert found["max_total_num_tokens"] == 16384
     assert found["page_size"] > 0
     assert found["kv_available_tokens"] + found["kv_evictable_tokens"] <= 16384 + found["page_size"]
+
+
+def test_nothing_that_clients_say_becomes_a_label(server):
+    def series() -> set[str]:
+        lines = server.http.get("/metrics").text.splitlines()
+        return {line.rpartition(" ")[0] for line in lines if not line.startswith("#")}
+
+    message = {"role": "user", "content": "sesame"}
+    path, body = "/v1/chat/completions", {"messages": [message], "max_tokens": 1}
+    server.http.post(path, json=body | {"model": "sesame"})
+    server.http.post(path, json=body | {"model": "sesame", "max_tokens": -1})
+    before = series()
+    for number in range(50):
+        named = {"model": f"sesame-{number}", "user": f"sesame-{number}"}
+        assert server.http.post(path, json=body | named).status_code == 200
+        assert server.http.post(path, json=body | named | {"max_tokens": -1}).status_code == 400
+        assert server.http.get(f"/sesame/{number}").status_code == 404
+    assert series() == before and not [line for line in before if "sesame" in line]

@@ -37,6 +37,8 @@ ALL = "FAULTS" in os.environ
 FAULTS = int(os.environ.get("FAULTS", "2"))
 BACK_S = 90.0
 DEADLINE_S = 3.0
+TOLD_S, AGAIN_S = 2.0, 10.0
+"""From a kill to a 503, and to the next answer."""
 FLAGS = (
     *("--watchdog-timeout", f"{DEADLINE_S:g}", "--engine-restart-window", "0"),
     *("--threads", "1", "--log-level", "info", "--decode-log-interval", "100000", *ENDLESS),
@@ -136,6 +138,7 @@ def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
     monkeypatch.setenv("TMPDIR", str(place))
     draw = random.Random(layout)
     took_s: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
+    noticed_s: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
     num_errors = 0
     with site(tmp_path, tiny_model, layout) as found:
         running = found.running
@@ -148,7 +151,10 @@ def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
             struck = draw.choice(found.targets(number))
             began = time.monotonic()
             found.strike(struck, number)
-            wait_until(lambda: not found.is_whole(), DEADLINE_S + 10.0, "the fault to be noticed")
+            noticed = wait_until(
+                lambda: not found.is_whole(), DEADLINE_S + 10.0, "the fault to be noticed"
+            )
+            noticed_s[number.name].append(noticed)
             wait_until(found.is_whole, BACK_S, f"all to serve again after {number.name}")
             took_s[number.name].append(time.monotonic() - began)
             ends = [stream.end(CALL_S) for stream in streams]
@@ -170,7 +176,17 @@ def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
     told = " | ".join(
         f"{len(t)} | {statistics.median(t):.1f} s | {max(t):.1f} s" for t in took_s.values() if t
     )
+    figures = "; ".join(
+        f"{len(t)} × {name}: 503 after {max(noticed_s[name]):.1f} s at most, ready again after "
+        f"{statistics.median(t):.1f} s in the middle and {max(t):.1f} s at most"
+        for name, t in took_s.items()
+        if t
+    )
+    print(f"\nfigure: {layout}: {figures}; {FAULTS * NUM_STREAMS} streams with one end each")
     print(f"\n| {layout} | {told} | {FAULTS * NUM_STREAMS} of {FAULTS * NUM_STREAMS} | nothing |")
+    if "FAULTS_JUDGED" in os.environ:
+        assert max(noticed_s["SIGKILL"]) < TOLD_S
+        assert max(took_s["SIGKILL"]) < AGAIN_S
 
 
 def test_the_requests_before_a_loss_are_dumped_when_that_is_asked_for(tiny_model, tmp_path):

@@ -4,7 +4,7 @@ its event loop is blocked, and how much memory it takes."""
 import http.client
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,9 @@ class Canary:
                 body = CANARY | {"stream": True}
                 url = f"{self._url}/generate"
                 with httpx.stream("POST", url, json=body, timeout=CALL_S) as answer:
-                    self.songs.append(list(stream_events(answer))[-1]["output_ids"])
+                    *_, last = stream_events(answer)
+                    assert "output_ids" in last, last
+                    self.songs.append(last["output_ids"])
         except Exception as error:  # raised again by `end`
             self.failure = error
 
@@ -50,7 +52,8 @@ class Canary:
         self._is_over.set()
         self._thread.join(CALL_S)
         assert self.failure is None, repr(self.failure)
-        assert self.songs and all(song == self.expected for song in self.songs)
+        wrong = [(i, song) for i, song in enumerate(self.songs) if song != self.expected]
+        assert self.songs and not wrong, f"{len(wrong)} of {len(self.songs)}: {wrong[0]}"
 
 
 @dataclass
@@ -107,6 +110,11 @@ def watched(server: Server) -> Iterator[Seen]:
 def _cpu_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
+
+
+def resident_mb(pids: Iterable[int]) -> float:
+    """Memory that these processes hold now."""
+    return _resident_mb([psutil.Process(pid) for pid in pids])
 
 
 def _resident_mb(processes: list[psutil.Process]) -> float:

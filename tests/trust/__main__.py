@@ -1,0 +1,118 @@
+"""`make trust`: runs the battery line by line and writes docs/trust.md as it goes.
+
+With --only T7,T8 it runs those and keeps what the others gave last.
+"""
+
+import argparse
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.trust.battery import BATTERY, LEFT_OUT, Line
+from tests.trust.scorecard import Outcome, load, page, save
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / ".trust"
+
+
+class Run:
+    """One line while pytest works on it."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self._log = KEPT / f"{line.id}.log"
+        words = dict(pair.split("=", 1) for pair in line.variables.split())
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **words}
+        command = f"{sys.executable} -m pytest -q -s -p no:cacheprovider {line.tests}"
+        nice = "exec nice -n 19 " if line.is_beside else "exec "
+        self._began = time.monotonic()
+        with self._log.open("wb") as out:
+            self._process = subprocess.Popen(
+                ["sh", "-c", nice + command],
+                cwd=ROOT,
+                env=variables,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def end(self) -> Outcome:
+        """Wait for it, no longer than its limit."""
+        left_s = max(1.0, self._began + self.line.limit_s - time.monotonic())
+        is_late = False
+        try:
+            code = self._process.wait(left_s)
+        except subprocess.TimeoutExpired:
+            is_late, code = True, 1
+            self.stop()
+        took_s = time.monotonic() - self._began
+        text = self._log.read_text(errors="replace")
+        if is_late:
+            text += f"\nfigure: not done after {self.line.limit_s} s\n"
+        return outcome(self.line.id, code, text, took_s)
+
+    def stop(self) -> None:
+        """Servers that tests start end with the pipes and parents that they watch."""
+        os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def outcome(id: str, code: int, text: str, took_s: float) -> Outcome:
+    """What pytest said: its exit status decides, its words are passed on."""
+    figures = re.findall(r"^figure: (.+)$", text, re.MULTILINE)
+    ends = re.findall(
+        r"^(?=.*\b(?:passed|failed|skipped|error)).* in [\d.]+s.*$", text, re.MULTILINE
+    )
+    counted = re.sub(r",? ?\d+ (deselected|warnings?)", "", ends[-1]) if ends else "no tests ran"
+    counted = re.sub(r" in [\d.]+s.*|=+", "", counted).strip()
+    is_tried = "passed" in counted or "failed" in counted or "error" in counted
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    verdict = "holds" if code == 0 and is_tried else "not tried" if code == 0 else "FAILS"
+    return Outcome(
+        id, verdict, [*figures, counted], [name.split("::")[-1] for name in failed], took_s
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.trust", description=__doc__)
+    parser.add_argument("--only", default="", help="lines to run, with commas between them")
+    parser.add_argument("--docs", type=Path, default=ROOT / "docs" / "trust.md")
+    asked = parser.parse_args()
+    wanted = set(filter(None, asked.only.split(",")))
+    if unknown := wanted - {line.id for line in BATTERY}:
+        parser.error(f"no such line: {', '.join(sorted(unknown))}")
+    KEPT.mkdir(exist_ok=True)
+    found = load(KEPT / "outcomes.json")
+    lines = [line for line in BATTERY if not wanted or line.id in wanted]
+    beside = [Run(line) for line in lines if line.is_beside]
+
+    def told(done: Outcome) -> None:
+        found[done.id] = done
+        save(KEPT / "outcomes.json", found)
+        asked.docs.write_text(page(BATTERY, found, LEFT_OUT))
+        print(f"{done.id:4} {done.verdict:9} {done.took_s:5.0f} s  {done.figure}", flush=True)
+
+    try:
+        for line in lines:
+            if not line.is_beside:
+                told(Run(line).end())
+        for run in beside:
+            print(f"{run.line.id:4} still runs: {run.line.what}", flush=True)
+            told(run.end())
+    except KeyboardInterrupt:
+        for run in beside:
+            run.stop()
+        return 130
+    return 1 if any(found[line.id].verdict != "holds" for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

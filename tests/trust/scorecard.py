@@ -1,0 +1,92 @@
+"""The scorecard: what became of each line, kept in a file and shown as a page."""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+from tests.trust.battery import Line
+
+NOT_TRIED = "not tried"
+HEAD = """# Trust
+
+What must hold whatever happens to a server, and what came out when it was tried. `make trust`
+wrote this page: each line is a command that anybody can repeat, its verdict is the command's exit
+status, and its figure is what the command printed. A line that fails says so.
+
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one line."""
+
+    id: str
+    verdict: str
+    figures: list[str]
+    failed: list[str]
+    """Names of tests."""
+    took_s: float
+
+    @property
+    def figure(self) -> str:
+        failed = [f"failed: {', '.join(self.failed)}"] if self.failed else []
+        return "; ".join([*self.figures, *failed])
+
+
+def load(path: Path) -> dict[str, Outcome]:
+    if not path.exists():
+        return {}
+    return {id: Outcome(**kept) for id, kept in json.loads(path.read_text()).items()}
+
+
+def save(path: Path, found: Mapping[str, Outcome]) -> None:
+    path.write_text(json.dumps({id: asdict(outcome) for id, outcome in found.items()}, indent=1))
+
+
+def page(lines: Sequence[Line], found: Mapping[str, Outcome], left_out: Mapping[str, str]) -> str:
+    tried = [found[line.id] for line in lines if line.id in found]
+    holding = sum(outcome.verdict == "holds" for outcome in tried)
+    rows = ["| line | what is done | target | figure | verdict | command |", "|" + "---|" * 6]
+    for line in lines:
+        outcome = found.get(line.id)
+        figure = _cell(outcome.figure) if outcome else ""
+        verdict = outcome.verdict if outcome else NOT_TRIED
+        cells = (
+            line.id,
+            line.what,
+            line.target,
+            figure,
+            f"**{verdict}**",
+            f"`{_cell(line.command)}`",
+        )
+        rows.append("| " + " | ".join(cells) + " |")
+    limits = [f"- **{ids}**: {why}" for ids, why in left_out.items()]
+    return (
+        HEAD
+        + f"{machine()}: {holding} of {len(lines)} lines hold.\n\n"
+        + "\n".join(rows)
+        + "\n\n## What is not in it\n\n"
+        + "\n".join(limits)
+        + "\n"
+    )
+
+
+def machine() -> str:
+    """Where it ran, and when."""
+    cpu = Path("/proc/cpuinfo")
+    names = [x.partition(":")[2].strip() for x in cpu.read_text().splitlines() if "model name" in x]
+    memory = psutil.virtual_memory().total / 2**30
+    return (
+        f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, "
+        f"Python {platform.python_version()}, {datetime.now(UTC):%d %B %Y}"
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,81 @@
+"""The battery and the security checklist name tests that exist, and report what those said."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.trust.__main__ import outcome
+from tests.trust.battery import BATTERY, LEFT_OUT, Line
+from tests.trust.names import SECURITY, missing, named_in
+from tests.trust.scorecard import load, page, save
+from tests.trust.slope import slope
+
+LINES = (Line("A", "what", "target", "tests"), Line("B", "what", "target", "tests", "N=5"))
+
+
+@pytest.mark.parametrize("line", BATTERY, ids=lambda line: line.id)
+def test_a_line_of_the_battery_runs_tests_that_exist(line: Line) -> None:
+    targets = [word for word in line.tests.split() if word.startswith("tests/")]
+    assert targets and missing(targets) == []
+    assert all("=" in pair for pair in line.variables.split())
+
+
+def test_no_two_lines_have_one_name_and_what_is_left_out_is_none_that_holds() -> None:
+    ids = [line.id for line in BATTERY]
+    assert len(set(ids)) == len(ids)
+    named = {id for ids in LEFT_OUT for id in ids.split(", ")}
+    assert named - set(ids) == {"T13"}
+
+
+def test_each_item_of_the_checklist_names_tests_that_exist() -> None:
+    rows = [row for row in SECURITY.read_text().splitlines() if re.match(r"\| S\d", row)]
+    assert len(rows) > 50
+    assert [row[:60] for row in rows if "`tests/" not in row] == []
+    assert missing(named_in(SECURITY)) == []
+
+
+def test_a_test_that_does_not_exist_is_missed(tmp_path: Path) -> None:
+    written = tmp_path / "page.md"
+    written.write_text("`tests/test_llm.py::test_that_nobody_wrote`, `tests/no.py::test_a`")
+    assert missing(named_in(written)) == [
+        "tests/test_llm.py::test_that_nobody_wrote",
+        "tests/no.py::test_a",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "verdict", "told"),
+    [
+        (0, "figure: 5 of 5\n.\n3 passed, 2 deselected in 1.2s\n", "holds", "5 of 5; 3 passed"),
+        (
+            1,
+            "figure: 4 of 5\nF\nFAILED tests/a.py::test_b - AssertionError\n"
+            "=== 1 failed, 2 passed in 1.20s ===\n",
+            "FAILS",
+            "4 of 5; 1 failed, 2 passed; failed: test_b",
+        ),
+        (0, "s\n1 skipped in 0.10s\n", "not tried", "1 skipped"),
+        (2, "no such file", "FAILS", "no tests ran"),
+        (1, "FAILED tests/a.py::test_b\n3 passed in 5.00s", "FAILS", "3 passed; failed: test_b"),
+    ],
+)
+def test_the_verdict_is_that_of_the_tests(code: int, said: str, verdict: str, told: str) -> None:
+    found = outcome("A", code, said, 1.0)
+    assert (found.verdict, found.figure) == (verdict, told)
+
+
+def test_a_page_shows_what_fails_and_what_was_not_tried(tmp_path: Path) -> None:
+    found = {"A": outcome("A", 1, "figure: 4 | 5\n1 failed in 1.0s", 1.0)}
+    save(tmp_path / "outcomes.json", found)
+    assert load(tmp_path / "outcomes.json") == found
+    shown = page(LINES, found, {"C": "why"})
+    assert "| A | what | target | 4 \\| 5; 1 failed | **FAILS** |" in shown
+    assert "| B | what | target |  | **not tried** | `N=5 python -m pytest -s tests` |" in shown
+    assert "0 of 2 lines hold" in shown and "- **C**: why" in shown
+
+
+def test_a_slope_is_per_hour_with_its_error() -> None:
+    line = slope([0.0, 1800.0, 3600.0, 5400.0], [10.0, 11.0, 12.0, 13.0])
+    assert line.per_hour == pytest.approx(2.0) and line.error == pytest.approx(0.0)
+    assert slope([0.0, 3600.0, 7200.0], [1.0, 3.0, 1.0]).error > 1.0
