@@ -11,6 +11,7 @@ from banyan.base.errors import BanyanError, ConfigError
 _CONNECT_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 600.0
 _MAX_BYTES = 1 << 16
+_MAX_FILE_BYTES = 1 << 32
 
 
 class Refused(BanyanError):
@@ -106,14 +107,30 @@ class Client:
             raise _refusal(raw, status)
         return raw.decode(errors="replace")
 
+    def download(self, route: str) -> bytes:
+        """A whole file that a route gives.
+
+        Raises:
+            BanyanError: the server cannot be reached, or refuses.
+        """
+        status, raw = self._exchange("GET", route, None, _ANSWER_TIMEOUT_S, _MAX_FILE_BYTES)
+        if status != 200:
+            raise _refusal(raw, status)
+        return raw
+
     def _exchange(
-        self, method: str, route: str, body: bytes | None, timeout_s: float
+        self,
+        method: str,
+        route: str,
+        body: bytes | None,
+        timeout_s: float,
+        most: int = _MAX_BYTES,
     ) -> tuple[int, bytes]:
         connection = self._connect(timeout_s)
         try:
             connection.request(method, self._path(route), body, self._headers)
             response = connection.getresponse()
-            return response.status, response.read(_MAX_BYTES)
+            return response.status, response.read(most)
         except (OSError, http.client.HTTPException) as error:
             raise self._silence(error) from None
         finally:

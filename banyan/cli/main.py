@@ -24,6 +24,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "simulate": "banyan.cli.simulate:simulate",
         "plan": "banyan.cli.plan:plan",
         "replay": "banyan.cli.replay:replay",
+        "explain": "banyan.cli.explain:explain",
         "batch": "banyan.cli.batch:batch",
         "bench": "banyan.cli.bench:main",
         "profile": "banyan.cli.profile:profile",
@@ -52,7 +53,8 @@ HELP = """banyan VERB [flags]
   lora inspect P  what an adapter brings, and whether it fits a model
   verify MODEL    hold what is served against transformers, token by token
   simulate MODEL  what a layout of devices would give, before it is bought
-  replay FILE     check a journal against this build
+  replay FILE     check a journal against this build, or send its requests once more
+  explain REQUEST why it waited, what it hit in the cache, where its time went
   profile [URL]   record what a running server's steps do, as a trace file
   config [MODEL]  show the resolved configuration, and where each value came from
   check [MODEL]   hold a launch on Ascend NPUs against the rules, without starting it

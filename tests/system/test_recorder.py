@@ -1,11 +1,15 @@
 """The flight recorder of a real server: what its engine decided, for whoever may see it."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
+from banyan.cli.client import Client
+from banyan.cli.resend import resend
 from banyan.sim.replay import check
-from tests.system.serving import Server
+from tests.system.serving import CALL_S, ROOT, Server
 from tests.system.test_journal import mixed_request
 
 KEYS = ("--api-key", "sk-user", "--admin-api-key", "sk-admin")
@@ -16,22 +20,40 @@ def fetch(running: Server, key: str, **query: int) -> httpx.Response:
     return running.http.get("/flight_recorder", headers=headers, params=query)
 
 
+def explaining(running: Server, request: str, key: str = "sk-admin"):
+    command = [sys.executable, "-m", "banyan", "explain", request, "--url", running.url]
+    return subprocess.run(
+        [*command, "--api-key", key], cwd=ROOT, capture_output=True, text=True, timeout=CALL_S
+    )
+
+
 def test_an_administrator_gets_what_was_decided_and_it_replays(server, tmp_path):
     flags = ("--max-total-tokens", "640", "--schedule-conservativeness", "0")
     with server(*flags, *KEYS) as running:
 
-        def ask(i: int) -> int:
-            path, body = mixed_request(i)
+        def ask(what: int | dict) -> int:
+            path, body = mixed_request(what) if isinstance(what, int) else ("/generate", what)
             headers = {"Authorization": "Bearer sk-user"}
             return running.http.post(path, json=body, headers=headers).status_code
 
+        watched = {"rid": "watched-request", "input_ids": [*range(2, 22)]}
         with ThreadPoolExecutor(12) as pool:  # all at once, so that pages run short
-            asked = [pool.submit(ask, i) for i in range(12)]
+            asked = [pool.submit(ask, watched), *(pool.submit(ask, i) for i in range(1, 12))]
             early = fetch(running, "sk-admin")  # while it is written
             assert [one.result() for one in asked] == [200] * 12
         late = fetch(running, "sk-admin")
         assert fetch(running, "sk-user").status_code in (401, 403)
         assert fetch(running, "sk-admin", dp_rank=1).status_code == 400
+        (tmp_path / "recording").write_bytes(late.content)
+        again = resend(str(tmp_path / "recording"), Client(running.url, "sk-user"))
+        warm_up = 1
+        assert (again.sent, again.answered) == (12 + warm_up, 12 + warm_up), again
+        told = explaining(running, "watched-request")
+        assert told.returncode == 0, told.stderr
+        assert "20 tokens, 0 of them from the cache" in told.stdout
+        assert told.stdout.splitlines()[-1].split() == ["end", "length"]
+        refused = explaining(running, "watched-request", key="sk-user")
+        assert refused.returncode and "watched-request" not in refused.stdout
     plans = []
     for answer in (early, late):
         assert answer.status_code == 200, answer.text

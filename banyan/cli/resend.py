@@ -1,0 +1,158 @@
+"""Sends the requests of a journal to a server once more, at the pace at which they came."""
+
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import msgspec
+
+from banyan.base.errors import BanyanError, ModelError
+from banyan.cli.client import Client
+from banyan.engine.journal import JournalRecord, Received, read_journal
+from banyan.messages.requests import Abort, Generate, StopAt
+
+_MOST_OPEN = 256
+"""Requests that are under way at once; later ones wait for one of them."""
+_INT63 = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class Sending:
+    """One thing to send.
+
+    Attributes:
+        after_s: since the first one.
+        body: of POST `route`.
+    """
+
+    after_s: float
+    route: str
+    body: dict[str, object]
+
+
+@dataclass
+class Resent:
+    """What came of it."""
+
+    sent: int = 0
+    answered: int = 0
+    latest_s: float = 0.0
+    """How late the latest one was sent."""
+    failures: Counter[str] = field(default_factory=Counter[str])
+    left_out: Counter[str] = field(default_factory=Counter[str])
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.answered} of {self.sent} requests were answered; none was sent more than "
+            f"{self.latest_s:.3f} s after it was due"
+        ]
+        lines += [f"{count} failed: {why}" for why, count in self.failures.most_common()]
+        lines += [f"{count} left out: {why}" for why, count in self.left_out.most_common()]
+        return "\n".join(lines)
+
+
+def resend(path: str, client: Client, sleep: Callable[[float], None] = time.sleep) -> Resent:
+    """Send what the journal at `path` has, and wait for every answer.
+
+    Raises:
+        ModelError: no journal, or none with a request that can be sent.
+    """
+    _, records = read_journal(path)
+    told = Resent()
+    sendings = list(to_send(list(records), told.left_out))
+    if not sendings:
+        raise ModelError(f"{path!r} has no request that can be sent again")
+
+    def post(sending: Sending) -> None:
+        is_request = sending.route == "/generate"
+        try:
+            client.post(sending.route, sending.body)
+        except BanyanError as error:
+            if is_request:
+                told.failures[str(error)[:200]] += 1
+        else:
+            told.answered += is_request
+
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(_MOST_OPEN) as pool:
+        for sending in sendings:
+            due_s = began_s + sending.after_s
+            sleep(max(0.0, due_s - time.monotonic()))
+            told.latest_s = max(told.latest_s, time.monotonic() - due_s)
+            told.sent += sending.route == "/generate"
+            pool.submit(post, sending)
+    return told
+
+
+def to_send(records: list[JournalRecord], left_out: Counter[str]) -> Iterator[Sending]:
+    """What the records ask for, in the words of the native API.
+
+    Args:
+        left_out: counts what cannot be asked for so, by the reason.
+    """
+    received = [record for record in records if isinstance(record, Received)]
+    stops = {
+        record.message.request: record.message.length
+        for record in received
+        if isinstance(record.message, StopAt)
+    }
+    first_s: float | None = None
+    prefix = f"again-{time.time_ns():x}-"
+    names: dict[str, str] = {}
+    for record in received:
+        match record.message:
+            case Generate() as asked:
+                if why := _objection(asked):
+                    left_out[why] += 1
+                    continue
+                names[asked.request] = name = f"{prefix}{len(names)}"
+                body = _body(asked, stops.get(asked.request)) | {"rid": name}
+                first_s = record.now if first_s is None else first_s
+                yield Sending(record.now - first_s, "/generate", body)
+            case Abort(request) if request in names and first_s is not None:
+                yield Sending(record.now - first_s, "/abort_request", {"rid": names[request]})
+            case _:
+                pass
+
+
+def _objection(asked: Generate) -> str:
+    if asked.grammar:
+        return "its output is constrained, and the journal has the constraint in another form"
+    if asked.embeds:
+        return "its prompt is embeddings"
+    if asked.pool:
+        return "it asks for a vector"
+    if asked.room:
+        return "it was handed over between servers"
+    if asked.sampling.processor:
+        return "it has a logit processor"
+    return ""
+
+
+def _body(asked: Generate, stop_at: int | None) -> dict[str, object]:
+    sampling = asked.sampling
+    params = msgspec.to_builtins(sampling)
+    params |= {"sampling_seed": params.pop("seed", 0) & _INT63}
+    params["stop_token_ids"] = list(params.pop("stop_ids", ()))
+    if "logit_bias" in params:
+        params["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if stop_at is not None:  # a stop text was found there
+        params["max_new_tokens"] = stop_at
+        params["min_new_tokens"] = min(sampling.min_new_tokens, stop_at)
+    body: dict[str, object] = {
+        "input_ids": array("i", asked.tokens).tolist(),
+        "sampling_params": params,
+    }
+    if asked.namespace:
+        body["extra_key"] = asked.namespace.hex()
+    if asked.adapter:
+        body["lora_path"] = asked.adapter
+    if asked.priority:
+        body["priority"] = asked.priority
+    if asked.score_from >= 0:
+        body |= {"return_logprob": True, "logprob_start_len": asked.score_from}
+        body |= {"top_logprobs_num": asked.score_top} if asked.score_top else {}
+    return body

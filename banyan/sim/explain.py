@@ -1,0 +1,209 @@
+"""What became of one request, and why: found by making every plan of a recording again and looking
+at the core between them. Costs the engine nothing while it runs.
+"""
+
+from dataclasses import dataclass, field
+
+from banyan.base.errors import ModelError
+from banyan.engine.core import EngineCore
+from banyan.engine.journal import Began, Full, Launched
+from banyan.messages.events import DraftReport, Failed, Finished, Tokens
+from banyan.messages.plan import StepPlan
+from banyan.scheduler.request import RUNNING, Request
+from banyan.sim.replay import Played, play
+
+PLACES = "every place was taken (--max-running-requests)"
+PAGES = "the cache had too few free pages"
+OTHERS = "others were before it in the queue"
+STORE = "it looked for its prefix in the store"
+BUDGET = "the step took no more prompt tokens (--chunked-prefill-size)"
+PAUSED = "the engine was paused"
+MEMORY = "memory was released"
+IN_FLIGHT = "a step with its last token was still running"
+
+
+@dataclass
+class Explanation:
+    """The course of one request. Times are those of the engine's clock, in seconds."""
+
+    request: str
+    came_s: float = -1.0
+    """-1 = before the recording begins."""
+    entered_s: float = -1.0
+    first_s: float = -1.0
+    ended_s: float = -1.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    stored_tokens: int = 0
+    output_tokens: int = 0
+    end: str = ""
+    """Why it ended; "" = it had not."""
+    waits: dict[str, float] = field(default_factory=dict[str, float])
+    """Why it stood in the queue, and for how long."""
+    retracted_s: list[float] = field(default_factory=list[float])
+    prompt_steps: int = 0
+    decode_steps: int = 0
+    rows: int = 0
+    """Of all requests, in its steps."""
+    prompt_rows_beside: int = 0
+    """Of its decode steps, those that took prompts of others too."""
+    drafts: DraftReport | None = None
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def explain(path: str, request: str) -> Explanation:
+    """What the recording at `path` tells of a request, named as by the server or its end of it.
+
+    Raises:
+        ModelError: no recording, one that cannot be replayed, or no such request in it.
+    """
+    found: Explanation | None = None
+    watcher: _Watcher | None = None
+    difference, names = "", dict[str, None]()
+    for played in play(path):
+        difference = played.difference
+        if difference:
+            break
+        if watcher is None:
+            for one in played.core.scheduler.roster.alive():
+                names[one.id] = None
+                if _is_meant(one.id, request):
+                    found = Explanation(one.id, prompt_tokens=one.prompt_len)
+                    watcher = _Watcher(found, one, isinstance(played.record, Began))
+        if watcher is not None and watcher.see(played):
+            break
+    if found is None:
+        known = ", ".join(list(names)[-5:]) or "none"
+        why = f" ({difference})" if difference else ""
+        raise ModelError(
+            f"no request {request!r} in {len(names)} of the recording{why}; the latest: {known}"
+        )
+    if difference:
+        found.end = found.end or f"not known: {difference}"
+    return found
+
+
+def _is_meant(name: str, given: str) -> bool:
+    return name == given or (len(given) >= 8 and (name.startswith(given) or given.endswith(name)))
+
+
+class _Watcher:
+    """Looks at one request after each record."""
+
+    def __init__(self, told: Explanation, request: Request, was_there: bool) -> None:
+        self._told = told
+        self._request = request
+        self._why = ""
+        self._since_s = 0.0
+        self._retractions = request.retractions
+        if not was_there:
+            told.came_s = request.submitted_s
+
+    def see(self, played: Played) -> bool:
+        """Whether the request has ended."""
+        told, request, now = self._told, self._request, _moment(played)
+        if self._why and now > self._since_s:
+            told.waits[self._why] = told.waits.get(self._why, 0.0) + now - self._since_s
+        self._since_s = now
+        if request.retractions > self._retractions:
+            self._retractions = request.retractions
+            told.retracted_s.append(now)
+        if request.admitted_s >= 0:
+            told.entered_s = request.admitted_s
+        told.cached_tokens, told.stored_tokens = request.cached_tokens, request.stored_tokens
+        told.output_tokens = request.output_len
+        if played.plan is not None:
+            self._count(played.plan)
+        for event in played.events:
+            if isinstance(event, Tokens | Finished | Failed) and event.request == request.id:
+                self._hear(event, now)
+        is_waiting = not told.end and request.state != RUNNING
+        if not is_waiting:
+            self._why = ""
+        elif isinstance(played.record, Launched) or not self._why:
+            self._why = why_waiting(played.core, request, played.plan)
+        return bool(told.end)
+
+    def _count(self, plan: StepPlan) -> None:
+        flight = next((f for f in self._request.flights if f.step == plan.step), None)
+        if flight is None:
+            return
+        self._told.rows += len(plan.rows)
+        if not flight.is_decode:
+            self._told.prompt_steps += 1
+            return
+        self._told.decode_steps += 1
+        self._told.prompt_rows_beside += any(row.count > row.drafts + 1 for row in plan.rows)
+
+    def _hear(self, event: Tokens | Finished | Failed, now: float) -> None:
+        told = self._told
+        if isinstance(event, Tokens):
+            if told.first_s < 0 and event.tokens and not event.first:
+                told.first_s = now
+            return
+        told.ended_s = now
+        if isinstance(event, Failed):
+            told.end = f"{event.status} {event.code}: {event.text}"
+            return
+        told.end, told.drafts = event.reason, event.drafts
+
+
+def why_waiting(core: EngineCore, request: Request, plan: StepPlan | None) -> str:
+    """Why a request that waits did not enter the step that has just been planned."""
+    roster = core.scheduler.roster
+    if core.is_paused or core.released:
+        return PAUSED if core.is_paused else MEMORY
+    if request.flights:
+        return IN_FLIGHT
+    if not roster.free_slots:
+        return PLACES
+    if request.fetch is not None and not request.fetch.is_over:
+        return STORE
+    limit = core.scheduler.limits.chunk_tokens
+    taken = sum(row.count for row in plan.rows if row.count > row.drafts + 1) if plan else 0
+    if taken >= limit:
+        return BUDGET
+    return PAGES if roster.waiting and roster.waiting[0] is request else OTHERS
+
+
+def _moment(played: Played) -> float:
+    return 0.0 if isinstance(played.record, Full) else played.record.now
+
+
+def _lines(x: Explanation) -> list[str]:
+    lines = [f"request {x.request}"]
+    since = x.came_s
+    if since < 0:
+        lines.append("  came before the recording begins: times before that are not known")
+    lines.append(
+        f"  prompt   {x.prompt_tokens} tokens, {x.cached_tokens} of them from the cache"
+        + (f" ({x.stored_tokens} came from the store)" if x.stored_tokens else "")
+    )
+    if x.entered_s >= 0 and since >= 0:
+        lines.append(f"  queue    {x.entered_s - since:.3f} s until it first ran")
+    for why, seconds in sorted(x.waits.items(), key=lambda item: -item[1]):
+        lines.append(f"           {seconds:.3f} s: {why}")
+    if x.first_s >= 0 and x.entered_s >= 0:
+        lines.append(
+            f"  prefill  {x.first_s - x.entered_s:.3f} s in {x.prompt_steps} steps with its prompt"
+        )
+    if x.decode_steps and x.ended_s >= 0 and x.first_s >= 0:
+        lines.append(
+            f"  decode   {x.ended_s - x.first_s:.3f} s in {x.decode_steps} steps for "
+            f"{x.output_tokens} tokens; {x.prompt_rows_beside} of them took prompts of others too"
+        )
+    if steps := x.prompt_steps + x.decode_steps:
+        lines.append(f"  beside   {x.rows / steps - 1:.1f} rows of others in a step, on average")
+    if x.retracted_s:
+        at = ", ".join(f"{when - max(since, 0.0):.3f}" for when in x.retracted_s[:8])
+        lines.append(f"  retracted {len(x.retracted_s)} times for want of pages, after {at} s")
+    if x.drafts is not None and x.drafts.steps:
+        mean = (x.drafts.steps + x.drafts.correct) / x.drafts.steps
+        lines.append(
+            f"  drafts   {x.drafts.correct} of {x.drafts.proposed} were right, {mean:.2f} tokens a "
+            f"row; rows with 0, 1, 2 … right ones: {x.drafts.histogram}"
+        )
+    lines.append(f"  end      {x.end or 'it had not ended when this was recorded'}")
+    return lines

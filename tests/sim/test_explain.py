@@ -1,0 +1,83 @@
+"""A recording tells why a request waited, what it found in the cache and where its time went."""
+
+import pytest
+
+from banyan.base.errors import ModelError
+from banyan.engine.journal import Journal
+from banyan.sim.explain import PAGES, PAUSED, PLACES, explain
+from tests.scheduler.driver import Driver
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A driver whose steps take a second each, and the file that it is recorded in."""
+    journals = []
+
+    def make(**limits):
+        def recorder(spec):
+            journals.append(Journal(str(tmp_path / "journal"), spec, 1 << 20))
+            return journals[0]
+
+        return Driver(recorder=recorder, **limits), str(tmp_path / "journal")
+
+    yield make
+    journals[0].close()
+
+
+def run(driver):
+    while driver.launch() is not None:
+        driver.now += 1.0
+        driver.complete()
+
+
+def test_a_request_that_waits_for_a_place_says_so_and_for_how_long(recorded):
+    driver, path = recorded(max_running=1)
+    driver.submit("first-request", [1, 2, 3], new=4, ignore_eos=True)
+    driver.submit("second-request", [4, 5, 6], new=3, ignore_eos=True)
+    run(driver)
+    told = explain(path, "second-request")
+    assert told.waits == {PLACES: 4.0} and told.entered_s - told.came_s == 4.0
+    assert (told.prompt_tokens, told.output_tokens, told.end) == (3, 3, "length")
+    assert (told.prompt_steps, told.decode_steps) == (1, 2)
+    assert "4.000 s: every place was taken (--max-running-requests)" in str(told)
+    assert explain(path, "first-request").waits == {}
+
+
+def test_pages_that_lack_and_retractions_are_told(recorded):
+    driver, path = recorded(pages=9, conservativeness=0.0)
+    for name in "abc":
+        driver.submit(f"request-{name}", [ord(name)] * 7, new=12)
+    run(driver)
+    told = [explain(path, f"request-{name}") for name in "abc"]
+    assert sum(len(one.retracted_s) for one in told) > 0
+    assert any(PAGES in one.waits for one in told)
+    assert "retracted" in str(max(told, key=lambda one: len(one.retracted_s)))
+
+
+def test_what_was_in_the_cache_is_told_and_so_is_a_pause(recorded):
+    driver, path = recorded()
+    driver.submit("request-one", [1] * 8, new=2, ignore_eos=True)
+    run(driver)
+    driver.submit("request-two", [1] * 12, new=2, ignore_eos=True)
+    run(driver)
+    told = explain(path, "request-two")
+    assert told.cached_tokens == 8 and "12 tokens, 8 of them from the cache" in str(told)
+    assert PAUSED not in told.waits
+
+
+def test_a_request_that_is_not_in_it_is_named_with_those_that_are(recorded):
+    driver, path = recorded()
+    driver.submit("request-one", [1] * 8, new=2)
+    run(driver)
+    with pytest.raises(ModelError, match=r"no request 'other'.*request-one"):
+        explain(path, "other")
+
+
+def test_one_that_has_not_ended_is_told_as_far_as_it_got(recorded):
+    driver, path = recorded()
+    driver.submit("request-one", [1] * 8, new=50, ignore_eos=True)
+    for _ in range(3):
+        driver.launch()
+        driver.now += 1.0
+        driver.complete()
+    assert "it had not ended when this was recorded" in str(explain(path, "request-one"))
