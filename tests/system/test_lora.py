@@ -1,6 +1,7 @@
 """Adapters end to end: what they answer, in any company, and how they come and go."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -235,8 +236,10 @@ def test_adapters_of_embedding_head_and_whole_rows_answer_as_peft_merges_them(
         assert together == [alone[name] for name in company]
         taken, why = served.update_weights_from_disk(str(tiny_model))[:2]
         assert not taken and "not taken where DoRA adapters are served" in why
-    with engine(tiny_model, lora_paths=paths, chunked_prefill_size=7, **exact) as cut:
+    some = {"chunked_prefill_size": 7, "num_continuous_decode_steps": 4}
+    with engine(tiny_model, lora_paths=paths, **exact, **some) as cut:
         assert {name: scores(cut, name) for name in alone} == alone
+        assert {name: output(cut, name) for name in expected} == expected
     with engine(tiny_model, lora_paths=paths, disable_cuda_graph=True, **exact) as called:
         assert {name: output(called, name) for name in expected} == expected
     flags = {"threads": 1, "max_total_tokens": 4096, "tp_size": 2, **exact}
@@ -279,6 +282,33 @@ def site(folders, tiny_model, tmp_path_factory):
 def ids_of(server: Server, adapter: str | None) -> list[int]:
     return server.generate(input_ids=PROMPT, sampling_params=PARAMS, lora_path=adapter)[
         "output_ids"
+    ]
+
+
+def batch_of(server: Server, bodies: list[dict[str, object]]) -> list[str]:
+    """What the lines of a batch are answered with."""
+    url = "/v1/chat/completions"
+    lines = [
+        json.dumps({"custom_id": str(at), "method": "POST", "url": url, "body": body})
+        for at, body in enumerate(bodies)
+    ]
+    file = server.http.post(
+        "/v1/files",
+        data={"purpose": "batch"},
+        files={"file": ("in.jsonl", "\n".join(lines).encode(), "application/jsonl")},
+    ).json()
+    asked = {"input_file_id": file["id"], "endpoint": url, "completion_window": "24h"}
+    batch = server.http.post("/v1/batches", json=asked).json()["id"]
+
+    def state() -> dict[str, object]:
+        return server.http.get(f"/v1/batches/{batch}").json()
+
+    wait_until(lambda: state()["status"] in ("completed", "failed"), 60, "the batch to end")
+    out = server.http.get(f"/v1/files/{state()['output_file_id']}/content").text
+    found = {int(line["custom_id"]): line for line in map(json.loads, out.splitlines())}
+    return [
+        found[at]["response"]["body"]["choices"][0]["message"]["content"]
+        for at in range(len(bodies))
     ]
 
 
@@ -337,6 +367,17 @@ def test_two_ranks_serve_every_route_and_their_journal_replays(site, folders, ex
     cards = server.http.get("/v1/models").json()["data"]
     assert [(c["id"], c["parent"]) for c in cards] == [("base", None), ("a", "base"), ("b", "base")]
     assert server.http.get("/v1/models/b").json()["root"] == str(folders["b"])
+    asked = {"model": "base:a", "input": "hi", "max_output_tokens": 12, "temperature": 0}
+    responses = {m: server.http.post("/v1/responses", json={**asked, "model": m}) for m in spoken}
+    assert {m: r.json()["output"][-1]["content"][0]["text"] for m, r in responses.items()} == spoken
+    raw = {"prompt": "hi", "raw": True, "stream": False, "options": {"num_predict": 9}}
+    prompts = {"prompt": "hi", "max_tokens": 9, "temperature": 0}
+    for model in spoken:
+        named = {**raw, "model": model, "options": {"num_predict": 9, "temperature": 0}}
+        answer = server.http.post("/api/generate", json=named).json()["response"]
+        plain = server.http.post("/v1/completions", json={**prompts, "model": model}).json()
+        assert answer == plain["choices"][0]["text"]
+    assert batch_of(server, [{**chat, "model": model} for model in spoken]) == [*spoken.values()]
     tags = server.http.get("/api/tags").json()["models"]
     assert [tag["name"] for tag in tags] == ["base", "a", "b"]
     report = check(str(journal))

@@ -1,0 +1,140 @@
+"""Adapters beside what else a start may ask for: stages, replicas, ranks, experts, a store of the
+cache, and weights that are taken at run time."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from banyan.llm import Engine
+from tests.adapters import write_adapter
+from tests.models.families import tiny
+from tests.system.checkpoint import write_tiny_model
+from tests.system.serving import wait_until
+
+PROMPT = [i * 7 % 90 + 3 for i in range(70)]
+LONG = [i * 7 % 400 + 5 for i in range(900)]
+"""As much as is worth a look into a store."""
+PARAMS = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
+EXACT = {"threads": 1, "max_total_tokens": 2048, "cpu_activations": "fp32"}
+IS_ALL = os.environ.get("PARALLEL") == "all"
+
+
+def ids(engine: Engine, adapter: str | None) -> list[int]:
+    asked = {"input_ids": PROMPT, "sampling_params": PARAMS, "lora_path": adapter}
+    return engine.generate(**asked)["output_ids"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("beside")
+    return {name: write_adapter(root / name, seed) for seed, name in enumerate("ab")}
+
+
+def paths(folders: dict[str, Path]) -> list[str]:
+    return [f"{name}={folder}" for name, folder in folders.items()]
+
+
+def random_adapter(model: torch.nn.Module, folder: Path, *targets: str) -> Path:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(2)
+    config = peft.LoraConfig(init_lora_weights=False, target_modules=list(targets), r=4)
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+LAYOUTS = [
+    ("qwen2", {"num_key_value_heads": 3, "intermediate_size": 84}, {"tp_size": 3}),
+    ("qwen2 moe", {"num_experts": 6}, {"tp_size": 2, "ep_size": 2}),
+    ("qwen2", {}, {"tp_size": 2, "pp_size": 2}),
+    ("deepseek v3", {}, {"tp_size": 2}),
+]
+TARGETS = {
+    "qwen2": ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),
+    "qwen2 moe": ("q_proj", "o_proj"),
+    "deepseek v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+}
+
+
+@pytest.mark.parametrize(("variant", "more", "layout"), LAYOUTS if IS_ALL else LAYOUTS[:2])
+def test_ranks_answer_as_one_does(variant, more, layout, tmp_path) -> None:
+    model = tiny(variant, tmp_path / "base", **more)
+    path = random_adapter(model, tmp_path / "a", *TARGETS[variant])
+    flags = {**EXACT, "skip_tokenizer_init": True, "lora_paths": [f"a={path}"]}
+    with Engine(str(tmp_path / "base"), engine_mode="inprocess", **flags) as alone:
+        expected = {name: ids(alone, name) for name in ("a", None)}
+    assert expected["a"] != expected[None]
+    with Engine(str(tmp_path / "base"), **flags, **layout) as shared:
+        assert {name: ids(shared, name) for name in expected} == expected
+
+
+def test_stages_and_replicas_answer_as_one_does(folders, tiny_model) -> None:
+    flags = {**EXACT, "lora_paths": paths(folders)}
+    with Engine(str(tiny_model), engine_mode="inprocess", **flags) as alone:
+        expected = {name: ids(alone, name) for name in ("a", "b", None)}
+    with Engine(str(tiny_model), pp_size=2, **flags) as staged:
+        assert {name: ids(staged, name) for name in expected} == expected
+    with Engine(str(tiny_model), dp_size=2, **{**flags, "lora_paths": paths(folders)[:1]}) as many:
+        many.load_lora_adapter("b", str(folders["b"]))
+        for name in ("a", "b", None) * 3:  # more often than there are replicas
+            assert ids(many, name) == expected[name]
+
+
+def test_a_store_keeps_prefixes_of_adapters_and_of_their_versions_apart(
+    folders, tiny_model, tmp_path
+) -> None:
+    mine = Path(shutil.copytree(folders["a"], tmp_path / "mine"))
+    pages = tmp_path / "pages"
+    flags = {
+        **EXACT,
+        "max_total_tokens": 4096,
+        "enable_hierarchical_cache": True,
+        "hicache_storage_backend": "file",
+        "hicache_storage_backend_extra_config": {"path": str(pages)},
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "lora_paths": [f"mine={mine}", f"b={folders['b']}"],
+    }
+
+    def started() -> dict[str | None, tuple[list[int], int]]:
+        """Of each adapter its answer, and the tokens whose pages came from the store."""
+        with Engine(str(tiny_model), engine_mode="inprocess", **flags) as engine:
+            found = {}
+            for name in ("mine", "b", None):
+                asked = {"input_ids": LONG, "sampling_params": PARAMS, "lora_path": name}
+                answer = engine.generate(**asked)
+                stored = answer["meta_info"]["cached_tokens_details"]["storage"]
+                found[name] = (answer["output_ids"], stored)
+            wait_until(lambda: len([*pages.rglob("*.page")]) >= 3 * 56, 60, "all to be stored")
+            return found
+
+    first, again = started(), started()
+    assert [tokens for _, tokens in first.values()] == [0, 0, 0]
+    assert [tokens for _, tokens in again.values()] == [896, 896, 896]
+    assert {name: got[0] for name, got in again.items()} == {n: g[0] for n, g in first.items()}
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(folders["b"] / name, mine / name)
+    other = started()
+    assert [tokens for _, tokens in other.values()] == [0, 896, 896]
+    assert other["mine"][0] == first["b"][0] != first["mine"][0]
+
+
+def test_adapters_lie_beside_weights_that_are_taken_at_run_time(
+    folders, tiny_model, tmp_path
+) -> None:
+    other = write_tiny_model(tmp_path / "other", seed=7)
+    flags = {**EXACT, "lora_paths": paths(folders), "engine_mode": "inprocess"}
+    with Engine(str(other), **flags) as engine:
+        expected = {name: ids(engine, name) for name in ("a", "b", None)}
+    with Engine(str(tiny_model), **flags) as engine:
+        before = {name: ids(engine, name) for name in expected}
+        taken, why = engine.update_weights_from_disk(str(other))
+        assert taken, why
+        assert {name: ids(engine, name) for name in expected} == expected
+        assert all(before[name] != expected[name] for name in expected)
