@@ -66,6 +66,7 @@ def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufFo
     num_layers = facts.integer("block_count", 1, MAX_LAYERS)
     kinds, window = _kinds(facts, num_layers, family.window_period)
     rotary_dim = _rotary_dim(facts, head_dim)
+    has_norms = family.may_norm_heads and "blk.0.attn_q_norm.weight" in file.tensors
     return ModelCard(
         path=file.path,
         format="gguf",
@@ -84,6 +85,7 @@ def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufFo
         rope=_rope(file, facts, rotary_dim, context_length),
         rotary_dim=rotary_dim if rotary_dim != head_dim else 0,
         tie_embeddings="output.weight" not in file.tensors,
+        qk_norm="head" if has_norms else "",
         attention_bias=any(f"blk.0.attn_{n}.bias" in file.tensors for n in ("q", "qkv")),
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,

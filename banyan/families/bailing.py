@@ -9,9 +9,22 @@ from dataclasses import replace
 
 from banyan.config.card import ExpertFacts, ModelCard
 from banyan.config.facts import Facts
-from banyan.families.base import MAX_WIDTH, Biases, Family, HubForm
-from banyan.families.experts import MAX_EXPERTS
-from banyan.families.names import HUB_CORRECTED_EXPERTS, HUB_NAMES, NameMap
+from banyan.families.base import MAX_WIDTH, Biases, Family, GgufForm, HubForm
+from banyan.families.experts import (
+    MAX_EXPERTS,
+    gguf_corrected,
+    gguf_softmax,
+    without_drafting_layers,
+)
+from banyan.families.names import (
+    GGUF_EXPERTS,
+    GGUF_NAMES,
+    GGUF_QK_NORM,
+    HUB_CORRECTED_EXPERTS,
+    HUB_NAMES,
+    QK,
+    NameMap,
+)
 
 _NAMES = (
     HUB_NAMES
@@ -73,10 +86,42 @@ def _biases(facts: Facts) -> Biases:
     return Biases(facts.flag("use_qkv_bias", default=False), facts.flag("use_bias", default=False))
 
 
+def _first_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    """A head that is normed has been so in the file."""
+    return replace(card, experts=gguf_softmax(facts, card))
+
+
+def _second_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    """Converters write the width of one shared block, or of all of them together."""
+    card = without_drafting_layers(facts, card)
+    experts = gguf_corrected(facts, card)
+    whole = facts.integer("expert_shared_count", 0, MAX_EXPERTS, default=0) * experts.inner
+    if facts.integer("expert_shared_feed_forward_length", 0, MAX_WIDTH, default=0) == whole:
+        experts = replace(experts, shared_inner=whole)
+    return replace(card, experts=experts)
+
+
 _HUB = HubForm(eps=1e-5, biases=_biases, more=_first)
 
-BAILING_MOE = Family(hub=_HUB, names={"safetensors": NameMap(_NAMES)})
+BAILING_MOE = Family(
+    hub=_HUB,
+    gguf=GgufForm("BailingMoeForCausalLM", more=_first_of_gguf),
+    names={
+        "safetensors": NameMap(_NAMES),
+        "gguf": NameMap(GGUF_NAMES | GGUF_EXPERTS, paired=QK, rope_divisors="rope_freqs.weight"),
+    },
+)
 BAILING_MOE_V2 = Family(
     hub=replace(_HUB, rotary=0.5, more=_second),
-    names={"safetensors": NameMap(_NAMES, has_more_layers=True)},
+    gguf=GgufForm("BailingMoeV2ForCausalLM", may_norm_heads=True, more=_second_of_gguf),
+    names={
+        "safetensors": NameMap(_NAMES, has_more_layers=True),
+        "gguf": NameMap(
+            GGUF_NAMES
+            | GGUF_QK_NORM
+            | GGUF_EXPERTS
+            | {"blk.{}.attn_qkv": "layers.{}.attention.qkv:q+k+v"},
+            has_more_layers=True,
+        ),
+    },
 )

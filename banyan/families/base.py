@@ -140,6 +140,7 @@ class GgufForm:
         architecture: class name the same model has in Hugging Face's form.
         eps_key: key of the norms' eps.
         window_period: with a window, every n-th layer sees everything; 0 = none does.
+        may_norm_heads: each head of q and k is normed where the file brings the norms.
         more: fills in what only this family has.
     """
 
@@ -147,6 +148,7 @@ class GgufForm:
     activation: str = "silu"
     eps_key: str = "attention.layer_norm_rms_epsilon"
     window_period: int = 0
+    may_norm_heads: bool = False
     more: More = no_more
 
 

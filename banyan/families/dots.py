@@ -4,9 +4,17 @@ from dataclasses import replace
 
 from banyan.config.card import ModelCard
 from banyan.config.facts import Facts
-from banyan.families.base import MAX_LENGTH, Family, HubForm, Kinds, window_where
-from banyan.families.experts import corrected
-from banyan.families.names import HUB_CORRECTED_EXPERTS, HUB_NAMES, HUB_QK_NORM, NameMap
+from banyan.families.base import MAX_LENGTH, Family, GgufForm, HubForm, Kinds, window_where
+from banyan.families.experts import corrected, gguf_corrected
+from banyan.families.names import (
+    GGUF_EXPERTS,
+    GGUF_NAMES,
+    GGUF_QK_NORM,
+    HUB_CORRECTED_EXPERTS,
+    HUB_NAMES,
+    HUB_QK_NORM,
+    NameMap,
+)
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:
@@ -21,8 +29,16 @@ def _experts(facts: Facts, card: ModelCard) -> ModelCard:
     return replace(card, experts=corrected(facts, card, is_normalised=False, scale=1.0))
 
 
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    return replace(card, experts=gguf_corrected(facts, card, is_normalised=False))
+
+
 DOTS1 = Family(
     hub=HubForm(kinds=_kinds, more=_experts),
-    names={"safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS)},
+    gguf=GgufForm("Dots1ForCausalLM", more=_of_gguf),
+    names={
+        "safetensors": NameMap(HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS),
+        "gguf": NameMap(GGUF_NAMES | GGUF_QK_NORM | GGUF_EXPERTS),
+    },
     qk_norm="head",
 )

@@ -8,9 +8,16 @@ from dataclasses import replace
 
 from banyan.config.card import ExpertFacts, ModelCard
 from banyan.config.facts import Facts
-from banyan.families.base import MAX_WIDTH, Biases, Family, HubForm
-from banyan.families.experts import MAX_EXPERTS
-from banyan.families.names import HUB_CORRECTED_EXPERTS, HUB_NAMES, QK, NameMap
+from banyan.families.base import MAX_WIDTH, Biases, Family, GgufForm, HubForm
+from banyan.families.experts import MAX_EXPERTS, gguf_softmax
+from banyan.families.names import (
+    GGUF_EXPERTS,
+    GGUF_NAMES,
+    HUB_CORRECTED_EXPERTS,
+    HUB_NAMES,
+    QK,
+    NameMap,
+)
 
 
 def _biases(facts: Facts) -> Biases:
@@ -39,14 +46,34 @@ def _experts(facts: Facts, card: ModelCard) -> ModelCard:
     return replace(card, experts=experts)
 
 
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    """The width of the shared block is not what the file calls so; it is as wide as its experts."""
+    experts = gguf_softmax(facts, card)
+    every = facts.integer("interleave_moe_layer_step", 1, 1 << 16, default=1)
+    layers = range(card.num_layers)
+    dense = tuple(i for i in layers if i in experts.dense_layers or (i + 1) % every)
+    shared = facts.integer("expert_shared_count", 0, MAX_EXPERTS, default=0)
+    experts = replace(
+        experts, dense_layers=dense, shared_inner=shared * experts.inner, has_correction=True
+    )
+    return replace(card, experts=experts)
+
+
 _HUB = HubForm(eps=1e-5, tied=True, rope_theta=5e5, biases=_biases)
 
 ERNIE45 = Family(
-    hub=replace(_HUB, head_dim=128), names={"safetensors": NameMap(HUB_NAMES, paired=QK)}
+    hub=replace(_HUB, head_dim=128),
+    gguf=GgufForm("Ernie4_5ForCausalLM"),
+    names={
+        "safetensors": NameMap(HUB_NAMES, paired=QK),
+        "gguf": NameMap(GGUF_NAMES, paired=QK),
+    },
 )
 ERNIE45_MOE = Family(
     hub=replace(_HUB, more=_experts),
+    gguf=GgufForm("Ernie4_5_MoeForCausalLM", more=_of_gguf),
     names={
+        "gguf": NameMap(GGUF_NAMES | GGUF_EXPERTS, paired=QK),
         "safetensors": NameMap(
             HUB_NAMES
             | HUB_CORRECTED_EXPERTS
@@ -57,6 +84,6 @@ ERNIE45_MOE = Family(
             },
             paired=QK,
             has_more_layers=True,
-        )
+        ),
     },
 )

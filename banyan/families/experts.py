@@ -234,26 +234,9 @@ def gguf_deepseek(facts: Facts, card: ModelCard) -> ModelCard:
     """V2 scores by softmax, V3 by sigmoid with a correction; files of both are "deepseek2"."""
     scoring = facts.integer("expert_gating_func", 0, 2, default=_SOFTMAX)
     is_third = scoring == _SIGMOID
-    experts = gguf_experts(facts, card, is_normalised=is_third)
-    first = facts.integer("leading_dense_block_count", 0, card.num_layers, default=0)
-    groups = facts.integer("expert_group_count", 1, experts.count, default=1)
-    if experts.count % groups:
-        raise facts.error("expert_group_count", groups, f"a divisor of {experts.count} experts")
-    scale = shortest(facts.number("expert_weights_scale", 0.0, 1e6, default=1.0)) or 1.0
-    experts = replace(
-        experts,
-        dense_layers=tuple(range(first)),
-        shared_inner=facts.integer("expert_shared_count", 0, MAX_EXPERTS, default=0)
-        * experts.inner,
-        scoring="sigmoid" if is_third else "softmax",
-        scale=1.0 if experts.is_normalised and not is_third else scale,
-        groups=groups,
-        top_groups=facts.integer("expert_group_used_count", 1, groups, default=1),
-        group_best=2 if is_third else 1,
-        has_correction=is_third,
-    )
-    if experts.groups > 1 and experts.count // experts.groups < experts.group_best:
-        raise facts.error("expert_group_count", groups, f"at most {experts.count // 2}")
+    experts = gguf_corrected(facts, card) if is_third else gguf_softmax(facts, card, False)
+    if experts.is_normalised and not is_third:
+        experts = replace(experts, scale=1.0)
     name = f"DeepseekV{3 if is_third else 2}ForCausalLM"
     rope = card.rope
     logarithm = facts.number("rope.scaling.yarn_log_multiplier", 0.0, 1e3, default=0.0)
@@ -277,6 +260,53 @@ def _gguf_latent(facts: Facts) -> LatentFacts:
         rope_dim=rope_dim,
         value_dim=facts.integer(f"attention.value_length{own}", 1, _MAX_WIDTH),
     )
+
+
+def gguf_softmax(facts: Facts, card: ModelCard, is_normalised: bool = True) -> ExpertFacts:
+    """Experts beside a block for every token, behind dense layers, in groups: each as far as the
+    file tells of it.
+
+    Args:
+        is_normalised: where the file does not say.
+    """
+    experts = gguf_experts(facts, card, is_normalised)
+    first = facts.integer("leading_dense_block_count", 0, card.num_layers, default=0)
+    groups = facts.integer("expert_group_count", 1, experts.count, default=1)
+    if experts.count % groups:
+        raise facts.error("expert_group_count", groups, f"a divisor of {experts.count} experts")
+    width = "expert_shared_feed_forward_length"
+    shared = facts.integer("expert_shared_count", 0, MAX_EXPERTS, default=int(facts.has(width)))
+    return replace(
+        experts,
+        dense_layers=tuple(range(first)),
+        shared_inner=shared * facts.integer(width, 0, _MAX_WIDTH, default=experts.inner),
+        scale=shortest(facts.number("expert_weights_scale", 0.0, 1e6, default=1.0)) or 1.0,
+        groups=groups,
+        top_groups=facts.integer("expert_group_used_count", 1, groups, default=1),
+    )
+
+
+def gguf_corrected(facts: Facts, card: ModelCard, is_normalised: bool = True) -> ExpertFacts:
+    """Those of families that follow DeepSeek-V3's: sigmoid scores with a correction."""
+    scoring = facts.integer("expert_gating_func", 0, 2, default=_SIGMOID)
+    if scoring != _SIGMOID:
+        raise facts.error("expert_gating_func", scoring, f"{_SIGMOID}, sigmoid")
+    experts = replace(
+        gguf_softmax(facts, card, is_normalised),
+        scoring="sigmoid",
+        group_best=2,
+        has_correction=True,
+    )
+    if experts.groups > 1 and experts.count // experts.groups < experts.group_best:
+        raise facts.error("expert_group_count", experts.groups, f"at most {experts.count // 2}")
+    return experts
+
+
+def without_drafting_layers(facts: Facts, card: ModelCard) -> ModelCard:
+    """A file counts the layers that are for drafting among its blocks."""
+    most = card.num_layers - 1
+    more = facts.integer("nextn_predict_layers", 0, most, default=0)
+    return replace(card, num_layers=card.num_layers - more)
 
 
 def _has_experts(facts: Facts) -> bool:

@@ -10,9 +10,16 @@ from dataclasses import replace
 from banyan.config.card import ModelCard
 from banyan.config.facts import Facts
 from banyan.families.base import Ahead, Biases, Family, GgufForm, HubForm
-from banyan.families.experts import corrected, layers_ahead
+from banyan.families.experts import (
+    corrected,
+    gguf_corrected,
+    layers_ahead,
+    without_drafting_layers,
+)
 from banyan.families.names import (
+    GGUF_EXPERTS,
     GGUF_NAMES,
+    GGUF_QK_NORM,
     HUB_AHEAD,
     HUB_CORRECTED_EXPERTS,
     HUB_NAMES,
@@ -28,6 +35,11 @@ def _of_experts(facts: Facts, card: ModelCard) -> ModelCard:
     experts = corrected(facts, card, is_normalised=True, scale=1.0)
     ahead = layers_ahead(facts)
     return replace(card, experts=experts, qk_norm="head" if is_normed else "", num_ahead=ahead)
+
+
+def _of_gguf_experts(facts: Facts, card: ModelCard) -> ModelCard:
+    card = without_drafting_layers(facts, card)
+    return replace(card, experts=gguf_corrected(facts, card))
 
 
 GLM4 = Family(
@@ -70,10 +82,18 @@ GLM4_MOE = Family(
         biases=lambda facts: Biases(qkv=facts.flag("attention_bias", default=False)),
         more=_of_experts,
     ),
+    gguf=GgufForm("Glm4MoeForCausalLM", may_norm_heads=True, more=_of_gguf_experts),
     names={
         "safetensors": NameMap(
             HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS, has_more_layers=True
-        )
+        ),
+        "gguf": NameMap(
+            GGUF_NAMES
+            | GGUF_QK_NORM
+            | GGUF_EXPERTS
+            | {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"},
+            has_more_layers=True,
+        ),
     },
     ahead=Ahead(
         "model.layers.{}.",

@@ -9,8 +9,8 @@ from dataclasses import replace
 from banyan.config.card import ModelCard
 from banyan.config.facts import Facts
 from banyan.families.base import Family, GgufForm, HubForm
-from banyan.families.experts import mixtral
-from banyan.families.names import GGUF_NAMES, HUB_NAMES, QK, NameMap
+from banyan.families.experts import gguf_softmax, mixtral
+from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, QK, NameMap
 
 
 def of_hub(facts: Facts, card: ModelCard) -> ModelCard:
@@ -34,6 +34,10 @@ def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
     )
 
 
+def _of_gguf_experts(facts: Facts, card: ModelCard) -> ModelCard:
+    return replace(_of_gguf(facts, card), experts=gguf_softmax(facts, card))
+
+
 GRANITE = Family(
     hub=HubForm(more=of_hub),
     gguf=GgufForm("GraniteForCausalLM", more=_of_gguf),
@@ -45,7 +49,9 @@ GRANITE = Family(
 
 GRANITE_MOE = Family(
     hub=HubForm(more=lambda facts, card: mixtral(facts, of_hub(facts, card))),
+    gguf=GgufForm("GraniteMoeForCausalLM", more=_of_gguf_experts),
     names={
+        "gguf": NameMap(GGUF_NAMES | GGUF_EXPERTS, paired=QK, rope_divisors="rope_freqs.weight"),
         "safetensors": NameMap(
             HUB_NAMES
             | {
@@ -55,6 +61,6 @@ GRANITE_MOE = Family(
                 ),
                 "model.layers.{}.block_sparse_moe.output_linear": "layers.{}.mlp.experts.down:*",
             }
-        )
+        ),
     },
 )

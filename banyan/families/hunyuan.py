@@ -9,9 +9,16 @@ from dataclasses import replace
 from banyan.base.json_types import is_list
 from banyan.config.card import ExpertFacts, ModelCard
 from banyan.config.facts import Facts
-from banyan.families.base import MAX_WIDTH, Biases, Family, HubForm
-from banyan.families.experts import MAX_EXPERTS
-from banyan.families.names import HUB_EXPERTS, HUB_NAMES, NameMap
+from banyan.families.base import MAX_WIDTH, Biases, Family, GgufForm, HubForm
+from banyan.families.experts import MAX_EXPERTS, gguf_softmax
+from banyan.families.names import (
+    GGUF_EXPERTS,
+    GGUF_NAMES,
+    GGUF_QK_NORM,
+    HUB_EXPERTS,
+    HUB_NAMES,
+    NameMap,
+)
 
 _ATTENTION = {
     "model.layers.{}.self_attn.query_layernorm": "layers.{}.attention.q_norm",
@@ -66,13 +73,27 @@ def _biases(facts: Facts) -> Biases:
     return Biases(has_bias, has_bias)
 
 
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    return replace(card, experts=gguf_softmax(facts, card))
+
+
 _HUB = HubForm(eps=1e-5, biases=_biases, more=_stretched)
 
 HUNYUAN = Family(
-    hub=_HUB, names={"safetensors": NameMap(HUB_NAMES | _ATTENTION)}, qk_norm="turned head"
+    hub=_HUB,
+    gguf=GgufForm("HunYuanDenseV1ForCausalLM"),
+    names={
+        "safetensors": NameMap(HUB_NAMES | _ATTENTION),
+        "gguf": NameMap(GGUF_NAMES | GGUF_QK_NORM),
+    },
+    qk_norm="turned head",
 )
 HUNYUAN_MOE = Family(
     hub=replace(_HUB, more=_experts),
-    names={"safetensors": NameMap(HUB_NAMES | _ATTENTION | HUB_EXPERTS | _FEED_FORWARD)},
+    gguf=GgufForm("HunYuanMoEV1ForCausalLM", more=_of_gguf),
+    names={
+        "safetensors": NameMap(HUB_NAMES | _ATTENTION | HUB_EXPERTS | _FEED_FORWARD),
+        "gguf": NameMap(GGUF_NAMES | GGUF_QK_NORM | GGUF_EXPERTS),
+    },
     qk_norm="turned head",
 )

@@ -8,9 +8,17 @@ from dataclasses import replace
 
 from banyan.config.card import ModelCard
 from banyan.config.facts import Facts
-from banyan.families.base import Biases, Family, HubForm
-from banyan.families.experts import mixtral_experts
-from banyan.families.names import HUB_MIXTRAL_EXPERTS, HUB_NAMES, HUB_QK_NORM, NameMap
+from banyan.families.base import Biases, Family, GgufForm, HubForm
+from banyan.families.experts import gguf_corrected, mixtral_experts
+from banyan.families.names import (
+    GGUF_EXPERTS,
+    GGUF_NAMES,
+    GGUF_QK_NORM,
+    HUB_MIXTRAL_EXPERTS,
+    HUB_NAMES,
+    HUB_QK_NORM,
+    NameMap,
+)
 
 
 def _experts(facts: Facts, card: ModelCard) -> ModelCard:
@@ -22,9 +30,16 @@ def _experts(facts: Facts, card: ModelCard) -> ModelCard:
     return replace(card, experts=replace(experts, scoring="sigmoid", has_correction=True))
 
 
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    """It has no groups."""
+    return replace(card, experts=replace(gguf_corrected(facts, card), group_best=1))
+
+
 MINIMAX_M2 = Family(
     hub=HubForm(head_dim=128, rope_theta=5e6, biases=lambda facts: Biases(), more=_experts),
+    gguf=GgufForm("MiniMaxM2ForCausalLM", more=_of_gguf),
     names={
+        "gguf": NameMap(GGUF_NAMES | GGUF_QK_NORM | GGUF_EXPERTS),
         "safetensors": NameMap(
             HUB_NAMES
             | HUB_QK_NORM
@@ -35,7 +50,7 @@ MINIMAX_M2 = Family(
                 )
             },
             has_more_layers=True,
-        )
+        ),
     },
     qk_norm="width",
 )

@@ -1,12 +1,15 @@
 """BailingMoE against transformers' models of the same arithmetic under other names: version 2 is
 GLM-4.5's block, version 1 is ERNIE 4.5's without a correction, which rotates pairs."""
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
 from banyan.config.checkpoint import read_card
+from banyan.layers.build import Build
+from banyan.models.weights.loader import load_model
 from tests.models.families import rewrite_config, tiny
 from tests.models.test_families import PROMPT, expected_logits, load
 
@@ -140,3 +143,57 @@ def test_a_router_of_two_chooses_two(tmp_path):
 
     with pytest.raises(ModelError, match="num_experts_per_tok must be 2"):
         read_card(str(tmp_path))
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_file_of_llama_cpp_says_what_the_configuration_says(is_whole, ops, paged, tmp_path):
+    """Of several shared blocks, a file gives the width of one or of all."""
+    second(tmp_path)
+    path, hub = tmp_path / "model.gguf", read_card(str(tmp_path))
+    writer = gguf.GGUFWriter(path, "bailingmoe2")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.BAILINGMOE2, hub.num_layers)
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        head, found, rest = name.partition(".experts.")
+        if found:
+            number, _, part = rest.partition(".")
+            stacks.setdefault(f"{head}.experts.{part}", {})[int(number)] = tensor
+            continue
+        plain = name.replace(".expert_bias", ".expert_bias.bias")
+        writer.add_tensor(names.get_name(plain, (".weight", ".bias")), tensor.numpy())
+    for name, stack in stacks.items():
+        stacked = torch.stack([stack[number] for number in sorted(stack)])
+        writer.add_tensor(names.get_name(name, (".weight",)), stacked.numpy())
+    experts, inner = hub.experts, hub.experts.inner
+    writer.add_context_length(hub.context_length)
+    writer.add_embedding_length(hub.hidden_size)
+    writer.add_block_count(hub.num_layers)
+    writer.add_feed_forward_length(hub.intermediate_size)
+    writer.add_head_count(hub.num_heads)
+    writer.add_head_count_kv(hub.num_kv_heads)
+    writer.add_key_length(hub.head_dim)
+    writer.add_value_length(hub.head_dim)
+    writer.add_rope_dimension_count(hub.rotary_dim)
+    writer.add_layer_norm_rms_eps(hub.norm_eps)
+    writer.add_rope_freq_base(hub.rope.theta)
+    writer.add_leading_dense_block_count(len(experts.dense_layers))
+    writer.add_expert_count(experts.count)
+    writer.add_expert_used_count(experts.per_token)
+    writer.add_expert_feed_forward_length(inner)
+    writer.add_expert_shared_count(2)
+    writer.add_expert_shared_feed_forward_length(2 * inner if is_whole else inner)
+    writer.add_expert_weights_scale(experts.scale)
+    writer.add_expert_weights_norm(experts.is_normalised)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_group_count(experts.groups)
+    writer.add_expert_group_used_count(experts.top_groups)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    card = read_card(str(path))
+    assert (card.experts, card.qk_norm) == (experts, "head")
+    (expected,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
+    (logits,) = paged(load_model(card, Build(ops))).step([(0, PROMPT)])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)

@@ -48,12 +48,24 @@ YARN = {
     "mscale": 0.8,
     "mscale_all_dim": 0.8,
 }
+WRITES_WIDTH = (
+    *("qwen2moe", "qwen3moe", "deepseek2", "glm4moe", "dots1", "ernie4_5-moe"),
+    *("minimax-m2", "hunyuan-moe"),
+)
+"""Architectures whose files give the width of an expert by itself."""
 CASES = {
     "mixtral": ("llama", {"sliding_window": None}),
     "mixtral, a tensor per expert": ("llama", {"sliding_window": None}),
     "olmoe": ("olmoe", {"norm_topk_prob": False}),
     "qwen2 moe": ("qwen2moe", {**MOE, "shared_expert_intermediate_size": 32}),
     "qwen3 moe": ("qwen3moe", {**MOE, "head_dim": 16}),
+    "glm4 moe": ("glm4moe", {**MOE, "head_dim": 16, "num_nextn_predict_layers": 1}),
+    "glm4 moe, groups, no norm": ("glm4moe", {**MOE, "head_dim": 16}),
+    "dots1": ("dots1", {**MOE, "head_dim": 16}),
+    "ernie 4.5 moe": ("ernie4_5-moe", {**MOE, "head_dim": 16}),
+    "granite moe": ("granitemoe", {}),
+    "minimax m2": ("minimax-m2", {"head_dim": 16}),
+    "hunyuan moe": ("hunyuan-moe", {"head_dim": 16}),
     "deepseek v2": ("deepseek2", LATENT),
     "deepseek v2, groups, yarn": (
         "deepseek2",
@@ -100,14 +112,19 @@ def convert(folder: Path, case: str, config) -> Path:
             plain = plain.replace("model.layers", "layers").replace(
                 "block_sparse_moe", "feed_forward"
             )
-            plain = plain if architecture == "llama" else f"model.{plain}"
+            plain = plain if architecture in ("llama", "minimax-m2") else f"model.{plain}"
             stored = names.get_name(plain, try_suffixes=(".weight",))
             stacks.setdefault(stored, {})[int(expert.group(1))] = values
+            continue
+        if name.endswith("block_sparse_moe.input_linear.weight"):
+            block = name.partition(".block_sparse_moe")[0].replace("model.layers", "blk")
+            for part, half in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                add(f"{block}.ffn_{part}_exps.weight", half)
             continue
         plain = name.replace("e_score_correction_bias", "e_score_correction.bias")
         stored = names.get_name(plain, try_suffixes=(".weight", ".bias"))
         assert stored, name
-        if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
+        if architecture in ("llama", "granitemoe") and (".q_proj." in name or ".k_proj." in name):
             values = interleave(values, config.hidden_size // 4)
         if stored.endswith("ffn_gate_inp_shexp.weight"):
             values, tensors[name] = values.squeeze(), tensor
@@ -134,29 +151,67 @@ def convert(folder: Path, case: str, config) -> Path:
 
 
 def describe(config, case, writer) -> None:
+    """The keys that published converters write."""
     architecture = CASES[case][0]
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    drafting = config.num_nextn_predict_layers if architecture == "glm4moe" else 0
+    writer.add_block_count(config.num_hidden_layers + drafting)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    is_deepseek = architecture == "deepseek2"
-    own = {"llama": "num_local_experts"}.get(architecture, "num_experts")
-    writer.add_expert_count(getattr(config, "n_routed_experts" if is_deepseek else own))
-    writer.add_expert_used_count(config.num_experts_per_tok)
-    if architecture in ("qwen2moe", "qwen3moe", "deepseek2"):
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_count(of(config, "num_local_experts", "n_routed_experts", "num_experts"))
+    writer.add_expert_used_count(of(config, "num_experts_per_tok", "moe_topk", "moe_k"))
+    if architecture in WRITES_WIDTH:
+        writer.add_expert_feed_forward_length(
+            of(config, "moe_intermediate_size", "intermediate_size")
+        )
     if architecture == "qwen2moe":
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if not is_deepseek:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // 4
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
+    if architecture == "deepseek2":
+        describe_deepseek(config, case, writer)
         return
-    describe_deepseek(config, case, writer)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // 4
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    describe_own(config, architecture, head_dim, writer)
+
+
+def of(config, *names):
+    """The first of these settings that there is."""
+    return next(value for name in names if (value := getattr(config, name, None)) is not None)
+
+
+def describe_own(config, architecture, head_dim, writer) -> None:
+    if architecture in ("glm4moe", "minimax-m2"):
+        share = config.rope_parameters["partial_rotary_factor"]
+        writer.add_rope_dimension_count(int(head_dim * share))
+    if architecture in ("glm4moe", "dots1"):
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if architecture == "glm4moe" and config.num_nextn_predict_layers:
+        writer.add_nextn_predict_layers(config.num_nextn_predict_layers)
+    if architecture == "ernie4_5-moe":
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        heads = config.num_key_value_heads
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size // heads)
+    if architecture == "hunyuan-moe":
+        writer.add_expert_shared_count(1)
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+    if architecture == "granitemoe":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
 
 
 def describe_deepseek(config, case, writer) -> None:

@@ -40,6 +40,8 @@ CASES = {
     "glm4": ("glm4", {}),
     "starcoder2": ("starcoder2", {}),
     "cohere2": ("cohere2", {}),
+    "ernie 4.5": ("ernie4_5", {}),
+    "hunyuan": ("hunyuan-dense", {}),
 }
 """Variant of `families.py` -> GGUF architecture and changes to the sizes."""
 

@@ -40,6 +40,10 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
     rf" ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}",
 )
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|"
+    rf"{_SPACES}"
+)
 _DIGITS_GPT2 = (r"\p{N}", _GPT2)
 
 SPLITS: Mapping[str, tuple[str, ...]] = {
@@ -67,6 +71,11 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
     "deepseek-v3": _DEEPSEEK_V3,
     "gpt-4o": (_GPT4O,),
     "llama4": (_GPT4O,),
+    "minimax-m2": (_GPT4O,),
+    "hunyuan": (_QWEN2,),
+    "hunyuan-dense": _DEEPSEEK_V3,
+    "bailingmoe": (_BAILING,),
+    "bailingmoe2": (_BAILING,),
 }
 """Pre-tokenizer name -> patterns, applied one after the other to what the one before has split."""
 
