@@ -73,7 +73,12 @@ def _lines(card: AdapterCard) -> Iterator[str]:
     size = megabytes(card.size_bytes)
     yield f"{'adapter':<10} {printable(card.path, 200)}: {types}, {size}"
     yield f"{'base':<10} {printable(card.base, 100) or 'it does not say'}"
-    yield f"{'targets':<10} {', '.join(printable(name, 60) for name in card.adapted)}"
+    yield f"{'targets':<10} {', '.join(printable(name, 60) for name in card.adapted) or 'none'}"
+    for name, whole in card.saved.items():
+        what = "the base's own, beside its matrices" if whole.is_copy else "in the base's place"
+        yield f"{'whole':<10} {printable(name, 60)} {list(whole.shape)}, {what}"
+    if card.kinds:
+        yield f"{'needs room':<10} for {', '.join(sorted(card.kinds))}, which the start makes"
     ranks = Counter(found.rank for found in modules)
     told = [f"{rank} ({count})" for rank, count in sorted(ranks.items())]
     yield f"{'ranks':<10} {', '.join(told)} of {len(card.modules)} projections"

@@ -93,7 +93,8 @@ class AdapterCard:
         names = {name.rpartition(".")[2] for name in (*self.modules, *self.saved)}
         has_gains = any(found.magnitude for found in self.modules.values())
         names = {_GGUF_ENDS.get(name, name) for name in names}
-        return frozenset(names & {EMBEDDING, HEAD}) | (frozenset({DORA}) if has_gains else set())
+        found = names & {EMBEDDING, HEAD}
+        return frozenset(found | {DORA} if has_gains else found)
 
     @property
     def adapted(self) -> tuple[str, ...]:

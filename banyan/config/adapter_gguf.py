@@ -44,8 +44,8 @@ def _alpha(file: GGUFFile, folder: str) -> float:
     kind = (file.metadata.get("general.type"), file.metadata.get("adapter.type"))
     if kind != ("adapter", "lora"):
         raise ConfigError(
-            f"{folder!r} is no adapter: its general.type is {printable(kind[0], 40)} and its "
-            f"adapter.type {printable(kind[1], 40)}",
+            f"{folder!r} is no adapter: its general.type is {printable(str(kind[0]), 40)} and its "
+            f"adapter.type {printable(str(kind[1]), 40)}",
             hint="name a model by --model-path; adapters of other types are not served",
         )
     if "adapter.alora.invocation_tokens" in file.metadata:

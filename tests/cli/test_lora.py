@@ -36,6 +36,18 @@ def test_what_an_adapter_brings_is_told(model: Path, tmp_path: Path, capsys) -> 
     assert "CAN BE SERVED" in capsys.readouterr().out
 
 
+def test_weights_that_an_adapter_brings_whole_are_told(model, tmp_path, capsys) -> None:
+    path = write_adapter(tmp_path / "a", 1, modules_to_save=["lm_head"])
+    weights = path / "adapter_model.safetensors"
+    head = np.ones((512, 64), np.float32)
+    save_file(load_file(weights) | {"base_model.model.lm_head.weight": head}, weights)
+    code = main(["lora", "inspect", str(path), "--model-path", str(model)])
+    told = capsys.readouterr().out
+    assert "lm_head [512, 64], in the base's place" in told and "room for lm_head" in told
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    assert code == (vocabulary != 512) and (code == 0 or "lm_head: it " in told)
+
+
 def test_an_adapter_of_another_base_gets_a_verdict(model: Path, tmp_path: Path, capsys) -> None:
     path = write_adapter(tmp_path / "a", 1)
     tiny("qwen2", tmp_path / "other")

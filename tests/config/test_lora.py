@@ -128,6 +128,16 @@ def broken(folder: Path, what: str) -> None:
             (folder / "adapter_config.json").write_text(json.dumps(config | changes))
 
 
+def test_a_file_of_another_kind_is_no_adapter(tmp_path: Path) -> None:
+    file = tmp_path / "adapter.bin"
+    file.write_bytes(b"x")
+    with pytest.raises(ConfigError, match="a file of another kind"):
+        read_adapter(str(file))
+    (tmp_path / "adapter.gguf").write_bytes(b"x")
+    with pytest.raises(ConfigError, match="it does not start with GGUF"):
+        read_adapter(str(tmp_path / "adapter.gguf"))
+
+
 ONES = np.ones((8, 8), np.float32)
 
 

@@ -221,6 +221,44 @@ def test_a_gguf_file_that_cannot_be_served_says_why(change, text, ops, model, tm
         load_adapter(str(path), base)
 
 
+def peft_of(reference, folder, **config):
+    random_peft(reference, folder, r=4, **config)
+    return folder
+
+
+def stretched(tensors):
+    for name in [name for name in tensors if "lm_head" in name]:
+        tensors[name] = np.concatenate([tensors[name], tensors[name][:3]])
+
+
+def without_gains(tensors):
+    del tensors[min(name for name in tensors if "magnitude" in name)]
+
+
+BOTH = {"target_modules": ["embed_tokens", "lm_head"]}
+SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+
+
+@pytest.mark.parametrize(
+    ("more", "config", "change", "text"),
+    [
+        ({}, SAVED, stretched, "lm_head: it adds 3 tokens to the 97 of the base"),
+        ({"tie_word_embeddings": True}, BOTH, None, "embedding and head are one weight"),
+        ({}, {**BOTH, "use_dora": True}, None, "DoRA of it are not served"),
+        ({}, {**SAVED, "modules_to_save": ["norm"]}, None, "only embed_tokens and lm_head may be"),
+        ({}, {"target_modules": ["q_proj"], "use_dora": True}, without_gains, "have no magnitude"),
+    ],
+)
+def test_other_kinds_that_cannot_be_served_say_why(more, config, change, text, ops, tmp_path):
+    reference = tiny("qwen2", tmp_path / "base", **more)
+    folder = peft_of(reference, tmp_path / "a", **config)
+    if change is not None:
+        edited(folder, change)
+    _, base = opened(tmp_path / "base", ops, kinds=KINDS)
+    with pytest.raises(ConfigError, match=text):
+        load_adapter(str(folder), base)
+
+
 def edited(folder, change):
     """The adapter in a folder with other tensors."""
     tensors = load_file(folder / WEIGHTS)
