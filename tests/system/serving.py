@@ -42,8 +42,16 @@ class Server:
 
     def engine_pids(self) -> list[int]:
         """The children that are engines, in the order in which they were started."""
-        children = psutil.Process(self.pid).children()
-        return sorted(c.pid for c in children if "banyan.compose" in c.cmdline())
+        return sorted(self.children_of("banyan.compose", is_deep=False))
+
+    def children_of(self, module: str, is_deep: bool = True) -> list[int]:
+        """The live children, and theirs, that run this module."""
+        found = []
+        for child in psutil.Process(self.pid).children(recursive=is_deep):
+            with contextlib.suppress(psutil.NoSuchProcess):  # or only its entry is left
+                if module in child.cmdline():
+                    found.append(child.pid)
+        return found
 
     def engine_pid(self) -> int:
         """The one child that is an engine."""

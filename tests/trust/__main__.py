@@ -89,6 +89,8 @@ def main() -> int:
     wanted = set(filter(None, asked.only.split(",")))
     if unknown := wanted - {line.id for line in BATTERY}:
         parser.error(f"no such line: {', '.join(sorted(unknown))}")
+    # In the background a shell has its children ignore this, and tests send it to their own.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     KEPT.mkdir(exist_ok=True)
     found = load(KEPT / "outcomes.json")
     lines = [line for line in BATTERY if not wanted or line.id in wanted]

@@ -5,14 +5,12 @@ HELPER_FAULTS says how often each kind is killed (20); it is stopped a tenth as 
 as long as the limit of the work.
 """
 
-import contextlib
 import itertools
 import os
 import signal
 import time
 
 import httpx
-import psutil
 import pytest
 
 from tests.system.serving import CALL_S, Server, status_of, wait_until
@@ -24,15 +22,6 @@ KINDS = {
     "compile": "banyan.grammar.worker",
 }
 MOST_S = {signal.SIGKILL: 10.0, signal.SIGSTOP: 60.0}
-
-
-def helpers(server: Server, module: str) -> list[int]:
-    found = []
-    for child in psutil.Process(server.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # or only its entry is left
-            if module in child.cmdline():
-                found.append(child.pid)
-    return found
 
 
 def chat(server: Server, number: int) -> httpx.Response:
@@ -55,8 +44,8 @@ def test_a_helper_that_is_lost_is_replaced_and_the_server_stays_ready(server, ki
         assert chat(running, next(asked)).status_code == 200
         engine = running.engine_pid()
         for _ in range(faults):
-            wait_until(lambda: helpers(running, KINDS[kind]) != [], CALL_S, "a helper")
-            struck = helpers(running, KINDS[kind])
+            wait_until(lambda: running.children_of(KINDS[kind]) != [], CALL_S, "a helper")
+            struck = running.children_of(KINDS[kind])
             for pid in struck:
                 os.kill(pid, number)
             began = time.monotonic()
@@ -65,7 +54,9 @@ def test_a_helper_that_is_lost_is_replaced_and_the_server_stays_ready(server, ki
                 failures.append(answer.status_code)
                 assert time.monotonic() - began < MOST_S[number], answer.text
             took_s.append(time.monotonic() - began)
-            assert not set(struck) & set(helpers(running, KINDS[kind])) or number == signal.SIGSTOP
+            assert (
+                not set(struck) & set(running.children_of(KINDS[kind])) or number == signal.SIGSTOP
+            )
         assert running.engine_pid() == engine, "the engine was replaced"
         assert running.stats()["leaked"] == 0 and running.stats()["held_pages"] == 0
     print(
