@@ -37,7 +37,9 @@ class SimulateOptions:
         "h100-sxm", f"{', '.join(SHEETS)}, or a JSON file with the figures of a device and its link"
     )
     layouts: tuple[str, ...] = option(
-        (), "several to compare: tp=8 tp=4,dp=2 tp=8,dp=8,dp-attention; else that of the flags"
+        (),
+        "several to compare: tp=8 tp=4,dp=2 tp=8,dp=8,dp-attention prefill=2,decode=3; else that "
+        "of the flags",
     )
     requests: int = option(500, "how many")
     rate: float = option(4.0, "requests per second, Poisson")
@@ -50,6 +52,9 @@ class SimulateOptions:
     speed: float = option(1.0, "how many times faster than recorded the trace is played")
     context: int = option(1024, "positions behind each row, for the step times on paper")
     weight_bits: float = option(0.0, "bits per weight, where the checkpoint does not tell")
+    peer_gb_s: float = option(
+        0.0, "10^9 bytes a second from a prefill to a decode server; else as between devices"
+    )
     host_us: float = option(0.0, "microseconds that planning a step takes on the host")
     seed: int = option(0, "same seed, same arrivals")
 
@@ -84,6 +89,7 @@ def simulate(argv: Sequence[str]) -> int:
         concurrency=options.concurrency,
         context=options.context,
         host_s=options.host_us / 1e6,
+        peer_bytes_per_s=options.peer_gb_s * 1e9,
     )
     for line in _table([study(question, layout) for layout in layouts]):
         print(line)
@@ -164,7 +170,8 @@ def _line(found: Study) -> str:
     head = f"{found.layout!s:28}{found.layout.devices:8}"
     if found.memory is None or found.report is None:
         return f"{head}{'–':>14}{steps}{found.prefill_s * 1e3:12.1f}  does not fit: {found.why}"
-    report, cached = found.report, found.memory.max_total_tokens * found.layout.dp
+    report, layout = found.report, found.layout
+    cached = found.memory.max_total_tokens * (layout.prefill + layout.decode or layout.dp)
     return (
         f"{head}{cached:14,}{steps}{found.prefill_s * 1e3:12.1f}{report.tokens_per_s:10.0f}"
         f"{report.ttft.p50 * 1e3:10.0f}{report.ttft.p99 * 1e3:10.0f}"

@@ -1,7 +1,9 @@
 """A fleet of simulated replicas behind the shipped routing."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
+from banyan.messages.plan import ROOM_BYTES
 from banyan.scheduler.routing import Route
 from banyan.sim.replica import Replica
 from banyan.sim.report import Report, report
@@ -42,13 +44,38 @@ class Fleet:
         )
 
     def _arrive(self, arrival: Arrival) -> None:
-        requests = [replica.open_requests for replica in self._replicas]
-        tokens = [replica.open_tokens for replica in self._replicas]
-        chosen = self._replicas[self._route(requests, tokens, self._routed)]
+        self._routed_to(self._replicas).submit(arrival)
+
+    def _routed_to(self, replicas: Sequence[Replica]) -> Replica:
+        requests = [replica.open_requests for replica in replicas]
+        tokens = [replica.open_tokens for replica in replicas]
         self._routed += 1
-        chosen.submit(arrival)
+        return replicas[self._route(requests, tokens, self._routed - 1)]
 
     def _submit_next(self) -> None:
         arrival = next(self._queue, None)
         if arrival is not None:
             self._world.at(self._world.clock.now(), lambda: self._arrive(arrival))
+
+
+class Pairs(Fleet):
+    """Gives every arrival to a prefill and a decode replica, as a router of servers does. What
+    clients see is what the decode replicas answer."""
+
+    def __init__(
+        self, world: World, prefill: list[Replica], decode: list[Replica], route: Route
+    ) -> None:
+        super().__init__(world, decode, route)
+        self._prefill = prefill
+
+    def report(self) -> Report:
+        found = super().report()
+        return replace(
+            found, steps=found.steps + sum(replica.counters.steps for replica in self._prefill)
+        )
+
+    def _arrive(self, arrival: Arrival) -> None:
+        prefill, decode = self._routed_to(self._prefill), self._routed_to(self._replicas)
+        room = self._routed.to_bytes(ROOM_BYTES, "little")
+        prefill.submit(arrival, room)
+        decode.submit(arrival, room)

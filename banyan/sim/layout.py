@@ -18,15 +18,21 @@ class Layout:
         pp: stages that the layers are divided into.
         dp: replicas; with `is_joined`, replicas of the attention inside one group of `tp` ranks.
         is_joined: the replicas share the feed-forward blocks (data-parallel attention).
+        prefill, decode: servers of `tp` ranks and `pp` stages each that compute prompts, and that
+            continue them; 0 of both = each does all.
     """
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     is_joined: bool = False
+    prefill: int = 0
+    decode: int = 0
 
     @property
     def devices(self) -> int:
+        if self.prefill:
+            return self.tp * self.pp * (self.prefill + self.decode)
         return self.tp * self.pp * (1 if self.is_joined else self.dp)
 
     @property
@@ -37,6 +43,7 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"tp={self.tp}", f"pp={self.pp}" if self.pp > 1 else ""]
         parts += [f"dp={self.dp}" if self.dp > 1 else "", "dp-attention" if self.is_joined else ""]
+        parts += [f"prefill={self.prefill},decode={self.decode}" if self.prefill else ""]
         return ",".join(part for part in parts if part)
 
 
@@ -46,7 +53,7 @@ def read_layout(text: str) -> Layout:
     Raises:
         ConfigError: a word that is none, a number below 1, or more replicas than ranks to share.
     """
-    numbers = {"tp": 1, "pp": 1, "dp": 1}
+    numbers = {"tp": 1, "pp": 1, "dp": 1, "prefill": 0, "decode": 0}
     is_joined = False
     for word in text.split(","):
         name, _, value = word.partition("=")
@@ -57,9 +64,20 @@ def read_layout(text: str) -> Layout:
         else:
             raise ConfigError(
                 f"layout {text!r}: {word!r} is not understood",
-                hint="write tp=N, pp=N, dp=N and dp-attention with commas between",
+                hint="write tp=N, pp=N, dp=N, dp-attention, or prefill=N and decode=N, with commas "
+                "between",
             )
     layout = Layout(**numbers, is_joined=is_joined)
+    if bool(layout.prefill) != bool(layout.decode):
+        raise ConfigError(
+            f"layout {text!r}: {layout.prefill} prefill and {layout.decode} decode servers",
+            hint="give one of each at least",
+        )
+    if layout.prefill and (layout.dp > 1 or is_joined):
+        raise ConfigError(
+            f"layout {text!r}: prefill and decode servers have one replica each",
+            hint="leave dp out, and give more servers",
+        )
     if is_joined and layout.tp % layout.dp:
         raise ConfigError(
             f"layout {text!r}: {layout.tp} ranks cannot be divided by {layout.dp} replicas"

@@ -7,14 +7,16 @@ decided by its output length in the workload.
 from array import array
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
-from banyan.base.ids import RequestId, SlotId
+from banyan.base.ids import RequestId, SlotId, StepId
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import plan_hash
 from banyan.memory.cache import TOKEN_BYTES
 from banyan.messages.events import Event, Failed, Finished, Tokens
 from banyan.messages.plan import SAMPLE, CopyResult, Row, StepPlan, StepResult
 from banyan.messages.requests import Generate
+from banyan.messages.rooms import RoomNews, RoomOrder
 from banyan.messages.sampling import SamplingParams
 from banyan.scheduler.stats import Counters
 from banyan.sim.report import Visit
@@ -22,17 +24,41 @@ from banyan.sim.steptime import StepTime
 from banyan.sim.workload import Arrival
 from banyan.sim.world import World
 
+_PEER = "127.0.0.1:1"
+"""Rooms are found by their names alone."""
+
+
+class Carrier(Protocol):
+    """What carries pages to other replicas."""
+
+    def carry(self, replica: "Replica", plan: StepPlan) -> list[int]:
+        """Begin a plan's copies; those that end with its step."""
+        ...
+
+    def obey(self, replica: "Replica") -> None:
+        """Do what its scheduler has ordered."""
+        ...
+
 
 class Replica:
     """One simulated engine.
 
     Args:
         host_s: time that planning and launching a step costs on the host; depth 2 hides it.
+        carrier: of one that hands prompts over or takes them.
     """
 
     def __init__(
-        self, world: World, core: EngineCore, step_time: StepTime, host_s: float = 0.0
+        self,
+        world: World,
+        core: EngineCore,
+        step_time: StepTime,
+        host_s: float = 0.0,
+        carrier: Carrier | None = None,
     ) -> None:
+        self._carrier = carrier
+        self._copies: dict[StepId, list[int]] = {}
+        """Of plans in flight, those that end with the step."""
         self._world = world
         self._core = core
         self._step_time = step_time
@@ -61,8 +87,12 @@ class Replica:
         """Of the rows of the newest step that is not over."""
         return sum(row.count for row in self._flying[-1].rows) if self._flying else 0
 
-    def submit(self, arrival: Arrival) -> None:
-        """A request comes, now."""
+    def submit(self, arrival: Arrival, room: bytes = b"") -> None:
+        """A request comes, now.
+
+        Args:
+            room: where its prompt is handed over; b"" = nowhere.
+        """
         now = self._world.clock.now()
         number = len(self._visits) + 1
         request = RequestId(f"r{number}")
@@ -75,9 +105,19 @@ class Replica:
             tokens=arrival.prompt,
             sampling=sampling,
             priority=arrival.priority,
+            room=room,
+            peer=_PEER if room else "",
         )
         self._core.receive(generate, now)
         self._turn()
+
+    def hear(self, news: CopyResult | RoomNews) -> None:
+        """Something that another replica has to do with has happened."""
+        self._core.receive(news, self._world.clock.now())
+        self._turn()
+
+    def take_room_orders(self) -> list[RoomOrder]:
+        return self._core.take_room_orders()
 
     @property
     def open_requests(self) -> int:
@@ -98,6 +138,13 @@ class Replica:
             start_s = max(self._host_free_s, self._device_free_s)
             self._device_free_s = start_s + self._step_time.seconds(plan)
             self._world.at(self._device_free_s, self._complete)
+            self._copies[plan.step] = (
+                [copy.id for copy in plan.copies]
+                if self._carrier is None
+                else self._carrier.carry(self, plan)
+            )
+        if self._carrier is not None:
+            self._carrier.obey(self)
         self._hear(self._core.take_events())
 
     def _complete(self) -> None:
@@ -107,8 +154,8 @@ class Replica:
             self._seeds[join.slot] = join.sampling.seed
             self._lengths[join.slot] = len(join.tokens) // TOKEN_BYTES
         tokens = [self._sample(row) for row in plan.rows]
-        if plan.copies:
-            self._core.receive(CopyResult([copy.id for copy in plan.copies]), now)
+        if copies := self._copies.pop(plan.step):
+            self._core.receive(CopyResult(copies), now)
         events, _ = self._core.complete(StepResult(step=plan.step, tokens=tokens), now)
         self._hear(events)
         self._turn()

@@ -1,7 +1,7 @@
 """Study: one workload on one layout of devices, from memory to what clients would have seen."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from banyan.base.errors import CapacityError, ConfigError
 from banyan.base.ids import SlotId, StepId
@@ -11,9 +11,10 @@ from banyan.engine.spec import core_spec
 from banyan.memory.sizing import MemoryPlan
 from banyan.messages.plan import Row, StepPlan
 from banyan.scheduler.routing import ROUTES
-from banyan.sim.fleet import Fleet
+from banyan.sim.fleet import Fleet, Pairs
+from banyan.sim.handover import Handover
 from banyan.sim.hardware import Hardware
-from banyan.sim.layout import Layout, room_for_cache
+from banyan.sim.layout import Layout, cache_groups, room_for_cache
 from banyan.sim.replica import Replica
 from banyan.sim.report import Report
 from banyan.sim.steptime import Roofline
@@ -48,6 +49,7 @@ class Question:
         concurrency: requests kept open; 0 = they come at their times.
         context: positions behind each row of the steps whose time is told.
         host_s: time that planning and launching a step takes on the host.
+        peer_bytes_per_s: from a prefill to a decode server; 0 = as between devices.
     """
 
     config: Config
@@ -58,6 +60,7 @@ class Question:
     concurrency: int = 0
     context: int = 1024
     host_s: float = 0.0
+    peer_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,16 +118,45 @@ def study(question: Question, layout: Layout, rows: Sequence[int] = (1, 8, 64)) 
         memory = room_for_cache(config, card, hardware, layout, weights, cache)
     except CapacityError as error:
         return Study(layout, None, decode_s, prefill_s, None, error.text)
-    spec = core_spec(config, card, memory)
-    for number in range(layout.dp):
-        replicas.append(Replica(world, spec.build(), roofline(number), question.host_s))
-    fleet = Fleet(world, replicas, ROUTES.load(config.parallel.load_balance))
+    if layout.prefill:
+        fleet = _pairs(question, layout, memory, world, on_paper, cache)
+    else:
+        spec = core_spec(config, card, memory)
+        for number in range(layout.dp):
+            replicas.append(Replica(world, spec.build(), roofline(number), question.host_s))
+        fleet = Fleet(world, replicas, ROUTES.load(config.parallel.load_balance))
     if question.concurrency:
         fleet.play_at_concurrency(question.arrivals, question.concurrency)
     else:
         fleet.play(question.arrivals)
     world.run()
     return Study(layout, memory, decode_s, prefill_s, fleet.report())
+
+
+def _pairs(
+    question: Question,
+    layout: Layout,
+    memory: MemoryPlan,
+    world: World,
+    step_time: Roofline,
+    cache_bytes: float,
+) -> Pairs:
+    """Servers of two kinds, and rooms between them."""
+    config, hardware = question.config, question.hardware
+    rate = question.peer_bytes_per_s or hardware.link_bytes_per_s
+    whole = cache_groups(config, question.card, Layout(), cache_bytes)
+    carrier = Handover(world, [group.page_bytes / rate for group in whole], hardware.link_s)
+
+    def replicas(count: int, mode: str) -> list[Replica]:
+        role = replace(config, handoff=replace(config.handoff, mode=mode))
+        spec = core_spec(role, question.card, memory)
+        return [
+            Replica(world, spec.build(), step_time, question.host_s, carrier) for _ in range(count)
+        ]
+
+    route = ROUTES.load(config.parallel.load_balance)
+    prefill, decode = replicas(layout.prefill, "prefill"), replicas(layout.decode, "decode")
+    return Pairs(world, prefill, decode, route)
 
 
 def _plan(rows: int, start: int, count: int) -> StepPlan:
