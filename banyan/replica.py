@@ -13,6 +13,7 @@ import zmq
 
 from banyan.base.clock import WallClock
 from banyan.base.errors import ConfigError
+from banyan.base.heap import unmap_code
 from banyan.base.ids import StepId
 from banyan.base.log import logger
 from banyan.base.trace import Marks
@@ -158,8 +159,8 @@ def run_engine(
         ranks.watch(loop.fail)
         started(loop)
         phases.done("scheduler")
-        has_files = config.model.load_format != "dummy"
-        weight_bytes = size_of_weights(card.path) if has_files else 0
+        unmap_code()
+        weight_bytes = 0 if config.model.load_format == "dummy" else size_of_weights(card.path)
         loop.run(_ready(memory, weight_bytes, phases, kernels, runner.how, settings))
 
 
