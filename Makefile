@@ -103,7 +103,7 @@ bench-fidelity: $(VENV)/.demo
 
 # Beside other engines; installs them into .peers (several GB, and most of an hour the first time).
 bench-cpu: $(VENV)/.demo $(VENV)/.test
-	@exec $(BIN)/python -m benchmarks.compare_peers --out .peers/peers.json --docs docs/performance.md $(ARGS)
+	@exec $(BIN)/python -m benchmarks.compare_peers --out .peers/peers.json --history $(HOME)/.cache/banyan/peers-history.jsonl --docs docs/performance.md $(ARGS)
 
 # The grammar backends on 500 schemas instead of a few; a quarter of an hour, most of it xgrammar's.
 test-schemas: $(VENV)/.test

@@ -20,7 +20,7 @@ import uvloop
 from banyan.base.errors import BanyanError
 from banyan.bench.probe import Machine, probe
 from banyan.bench.serving import run_serving
-from benchmarks import fidelity, tables
+from benchmarks import fidelity, history, tables
 from benchmarks.machine import PeerError, ServerProcess, busy_core
 from benchmarks.peers import MODELS, PEERS, ROOT, Model, Place
 from benchmarks.workloads import WORKLOADS, Workload, shortened
@@ -62,8 +62,19 @@ def main() -> int:
         text = tables.as_markdown(report)
         if options.docs:
             tables.put_between_marks(Path(options.docs), text)
+    if options.history:
+        remember(Path(options.history), report)
     print(text)
     return 0
+
+
+def remember(path: Path, report: dict) -> None:
+    """Add a run to the history, and say what has changed since the last one like it."""
+    line = history.entry(report, history.commit_of(ROOT))
+    before = history.last_like(path, line)
+    for told in history.changes(before, line) if before else ():
+        _say(told)
+    history.keep(path, line)
 
 
 def _contest(name: str, model: Model, place: Place, options: argparse.Namespace) -> Contest:
@@ -204,6 +215,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--dir", default=str(ROOT / ".peers"), help="where the peers live")
     parser.add_argument("--out", default="peers.json")
+    parser.add_argument("--history", default="", help="file that gets a line of JSON per run")
     parser.add_argument("--docs", default="", help="page whose table is replaced")
     parser.add_argument("--fidelity-steps", type=int, default=8, help="per prompt; 0 = none")
     parser.add_argument("--share", type=float, default=1.0, help="of each workload, for trying")
