@@ -138,11 +138,7 @@ def run_engine(
         core = spec.build(grammars, step_clock, recorders.recorder, tells)
         recorders.follow(core, clock.now())
         loop = EngineLoop(
-            core,
-            launcher,
-            link,
-            wake,
-            clock,
+            *(core, launcher, link, wake, clock),
             config.schedule.check_ledger,
             desk,
             ranks if config.parallel.world > 1 else None,
@@ -154,6 +150,7 @@ def run_engine(
             silence_s=config.server.heartbeat_timeout_s,
             step_clock=step_clock,
             publisher=_publisher(config, core, cleanup),
+            crashes_on_nan=config.schedule.crashes_on_nan,
             hurry=_hurry_of(runner, config.schedule.burst),
         )
         ranks.watch(loop.fail)

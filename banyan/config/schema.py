@@ -154,6 +154,8 @@ class ScheduleConfig:
     """Check the conservation law after every step (tests); idle checks are always on."""
     watchdog_s: float = 300.0
     """A step older than this means the engine is stuck."""
+    crashes_on_nan: bool = False
+    """A row whose logits are not finite ends the engine, and not its request alone."""
     soft_watchdog_s: float = 0.0
     """For a step older than this, the log is told where everything stands; 0 = for none."""
 

@@ -27,7 +27,7 @@ from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import OtherRanks, Watchdog
 from banyan.memory.news import Removed, Stored
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Stats
-from banyan.messages.plan import CopyResult, Held, Lookup, Mask, StepPlan, StepResult
+from banyan.messages.plan import NOT_FINITE, CopyResult, Held, Lookup, Mask, StepPlan, StepResult
 from banyan.messages.requests import Control, Message
 from banyan.messages.rooms import RoomNews, RoomOrder
 
@@ -104,6 +104,7 @@ class EngineLoop:
         hurry: ends the bursts of plans up to a step with the step that runs.
         step_clock: by which the core agrees with the replicas that it shares batches with; they
             end together.
+        crashes_on_nan: a row whose logits are not finite ends the engine, not its request alone.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class EngineLoop:
         step_clock: StepClock | None = None,
         publisher: Publisher | None = None,
         hurry: Callable[[StepId], None] | None = None,
+        crashes_on_nan: bool = False,
     ) -> None:
         self._core = core
         self._hurry = hurry
@@ -135,6 +137,7 @@ class EngineLoop:
         self._wake = wake
         self._clock = clock
         self._check_ledger = check_ledger
+        self._crashes_on_nan = crashes_on_nan
         self._desk = desk
         self._ranks = ranks
         stands = self._stuck_s, self._plans, self._queues
@@ -271,6 +274,8 @@ class EngineLoop:
                     _size(handle.plan), result.seconds / _ran(handle.plan, result)
                 )
             told, masks = self._core.complete(result, now)
+            if self._crashes_on_nan:
+                _check_rows(result)
             events += told
             self._deliver(masks)
             if handle.copies is not None:
@@ -366,6 +371,14 @@ class EngineLoop:
             if to_plan > 0:
                 wait_s = min(wait_s, to_plan)
         return int(wait_s * 1000) + (wait_s > 0)
+
+
+def _check_rows(result: StepResult) -> None:
+    """Raise DeviceError where the logits of a row were not finite."""
+    for failure in result.failed:
+        if failure.text == NOT_FINITE:
+            where = f"row {failure.row} of step {result.step}"
+            raise DeviceError(f"{where}: {NOT_FINITE}, and --crash-on-nan is given")
 
 
 def _size(plan: StepPlan) -> int:

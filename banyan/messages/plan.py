@@ -191,6 +191,10 @@ class RowScores(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     """float32 [n, len(score_ids)]."""
 
 
+NOT_FINITE = "the model gave logits that are not finite numbers"
+"""RowFailure.text of a row that nothing can be chosen from for that reason."""
+
+
 class RowFailure(msgspec.Struct, frozen=True, array_like=True):
     """One row failed; the others of the step are good."""
 

@@ -18,7 +18,7 @@ from banyan.memory.cache import KVCache
 from banyan.memory.eviction import lru
 from banyan.memory.groups import FULL, CacheGroup
 from banyan.messages.events import Failed, Fatal, Finished, LiveRequest, Ready, Reply, Stats, Tokens
-from banyan.messages.plan import SAMPLE, StepResult
+from banyan.messages.plan import NOT_FINITE, SAMPLE, RowFailure, StepResult
 from banyan.messages.requests import Abort, Control, Generate
 from banyan.messages.sampling import SamplingParams
 from banyan.scheduler.budget import Limits
@@ -223,6 +223,44 @@ def test_a_broken_loop_tells_the_front_before_it_dies():
     with pytest.raises(ZeroDivisionError):
         loop.run(READY)
     assert "division by zero" in link.hear(Fatal).text
+
+
+def nan_loop(*flags):
+    """A loop whose runner finds nothing to choose from, and its link."""
+    link, wake, runner = QueueLink(), Wake(), CountingRunner()
+
+    def launch(plan, mask_of=None):
+        failed = [RowFailure(0, NOT_FINITE)]
+        return Pending(StepResult(step=plan.step, tokens=[b""], failed=failed))
+
+    runner.launch = launch
+    cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
+    limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
+    crashes = config_of(*flags).schedule.crashes_on_nan
+    core = EngineCore(Scheduler(cache, limits, fcfs))
+    launcher = Threaded(runner, wake.ring)
+    loop = EngineLoop(core, launcher, link, wake, WallClock(), crashes_on_nan=crashes)
+    link.tell(generate("a"))
+    return loop, link
+
+
+def test_logits_that_are_not_finite_end_the_engine_when_that_is_asked_for():
+    loop, link = nan_loop("--crash-on-nan")
+    limit = threading.Timer(WAIT_S, loop.stop)
+    limit.daemon = True
+    limit.start()
+    with pytest.raises(DeviceError, match="not finite numbers, and --crash-on-nan is given"):
+        loop.run(READY)
+    assert "row 0 of step 1" in link.hear(Fatal).text
+
+
+def test_logits_that_are_not_finite_end_one_request_otherwise():
+    loop, link = nan_loop()
+    thread = threading.Thread(target=loop.run, args=(READY,))
+    thread.start()
+    assert link.hear(Failed).text == NOT_FINITE
+    loop.stop()
+    thread.join(WAIT_S)
 
 
 class Ranks:

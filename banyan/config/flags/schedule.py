@@ -167,6 +167,15 @@ FLAGS = (
         proof="tests/system/test_processes.py::test_a_slow_step_is_told_to_the_log_and_ends_nothing",
     ),
     Flag(
+        "crash-on-nan",
+        "schedule.crashes_on_nan",
+        "end the engine where a model gives logits that are not finite, so that it is dumped and "
+        "started again; without it the one request fails",
+        kind=SWITCH,
+        proof="tests/engine/test_loop.py"
+        "::test_logits_that_are_not_finite_end_the_engine_when_that_is_asked_for",
+    ),
+    Flag(
         "check-ledger",
         "schedule.check_ledger",
         "check after every step that each page and slot has exactly one owner (slow; for tests)",

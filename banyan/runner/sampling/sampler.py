@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.ids import SlotId
-from banyan.messages.plan import Join
+from banyan.messages.plan import NOT_FINITE, Join
 from banyan.ops.api import Ops
 from banyan.ops.sampling import MAX_VOCAB, Addends, Masks, SampleRows
 from banyan.runner.slots import SlotTable
@@ -49,7 +49,7 @@ def _why(best: float) -> str:
     """Why a row with this largest logit cannot be chosen from."""
     if best == -math.inf:
         return ALL_BANNED
-    return "the model gave logits that are not finite numbers"
+    return NOT_FINITE
 
 
 class _SlotAddends:
