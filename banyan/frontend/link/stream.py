@@ -42,7 +42,8 @@ class EventStream:
         """The request as long as it may run once more; None else."""
         self._max_waiting = max_waiting
         self._waiting: deque[StreamEvent] = deque()
-        self._arrived = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        """Of the reader who waits; a bare future, because one is made for every token."""
         self.is_complete = False
         """The last event has been put."""
         self._is_closed = False
@@ -57,7 +58,7 @@ class EventStream:
 
     async def batch(self) -> list[StreamEvent]:
         """Every event that waits, at least one; [] after the end."""
-        if not await self._has_event():
+        if not self._waiting and not await self._has_event():
             return []
         events = list(self._waiting)
         self._waiting.clear()
@@ -73,7 +74,7 @@ class EventStream:
         self._is_closed = True
         self.unanswered = None
         self._waiting.clear()
-        self._arrived.set()
+        self._wake()
         if not self.is_complete:
             self.owner.abort(self.request)
 
@@ -93,14 +94,18 @@ class EventStream:
             )
             self.is_complete = True
             self.owner.abort(self.request)
-        self._arrived.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def _has_event(self) -> bool:
         while not self._waiting:
             if self.is_complete or self._is_closed:
                 return False
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         return True
 
 

@@ -216,8 +216,9 @@ async def run(
     """
     generator.check(requests)
     if len(requests) == 1:
-        async with aclosing(_unfailed(generator, requests[0])) as chunks:
+        async with aclosing(_in_pieces(generator, requests[0])) as chunks:
             async for chunk in chunks:
+                _raise_if_failed(chunk)
                 yield 0, chunk
         return
     arrivals: asyncio.Queue[tuple[int, TextChunk | Exception | None]]
@@ -266,12 +267,19 @@ async def collect(generator: Generator, requests: Sequence[TextRequest]) -> list
 
 async def _unfailed(generator: Generator, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
     """Chunks of one request; a failure of the engine becomes a RequestError with its status."""
-    stream = generator.generate(request)
-    if request.stride > 1:
-        stream = in_strides(stream, request.stride)
-    async with aclosing(stream) as chunks:
+    async with aclosing(_in_pieces(generator, request)) as chunks:
         async for chunk in chunks:
-            if chunk.finish is not None and chunk.finish.status:
-                finish = chunk.finish
-                raise RequestError(finish.text, status=finish.status, code=finish.code)
+            _raise_if_failed(chunk)
             yield chunk
+
+
+def _in_pieces(generator: Generator, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+    """Chunks of one request at its stride."""
+    stream = generator.generate(request)
+    return in_strides(stream, request.stride) if request.stride > 1 else stream
+
+
+def _raise_if_failed(chunk: TextChunk) -> None:
+    finish = chunk.finish
+    if finish is not None and finish.status:
+        raise RequestError(finish.text, status=finish.status, code=finish.code)

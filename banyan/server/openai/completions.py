@@ -295,8 +295,11 @@ async def _stream(
             is_first = index not in opened
             opened.add(index)
             if is_first or chunk.text or chunk.output_scores or chunk.finish:
-                work = partial(answer.chunk, index, chunk, is_first)
-                body = await off_loop(shown_bytes([chunk]), work)
+                if chunk.output_scores or chunk.prompt_scores:
+                    work = partial(answer.chunk, index, chunk, is_first)
+                    body = await off_loop(shown_bytes([chunk]), work)
+                else:
+                    body = answer.chunk(index, chunk, is_first)
                 if options and options.continuous_usage_stats:
                     body["usage"] = answer.usage.of(index)
                 await exchange.event(body)
