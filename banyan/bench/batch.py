@@ -49,11 +49,13 @@ async def run_batch(
     output_len: int,
     name: str,
     progress: Callable[[int, int], None] = lambda done, count: None,
+    adapters: Sequence[str] = (),
 ) -> BatchTimes:
     """Send all prompts at once and follow their tokens; each answer has `output_len` of them.
 
     Args:
         progress: told how many tokens each sequence has, of how many.
+        adapters: name of each prompt's, or () for none.
 
     Raises:
         BanyanError: a sequence failed; the others are taken back.
@@ -64,6 +66,7 @@ async def run_batch(
             request=RequestId(f"{name}-{number}"),
             tokens=array("i", prompt).tobytes(),
             sampling=sampling,
+            adapter=adapters[number] if adapters else "",
         )
         for number, prompt in enumerate(prompts)
     ]

@@ -11,12 +11,16 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 MAX_PARTS = 4
 """Parts of one projection; csrc/adapters.h has the same number."""
 _WORDS = 5 + 4 * MAX_PARTS
 _PIECE = 32
 """Most tokens that share one reading of an adapter's matrices."""
+_TILE, _RANKS = 16, 8
+"""How matrices lie in memory: as csrc/adapters.h says."""
+_PROGRESS = 16
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of csrc/adapters.h."""
 
@@ -51,6 +55,8 @@ class AdapterTable:
         self.parts: list[tuple[Part, ...]] = [()] * (capacity + 1)
         self.entries = torch.zeros((capacity + 1, _WORDS), dtype=torch.int64)
         """AdapterPair of csrc/adapters.h."""
+        self.progress = torch.zeros(_PROGRESS, dtype=torch.int64)
+        """AdapterState: how far the threads of a run are."""
         self._kept: dict[int, tuple[Tensor, ...]] = {}
 
     def enter(self, number: int, parts: Sequence[Part]) -> None:
@@ -63,17 +69,35 @@ class AdapterTable:
             return
         types = {part.down.dtype for part in parts} | {part.up.dtype for part in parts}
         dtype = types.pop() if len(types) == 1 else torch.float32
-        down = torch.cat([part.down.to(dtype) for part in parts])  # [rank, in]
-        up = torch.cat([part.up.to(dtype).t().reshape(-1) for part in parts])
+        whole = torch.cat([part.down.to(dtype) for part in parts])  # [rank, in]
+        assert len(parts) <= MAX_PARTS and whole.shape[1] == self.inputs
+        assert len(whole) <= self.width
+        down = _down_tiles(whole)
+        up = torch.cat([_up_tiles(part.up.to(dtype), part.first) for part in parts])
         scales = torch.cat([torch.full((len(part.down),), part.scale) for part in parts])
-        assert len(parts) <= MAX_PARTS and down.shape[1] == self.inputs and len(down) <= self.width
-        words = [down.data_ptr(), up.data_ptr(), scales.data_ptr(), len(down), _TYPES[dtype]]
+        words = [down.data_ptr(), up.data_ptr(), scales.data_ptr(), len(whole), _TYPES[dtype]]
         at = 0
         for part in parts:
-            words += [part.first, len(part.up), at, len(part.down)]
+            first, last = part.first // _TILE, -(-(part.first + len(part.up)) // _TILE)
+            words += [first, last - first, at, len(part.down)]
             at += len(part.down)
         self._kept[number] = (down, up, scales)
         self.entries[number, : len(words)] = torch.tensor(words)
+
+
+def _down_tiles(down: Tensor) -> Tensor:
+    """[rank, in] by so many ranks, then by so many inputs, all in one row."""
+    padded = functional.pad(down, (0, -down.shape[1] % _TILE))
+    blocks = [block.view(len(block), -1, _TILE).transpose(0, 1) for block in padded.split(_RANKS)]
+    return torch.cat([block.reshape(-1) for block in blocks])
+
+
+def _up_tiles(up: Tensor, first: int) -> Tensor:
+    """[outputs, rank], of which `first` is the first, by so many of the projection's outputs, all
+    in one row."""
+    before = first % _TILE
+    padded = functional.pad(up, (0, 0, before, -(before + len(up)) % _TILE))
+    return padded.view(-1, _TILE, up.shape[1]).transpose(1, 2).reshape(-1)
 
 
 class AdapterTokens:
@@ -87,7 +111,17 @@ class AdapterTokens:
         self.pieces = torch.zeros(1 + 3 * max_tokens, dtype=torch.int32)
         """[0] how many, then (adapter, first, count) of each, in places of `order`."""
         self.order = torch.zeros(max_tokens, dtype=torch.int32)
+        self.numbers = torch.zeros(max_tokens, dtype=torch.int32)
+        """[tokens], the adapter of each; only where there are pieces."""
         self._pieces, self._order = self.pieces.numpy(), self.order.numpy()
+        self._numbers = self.numbers.numpy()
+        self._inner: dict[int, np.ndarray] = {}
+
+    def inner(self, width: int) -> np.ndarray:
+        """[max_tokens, width] float32 that one op at a time works in; the same at every call."""
+        if width not in self._inner:
+            self._inner[width] = np.empty((len(self._order), width), np.float32)
+        return self._inner[width]
 
     def fill(self, adapters: np.ndarray) -> None:
         """adapters: [tokens], the number of each token's, 0 for none."""
@@ -98,6 +132,7 @@ class AdapterTokens:
         order = with_one[np.argsort(adapters[with_one], kind="stable")]
         numbers = adapters[order]
         self._order[: len(order)] = order
+        self._numbers[: len(adapters)] = adapters
         starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist()]
         found = [
             (int(numbers[start]), first, min(_PIECE, end - first))

@@ -8,6 +8,8 @@ from banyan.ops import reference
 from banyan.ops.adapters import AdapterTable, AdapterTokens, Part
 from banyan.ops.bind import OpSpec
 from banyan.ops.cpu.adapters import adapt as kernel
+from banyan.ops.cpu.linear import pack_linear
+from banyan.ops.stored import StoredWeight
 
 INPUTS, OUTPUTS = 77, 300
 
@@ -98,3 +100,32 @@ def test_an_adapter_that_has_left_adds_nothing(adapt, table):
 def test_the_op_is_not_for_other_activations(library):
     spec = OpSpec("adapt", torch.device("cpu"), torch.bfloat16, frozenset(), 64, toolkit=library)
     assert "fp32" in str(kernel.declines(spec))
+
+
+@pytest.mark.parametrize("quantization", ["", "q8_0"])
+def test_adapters_join_the_product_that_was_recorded_before_them(library, quantization):
+    weight = StoredWeight.from_tensor(random(300, 64, seed=8))
+    product, adapt = pack_linear(library, weight, quantization), kernel.make(library)
+    table, tokens = AdapterTable(64, 40, 9), AdapterTokens(200)
+    for number in range(1, 10):
+        down, up = random(4 * number, 64, seed=number), random(300 - 7 * number, 4 * number)
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
+        table.enter(number, [Part(7 * number, down.to(dtype), up.to(dtype), 0.3)])
+    x = random(200, 64, seed=9)
+
+    def work():
+        out = product(x, random_bias)
+        adapt(out, x, table, tokens)
+        return out
+
+    random_bias = random(300, seed=3)
+    recording = library.record(work, 200, 3)
+    for adapters in ([0] * 5, [1], list(range(10)), [2] * 7 + [0, 5, 5, 5, 5, 5], [3] * 200):
+        tokens.fill(np.array(adapters))
+        recording.run(len(adapters), 1, 0)
+        found = recording.result[: len(adapters)].clone()
+        expected = product(x[: len(adapters)], random_bias)
+        adapt(expected, x[: len(adapters)], table, tokens)
+        assert torch.equal(found, expected)
+    names = [time.name for time in recording.times(4, 1, 0)]
+    assert len(names) == (2 if quantization else 1) and names[-1].endswith(" + adapters")

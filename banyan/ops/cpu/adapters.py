@@ -13,13 +13,14 @@ from banyan.ops.cpu.library import Library
 def _make(library: Library) -> Callable[..., object]:
     def adapt(out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) -> None:
         assert x.dtype == out.dtype == torch.float32 and x.stride(1) == out.stride(1) == 1
-        inner = library.empty((x.shape[0], table.width))
         library.call(
             "bn_adapters",
             x.shape[0],
-            *(table.entries.data_ptr(), tokens.pieces.data_ptr(), tokens.order.data_ptr()),
+            table.entries.data_ptr(),
+            *(tokens.pieces.data_ptr(), tokens.order.data_ptr(), tokens.numbers.data_ptr()),
             *(x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)),
-            *(inner.data_ptr(), table.inputs, table.width),
+            *(tokens.inner(table.width).ctypes.data, table.progress.data_ptr()),
+            *(table.inputs, out.shape[1], table.width),
         )
 
     return adapt

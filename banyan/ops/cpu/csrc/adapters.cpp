@@ -1,15 +1,16 @@
-// Builder of the ops of low-rank adapters, and what checks their kernels.
+// Low-rank adapters: the builder that lets them join a product, or makes ops of their own, and what
+// checks their kernels.
 #include "adapters.h"
 
 #include <cmath>
 #include <cstdio>
 #include <vector>
 
-using namespace banyan;
+#include "program.h"
 
-namespace {
+namespace banyan {
 
-const AdapterKernels& table_of(int32_t level) {
+const AdapterKernels& adapters_table(int32_t level) {
 #ifdef BN_ADAPTERS_AVX512
   if (level >= AVX512) return adapters_avx512;
 #endif
@@ -20,33 +21,102 @@ const AdapterKernels& table_of(int32_t level) {
   return adapters_base;
 }
 
-constexpr int INPUTS = 37, OUTPUTS_OF = 75, RANK = 11;  // whole vectors and a rest, rows too
+int64_t adapter_units(const AdapterArgs& a, int64_t tokens) {
+  int64_t units = 0;
+  for (int32_t i = 0; tokens && i < a.pieces[0]; i++)
+    units += (a.table[a.pieces[1 + 3 * i]].rank + RANKS - 1) / RANKS;
+  return units;
+}
 
-// What a table of kernels adds to the outputs of one token.
+void adapter_cost(const AdapterArgs& a, int64_t tokens, bool is_down, double* bytes,
+                  double* operations) {
+  *bytes = *operations = 0;
+  for (int32_t i = 0; tokens && i < a.pieces[0]; i++) {
+    const int32_t* piece = a.pieces + 1 + 3 * i;
+    const AdapterPair& pair = a.table[piece[0]];
+    double weights = is_down ? (double)pair.rank * (double)a.inputs : 0;
+    for (const AdapterPair::Part& part : pair.parts)
+      if (!is_down) weights += (double)(part.rank * part.tiles * TILE);
+    *bytes += weights * (pair.type == ADAPTER_FP32 ? 4 : 2);
+    *operations += 2 * weights * piece[2];
+  }
+}
+
+namespace {
+
+constexpr int64_t ROWS_OF_UNIT = 64;  // tokens of one unit of the second product
+
+// Both products by themselves, behind a product of another kind.
+struct LoneArgs {
+  AdapterArgs of;
+  int64_t size;
+};
+const LoneArgs& lone(const void* args) { return *(const LoneArgs*)args; }
+int64_t tokens_of(const void* args, const Sizes& sizes) { return sizes.n[lone(args).size]; }
+int64_t row_blocks(int64_t tokens) { return (tokens + ROWS_OF_UNIT - 1) / ROWS_OF_UNIT; }
+int64_t tiles_of(const AdapterArgs& a) { return (a.outputs + TILE - 1) / TILE; }
+
+int64_t down_units(const void* args, const Sizes& sizes) {
+  return adapter_units(lone(args).of, tokens_of(args, sizes));
+}
+int64_t down_grain(const void*, const Sizes&) { return 1; }
+void down_run(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
+  for (int64_t i = begin; i < end; i++) adapters_table(isa()).shrink(lone(args).of, i);
+}
+void down_cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  adapter_cost(lone(args).of, tokens_of(args, sizes), true, bytes, operations);
+}
+
+int64_t up_units(const void* args, const Sizes& sizes) {
+  const AdapterArgs& a = lone(args).of;
+  int64_t tokens = tokens_of(args, sizes);
+  return adapter_units(a, tokens) ? row_blocks(tokens) * tiles_of(a) : 0;
+}
+int64_t up_grain(const void*, const Sizes&) { return 8; }
+void up_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker&) {
+  const AdapterArgs& a = lone(args).of;
+  int64_t tokens = tokens_of(args, sizes);
+  for (int64_t i = begin; i < end; i++) {
+    int64_t first = i / tiles_of(a) * ROWS_OF_UNIT, last = first + ROWS_OF_UNIT;
+    adapters_table(isa()).expand(a, i % tiles_of(a), first, last < tokens ? last : tokens);
+  }
+}
+void up_cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  adapter_cost(lone(args).of, tokens_of(args, sizes), false, bytes, operations);
+}
+
+const Kernel DOWN = {"adapter_down", down_units, down_grain, down_run, down_cost};
+const Kernel UP = {"adapter_up", up_units, up_grain, up_run, up_cost};
+
+constexpr int INPUTS = 37, OUTPUTS_OF = 75, RANK = 15;  // whole tiles and a rest, rows too
+
+// What a table of kernels adds to the outputs of two tokens.
 std::vector<float> outcome(const AdapterKernels& kernels) {
-  std::vector<float> x(INPUTS), down(RANK * INPUTS), up(RANK * OUTPUTS_OF), out(OUTPUTS_OF, 1.0f);
-  std::vector<float> scales(RANK, 0.5f), inner(RANK);
+  constexpr int IN_TILES = (INPUTS + TILE - 1) / TILE, OUT_TILES = (OUTPUTS_OF + TILE - 1) / TILE;
+  std::vector<float> x(2 * INPUTS), down(RANK * IN_TILES * TILE), up(RANK * OUT_TILES * TILE);
+  std::vector<float> out(2 * OUTPUTS_OF, 1.0f), scales(RANK, 0.5f), inner(2 * RANK);
   for (size_t i = 0; i < x.size(); i++) x[i] = std::sin(1.7f * (float)i);
   for (size_t i = 0; i < down.size(); i++) down[i] = std::cos(0.9f * (float)i);
   for (size_t i = 0; i < up.size(); i++) up[i] = std::sin(0.3f * (float)i);
   AdapterPair pair{down.data(), up.data(), scales.data(), RANK, ADAPTER_FP32,
-                   {{0, OUTPUTS_OF, 0, RANK}}};
-  const int32_t pieces[] = {1, 0, 0, 1}, order[] = {0};
-  AdapterArgs args{&pair,        pieces, order,      x.data(), out.data(),
-                   inner.data(), INPUTS, OUTPUTS_OF, INPUTS,   RANK};
-  Sizes sizes{{1, 1, 1}};
-  Worker worker;
-  worker.index = 0, worker.count = 1;
-  for (const Kernel* kernel : {&kernels.shrink, &kernels.expand})
-    kernel->run(&args, sizes, 0, kernel->units(&args, sizes), worker);
+                   {{0, OUT_TILES, 0, RANK}}};
+  const int32_t pieces[] = {1, 0, 0, 2}, order[] = {0, 1}, numbers[] = {0, 0};
+  AdapterArgs args{&pair,      pieces,  order,  numbers,    x.data(), out.data(), inner.data(),
+                   nullptr,    INPUTS,  OUTPUTS_OF, INPUTS, OUTPUTS_OF, RANK};
+  for (int64_t i = 0; i < adapter_units(args, 2); i++) kernels.shrink(args, i);
+  for (int64_t i = 0; i < OUT_TILES; i++) kernels.expand(args, i, 0, 2);
   return out;
 }
 
 }  // namespace
+}  // namespace banyan
+
+using namespace banyan;
+
 
 // Whether an instruction set computes what the plain code does; 1 and the reason when not.
 BN_EXPORT int bn_check_adapters(int32_t isa, char* why, int32_t room) {
-  std::vector<float> expected = outcome(adapters_base), found = outcome(table_of(isa));
+  std::vector<float> expected = outcome(adapters_base), found = outcome(adapters_table(isa));
   for (size_t i = 0; i < found.size(); i++)
     if (!(std::fabs(found[i] - expected[i]) <= 1e-4f * (1.0f + std::fabs(expected[i])))) {
       std::snprintf(why, room, "adapters give %g for %g", found[i], expected[i]);
@@ -57,12 +127,13 @@ BN_EXPORT int bn_check_adapters(int32_t isa, char* why, int32_t room) {
 
 // Adds to the rows of `out` what the adapters of their tokens make of the rows of `x`.
 BN_EXPORT void bn_adapters(Program* program, int32_t size, const void* table, const int32_t* pieces,
-                           const int32_t* order, const float* x, int64_t x_stride, float* out,
-                           int64_t out_stride, float* inner, int64_t inputs, int64_t width) {
-  (void)size;
-  const AdapterKernels& kernels = table_of(isa());
-  AdapterArgs args{(const AdapterPair*)table, pieces, order, x, out, inner, x_stride, out_stride,
-                   inputs, width};
-  append(program, kernels.shrink, &args, sizeof args, NOT_ROW_WISE);
-  append(program, kernels.expand, &args, sizeof args, NOT_ROW_WISE);
+                           const int32_t* order, const int32_t* numbers, const float* x,
+                           int64_t x_stride, float* out, int64_t out_stride, float* inner,
+                           void* state, int64_t inputs, int64_t outputs, int64_t width) {
+  AdapterArgs of{(const AdapterPair*)table, pieces, order, numbers, x, out, inner,
+                 (AdapterState*)state, x_stride, out_stride, inputs, outputs, width};
+  if (join_product(program, size, of)) return;
+  LoneArgs args{of, size};
+  append(program, DOWN, &args, sizeof args, NOT_ROW_WISE);
+  append(program, UP, &args, sizeof args, NOT_ROW_WISE);
 }

@@ -1,38 +1,66 @@
 // Low-rank adapters beside a projection: what their kernels are told, and the tables of kernels.
 #pragma once
+#include <atomic>
+
 #include "runtime.h"
 
 namespace banyan {
 
 constexpr int ADAPTER_PARTS = 4;  // as ops/adapters.py has it
+constexpr int TILE = 16;          // outputs, or inputs, that lie side by side
+constexpr int RANKS = 8;          // rows of `down` that lie together: a unit of the first product
 enum AdapterType : int64_t { ADAPTER_FP32 = 0, ADAPTER_BF16 = 1, ADAPTER_FP16 = 2 };
 
 // What one adapter has for one projection; all zero where it has nothing. ops/adapters.py writes it.
 struct AdapterPair {
-  const void* down;     // [rank, inputs]: the parts' matrices over one another
-  const void* up;       // of each part [part.rank, part.outputs], one after another
+  const void* down;     // by RANKS rows, of all parts over one another, the rest last:
+                        // [inputs / TILE, rounded up][rows][TILE], zeros behind the inputs
+  const void* up;       // of each part [tiles][part.rank][TILE], zeros beside its outputs
   const float* scales;  // [rank]
   int64_t rank, type;
   struct Part {
-    int64_t first_output, outputs, first_rank, rank;
+    int64_t first_tile, tiles, first_rank, rank;  // tiles of the projection's outputs
   } parts[ADAPTER_PARTS];
 };
 
-// Which tokens of a step have which adapter: [0] pieces, then (adapter, first, count) of each piece,
-// in places of `order`, which holds the tokens.
+// How far the first products of a run are.
+struct AdapterState {
+  alignas(64) std::atomic<int64_t> claimed;  // units
+  int64_t units;                             // of this run
+  alignas(64) std::atomic<int64_t> done;
+};
+
+// Pieces say which tokens of a step have which adapter: [0] how many, then (adapter, first, count) of
+// each, in places of `order`, which holds the tokens.
 struct AdapterArgs {
   const AdapterPair* table;
   const int32_t *pieces, *order;
-  const float* x;   // [tokens, inputs]
-  float* out;       // [tokens, any]
-  float* inner;     // [places, width]: down · x, scaled
-  int64_t x_stride, out_stride, inputs, width;
+  const int32_t* numbers;  // [tokens], the adapter of each; not filled where there are no pieces
+  const float* x;          // [tokens, inputs]
+  float* out;              // [tokens, outputs]
+  float* inner;            // [tokens, width]: down · x, scaled; nobody else's until the op is done
+  AdapterState* state;
+  int64_t x_stride, out_stride, inputs, outputs, width;
 };
 
 struct AdapterKernels {
-  Kernel shrink, expand;
+  // Unit `unit` of all pieces' first products: some rows of `down` with the tokens of a piece.
+  void (*shrink)(const AdapterArgs& args, int64_t unit);
+  // Add what belongs to one tile of the outputs of the tokens [begin, end).
+  void (*expand)(const AdapterArgs& args, int64_t tile, int64_t begin, int64_t end);
+  // Let the memory that this reads come nearer.
+  void (*fetch)(const AdapterArgs& args, int64_t tile, int64_t begin, int64_t end);
 };
 
 extern const AdapterKernels adapters_base, adapters_avx2, adapters_avx512;
+const AdapterKernels& adapters_table(int32_t level);
+
+// Units of the first products in a run of so many tokens. A run without tokens makes logits of the one
+// before: what its tokens were counts no more.
+int64_t adapter_units(const AdapterArgs& args, int64_t tokens);
+void adapter_cost(const AdapterArgs& args, int64_t tokens, bool is_down, double* bytes,
+                  double* operations);
+// Let the op before add them, where that is the product which fills `out`; whether it is.
+bool join_product(Program* program, int32_t size, const AdapterArgs& args);
 
 }  // namespace banyan

@@ -12,183 +12,175 @@
 namespace banyan {
 namespace {
 
-constexpr int ROWS = 8;      // rows of `down` that one unit multiplies with
-constexpr int VECTORS = 4;   // of outputs that are added up side by side
-constexpr int64_t OUTPUTS_AT_ONCE = 256;  // outputs of one unit
+constexpr int VECTORS = TILE / LANES;            // of a tile
+constexpr int TOKENS_AT_ONCE = LANES == 16 ? 2 : 1;  // what the registers hold, by RANKS rows
+constexpr int ROWS_AT_ONCE = 4;                  // tokens of one adapter that share its tile
 
 struct Fp32 {
   typedef float type;
   static vf get(const float* p) { return load(p); }
-  static vf get_some(const float* p, int n) { return load_some(p, n); }
 };
 struct Bf16 {
   typedef uint16_t type;
   static vf get(const uint16_t* p) { return load_bf16(p); }
-  static vf get_some(const uint16_t* p, int n) {
-    uint16_t padded[LANES] = {};
-    std::memcpy(padded, p, sizeof(uint16_t) * n);
-    return load_bf16(padded);
-  }
 };
 struct Fp16 {
   typedef uint16_t type;
   static vf get(const uint16_t* p) { return load_fp16(p); }
-  static vf get_some(const uint16_t* p, int n) {
-    uint16_t padded[LANES] = {};
-    std::memcpy(padded, p, sizeof(uint16_t) * n);
-    return load_fp16(padded);
-  }
 };
 
 struct Piece {
   int32_t adapter, first, count;
 };
-const Piece* pieces_of(const AdapterArgs& a) { return (const Piece*)(a.pieces + 1); }
-// A run without tokens makes logits of the one before: what its tokens were counts no more.
-int32_t num_pieces(const AdapterArgs& a, const Sizes& sizes) {
-  return sizes.n[TOKENS] ? a.pieces[0] : 0;
+
+// Rows of `down` with some tokens. tiles: [inputs / TILE][stride / TILE rows][TILE].
+template <class T, int R, int N>
+void multiply(const AdapterArgs& a, const typename T::type* tiles, int64_t stride,
+              const int32_t* tokens, const float* scales, int64_t first) {
+  const float* x[N];
+  vf sums[N][R] = {};
+  for (int n = 0; n < N; n++) x[n] = a.x + tokens[n] * a.x_stride;
+  int64_t i = 0;
+  for (; i + TILE <= a.inputs; i += TILE, tiles += stride)
+    for (int v = 0; v < TILE; v += LANES) {
+      vf inputs[N];
+      for (int n = 0; n < N; n++) inputs[n] = load(x[n] + i + v);
+      for (int r = 0; r < R; r++) {
+        vf w = T::get(tiles + r * TILE + v);
+        for (int n = 0; n < N; n++) sums[n][r] = fma(w, inputs[n], sums[n][r]);
+      }
+    }
+  for (int v = 0; i + v < a.inputs; v += LANES)
+    for (int n = 0; n < N; n++) {
+      vf inputs = load_some(x[n] + i + v, (int)std::min((int64_t)LANES, a.inputs - i - v));
+      for (int r = 0; r < R; r++) sums[n][r] = fma(T::get(tiles + r * TILE + v), inputs, sums[n][r]);
+    }
+  for (int n = 0; n < N; n++)
+    for (int r = 0; r < R; r++)
+      a.inner[tokens[n] * a.width + first + r] = sum(sums[n][r]) * scales[r];
 }
 
-int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
-int64_t shrink_units_of(const AdapterPair& pair) { return blocks(pair.rank, ROWS); }
-int64_t expand_units_of(const AdapterPair& pair) {
-  int64_t units = 0;
-  for (const AdapterPair::Part& part : pair.parts)
-    if (part.rank) units += blocks(part.outputs, OUTPUTS_AT_ONCE);
-  return units;
+template <class T, int R>
+void multiply_tokens(const AdapterArgs& a, const typename T::type* tiles, int64_t stride,
+                     const Piece& piece, const float* scales, int64_t first) {
+  const int32_t* tokens = a.order + piece.first;
+  int32_t n = 0;
+  for (; n + TOKENS_AT_ONCE <= piece.count; n += TOKENS_AT_ONCE)
+    multiply<T, R, TOKENS_AT_ONCE>(a, tiles, stride, tokens + n, scales, first);
+  for (; n < piece.count; n++) multiply<T, R, 1>(a, tiles, stride, tokens + n, scales, first);
 }
 
-template <int64_t (*OF)(const AdapterPair&)>
-int64_t units(const void* args, const Sizes& sizes) {
-  const AdapterArgs& a = *(const AdapterArgs*)args;
-  int64_t found = 0;
-  for (int32_t i = 0; i < num_pieces(a, sizes); i++) found += OF(a.table[pieces_of(a)[i].adapter]);
-  return found;
+template <class T>
+void shrink_piece(const AdapterArgs& a, const Piece& piece, const AdapterPair& pair, int64_t block) {
+  int64_t first = block * RANKS, rows = std::min((int64_t)RANKS, pair.rank - first);
+  int64_t padded = (a.inputs + TILE - 1) / TILE * TILE, stride = rows * TILE;
+  const typename T::type* tiles = (const typename T::type*)pair.down + first * padded;
+  const float* scales = pair.scales + first;
+  if (rows == RANKS) return multiply_tokens<T, RANKS>(a, tiles, stride, piece, scales, first);
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4)
+    multiply_tokens<T, 4>(a, tiles + r * TILE, stride, piece, scales + r, first + r);
+  for (; r < rows; r++)
+    multiply_tokens<T, 1>(a, tiles + r * TILE, stride, piece, scales + r, first + r);
 }
-int64_t grain(const void*, const Sizes&) { return 1; }
 
-// f(piece, pair, unit within the piece) of the units begin ... end - 1.
-template <int64_t (*OF)(const AdapterPair&), class F>
-void each_unit(const AdapterArgs& a, int64_t begin, int64_t end, F f) {
-  int64_t at = 0;
-  for (const Piece* piece = pieces_of(a); at < end; piece++) {
+void shrink(const AdapterArgs& a, int64_t unit) {
+  for (const Piece* piece = (const Piece*)(a.pieces + 1);; piece++) {
     const AdapterPair& pair = a.table[piece->adapter];
-    int64_t here = OF(pair);
-    for (int64_t i = std::max(begin - at, (int64_t)0); i < std::min(end - at, here); i++)
-      f(*piece, pair, i);
-    at += here;
-  }
-}
-
-template <class T>
-void shrink_piece(const AdapterArgs& a, const Piece& piece, const AdapterPair& pair, int64_t unit) {
-  int64_t first = unit * ROWS, rows = std::min((int64_t)ROWS, pair.rank - first);
-  const typename T::type* down = (const typename T::type*)pair.down + first * a.inputs;
-  for (int32_t place = piece.first; place < piece.first + piece.count; place++) {
-    const float* x = a.x + a.order[place] * a.x_stride;
-    float* inner = a.inner + place * a.width + first;
-    vf sums[ROWS] = {};
-    int64_t i = 0;
-    if (rows == ROWS)
-      for (; i + LANES <= a.inputs; i += LANES) {
-        vf v = load(x + i);
-        for (int r = 0; r < ROWS; r++) sums[r] = fma(T::get(down + r * a.inputs + i), v, sums[r]);
-      }
-    else
-      for (; i + LANES <= a.inputs; i += LANES) {
-        vf v = load(x + i);
-        for (int r = 0; r < rows; r++) sums[r] = fma(T::get(down + r * a.inputs + i), v, sums[r]);
-      }
-    if (int rest = (int)(a.inputs - i)) {
-      vf v = load_some(x + i, rest);
-      for (int r = 0; r < rows; r++)
-        sums[r] = fma(T::get_some(down + r * a.inputs + i, rest), v, sums[r]);
-    }
-    for (int r = 0; r < rows; r++) inner[r] = sum(sums[r]) * pair.scales[first + r];
-  }
-}
-
-template <class T>
-void expand_token(const float* inner, const typename T::type* up, int64_t rank, int64_t outputs,
-                  int64_t begin, int64_t end, float* out) {
-  int64_t o = begin;
-  for (; o + VECTORS * LANES <= end; o += VECTORS * LANES) {
-    vf sums[VECTORS] = {};
-    for (int64_t r = 0; r < rank; r++) {
-      vf h = splat(inner[r]);
-      for (int v = 0; v < VECTORS; v++)
-        sums[v] = fma(h, T::get(up + r * outputs + o + v * LANES), sums[v]);
-    }
-    for (int v = 0; v < VECTORS; v++)
-      store(out + o + v * LANES, load(out + o + v * LANES) + sums[v]);
-  }
-  for (; o < end; o += LANES) {
-    int lanes = (int)std::min((int64_t)LANES, end - o);
-    vf total{};
-    for (int64_t r = 0; r < rank; r++)
-      total = fma(splat(inner[r]), T::get_some(up + r * outputs + o, lanes), total);
-    store_some(out + o, load_some(out + o, lanes) + total, lanes);
-  }
-}
-
-template <class T>
-void expand_piece(const AdapterArgs& a, const Piece& piece, const AdapterPair& pair, int64_t unit) {
-  const typename T::type* up = (const typename T::type*)pair.up;
-  for (const AdapterPair::Part& part : pair.parts) {
-    if (!part.rank) continue;
-    int64_t here = blocks(part.outputs, OUTPUTS_AT_ONCE);
+    int64_t here = (pair.rank + RANKS - 1) / RANKS;
     if (unit >= here) {
       unit -= here;
-      up += part.rank * part.outputs;
       continue;
     }
-    int64_t begin = unit * OUTPUTS_AT_ONCE, end = std::min(begin + OUTPUTS_AT_ONCE, part.outputs);
-    for (int32_t place = piece.first; place < piece.first + piece.count; place++)
-      expand_token<T>(a.inner + place * a.width + part.first_rank, up, part.rank, part.outputs,
-                      begin, end, a.out + a.order[place] * a.out_stride + part.first_output);
-    return;
+    if (pair.type == ADAPTER_BF16) return shrink_piece<Bf16>(a, *piece, pair, unit);
+    if (pair.type == ADAPTER_FP16) return shrink_piece<Fp16>(a, *piece, pair, unit);
+    return shrink_piece<Fp32>(a, *piece, pair, unit);
   }
 }
 
-void shrink(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
-  const AdapterArgs& a = *(const AdapterArgs*)args;
-  each_unit<shrink_units_of>(a, begin, end, [&](const Piece& p, const AdapterPair& pair, int64_t i) {
-    if (pair.type == ADAPTER_BF16) return shrink_piece<Bf16>(a, p, pair, i);
-    if (pair.type == ADAPTER_FP16) return shrink_piece<Fp16>(a, p, pair, i);
-    shrink_piece<Fp32>(a, p, pair, i);
+// f(the part's tile of these outputs, part) of each part that has some of them.
+template <class T, class F>
+void each_part(const AdapterPair& pair, int64_t tile, F f) {
+  const typename T::type* up = (const typename T::type*)pair.up;
+  for (const AdapterPair::Part& part : pair.parts) {
+    int64_t at = tile - part.first_tile;
+    if (part.rank && at >= 0 && at < part.tiles) f(up + at * part.rank * TILE, part);
+    up += part.tiles * part.rank * TILE;
+  }
+}
+
+// N tokens that follow each other and have one adapter.
+template <class T, int N>
+void expand_rows(const AdapterArgs& a, const AdapterPair& pair, int64_t tile, int64_t row) {
+  float* out = a.out + row * a.out_stride + tile * TILE;
+  int left = (int)std::min((int64_t)TILE, a.outputs - tile * TILE);
+  each_part<T>(pair, tile, [&](const typename T::type* up, const AdapterPair::Part& part) {
+    const float* inner = a.inner + row * a.width + part.first_rank;
+    vf sums[N][VECTORS] = {};
+    for (int64_t r = 0; r < part.rank; r++, up += TILE)
+      for (int v = 0; v < VECTORS; v++) {
+        vf w = T::get(up + v * LANES);
+        for (int n = 0; n < N; n++)
+          sums[n][v] = fma(splat(inner[n * a.width + r]), w, sums[n][v]);
+      }
+    for (int n = 0; n < N; n++)
+      for (int v = 0; v < VECTORS && v * LANES < left; v++) {
+        float* to = out + n * a.out_stride + v * LANES;
+        int lanes = std::min(LANES, left - v * LANES);
+        if (lanes == LANES)
+          store(to, load(to) + sums[n][v]);
+        else
+          store_some(to, load_some(to, lanes) + sums[n][v], lanes);
+      }
   });
 }
 
-void expand(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
-  const AdapterArgs& a = *(const AdapterArgs*)args;
-  each_unit<expand_units_of>(a, begin, end, [&](const Piece& p, const AdapterPair& pair, int64_t i) {
-    if (pair.type == ADAPTER_BF16) return expand_piece<Bf16>(a, p, pair, i);
-    if (pair.type == ADAPTER_FP16) return expand_piece<Fp16>(a, p, pair, i);
-    expand_piece<Fp32>(a, p, pair, i);
+template <class T>
+int64_t expand_some(const AdapterArgs& a, const AdapterPair& pair, int64_t tile, int64_t row,
+                    int64_t count) {
+  if (count >= ROWS_AT_ONCE) {
+    expand_rows<T, ROWS_AT_ONCE>(a, pair, tile, row);
+    return ROWS_AT_ONCE;
+  }
+  expand_rows<T, 1>(a, pair, tile, row);
+  return 1;
+}
+
+void expand(const AdapterArgs& a, int64_t tile, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end;) {
+    int32_t number = a.numbers[row];
+    int64_t same = row + 1;
+    while (same < end && same < row + ROWS_AT_ONCE && a.numbers[same] == number) same++;
+    const AdapterPair& pair = a.table[number];
+    if (!pair.rank) row = same;
+    else if (pair.type == ADAPTER_BF16) row += expand_some<Bf16>(a, pair, tile, row, same - row);
+    else if (pair.type == ADAPTER_FP16) row += expand_some<Fp16>(a, pair, tile, row, same - row);
+    else row += expand_some<Fp32>(a, pair, tile, row, same - row);
+  }
+}
+
+template <class T>
+void fetch_tile(const AdapterPair& pair, int64_t tile) {
+  each_part<T>(pair, tile, [&](const typename T::type* up, const AdapterPair::Part& part) {
+    for (int64_t at = 0; at < part.rank * TILE; at += 64 / (int64_t)sizeof *up)
+      __builtin_prefetch(up + at);
   });
 }
 
-template <bool IS_DOWN>
-void cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
-  const AdapterArgs& a = *(const AdapterArgs*)args;
-  *bytes = *operations = 0;
-  for (int32_t i = 0; i < num_pieces(a, sizes); i++) {
-    const Piece& piece = pieces_of(a)[i];
-    const AdapterPair& pair = a.table[piece.adapter];
-    double weights = IS_DOWN ? (double)pair.rank * (double)a.inputs : 0;
-    for (const AdapterPair::Part& part : pair.parts)
-      if (!IS_DOWN) weights += (double)part.rank * (double)part.outputs;
-    *bytes += weights * (pair.type == ADAPTER_FP32 ? 4 : 2);
-    *operations += 2 * weights * piece.count;
+void fetch(const AdapterArgs& a, int64_t tile, int64_t begin, int64_t end) {
+  int32_t last = 0;
+  for (int64_t row = begin; row < end; row++) {
+    int32_t number = a.numbers[row];
+    if (number == last) continue;
+    last = number;
+    const AdapterPair& pair = a.table[number];
+    if (pair.type == ADAPTER_FP32) fetch_tile<Fp32>(pair, tile);
+    else fetch_tile<Bf16>(pair, tile);
   }
 }
 
 }  // namespace
 
-extern const AdapterKernels ADAPTERS_TABLE = {
-    {"adapter_down", units<shrink_units_of>, grain, shrink, cost<true>},
-    {"adapter_up", units<expand_units_of>, grain, expand, cost<false>},
-};
+extern const AdapterKernels ADAPTERS_TABLE = {shrink, expand, fetch};
 
 }  // namespace banyan

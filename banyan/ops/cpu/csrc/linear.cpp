@@ -22,8 +22,6 @@ const LinearKernels& linear_table(int32_t level) {
   return linear_base;
 }
 
-namespace {
-
 int64_t linear_units(const void* a, const Sizes& sizes) {
   const LinearArgs& args = *(const LinearArgs*)a;
   return Cut(sizes.n[args.size]).panels * groups_of(args.n);
@@ -50,6 +48,8 @@ void linear_run(const void* a, const Sizes& sizes, int64_t begin, int64_t end, W
     if (first < last) unit(args, i % groups, first, last, scratch);
   }
 }
+template void linear_run<false>(const void*, const Sizes&, int64_t, int64_t, Worker&);
+template void linear_run<true>(const void*, const Sizes&, int64_t, int64_t, Worker&);
 
 void linear_cost(const void* a, const Sizes& sizes, double* bytes, double* operations) {
   const LinearArgs& args = *(const LinearArgs*)a;
@@ -62,6 +62,8 @@ void linear_cost(const void* a, const Sizes& sizes, double* bytes, double* opera
 const Kernel LINEAR = {"linear", linear_units, linear_grain, linear_run<false>, linear_cost};
 const Kernel LINEAR_EXACT = {"linear_exact", linear_units, linear_grain, linear_run<true>,
                              linear_cost};
+
+namespace {
 
 // Several projections, each head's inputs through a weight of its own.
 struct HeadLinearArgs {

@@ -132,6 +132,27 @@ struct Cut {
     return row < count ? row : count;
   }
 };
+
+// What a unit of a product is: a group of outputs for some rows.
+struct LinearPlan {
+  Cut cut;
+  int64_t groups;
+
+  LinearPlan(const LinearArgs& args, const Sizes& sizes)
+      : cut(sizes.n[args.size]), groups(groups_of(args.n)) {}
+  int64_t group(int64_t unit) const { return unit % groups; }
+  int64_t first(int64_t unit) const { return cut.begin(unit / groups); }
+  int64_t last(int64_t unit) const { return cut.begin(unit / groups + 1); }
+};
 }  // namespace
+
+// Products on rounded activations and on fp32, as the kernels of a Program; what works beside one
+// calls its parts.
+extern const Kernel LINEAR, LINEAR_EXACT;
+int64_t linear_units(const void* args, const Sizes& sizes);
+int64_t linear_grain(const void* args, const Sizes& sizes);
+template <bool EXACT>
+void linear_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker& worker);
+void linear_cost(const void* args, const Sizes& sizes, double* bytes, double* operations);
 
 }  // namespace banyan

@@ -389,6 +389,16 @@ void append(Program* program, const Kernel& kernel, const void* args, size_t arg
     stages.push_back(Stage{index, 1, row_size});
 }
 
+const void* last_args(const Program* program, const Kernel& kernel) {
+  const auto& ops = program->ops;
+  return !ops.empty() && ops.back().kernel == &kernel ? ops.back().args : nullptr;
+}
+
+void take_back(Program* program) {
+  program->ops.pop_back();
+  if (!--program->stages.back().count) program->stages.pop_back();
+}
+
 }  // namespace banyan
 
 using namespace banyan;

@@ -2,6 +2,14 @@
 #pragma once
 #include "runtime.h"
 
+namespace banyan {
+
+// Arguments of the last op, null where it is of another kernel; and a program without that op.
+const void* last_args(const Program* program, const Kernel& kernel);
+void take_back(Program* program);
+
+}  // namespace banyan
+
 extern "C" {
 banyan::Pool* bn_pool_new(int32_t threads, const int32_t* cpus);
 void bn_pool_free(banyan::Pool* pool);
