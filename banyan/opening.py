@@ -134,7 +134,11 @@ def open_model(
     if parallel.world > 1 or parallel.is_joined:
         phases.done("meeting")
     units = read_kv_scales(config, card, groups.attention.rank)
-    build = Build(ops, groups, dtype, device, units, open_seats(config.lora, traits))
+    is_rounded = config.model.cpu_activations != "fp32" and (
+        bool(config.model.quantization) or not card.stores_floats
+    )
+    seats = open_seats(config.lora, traits, is_rounded)
+    build = Build(ops, groups, dtype, device, units, seats)
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
             f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from banyan.runner.meter import OpMeter
 
 _CACHE_BYTES = 4
-_FLOATS = ("float32", "float16", "bfloat16", "f32", "f16", "bf16")
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def measure(
     combinations = product(options.batch_size, options.input_len, options.output_len)
     phases = {phase for sizes in combinations for phase in _phases(*sizes, chunk)}
     meter = open_meter(_just_enough(config, phases), card)
-    is_rounded = config.model.quantization or card.dtype not in _FLOATS
+    is_rounded = config.model.quantization or not card.stores_floats
     is_exact = config.model.cpu_activations == "fp32"
     arithmetic = INT8 if is_rounded and not is_exact else FP32
     if not meter.is_recorded:

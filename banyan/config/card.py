@@ -259,6 +259,11 @@ class ModelCard:
     """Position embedding of a prompt's first token."""
 
     @property
+    def stores_floats(self) -> bool:
+        """The weights' type is one of floats, and not of blocks as GGUF has them."""
+        return self.dtype in ("float32", "bfloat16", "float16", "f32", "f16", "bf16")
+
+    @property
     def needs_whole_prompts(self) -> bool:
         """A prompt must go through the model in one row, and nothing of it may be cached."""
         return self.is_encoder or (self.pooling is not None and self.pooling.kind != LAST)

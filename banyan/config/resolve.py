@@ -40,7 +40,6 @@ _GRAMMAR_PACKAGES = MappingProxyType(
 )
 """Backend -> what must be installed, the preferred first."""
 
-_FLOATS = ("float32", "bfloat16", "float16", "f32", "f16", "bf16")
 _DEMO_SAMPLING = MappingProxyType({"temperature": 0.2, "top_p": 0.9})
 _DEMO_TEMPLATE = "chatml"
 _DEMO_CHAT_TOKENS = 1024
@@ -202,7 +201,7 @@ def check_the_quantization(config: Config, card: ModelCard, environment: Environ
             f"{card.quant.method} already, only float weights are rounded",
             hint="leave the flag out, or name a checkpoint of float weights",
         )
-    if wanted and card.dtype not in _FLOATS:
+    if wanted and not card.stores_floats:
         raise ConfigError(
             f"--quantization {wanted}: the weights of {config.model.source!r} are {card.dtype} "
             "already, only float weights are rounded",

@@ -21,6 +21,8 @@ _PIECE = 32
 _TILE, _RANKS = 16, 8
 """How matrices lie in memory: as csrc/adapters.h says."""
 _PROGRESS = 16
+_MOST_TWOS = 60
+"""Powers that float32 holds, two of them together too."""
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of csrc/adapters.h."""
 
@@ -47,9 +49,12 @@ class AdapterTable:
         inputs: of the projection on this rank.
         width: most ranks that the parts of one adapter have together.
         capacity: the highest number.
+        has_halves: matrices of float32 are kept in half precision, where what they stand beside is
+            rounded more.
     """
 
-    def __init__(self, inputs: int, width: int, capacity: int) -> None:
+    def __init__(self, inputs: int, width: int, capacity: int, has_halves: bool = False) -> None:
+        self.has_halves = has_halves
         self.inputs = inputs
         self.width = width
         self.parts: list[tuple[Part, ...]] = [()] * (capacity + 1)
@@ -69,12 +74,15 @@ class AdapterTable:
             return
         types = {part.down.dtype for part in parts} | {part.up.dtype for part in parts}
         dtype = types.pop() if len(types) == 1 else torch.float32
+        scales = torch.cat([torch.full((len(part.down),), part.scale) for part in parts])
+        if self.has_halves and dtype == torch.float32:
+            dtype = torch.float16
+            parts, scales = _evened(parts)
         whole = torch.cat([part.down.to(dtype) for part in parts])  # [rank, in]
         assert len(parts) <= MAX_PARTS and whole.shape[1] == self.inputs
         assert len(whole) <= self.width
         down = _down_tiles(whole)
         up = torch.cat([_up_tiles(part.up.to(dtype), part.first) for part in parts])
-        scales = torch.cat([torch.full((len(part.down),), part.scale) for part in parts])
         words = [down.data_ptr(), up.data_ptr(), scales.data_ptr(), len(whole), _TYPES[dtype]]
         at = 0
         for part in parts:
@@ -83,6 +91,24 @@ class AdapterTable:
             at += len(part.down)
         self._kept[number] = (down, up, scales)
         self.entries[number, : len(words)] = torch.tensor(words)
+
+
+def _exponents(x: Tensor) -> Tensor:
+    return torch.frexp(x).exponent.clamp(-_MOST_TWOS, _MOST_TWOS)
+
+
+def _evened(parts: Sequence[Part]) -> tuple[list[Part], Tensor]:
+    """The same in float32 with the largest number of each rank between 1/2 and 1, and the scale of
+    each: powers of two go there from the matrices, so that half precision loses digits only."""
+    evened, scales = [], []
+    for part in parts:
+        down, up = part.down.float(), part.up.float()
+        by_down = _exponents(down.abs().amax(1))  # [rank]
+        by_up = _exponents(up.abs().amax(0))
+        down, up = torch.ldexp(down, -by_down[:, None]), torch.ldexp(up, -by_up)
+        scales.append(torch.ldexp(torch.full((len(down),), part.scale), by_down + by_up))
+        evened.append(Part(part.first, down, up, part.scale))
+    return evened, torch.cat(scales)
 
 
 def _down_tiles(down: Tensor) -> Tensor:

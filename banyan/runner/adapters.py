@@ -21,8 +21,11 @@ from banyan.runner.orders import Carrier, Finish, Said
 log = logger(__name__)
 
 
-def open_seats(lora: LoraConfig, traits: Traits) -> AdapterSeats | None:
+def open_seats(lora: LoraConfig, traits: Traits, is_rounded: bool = False) -> AdapterSeats | None:
     """What adapters lie in beside the model that is loaded next; None where none are asked for.
+
+    Args:
+        is_rounded: the model multiplies rounded activations with quantised weights.
 
     Raises:
         ConfigError: the device cannot compute them.
@@ -34,7 +37,9 @@ def open_seats(lora: LoraConfig, traits: Traits) -> AdapterSeats | None:
             f"--enable-lora on {traits.name}: adapters are computed on CPUs only",
             hint="merge the adapter into the weights, or use --device cpu",
         )
-    return AdapterSeats(lora.max_rank, lora.max_loaded, lora.targets, lora.kinds)
+    return AdapterSeats(
+        lora.max_rank, lora.max_loaded, lora.targets, lora.kinds, has_halves=is_rounded
+    )
 
 
 def open_rack(lora: LoraConfig, model: Model, seats: AdapterSeats | None) -> "AdapterRack | None":

@@ -129,3 +129,16 @@ def test_adapters_join_the_product_that_was_recorded_before_them(library, quanti
         assert torch.equal(found, expected)
     names = [time.name for time in recording.times(4, 1, 0)]
     assert len(names) == (2 if quantization else 1) and names[-1].endswith(" + adapters")
+
+
+def test_matrices_of_float32_may_be_kept_in_half_precision_however_small_they_are(adapt):
+    down, up = random(6, INPUTS, seed=1) * 1e-9, random(OUTPUTS, 6, seed=2) * 1e-7
+    down[2], up[:, 3] = 0.0, 0.0
+    made = [AdapterTable(INPUTS, 6, 1, has_halves=half) for half in (False, True)]
+    for each in made:
+        each.enter(1, [Part(0, down, up, 1e16)])
+    x = random(3, INPUTS)
+    exact, rounded = (run(adapt, x, [1, 1, 0], each) for each in made)
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(rounded, exact, rtol=0, atol=float(exact.abs().max()) * 1e-3)
+    assert [int(each.entries[1, 4]) for each in made] == [0, 2]  # float32, half precision

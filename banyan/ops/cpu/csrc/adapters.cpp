@@ -72,13 +72,15 @@ int64_t up_units(const void* args, const Sizes& sizes) {
   int64_t tokens = tokens_of(args, sizes);
   return adapter_units(a, tokens) ? row_blocks(tokens) * tiles_of(a) : 0;
 }
-int64_t up_grain(const void*, const Sizes&) { return 8; }
+int64_t up_grain(const void*, const Sizes&) { return 2 * TILES_AT_ONCE; }
 void up_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker&) {
   const AdapterArgs& a = lone(args).of;
-  int64_t tokens = tokens_of(args, sizes);
-  for (int64_t i = begin; i < end; i++) {
-    int64_t first = i / tiles_of(a) * ROWS_OF_UNIT, last = first + ROWS_OF_UNIT;
-    adapters_table(isa()).expand(a, i % tiles_of(a), first, last < tokens ? last : tokens);
+  int64_t tokens = tokens_of(args, sizes), tiles = tiles_of(a);
+  while (begin < end) {
+    int64_t first = begin / tiles * ROWS_OF_UNIT, last = first + ROWS_OF_UNIT;
+    int64_t tile = begin % tiles, count = end - begin < tiles - tile ? end - begin : tiles - tile;
+    adapters_table(isa()).expand(a, tile, tile + count, first, last < tokens ? last : tokens);
+    begin += count;
   }
 }
 void up_cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
@@ -104,7 +106,7 @@ std::vector<float> outcome(const AdapterKernels& kernels) {
   AdapterArgs args{&pair,      pieces,  order,  numbers,    x.data(), out.data(), inner.data(),
                    nullptr,    INPUTS,  OUTPUTS_OF, INPUTS, OUTPUTS_OF, RANK};
   for (int64_t i = 0; i < adapter_units(args, 2); i++) kernels.shrink(args, i);
-  for (int64_t i = 0; i < OUT_TILES; i++) kernels.expand(args, i, 0, 2);
+  kernels.expand(args, 0, OUT_TILES, 0, 2);
   return out;
 }
 

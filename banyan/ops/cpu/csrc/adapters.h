@@ -8,6 +8,7 @@ namespace banyan {
 
 constexpr int ADAPTER_PARTS = 4;  // as ops/adapters.py has it
 constexpr int TILE = 16;          // outputs, or inputs, that lie side by side
+constexpr int TILES_AT_ONCE = 4;  // of outputs, that the second product is quickest with
 constexpr int RANKS = 8;          // rows of `down` that lie together: a unit of the first product
 enum AdapterType : int64_t { ADAPTER_FP32 = 0, ADAPTER_BF16 = 1, ADAPTER_FP16 = 2 };
 
@@ -46,10 +47,10 @@ struct AdapterArgs {
 struct AdapterKernels {
   // Unit `unit` of all pieces' first products: some rows of `down` with the tokens of a piece.
   void (*shrink)(const AdapterArgs& args, int64_t unit);
-  // Add what belongs to one tile of the outputs of the tokens [begin, end).
-  void (*expand)(const AdapterArgs& args, int64_t tile, int64_t begin, int64_t end);
-  // Let the memory that this reads come nearer.
-  void (*fetch)(const AdapterArgs& args, int64_t tile, int64_t begin, int64_t end);
+  // Add what belongs to the tiles [begin, end) of the outputs of the tokens [first, last).
+  void (*expand)(const AdapterArgs& args, int64_t begin, int64_t end, int64_t first, int64_t last);
+  // Let the memory that this reads for one tile come nearer.
+  void (*fetch)(const AdapterArgs& args, int64_t tile, int64_t first, int64_t last);
 };
 
 extern const AdapterKernels adapters_base, adapters_avx2, adapters_avx512;

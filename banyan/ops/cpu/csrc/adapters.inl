@@ -12,9 +12,10 @@
 namespace banyan {
 namespace {
 
-constexpr int VECTORS = TILE / LANES;            // of a tile
+constexpr int VECTORS = TILE / LANES;                // of a tile
 constexpr int TOKENS_AT_ONCE = LANES == 16 ? 2 : 1;  // what the registers hold, by RANKS rows
-constexpr int ROWS_AT_ONCE = 4;                  // tokens of one adapter that share its tile
+constexpr int ROWS_AT_ONCE = 4;                      // tokens of one adapter that share its tile
+constexpr int64_t LINE = 64, AHEAD = 1024;           // bytes
 
 struct Fp32 {
   typedef float type;
@@ -41,7 +42,9 @@ void multiply(const AdapterArgs& a, const typename T::type* tiles, int64_t strid
   vf sums[N][R] = {};
   for (int n = 0; n < N; n++) x[n] = a.x + tokens[n] * a.x_stride;
   int64_t i = 0;
-  for (; i + TILE <= a.inputs; i += TILE, tiles += stride)
+  for (; i + TILE <= a.inputs; i += TILE, tiles += stride) {
+    for (int64_t at = 0; at < R * TILE * (int64_t)sizeof *tiles; at += LINE)
+      __builtin_prefetch((const uint8_t*)tiles + AHEAD + at);
     for (int v = 0; v < TILE; v += LANES) {
       vf inputs[N];
       for (int n = 0; n < N; n++) inputs[n] = load(x[n] + i + v);
@@ -50,6 +53,7 @@ void multiply(const AdapterArgs& a, const typename T::type* tiles, int64_t strid
         for (int n = 0; n < N; n++) sums[n][r] = fma(w, inputs[n], sums[n][r]);
       }
     }
+  }
   for (int v = 0; i + v < a.inputs; v += LANES)
     for (int n = 0; n < N; n++) {
       vf inputs = load_some(x[n] + i + v, (int)std::min((int64_t)LANES, a.inputs - i - v));
@@ -98,71 +102,93 @@ void shrink(const AdapterArgs& a, int64_t unit) {
   }
 }
 
-// f(the part's tile of these outputs, part) of each part that has some of them.
+// f(the part's tiles of these outputs, the first of them, how many, part) of each part with any.
 template <class T, class F>
-void each_part(const AdapterPair& pair, int64_t tile, F f) {
+void each_part(const AdapterPair& pair, int64_t begin, int64_t end, F f) {
   const typename T::type* up = (const typename T::type*)pair.up;
   for (const AdapterPair::Part& part : pair.parts) {
-    int64_t at = tile - part.first_tile;
-    if (part.rank && at >= 0 && at < part.tiles) f(up + at * part.rank * TILE, part);
+    if (!part.rank) return;
+    int64_t first = std::max(begin, part.first_tile);
+    int64_t last = std::min(end, part.first_tile + part.tiles);
+    if (first < last) f(up + (first - part.first_tile) * part.rank * TILE, first, last - first, part);
     up += part.tiles * part.rank * TILE;
   }
 }
 
-// N tokens that follow each other and have one adapter.
-template <class T, int N>
-void expand_rows(const AdapterArgs& a, const AdapterPair& pair, int64_t tile, int64_t row) {
-  float* out = a.out + row * a.out_stride + tile * TILE;
-  int left = (int)std::min((int64_t)TILE, a.outputs - tile * TILE);
-  each_part<T>(pair, tile, [&](const typename T::type* up, const AdapterPair::Part& part) {
-    const float* inner = a.inner + row * a.width + part.first_rank;
-    vf sums[N][VECTORS] = {};
-    for (int64_t r = 0; r < part.rank; r++, up += TILE)
+// N tokens that follow each other and have one adapter, and K tiles of a part of it.
+template <class T, int N, int K>
+void add_tiles(const AdapterArgs& a, const typename T::type* up, int64_t rank, const float* inner,
+               int64_t tile, float* out) {
+  vf sums[N][K][VECTORS] = {};
+  for (int64_t r = 0; r < rank; r++) {
+    vf h[N];
+    for (int n = 0; n < N; n++) h[n] = splat(inner[n * a.width + r]);
+    for (int k = 0; k < K; k++)
       for (int v = 0; v < VECTORS; v++) {
-        vf w = T::get(up + v * LANES);
-        for (int n = 0; n < N; n++)
-          sums[n][v] = fma(splat(inner[n * a.width + r]), w, sums[n][v]);
+        vf w = T::get(up + (k * rank + r) * TILE + v * LANES);
+        for (int n = 0; n < N; n++) sums[n][k][v] = fma(h[n], w, sums[n][k][v]);
       }
-    for (int n = 0; n < N; n++)
-      for (int v = 0; v < VECTORS && v * LANES < left; v++) {
-        float* to = out + n * a.out_stride + v * LANES;
-        int lanes = std::min(LANES, left - v * LANES);
-        if (lanes == LANES)
-          store(to, load(to) + sums[n][v]);
-        else
-          store_some(to, load_some(to, lanes) + sums[n][v], lanes);
+  }
+  int64_t left = a.outputs - tile * TILE;
+  for (int n = 0; n < N; n++)
+    for (int k = 0; k < K; k++)
+      for (int v = 0; v < VECTORS; v++) {
+        int64_t at = k * TILE + v * LANES;
+        float* to = out + n * a.out_stride + at;
+        if (at + LANES <= left)
+          store(to, load(to) + sums[n][k][v]);
+        else if (at < left)
+          store_some(to, load_some(to, (int)(left - at)) + sums[n][k][v], (int)(left - at));
       }
+}
+
+template <class T, int N>
+void expand_rows(const AdapterArgs& a, const AdapterPair& pair, int64_t begin, int64_t end,
+                 int64_t row) {
+  constexpr int K = N == 1 ? TILES_AT_ONCE : 1;
+  each_part<T>(pair, begin, end,
+               [&](const typename T::type* up, int64_t tile, int64_t count,
+                   const AdapterPair::Part& part) {
+    const float* inner = a.inner + row * a.width + part.first_rank;
+    float* out = a.out + row * a.out_stride;
+    int64_t k = 0;
+    for (; k + K <= count; k += K, up += K * part.rank * TILE)
+      add_tiles<T, N, K>(a, up, part.rank, inner, tile + k, out + (tile + k) * TILE);
+    for (; k < count; k++, up += part.rank * TILE)
+      add_tiles<T, N, 1>(a, up, part.rank, inner, tile + k, out + (tile + k) * TILE);
   });
 }
 
 template <class T>
-int64_t expand_some(const AdapterArgs& a, const AdapterPair& pair, int64_t tile, int64_t row,
-                    int64_t count) {
+int64_t expand_some(const AdapterArgs& a, const AdapterPair& pair, int64_t begin, int64_t end,
+                    int64_t row, int64_t count) {
   if (count >= ROWS_AT_ONCE) {
-    expand_rows<T, ROWS_AT_ONCE>(a, pair, tile, row);
+    expand_rows<T, ROWS_AT_ONCE>(a, pair, begin, end, row);
     return ROWS_AT_ONCE;
   }
-  expand_rows<T, 1>(a, pair, tile, row);
+  expand_rows<T, 1>(a, pair, begin, end, row);
   return 1;
 }
 
-void expand(const AdapterArgs& a, int64_t tile, int64_t begin, int64_t end) {
-  for (int64_t row = begin; row < end;) {
+void expand(const AdapterArgs& a, int64_t begin, int64_t end, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last;) {
     int32_t number = a.numbers[row];
     int64_t same = row + 1;
-    while (same < end && same < row + ROWS_AT_ONCE && a.numbers[same] == number) same++;
+    while (same < last && same < row + ROWS_AT_ONCE && a.numbers[same] == number) same++;
     const AdapterPair& pair = a.table[number];
+    int64_t count = same - row;
     if (!pair.rank) row = same;
-    else if (pair.type == ADAPTER_BF16) row += expand_some<Bf16>(a, pair, tile, row, same - row);
-    else if (pair.type == ADAPTER_FP16) row += expand_some<Fp16>(a, pair, tile, row, same - row);
-    else row += expand_some<Fp32>(a, pair, tile, row, same - row);
+    else if (pair.type == ADAPTER_BF16) row += expand_some<Bf16>(a, pair, begin, end, row, count);
+    else if (pair.type == ADAPTER_FP16) row += expand_some<Fp16>(a, pair, begin, end, row, count);
+    else row += expand_some<Fp32>(a, pair, begin, end, row, count);
   }
 }
 
 template <class T>
 void fetch_tile(const AdapterPair& pair, int64_t tile) {
-  each_part<T>(pair, tile, [&](const typename T::type* up, const AdapterPair::Part& part) {
-    for (int64_t at = 0; at < part.rank * TILE; at += 64 / (int64_t)sizeof *up)
+  each_part<T>(pair, tile, tile + 1,
+               [&](const typename T::type* up, int64_t, int64_t, const AdapterPair::Part& part) {
+    for (int64_t at = 0; at < part.rank * TILE; at += LINE / (int64_t)sizeof *up)
       __builtin_prefetch(up + at);
   });
 }

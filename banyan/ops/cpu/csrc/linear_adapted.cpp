@@ -5,6 +5,8 @@
 // kinds of work have run out, and memory is read for the one while the other computes.
 #include <sched.h>
 
+#include <algorithm>
+
 #include "adapters.h"
 #include "linear.h"
 #include "program.h"
@@ -65,10 +67,14 @@ void run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worke
   for (int64_t i = begin; i < end; i++) {
     kernels.fetch(a, plan.group(i), plan.first(i), plan.last(i));
     linear_run<EXACT>(&of(args).product, sizes, i, i + 1, worker);
+    bool is_last = i + 1 == end || plan.group(i + 1) == 0;  // of the claim, or of its rows
     if (i + 1 == end) await_shrunk(a, kernels);
-    if (!is_shrunk(*a.state)) continue;
-    for (; lacking <= i; lacking++)
-      kernels.expand(a, plan.group(lacking), plan.first(lacking), plan.last(lacking));
+    if (!is_shrunk(*a.state) || (!is_last && i + 1 - lacking < TILES_AT_ONCE)) continue;
+    for (int64_t to; lacking <= i; lacking = to) {
+      to = std::min(i + 1, lacking - plan.group(lacking) + plan.groups);
+      kernels.expand(a, plan.group(lacking), plan.group(to - 1) + 1, plan.first(lacking),
+                     plan.last(lacking));
+    }
   }
 }
 
