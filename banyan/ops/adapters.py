@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from banyan.ops.arena import HUGE_PAGE, Arena
+
 MAX_PARTS = 4
 """Parts of one projection; csrc/adapters.h has the same number."""
 _WORDS = 5 + 4 * MAX_PARTS
@@ -64,9 +66,13 @@ class AdapterTable:
         """AdapterState: how far the threads of a run are."""
         self._kept: dict[int, tuple[Tensor, ...]] = {}
 
-    def enter(self, number: int, parts: Sequence[Part]) -> None:
+    def enter(self, number: int, parts: Sequence[Part], arena: Arena | None = None) -> None:
         """Take an adapter's parts in the place of what had the number; () lets go of it. Nothing
-        may run meanwhile."""
+        may run meanwhile.
+
+        arena: where its matrices lie; one for all that an adapter has keeps them together.
+        """
+        arena = arena or Arena(HUGE_PAGE)
         self._kept.pop(number, None)
         self.parts[number] = tuple(parts)
         self.entries[number] = 0
@@ -81,8 +87,9 @@ class AdapterTable:
         whole = torch.cat([part.down.to(dtype) for part in parts])  # [rank, in]
         assert len(parts) <= MAX_PARTS and whole.shape[1] == self.inputs
         assert len(whole) <= self.width
-        down = _down_tiles(whole)
-        up = torch.cat([_up_tiles(part.up.to(dtype), part.first) for part in parts])
+        down = _placed(_down_tiles(whole), arena)
+        ups = [_up_tiles(part.up.to(dtype), part.first) for part in parts]
+        up = _placed(torch.cat(ups), arena)
         words = [down.data_ptr(), up.data_ptr(), scales.data_ptr(), len(whole), _TYPES[dtype]]
         at = 0
         for part in parts:
@@ -91,6 +98,11 @@ class AdapterTable:
             at += len(part.down)
         self._kept[number] = (down, up, scales)
         self.entries[number, : len(words)] = torch.tensor(words)
+
+
+def _placed(values: Tensor, arena: Arena) -> Tensor:
+    placed = arena.take(values.nbytes).view(values.dtype)
+    return placed.copy_(values)
 
 
 def _exponents(x: Tensor) -> Tensor:

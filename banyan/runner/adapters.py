@@ -15,6 +15,7 @@ from banyan.messages.orders import DropAdapter, Order, TakeAdapter
 from banyan.models.base import Model
 from banyan.models.weights.adapters import Base, LoadedAdapter, base_of, load_adapter
 from banyan.ops.adapters import AdapterTokens
+from banyan.ops.arena import HUGE_PAGE, Arena
 from banyan.platform.base import Traits
 from banyan.runner.orders import Carrier, Finish, Said
 
@@ -136,8 +137,9 @@ class AdapterRack:
         return prepare
 
     def _enter(self, number: int, loaded: LoadedAdapter) -> None:
+        arena = Arena(HUGE_PAGE)
         for name, table in self.seats.tables.items():
-            table.enter(number, loaded.parts.get(name, ()))
+            table.enter(number, loaded.parts.get(name, ()), arena)
         for name, rows in self.seats.rows.items():
             rows.enter(number, loaded.rows.get(name))
         self._ranks[number] = loaded.rank

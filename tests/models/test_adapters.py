@@ -259,6 +259,20 @@ def test_other_kinds_that_cannot_be_served_say_why(more, config, change, text, o
         load_adapter(str(folder), base)
 
 
+@pytest.mark.parametrize(("is_rounded", "type"), [(False, 0), (True, 2)])
+def test_float32_lies_in_half_precision_beside_rounded_weights_alone(
+    is_rounded, type, ops, model, tmp_path
+):
+    lora = LoraConfig(True, max_rank=8, max_loaded=4)
+    seats = open_seats(lora, CpuPlatform().traits, is_rounded)
+    assert seats is not None
+    opened_model = load_model(read_card(str(model)), Build(ops, adapters=seats))
+    open_projections(opened_model, seats, ops)
+    base = base_of(opened_model, seats)
+    enter(base, 1, load_adapter(str(write_adapter(tmp_path / "a", 1)), base))
+    assert {int(table.entries[1, 4]) for table in seats.tables.values()} == {type}
+
+
 def edited(folder, change):
     """The adapter in a folder with other tensors."""
     tensors = load_file(folder / WEIGHTS)

@@ -4,15 +4,13 @@ the bytes of the checkpoint, which are not needed afterwards.
 The layout is described in csrc/linear.h. Knows no activations and no layers.
 """
 
-import ctypes
-import mmap
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
+from banyan.ops.arena import Arena
 from banyan.ops.cpu.library import Library
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
@@ -26,8 +24,6 @@ _EIGHT_BITS = 7
 QUANTIZATIONS = {"q4_0": 0, "q4_1": 1, "q8_0": _EIGHT_BITS, "int8": _EIGHT_BITS}
 """What float weights may be rounded to at load -> format of csrc/linear.h."""
 _GROUP = 16  # outputs of a tile
-_HUGE_PAGE = 2 << 20
-_CHUNK = 32 << 20
 
 
 def is_float(type: str, quantization: str) -> bool:
@@ -50,30 +46,6 @@ class PackedWeight:
     inputs: int
     tiles: Tensor
     factors: Tensor
-
-
-class Arena:
-    """Memory for weights that is read front to back: cut from large pieces, so that the system can
-    back it with huge pages. Never given back piece by piece."""
-
-    def __init__(self) -> None:
-        self._free = np.empty(0, np.uint8)
-
-    def take(self, size: int) -> Tensor:
-        """[size] uint8, zeros, 64-byte aligned."""
-        if size > self._free.size:
-            self._free = _huge(-(-max(size, _CHUNK) // _HUGE_PAGE) * _HUGE_PAGE)
-        mine, self._free = self._free[:size], self._free[-(-size // 64) * 64 :]
-        return torch.from_numpy(mine)
-
-
-def _huge(size: int) -> np.ndarray:
-    # Private: most systems have huge pages for private memory, few have them for shared.
-    memory = mmap.mmap(-1, size + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE
-    return np.frombuffer(memory, np.uint8)[first : first + size]
 
 
 def pack(
