@@ -49,8 +49,6 @@ struct AdapterKernels {
   void (*shrink)(const AdapterArgs& args, int64_t unit);
   // Add what belongs to the tiles [begin, end) of the outputs of the tokens [first, last).
   void (*expand)(const AdapterArgs& args, int64_t begin, int64_t end, int64_t first, int64_t last);
-  // Let the memory that this reads for one tile come nearer.
-  void (*fetch)(const AdapterArgs& args, int64_t tile, int64_t first, int64_t last);
 };
 
 extern const AdapterKernels adapters_base, adapters_avx2, adapters_avx512;

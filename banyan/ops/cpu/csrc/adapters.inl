@@ -184,29 +184,8 @@ void expand(const AdapterArgs& a, int64_t begin, int64_t end, int64_t first, int
   }
 }
 
-template <class T>
-void fetch_tile(const AdapterPair& pair, int64_t tile) {
-  each_part<T>(pair, tile, tile + 1,
-               [&](const typename T::type* up, int64_t, int64_t, const AdapterPair::Part& part) {
-    for (int64_t at = 0; at < part.rank * TILE; at += LINE / (int64_t)sizeof *up)
-      __builtin_prefetch(up + at);
-  });
-}
-
-void fetch(const AdapterArgs& a, int64_t tile, int64_t begin, int64_t end) {
-  int32_t last = 0;
-  for (int64_t row = begin; row < end; row++) {
-    int32_t number = a.numbers[row];
-    if (number == last) continue;
-    last = number;
-    const AdapterPair& pair = a.table[number];
-    if (pair.type == ADAPTER_FP32) fetch_tile<Fp32>(pair, tile);
-    else fetch_tile<Bf16>(pair, tile);
-  }
-}
-
 }  // namespace
 
-extern const AdapterKernels ADAPTERS_TABLE = {shrink, expand, fetch};
+extern const AdapterKernels ADAPTERS_TABLE = {shrink, expand};
 
 }  // namespace banyan

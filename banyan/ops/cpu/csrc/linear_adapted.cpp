@@ -1,8 +1,8 @@
 // A product with the low-rank adapters of its rows beside it, as one stage.
 //
-// Threads share the adapters' first products, a few at a time, while others begin with the outputs:
-// what those lack is added once the first products are there. So nobody waits for anybody unless both
-// kinds of work have run out, and memory is read for the one while the other computes.
+// Every other thread begins with the adapters' first products, which whoever comes shares, and the
+// others with outputs. A thread adds what adapters change to the outputs of a claim when it has them,
+// and waits, helping, only where the first products are not there by then.
 #include <sched.h>
 
 #include <algorithm>
@@ -61,20 +61,13 @@ void run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worke
   const AdapterArgs& a = of(args).adapters;
   if (!a.state->units) return linear_run<EXACT>(&of(args).product, sizes, begin, end, worker);
   const AdapterKernels& kernels = adapters_table(isa());
-  const LinearPlan plan(of(args).product, sizes);
   if (worker.index % 2 == 0 && !is_shrunk(*a.state)) shrink(a, kernels);
-  int64_t lacking = begin;
-  for (int64_t i = begin; i < end; i++) {
-    kernels.fetch(a, plan.group(i), plan.first(i), plan.last(i));
-    linear_run<EXACT>(&of(args).product, sizes, i, i + 1, worker);
-    bool is_last = i + 1 == end || plan.group(i + 1) == 0;  // of the claim, or of its rows
-    if (i + 1 == end) await_shrunk(a, kernels);
-    if (!is_shrunk(*a.state) || (!is_last && i + 1 - lacking < TILES_AT_ONCE)) continue;
-    for (int64_t to; lacking <= i; lacking = to) {
-      to = std::min(i + 1, lacking - plan.group(lacking) + plan.groups);
-      kernels.expand(a, plan.group(lacking), plan.group(to - 1) + 1, plan.first(lacking),
-                     plan.last(lacking));
-    }
+  linear_run<EXACT>(&of(args).product, sizes, begin, end, worker);
+  await_shrunk(a, kernels);
+  const LinearPlan plan(of(args).product, sizes);
+  for (int64_t at = begin, to; at < end; at = to) {
+    to = std::min(end, at - plan.group(at) + plan.groups);
+    kernels.expand(a, plan.group(at), plan.group(to - 1) + 1, plan.first(at), plan.last(at));
   }
 }
 
