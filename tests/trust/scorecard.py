@@ -84,7 +84,8 @@ def machine() -> str:
     memory = psutil.virtual_memory().total / 2**30
     return (
         f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, "
-        f"Python {platform.python_version()}, {datetime.now(UTC):%d %B %Y}"
+        f"Python {platform.python_version()}, {datetime.now(UTC):%d %B %Y}, load average "
+        f"{os.getloadavg()[2]:.1f} in the last quarter of an hour"
     )
 
 
