@@ -154,7 +154,9 @@ class _Taker:
             return "b", 0, bytes(cast("bytearray", value))
         if kind is array:
             numbers = cast("array[int]", value)
-            return "a", 0, (numbers.typecode, numbers.tobytes())
+            if numbers.typecode != "i":
+                raise TypeError(f"an array of {numbers.typecode} has no place in a snapshot")
+            return "a", 0, numbers.tobytes()
         return self._object(kind, value)
 
     def _object(self, kind: type, value: object) -> tuple[str, int, Any]:
@@ -210,7 +212,9 @@ class _Bringer:
     def __init__(self, graph: _Graph) -> None:
         self._graph = graph
         classes = _classes()
-        self._shapes = [(classes[name], fields) for name, fields in graph.shapes]
+        self._shapes: list[tuple[type[object], tuple[str, ...]]] = [
+            (classes[name], fields) for name, fields in graph.shapes
+        ]
         self._made: dict[int, object] = {}
         self._used: set[int] = set()
         """Addresses of objects of the fresh core that have their content already."""
@@ -242,7 +246,9 @@ class _Bringer:
         if kind == "s":
             return msgspec.msgpack.decode(content, type=self._shapes[shape][0])
         if kind == "a":
-            return array(*content)
+            numbers = array("i")
+            numbers.frombytes(content)
+            return numbers
         if kind == "n":
             fits = type(own) is radix.Node and id(own) not in self._used
             self._used.add(id(own))
@@ -330,12 +336,13 @@ class _Bringer:
         return self._graph.entries[child[0]][2][5]
 
 
-def _wanted(kind: str) -> type | None:
-    return {"l": list, "q": deque, "d": dict, "c": Counter, "b": bytearray}.get(kind.lower())
+def _wanted(kind: str) -> type[object] | None:
+    found = {"l": list, "q": deque, "d": dict, "c": Counter, "b": bytearray}
+    return cast("dict[str, type[object]]", found).get(kind.lower())
 
 
 def _refers(part: object) -> bool:
-    return type(part) is list and bool(part)
+    return isinstance(part, list) and part != _KEEP
 
 
 def _grown(request: Request, grammars: GrammarFactory | None) -> Grammar | None:
