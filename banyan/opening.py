@@ -13,9 +13,8 @@ from banyan.base.errors import ConfigError
 from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
-from banyan.config.checkpoint import read_card
 from banyan.config.defaults import settings_of, settle
-from banyan.config.drafts import draft_of
+from banyan.config.drafts import card_of_the_draft, draft_of
 from banyan.config.flags.device import ATTENTION
 from banyan.config.kv_scales import read_kv_scales
 from banyan.config.schema import Config, ModelConfig
@@ -33,7 +32,7 @@ from banyan.runner.adapters import open_seats
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.open_forward import RunnerSizes
 from banyan.runner.speculative.beside import DraftModel
-from banyan.runner.weights import load_the_ahead, load_weights
+from banyan.runner.weights import load_the_ahead, load_the_eagle, load_weights
 from banyan.scheduler.budget import DRAFT_ROOM
 
 _DTYPES = {
@@ -172,7 +171,7 @@ def _open_draft(
     """The model that drafts, on the ranks and the device of the one that is served."""
     model = draft_of(config)
     is_ahead = config.speculative.is_ahead
-    card = served if is_ahead else read_card(model.path, model.load_format)
+    card = served if is_ahead else card_of_the_draft(config.speculative, model)
     ops = _bind(config, card, traits, build.device, toolkit)
     # Drafts are guesses, and the same for all adapters.
     mine = replace(build, ops=ops, kv_units=(), adapters=None)
@@ -180,6 +179,10 @@ def _open_draft(
         log.info("draft layer=%d", card.num_layers)
         ahead = load_the_ahead(model, card, target, mine, config.cache.page_size)
         return DraftModel(ahead, mine, ahead)
+    if config.speculative.is_eagle:
+        log.info("draft model=%s layers=%d", printable(model.source), card.num_layers)
+        eagle = load_the_eagle(model, card, target, mine, config.cache.page_size)
+        return DraftModel(eagle, mine, eagle)
     log.info("draft model=%s layers=%d", printable(model.source), card.num_layers)
     return DraftModel(load_weights(model, card, mine), mine)
 

@@ -59,7 +59,9 @@ def prepare_with_origins(
         check_start(config, found[1].path, environment)
         return found
     found = resolve.prepare(config, environment)
-    if found[0].speculative.draft_path and not found[0].server.skip_tokenizer:
+    speculative = found[0].speculative
+    has_words = speculative.draft_path and not speculative.is_eagle  # it has those of the other
+    if has_words and not found[0].server.skip_tokenizer:
         _check_the_words(found[0])
     return found
 

@@ -252,8 +252,8 @@ class GrammarConfig:
         return "" if self.compact else self.whitespace or None
 
 
-AHEAD_DRAFTERS = ("NEXTN",)
-"""Drafters that run a layer of the served model's checkpoint."""
+AHEAD_DRAFTERS = ("NEXTN", "EAGLE")
+"""Drafters that run a layer of the served model's checkpoint where no model is named."""
 MODEL_DRAFTERS = ("STANDALONE", *AHEAD_DRAFTERS)
 """Drafters that run a model of their own."""
 
@@ -299,7 +299,12 @@ class SpeculativeConfig:
     @property
     def is_ahead(self) -> bool:
         """Whether that is a layer which the served model's checkpoint brings."""
-        return self.algorithm in AHEAD_DRAFTERS
+        return self.algorithm in AHEAD_DRAFTERS and not self.is_eagle
+
+    @property
+    def is_eagle(self) -> bool:
+        """Whether that was trained to draft for the served model."""
+        return self.algorithm == "EAGLE" and bool(self.draft_source)
 
     @property
     def drafts(self) -> int:

@@ -64,31 +64,28 @@ class AheadLayer(DecoderLayer):
         return self.norm.add(*self(x, None, angles, step))[0]
 
 
-class AheadLM(nn.Module):
+class FollowingLM(nn.Module):
     """Satisfies `models.base.Model`; steps bring `StepInputs.carried`.
 
     Args:
-        card: of the whole model.
-        name: number of the layer in the checkpoint.
+        card: of the layers that draft.
+        layers: by their names in the checkpoint.
         page_size: tokens of a page.
     """
 
     def __init__(
         self,
         card: ModelCard,
-        family: Family,
-        name: str,
+        layers: dict[str, nn.Module],
         build: Build,
         page_size: int,
         served_length: int = 0,
     ) -> None:
         super().__init__()
-        experts = None if card.experts is None else replace(card.experts, dense_layers=())
-        self.card = replace(card, layer_kinds=(), experts=experts)
+        self.card = card
         self.width = card.hidden_size
-        layer = AheadLayer(self.card, family, build)
-        self.layers = nn.ModuleDict({name: layer})
-        self.ends = PageEnds(1, self.width, page_size, build)
+        self.layers = nn.ModuleDict(layers)
+        self.ends = PageEnds(len(layers), self.width, page_size, build)
         self.caches: list[LayerCache] = caches_of(self)
         self.rotary: Rotary | None = None
         if self.card.rope.kind != "none":
@@ -112,9 +109,13 @@ class AheadLM(nn.Module):
         """returns: [tokens, hidden_size], what logits are made of and what it reads next."""
         assert self.embedding is not None and step.carried is not None
         angles = None if self.rotary is None else self.rotary(step.positions)
-        (layer,) = self.layers.values()
-        embedded = self.embedding(step.tokens)
-        return cast(AheadLayer, layer).read(embedded, step.carried, angles, step)
+        return self.read(self.embedding(step.tokens), step.carried, angles, step)
+
+    def read(
+        self, tokens: Tensor, states: Tensor, angles: Angles | None, step: StepInputs
+    ) -> Tensor:
+        """tokens, states: [tokens, hidden_size]; returns what the layers make of them, alike."""
+        raise NotImplementedError
 
     def classify(self, pooled: Tensor) -> Tensor:
         return pooled
@@ -123,3 +124,31 @@ class AheadLM(nn.Module):
         """hidden: [n, hidden_size]; returns [n, vocab_size] fp32, the same on every rank."""
         assert self.head is not None, "it has not borrowed a head"
         return self.head(hidden)
+
+
+class AheadLM(FollowingLM):
+    """
+    Args:
+        card: of the whole model.
+        name: number of the layer in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        family: Family,
+        name: str,
+        build: Build,
+        page_size: int,
+        served_length: int = 0,
+    ) -> None:
+        experts = None if card.experts is None else replace(card.experts, dense_layers=())
+        mine = replace(card, layer_kinds=(), experts=experts)
+        layer = AheadLayer(mine, family, build)
+        super().__init__(mine, {name: layer}, build, page_size, served_length)
+
+    def read(
+        self, tokens: Tensor, states: Tensor, angles: Angles | None, step: StepInputs
+    ) -> Tensor:
+        (layer,) = self.layers.values()
+        return cast(AheadLayer, layer).read(tokens, states, angles, step)

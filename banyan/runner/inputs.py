@@ -4,7 +4,7 @@ One pass over the rows, and one copy to the device.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate
 from operator import or_
@@ -51,7 +51,7 @@ class Batch:
     last: np.ndarray
     to_slots: np.ndarray
     to_positions: np.ndarray
-    carried: Tensor | None = None
+    carried: Tensor | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, rows: list[tuple[int, Row]]) -> "Batch":

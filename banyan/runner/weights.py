@@ -29,10 +29,12 @@ from banyan.messages.orders import (
 )
 from banyan.models.ahead import AheadLM
 from banyan.models.base import Model
+from banyan.models.eagle import EagleLM
 from banyan.models.foreign import load_foreign
 from banyan.models.weights.adapters import open_projections
 from banyan.models.weights.ahead import load_ahead
 from banyan.models.weights.custom import load_transforms
+from banyan.models.weights.eagle import load_eagle
 from banyan.models.weights.loader import load_model, rows_of, tensors_of
 from banyan.models.weights.reader import stamp_of
 from banyan.ops.api import Ops
@@ -74,6 +76,18 @@ def load_the_ahead(
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
             transforms=load_transforms(config.loader_functions, card.path),
+        )
+
+
+def load_the_eagle(
+    config: ModelConfig, card: ModelCard, model: Model, build: Build, page_size: int
+) -> EagleLM:
+    """This rank's share of a model that was trained to draft for `model`."""
+    with _lone_torch(build.ops):
+        return load_eagle(
+            *(card, model, build, page_size, config.load_format),
+            served_length=config.context_length,
+            is_mapped=not config.disable_mmap,
         )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import BanyanError
-from banyan.config.drafts import draft_of
+from banyan.config.drafts import card_of_the_draft, draft_of
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare
 from tests.config.test_checkpoint import LLAMA, folder
@@ -82,7 +82,7 @@ def test_a_draft_that_does_not_go_with_the_model_is_refused(models, facts: dict,
         ("--enable-memory-saver", "are not released"),
         ("--pp-size 2", "by stages"),
         ("--speculative-eagle-topk 2", "one chain"),
-        ("--speculative-token-map FILE", "trained to draft"),
+        ("--speculative-token-map FILE", "the whole vocabulary"),
         ("--speculative-draft-model-quantization mxfp4", "not available in this build"),
         ("--speculative-draft-model-quantization gptq", "draft-model-quantization gptq is not"),
         ("--speculative-draft-load-format gguf", "gguf"),
@@ -167,3 +167,47 @@ def test_a_layer_that_is_not_run_is_refused(tmp_path):
     facts = AHEAD | latent | indexer | {"architectures": ["DeepseekV32ForCausalLM"]}
     with pytest.raises(BanyanError, match="of DeepseekV32ForCausalLM is not run here"):
         ahead(tmp_path, facts)
+
+
+EAGLE = SMALL | {"architectures": ["LlamaForCausalLMEagle"]}
+
+
+def eagle(models, draft: dict, target: dict = LLAMA, *words: str):
+    return resolved(*models(target, draft)[:4], "--speculative-algorithm", "EAGLE", *words)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLMEagle", "LlamaForCausalLM"])
+def test_a_model_that_was_trained_to_draft_is_known_by_both_its_names(models, name: str):
+    config = eagle(models, EAGLE | {"architectures": [name]})
+    speculative = config.speculative
+    assert speculative.is_eagle and not speculative.is_ahead and speculative.drafts == 3
+    draft = card_of_the_draft(speculative, draft_of(config))
+    assert (draft.architecture, draft.num_layers) == ("LlamaForCausalLM", 1)
+
+
+def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
+    named = ("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "EAGLE")
+    assert resolved(*named).speculative.is_ahead
+    with pytest.raises(BanyanError, match="says nothing of a layer.*DeepSeek|layer for drafting"):
+        resolved(*named[:1], folder(tmp_path, LLAMA), *named[2:])
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "words", "text"),
+    [
+        ({"hidden_size": 2 * LLAMA["hidden_size"]}, {}, "", "reads hidden states of"),
+        ({"vocab_size": LLAMA["vocab_size"] + 1}, {}, "", "the other could not read"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "", "EAGLE's first kind are read"),
+        ({"draft_vocab_size": 7}, {}, "", "EAGLE's first kind are read"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, {}, "", "EAGLE's first kind are read"),
+        ({}, AHEAD, "", "is not drafted for by its hidden states"),
+        ({}, {}, "--pp-size 2", "by stages"),
+        ({}, {}, "--enable-memory-saver", "are not released"),
+        ({}, {}, "--speculative-eagle-topk 4", "one chain"),
+        ({}, {}, "--speculative-token-map FILE", "the whole vocabulary"),
+        ({}, {}, "--disaggregation-mode decode", "is not handed over"),
+    ],
+)
+def test_what_eagle_does_not_go_with_is_refused_by_name(models, draft, target, words, text):
+    with pytest.raises(BanyanError, match=text):
+        eagle(models, EAGLE | draft, LLAMA | target, *words.split())

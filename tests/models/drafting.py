@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from tests.models.families import SIZES, rewrite_config, tiny
 
@@ -30,21 +32,26 @@ class PlainAhead:
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return nn.functional.rms_norm(x, x.shape[-1:], self.weights[name], self.eps)
 
+    def _join(self, embedded: Tensor, states: Tensor) -> Tensor:
+        both = torch.cat([self._norm(embedded, "enorm"), self._norm(states, "hnorm")], -1)
+        return nn.functional.linear(both, self.weights["eh_proj"])
+
+    def _end(self, out: Tensor) -> Tensor:
+        return self._norm(out, "shared_head.norm")
+
     def states(self, tokens: Sequence[int]) -> Tensor:
         """[tokens, hidden] of the model, as its head reads them."""
         return self.model(torch.tensor([list(tokens)])).last_hidden_state[0]
 
     def through(self, tokens: Sequence[int], states: Tensor) -> Tensor:
         """What the layer makes of tokens and the states before them, both [n]; [n, hidden]."""
-        embedded = self.model.embed_tokens(torch.tensor(list(tokens)))
-        both = torch.cat([self._norm(embedded, "enorm"), self._norm(states, "hnorm")], -1)
-        x = nn.functional.linear(both, self.weights["eh_proj"])[None]
+        x = self._join(self.model.embed_tokens(torch.tensor(list(tokens))), states)[None]
         places = torch.arange(len(tokens))[None]
         mask = torch.full((len(tokens),) * 2, float("-inf")).triu(1)[None, None]
         angles = self.model.rotary_emb(x, position_ids=places)
         out = self.layer(x, attention_mask=mask, position_ids=places, position_embeddings=angles)
         out = out[0] if isinstance(out, tuple) else out
-        return self._norm(out.reshape(len(tokens), -1), "shared_head.norm")
+        return self._end(out.reshape(len(tokens), -1))
 
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -60,6 +67,56 @@ class PlainAhead:
     @torch.no_grad()
     def next_of(self, tokens: Sequence[int]) -> int:
         return int(self.head(self.states(tokens)[-1]).argmax())
+
+
+class PlainEagle(PlainAhead):
+    """EAGLE's published rule: the same places, another model.
+
+    Args:
+        layer: a block of transformers without the norm before it.
+        fc: brings tokens and states together.
+    """
+
+    def __init__(self, model: nn.Module, layer: nn.Module, fc: nn.Linear) -> None:
+        self.model, self.head, self.layer, self.fc = model.model, model.lm_head, layer, fc
+
+    def _join(self, embedded: Tensor, states: Tensor) -> Tensor:
+        return self.fc(torch.cat([embedded, states], -1))
+
+    def _end(self, out: Tensor) -> Tensor:
+        return out
+
+
+def tiny_eagle(
+    variant: str, target: Path, draft: Path, noise: float = 0.05, **more: object
+) -> PlainEagle:
+    """A model of a variant, and one that was made to draft for it; arguments as `tiny_ahead`."""
+    model = tiny(variant, target, **more)
+    size, generator = model.config.hidden_size, torch.Generator().manual_seed(5)
+    facts = {key: getattr(model.config, key) for key in SIZES if hasattr(model.config, key)}
+    config = LlamaConfig(**facts | {"num_hidden_layers": 1})
+    config._attn_implementation = "eager"
+    layer, fc = LlamaDecoderLayer(config, 0), nn.Linear(2 * size, size)
+    layer.input_layernorm = nn.Identity()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+        for name, parameter in [*model.named_parameters(), *layer.named_parameters()]:
+            if "o_proj" in name or "down_proj" in name:
+                parameter *= noise
+        model.model.embed_tokens.weight *= 5
+        small = noise * 0.3 * torch.randn(size, size, generator=generator)
+        fc.weight.copy_(torch.cat([torch.diag(model.model.norm.weight), small], -1))
+        fc.bias.copy_(0.01 * torch.randn(size, generator=generator))
+    model.save_pretrained(target)
+    draft.mkdir(parents=True, exist_ok=True)
+    config.architectures = ["LlamaForCausalLMEagle"]
+    config.save_pretrained(draft)
+    stored = {f"layers.0.{name}": value for name, value in layer.state_dict().items()}
+    stored |= {"fc.weight": fc.weight.data, "fc.bias": fc.bias.data}
+    stored["embed_tokens.weight"] = model.model.embed_tokens.weight.data.clone()
+    save_file(stored, draft / "model.safetensors", metadata={"format": "pt"})
+    return PlainEagle(model, layer.eval(), fc)
 
 
 def tiny_ahead(variant: str, folder: Path, noise: float = 0.05, **more) -> PlainAhead:

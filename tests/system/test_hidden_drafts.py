@@ -6,21 +6,29 @@ from pathlib import Path
 
 import pytest
 
+from banyan.base.errors import BanyanError
 from banyan.llm import Engine
-from tests.models.drafting import tiny_ahead
+from tests.models.drafting import tiny_ahead, tiny_eagle
 from tests.system.test_speculation import LONG, REPEATS, REQUESTS, answers, start, told
 
 _WORDS = {"vocab_size": 512, "max_position_embeddings": 2048}
 
 
 def ahead(model: Path, **flags: object) -> Engine:
-    named = {"speculative_algorithm": "NEXTN", "disable_adaptive_drafts": True}
+    named: dict[str, object] = {"speculative_algorithm": "NEXTN", "disable_adaptive_drafts": True}
+    if (model / "eagle").exists():
+        named["speculative_algorithm"] = "EAGLE"
+        named["speculative_draft_model_path"] = str(model / "eagle")
     return start(model, is_drafting=False, **(named | flags))
 
 
 def with_words(variant: str, folder: Path, words: Path, **sizes: int) -> Path:
-    """A model with a layer that drafts, and the tokenizer of another one."""
-    tiny_ahead(variant, folder, **_WORDS, **sizes)
+    """A model with a layer that drafts, or with a model beside it that was made for it, and the
+    tokenizer of another one."""
+    if variant == "mistral":
+        tiny_eagle(variant, folder, folder / "eagle", **_WORDS, **sizes)
+    else:
+        tiny_ahead(variant, folder, **_WORDS, **sizes)
     for file in words.glob("tokenizer*"):
         shutil.copy(file, folder)
     return folder
@@ -105,3 +113,31 @@ def test_an_answer_that_is_given_up_leaves_nothing(drafting):
     stream.close()
     assert answers(drafting, prompt="The banyan grows")[0]["output_ids"]
     assert drafting.stats().leaked == 0
+
+
+@pytest.mark.parametrize("flags", [{}, {"tp_size": 2, "chunked_prefill_size": 16}], ids=str)
+def test_a_model_that_was_made_to_draft_changes_no_answer(tiny_model, tmp_path, flags):
+    model = with_words("mistral", tmp_path, tiny_model)
+    names = [name for name in REQUESTS if name not in ("regex", "schema")] if flags else REQUESTS
+    with start(model, is_drafting=False, **flags) as engine:
+        right = {name: [told(each) for each in answers(engine, **REQUESTS[name])] for name in names}
+    with ahead(model, **flags) as engine:
+        correct = 0
+        for name in names:
+            for _ in range(2):  # the second finds its prompt in the cache
+                found = answers(engine, **REQUESTS[name])
+                assert [told(each) for each in found] == right[name], name
+                correct += sum(each["meta_info"]["spec_num_correct_drafts"] for each in found)
+        assert correct > 10 and engine.stats().leaked == 0
+
+
+def test_a_plain_model_is_refused_where_one_that_was_made_to_draft_is_asked_for(tiny_model):
+    with pytest.raises(
+        BanyanError, match="is none of EAGLE's: 2 tensors of the checkpoint have no place"
+    ):
+        start(
+            tiny_model,
+            is_drafting=False,
+            speculative_algorithm="EAGLE",
+            speculative_draft_model_path=str(tiny_model),
+        ).shutdown()

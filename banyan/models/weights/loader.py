@@ -21,7 +21,7 @@ from banyan.formats.kept import growths, kept_bytes
 from banyan.layers.build import Build
 from banyan.layers.norm import LayerNorm, RMSNorm
 from banyan.layers.slot import Layer, WeightSlot
-from banyan.models.ahead import AheadLM
+from banyan.models.ahead import FollowingLM
 from banyan.models.base import Model
 from banyan.models.bert import EncoderLM
 from banyan.models.decoder import DecoderLM
@@ -152,7 +152,7 @@ def rows_of(tensors: Iterator[tuple[str, Stored]], wanted: str, rows: int, most:
 class Filling:
     """One pass over a checkpoint into a model."""
 
-    def __init__(self, model: DecoderLM | EncoderLM | AheadLM, names: NameMap) -> None:
+    def __init__(self, model: DecoderLM | EncoderLM | FollowingLM, names: NameMap) -> None:
         self.model = model
         self.names = names
         self.unpacked: list[str] = []
@@ -316,7 +316,7 @@ def _first(names: list[str]) -> str:
     return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
-def fill_dummy(model: DecoderLM | EncoderLM | AheadLM, build: Build, seed: int) -> None:
+def fill_dummy(model: DecoderLM | EncoderLM | FollowingLM, build: Build, seed: int) -> None:
     """Random weights of a checkpoint's shapes: norms around one, the rest small, ties kept."""
     generator = torch.Generator().manual_seed(seed)
 

@@ -71,8 +71,9 @@ class _Bound:
         where = (view.page_tables, self.step.row_starts, self.step.context_lengths)
         latents = (q, q_turned, pages["latent"], pages["key"])
         if indexed is None:
-            more = {"first": self.first} if self.first else {}
-            return self.ops.latent_attention(*latents, *where, spec.scale, **more)
+            if self.first:
+                return self.ops.latent_attention(*latents, *where, spec.scale, first=self.first)
+            return self.ops.latent_attention(*latents, *where, spec.scale)
         assert not self.first, "an indexer chooses from all positions"
         kept = (pages["index"], pages["index_turned"])
         self.ops.write_latent(indexed.key, indexed.key_turned, *kept, view.locations)

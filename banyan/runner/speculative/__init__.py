@@ -7,6 +7,7 @@ DRAFTERS: Table[DrafterFactory] = Table(
     "drafter",
     {
         "NGRAM": "banyan.runner.speculative.ngram:open_ngram",
+        "EAGLE": "banyan.runner.speculative.hidden:open_hidden",
         "NEXTN": "banyan.runner.speculative.hidden:open_hidden",
         "STANDALONE": "banyan.runner.speculative.standalone:open_standalone",
     },

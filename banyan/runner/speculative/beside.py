@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from banyan.config.card import FULL
 from banyan.layers.build import Build
-from banyan.models.ahead import END, FIRST, AheadLM
+from banyan.models.ahead import END, FIRST, FollowingLM
 from banyan.models.base import Model
 from banyan.platform.base import Platform
 from banyan.runner.attention import BACKENDS
@@ -24,12 +24,12 @@ class DraftModel:
     """One rank's share of it, and what it was made from.
 
     Attributes:
-        ahead: the same model, where it is a layer that reads the target's states; else None.
+        ahead: the same model, where it reads the target's states; else None.
     """
 
     model: Model
     build: Build
-    ahead: AheadLM | None = None
+    ahead: FollowingLM | None = None
 
 
 def open_beside(

@@ -1,4 +1,4 @@
-"""NEXTN: drafts of a layer that reads what the target made of each token, its hidden states.
+"""NEXTN, EAGLE: drafts of layers that read what the target made of each token, its hidden states.
 
 With a token the layer reads the target's state of the token before. What it has read of a request
 lies in the pages beside the target's keys and values, so that a cached prefix is there for both;
