@@ -80,14 +80,17 @@ def test_behind_a_cached_prefix_the_drafts_are_those_behind_a_new_one(latent):
         assert counts[0] == counts[1] and counts[0]["spec_num_correct_drafts"] > 0
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     "flags",
     [
-        {"disable_overlap_schedule": True, "disable_radix_cache": True},
         {"page_size": 16, "max_total_tokens": 512, "max_running_requests": 6},
-        {"disable_cuda_graph": True, "chunked_prefill_size": 16},
-        {"tp_size": 2, "speculative_num_steps": 2},
-        {"quantization": "int8"},
+        pytest.param({"disable_overlap_schedule": True, "disable_radix_cache": True}, marks=SLOW),
+        pytest.param({"disable_cuda_graph": True, "chunked_prefill_size": 16}, marks=SLOW),
+        pytest.param({"tp_size": 2, "speculative_num_steps": 2}, marks=SLOW),
+        pytest.param({"quantization": "int8"}, marks=SLOW),
     ],
     ids=lambda flags: next(iter(flags)),
 )
@@ -115,10 +118,16 @@ def test_an_answer_that_is_given_up_leaves_nothing(drafting):
     assert drafting.stats().leaked == 0
 
 
-@pytest.mark.parametrize("flags", [{}, {"tp_size": 2, "chunked_prefill_size": 16}], ids=str)
-def test_a_model_that_was_made_to_draft_changes_no_answer(tiny_model, tmp_path, flags):
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({"tp_size": 2, "chunked_prefill_size": 16}, ("greedy", "drawn", "scored")),
+        pytest.param({}, tuple(REQUESTS), marks=SLOW),
+    ],
+    ids=["tp", "requests"],
+)
+def test_a_model_that_was_made_to_draft_changes_no_answer(tiny_model, tmp_path, flags, names):
     model = with_words("mistral", tmp_path, tiny_model)
-    names = [name for name in REQUESTS if name not in ("regex", "schema")] if flags else REQUESTS
     with start(model, is_drafting=False, **flags) as engine:
         right = {name: [told(each) for each in answers(engine, **REQUESTS[name])] for name in names}
     with ahead(model, **flags) as engine:
