@@ -15,7 +15,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed
 
-.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-npu-real test-parsers test-lora test-proofs test-clients test-console test-transfer test-security trust bench bench-fidelity bench-cpu lint format types clean wheel test-wheel
+.PHONY: serve test test-parallel test-hostile test-border test-faults test-schemas test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-transfer test-security trust bench bench-fidelity bench-cpu lint format types clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -41,6 +41,10 @@ test-faults: $(VENV)/.test
 test-lora: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@LORA_REQUESTS=10000 $(BIN)/python -m pytest -s tests/system/test_lora_soak.py $(ARGS)
+
+# Drafts of layers that read hidden states, however the engine runs.
+test-drafts: $(VENV)/.test
+	@DRAFTS=all $(BIN)/python -m pytest tests/system/test_hidden_drafts.py $(ARGS)
 
 # The tests that docs/security.md names; some minutes.
 test-security: $(VENV)/.test

@@ -1,5 +1,6 @@
 """A layer of the checkpoint that drafts changes how many steps an answer takes, and no answer."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,8 @@ def test_behind_a_cached_prefix_the_drafts_are_those_behind_a_new_one(latent):
         assert counts[0] == counts[1] and counts[0]["spec_num_correct_drafts"] > 0
 
 
-SLOW = pytest.mark.slow
+ALL = os.environ.get("DRAFTS") == "all"
+SLOW = (pytest.mark.slow, pytest.mark.skipif(not ALL, reason="make test-drafts runs it"))
 
 
 @pytest.mark.parametrize(
