@@ -20,6 +20,7 @@ class Watched:
     def __init__(self, ops) -> None:
         self.depth = 0
         self.cache_dtype = ops.cache_dtype
+        self.recorder = None
         for name in OP_NAMES:
             if name not in PACKED_OPS:
                 setattr(self, name, self.watch(getattr(ops, name)))
