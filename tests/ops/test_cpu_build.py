@@ -60,13 +60,12 @@ def test_a_machine_that_says_nothing_runs_the_plain_code(tmp_path):
 
 
 @needs_compiler
-@pytest.mark.slow
 @pytest.mark.parametrize("isa", ISAS)
-def test_a_library_for_any_instruction_set_compiles_and_uses_what_the_machine_has(tmp_path, isa):
-    path = cached_library(folder=tmp_path, isa=isa)
+def test_a_library_for_any_instruction_set_compiles_and_uses_what_the_machine_has(isa):
+    path = cached_library(isa=isa)
     library = ctypes.CDLL(str(path))
     assert ISAS[library.bn_machine_isa()] == usable_isa(isa)
-    assert cached_library(folder=tmp_path, isa=isa) == path
+    assert cached_library(isa=isa) == path
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_what_nobody_reads_at_the_beginning_may_be_no_number(attention, dtype):
     torch.testing.assert_close(got, world.step(reference, chunks, first=1), atol=2e-5, rtol=0)
     alone = world.step(attention, [(3, 1, 2)], first=1)
     values = to_numbers(to_stored(world.latent[3][1:2], dtype))
-    torch.testing.assert_close(alone, values[:, None].expand_as(alone), atol=2e-5, rtol=0)
+    torch.testing.assert_close(alone, values[:, None].float().expand_as(alone), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("heads", "rank", "rope_dim"), [(1, 14, 6), (16, 64, 32), (40, 37, 8)])

@@ -56,11 +56,11 @@ def test_policies_that_look_at_the_cache_raise_hits_where_it_is_small(order):
 
 @pytest.mark.skipif(not Path(TRACE).exists(), reason="the Mooncake trace is not here")
 def test_longest_prefix_first_raises_hits_on_the_mooncake_trace():
-    arrivals = list(mooncake(str(TRACE), limit=400, speed=8.0))
-    small = {"pages": 12_000, "running": 8}
+    arrivals = list(mooncake(str(TRACE), limit=200, speed=8.0))
+    small = {"pages": 8_000, "running": 8}
     blind = play(arrivals, **small).report
     aware = play(arrivals, order="lpm", **small).report
-    assert aware.finished == blind.finished == 400
+    assert aware.finished == blind.finished == 200
     assert aware.hit_rate > blind.hit_rate
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -171,9 +172,17 @@ def wait_until(condition: Callable[[], bool], deadline_s: float, what: str) -> f
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One with a free one behind it, where nodes meet their ranks; below those that the system
+    gives to connections, which may take any of them a moment later."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        try:
+            for offset in (0, 1):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port + offset))
+        except OSError:
+            continue
+        return port
 
 
 def settled(stats: Callable[[], dict], finished: int) -> dict:
@@ -184,7 +193,8 @@ def settled(stats: Callable[[], dict], finished: int) -> dict:
 
     def is_settled() -> bool:
         now = stats()
-        return now["finished"] >= finished and now["in_flight_pages"] == 0 == now["running"]
+        is_idle = now["in_flight_pages"] == 0 == now["held_pages"] and now["running"] == 0
+        return is_idle and now["finished"] >= finished
 
     wait_until(is_settled, CALL_S, f"{finished} requests to end")
     return stats()
