@@ -30,7 +30,6 @@ _OWN_BEAT = "a server that computes prompts is taken for dead when it is silent 
 _ONE_THREAD = "one thread carries what servers hand over"
 _NO_EXPERTS = "tokens are not sent to the ranks of their experts"
 _NO_POLLING = "a request is told when its grammar is compiled; --grammar-timeout bounds the wait"
-_NO_DRAFTS = "tokens are not drafted"
 
 IDLE = {
     "GLOO_SOCKET_IFNAME": "a rank listens at the address from which it reaches the others",
@@ -51,9 +50,9 @@ IDLE = {
     "DEEP_NORMAL_MODE_USE_INT8_QUANT": _NO_EXPERTS,
     "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": _NO_EXPERTS,
     "SGLANG_SCHEDULER_SKIP_ALL_GATHER": "one plan is broadcast, and nothing is gathered",
-    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": _NO_DRAFTS,
-    "SGLANG_ENABLE_SPEC_V2": _NO_DRAFTS,
-    "SGLANG_SIMULATE_ACC_LEN": _NO_DRAFTS,
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "a step is planned while another runs",
+    "SGLANG_ENABLE_SPEC_V2": "drafts are verified in steps that overlap",
+    "SGLANG_SIMULATE_ACC_LEN": "drafts count as often as they come true",
     "SGLANG_ENABLE_FLASHINFER_FP8_GEMM": "fp8 weights become bf16 when they are read",
     "SGLANG_SUPPORT_CUTLASS_BLOCK_FP8": "fp8 weights become bf16 when they are read",
     "VLLM_TARGET_DEVICE": "no part of vLLM is used",
