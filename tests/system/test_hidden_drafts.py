@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
@@ -109,6 +111,27 @@ def test_however_the_engine_runs_the_answers_are_the_same(tiny_model, tmp_path, 
         found = answers(engine, prompt=prompts)
         assert [told(answer) for answer in found] == right
         assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found) > 0
+        assert engine.stats().leaked == 0
+
+
+@pytest.mark.parametrize("variant", ["mistral", "deepseek v3"])
+def test_adapters_of_the_model_answer_alike_with_drafts(tiny_model, tmp_path, variant):
+    """What drafts knows none of them: it is less often right, and no answer changes."""
+    peft = pytest.importorskip("peft")
+    model = with_words(variant, tmp_path / "model", tiny_model)
+    torch.manual_seed(2)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = peft.LoraConfig(init_lora_weights=False, target_modules=["o_proj"], r=4)
+    peft.get_peft_model(reference, config).save_pretrained(tmp_path / "adapter")
+    flags = {"lora_paths": [f"a={tmp_path / 'adapter'}"]}
+    asked = [{}, {"lora_path": "a"}, {"lora_path": "a"}, REQUESTS["drawn"] | {"lora_path": "a"}]
+    with start(model, is_drafting=False, **flags) as engine:
+        right = [told(answers(engine, **body)[0]) for body in asked]
+    assert right[0] != right[1]
+    with ahead(model, **flags) as engine:
+        found = [answers(engine, **body)[0] for body in asked]
+        assert [told(answer) for answer in found] == right
+        assert found[0]["meta_info"]["spec_num_correct_drafts"] > 0
         assert engine.stats().leaked == 0
 
 
