@@ -36,7 +36,11 @@ def test_an_administrator_gets_what_was_decided_and_it_replays(server, tmp_path)
             headers = {"Authorization": "Bearer sk-user"}
             return running.http.post(path, json=body, headers=headers).status_code
 
-        watched = {"rid": "watched-request", "input_ids": [*range(2, 22)]}
+        watched = {
+            "rid": "watched-request",
+            "input_ids": [*range(2, 22)],
+            "sampling_params": {"ignore_eos": True},
+        }
         with ThreadPoolExecutor(12) as pool:  # all at once, so that pages run short
             asked = [pool.submit(ask, watched), *(pool.submit(ask, i) for i in range(1, 12))]
             early = fetch(running, "sk-admin")  # while it is written
