@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError
 from banyan.base.hosts import is_loopback
-from banyan.config.card import STATE, ModelCard
+from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
 
@@ -60,7 +60,7 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
             "part of the cache is not handed over",
             hint="use NGRAM, or leave it out",
         )
-    if STATE in card.layer_kinds:
+    if card.has_states:
         raise ConfigError(
             f"{flag}: some layers of this model keep a state, which is not handed over",
             hint="leave it out",

@@ -1,4 +1,5 @@
-"""Mamba-2, alone and beside attention: Bamba, and Granite 4 (hybrid, with experts or without).
+"""Mamba-2, alone and beside attention: Bamba, Granite 4 (hybrid, with experts or without), and
+Falcon-H1, which has both in every layer.
 
 Source: the documented fields and defaults of the families' configuration classes.
 """
@@ -6,7 +7,7 @@ Source: the documented fields and defaults of the families' configuration classe
 import math
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ModelCard, RopeFacts, StateFacts
+from banyan.config.card import BOTH, FULL, STATE, ModelCard, RopeFacts, StateFacts
 from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Family, HubForm, Kinds, state_where
 from banyan.families.experts import mixtral_experts
@@ -45,6 +46,7 @@ _MIXER = _mixer("model.layers.{}.mamba")
 
 def state_of(facts: Facts, card: ModelCard) -> StateFacts:
     inner = facts.integer("mamba_expand", 1, 64, default=2) * card.hidden_size
+    inner = facts.integer("mamba_d_ssm", 1, MAX_WIDTH, default=inner)
     heads = facts.integer("mamba_n_heads", 1, _MAX_HEADS, default=128)
     groups = facts.integer("mamba_n_groups", 1, _MAX_HEADS, default=1)
     told = facts.any("mamba_d_head")
@@ -134,6 +136,79 @@ def _granite(facts: Facts, card: ModelCard) -> ModelCard:
         return replace(card, intermediate_size=shared)
     return replace(card, experts=replace(mixtral_experts(facts, card), shared_inner=shared))
 
+
+def _falcon(facts: Facts, card: ModelCard) -> ModelCard:
+    """Falcon-H1 scales nearly everything by constants. What goes into a projection is scaled behind
+    it, and the keys' factor is one on q·k."""
+
+    def factor(key: str) -> float:
+        return facts.number(key, 1e-9, 1e9, default=1.0)
+
+    into, steps = factor("attention_in_multiplier"), factor("ssm_in_multiplier")
+    gate, down = _several(facts, "mlp_multipliers", 2)
+    of_state = _several(facts, "ssm_multipliers", 5)
+    state = state_of(facts, card)
+    if facts.flag("projectors_bias", default=False) != state.has_bias:
+        raise facts.error("projectors_bias", not state.has_bias, "the same as mamba_proj_bias")
+    for key, has_bias, scale in (
+        ("attention_bias", card.attention_bias, into),
+        ("mamba_proj_bias", state.has_bias, steps),
+        ("mlp_bias", card.mlp_bias, down),
+    ):
+        if has_bias and scale != 1:
+            raise facts.error(key, True, f"false beside a multiplier of {scale:g}")
+    norm = "plain" if facts.flag("mamba_norm_before_gate", default=True) else "gated"
+    state = replace(
+        state,
+        norm=norm if facts.flag("mamba_rms_norm", default=False) else "",
+        factors=tuple(steps * value for value in of_state),
+        factor=factor("ssm_out_multiplier"),
+    )
+    return replace(
+        card,
+        state=state,
+        embedding_scale=factor("embedding_multiplier"),
+        logit_scale=factor("lm_head_multiplier"),
+        attention_scale=card.head_dim**-0.5 * into**2 * factor("key_multiplier"),
+        attention_factor=into * factor("attention_out_multiplier"),
+        gate_factor=gate,
+        up_factor=down,
+    )
+
+
+def _several(facts: Facts, key: str, count: int) -> tuple[float, ...]:
+    """That many factors; ones where none are given."""
+    listed = facts.listed(key) or [1.0] * count
+    good = [float(v) for v in listed if isinstance(v, int | float) and 1e-9 <= v <= 1e9]
+    if len(good) != count or len(listed) != count:
+        raise facts.error(key, listed, f"{count} numbers above 0")
+    return tuple(good)
+
+
+FALCON_H1 = Family(
+    hub=HubForm(
+        eps=1e-5,
+        context=8192,
+        kinds=lambda facts, num_layers: ((BOTH,) * num_layers, 0),
+        more=_falcon,
+    ),
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES
+            | {
+                f"model.layers.{{}}.mamba.{name}": f"layers.{{}}.state.{to}"
+                for name, to in _PARTS.items()
+            }
+            | {
+                "model.layers.{}.pre_ff_layernorm": "layers.{}.mlp_norm",
+                "model.layers.{}.feed_forward.gate_proj": "layers.{}.mlp.gate_up:gate",
+                "model.layers.{}.feed_forward.up_proj": "layers.{}.mlp.gate_up:up",
+                "model.layers.{}.feed_forward.down_proj": "layers.{}.mlp.down",
+                "model.final_layernorm": "norm",
+            }
+        )
+    },
+)
 
 MAMBA2 = Family(
     hub=HubForm(

@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from banyan.config.card import STATE, WINDOW, ModelCard
+from banyan.config.card import BOTH, STATE, WINDOW, ModelCard
 from banyan.families.base import Family
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
@@ -43,6 +43,9 @@ class DecoderLayer(nn.Module):
         self.is_parallel = family.parallel
         self.attention_norm = _stream(card, family, build)
         self.attention = _attention(card, family, layer, build)
+        beside = card.num_layers + layer  # numbers its states apart from the keys and values
+        is_both = card.kind_of(layer) == BOTH
+        self.state = _keeping(card, beside, build) if is_both else None
         self.attention_post_norm = _post_norm(card, family, build)
         self.mlp = _feed_forward(card, family, layer, build)
         has_norm = self.mlp is not None and not family.parallel
@@ -56,6 +59,8 @@ class DecoderLayer(nn.Module):
         returns the same two."""
         x, residual = self.attention_norm.add(x, residual)
         attended = self.attention(x, angles, step)
+        if self.state is not None:
+            attended = self.ops.add(attended, self.state(x, angles, step))
         if self.mlp is None:
             return attended, residual
         if self.mlp_norm is None:
@@ -155,14 +160,11 @@ def _feed_forward(
         return None
     if card.experts is not None and layer not in card.experts.dense_layers:
         return ExpertBlock(card.hidden_size, card.experts, card.hidden_act, build)
-    return (GatedMLP if family.gated else PlainMLP)(
-        card.hidden_size,
-        card.intermediate_size,
-        card.hidden_act,
-        card.mlp_bias,
-        build.groups.ffn if card.experts is None else build.groups.dense_ffn,
-        build,
-    )
+    group = build.groups.ffn if card.experts is None else build.groups.dense_ffn
+    sizes = (card.hidden_size, card.intermediate_size, card.hidden_act, card.mlp_bias)
+    if not family.gated:
+        return PlainMLP(*sizes, group, build)
+    return GatedMLP(*sizes, group, build, (card.gate_factor, card.up_factor))
 
 
 def _attention(
@@ -198,6 +200,7 @@ def _attention(
         rotary_dim=card.rotary_dim,
         has_sinks=card.attention_sinks,
         is_gated=family.has_attention_gate,
+        factor=card.attention_factor,
     )
     return Attention(shape, build)
 

@@ -381,6 +381,17 @@ _MAMBA = {
     "mamba_d_conv": 3,
     "mamba_chunk_size": 16,
 }
+_MUP = {
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.3,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.6,
+    "key_multiplier": 0.5,
+    "mlp_multipliers": [0.7, 0.4],
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.3,
+    "ssm_multipliers": [0.9, 0.4, 1.3, 0.8, 0.6],
+}
 _NEXT = {
     **_MOE,
     "head_dim": 16,
@@ -427,6 +438,37 @@ STATES: dict[str, tuple[str, dict]] = {
             "time_step_limit": [0.2, 0.9],
             "attn_layer_indices": [0, 3],
         },
+    ),
+    "falcon h1": (
+        "FalconH1",
+        {
+            **_MAMBA,
+            **_MUP,
+            "mamba_d_ssm": 60,
+            "mamba_d_head": 10,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+        },
+    ),
+    "falcon h1, no norm, biases": (
+        "FalconH1",
+        {
+            **_MAMBA,
+            "mamba_d_ssm": None,
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mlp_multipliers": [0.7, 1.0],
+            "ssm_multipliers": [0.9, 0.4, 1.3, 0.8, 0.6],
+            "ssm_out_multiplier": 0.3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon h1, norm before the gate": (
+        "FalconH1",
+        {**_MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "num_hidden_layers": 2},
     ),
     "granite hybrid": (
         "GraniteMoeHybrid",
