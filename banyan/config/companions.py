@@ -138,6 +138,11 @@ _RULES = (
         lambda c: not c.lora.is_enabled and not c.lora.paths,
         "there are no adapters without --enable-lora or --lora-paths",
     ),
+    _Idle(
+        "expert-distribution-recorder-buffer-size enable-expert-distribution-metrics",
+        lambda c: not c.experts.recorder,
+        "nothing is recorded without --expert-distribution-recorder-mode",
+    ),
     _Idle("install-model", lambda c: not c.model.source.startswith("pypi:"), "no pypi: is named"),
 )
 

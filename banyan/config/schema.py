@@ -313,6 +313,20 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """What is counted of the choices of experts, and where experts lie (`docs/parallel.md`)."""
+
+    recorder: str = ""
+    """What is kept of them: "stat", "stat_approx", "per_pass", "per_token"; "" = nothing."""
+    buffer: int = 0
+    """Passes that are kept; -1 = all, 0 = as many as are usual."""
+    reports: bool = False
+    """A line in the log of how evenly the experts are chosen."""
+    folder: str = ""
+    """Where dumps go; "" = that of temporary files."""
+
+
+@dataclass(frozen=True)
 class HandoffConfig:
     mode: str = "null"
     """"prefill" computes prompts and hands them over, "decode" continues them, "null" does both."""
@@ -515,5 +529,6 @@ class Config:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -22,8 +22,9 @@ from banyan.parallel.groups import Group
 class Router(Layer):
     """Scores of all experts for each token; every rank chooses for itself, and the same."""
 
-    def __init__(self, dim: int, facts: ExpertFacts, build: Build) -> None:
+    def __init__(self, dim: int, facts: ExpertFacts, build: Build, layer: int = 0) -> None:
         super().__init__()
+        self.layer, self.watch = layer, build.watch
         self.shape = (facts.count, dim)
         self.has_correction, self.has_bias = facts.has_correction, facts.has_bias
         self.ops = build.ops
@@ -52,7 +53,10 @@ class Router(Layer):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """returns: ids [tokens, per_token] int64, weights [tokens, per_token] fp32."""
-        return self.ops.route(x, self.weight, self.correction, self.rule, self.bias)
+        ids, weights = self.ops.route(x, self.weight, self.correction, self.rule, self.bias)
+        if self.watch is not None:
+            self.watch.saw(self.layer, ids)
+        return ids, weights
 
 
 class ExpertWeights(Layer):
@@ -170,12 +174,18 @@ class Experts(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """Router, experts, and the block beside them that every token goes through."""
+    """Router, experts, and the block beside them that every token goes through.
 
-    def __init__(self, dim: int, facts: ExpertFacts, activation: str, build: Build) -> None:
+    Args:
+        layer: its number in the model.
+    """
+
+    def __init__(
+        self, dim: int, facts: ExpertFacts, activation: str, build: Build, layer: int = 0
+    ) -> None:
         super().__init__()
         self.ops = build.ops
-        self.router = Router(dim, facts, build)
+        self.router = Router(dim, facts, build, layer)
         self.experts = Experts(dim, facts, activation, build)
         self.group = build.groups.ffn
         self.shared: GatedMLP | None = None

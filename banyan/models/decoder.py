@@ -159,7 +159,7 @@ def _feed_forward(
     if not card.intermediate_size:
         return None
     if card.experts is not None and layer not in card.experts.dense_layers:
-        return ExpertBlock(card.hidden_size, card.experts, card.hidden_act, build)
+        return ExpertBlock(card.hidden_size, card.experts, card.hidden_act, build, layer)
     group = build.groups.ffn if card.experts is None else build.groups.dense_ffn
     sizes = (card.hidden_size, card.intermediate_size, card.hidden_act, card.mlp_bias)
     if not family.gated:
