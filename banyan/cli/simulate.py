@@ -79,8 +79,9 @@ def simulate(argv: Sequence[str]) -> int:
         Layout(parallel.tp, parallel.pp, parallel.dp, parallel.is_joined)
     ]
     config, _ = settle(config, _defaults(hardware))
+    schedule = replace(config.schedule, max_queued=0, max_queued_tokens=0)
     question = Question(
-        config=replace(config, schedule=replace(config.schedule, max_queued=0)),
+        config=replace(config, schedule=schedule),
         card=card,
         hardware=hardware,
         arrivals=list(_arrivals(options)),

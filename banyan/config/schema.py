@@ -132,6 +132,8 @@ class ScheduleConfig:
     """Requests of one stage's step, of which there is one; 0 = as many as run."""
     max_queued: int = 0
     """Waiting requests before 503; 0 = unbounded."""
+    max_queued_tokens: int = 0
+    """Tokens of their prompts before 503; 0 = unbounded."""
     priorities: bool = False
     """Requests of higher priority go first."""
     low_priority_first: bool = False
@@ -484,6 +486,9 @@ class ObserveConfig:
     """Folder of profiles; "" = that of temporary files."""
     metrics: bool = False
     """Count requests and tokens, and tell them at /metrics."""
+    labels_header: str = "x-custom-labels"
+    label_names: tuple[str, ...] = ()
+    """Labels of those figures that requests may bring, as a JSON object in that header."""
     ttft_buckets: tuple[float, ...] = ()
     itl_buckets: tuple[float, ...] = ()
     e2e_buckets: tuple[float, ...] = ()
