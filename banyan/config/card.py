@@ -131,6 +131,9 @@ class ExpertFacts:
         group_best: a group is as good as the sum of this many of its best scores.
         has_correction: a bias per expert counts for the choice and not for the weight.
         has_bias: the router and every projection of the experts have one.
+        is_gated: each expert, and the block beside them, has a gate.
+        latent: width that experts read and give, between two projections that all share; 0 = the
+            stream's.
         limit, alpha: the gated unit is clamped (`ops/experts_api.py`, Clamp); 0 = it is not.
     """
 
@@ -151,6 +154,8 @@ class ExpertFacts:
     limit: float = 0.0
     alpha: float = 0.0
     jitter: float = 0.0
+    is_gated: bool = True
+    latent: int = 0
 
 
 @dataclass(frozen=True)

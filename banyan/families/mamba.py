@@ -15,7 +15,7 @@ from banyan.families.granite import of_hub as granite
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.names import HUB_NAMES, NameMap
 
-_MAX_HEADS = 4096
+MAX_HEADS = 4096
 _MAX_STEP = 1e9
 _NAMES = {
     "mamba": STATE,
@@ -25,7 +25,7 @@ _NAMES = {
 }
 """What lists of layers call each kind, in older and newer files."""
 
-_PARTS = {
+MIXER_PARTS = {
     "in_proj": "mix:z+x+b+c+dt",
     "conv1d": "conv:x+b+c",
     "dt_bias": "gates.bias",
@@ -38,7 +38,7 @@ _PARTS = {
 
 def _mixer(module: str) -> dict[str, str]:
     """Names of a Mamba-2 layer that is called `module`."""
-    return {f"{module}.{name}": f"layers.{{}}.attention.{to}" for name, to in _PARTS.items()}
+    return {f"{module}.{name}": f"layers.{{}}.attention.{to}" for name, to in MIXER_PARTS.items()}
 
 
 _MIXER = _mixer("model.layers.{}.mamba")
@@ -47,15 +47,15 @@ _MIXER = _mixer("model.layers.{}.mamba")
 def state_of(facts: Facts, card: ModelCard) -> StateFacts:
     inner = facts.integer("mamba_expand", 1, 64, default=2) * card.hidden_size
     inner = facts.integer("mamba_d_ssm", 1, MAX_WIDTH, default=inner)
-    heads = facts.integer("mamba_n_heads", 1, _MAX_HEADS, default=128)
-    groups = facts.integer("mamba_n_groups", 1, _MAX_HEADS, default=1)
+    heads = facts.integer("mamba_n_heads", 1, MAX_HEADS, default=128)
+    groups = facts.integer("mamba_n_groups", 1, MAX_HEADS, default=1)
     told = facts.any("mamba_d_head")
     value_dim = inner // heads
     if inner % heads or told not in (None, "auto", value_dim):
         raise facts.error("mamba_d_head", told, f"{inner} inner numbers / {heads} heads")
     if heads % groups:
         raise facts.error("mamba_n_heads", heads, f"a multiple of {groups} groups")
-    least, most = _limits(facts)
+    least, most = limits_of(facts)
     return StateFacts(
         mixer="scan",
         taps=facts.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
@@ -74,12 +74,12 @@ def _mamba2(facts: Facts, card: ModelCard) -> ModelCard:
     """A model of nothing else, in words of its own."""
     heads, value_dim = card.num_heads, facts.integer("head_dim", 1, MAX_WIDTH, default=64)
     inner = facts.integer("expand", 1, 64, default=2) * card.hidden_size
-    groups = facts.integer("n_groups", 1, _MAX_HEADS, default=8)
+    groups = facts.integer("n_groups", 1, MAX_HEADS, default=8)
     if heads * value_dim != inner:
         raise facts.error("head_dim", value_dim, f"{inner} inner numbers / {heads} heads")
     if heads % groups:
         raise facts.error("n_groups", groups, f"a divisor of {heads} heads")
-    least, most = _limits(facts)
+    least, most = limits_of(facts)
     state = StateFacts(
         mixer="scan",
         taps=facts.integer("conv_kernel", 2, MAX_TAPS, default=4),
@@ -95,7 +95,7 @@ def _mamba2(facts: Facts, card: ModelCard) -> ModelCard:
     return replace(card, state=state, rope=RopeFacts(kind="none"))
 
 
-def _limits(facts: Facts) -> tuple[float, float]:
+def limits_of(facts: Facts) -> tuple[float, float]:
     """Bounds of a step. Python's JSON has infinity; others write it as a text or an object."""
     listed = facts.listed("time_step_limit")
     if not listed:
@@ -197,7 +197,7 @@ FALCON_H1 = Family(
             HUB_NAMES
             | {
                 f"model.layers.{{}}.mamba.{name}": f"layers.{{}}.state.{to}"
-                for name, to in _PARTS.items()
+                for name, to in MIXER_PARTS.items()
             }
             | {
                 "model.layers.{}.pre_ff_layernorm": "layers.{}.mlp_norm",

@@ -71,7 +71,7 @@ class GatedMLP(nn.Module):
 class PlainMLP(nn.Module):
     """
     Args:
-        activation: Hugging Face name of the function ("gelu_pytorch_tanh", "gelu").
+        activation: Hugging Face name of the function ("gelu_pytorch_tanh", "gelu", "relu2").
 
     Raises:
         ModelError: an activation that is not known.
@@ -88,7 +88,11 @@ class PlainMLP(nn.Module):
     ) -> None:
         super().__init__()
         ops = build.ops
-        known = {"gelu_pytorch_tanh": ops.gelu_tanh, "gelu": torch.nn.functional.gelu}
+        known: dict[str, Callable[[Tensor], Tensor]] = {
+            "gelu_pytorch_tanh": ops.gelu_tanh,
+            "gelu": torch.nn.functional.gelu,
+            "relu2": lambda x: ops.apply_gate(x, x, "relu"),
+        }
         if activation not in known:
             raise ModelError(f"activation {activation!r} is not one of: {', '.join(known)}")
         self.activation = known[activation]
@@ -98,4 +102,8 @@ class PlainMLP(nn.Module):
         self.down = RowLinear(inner, dim, ShardRule(1), has_bias, group, build)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(self.group.gather_rows(x))))
+        return self.of_gathered(self.group.gather_rows(x))
+
+    def of_gathered(self, x: Tensor) -> Tensor:
+        """See `GatedMLP`."""
+        return self.down(self.activation(self.up(x)))

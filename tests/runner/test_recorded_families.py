@@ -35,6 +35,7 @@ VARIANTS = {
     "mamba2": {},
     "bamba": {},
     "falcon h1": {},
+    "nemotron h": {},
     "granite hybrid, experts, rope": {},
     "qwen3 next": {},
     "qwen3 next, dense, shared keys": {},

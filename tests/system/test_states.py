@@ -65,7 +65,9 @@ def check(
         assert len(answer) == count and answer == served.greedy(prompt, answer)
 
 
-@pytest.fixture(scope="module", params=["lfm2", "mamba2", "bamba", "falcon h1", "qwen3 next"])
+@pytest.fixture(
+    scope="module", params=["lfm2", "mamba2", "bamba", "falcon h1", "nemotron h", "qwen3 next"]
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(request.param, tmp_path_factory.mktemp("states"))
 
