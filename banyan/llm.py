@@ -405,7 +405,10 @@ async def _open(config: Config, card: ModelCard, in_process: bool) -> _Opened:
             engines.append(EngineClient(link, watchdog_s=config.schedule.watchdog_s))
             handles.append(handle)
         parallel = config.parallel
-        client = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.is_joined)
+        client = Fleet(
+            *(engines, ROUTES.load(parallel.load_balance), parallel.is_joined),
+            config.handoff.mode == "prefill",
+        )
         await client.start()
         stack.push_async_callback(client.close)
         for handle in handles:

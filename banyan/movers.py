@@ -185,10 +185,13 @@ def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: st
             f"--disaggregation-mode {handoff.mode}: no layer of this model keeps every position",
             hint="leave it out",
         )
+    parallel, is_giver = served.config.parallel, handoff.mode == "prefill"
     options = RoomOptions(
-        is_giver=handoff.mode == "prefill",
+        is_giver=is_giver,
         host=host,
-        port=handoff.port,
+        port=handoff.port + (parallel.replica if is_giver else 0),
+        replica=parallel.replica,
+        replicas=parallel.dp,
         secret=secret,
         facts={
             "model": identity(served.shared_facts()).hex()[:_SHOWN],
@@ -203,7 +206,6 @@ def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: st
     )
     open_rooms = TRANSFERS.load(handoff.transfer)
     layouts = {choice.pages for choice in cast(BoundOps, served.build.ops).choices} - {PLAIN_PAGES}
-    parallel = served.config.parallel
 
     def open_mover(store: KVStore) -> PageMover:
         pages, shelves = store, shelves_of(store)

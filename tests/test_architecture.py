@@ -37,8 +37,7 @@ ARROWS = {
     "models": "layers parallel config.card config.facts config.adapters config.adapter_card"
     " families formats ops base",
     "transfer": "base config messages",
-    "runner": "base config messages models layers parallel ops platform transfer memory.groups"
-    " formats.arrays",
+    "runner": "base config messages models layers parallel ops platform transfer memory.groups",
 }
 """Room -> what it may import of the house, itself aside."""
 SHELVES = {

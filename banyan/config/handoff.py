@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError
 from banyan.base.hosts import is_loopback
-from banyan.config.card import ModelCard
+from banyan.config.card import STATE, ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
 
@@ -16,10 +16,11 @@ _ENGINES = {
     "nixl": "pip install --no-deps nixl nixl-cu12",
 }
 """Transfer engines, by the package that is imported, and what installs it."""
+_LAST_PORT = (1 << 16) - 1
 
 
 def check_the_handoff(config: Config, card: ModelCard, environment: Environment) -> Config:
-    """Pages are handed over by one rank to one rank, and shared like any prefix."""
+    """Pages are handed over by one replica to one replica, and shared like any prefix."""
     handoff, parallel, cache = config.handoff, config.parallel, config.cache
     if not handoff.role:
         return config
@@ -36,10 +37,18 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
             "put into, memory that the ranks of one machine share",
             hint="let the ranks of a server be on one machine",
         )
-    if parallel.dp > 1 and (handoff.mode == "prefill" or parallel.is_joined):
+    if parallel.is_joined:
         raise ConfigError(
-            f"{flag} is not available with --dp-size {parallel.dp}: one replica hands over",
-            hint="start several servers with one replica each, and let the router choose",
+            f"{flag} is not available with --enable-dp-attention: replicas that compute together "
+            "hand over nothing",
+            hint="leave it out, or start several servers and let the router choose",
+        )
+    if handoff.mode == "prefill" and handoff.port + parallel.dp - 1 > _LAST_PORT:
+        raise ConfigError(
+            f"--disaggregation-bootstrap-port {handoff.port} with --dp-size {parallel.dp}: each "
+            f"replica listens at a port of its own, and the last would be "
+            f"{handoff.port + parallel.dp - 1}",
+            hint=f"name a port up to {_LAST_PORT + 1 - parallel.dp}",
         )
     if cache.disable_radix:
         raise ConfigError(
@@ -54,20 +63,20 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
         )
     if card.pooling is not None or card.needs_whole_prompts or config.model.is_embedding:
         raise ConfigError(f"{flag}: this model generates nothing", hint="leave it out")
-    if config.speculative.is_model:
-        raise ConfigError(
-            f"{flag} and --speculative-algorithm {config.speculative.algorithm}: a draft model's "
-            "part of the cache is not handed over",
-            hint="use NGRAM, or leave it out",
-        )
-    if card.has_states:
-        raise ConfigError(
-            f"{flag}: some layers of this model keep a state, which is not handed over",
-            hint="leave it out",
-        )
+    if STATE in card.layer_kinds:
+        _check_the_states(flag, config)
     if handoff.mode == "prefill" and not is_loopback(config.server.host):
         _check_the_secret(flag, config.server.host, environment)
     return config
+
+
+def _check_the_states(flag: str, config: Config) -> None:
+    if config.parallel.tp > 1:
+        raise ConfigError(
+            f"{flag} and --tp-size {config.parallel.tp}: some layers of this model keep a state, "
+            "which is not cut for ranks on its way",
+            hint="use one rank",
+        )
 
 
 def _check_the_secret(flag: str, host: str, environment: Environment) -> None:

@@ -188,8 +188,11 @@ class EngineCore:
 
     def take_events(self) -> list[Event]:
         """Drain the outbox towards the front."""
-        roster = self.scheduler.roster
+        roster, rooms = self.scheduler.roster, self.scheduler.rooms
         events, roster.events = roster.events, []
+        if rooms is not None:
+            events += rooms.late
+            rooms.late = []
         return events
 
     def take_masks(self) -> list[Mask]:
@@ -273,6 +276,7 @@ class EngineCore:
             verify_rows=drafts.steps,
             proposed_drafts=drafts.proposed,
             correct_drafts=drafts.correct,
+            open_rooms=0 if self.scheduler.rooms is None else self.scheduler.rooms.num_open,
         )
 
     def _may_launch(self) -> bool:

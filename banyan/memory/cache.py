@@ -133,8 +133,8 @@ class KVCache:
                 lambda group, depth: _first_needed(group, self.unit, depth),
                 came,
             )
-        self._states = StateCopies(groups, self.pools, self.tree, self.horizon)
-        self.has_state = bool(self._states.state_groups)
+        self.states = StateCopies(groups, self.pools, self.tree, self.horizon)
+        self.has_state = bool(self.states.state_groups)
         self._promises: dict[StepId, list[Node]] = {}
         self._held = [0] * len(groups)
         """Per group, private pages of all leases."""
@@ -187,8 +187,8 @@ class KVCache:
             return []
         last = len(lease.path) - 1
         return [
-            self._states.restore(lease.locked[g].pop(last), g, lease.tables[g][0], row, step)
-            for g in self._states.state_groups
+            self.states.restore(lease.locked[g].pop(last), g, lease.tables[g][0], row, step)
+            for g in self.states.state_groups
         ]
 
     def missing(self, lease: Lease, tokens: int) -> list[int]:
@@ -316,8 +316,8 @@ class KVCache:
         if end != len(lease.path) * self.unit or not lease.path[-1].is_attached:
             return []
         copies = [
-            self._states.checkpoint(lease.path[-1], g, lease.tables[g][0], row, step, writer)
-            for g in self._states.state_groups
+            self.states.checkpoint(lease.path[-1], g, lease.tables[g][0], row, step, writer)
+            for g in self.states.state_groups
         ]
         return [copy for copy in copies if copy is not None]
 
@@ -335,7 +335,7 @@ class KVCache:
             lease.private[g].clear()
             lease.locked[g].clear()
         last = lease.path[-1] if lease.path and self.tree.has_states_alone else None
-        if last is not None and last.is_attached and not self._states.is_target(last):
+        if last is not None and last.is_attached and not self.states.is_target(last):
             self.tree.trim(last)
         lease.path.clear()
 
@@ -350,7 +350,7 @@ class KVCache:
 
     def end_copies(self, ids: list[int], failed: list[int]) -> None:
         """Copies of states, or to and from the store, have ended."""
-        self._states.end(ids, failed)
+        self.states.end(ids, failed)
         if self.tier is not None:
             self.tier.end(ids, failed)
         if self.peers is not None:
@@ -369,7 +369,7 @@ class KVCache:
                 if node.is_attached and writer in ("", node.writer):
                     self.tree.drop_subtree(node, self.horizon.now())
                     dropped.append(node)
-        self._states.void(step, writer)
+        self.states.void(step, writer)
         return dropped
 
     def flush(self) -> None:
@@ -385,7 +385,7 @@ class KVCache:
     def ledger(self, group: int) -> Ledger:
         pool = self.pools[group]
         loading = len(self._loads.held(group))
-        held = self._held[group] + len(self._states.held(group)) + loading
+        held = self._held[group] + len(self.states.held(group)) + loading
         return Ledger(pool.total, pool.free, self.tree.cached[group], held, pool.limbo)
 
     def check(self, leases: list[Lease]) -> None:
@@ -397,7 +397,7 @@ class KVCache:
             assert not ledger.leaked, f"group {g}: {ledger} leaks {ledger.leaked} pages"
             owned = [p for lease in leases for p in lease.private[g].values()]
             assert len(owned) == self._held[g], f"group {g}: held {self._held[g]}, not {owned}"
-            owned += self._states.held(g)
+            owned += self.states.held(g)
             owned += self._loads.held(g)
             owned += [p for node in self.tree.nodes() for p in node.pages[g]]
             assert len(set(owned)) == len(owned), f"group {g}: a page has two owners"

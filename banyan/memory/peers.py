@@ -3,7 +3,8 @@ computed it.
 
 Both servers call a sequence by its room. A page is named by its room, its unit and its place in
 the unit, so a name means something only to those who know the room. Which pages a prefix consists
-of follows from the groups: all of a FULL one, those in reach of the window of a WINDOW one.
+of follows from the groups: all of a FULL one, those in reach of the window of a WINDOW one, and of
+a STATE one that behind its last unit.
 
 As with a store (memory/tiers.py), pages go once the step that wrote them is complete and their
 bytes are taken in the order of plans, so that nothing is locked meanwhile.
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from banyan.base.ids import NO_STEP
-from banyan.memory.groups import FULL, STATE, CacheGroup
+from banyan.memory.groups import FULL, CacheGroup
 from banyan.memory.loads import Load, Loads
 from banyan.memory.radix import Node
 from banyan.memory.stamps import Horizon
@@ -128,4 +129,4 @@ class PeerTier:
 
 def can_be_handed_over(groups: Sequence[CacheGroup]) -> bool:
     """Whether prefixes of these groups consist of pages that another server can be given."""
-    return any(g.kind == FULL for g in groups) and all(g.kind != STATE for g in groups)
+    return any(g.kind == FULL for g in groups)

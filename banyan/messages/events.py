@@ -138,6 +138,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     """For how many seconds it has not."""
     stored_tokens: int = 0
     """How many of the cached tokens came from a store."""
+    open_rooms: int = 0
+    """Where pages are kept for another server, or waited for."""
 
 
 def accept_length(stats: Stats) -> float | None:

@@ -80,6 +80,11 @@ class RoomClosed(msgspec.Struct, frozen=True, tag="room_closed"):
     room: bytes
 
 
+def replica_of(room: bytes, replicas: int) -> int:
+    """Which replica of a server that gives has a room; all sequences of a prompt have the same."""
+    return int.from_bytes(room[:8], "little") % replicas
+
+
 RoomOrder = OpenRoom | SeekRoom | TakeRoom | HandOff | CloseRoom
 """From a core to its mover."""
 RoomNews = RoomFound | HandOff | RoomLost | RoomClosed

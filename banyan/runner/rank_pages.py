@@ -21,6 +21,7 @@ import numpy as np
 
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.ids import PageId
+from banyan.config.card import STATE
 from banyan.layers.cache import LayerCache
 from banyan.messages.plan import CopyResult, Held, Lookup, PageCopy
 from banyan.messages.rooms import RoomNews, RoomOrder
@@ -96,8 +97,11 @@ def _shelf(
 
 def layout_facts(shelves: Sequence[Shelf], groups: Sequence[GroupLayout]) -> tuple[object, ...]:
     """What two servers have in common whose pages are cut for different numbers of ranks; their
-    page size is another fact."""
-    kinds = [(group.kind, group.window) for group in groups]
+    page size is another fact, how far states are apart is one of these."""
+    kinds = [
+        (group.kind, group.window, group.page_size if group.kind == STATE else 0)
+        for group in groups
+    ]
     return (kinds, sorted(dict.fromkeys(shelf.fact for shelf in shelves)))
 
 

@@ -87,6 +87,8 @@ class Answers:
         if self._rooms is not None:
             self._rooms.completed(request)
         self._roster.finish(request, reason, now, matched)
+        if self._rooms is not None:
+            self._rooms.keep_end(request, self._roster.events)
 
     def _fail_grammar(self, request: Request, token: int) -> None:
         """`token` broke the request's grammar."""

@@ -5,7 +5,10 @@ A request that waits for its room never holds up another one. What it gets are w
 prompt and its first token; the few tokens behind the last unit are computed where it goes on. A
 page that does not come is computed too. Where nothing comes at all the request fails alone.
 
-    giving: submitted → opened → pages as their steps complete → first token → handed off
+A request that gives has its end only once its room is closed. Whoever asked for it can so take it
+back for as long as anything of it is kept, by leaving: pages that nobody will take do not stay.
+
+    giving: submitted → opened → pages as their steps complete → first token → handed off → closed
     taking: sought ──RoomFound──► found ──room for it──► loading ──HandOff──► enters like any other
 """
 
@@ -16,9 +19,11 @@ from typing import Protocol
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.base.ids import NO_STEP
+from banyan.base.ids import NO_STEP, RequestId
 from banyan.memory.cache import TOKEN_BYTES, KVCache, unit_keys
 from banyan.memory.peers import PeerTier
+from banyan.memory.radix import Node
+from banyan.messages.events import Event, Finished
 from banyan.messages.plan import RowScores
 from banyan.messages.requests import Generate
 from banyan.messages.rooms import (
@@ -43,6 +48,13 @@ class Rooms(Protocol):
 
     orders: list[RoomOrder]
     """Outbox towards the mover."""
+    late: list[Event]
+    """Ends of requests that waited for their rooms, for the front."""
+
+    @property
+    def num_open(self) -> int:
+        """Rooms that something is kept for, or waited for."""
+        ...
 
     def enter(self, generate: Generate) -> Generate:
         """What is done for a request that has come; RequestError when its room is in use."""
@@ -80,6 +92,14 @@ class Rooms(Protocol):
         """A request has ended, in whatever way."""
         ...
 
+    def keep_end(self, request: Request, events: list[Event]) -> None:
+        """The last event is the end of a completed request; it may be too early to tell of it."""
+        ...
+
+    def abandon(self, request_id: RequestId) -> None:
+        """Nobody waits for a request any more that has ended."""
+        ...
+
     def hear(self, news: RoomNews) -> Request | None:
         """Take in what the mover tells; a request that something is to be done about."""
         ...
@@ -95,6 +115,8 @@ class _Gift:
     """There is room for its pages beyond the cache."""
     given: int = 0
     """Units, from the first one on."""
+    last: list[Node] = field(default_factory=list[Node])
+    """Units of a request that has ended whose states are still being kept."""
     scores: list[RowScores] = field(default_factory=list[RowScores])
     handoff: HandOff | None = None
     """Waits until all pages have been given."""
@@ -109,6 +131,7 @@ class Giver:
 
     def __init__(self, cache: KVCache, peers: PeerTier, most_pages: int) -> None:
         self.orders: list[RoomOrder] = []
+        self.late: list[Event] = []
         self._cache = cache
         self._peers = peers
         self._most_pages = most_pages
@@ -116,6 +139,12 @@ class Giver:
         """Those that are being made."""
         self._kept: dict[bytes, int] = {}
         """Pages of the rooms that are not closed yet."""
+        self._ends: dict[bytes, Finished] = {}
+        """Of requests that have ended, by rooms that are not closed yet."""
+
+    @property
+    def num_open(self) -> int:
+        return len(self._kept)
 
     def enter(self, generate: Generate) -> Generate:
         if not generate.room:
@@ -161,9 +190,14 @@ class Giver:
         return gift is not None and not gift.is_admitted
 
     def copies_ended(self) -> None:
-        ready = [g.handoff for g in self._gifts.values() if g.handoff is not None]
-        for handoff in ready:
-            if not self._peers.is_giving(handoff.room):
+        over = [g for g in self._gifts.values() if g.handoff is not None]
+        for gift in over:
+            handoff = gift.handoff
+            assert handoff is not None
+            if gift.last and not self._cache.states.is_target(gift.last[0]):
+                self._give_path(handoff.room, gift, gift.last)
+                gift.last.clear()
+            if not gift.last and not self._peers.is_giving(handoff.room):
                 self.orders.append(handoff)
                 del self._gifts[handoff.room]
 
@@ -177,7 +211,10 @@ class Giver:
         gift = self._gifts.get(room)
         if gift is None:
             return
-        self._give(request, gift)
+        if request.lease is not None:
+            path = request.lease.path[gift.given : gift.units]
+            self._give_path(room, gift, path)
+            gift.last = [node for node in path[:1] if self._cache.states.is_target(node)]
         output = bytes(request.tokens[request.prompt_len * TOKEN_BYTES :])
         gift.handoff = HandOff(room, output, gift.scores, request.cached_tokens)
         self.copies_ended()
@@ -188,9 +225,24 @@ class Giver:
             del self._gifts[request.generate.room]
             self.orders.append(CloseRoom(request.generate.room))
 
+    def keep_end(self, request: Request, events: list[Event]) -> None:
+        if request.generate.room in self._kept:
+            end = events.pop()
+            assert isinstance(end, Finished)
+            self._ends[request.generate.room] = end
+
+    def abandon(self, request_id: RequestId) -> None:
+        found = [room for room, end in self._ends.items() if end.request == request_id]
+        for room in found:
+            self.late.append(self._ends.pop(room))
+            self._gifts.pop(room, None)
+            self.orders.append(CloseRoom(room))
+
     def hear(self, news: RoomNews) -> Request | None:
         if isinstance(news, RoomClosed):
             self._kept.pop(news.room, None)
+            if news.room in self._ends:
+                self.late.append(self._ends.pop(news.room))
         return None
 
     def _is_in_use(self, room: bytes) -> bool:
@@ -198,15 +250,22 @@ class Giver:
 
     def _give(self, request: Request, gift: _Gift) -> None:
         """Give the units whose steps are complete."""
-        if request.lease is None:
-            return
-        path = request.lease.path
-        while gift.given < min(gift.units, len(path)):
-            node = path[gift.given]
+        if request.lease is not None:
+            path = request.lease.path[gift.given : gift.units]
+            self._give_path(request.generate.room, gift, path)
+
+    def _give_path(self, room: bytes, gift: _Gift, path: list[Node]) -> None:
+        """Give units from `gift.given` on, as far as they are there; those leave the list."""
+        while path:
+            node = path[0]
             if node.promised != NO_STEP or not node.is_attached:
                 return
-            self._peers.give(request.generate.room, node, gift.given, gift.units)
+            is_last = gift.given == gift.units - 1  # the one whose states are wanted
+            if is_last and self._cache.states.is_target(node):
+                return
+            self._peers.give(room, node, gift.given, gift.units)
             gift.given += 1
+            del path[0]
 
 
 class Taker:
@@ -214,10 +273,16 @@ class Taker:
 
     def __init__(self, cache: KVCache, peers: PeerTier, chunk_tokens: int) -> None:
         self.orders: list[RoomOrder] = []
+        self.late: list[Event] = []
         self._cache = cache
         self._peers = peers
         self._chunk_tokens = chunk_tokens
         self._takers: dict[bytes, Request] = {}
+
+    @property
+    def num_open(self) -> int:
+        takings = [request.taking for request in self._takers.values()]
+        return sum(taking is not None and not taking.has_handoff for taking in takings)
 
     def enter(self, generate: Generate) -> Generate:
         if generate.room in self._takers:
@@ -273,6 +338,12 @@ class Taker:
         self._takers.pop(request.generate.room, None)
         if not taking.has_handoff:
             self.orders.append(CloseRoom(request.generate.room))
+
+    def keep_end(self, request: Request, events: list[Event]) -> None:
+        """Nobody else has a part in it any more."""
+
+    def abandon(self, request_id: RequestId) -> None:
+        """Nothing is kept."""
 
     def hear(self, news: RoomNews) -> Request | None:
         request = self._takers.get(news.room)

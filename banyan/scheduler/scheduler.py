@@ -110,6 +110,8 @@ class Scheduler:
         request = self.roster.find(request_id)
         if request is not None:
             self.roster.finish(request, "abort", now)
+        elif self.rooms is not None:
+            self.rooms.abandon(request_id)
 
     def stop_at(self, request_id: RequestId, length: int, now: float) -> None:
         """The front found a stop text: keep `length` output tokens."""

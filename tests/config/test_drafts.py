@@ -151,7 +151,6 @@ def test_a_layer_of_the_checkpoint_drafts_without_a_model_of_its_own(tmp_path):
         ({}, "--enable-memory-saver", "are not released"),
         ({}, "--nnodes 2 --tp-size 2 --dist-init-addr here:5000", "on other machines"),
         ({}, "--speculative-eagle-topk 4", "one chain"),
-        ({}, "--disaggregation-mode decode", "is not handed over"),
     ],
 )
 def test_what_a_layer_that_drafts_does_not_go_with_is_refused_by_name(
@@ -205,7 +204,6 @@ def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
         ({}, {}, "--enable-memory-saver", "are not released"),
         ({}, {}, "--speculative-eagle-topk 4", "one chain"),
         ({}, {}, "--speculative-token-map FILE", "the whole vocabulary"),
-        ({}, {}, "--disaggregation-mode decode", "is not handed over"),
     ],
 )
 def test_what_eagle_does_not_go_with_is_refused_by_name(models, draft, target, words, text):

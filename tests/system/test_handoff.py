@@ -55,7 +55,13 @@ def is_whole(engine: Engine) -> bool:
     (state,) = engine.get_server_info()["internal_states"]
     stats = state["stats"]
     is_idle = not stats["running"] and not stats["waiting"] and not stats["held_pages"]
+    is_idle = is_idle and not stats["open_rooms"]
     return is_idle and stats["free_pages"] + stats["cached_pages"] == stats["total_pages"]
+
+
+def open_rooms(engine: Engine) -> int:
+    (state,) = engine.get_server_info()["internal_states"]
+    return state["stats"]["open_rooms"]
 
 
 CASES = {
@@ -191,10 +197,10 @@ def test_another_prompt_in_the_same_room_is_refused(pair: Pair, single: Engine) 
     )
     with pytest.raises(BanyanError, match="another prompt there"):
         pair.decode.generate(input_ids=other, sampling_params=GREEDY, **pair.meeting(room))
-    begun.result(WAIT_S)
     right = single.generate(input_ids=other, sampling_params=GREEDY)["output_ids"]
     assert pair.ask(input_ids=other, sampling_params=GREEDY)["output_ids"] == right
     again = pair.decode.generate(input_ids=mine, sampling_params=GREEDY, **pair.meeting(room))
+    begun.result(WAIT_S)
     assert (
         again["output_ids"] == single.generate(input_ids=mine, sampling_params=GREEDY)["output_ids"]
     )
@@ -202,14 +208,31 @@ def test_another_prompt_in_the_same_room_is_refused(pair: Pair, single: Engine) 
 
 def test_a_room_is_used_once(pair: Pair) -> None:
     room, body = fresh_room(), {"input_ids": PROMPT[:50], "sampling_params": GREEDY}
-    pair.prefill.generate(**body, **pair.meeting(room))
+    first = pair.pool.submit(pair.prefill.generate, **body, **pair.meeting(room))
+    wait_until(lambda: open_rooms(pair.prefill) == 1, WAIT_S, "the room to be open")
     with pytest.raises(BanyanError, match="bootstrap_room is in use"):
         pair.prefill.generate(**body, **pair.meeting(room))
     pair.decode.generate(**body, **pair.meeting(room))
+    first.result(WAIT_S)
     with pytest.raises(BanyanError, match="given away already"):
         pair.decode.generate(**body, **pair.meeting(room))
-    pair.prefill.generate(**body, **pair.meeting(room))  # and then anew
+    wait_until(lambda: not open_rooms(pair.prefill), WAIT_S, "the room to be closed")
+    first = pair.pool.submit(pair.prefill.generate, **body, **pair.meeting(room))
+    wait_until(lambda: open_rooms(pair.prefill) == 1, WAIT_S, "the room to be open anew")
     assert pair.decode.generate(**body, **pair.meeting(room))["output_ids"]
+    first.result(WAIT_S)
+
+
+def test_a_prompt_that_nobody_will_take_goes_with_whoever_asked_for_it(pair: Pair) -> None:
+    room, body = fresh_room(), {"input_ids": PROMPT[:50], "sampling_params": GREEDY}
+    stream = pair.prefill.generate(**body, **pair.meeting(room), stream=True)
+    assert len(next(stream)["output_ids"]) == 1, "it has been computed"
+    wait_until(lambda: open_rooms(pair.prefill) == 1, WAIT_S, "the room to be open")
+    stream.close()
+    wait_until(lambda: not open_rooms(pair.prefill), WAIT_S, "the pages to go")
+    with pytest.raises(BanyanError, match="has ended there"):
+        pair.decode.generate(**body, **pair.meeting(room))
+    wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all back")
 
 
 def test_servers_whose_pages_differ_say_what_differs(tiny_model: Path) -> None:
@@ -225,7 +248,10 @@ def test_servers_whose_pages_differ_say_what_differs(tiny_model: Path) -> None:
     ("flags", "why"),
     [
         ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "127.0.0.1:9"}, "--nnodes 2"),
-        ({"dp_size": 2}, "one replica hands over"),
+        (
+            {"dp_size": 2, "disaggregation_bootstrap_port": 65535},
+            "the last would be 65536",
+        ),
         ({"disable_radix_cache": True}, "exclude each other"),
         (
             {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
@@ -263,18 +289,10 @@ def test_a_room_that_nobody_takes_is_given_back(
     monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "0.5")
     room, body = fresh_room(), {"input_ids": PROMPT, "sampling_params": GREEDY}
     with engines(tiny_model) as hasty:
-        hasty.prefill.generate(**body, **hasty.meeting(room))
-
-        def is_back() -> bool:
-            try:
-                hasty.decode.generate(**body, **hasty.meeting(room))
-            except BanyanError as error:
-                return "nobody took it in time" in str(error)
-            return False
-
-        time.sleep(0.6)  # for the lease itself
-        assert is_back()
-        assert hasty.ask(room, **body), "the number of the room may be used again"
+        hasty.prefill.generate(**body, **hasty.meeting(room))  # ends with the lease
+        with pytest.raises(BanyanError, match="nobody took it in time"):
+            hasty.decode.generate(**body, **hasty.meeting(room))
+        assert hasty.ask(**body), "the prefill server goes on"
         wait_until(lambda: is_whole(hasty.prefill), WAIT_S, "all pages back")
 
 
@@ -438,7 +456,8 @@ def test_a_client_that_goes_leaves_nothing_on_either_side(pair: Pair) -> None:
     body = {"input_ids": PROMPT, "sampling_params": {**GREEDY, "max_new_tokens": 900}}
     room = fresh_room()
     stream = pair.decode.generate(**body, stream=True, **pair.meeting(room))
-    pair.prefill.generate(**body, **pair.meeting(room))
+    first = pair.pool.submit(pair.prefill.generate, **body, **pair.meeting(room))
     next(stream)
     stream.close()
+    first.result(WAIT_S)
     wait_until(lambda: is_whole(pair.decode) and is_whole(pair.prefill), WAIT_S, "all pages back")

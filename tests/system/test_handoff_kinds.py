@@ -8,11 +8,16 @@ import pytest
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
 from tests.adapters import write_adapter
+from tests.models.families import tiny
 from tests.system.handing import WAIT_S, Pair, engines
 from tests.system.serving import wait_until
+from tests.system.test_draft_models import like
 from tests.system.test_handoff import FLAGS, GREEDY, PROMPT, is_whole, told
+from tests.system.test_hidden_drafts import with_words
 
 ALL = bool(os.environ.get("PARALLEL"))
+DRAFTS = 3
+"""Of a row, at most."""
 SEEDED = {"temperature": 1.0, "sampling_seed": 7, "max_new_tokens": 12}
 REPEATING = [(x % 9) * 11 + 20 for x in range(150)]
 KINDS = {
@@ -49,10 +54,9 @@ def test_adapters_are_handed_over_with_their_prompts(tiny_model: Path, tmp_path:
             for name in ("a", None)
         ]
         assert answers[0] != answers[1]
-        first, second = pair.start(input_ids=PROMPT, sampling_params=GREEDY, lora_path="b")
+        _, second = pair.start(input_ids=PROMPT, sampling_params=GREEDY, lora_path="b")
         with pytest.raises(BanyanError, match="or with other weights"):
             second.result(WAIT_S)
-        first.result(WAIT_S)
 
 
 @pytest.mark.skipif(not ALL, reason="make test-parallel")
@@ -64,3 +68,80 @@ def test_all_kinds_of_caches_and_weights_are_handed_over(kind: str, tiny_model: 
         Engine(str(tiny_model), **FLAGS, **flags) as single,
     ):
         check(pair, single)
+
+
+FAMILIES = ("qwen3 next", "lfm2", "bamba")
+
+
+@pytest.mark.parametrize("family", FAMILIES if ALL else FAMILIES[:1])
+def test_states_are_handed_over_with_the_pages(family: str, tmp_path: Path) -> None:
+    """Prompts that end within a unit and with one, in pieces, and prefixes that either side has."""
+    tiny(family, tmp_path, max_position_embeddings=2048, eos_token_id=None)
+    plain = {"skip_tokenizer_init": True, "cpu_activations": "fp32"}
+    prompts = [[2 + (7 * i * i + k) % 90 for i in range(n)] for k, n in enumerate((300, 256, 17))]
+    longer = [*prompts[0][:280], *range(3, 60)]
+    with (
+        Engine(str(tmp_path), **FLAGS, **plain) as single,
+        engines(tmp_path, {**plain, "chunked_prefill_size": 128}, plain) as pair,
+    ):
+        for params in (GREEDY, SEEDED):
+            for prompt in (*prompts, *prompts, longer):
+                body = {"input_ids": prompt, "sampling_params": params}
+                found, right = pair.ask(**body), single.generate(**body)
+                assert found["output_ids"] == right["output_ids"], len(prompt)
+            pair.decode.flush_cache()
+        wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all back")
+        before = computed(pair.decode)
+        body = {"input_ids": [4, *prompts[0]], "sampling_params": GREEDY}
+        assert pair.ask(**body)["output_ids"] == single.generate(**body)["output_ids"]
+        wait_until(lambda: is_whole(pair.decode), WAIT_S, "rest")
+        assert computed(pair.decode) - before < 301 - 256 + 16, "the prompt came, with its state"
+
+
+def computed(engine: Engine) -> int:
+    (state,) = engine.get_server_info()["internal_states"]
+    return state["stats"]["computed_tokens"]
+
+
+@pytest.mark.parametrize("algorithm", ("NEXTN", "EAGLE", "STANDALONE") if ALL else ("NEXTN",))
+def test_what_a_draft_model_keeps_is_handed_over(
+    algorithm: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The answers of one server, and as many drafts that come true."""
+    flags: dict[str, object] = {"speculative_algorithm": algorithm, "disable_adaptive_drafts": True}
+    model = tiny_model
+    if algorithm == "STANDALONE":
+        flags["speculative_draft_model_path"] = str(like(tiny_model, tmp_path / "draft", 0.1))
+    else:
+        variant = "mistral" if algorithm == "EAGLE" else "deepseek v3"
+        model = with_words(variant, tmp_path / "model", tiny_model)
+    if algorithm == "EAGLE":
+        flags["speculative_draft_model_path"] = str(model / "eagle")
+    one = {"disable_overlap_schedule": True}  # how many drafts a row brings is known then
+    with (
+        Engine(str(model), **FLAGS, **flags, **one) as single,
+        engines(model, {**flags, "chunked_prefill_size": 64}, {**flags, **one}) as pair,
+    ):
+        for params in ({**GREEDY, "max_new_tokens": 40}, SEEDED):
+            for prompt in (REPEATING, PROMPT):
+                body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+                found, right = pair.ask(**body), single.generate(**body)
+                assert told(found) == told(right)
+                # The row of the prompt's last tokens, which one server has not, brings no drafts.
+                assert correct(found) >= correct(right) - DRAFTS
+                assert pair.ask(**body)["output_ids"] == right["output_ids"]
+            assert params is SEEDED or correct(right) > 2 * DRAFTS
+        wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all back")
+
+
+def correct(answer: dict) -> int:
+    return answer["meta_info"]["spec_num_correct_drafts"]
+
+
+@pytest.mark.skipif(not ALL, reason="make test-parallel")
+def test_a_draft_model_that_only_one_side_has_is_told_of(tiny_model: Path, tmp_path: Path) -> None:
+    model = with_words("deepseek v3", tmp_path / "model", tiny_model)
+    with engines(model, {}, {"speculative_algorithm": "NEXTN"}) as uneven:
+        _, second = uneven.start(input_ids=PROMPT, sampling_params=GREEDY)
+        with pytest.raises(BanyanError, match="draft model differs"):
+            second.result(WAIT_S)

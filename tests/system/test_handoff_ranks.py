@@ -105,3 +105,17 @@ def test_replicas_of_a_decode_server_take_from_one_prefill_server(
         found = [second.result(WAIT_S)["output_ids"] for _, second in begun]
     right = [single.generate(input_ids=p, sampling_params=GREEDY)["output_ids"] for p in prompts]
     assert found == right
+
+
+def test_replicas_of_a_prefill_server_have_rooms_of_their_own(
+    tiny_model: Path, single: Engine
+) -> None:
+    prompts = [[(x * (i + 2)) % 390 + 5 for x in PROMPT[: 60 + 30 * i]] for i in range(6)]
+    with engines(tiny_model, {"dp_size": 2}, {}) as both:
+        begun = [both.start(input_ids=p, sampling_params=GREEDY) for p in prompts]
+        found = [second.result(WAIT_S)["output_ids"] for _, second in begun]
+        states = both.prefill.get_server_info()["internal_states"]
+        assert all(state["stats"]["finished"] >= 2 for state in states), "both have computed"
+        again = both.ask([10**6, 10**6 + 1], input_ids=prompts[:2], sampling_params=GREEDY)
+    right = [single.generate(input_ids=p, sampling_params=GREEDY)["output_ids"] for p in prompts]
+    assert found == right and [each["output_ids"] for each in again] == right[:2]

@@ -33,7 +33,8 @@ FLAGS = (
     Flag(
         "disaggregation-bootstrap-port",
         "handoff.port",
-        "where a server that computes prompts hands them over",
+        "where a server that computes prompts hands them over; replicas behind the first one take "
+        "the ports that follow",
         kind=INT,
         low=1,
         high=65535,

@@ -8,7 +8,6 @@ from banyan.base.log import printable
 from banyan.config.flags import cache as cache_flags
 from banyan.config.flags import (
     device,
-    experts,
     grammar,
     handoff,
     lora,
@@ -30,7 +29,6 @@ GROUPS = (
     ("Speculation", speculative.FLAGS),
     ("Prefill and decode", handoff.FLAGS),
     ("Adapters", lora.FLAGS),
-    ("Experts", experts.FLAGS),
     ("Machine", device.FLAGS),
     ("Logs", observe.FLAGS),
 )

@@ -19,6 +19,7 @@ from banyan.frontend.link.client import EngineClient, Health, Replica
 from banyan.frontend.link.stream import EventStream
 from banyan.messages.events import Ready, Reply, Stats
 from banyan.messages.requests import Generate
+from banyan.messages.rooms import replica_of
 
 log = logger(__name__)
 
@@ -34,11 +35,17 @@ class Fleet:
         engines: at least one.
         route: where a request goes.
         are_joined: they share what they compute with, and end together.
+        gives: a request goes to the one that has its room, which another server is told of.
     """
 
     def __init__(
-        self, engines: Sequence[EngineClient], route: Route, are_joined: bool = False
+        self,
+        engines: Sequence[EngineClient],
+        route: Route,
+        are_joined: bool = False,
+        gives: bool = False,
     ) -> None:
+        self._gives = gives
         self._engines = tuple(engines)
         self._are_joined = are_joined
         self._route = route
@@ -79,6 +86,8 @@ class Fleet:
     def submit(self, generate: Generate) -> EventStream:
         if any(generate.request in engine.streams for engine in self._engines):
             raise RequestError(f"Duplicate request ID detected: {generate.request}", param="rid")
+        if self._gives and generate.room:
+            return self._engines[replica_of(generate.room, len(self._engines))].submit(generate)
         alive = self._working() or self._alive() or self._engines
         requests, tokens = [e.num_open for e in alive], [e.open_tokens for e in alive]
         stream = alive[self._route(requests, tokens, self._sent)].submit(generate)
@@ -128,8 +137,9 @@ class Fleet:
         return found
 
     def share_out(self, lost: EngineClient) -> None:
-        """Give the requests that wait for a lost engine to those that work, if any do."""
-        able = self._working()
+        """Give the requests that wait for a lost engine to those that work, if any do, and may have
+        them."""
+        able = () if self._gives else self._working()
         for stream in lost.streams.release() if able else ():
             requests, tokens = [e.num_open for e in able], [e.open_tokens for e in able]
             able[self._route(requests, tokens, self._sent)].take_over(stream)

@@ -156,7 +156,10 @@ class Server:
         self.state.recordings = lambda: dict(
             recording for each in supervisors for recording in each.recordings().items()
         )
-        fleet = Fleet(engines, ROUTES.load(parallel.load_balance), parallel.is_joined)
+        fleet = Fleet(
+            *(engines, ROUTES.load(parallel.load_balance), parallel.is_joined),
+            self._config.handoff.mode == "prefill",
+        )
         return supervisors, fleet
 
     def _lost(self, fleet: Fleet, lost: EngineClient) -> None:
@@ -207,7 +210,7 @@ class Server:
         for supervisor in supervisors:
             supervisor.start(self.state.config, card)
         self.state.service = service = await open_service(self.state, card, fleet)
-        self.app.around = self.state.around
+        self.app.traces = self.state.traces
         for supervisor in supervisors:
             supervisor.settled()
         host = self._config.server.host

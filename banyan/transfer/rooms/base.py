@@ -25,6 +25,7 @@ class RoomOptions:
     Attributes:
         is_giver: this server computes prompts; else it continues them.
         host, port: where it listens, if it gives.
+        replica, replicas: which of the server's replicas this is; their ports follow one another.
         secret: what both servers have in common; "" = the loopback address only.
         facts: what both must have in common for pages to mean the same, by name.
         vocab_size: of the model.
@@ -40,6 +41,8 @@ class RoomOptions:
     vocab_size: int
     lease_s: float
     patience_s: float
+    replica: int = 0
+    replicas: int = 1
 
 
 OpenRooms = Callable[[Pages, RoomOptions, Callable[[], None]], PageMover]

@@ -14,7 +14,14 @@ import numpy as np
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.messages.plan import CopyResult, Lookup, PageCopy, place_of
-from banyan.messages.rooms import CloseRoom, HandOff, OpenRoom, RoomClosed, RoomOrder
+from banyan.messages.rooms import (
+    CloseRoom,
+    HandOff,
+    OpenRoom,
+    RoomClosed,
+    RoomOrder,
+    replica_of,
+)
 from banyan.transfer.mover import Pages
 from banyan.transfer.rooms import wire
 from banyan.transfer.rooms.base import End, LoopThread, Outbox, RoomOptions
@@ -189,6 +196,10 @@ class GivingRooms:
             writer.transport.abort() if writer.is_closing() else writer.close()
 
     async def _answer(self, channel: wire.Channel, seek: wire.Seek) -> None:
+        options = self._options
+        if ports := replica_of(seek.room, options.replicas) - options.replica:
+            await channel.send(wire.ELSEWHERE, wire.pack(wire.Elsewhere(ports)))
+            return
         room = await self._find(channel, seek.room)
         if isinstance(room, wire.Gone):
             await channel.send(wire.GONE, wire.pack(room))

@@ -161,11 +161,34 @@ class TakingRooms:
         host, _, port = order.peer.rpartition(":")
         if not self._options.secret and not is_loopback(host):
             raise _Lost(400, f"{where} is on another machine, and this server has no secret")
+        place = host.strip("[]"), int(port)
+        channel, kind, body = await self._ask(order, *place, where, writers)
+        if kind == wire.ELSEWHERE:
+            ports = wire.unpack(body, wire.Elsewhere).ports
+            if not 0 < place[1] + ports < 1 << 16:
+                raise wire.Broken(f"a replica {ports} ports further")
+            place = place[0], place[1] + ports
+            channel, kind, body = await self._ask(order, *place, where, writers)
+        if kind != wire.FOUND:
+            raise wire.Broken("none of its replicas has the room")
+        said = wire.unpack(body, wire.Found)
+        _check_facts(said.facts, self._options.facts, where)
+        if said.units != order.units:
+            raise _Lost(503, f"{where} says that the prompt has another length")
+        return channel
+
+    async def _ask(
+        self,
+        order: SeekRoom,
+        host: str,
+        port: int,
+        where: str,
+        writers: list[asyncio.StreamWriter],
+    ) -> tuple[wire.Channel, int, bytes]:
+        """A connection to one replica, and what it says of the room."""
         try:
             async with asyncio.timeout(_CONNECT_S):
-                reader, writer = await asyncio.open_connection(
-                    host.strip("[]"), int(port), limit=_BUFFER_BYTES
-                )
+                reader, writer = await asyncio.open_connection(host, port, limit=_BUFFER_BYTES)
         except TimeoutError:
             raise _Lost(504, f"{where} did not answer within {_CONNECT_S:g} s") from None
         except OSError as error:
@@ -176,17 +199,12 @@ class TakingRooms:
         patience_s = self._options.patience_s
         try:
             async with asyncio.timeout(patience_s) as patience:
-                found = await self._said(channel, wire.MAX_FOUND, where)
+                return channel, *await self._said(channel, wire.MAX_FOUND, where)
         except TimeoutError:
             if not patience.expired():
                 raise
             text = f"{where} was not asked for this room within {patience_s:g} s"
             raise _Lost(504, text) from None
-        said = wire.unpack(found[1], wire.Found)
-        _check_facts(said.facts, self._options.facts, where)
-        if said.units != order.units:
-            raise _Lost(503, f"{where} says that the prompt has another length")
-        return channel
 
     async def _take(
         self, order: SeekRoom, channel: wire.Channel, sought: _Sought, where: str

@@ -23,7 +23,7 @@ from banyan.messages.rooms import HandOff
 from banyan.transfer.rooms.carrier import Landing
 
 GREETING = b"banyan rooms 1\n"
-SEEK, WANT, DONE, PING, FOUND, PAGE, ABSENT, HANDOFF, GONE, GRANT, SENT = range(1, 12)
+SEEK, WANT, DONE, PING, FOUND, PAGE, ABSENT, HANDOFF, GONE, GRANT, SENT, ELSEWHERE = range(1, 13)
 """Kinds of frames: SEEK, WANT, DONE and GRANT come from the server that takes."""
 PING_S = 1.0
 """A server that gives says at least so often that it lives."""
@@ -73,6 +73,12 @@ class Sent(msgspec.Struct, frozen=True):
     """The code of each page of a grant, as it was written; b"" = none was."""
 
     codes: list[bytes]
+
+
+class Elsewhere(msgspec.Struct, frozen=True):
+    """Another replica of this server has the room: so many ports further."""
+
+    ports: int
 
 
 class Gone(msgspec.Struct, frozen=True):
@@ -217,7 +223,7 @@ def read_handoff(body: bytes, room: bytes, prompt_len: int, vocab_size: int) -> 
 
 
 MAX_SEEK = {SEEK: 1 << 10}
-MAX_FOUND = {FOUND: _MAX_WORDS_BYTES}
+MAX_FOUND = {FOUND: _MAX_WORDS_BYTES, ELSEWHERE: _MAX_WORDS_BYTES}
 MAX_GONE = {GONE: _MAX_WORDS_BYTES}
 MAX_WANT = {WANT: 1 << 23}
 MAX_GRANT = {GRANT: _MAX_WORDS_BYTES}
