@@ -29,6 +29,7 @@ from banyan.parallel.groups import open_groups
 from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
 from banyan.runner.adapters import open_seats
+from banyan.runner.expert_record import open_expert_watch
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.open_forward import RunnerSizes
 from banyan.runner.speculative.beside import DraftModel
@@ -137,7 +138,8 @@ def open_model(
         bool(config.model.quantization) or not card.stores_floats
     )
     seats = open_seats(config.lora, traits, is_rounded)
-    build = Build(ops, groups, dtype, device, units, seats)
+    watch = open_expert_watch(config.experts, rank, traits, ops.recorder)
+    build = Build(ops, groups, dtype, device, units, seats, watch)
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
             f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
@@ -174,7 +176,7 @@ def _open_draft(
     card = served if is_ahead else card_of_the_draft(config.speculative, model)
     ops = _bind(config, card, traits, build.device, toolkit)
     # Drafts are guesses, and the same for all adapters.
-    mine = replace(build, ops=ops, kv_units=(), adapters=None)
+    mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None)
     if is_ahead:
         log.info("draft layer=%d", card.num_layers)
         ahead = load_the_ahead(model, card, target, mine, config.cache.page_size)

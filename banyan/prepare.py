@@ -27,6 +27,7 @@ from banyan.frontend.requests.settings import check_preferred
 from banyan.frontend.templates.named import fill_in_form, template_source
 from banyan.grammar.base import BACKENDS
 from banyan.runner.speculative import DRAFTERS
+from banyan.server.admin.metric_labels import check_labels
 from banyan.server.admin.traces import check_traces
 from banyan.server.life.warmups import WARMUPS, named_warmups
 from banyan.server.tool_servers.start import DEMO, addresses, named_servers
@@ -114,6 +115,7 @@ def check_names(config: Config) -> None:
             hint="run: pip install 'banyan[metrics]'",
         )
     meters_of(config.observe)
+    check_labels(config.observe)
     check_traces(config.observe)
     kv_events(config.observe)
     template_source(server.chat_template)

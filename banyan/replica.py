@@ -46,6 +46,7 @@ from banyan.messages.orders import (
     ForgetDrafts,
     Order,
     ReadWeight,
+    RecordExperts,
     ReleaseMemory,
     ResumeMemory,
     StartProfile,
@@ -67,6 +68,7 @@ from banyan.opening import (
 )
 from banyan.ops.bind import PROBES
 from banyan.runner.adapters import AdapterRack, open_rack
+from banyan.runner.expert_record import open_expert_record, prepare_nothing, refuse_to_record
 from banyan.runner.kvstore import KVStore
 from banyan.runner.meter import OpMeter
 from banyan.runner.orders import Carrier, OrderTaker
@@ -232,6 +234,12 @@ def _with_orders(
         StartProfile: profiler.prepare_start,
         StopProfile: profiler.prepare_stop,
     }
+    record = open_expert_record(
+        config.experts, card, opened.build, name, config.observe.step_log_interval
+    )
+    carriers[RecordExperts] = prepare_nothing if record is None else record.prepare
+    if not config.experts.recorder:
+        carriers[RecordExperts] = refuse_to_record
     if runner.drafting is not None:
         carriers[ForgetDrafts] = runner.drafting.prepare_flush
     if rack is not None:

@@ -37,7 +37,8 @@ ARROWS = {
     "models": "layers parallel config.card config.facts config.adapters config.adapter_card"
     " families formats ops base",
     "transfer": "base config messages",
-    "runner": "base config messages models layers parallel ops platform transfer memory.groups",
+    "runner": "base config messages models layers parallel ops platform transfer memory.groups"
+    " formats.arrays",
 }
 """Room -> what it may import of the house, itself aside."""
 SHELVES = {

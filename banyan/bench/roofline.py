@@ -149,7 +149,9 @@ def whole_step(
     read = [t for t in tensors if not (is_untied and t.name in tables)]
     numbers = sum(_count(t) for t in read)
     head = sum(_count(t) for t in read if t.name in (*tables, "output.weight", "lm_head.weight"))
-    attending = sum(card.kind_of(layer) != STATE for layer in range(card.num_layers))
+    attending = sum(
+        any(kind != STATE for kind in card.kept_by(layer)) for layer in range(card.num_layers)
+    )
     kv_numbers = attending * card.kept_per_token
     attention = 4 * attending * card.num_heads * card.head_dim * context * tokens
     return OpCost(

@@ -20,6 +20,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "list": "banyan.cli.models:held_here",
         "rm": "banyan.cli.models:remove_one",
         "lora": "banyan.cli.lora:lora",
+        "quantize": "banyan.cli.quantize:quantize",
         "verify": "banyan.cli.verify:verify",
         "simulate": "banyan.cli.simulate:simulate",
         "plan": "banyan.cli.plan:plan",
@@ -51,6 +52,7 @@ HELP = """banyan VERB [flags]
   bench WHAT      measure a server or this machine's engine: serving, batch, throughput
   plan MODEL      what it takes of this machine, and how much fits, before it is loaded
   lora inspect P  what an adapter brings, and whether it fits a model
+  quantize IN OUT make a model of 4 or 8 bits from one of float weights
   verify MODEL    hold what is served against transformers, token by token
   simulate MODEL  what a layout of devices would give, before it is bought
   replay FILE     check a journal against this build, or send its requests once more

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, start_logging, tell
 from banyan.bench.options import option, split_options
-from banyan.config.card import STATE
 from banyan.config.cli import parse
 from banyan.config.defaults import Defaults, settle
 from banyan.config.env import read_environment
@@ -69,7 +68,7 @@ def simulate(argv: Sequence[str]) -> int:
     tell(log, config.observe.notes)
     _refuse_what_is_not_simulated(config)
     config, card = prepare(config, environment)
-    if STATE in card.layer_kinds:
+    if card.has_states:
         raise ConfigError(
             "this model is not simulated: some of its layers keep a state, and no figure here "
             "counts those",
@@ -80,8 +79,9 @@ def simulate(argv: Sequence[str]) -> int:
         Layout(parallel.tp, parallel.pp, parallel.dp, parallel.is_joined)
     ]
     config, _ = settle(config, _defaults(hardware))
+    schedule = replace(config.schedule, max_queued=0, max_queued_tokens=0)
     question = Question(
-        config=replace(config, schedule=replace(config.schedule, max_queued=0)),
+        config=replace(config, schedule=schedule),
         card=card,
         hardware=hardware,
         arrivals=list(_arrivals(options)),

@@ -12,6 +12,10 @@ WINDOW = "window"
 """A layer reads the last `window` positions only; pages below return while the request runs."""
 STATE = "state"
 """A layer keeps one running state of the whole prefix; copies of it mark where to resume."""
+BOTH = "full and state"
+"""Full attention and a state side by side, which read the same and whose results are added."""
+NONE = "none"
+"""A layer mixes no tokens and keeps nothing."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,9 @@ class StateFacts:
         heads, key_heads: value heads, and those that they share keys and queries of.
         key_dim, value_dim: of a head: its state is [key_dim, value_dim].
         least_step, most_step: bounds of what a state moves on with one token.
+        norm: of what a scan's heads give: "gated" (behind their gate) | "plain" (before it) | "".
+        factors: on what the projection of a scan makes: gate, values, keys, queries, steps.
+        factor: on what the layer gives.
     """
 
     mixer: str
@@ -95,6 +102,9 @@ class StateFacts:
     value_dim: int = 0
     least_step: float = 0.0
     most_step: float = math.inf
+    norm: str = "gated"
+    factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    factor: float = 1.0
 
     def units(self, hidden_size: int) -> int:
         """What ranks share of a layer: channels, or the heads that have keys of their own."""
@@ -121,6 +131,9 @@ class ExpertFacts:
         group_best: a group is as good as the sum of this many of its best scores.
         has_correction: a bias per expert counts for the choice and not for the weight.
         has_bias: the router and every projection of the experts have one.
+        is_gated: each expert, and the block beside them, has a gate.
+        latent: width that experts read and give, between two projections that all share; 0 = the
+            stream's.
         limit, alpha: the gated unit is clamped (`ops/experts_api.py`, Clamp); 0 = it is not.
     """
 
@@ -141,6 +154,8 @@ class ExpertFacts:
     limit: float = 0.0
     alpha: float = 0.0
     jitter: float = 0.0
+    is_gated: bool = True
+    latent: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,7 +197,7 @@ class ModelCard:
         path: local file (GGUF) or folder (safetensors) that holds the weights.
         format: "gguf" | "safetensors".
         architecture: Hugging Face class name ("LlamaForCausalLM"); GGUF names are mapped to it.
-        layer_kinds: "full", "window" or "state" per layer.
+        layer_kinds: FULL, WINDOW, STATE, BOTH or NONE per layer; () = FULL for all.
         dtype: dtype of the stored weights as text ("float32", "bfloat16", "q4_1" …).
     """
 
@@ -220,6 +235,11 @@ class ModelCard:
     """Factor on q·k; 0 = 1/sqrt(head_dim)."""
     attention_cap: float = 0.0
     """Attention logits become cap·tanh(logits/cap); 0 = off."""
+    attention_factor: float = 1.0
+    """Factor on what attention adds to the residual stream."""
+    gate_factor: float = 1.0
+    up_factor: float = 1.0
+    """Factors on the two projections of a feed-forward block."""
     attention_sinks: bool = False
     """Each head has a learned logit in the softmax that has no value."""
     embedding_scale: float = 1.0
@@ -284,6 +304,15 @@ class ModelCard:
 
     def kind_of(self, layer: int) -> str:
         return self.layer_kinds[layer] if self.layer_kinds else FULL
+
+    def kept_by(self, layer: int) -> tuple[str, ...]:
+        """The kinds of cache that a layer has: FULL, WINDOW, STATE."""
+        kind = self.kind_of(layer)
+        return {BOTH: (FULL, STATE), NONE: ()}.get(kind, (kind,))
+
+    @property
+    def has_states(self) -> bool:
+        return STATE in self.layer_kinds or BOTH in self.layer_kinds
 
     def rope_of(self, layer: int) -> RopeFacts:
         is_window = self.kind_of(layer) == WINDOW

@@ -137,7 +137,8 @@ def _card(facts: Facts, path: str, architecture: str, family: HubForm) -> ModelC
     """What every family has."""
     vocab_size = facts.integer("vocab_size", 1, MAX_VOCAB)
     context_length = facts.integer("max_position_embeddings", 1, MAX_LENGTH, default=family.context)
-    num_layers = facts.integer("num_hidden_layers", 1, MAX_LAYERS)
+    default = family.num_layers(facts)
+    num_layers = facts.integer("num_hidden_layers", 1, MAX_LAYERS, default=default)
     num_heads, num_kv_heads, head_dim = _heads(facts, family)
     biases = family.biases(facts)
     kinds, window = family.kinds(facts, num_layers)

@@ -33,9 +33,15 @@ _RULES = (
     ),
     _Idle(
         "collect-tokens-histogram bucket-time-to-first-token bucket-inter-token-latency "
-        "bucket-e2e-request-latency prompt-tokens-buckets generation-tokens-buckets",
+        "bucket-e2e-request-latency prompt-tokens-buckets generation-tokens-buckets "
+        "tokenizer-metrics-allowed-custom-labels tokenizer-metrics-custom-labels-header",
         lambda c: not c.observe.metrics,
         "nothing is counted without --enable-metrics",
+    ),
+    _Idle(
+        "tokenizer-metrics-custom-labels-header",
+        lambda c: c.observe.metrics and not c.observe.label_names,
+        "no label is listed with --tokenizer-metrics-allowed-custom-labels",
     ),
     _Idle(
         "prompt-tokens-buckets generation-tokens-buckets",
@@ -137,6 +143,11 @@ _RULES = (
         "lora-eviction-policy",
         lambda c: not c.lora.is_enabled and not c.lora.paths,
         "there are no adapters without --enable-lora or --lora-paths",
+    ),
+    _Idle(
+        "expert-distribution-recorder-buffer-size enable-expert-distribution-metrics",
+        lambda c: not c.experts.recorder,
+        "nothing is recorded without --expert-distribution-recorder-mode",
     ),
     _Idle("install-model", lambda c: not c.model.source.startswith("pypi:"), "no pypi: is named"),
 )

@@ -9,7 +9,7 @@ from dataclasses import replace
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list
 from banyan.base.log import logger, printable
-from banyan.config.card import STATE, ModelCard
+from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
 from banyan.config.env import Environment
 from banyan.config.facts import read_json
@@ -155,7 +155,7 @@ def _check_the_pair(config: Config, card: ModelCard, draft: ModelCard, source: s
             f"{its / 1e6:,.0f} million: its drafts would take longer than the answers",
             hint="name a smaller model, or serve this one and let the other draft",
         )
-    if any(draft.kind_of(layer) == STATE for layer in range(draft.num_layers)):
+    if draft.has_states:
         raise ConfigError(
             f"{name} keeps a recurrent state, which does not go back where a draft was wrong",
             hint="name a model that attends",

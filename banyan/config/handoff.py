@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError
 from banyan.base.hosts import is_loopback
-from banyan.config.card import STATE, ModelCard
+from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
 
@@ -63,7 +63,7 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
         )
     if card.pooling is not None or card.needs_whole_prompts or config.model.is_embedding:
         raise ConfigError(f"{flag}: this model generates nothing", hint="leave it out")
-    if STATE in card.layer_kinds:
+    if card.has_states:
         _check_the_states(flag, config)
     if handoff.mode == "prefill" and not is_loopback(config.server.host):
         _check_the_secret(flag, config.server.host, environment)

@@ -22,6 +22,7 @@ from banyan.config.drafts import find_the_draft, fits
 from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
 from banyan.config.execution import EXECUTION_RULES
+from banyan.config.experts import check_the_expert_flags
 from banyan.config.handoff import check_the_handoff
 from banyan.config.joined import check_the_dense_blocks, check_the_joined_replicas
 from banyan.config.lora import plan_the_adapters
@@ -406,6 +407,7 @@ RULES = (
     plan_the_drafts,
     check_the_bursts,
     plan_the_adapters,
+    check_the_expert_flags,
 )
 
 

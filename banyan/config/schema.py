@@ -132,6 +132,8 @@ class ScheduleConfig:
     """Requests of one stage's step, of which there is one; 0 = as many as run."""
     max_queued: int = 0
     """Waiting requests before 503; 0 = unbounded."""
+    max_queued_tokens: int = 0
+    """Tokens of their prompts before 503; 0 = unbounded."""
     priorities: bool = False
     """Requests of higher priority go first."""
     low_priority_first: bool = False
@@ -313,6 +315,20 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """What is counted of the choices of experts, and where experts lie (`docs/parallel.md`)."""
+
+    recorder: str = ""
+    """What is kept of them: "stat", "stat_approx", "per_pass", "per_token"; "" = nothing."""
+    buffer: int = 0
+    """Passes that are kept; -1 = all, 0 = as many as are usual."""
+    reports: bool = False
+    """A line in the log of how evenly the experts are chosen."""
+    folder: str = ""
+    """Where dumps go; "" = that of temporary files."""
+
+
+@dataclass(frozen=True)
 class HandoffConfig:
     mode: str = "null"
     """"prefill" computes prompts and hands them over, "decode" continues them, "null" does both."""
@@ -470,6 +486,9 @@ class ObserveConfig:
     """Folder of profiles; "" = that of temporary files."""
     metrics: bool = False
     """Count requests and tokens, and tell them at /metrics."""
+    labels_header: str = "x-custom-labels"
+    label_names: tuple[str, ...] = ()
+    """Labels of those figures that requests may bring, as a JSON object in that header."""
     ttft_buckets: tuple[float, ...] = ()
     itl_buckets: tuple[float, ...] = ()
     e2e_buckets: tuple[float, ...] = ()
@@ -515,5 +534,6 @@ class Config:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

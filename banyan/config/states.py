@@ -4,7 +4,7 @@ apart. Part of `config/resolve.py`; knows no pages.
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.card import STATE, ModelCard
+from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import CacheConfig, Config
 
@@ -19,7 +19,7 @@ _FLAGS = {
 
 def check_the_states(config: Config, card: ModelCard, environment: Environment) -> Config:
     cache = config.cache
-    if STATE not in card.layer_kinds:
+    if not card.has_states:
         for field, flag in _FLAGS.items():
             if getattr(cache, field) != getattr(CacheConfig(), field):
                 log.warning("%s has no effect: no layer of this model keeps a state", flag)

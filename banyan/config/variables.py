@@ -48,7 +48,6 @@ IDLE = {
     "ASCEND_MF_STORE_URL": _NO_TRANSFER,
     "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": _NO_EXPERTS,
     "DEEP_NORMAL_MODE_USE_INT8_QUANT": _NO_EXPERTS,
-    "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR": _NO_EXPERTS,
     "SGLANG_SCHEDULER_SKIP_ALL_GATHER": "one plan is broadcast, and nothing is gathered",
     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "a step is planned while another runs",
     "SGLANG_ENABLE_SPEC_V2": "drafts are verified in steps that overlap",
@@ -242,6 +241,13 @@ SETTINGS = {
             "observe.profile_dir",
             "folder of the files that /stop_profile writes",
             proof="tests/system/test_profile.py::test_a_profile_lies_in_the_folder_of_the_variable",
+        ),
+        Flag(
+            "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR",
+            "experts.folder",
+            "folder of the files that /dump_expert_distribution_record writes",
+            proof="tests/system/test_expert_record.py"
+            "::test_what_is_recorded_equals_the_choices_of_the_routers",
         ),
         Flag(
             "SGLANG_SET_CPU_AFFINITY",

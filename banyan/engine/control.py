@@ -16,6 +16,7 @@ from banyan.messages.orders import (
     ForgetDrafts,
     Order,
     ReadWeight,
+    RecordExperts,
     ReleaseMemory,
     ResumeMemory,
     StartProfile,
@@ -140,6 +141,11 @@ def stop_profile(core: EngineCore, control: Control, now: float) -> Reply | None
     return _give(core, control, now, StopProfile())
 
 
+def record_experts(core: EngineCore, control: Control, now: float, what: str) -> Reply | None:
+    """Start or stop to record the choices of experts, or write them down."""
+    return _give(core, control, now, RecordExperts(what, time.time_ns() // 1000))
+
+
 def load_adapter(core: EngineCore, control: Control, now: float) -> None:
     """Load an adapter under a name; answered when every rank has it, or none."""
     name, path = str(control.args.get("name")), str(control.args.get("path"))
@@ -197,6 +203,9 @@ VERBS: Mapping[str, Verb] = {
     "read_weight": read_weight,
     "start_profile": start_profile,
     "stop_profile": stop_profile,
+    "start_expert_record": partial(record_experts, what="start"),
+    "stop_expert_record": partial(record_experts, what="stop"),
+    "dump_expert_record": partial(record_experts, what="dump"),
     "load_adapter": load_adapter,
     "unload_adapter": unload_adapter,
 }

@@ -83,6 +83,7 @@ def core_spec(
             max_request_tokens=memory.max_request_tokens,
             depth=schedule.depth,
             max_queued=schedule.max_queued,
+            max_queued_tokens=schedule.max_queued_tokens,
             wait_s=schedule.wait_s,
             run_s=schedule.run_s,
             token_gap=schedule.token_gap,

@@ -42,6 +42,8 @@ FAMILIES: Table[Family] = Table(
         "BailingMoeV2ForCausalLM": "banyan.families.bailing:BAILING_MOE_V2",
         "MiniMaxM2ForCausalLM": "banyan.families.minimax:MINIMAX_M2",
         "Mamba2ForCausalLM": "banyan.families.mamba:MAMBA2",
+        "FalconH1ForCausalLM": "banyan.families.mamba:FALCON_H1",
+        "NemotronHForCausalLM": "banyan.families.nemotron:NEMOTRON_H",
         "BambaForCausalLM": "banyan.families.mamba:BAMBA",
         "GraniteMoeHybridForCausalLM": "banyan.families.mamba:GRANITE_HYBRID",
         "Qwen3NextForCausalLM": "banyan.families.qwen_next:QWEN3_NEXT",

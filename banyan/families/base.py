@@ -90,6 +90,10 @@ def no_more(facts: Facts, card: ModelCard) -> ModelCard:
     return card
 
 
+def not_told(facts: Facts) -> int | None:
+    return None
+
+
 def without_logits(facts: Facts, card: ModelCard) -> ModelCard:
     """The head, if there is one, scores classes: it is no copy of the embedding."""
     return replace(card, tie_embeddings=False)
@@ -105,6 +109,7 @@ class HubForm:
         context: default of the longest context.
         inner_keys: keys of the inner width of feed-forward blocks; the first that is there counts;
             () where a block has none.
+        num_layers: how many layers there are, where num_hidden_layers does not say it.
         activation_key, activation: key of the activation, and the one this family is built with.
         head_dim: default; 0 = hidden size / heads.
         rope_theta: default.
@@ -129,6 +134,7 @@ class HubForm:
     rope_kinds: Mapping[str, str] = field(default_factory=dict)
     biases: Callable[[Facts], Biases] = llama_biases
     kinds: Callable[[Facts, int], Kinds] = window_everywhere
+    num_layers: Callable[[Facts], int | None] = not_told
     more: More = no_more
 
 
@@ -178,6 +184,7 @@ class Family:
         post_norm: what they give is normed before it joins the stream.
         parallel: both read the same norm of the stream and join it together.
         gated: the feed-forward block has a gate.
+        has_single_parts: a layer mixes tokens or is a feed-forward block (NONE), never both.
         qk_norm: "" | "head" (each head of q and k by itself) | "turned head" (as "head", after it
             has rotated) | "width" (all heads together).
         has_attention_gate: what a head of attention gives is scaled by the sigmoid of a gate, which
@@ -193,6 +200,7 @@ class Family:
     post_norm: bool = False
     parallel: bool = False
     gated: bool = True
+    has_single_parts: bool = False
     qk_norm: str = ""
     has_attention_gate: bool = False
     ahead: Ahead | None = None

@@ -1,4 +1,5 @@
-"""Mamba-2, alone and beside attention: Bamba, and Granite 4 (hybrid, with experts or without).
+"""Mamba-2, alone and beside attention: Bamba, Granite 4 (hybrid, with experts or without), and
+Falcon-H1, which has both in every layer.
 
 Source: the documented fields and defaults of the families' configuration classes.
 """
@@ -6,7 +7,7 @@ Source: the documented fields and defaults of the families' configuration classe
 import math
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ModelCard, RopeFacts, StateFacts
+from banyan.config.card import BOTH, FULL, STATE, ModelCard, RopeFacts, StateFacts
 from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Family, HubForm, Kinds, state_where
 from banyan.families.experts import mixtral_experts
@@ -14,7 +15,7 @@ from banyan.families.granite import of_hub as granite
 from banyan.families.lfm import MAX_TAPS
 from banyan.families.names import HUB_NAMES, NameMap
 
-_MAX_HEADS = 4096
+MAX_HEADS = 4096
 _MAX_STEP = 1e9
 _NAMES = {
     "mamba": STATE,
@@ -24,7 +25,7 @@ _NAMES = {
 }
 """What lists of layers call each kind, in older and newer files."""
 
-_PARTS = {
+MIXER_PARTS = {
     "in_proj": "mix:z+x+b+c+dt",
     "conv1d": "conv:x+b+c",
     "dt_bias": "gates.bias",
@@ -37,7 +38,7 @@ _PARTS = {
 
 def _mixer(module: str) -> dict[str, str]:
     """Names of a Mamba-2 layer that is called `module`."""
-    return {f"{module}.{name}": f"layers.{{}}.attention.{to}" for name, to in _PARTS.items()}
+    return {f"{module}.{name}": f"layers.{{}}.attention.{to}" for name, to in MIXER_PARTS.items()}
 
 
 _MIXER = _mixer("model.layers.{}.mamba")
@@ -45,15 +46,16 @@ _MIXER = _mixer("model.layers.{}.mamba")
 
 def state_of(facts: Facts, card: ModelCard) -> StateFacts:
     inner = facts.integer("mamba_expand", 1, 64, default=2) * card.hidden_size
-    heads = facts.integer("mamba_n_heads", 1, _MAX_HEADS, default=128)
-    groups = facts.integer("mamba_n_groups", 1, _MAX_HEADS, default=1)
+    inner = facts.integer("mamba_d_ssm", 1, MAX_WIDTH, default=inner)
+    heads = facts.integer("mamba_n_heads", 1, MAX_HEADS, default=128)
+    groups = facts.integer("mamba_n_groups", 1, MAX_HEADS, default=1)
     told = facts.any("mamba_d_head")
     value_dim = inner // heads
     if inner % heads or told not in (None, "auto", value_dim):
         raise facts.error("mamba_d_head", told, f"{inner} inner numbers / {heads} heads")
     if heads % groups:
         raise facts.error("mamba_n_heads", heads, f"a multiple of {groups} groups")
-    least, most = _limits(facts)
+    least, most = limits_of(facts)
     return StateFacts(
         mixer="scan",
         taps=facts.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
@@ -72,12 +74,12 @@ def _mamba2(facts: Facts, card: ModelCard) -> ModelCard:
     """A model of nothing else, in words of its own."""
     heads, value_dim = card.num_heads, facts.integer("head_dim", 1, MAX_WIDTH, default=64)
     inner = facts.integer("expand", 1, 64, default=2) * card.hidden_size
-    groups = facts.integer("n_groups", 1, _MAX_HEADS, default=8)
+    groups = facts.integer("n_groups", 1, MAX_HEADS, default=8)
     if heads * value_dim != inner:
         raise facts.error("head_dim", value_dim, f"{inner} inner numbers / {heads} heads")
     if heads % groups:
         raise facts.error("n_groups", groups, f"a divisor of {heads} heads")
-    least, most = _limits(facts)
+    least, most = limits_of(facts)
     state = StateFacts(
         mixer="scan",
         taps=facts.integer("conv_kernel", 2, MAX_TAPS, default=4),
@@ -93,7 +95,7 @@ def _mamba2(facts: Facts, card: ModelCard) -> ModelCard:
     return replace(card, state=state, rope=RopeFacts(kind="none"))
 
 
-def _limits(facts: Facts) -> tuple[float, float]:
+def limits_of(facts: Facts) -> tuple[float, float]:
     """Bounds of a step. Python's JSON has infinity; others write it as a text or an object."""
     listed = facts.listed("time_step_limit")
     if not listed:
@@ -134,6 +136,79 @@ def _granite(facts: Facts, card: ModelCard) -> ModelCard:
         return replace(card, intermediate_size=shared)
     return replace(card, experts=replace(mixtral_experts(facts, card), shared_inner=shared))
 
+
+def _falcon(facts: Facts, card: ModelCard) -> ModelCard:
+    """Falcon-H1 scales nearly everything by constants. What goes into a projection is scaled behind
+    it, and the keys' factor is one on q·k."""
+
+    def factor(key: str) -> float:
+        return facts.number(key, 1e-9, 1e9, default=1.0)
+
+    into, steps = factor("attention_in_multiplier"), factor("ssm_in_multiplier")
+    gate, down = _several(facts, "mlp_multipliers", 2)
+    of_state = _several(facts, "ssm_multipliers", 5)
+    state = state_of(facts, card)
+    if facts.flag("projectors_bias", default=False) != state.has_bias:
+        raise facts.error("projectors_bias", not state.has_bias, "the same as mamba_proj_bias")
+    for key, has_bias, scale in (
+        ("attention_bias", card.attention_bias, into),
+        ("mamba_proj_bias", state.has_bias, steps),
+        ("mlp_bias", card.mlp_bias, down),
+    ):
+        if has_bias and scale != 1:
+            raise facts.error(key, True, f"false beside a multiplier of {scale:g}")
+    norm = "plain" if facts.flag("mamba_norm_before_gate", default=True) else "gated"
+    state = replace(
+        state,
+        norm=norm if facts.flag("mamba_rms_norm", default=False) else "",
+        factors=tuple(steps * value for value in of_state),
+        factor=factor("ssm_out_multiplier"),
+    )
+    return replace(
+        card,
+        state=state,
+        embedding_scale=factor("embedding_multiplier"),
+        logit_scale=factor("lm_head_multiplier"),
+        attention_scale=card.head_dim**-0.5 * into**2 * factor("key_multiplier"),
+        attention_factor=into * factor("attention_out_multiplier"),
+        gate_factor=gate,
+        up_factor=down,
+    )
+
+
+def _several(facts: Facts, key: str, count: int) -> tuple[float, ...]:
+    """That many factors; ones where none are given."""
+    listed = facts.listed(key) or [1.0] * count
+    good = [float(v) for v in listed if isinstance(v, int | float) and 1e-9 <= v <= 1e9]
+    if len(good) != count or len(listed) != count:
+        raise facts.error(key, listed, f"{count} numbers above 0")
+    return tuple(good)
+
+
+FALCON_H1 = Family(
+    hub=HubForm(
+        eps=1e-5,
+        context=8192,
+        kinds=lambda facts, num_layers: ((BOTH,) * num_layers, 0),
+        more=_falcon,
+    ),
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES
+            | {
+                f"model.layers.{{}}.mamba.{name}": f"layers.{{}}.state.{to}"
+                for name, to in MIXER_PARTS.items()
+            }
+            | {
+                "model.layers.{}.pre_ff_layernorm": "layers.{}.mlp_norm",
+                "model.layers.{}.feed_forward.gate_proj": "layers.{}.mlp.gate_up:gate",
+                "model.layers.{}.feed_forward.up_proj": "layers.{}.mlp.gate_up:up",
+                "model.layers.{}.feed_forward.down_proj": "layers.{}.mlp.down",
+                "model.final_layernorm": "norm",
+            }
+        )
+    },
+)
 
 MAMBA2 = Family(
     hub=HubForm(

@@ -92,6 +92,7 @@ class GGUFFile(MappedFile):
     def __init__(self, path: str, is_mapped: bool = True, has_words: bool = True) -> None:
         super().__init__(path, "GGUF", is_mapped)
         self.metadata: dict[str, object] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
         self._has_words = has_words
         self._num_items = 0
         self._at = 0
@@ -138,10 +139,16 @@ class GGUFFile(MappedFile):
 
     def _read_metadata(self, num_keys: int) -> None:
         for _ in range(num_keys):
+            start = self._at
             key = self._string(MAX_NAME_BYTES)
             if key in self.metadata:
                 raise self.error(f"metadata key {printable(key)!r} appears twice")
             self.metadata[key] = self._value(key)
+            self._spans[key] = (start, self._at)
+
+    def pairs(self) -> dict[str, bytes]:
+        """The metadata by key, each with its key as it lies in the file."""
+        return {key: self._map[start:end] for key, (start, end) in self._spans.items()}
 
     def _value(self, key: str) -> object:
         kind = int(self._number(_U32))

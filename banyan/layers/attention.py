@@ -11,6 +11,7 @@ from banyan.layers.cache import CacheTensor, Caching, LayerCache
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.norm import RMSNorm, SpreadNorm
 from banyan.layers.rotary import Angles
+from banyan.layers.scale import Factors
 from banyan.layers.slot import Layer, ShardRule, Turning, WeightSlot
 from banyan.layers.step import AttentionSpec, StepInputs
 from banyan.ops.pages import stored_width
@@ -27,6 +28,7 @@ class AttentionShape:
             before or after it rotates, or all heads together.
         has_sinks: each head has a learned logit beside those of the keys.
         is_gated: what a head gives is scaled by the sigmoid of a gate that comes with its query.
+        factor: on what the block gives.
     """
 
     layer: int
@@ -44,6 +46,7 @@ class AttentionShape:
     rotary_dim: int = 0
     has_sinks: bool = False
     is_gated: bool = False
+    factor: float = 1.0
 
 
 class Sinks(Layer):
@@ -103,6 +106,7 @@ class Attention(Caching):
         )
         self.is_gated = shape.is_gated
         self.sinks = Sinks(shape.heads, build) if shape.has_sinks else None
+        self.factor = Factors([(shape.dim, shape.factor)], build)
         out_rule = ShardRule(1, shape.head_dim)
         self.out = RowLinear(width, shape.dim, out_rule, shape.has_output_bias, group, build)
 
@@ -125,7 +129,7 @@ class Attention(Caching):
         attended = step.attention(self.spec, q, k, v, sinks).flatten(1)
         for each in gate:
             attended = self.ops.apply_gate(attended, each, "sigmoid")
-        return self.out(attended)
+        return self.factor(self.out(attended))
 
 
 def paged_cache(spec: AttentionSpec, build: Build, kv_heads: int) -> LayerCache:

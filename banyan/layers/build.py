@@ -10,6 +10,7 @@ from banyan.parallel.groups import ALONE, Groups
 
 if TYPE_CHECKING:
     from banyan.layers.adapted import AdapterSeats
+    from banyan.layers.expert_watch import ExpertWatch
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Build:
         dtype: of activations and unpacked weights.
         kv_units: by layer, what its keys and values are kept in units of; () = 1 for all.
         adapters: what may lie beside the projections; None = nothing ever does.
+        watch: told of the experts that tokens choose; None = nobody is.
     """
 
     ops: Ops
@@ -29,3 +31,4 @@ class Build:
     device: torch.device = torch.device("cpu")
     kv_units: tuple[float, ...] = ()
     adapters: "AdapterSeats | None" = None
+    watch: "ExpertWatch | None" = None

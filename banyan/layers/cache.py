@@ -92,7 +92,8 @@ def numbered_through(models: Sequence[Sequence[LayerCache]]) -> list[LayerCache]
 def align_groups(card: ModelCard, mine: Sequence[PageGroup]) -> tuple[PageGroup, ...]:
     """The groups of the whole model, of which this rank may hold no layer; where the card knows
     of none that is ours, ours are all."""
-    kinds = [card.kind_of(layer) for layer in range(0 if card.is_encoder else card.num_layers)]
+    layers = range(0 if card.is_encoder else card.num_layers)
+    kinds = [kind for layer in layers for kind in card.kept_by(layer)]
     keys = dict.fromkeys((kind, card.window if kind == WINDOW else 0) for kind in kinds)
     held = {(group.kind, group.window): group for group in mine}
     if not held.keys() <= keys.keys():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from banyan.config.card import ExpertFacts
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear
-from banyan.layers.mlp import GatedMLP, gate_of
+from banyan.layers.mlp import GatedMLP, PlainMLP, gate_of
 from banyan.layers.slot import Layer, ShardRule, WeightSlot, single
 from banyan.ops.experts_api import Clamp, PackedExperts, Routing, StoredExperts
 from banyan.ops.stored import StoredWeight
@@ -22,8 +22,9 @@ from banyan.parallel.groups import Group
 class Router(Layer):
     """Scores of all experts for each token; every rank chooses for itself, and the same."""
 
-    def __init__(self, dim: int, facts: ExpertFacts, build: Build) -> None:
+    def __init__(self, dim: int, facts: ExpertFacts, build: Build, layer: int = 0) -> None:
         super().__init__()
+        self.layer, self.watch = layer, build.watch
         self.shape = (facts.count, dim)
         self.has_correction, self.has_bias = facts.has_correction, facts.has_bias
         self.ops = build.ops
@@ -52,7 +53,10 @@ class Router(Layer):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """returns: ids [tokens, per_token] int64, weights [tokens, per_token] fp32."""
-        return self.ops.route(x, self.weight, self.correction, self.rule, self.bias)
+        ids, weights = self.ops.route(x, self.weight, self.correction, self.rule, self.bias)
+        if self.watch is not None:
+            self.watch.saw(self.layer, ids)
+        return ids, weights
 
 
 class ExpertWeights(Layer):
@@ -131,12 +135,14 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, facts: ExpertFacts, activation: str, build: Build) -> None:
         super().__init__()
-        gate_of(activation, build.ops)
-        self.activation = activation
+        if facts.is_gated:
+            gate_of(activation, build.ops)
+        self.activation, self.is_gated = activation, facts.is_gated
         self.ops = build.ops
         inner, filled = facts.inner, self._pack
         self.clamp = Clamp(facts.limit, facts.alpha) if facts.limit else None
-        count, parts, has_bias = facts.count, ("gate", "up"), facts.has_bias
+        parts = ("gate", "up") if facts.is_gated else ("up",)
+        count, has_bias = facts.count, facts.has_bias
         self.gate_up = ExpertWeights(
             *(count, (inner, dim), parts, ShardRule(0), has_bias, build, filled)
         )
@@ -151,6 +157,8 @@ class Experts(nn.Module):
             return
         gate_up, down = self.gate_up.taken(), self.down.taken()
         gate, up = tuple(gate_up[0::2]), tuple(gate_up[1::2])
+        if not self.is_gated:
+            gate, up = (), tuple(gate_up)
         first = self.gate_up.mine.start
         biases, of_inner, of_outer = None, self.gate_up.biases, self.down.biases
         if of_inner is not None and of_outer is not None:
@@ -170,25 +178,39 @@ class Experts(nn.Module):
 
 
 class ExpertBlock(nn.Module):
-    """Router, experts, and the block beside them that every token goes through."""
+    """Router, experts, and the block beside them that every token goes through.
 
-    def __init__(self, dim: int, facts: ExpertFacts, activation: str, build: Build) -> None:
+    Args:
+        layer: its number in the model.
+    """
+
+    def __init__(
+        self, dim: int, facts: ExpertFacts, activation: str, build: Build, layer: int = 0
+    ) -> None:
         super().__init__()
         self.ops = build.ops
-        self.router = Router(dim, facts, build)
-        self.experts = Experts(dim, facts, activation, build)
+        self.router = Router(dim, facts, build, layer)
+        self.experts = Experts(facts.latent or dim, facts, activation, build)
+        self.into = self.back = None
+        if facts.latent:
+            whole, latent = {"": ShardRule()}, facts.latent
+            self.into = ColumnLinear(dim, {"": latent}, whole, False, Group(), build)
+            self.back = ColumnLinear(latent, {"": dim}, whole, False, Group(), build)
         self.group = build.groups.ffn
-        self.shared: GatedMLP | None = None
+        self.shared: GatedMLP | PlainMLP | None = None
         self.shared_gate: ColumnLinear | None = None
         if facts.shared_inner:
             inner = facts.shared_inner
-            self.shared = GatedMLP(dim, inner, activation, False, self.group, build)
+            block = GatedMLP if facts.is_gated else PlainMLP
+            self.shared = block(dim, inner, activation, False, self.group, build)
         if facts.has_shared_gate:
             self.shared_gate = ColumnLinear(dim, {"": 1}, {"": ShardRule()}, False, Group(), build)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.group.gather_rows(x)
-        routed = self.experts(rows, *self.router(rows))
+        routed = self.experts(rows if self.into is None else self.into(rows), *self.router(rows))
+        if self.back is not None:
+            routed = self.back(routed)
         if self.shared is None:
             return routed
         shared = self.shared.of_gathered(rows)

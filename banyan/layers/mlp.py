@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from banyan.base.errors import ModelError
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear, RowLinear
+from banyan.layers.scale import Factors
 from banyan.layers.slot import ShardRule
 from banyan.ops.api import Ops
 from banyan.parallel.groups import Group
@@ -33,6 +34,7 @@ class GatedMLP(nn.Module):
     """
     Args:
         activation: Hugging Face name of the gate's function ("silu", "gelu", "gelu_pytorch_tanh").
+        factors: on what the projections to gate and up make.
 
     Raises:
         ModelError: an activation that is not known.
@@ -46,6 +48,7 @@ class GatedMLP(nn.Module):
         has_bias: bool,
         group: Group,
         build: Build,
+        factors: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         super().__init__()
         self.gate = gate_of(activation, build.ops)
@@ -53,6 +56,8 @@ class GatedMLP(nn.Module):
         rules = {part: ShardRule(0) for part in parts}
         self.group = group
         self.gate_up = ColumnLinear(dim, parts, rules, has_bias, group, build)
+        first, last = ShardRule(0).span(inner, group)
+        self.factors = Factors([(last - first, factor) for factor in factors], build)
         self.down = RowLinear(inner, dim, ShardRule(1), has_bias, group, build)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,13 +65,13 @@ class GatedMLP(nn.Module):
 
     def of_gathered(self, x: Tensor) -> Tensor:
         """x: rows that the group has gathered already; returns this replica's."""
-        return self.down(self.gate(self.gate_up(x)))
+        return self.down(self.gate(self.factors(self.gate_up(x))))
 
 
 class PlainMLP(nn.Module):
     """
     Args:
-        activation: Hugging Face name of the function ("gelu_pytorch_tanh", "gelu").
+        activation: Hugging Face name of the function ("gelu_pytorch_tanh", "gelu", "relu2").
 
     Raises:
         ModelError: an activation that is not known.
@@ -83,7 +88,11 @@ class PlainMLP(nn.Module):
     ) -> None:
         super().__init__()
         ops = build.ops
-        known = {"gelu_pytorch_tanh": ops.gelu_tanh, "gelu": torch.nn.functional.gelu}
+        known: dict[str, Callable[[Tensor], Tensor]] = {
+            "gelu_pytorch_tanh": ops.gelu_tanh,
+            "gelu": torch.nn.functional.gelu,
+            "relu2": lambda x: ops.apply_gate(x, x, "relu"),
+        }
         if activation not in known:
             raise ModelError(f"activation {activation!r} is not one of: {', '.join(known)}")
         self.activation = known[activation]
@@ -93,4 +102,8 @@ class PlainMLP(nn.Module):
         self.down = RowLinear(inner, dim, ShardRule(1), has_bias, group, build)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(self.group.gather_rows(x))))
+        return self.of_gathered(self.group.gather_rows(x))
+
+    def of_gathered(self, x: Tensor) -> Tensor:
+        """See `GatedMLP`."""
+        return self.down(self.activation(self.up(x)))

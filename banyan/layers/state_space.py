@@ -11,6 +11,7 @@ from banyan.layers.cache import Caching, LayerCache
 from banyan.layers.decay import MATRIX, DecayGates, matrix_of
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.norm import SpreadNorm
+from banyan.layers.scale import Factors
 from banyan.layers.short_conv import INPUTS, ShortConv
 from banyan.layers.slot import Layer, ShardRule, WeightSlot
 from banyan.layers.step import StepInputs
@@ -48,7 +49,7 @@ class GroupedNorm(Layer):
 class StateSpace(Caching):
     """
     Args:
-        layer: number of the layer within the model.
+        layer: the number under which its states are kept.
         norm_eps: of the norm of what the heads give.
     """
 
@@ -67,6 +68,8 @@ class StateSpace(Caching):
         self.ops, self.layer, self.facts = build.ops, layer, facts
         self.sizes = (here["z"], sum(here[part] for part in mixed), here["dt"])
         self.mixed = tuple(here[part] for part in mixed)
+        self.factors = Factors(list(zip(here.values(), facts.factors, strict=True)), build)
+        self.factor = Factors([(dim, facts.factor)], build)
         self.mix = ColumnLinear(dim, outputs, rules, facts.has_bias, group, build)
         self.conv = ShortConv(
             {part: outputs[part] for part in mixed},
@@ -74,10 +77,10 @@ class StateSpace(Caching):
             *(facts.taps, facts.has_conv_bias, True, group, build),
         )
         self.gates = DecayGates(facts, ShardRule(0), True, build)
-        self.norm: SpreadNorm | GroupedNorm
-        if facts.key_heads == 1:
+        self.norm: SpreadNorm | GroupedNorm | None = None
+        if facts.norm and facts.key_heads == 1:
             self.norm = SpreadNorm(inner, facts.value_dim, group, norm_eps, build)
-        else:
+        elif facts.norm:
             self.norm = GroupedNorm(inner, facts.key_heads, norm_eps, build)
         self.out = RowLinear(
             inner, dim, ShardRule(1, facts.value_dim), facts.has_bias, group, build
@@ -88,11 +91,17 @@ class StateSpace(Caching):
     def forward(self, x: Tensor, angles: object, step: StepInputs) -> Tensor:
         """x: [tokens, dim]; nothing rotates; returns [tokens, dim]."""
         facts, ops = self.facts, self.ops
-        z, mixed, dt = self.mix(x).split(self.sizes, dim=-1)
+        z, mixed, dt = self.factors(self.mix(x)).split(self.sizes, dim=-1)
         states, rows = step.states(self.layer)
         v, k, q = self.conv(mixed, states[INPUTS], rows).split(self.mixed, dim=-1)
         q, k = (part.unflatten(-1, (-1, facts.key_dim)) for part in (q, k))
         v = v.unflatten(-1, (-1, facts.value_dim))  # [tokens, heads, value_dim]
         moved, kept = self.gates(dt)
         out = ops.scan(q, k, v, kept, moved, self.gates.skip, False, states[MATRIX], rows)
-        return self.out(self.norm(ops.apply_gate(out.flatten(1), z, "silu")))
+        out = out.flatten(1)
+        if self.norm is not None and facts.norm == "plain":
+            out = self.norm(out)
+        out = ops.apply_gate(out, z, "silu")
+        if self.norm is not None and facts.norm == "gated":
+            out = self.norm(out)
+        return self.factor(self.out(out))

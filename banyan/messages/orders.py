@@ -84,6 +84,15 @@ class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapte
     number: int
 
 
+class RecordExperts(msgspec.Struct, frozen=True, array_like=True, tag="record_experts"):
+    """Record which experts tokens choose, stop it, or write down what has been recorded."""
+
+    what: str
+    """ "start", "stop" or "dump"."""
+    stamp: int = 0
+    """In the name of the file of a dump."""
+
+
 Order = (
     TakeWeights
     | ReleaseMemory
@@ -94,6 +103,7 @@ Order = (
     | ForgetDrafts
     | TakeAdapter
     | DropAdapter
+    | RecordExperts
 )
 
 

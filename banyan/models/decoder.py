@@ -9,7 +9,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from banyan.config.card import STATE, WINDOW, ModelCard
+from banyan.config.card import BOTH, NONE, STATE, WINDOW, ModelCard
 from banyan.families.base import Family
 from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
@@ -42,10 +42,16 @@ class DecoderLayer(nn.Module):
         self.rope = card.rope_of(layer)
         self.is_parallel = family.parallel
         self.attention_norm = _stream(card, family, build)
-        self.attention = _attention(card, family, layer, build)
+        self.attention = None
+        if card.kind_of(layer) != NONE:
+            self.attention = _attention(card, family, layer, build)
+        beside = card.num_layers + layer  # numbers its states apart from the keys and values
+        is_both = card.kind_of(layer) == BOTH
+        self.state = _keeping(card, beside, build) if is_both else None
         self.attention_post_norm = _post_norm(card, family, build)
         self.mlp = _feed_forward(card, family, layer, build)
-        has_norm = self.mlp is not None and not family.parallel
+        has_both = self.mlp is not None and self.attention is not None
+        has_norm = has_both and not family.parallel
         self.mlp_norm = _stream(card, family, build) if has_norm else None
         self.mlp_post_norm = _post_norm(card, family, build)
 
@@ -55,7 +61,12 @@ class DecoderLayer(nn.Module):
         """x: what the block before adds to the residual stream, None before the first block;
         returns the same two."""
         x, residual = self.attention_norm.add(x, residual)
+        if self.attention is None:
+            assert self.mlp is not None, "a layer of nothing"
+            return self.mlp(x), residual
         attended = self.attention(x, angles, step)
+        if self.state is not None:
+            attended = self.ops.add(attended, self.state(x, angles, step))
         if self.mlp is None:
             return attended, residual
         if self.mlp_norm is None:
@@ -151,18 +162,16 @@ def _feed_forward(
     card: ModelCard, family: Family, layer: int, build: Build
 ) -> GatedMLP | PlainMLP | ExpertBlock | None:
     """None where a layer does nothing but mix tokens."""
-    if not card.intermediate_size:
+    mixes_only = family.has_single_parts and card.kind_of(layer) != NONE
+    if not card.intermediate_size or mixes_only:
         return None
     if card.experts is not None and layer not in card.experts.dense_layers:
-        return ExpertBlock(card.hidden_size, card.experts, card.hidden_act, build)
-    return (GatedMLP if family.gated else PlainMLP)(
-        card.hidden_size,
-        card.intermediate_size,
-        card.hidden_act,
-        card.mlp_bias,
-        build.groups.ffn if card.experts is None else build.groups.dense_ffn,
-        build,
-    )
+        return ExpertBlock(card.hidden_size, card.experts, card.hidden_act, build, layer)
+    group = build.groups.ffn if card.experts is None else build.groups.dense_ffn
+    sizes = (card.hidden_size, card.intermediate_size, card.hidden_act, card.mlp_bias)
+    if not family.gated:
+        return PlainMLP(*sizes, group, build)
+    return GatedMLP(*sizes, group, build, (card.gate_factor, card.up_factor))
 
 
 def _attention(
@@ -198,6 +207,7 @@ def _attention(
         rotary_dim=card.rotary_dim,
         has_sinks=card.attention_sinks,
         is_gated=family.has_attention_gate,
+        factor=card.attention_factor,
     )
     return Attention(shape, build)
 

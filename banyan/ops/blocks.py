@@ -92,6 +92,64 @@ def lay_q8_0(levels: Tensor, scale: Tensor) -> Tensor:
     return torch.cat([_octets(scale), levels.contiguous().view(torch.uint8)], dim=1)
 
 
+def lay_q5_0(levels: Tensor, scale: Tensor) -> Tensor:
+    """[n, 32] numbers 0…31, 16 of them for zero, and fp16 scales [n, 1] -> blocks [n, 22]."""
+    return torch.cat([_octets(scale), _fifths(levels), _halves(levels & 15)], dim=1)
+
+
+def lay_q5_1(levels: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    """[n, 32] numbers 0…31, fp16 scales and minima [n, 1] -> blocks [n, 24]."""
+    parts = [_octets(scale), _octets(minimum), _fifths(levels), _halves(levels & 15)]
+    return torch.cat(parts, dim=1)
+
+
+def lay_q4_k(
+    levels: Tensor, scales: Tensor, minima: Tensor, unit: Tensor, minimum_unit: Tensor
+) -> Tensor:
+    """[n, 8, 32] numbers 0…15, [n, 8] of 6 bits each, fp16 [n, 1] that these are counted in ->
+    blocks [n, 144]."""
+    pairs = levels.view(-1, 4, 2, 32)
+    low = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).flatten(1)
+    return torch.cat([_octets(unit), _octets(minimum_unit), _sixes(scales, minima), low], dim=1)
+
+
+def lay_q5_k(
+    levels: Tensor, scales: Tensor, minima: Tensor, unit: Tensor, minimum_unit: Tensor
+) -> Tensor:
+    """As `lay_q4_k`, of numbers 0…31 -> blocks [n, 176]."""
+    worth = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8).view(1, 8, 1)
+    high = ((levels >> 4) * worth).sum(1, dtype=torch.uint8)
+    low = lay_q4_k(levels & 15, scales, minima, unit, minimum_unit)
+    return torch.cat([low[:, :16], high, low[:, 16:]], dim=1)
+
+
+def lay_q6_k(levels: Tensor, scales: Tensor, unit: Tensor) -> Tensor:
+    """[n, 256] numbers 0…63, 32 of them for zero, [n, 16] int8, fp16 [n, 1] that these are counted
+    in -> blocks [n, 210]."""
+    halves = (levels & 15).view(-1, 2, 2, 64)
+    low = (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
+    quarters = (levels >> 4).view(-1, 2, 4, 32)
+    high = sum(
+        (quarters[:, :, i] << (2 * i) for i in range(4)), torch.zeros_like(quarters[:, :, 0])
+    )
+    octets = scales.contiguous().view(torch.uint8)
+    return torch.cat([low, high.flatten(1), octets, _octets(unit)], dim=1)
+
+
+def _sixes(scales: Tensor, minima: Tensor) -> Tensor:
+    """[n, 8] scales and minima of 6 bits -> the 12 bytes that `_q4_k_scales` takes apart."""
+    first = scales[:, :4] | ((scales[:, 4:] >> 4) << 6)
+    second = minima[:, :4] | ((minima[:, 4:] >> 4) << 6)
+    third = (scales[:, 4:] & 15) | ((minima[:, 4:] & 15) << 4)
+    return torch.cat([first, second, third], dim=1)
+
+
+def _fifths(levels: Tensor) -> Tensor:
+    """[n, 32] -> [n, 4]: the fifth bit of each number, which `_bits` takes apart."""
+    worth = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8)
+    return ((levels >> 4).view(-1, 4, 8) * worth).sum(2, dtype=torch.uint8)
+
+
 def _octets(numbers: Tensor) -> Tensor:
     """[n, 1] fp16 -> [n, 2]"""
     return numbers.contiguous().view(torch.uint8)

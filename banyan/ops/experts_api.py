@@ -12,7 +12,8 @@ class PackedExperts(Protocol):
     """The feed-forward blocks of this rank's experts, in the form of the kernel that runs them."""
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The sum over a token's experts of weight · down(act(gate(x)) · up(x)).
+        """The sum over a token's experts of weight · down(act(gate(x)) · up(x)), or without gates
+        of weight · down(act(up(x))).
 
         Experts add up in the order of their numbers; those that are elsewhere add nothing.
 
@@ -38,7 +39,8 @@ class StoredExperts:
 
     Attributes:
         first: number of the first one; the others follow it.
-        gate, up: [inner, dim] each.
+        gate, up: [inner, dim] each; no gates where the activation is "relu2", the square of what
+            is above zero.
         down: [dim, inner] each.
         activation: Hugging Face name of the gate's function, as for `layers/mlp.py`.
         biases: of gate, up [experts, inner] and down [experts, dim], fp32.

@@ -228,15 +228,19 @@ def _sparsemixer(logits: Tensor, rule: Routing) -> tuple[Tensor, Tensor]:
     return torch.cat(ids, dim=1), torch.cat(weights, dim=1)
 
 
+def relu_squared(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
 class DenseExperts:
     """Experts unpacked into plain floats, one after another over their own tokens."""
 
     def __init__(self, experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> None:
         gates = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_pytorch_tanh": gelu_tanh_and_mul}
         self.first = experts.first
-        self.gate = gates[experts.activation]
+        self.gate = gates.get(experts.activation, relu_squared)
         self.clamp = experts.clamp
-        pairs = zip(experts.gate, experts.up, strict=True)
+        pairs = zip(experts.gate, experts.up, strict=True) if experts.gate else zip(experts.up)
         self.gate_up = [stack(pair).dense.to(device, dtype) for pair in pairs]  # [2·inner, dim]
         self.down = [weight.dense.to(device, dtype) for weight in experts.down]
         self.biases: list[tuple[Tensor | None, Tensor | None]] = [(None, None)] * len(self.down)

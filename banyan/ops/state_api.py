@@ -34,7 +34,7 @@ class StateOps(Protocol):
         """x · curve(gate), number by number.
 
         x, gate: [tokens, dim] T, tokens may lie apart; curve: "" (the gate itself) | "silu" |
-        "sigmoid".
+        "sigmoid" | "relu" (of x itself: the square of what is above zero).
         returns: [tokens, dim] T.
         """
         ...

@@ -12,7 +12,7 @@ from banyan.ops.state_api import StateRows
 
 
 def apply_gate(x: Tensor, gate: Tensor, curve: str) -> Tensor:
-    curves = {"silu": functional.silu, "sigmoid": torch.sigmoid}
+    curves = {"silu": functional.silu, "sigmoid": torch.sigmoid, "relu": torch.relu}
     return x * (curves[curve](gate) if curve else gate)
 
 

@@ -55,6 +55,7 @@ _EACH_FOR_ITSELF: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), _BOTH),
     **dict.fromkeys(("/start_profile", "/stop_profile", "/get_weights_by_name"), _BOTH),
     **dict.fromkeys(("/flight_recorder",), _GET),
+    **{f"/{verb}_expert_distribution_record": _BOTH for verb in ("start", "stop", "dump")},
 }
 """Paths that change how one worker works, or look into it."""
 

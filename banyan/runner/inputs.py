@@ -86,6 +86,12 @@ class Batch:
         first = np.searchsorted(self.sampling, rows)
         return first + positions - (self.ends[rows] - drafts[rows])
 
+    @property
+    def positions(self) -> np.ndarray:
+        """Of each of the step's tokens; [tokens]."""
+        shifts = np.repeat(self.starts - self.offsets[:-1], self.counts)
+        return np.arange(self.offsets[-1], dtype=np.int64) + shifts
+
     def wanting(self, what: int) -> list[int]:
         """The rows that want it."""
         return [at for at, row in enumerate(self.rows) if row.want & what]

@@ -143,7 +143,10 @@ class _Answered:
 
 
 def _joined(told: list[tuple[int, str]]) -> str:
-    """What the ranks say, by number; what all of them say alike, once."""
+    """What the ranks say, by number; once what all of them say alike, or rank 0 alone."""
+    told = [(rank, text) for rank, text in told if text]
+    if not told:
+        return ""
     texts = {text for _, text in told}
     if len(texts) == 1 and (len(told) > 1 or told[0][0] == 0):
         return texts.pop()

@@ -314,6 +314,8 @@ class ModelRunner:
             burst = self._forward.burst(batch, steps, plan.step)
         if burst is None:
             self._forward.run(batch)
+        if self._build.watch is not None:
+            self._build.watch.ran(batch.positions)
         at = self.marks.end("forward", rows=len(batch.rows), tokens=int(batch.offsets[-1]))
         for stage in times:
             if trace is not None and at:

@@ -68,6 +68,7 @@ class Limits:
         whole_prompts: a prompt is never cut; one that is longer than a step goes alone.
         max_prompts: requests whose prompts one step computes, whole or in part; 0 = unbounded.
         max_queued: waiting requests before new ones are refused; 0 = unbounded.
+        max_queued_tokens: of their prompts, likewise.
         wait_s: longest that a request waits until it runs; 0 = any time.
         run_s: longest that it runs from then on; 0 = any time.
         max_request_tokens: longest prompt + output.
@@ -88,6 +89,7 @@ class Limits:
     max_request_tokens: int
     depth: int = 1
     max_queued: int = 0
+    max_queued_tokens: int = 0
     wait_s: float = 0.0
     run_s: float = 0.0
     token_gap: int = 0

@@ -5,6 +5,7 @@ from banyan.memory.cache import TOKEN_BYTES, KVCache
 from banyan.messages.requests import Generate
 from banyan.scheduler.adapters import Adapters, unknown_adapter
 from banyan.scheduler.budget import Limits
+from banyan.scheduler.request import Request
 from banyan.scheduler.roster import Roster
 
 
@@ -44,14 +45,31 @@ def check_request(
             param="priority",
             hint="Start the server with --enable-priority-scheduling.",
         )
-    if limits.max_queued and len(roster.waiting) >= limits.max_queued:
-        _make_room(roster, priorities.of(generate.priority))
+    if limits.max_queued or limits.max_queued_tokens:
+        _make_room(roster, limits, known, priorities.of(generate.priority))
 
 
-def _make_room(roster: Roster, priority: int) -> None:
-    """A request of which nothing was told gives its place in a full queue to a higher one."""
-    last = roster.waiting[-1]
-    if last.priority >= priority or last.admitted_s >= 0 or last.output_len:
-        raise RequestError("The request queue is full.", status=503, code="queue_full")
-    text = "The request is aborted by a higher priority request."
-    roster.fail(last, 503, text, "queue_full")
+def _make_room(roster: Roster, limits: Limits, known: int, priority: int) -> None:
+    """Requests of which nothing was told give their places in a full queue to a higher one, the
+    last of them first; none does where that is not enough. `known`: tokens of the new prompt."""
+    number = len(roster.waiting)
+    tokens = sum(r.prompt_len for r in roster.waiting) if limits.max_queued_tokens else 0
+    leaving: list[Request] = []
+    for last in reversed(roster.waiting):
+        if _has_room(limits, number, tokens + known):
+            break
+        if last.priority >= priority or last.admitted_s >= 0 or last.output_len:
+            raise RequestError("The request queue is full.", status=503, code="queue_full")
+        leaving.append(last)
+        number, tokens = number - 1, tokens - last.prompt_len
+    for last in leaving:
+        text = "The request is aborted by a higher priority request."
+        roster.fail(last, 503, text, "queue_full")
+
+
+def _has_room(limits: Limits, waiting: int, tokens: int) -> bool:
+    """Whether one more may wait beside so many, all of them with so many tokens. Where nobody waits
+    there is room for any prompt, else a long one would never be taken."""
+    if limits.max_queued and waiting >= limits.max_queued:
+        return False
+    return not waiting or not limits.max_queued_tokens or tokens <= limits.max_queued_tokens

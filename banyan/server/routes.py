@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from banyan.server.admin import (
     adapters,
+    experts,
     facts,
     health,
     loads,
@@ -149,6 +150,7 @@ def _fact_routes() -> list[Route]:
 def _operation_routes() -> list[Route]:
     adm = auth.ADMIN
     begin, end = profile.start_profile, profile.stop_profile
+    choices = "expert_distribution_record"
     weights, label = operate.update_weights_from_disk, operate.update_weight_version
     pause, go_on = operate.pause_generation, operate.continue_generation
     logs, ending = operate.configure_logging, facts.abort_request
@@ -177,6 +179,9 @@ def _operation_routes() -> list[Route]:
         Route("/unload_lora_adapter", _POST, leave, adm, about="one less", body=of_leaving),
         Route("/start_profile", _BOTH, begin, adm, about="record the steps", body=of_profile),
         Route("/stop_profile", _BOTH, end, adm, about="write the record"),
+        Route(f"/start_{choices}", _BOTH, experts.start_record, adm, about="count experts"),
+        Route(f"/stop_{choices}", _BOTH, experts.stop_record, adm, about="count them no more"),
+        Route(f"/dump_{choices}", _BOTH, experts.dump_record, adm, about="write the counts"),
         Route("/flight_recorder", _GET, recording.flight_recorder, adm, about="latest decisions"),
     ]
 

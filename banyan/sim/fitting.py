@@ -5,7 +5,7 @@ counted from the card, and `memory/sizing.py` divides what the weights leave, as
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import STATE, ModelCard
+from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.memory.sizing import MemoryPlan, plan_memory
 from banyan.sim.layout import Layout, cache_groups, weights_per_device
@@ -68,7 +68,7 @@ def fit(config: Config, card: ModelCard, room: Room, weight_bytes: float) -> Fit
         CapacityError: it does not fit.
         ConfigError: layers keep a state, which is not counted here.
     """
-    if STATE in card.layer_kinds:
+    if card.has_states:
         raise ConfigError(
             "this model is not planned: some of its layers keep a state, which is not counted here",
             hint="start it: the log tells the room there is",

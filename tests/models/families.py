@@ -381,6 +381,30 @@ _MAMBA = {
     "mamba_d_conv": 3,
     "mamba_chunk_size": 16,
 }
+_MUP = {
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.3,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.6,
+    "key_multiplier": 0.5,
+    "mlp_multipliers": [0.7, 0.4],
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.3,
+    "ssm_multipliers": [0.9, 0.4, 1.3, 0.8, 0.6],
+}
+_NEMOTRON = {
+    "num_hidden_layers": None,
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "conv_kernel": 3,
+    "chunk_size": 16,
+    "time_step_min": 1e-20,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+}
 _NEXT = {
     **_MOE,
     "head_dim": 16,
@@ -426,6 +450,68 @@ STATES: dict[str, tuple[str, dict]] = {
             "mamba_proj_bias": True,
             "time_step_limit": [0.2, 0.9],
             "attn_layer_indices": [0, 3],
+        },
+    ),
+    "falcon h1": (
+        "FalconH1",
+        {
+            **_MAMBA,
+            **_MUP,
+            "mamba_d_ssm": 60,
+            "mamba_d_head": 10,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+        },
+    ),
+    "falcon h1, no norm, biases": (
+        "FalconH1",
+        {
+            **_MAMBA,
+            "mamba_d_ssm": None,
+            "mamba_n_groups": 1,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mlp_multipliers": [0.7, 1.0],
+            "ssm_multipliers": [0.9, 0.4, 1.3, 0.8, 0.6],
+            "ssm_out_multiplier": 0.3,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon h1, norm before the gate": (
+        "FalconH1",
+        {**_MAMBA, "mamba_d_ssm": 96, "mamba_rms_norm": True, "num_hidden_layers": 2},
+    ),
+    "nemotron h": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"] * 2,
+            "n_routed_experts": 6,
+            "n_group": 2,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.7,
+            "moe_latent_size": 22,
+        },
+    ),
+    "nemotron h, dense, biases": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"],
+            "n_groups": 1,
+            "attention_bias": False,
+            "use_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron h, wide experts": (
+        "NemotronH",
+        {
+            **_NEMOTRON,
+            "layers_block_type": ["full_attention", "moe", "linear_attention"],
+            "n_routed_experts": 3,
         },
     ),
     "granite hybrid": (

@@ -46,7 +46,15 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
     convert(quantised, tmp_path / "m2.gguf", "Q4_1")
     cards.append(replace(card, path=str(tmp_path / "m2.gguf"), format="gguf"))
     alike = ("gemma2", "qwen3, bias", "starcoder2", "cohere2", "glm4", "phi3", "hunyuan")
-    states = ("lfm2", "bamba", "bamba, one group, biases", "granite hybrid", "qwen3 next")
+    states = (
+        "lfm2",
+        "bamba",
+        "bamba, one group, biases",
+        "granite hybrid",
+        "falcon h1",
+        "nemotron h",
+        "qwen3 next",
+    )
     for variant in (*alike, "olmo2", "olmo2, one kv head", *states):
         tiny(variant, tmp_path / variant)
         cards.append(read_card(str(tmp_path / variant)))

@@ -48,6 +48,7 @@ def experts_of(name, count, dim, inner, first=0, activation="silu", down=""):
         return tuple(whole.cut(0, e * outputs, (e + 1) * outputs) for e in range(count))
 
     gate, up = (several(inner, dim, name, seed) for seed in (0, 3))
+    gate = () if activation == "relu2" else gate
     return StoredExperts(first, gate, up, several(dim, inner, down or name, 5), activation)
 
 
@@ -171,7 +172,7 @@ def test_experts_stay_in_their_bits(library, name, bytes_of_32):
     assert taken == 4 * 3 * 256 * 512 // 32 * bytes_of_32
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu2"])
 @pytest.mark.parametrize(("dim", "inner"), [(1, 1), (19, 21), (33, 5)])
 def test_experts_of_odd_shapes_and_every_activation(library, activation, dim, inner):
     experts = experts_of("F32", 3, dim, inner, activation=activation)

@@ -118,7 +118,7 @@ def test_gates_of_decay_equal_the_reference_at_both_ends(states):
             torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-30)
 
 
-@pytest.mark.parametrize("curve", ["", "silu", "sigmoid"])
+@pytest.mark.parametrize("curve", ["", "silu", "sigmoid", "relu"])
 @pytest.mark.parametrize("dim", [1, 23, 64])
 def test_a_gate_equals_the_reference(states, curve, dim):
     x, gate = apart(random(5, dim)), apart(random(5, dim, seed=1), 3)

@@ -34,6 +34,8 @@ VARIANTS = {
     "lfm2, attention first, biases": {},
     "mamba2": {},
     "bamba": {},
+    "falcon h1": {},
+    "nemotron h": {},
     "granite hybrid, experts, rope": {},
     "qwen3 next": {},
     "qwen3 next, dense, shared keys": {},
@@ -54,8 +56,8 @@ def open_runner(folder, exact: bool = True, max_tokens: int = 64) -> ModelRunner
     model = load_model(card, build)
     layouts = tuple(GroupLayout(g.kind, g.window, PAGE, 256) for g in group_caches(model.caches))
     runner = ModelRunner(model, build, RunnerSizes(12, 128, layouts, max_tokens))
-    for layer in range(card.num_layers):  # who reads what no row has written gets no number
-        for pages in runner.store.tensors(layer).values():
+    for cache in model.caches:  # who reads what no row has written gets no number
+        for pages in runner.store.tensors(cache.layer).values():
             pages.fill_(float("nan"))
     return runner
 

@@ -105,3 +105,17 @@ def test_a_full_queue_makes_room_for_a_higher_request():
     evicted, refused = running.ends["b"], running.ends["d"]
     assert (evicted.status, refused.status) == (503, 503)
     assert "higher priority" in evicted.text and "queue is full" in refused.text
+
+
+def test_as_many_lower_requests_go_as_a_higher_one_has_tokens():
+    running = driver(max_queued_tokens=20)
+    running.submit("busy", PROMPT, new=20, priority=20)
+    running.step()
+    for name, priority, length in (("a", 2, 10), ("b", 0, 5), ("c", 0, 5)):
+        running.submit(name, [7] * length, priority=priority)
+    running.submit("wide", [8] * 11, priority=1)  # more than the two beneath it have
+    running.submit("high", [8] * 10, priority=1)
+    running.run()
+    assert running.ends["wide"].status == 503
+    assert {running.ends[name].status for name in "bc"} == {503}
+    assert isinstance(running.ends["a"], Finished) and isinstance(running.ends["high"], Finished)

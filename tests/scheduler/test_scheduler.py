@@ -2,6 +2,7 @@ from array import array
 
 import pytest
 
+from banyan.messages.events import Finished
 from banyan.messages.requests import Abort, Generate, RetractAll, StopAt
 from banyan.messages.sampling import SamplingParams
 from tests.scheduler.driver import Driver, asked, continuation, next_token
@@ -391,3 +392,17 @@ def test_no_more_requests_wait_than_told():
     driver.run()
     assert [driver.ends[name].request for name in ("runs", "a", "b")] == ["runs", "a", "b"]
     assert driver.ends["c"].status == 503
+
+
+def test_no_more_tokens_wait_than_told():
+    driver = Driver(spec=asked("--max-running-requests", "1", "--max-queued-tokens", "8"))
+    driver.submit("runs", [1, 2])
+    driver.step()
+    for name, length in (("a", 5), ("b", 4), ("c", 3)):
+        driver.submit(name, [ord(name)] * length)
+    driver.run()
+    assert driver.ends["b"].status == 503
+    assert [driver.ends[name].request for name in ("runs", "a", "c")] == ["runs", "a", "c"]
+    driver.submit("long", [3] * 12)  # nobody waits
+    driver.run()
+    assert isinstance(driver.ends["long"], Finished)

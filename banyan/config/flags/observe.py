@@ -124,6 +124,20 @@ FLAGS = (
         proof="tests/server/test_metrics.py::test_metrics_are_there_when_they_are_asked_for",
     ),
     Flag(
+        "tokenizer-metrics-allowed-custom-labels",
+        "observe.label_names",
+        "labels that requests may bring for what is counted of them, in a header; at most 100 sets "
+        "of values are told apart",
+        kind=WORDS,
+        proof="tests/server/test_metric_labels.py::test_a_request_counts_under_the_labels_it_brings",
+    ),
+    Flag(
+        "tokenizer-metrics-custom-labels-header",
+        "observe.labels_header",
+        "header with those labels, a JSON object of texts",
+        proof="tests/server/test_metric_labels.py::test_the_header_is_the_one_of_the_flag",
+    ),
+    Flag(
         "collect-tokens-histogram",
         "observe.length_histograms",
         "count prompts and answers by their length too",

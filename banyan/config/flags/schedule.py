@@ -21,6 +21,16 @@ FLAGS = (
         proof="tests/scheduler/test_scheduler.py::test_no_more_requests_wait_than_told",
     ),
     Flag(
+        "max-queued-tokens",
+        "schedule.max_queued_tokens",
+        "prompt tokens that may wait at a replica before new requests get 503; where none waits, "
+        "any prompt is taken; default: no bound",
+        kind=INT,
+        low=1,
+        documented=False,
+        proof="tests/scheduler/test_scheduler.py::test_no_more_tokens_wait_than_told",
+    ),
+    Flag(
         "chunked-prefill-size",
         "schedule.chunk_tokens",
         "prompt tokens per step; -1 = whole prompts; default: what suits the device, 512 on a CPU",

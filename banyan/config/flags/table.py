@@ -8,6 +8,7 @@ from banyan.base.log import printable
 from banyan.config.flags import cache as cache_flags
 from banyan.config.flags import (
     device,
+    experts,
     grammar,
     handoff,
     lora,
@@ -29,6 +30,7 @@ GROUPS = (
     ("Speculation", speculative.FLAGS),
     ("Prefill and decode", handoff.FLAGS),
     ("Adapters", lora.FLAGS),
+    ("Experts", experts.FLAGS),
     ("Machine", device.FLAGS),
     ("Logs", observe.FLAGS),
 )

@@ -19,7 +19,7 @@ from banyan.ops.experts_api import Routing, StoredExperts
 from banyan.ops.stored import StoredWeight
 
 _CURVES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}  # of bn_experts_in
-_CLAMPED = 3
+_CLAMPED, _PLAIN = 3, 4
 _SCORINGS = ("softmax", "sigmoid", "sparsemixer")  # Scoring of csrc/experts.h
 _GROUP = 16  # outputs of a tile
 _WEIGHT = np.dtype(
@@ -90,7 +90,8 @@ class Experts:
         self._library = library
         self._first, self._count = stored.first, len(stored.down)
         clamp = stored.clamp
-        self._curve = _CURVES[stored.activation] if clamp is None else _CLAMPED
+        self._curve = _CURVES.get(stored.activation, _PLAIN) if clamp is None else _CLAMPED
+        assert (self._curve == _PLAIN) == (not stored.gate), f"gates of {stored.activation}"
         self._clamp = (0.0, 0.0) if clamp is None else (clamp.limit, clamp.alpha)
         of_gate, of_up, of_down = stored.biases or (None, None, None)
 
@@ -113,8 +114,8 @@ class Experts:
             return is_exact or any(is_float(w.type, library.quantization) for w in weights)
 
         exact_in = keeps(*stored.gate, *stored.up)
-        self.gate = projection(stored.gate, of_gate, exact_in)
         self.up = projection(stored.up, of_up, exact_in)
+        self.gate = projection(stored.gate, of_gate, exact_in) if stored.gate else self.up
         self.down = projection(stored.down, of_down, keeps(*stored.down))
         self.dim, self.inner = stored.down[0].shape
         self._load = np.zeros(2, np.int64)

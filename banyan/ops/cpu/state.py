@@ -12,7 +12,7 @@ from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cpu.library import Library
 from banyan.ops.state_api import StateRows
 
-_CURVES = ("", "silu", "sigmoid")
+_CURVES = ("", "silu", "sigmoid", "relu")
 _MAX_TAPS = 16
 
 

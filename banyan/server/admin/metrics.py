@@ -1,5 +1,5 @@
 """/metrics: what this server has done, for Prometheus. No figure carries anything of a request's
-text, and no label comes from a request.
+text, and labels that come from one are those that the operator has listed.
 """
 
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from banyan.base.errors import RequestError
 from banyan.config.schema import Config
 from banyan.frontend.link.client import Replica
 from banyan.frontend.link.meter import Metrics
+from banyan.server.admin.metric_labels import CustomLabels
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState
 
@@ -24,11 +25,14 @@ async def show_metrics(exchange: Exchange, state: ServerState) -> None:
 
 
 def open_metrics(
-    config: Config, name: str, replicas: Callable[[], list[Replica]]
+    config: Config,
+    name: str,
+    replicas: Callable[[], list[Replica]],
+    labels: CustomLabels | None = None,
 ) -> Metrics | None:
     """None where none are wanted. The library is loaded only where they are."""
     if not config.observe.metrics:
         return None
     from banyan.server.admin.prometheus import PrometheusMetrics
 
-    return PrometheusMetrics(config, name, replicas)
+    return PrometheusMetrics(config, name, replicas, labels)

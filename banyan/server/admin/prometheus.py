@@ -7,6 +7,7 @@ heartbeats when somebody asks.
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -19,10 +20,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from banyan.config.buckets import bounds_of
-from banyan.config.schema import Config
+from banyan.config.schema import Config, ObserveConfig
 from banyan.frontend.link.client import Replica
 from banyan.frontend.link.meter import CLOSED, Course
 from banyan.messages.events import accept_length
+from banyan.server.admin.metric_labels import CustomLabels
 
 Replicas = Callable[[], list[Replica]]
 
@@ -42,49 +44,114 @@ class PrometheusMetrics:
 
     Args:
         name: of the model, as clients call it.
+        labels: those that requests bring; None = they bring none.
     """
 
     kind = CONTENT_TYPE_LATEST
 
-    def __init__(self, config: Config, name: str, replicas: Replicas) -> None:
+    def __init__(
+        self, config: Config, name: str, replicas: Replicas, labels: CustomLabels | None = None
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._values = (name, _UNIFIED)
-        observe = config.observe
-        self._ttft = self._histogram(
+        self._labels = labels
+        custom = labels.names if labels else ()
+        families = _Families(self._registry, config.observe, (*_LABELS, *custom))
+        self._series_of = cache(lambda values: _Series(families, (name, _UNIFIED, *values)))
+        self._plain = self._series_of(labels.none if labels else ())
+        self._registry.register(_Gauges(config, name, replicas))
+
+    def first_tokens(self, seconds: float) -> None:
+        self._series.first_tokens(seconds)
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        self._series.next_tokens(seconds, count)
+
+    def ended(self, course: Course) -> None:
+        self._series.ended(course)
+
+    def show(self) -> bytes:
+        return generate_latest(self._registry)
+
+    @property
+    def _series(self) -> "_Series":
+        """That of the request at hand."""
+        return self._plain if self._labels is None else self._series_of(self._labels.now())
+
+
+class _Families:
+    """Every counter and histogram, over all values of the labels."""
+
+    def __init__(
+        self, registry: CollectorRegistry, observe: ObserveConfig, labels: Sequence[str]
+    ) -> None:
+        self._registry = registry
+        self._labels = tuple(labels)
+        self.ttft = self._histogram(
             "time_to_first_token_seconds", "Time to first token", observe.ttft_buckets or _WAITS
         )
-        self._itl = self._histogram(
+        self.itl = self._histogram(
             "inter_token_latency_seconds", "Time between tokens", observe.itl_buckets or _GAPS
         )
-        self._e2e = self._histogram(
+        self.e2e = self._histogram(
             "e2e_request_latency_seconds", "Time of whole requests", observe.e2e_buckets or _WHOLE
         )
-        self._queue = self._histogram("queue_time_seconds", "Wait for a place", _WAITS)
-        self._requests = self._counter("num_requests", "Requests that have ended")
-        self._aborted = self._counter("num_aborted_requests", "Requests that did not end in order")
-        self._structured = self._counter("num_so_requests", "Requests with a constrained output")
-        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
-        self._output_tokens = self._counter("generation_tokens", "Tokens that were generated")
-        cached = Counter(
+        self.queue = self._histogram("queue_time_seconds", "Wait for a place", _WAITS)
+        self.requests = self._counter("num_requests", "Requests that have ended")
+        self.aborted = self._counter("num_aborted_requests", "Requests that did not end in order")
+        self.structured = self._counter("num_so_requests", "Requests with a constrained output")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
+        self.output_tokens = self._counter("generation_tokens", "Tokens that were generated")
+        self.cached = Counter(
             "sglang:cached_tokens",
             "Tokens of prompts that came from the cache",
-            (*_LABELS, "cache_source"),
-            registry=self._registry,
+            (*self._labels, "cache_source"),
+            registry=registry,
         )
-        self._from_device, self._from_store = (
-            cached.labels(*self._values, source) for source in ("device", "storage")
-        )
-        self._prompts = self._outputs = None
+        self.prompts = self.outputs = None
         if observe.length_histograms:
-            self._prompts = self._histogram(
+            self.prompts = self._histogram(
                 "prompt_tokens_histogram", "Lengths of prompts", bounds_of(observe.prompt_buckets)
             )
-            self._outputs = self._histogram(
+            self.outputs = self._histogram(
                 "generation_tokens_histogram",
                 "Lengths of answers",
                 bounds_of(observe.output_buckets),
             )
-        self._registry.register(_Gauges(config, name, replicas))
+
+    def _counter(self, name: str, about: str) -> Counter:
+        return Counter(f"sglang:{name}", about, self._labels, registry=self._registry)
+
+    def _histogram(self, name: str, about: str, bounds: Sequence[float]) -> Histogram:
+        return Histogram(
+            f"sglang:{name}",
+            about,
+            self._labels,
+            registry=self._registry,
+            buckets=sorted({*bounds, math.inf}),
+        )
+
+
+class _Series:
+    """The figures of requests with the same labels. Implements Meter."""
+
+    def __init__(self, families: _Families, values: Sequence[str]) -> None:
+        self._ttft, self._itl, self._e2e, self._queue = (
+            each.labels(*values)
+            for each in (families.ttft, families.itl, families.e2e, families.queue)
+        )
+        self._requests, self._aborted, self._structured = (
+            each.labels(*values)
+            for each in (families.requests, families.aborted, families.structured)
+        )
+        self._prompt_tokens = families.prompt_tokens.labels(*values)
+        self._output_tokens = families.output_tokens.labels(*values)
+        self._from_device, self._from_store = (
+            families.cached.labels(*values, source) for source in ("device", "storage")
+        )
+        self._prompts = self._outputs = None
+        if families.prompts is not None and families.outputs is not None:
+            self._prompts = families.prompts.labels(*values)
+            self._outputs = families.outputs.labels(*values)
 
     def first_tokens(self, seconds: float) -> None:
         self._ttft.observe(seconds)
@@ -112,23 +179,6 @@ class PrometheusMetrics:
         if self._prompts is not None and self._outputs is not None:
             self._prompts.observe(usage.prompt_tokens)
             self._outputs.observe(usage.output_tokens)
-
-    def show(self) -> bytes:
-        return generate_latest(self._registry)
-
-    def _counter(self, name: str, about: str) -> Counter:
-        whole = Counter(f"sglang:{name}", about, _LABELS, registry=self._registry)
-        return whole.labels(*self._values)
-
-    def _histogram(self, name: str, about: str, bounds: Sequence[float]) -> Histogram:
-        whole = Histogram(
-            f"sglang:{name}",
-            about,
-            _LABELS,
-            registry=self._registry,
-            buckets=sorted({*bounds, math.inf}),
-        )
-        return whole.labels(*self._values)
 
 
 class _Gauges(Collector):

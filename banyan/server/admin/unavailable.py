@@ -35,7 +35,6 @@ _TIERS = (
 )
 _CORPUS = "Drafts come from what the server has seen, and corpora are not read."
 _PROFILE = "No traces are sent; /start_profile and /stop_profile record the steps in a file."
-_EXPERTS = "Expert parallelism is not available in this build."
 _PEERS = "A server keeps the role of --disaggregation-mode."
 _AUDIO = "Audio models are not available in this build."
 _SETTINGS = "Settings are frozen at start-up; start the server again with other flags."
@@ -51,9 +50,6 @@ _ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/list_external_corpora": (_GET, _CORPUS),
     "/set_trace_level": (_BOTH, _PROFILE),
     "/freeze_gc": (_BOTH, _GC),
-    "/start_expert_distribution_record": (_BOTH, _EXPERTS),
-    "/stop_expert_distribution_record": (_BOTH, _EXPERTS),
-    "/dump_expert_distribution_record": (_BOTH, _EXPERTS),
     "/init_weights_update_group": (_POST, _GROUPED),
     "/destroy_weights_update_group": (_POST, _GROUPED),
     "/update_weights_from_distributed": (_POST, _GROUPED),

@@ -9,7 +9,6 @@ import contextlib
 import difflib
 import re
 from collections.abc import Awaitable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Protocol, TypeVar
 
 from banyan.base.errors import RequestError
@@ -31,7 +30,7 @@ from banyan.server.http.limits import (
     too_late,
 )
 from banyan.server.http.route import WITH_BODY, Route
-from banyan.server.http.tracing import Tracing
+from banyan.server.http.tracing import Around
 
 log = logger(__name__)
 
@@ -76,8 +75,8 @@ class App(Generic[S]):
         self.state = state
         self.routes = {route.path: route for route in routes}
         assert len(self.routes) == len(routes), "two routes share a path"
-        self.traces: Tracing | None = None
-        """None where nothing is traced."""
+        self.around: Sequence[Around] = ()
+        """What requests that may make something run within: their span, their labels."""
         self.exchanges: dict[Exchange, None] = {}
         self._ended = asyncio.Event()
         self._guard = auth.Guard(
@@ -123,7 +122,9 @@ class App(Generic[S]):
             declared = exchange.headers.get(b"content-length")
             most = self._most_body(route, exchange)
             exchange.body = await read_body(receive, declared, most, body)
-            with self._traced(exchange):
+            with contextlib.ExitStack() as within:
+                for enter in self.around if exchange.method in WITH_BODY else ():
+                    within.enter_context(enter(exchange))
                 await self._run(route, exchange, receive)
         except RequestError as error:
             await _quietly(exchange.fail(error))
@@ -227,12 +228,6 @@ class App(Generic[S]):
         if exchange.headers.get(b"content-encoding", b"identity") != b"identity":
             raise RequestError("compressed bodies are not accepted", code="unsupported_encoding")
         return True
-
-    def _traced(self, exchange: Exchange) -> AbstractContextManager[None]:
-        """The span of a request that may make something; what only looks has none."""
-        if self.traces is None or exchange.method not in WITH_BODY:
-            return nullcontext()
-        return self.traces.exchange(exchange)
 
     async def _run(self, route: Route[S], exchange: Exchange, receive: Receive) -> None:
         """Run the handler until it ends, the client leaves, or `stop` is called."""

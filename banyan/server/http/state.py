@@ -40,7 +40,7 @@ from banyan.server.store.storage import Storage, storage_path
 from banyan.server.tool_servers.base import ToolServers
 
 if TYPE_CHECKING:
-    from banyan.server.http.tracing import Tracing
+    from banyan.server.http.tracing import Around, Tracing
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,8 @@ class ServerState:
     responses: ResponseStore = field(default_factory=ResponseStore)
     metrics: Metrics | None = None
     """None where nothing is counted."""
+    labels: "Around | None" = None
+    """None where requests bring no labels for what is counted."""
     recent: Recent | None = None
     """None where nothing is kept for the loss of an engine."""
     recordings: Callable[[], dict[int, Callable[[], bytes]]] = dict
@@ -186,6 +188,12 @@ class ServerState:
         self.storage = Storage(storage_path(self.config.server))
         self.keys = Keys(self.config.server.api_key, self.config.server.api_key_file)
         self.adapters = AdapterNames.of(self.config.lora)
+
+    @property
+    def around(self) -> "list[Around]":
+        """What requests that may make something run within."""
+        traced = None if self.traces is None else self.traces.exchange
+        return [each for each in (traced, self.labels) if each is not None]
 
     def has_begun(self, work: "asyncio.Task[None]") -> bool:
         """Whether requests of this handler went to the engine, whose end is logged there."""

@@ -1,10 +1,14 @@
 """Tracing: what the server needs of whoever traces its requests. Knows no way to do it."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from banyan.frontend.requests.generation import Generator
 from banyan.server.http.exchange import Exchange
+
+Around = Callable[[Exchange], AbstractContextManager[None]]
+"""What the handling of one request runs within; RequestError when the request is refused for it."""
 
 
 class Tracing(Protocol):

@@ -210,7 +210,7 @@ class Server:
         for supervisor in supervisors:
             supervisor.start(self.state.config, card)
         self.state.service = service = await open_service(self.state, card, fleet)
-        self.app.traces = self.state.traces
+        self.app.around = self.state.around
         for supervisor in supervisors:
             supervisor.settled()
         host = self._config.server.host

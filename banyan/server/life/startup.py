@@ -27,6 +27,7 @@ from banyan.frontend.threads import use_threads
 from banyan.frontend.words.load import open_tokenizer
 from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.messages.events import Ready
+from banyan.server.admin.metric_labels import open_labels
 from banyan.server.admin.metrics import open_metrics
 from banyan.server.admin.traces import open_traces
 from banyan.server.http.state import ServerState, Service
@@ -60,7 +61,9 @@ async def open_service(state: ServerState, card: ModelCard, client: Replicas) ->
     limits = limits_of(config, card, ready, words.tokenizer)
     defaults = sampling_defaults(config.server)
     recommended = _model_defaults(config, card)
-    state.metrics = open_metrics(config, state.served_name, client.replicas)
+    labels = open_labels(config.observe)
+    state.labels = None if labels is None else labels.exchange
+    state.metrics = open_metrics(config, state.served_name, client.replicas, labels)
     if config.observe.dumps:
         state.recent = Recent(Path(config.observe.dumps))
     state.traces = open_traces(config.observe, state.served_name, state.version)

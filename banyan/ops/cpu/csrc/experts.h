@@ -76,8 +76,8 @@ struct ExpertRowsArgs {  // rows of pairs to 8 bits
 };
 
 // CLAMPED: a gate of at most `limit` times its sigmoid at `alpha`, times one more than an up of at
-// most `limit` to either side.
-enum Curve : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED = 3 };
+// most `limit` to either side. PLAIN: there is no gate, and what is above zero is squared.
+enum Curve : int32_t { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED = 3, PLAIN = 4 };
 
 // act(x · gate) · (x · up) of every pair.
 struct ExpertsInArgs {

@@ -255,6 +255,7 @@ inline vf joined(const ExpertsInArgs& a, vf gate, vf up) {
   if (a.curve == SILU) return silu(gate) * up;
   if (a.curve == GELU) return gelu(gate) * up;
   if (a.curve == GELU_TANH) return gelu_tanh(gate) * up;
+  if (a.curve == PLAIN) return up * max(splat(0.0f), up);
   gate = min(splat(a.limit), gate);  // what is no number stays
   up = max(splat(-a.limit), min(splat(a.limit), up));
   return gate_by(gate, gate * splat(a.alpha)) * (up + splat(1.0f));
@@ -288,7 +289,8 @@ void in_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Wo
     unit += last - first;
     auto panel = [&](int64_t expert, int64_t row, int64_t count) {
       for (int64_t group = first; group < last; group++) {
-        outputs_of(a, a.gate[expert], a.dim, group, row, count, gate, scratch);
+        if (a.curve != PLAIN)
+          outputs_of(a, a.gate[expert], a.dim, group, row, count, gate, scratch);
         outputs_of(a, a.up[expert], a.dim, group, row, count, up, scratch);
         int64_t left = a.inner - group * GROUP;
         for (int64_t r = 0; r < count; r++)
@@ -307,10 +309,11 @@ void in_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Wo
 void in_cost(const void* args, const Sizes&, double* bytes, double* operations) {
   const ExpertsInArgs& a = *(const ExpertsInArgs*)args;
   double pairs = (double)a.load->pairs;
-  double weights = (double)groups_of(a.inner) * (double)(group_bytes((int32_t)a.gate->format, a.dim) +
-                                                         group_bytes((int32_t)a.up->format, a.dim));
+  int64_t of_gate = a.curve == PLAIN ? 0 : group_bytes((int32_t)a.gate->format, a.dim);
+  double weights = (double)groups_of(a.inner) *
+                   (double)(of_gate + group_bytes((int32_t)a.up->format, a.dim));
   *bytes = (double)a.load->active * weights + pairs * (double)(a.x_bytes + 4 * a.inner);
-  *operations = 4.0 * pairs * (double)a.inner * (double)a.dim;
+  *operations = (a.curve == PLAIN ? 2.0 : 4.0) * pairs * (double)a.inner * (double)a.dim;
 }
 
 int64_t out_units(const void* args, const Sizes& sizes) {

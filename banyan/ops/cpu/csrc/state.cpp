@@ -98,7 +98,7 @@ BN_EXPORT void bn_decay_gates(Program* program, int32_t size, const float* x, in
   append(program, table().decay, &args, sizeof args, size);
 }
 
-// x · curve(gate). curve: 0 the gate itself, 1 silu, 2 sigmoid.
+// x · curve(gate). curve: 0 the gate itself, 1 silu, 2 sigmoid, 3 relu.
 BN_EXPORT void bn_apply_gate(Program* program, int32_t size, int32_t curve, const float* x,
                              int64_t x_stride, const float* gate, int64_t gate_stride, float* out,
                              int64_t dim) {

@@ -54,7 +54,7 @@ struct GateArgs {
   int64_t x_stride, gate_stride, dim;
 };
 
-constexpr int NUM_CURVES = 3;  // the gate itself, silu, sigmoid
+constexpr int NUM_CURVES = 4;  // the gate itself, silu, sigmoid, relu
 
 struct StateKernels {
   Kernel conv, scan, delta, decay, gates[NUM_CURVES];

@@ -169,6 +169,7 @@ void decay_cost(const void* args, const Sizes& sizes, double* bytes, double* ope
 }
 
 inline vf times(vf x, vf gate) { return x * gate; }
+inline vf times_relu(vf x, vf gate) { return x * max(splat(0.0f), gate); }
 inline vf times_silu(vf x, vf gate) { return x * silu(gate); }
 
 template <vf (*F)(vf, vf)>
@@ -200,7 +201,8 @@ extern const StateKernels STATE_TABLE = {
     {"decay_gates", no_units, decay_grain, decay, decay_cost},
     {{"gate", no_units, gate_grain, gate<times>, gate_cost},
      {"silu_gate", no_units, gate_grain, gate<times_silu>, gate_cost},
-     {"sigmoid_gate", no_units, gate_grain, gate<gate_by>, gate_cost}},
+     {"sigmoid_gate", no_units, gate_grain, gate<gate_by>, gate_cost},
+     {"relu_gate", no_units, gate_grain, gate<times_relu>, gate_cost}},
 };
 
 }  // namespace banyan

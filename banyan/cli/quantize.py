@@ -1,0 +1,188 @@
+"""`banyan quantize IN OUT --type T`: a model of float weights as one of few bits, on the disk."""
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from banyan.base.errors import BanyanError, ConfigError
+from banyan.base.log import printable, start_logging
+from banyan.bench.options import option, split_options
+from banyan.cli.bench import progress_bar
+from banyan.config.card import ModelCard
+from banyan.config.catalogue import megabytes
+from banyan.config.checkpoint import read_card
+from banyan.config.env import forget_secrets, read_environment
+from banyan.config.schema import ModelConfig
+from banyan.config.sources import fetch
+
+HUB_TYPES = ("int8", "w8a16", "w4a16", "fp8", "fp8-block")
+GGUF_TYPES = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+_MOST_GROUP = 1 << 16
+
+_ABOUT = """Rounds the projections of IN, which may be anything that banyan serve takes, and writes
+the result to OUT: a folder in compressed-tensors' form (int8, w8a16, w4a16, fp8, fp8-block) or a
+.gguf file (q8_0 to q6_k). Embeddings, heads, norms and routers stay as they are. One tensor is in
+memory at a time; a run that was cut off goes on where it was, with the same command. At the end
+both are served, and compared on a fixed text."""
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """What is asked of `banyan quantize`."""
+
+    type: str = option("", f"one of: {', '.join((*HUB_TYPES, *GGUF_TYPES))}")
+    group_size: int = option(128, "w4a16: inputs that share a scale; 64 or 32 where it divides not")
+    ignore: tuple[str, ...] = option((), "modules that stay as they are: names, or re:PATTERN")
+    max_shard_gib: float = option(4.0, "size of a file of the folder; what a cut loses at most")
+    allow_requantize: bool = option(False, "also take a GGUF file that is rounded already")
+    no_report: bool = option(False, "do not serve both and compare them at the end")
+
+
+def quantize(argv: Sequence[str]) -> int:
+    options, rest = split_options(QuantizeOptions, argv, "banyan quantize IN OUT", _ABOUT)
+    if len(rest) != 2 or rest[0].startswith("-") or rest[1].startswith("-"):
+        raise ConfigError(
+            f"banyan quantize takes IN and OUT, and there are {len(rest)} words",
+            hint="see banyan quantize --help",
+        )
+    _check(options)
+    environment = read_environment()
+    forget_secrets()
+    start_logging("quantize", "warning")
+    source = fetch(ModelConfig(source=rest[0]), environment)
+    card = read_card(source)
+    target = Path(os.path.abspath(os.path.expanduser(rest[1])))
+    _check_the_source(card, options)
+    _check_the_target(card, target, options)
+    for line in _made(card, target, options):
+        print(line)
+    if not options.no_report:
+        print(_reported(card, target))
+    print(f"banyan serve {printable(str(target), 200)}")
+    return 0
+
+
+def _check(options: QuantizeOptions) -> None:
+    types = (*HUB_TYPES, *GGUF_TYPES)
+    if options.type not in types:
+        named = printable(options.type, 60)
+        asked = f"unknown --type {named!r}" if named else "--type is missing"
+        raise ConfigError(asked, hint=f"choose one of: {', '.join(types)}")
+    if not 32 <= options.group_size <= _MOST_GROUP or options.group_size % 32:
+        raise ConfigError(
+            f"--group-size {options.group_size}",
+            hint=f"choose a multiple of 32 up to {_MOST_GROUP:,}",
+        )
+    if not 0 < options.max_shard_gib <= 1024:
+        raise ConfigError(f"--max-shard-gib {options.max_shard_gib:g}", hint="choose 0.001 to 1024")
+
+
+def _check_the_source(card: ModelCard, options: QuantizeOptions) -> None:
+    where = printable(card.path, 200)
+    if card.quant is not None:
+        raise ConfigError(
+            f"the weights of {where!r} are {card.quant.method} already",
+            hint="name the float checkpoint that it was made from",
+        )
+    if not card.stores_floats and not (options.allow_requantize and card.format == "gguf"):
+        raise ConfigError(
+            f"the weights of {where!r} are {card.dtype} already",
+            hint="name the float file that it was made from; --allow-requantize rounds them again",
+        )
+    is_gguf = options.type in GGUF_TYPES
+    if is_gguf != (card.format == "gguf"):
+        wanted = "a GGUF file" if is_gguf else "a folder of safetensors"
+        fitting = HUB_TYPES if card.format == "safetensors" else GGUF_TYPES
+        raise ConfigError(
+            f"--type {options.type} is made from {wanted}, and {where!r} is {card.format}: names "
+            "and tokenizers of the two forms are not translated",
+            hint=f"choose one of: {', '.join(fitting)}",
+        )
+
+
+def _check_the_target(card: ModelCard, target: Path, options: QuantizeOptions) -> None:
+    where, source = printable(str(target), 200), Path(card.path).resolve()
+    if target.resolve() == source or source in target.resolve().parents:
+        raise ConfigError(f"OUT is IN, or lies in it: {where!r}", hint="name another place")
+    if options.type in GGUF_TYPES:
+        if target.suffix != ".gguf":
+            raise ConfigError(f"OUT is {where!r}", hint="name a file that ends with .gguf")
+        if target.exists():
+            raise ConfigError(f"{where!r} is there already", hint="delete it, or name another file")
+        return
+    if target.is_file():
+        raise ConfigError(f"{where!r} is a file", hint="name a folder")
+    is_cut_off = _record_of(target, options).exists()
+    if target.is_dir() and any(target.iterdir()) and not is_cut_off:
+        raise ConfigError(f"{where!r} is not empty", hint="delete it, or name another folder")
+
+
+def _record_of(target: Path, options: QuantizeOptions) -> Path:
+    if options.type in GGUF_TYPES:
+        return target.with_name(f"{target.name}.progress")
+    return target / ".progress"
+
+
+def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[str]:
+    """Write it; says what it has become."""
+    import banyan
+    from banyan.models.quantize.folder import write_beside
+    from banyan.models.quantize.layouts import layout_of
+    from banyan.models.quantize.plan import make_plan
+    from banyan.models.quantize.source import Source
+    from banyan.models.quantize.work import Record, write_files
+
+    layout = layout_of(options.type, options.group_size)
+    is_folder = options.type in HUB_TYPES
+    folder = target if is_folder else target.parent
+    with Source(card) as source:
+        most = max(1, int(options.max_shard_gib * (1 << 30)))
+        plan = make_plan(source, layout, options.ignore, most, target.name)
+        if not plan.kinds:
+            raise ConfigError(
+                f"no weight of {printable(card.path, 200)!r} can be rounded to {options.type}",
+                hint="see --ignore, and docs/quantization.md",
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        identity = {
+            "version": banyan.__version__,
+            "source": [list(file) for file in source.stamp()],
+            "type": options.type,
+            "group_size": options.group_size,
+            "ignore": list(options.ignore),
+            "max_shard_gib": options.max_shard_gib,
+        }
+        record = Record(_record_of(target, options), identity)
+        written = write_files(plan, source, folder, record, progress_bar("tensors"))
+    if is_folder:
+        write_beside(plan, layout, Path(card.path), target)
+    record.done()
+    rounded = sum(len(names) for names in plan.kinds.values())
+    before = sum(tensor.size_bytes for tensor in source.tensors.values())
+    if written < plan.size_bytes:
+        yield f"went on    {megabytes(plan.size_bytes - written)} were whole already"
+    yield f"rounded    {rounded} of {len(source.tensors)} tensors to {options.type}"
+    for why, count in plan.kept.items():
+        yield f"kept       {count} projections {why}"
+    sizes = f"{megabytes(before)} -> {megabytes(plan.size_bytes)}"
+    sizes = f"{megabytes(before)} -> {megabytes(plan.size_bytes)}"
+    yield f"size       {sizes} in {len(plan.files)} files"
+
+
+def _reported(card: ModelCard, target: Path) -> str:
+    from banyan.cli.fidelity import fidelity
+
+    if card.is_encoder or card.pooling is not None:
+        return "fidelity   not compared: the model gives vectors, no tokens"
+    try:
+        found = fidelity(card.path, str(target), card)
+    except BanyanError as error:
+        print(f"banyan: the result is written; it could not be compared: {error}", file=sys.stderr)
+        return "fidelity   not compared"
+    return (
+        f"fidelity   {found.num_tokens} tokens: KL {found.mean:.4f} in the mean, "
+        f"{found.worst:.3f} at worst; the same likeliest token at {found.same_top:.1%}; "
+        f"perplexity {found.reference_perplexity:.2f} -> {found.perplexity:.2f}"
+    )

@@ -1,0 +1,132 @@
+"""Nemotron-H (arXiv 2504.03624): each layer is one thing, a Mamba-2 mixer, attention without
+positions, a feed-forward block or experts; these square what is above zero and have no gate.
+
+Source: the published configurations of nvidia/Nemotron-H and NVIDIA-Nemotron-3-Nano. Steps of a
+state are bounded by `time_step_limit` alone, in prompts as in answers.
+"""
+
+from dataclasses import replace
+
+from banyan.config.card import FULL, NONE, STATE, ModelCard, RopeFacts, StateFacts
+from banyan.config.facts import Facts
+from banyan.families.base import MAX_WIDTH, Family, HubForm, Kinds
+from banyan.families.experts import corrected
+from banyan.families.lfm import MAX_TAPS
+from banyan.families.mamba import MAX_HEADS, MIXER_PARTS, limits_of
+from banyan.families.names import NameMap
+
+_EXPERTS = "moe"
+_NAMES = {
+    "M": STATE,
+    "mamba": STATE,
+    "linear_attention": STATE,
+    "*": FULL,
+    "attention": FULL,
+    "full_attention": FULL,
+    "-": NONE,
+    "mlp": NONE,
+    "E": NONE,
+    _EXPERTS: NONE,
+}
+"""What patterns and lists of layers call each kind."""
+
+
+def _listed(facts: Facts) -> list[str]:
+    """A list, or in older files a text with a letter for each layer."""
+    if facts.has("layers_block_type"):
+        return [str(name) for name in facts.listed("layers_block_type")]
+    return list(facts.text("hybrid_override_pattern"))
+
+
+def _kinds(facts: Facts, num_layers: int) -> Kinds:
+    listed = _listed(facts)
+    kinds = tuple(_NAMES.get(name, "") for name in listed)
+    if len(kinds) != num_layers or "" in kinds:
+        rule = f"{num_layers} of {', '.join(_NAMES)}"
+        raise facts.error("layers_block_type", "".join(listed)[:80], rule)
+    return kinds, 0
+
+
+def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+    if not facts.has("head_dim"):
+        head_dim = facts.integer("attention_head_dim", 1, MAX_WIDTH, default=card.head_dim)
+        card = replace(card, head_dim=head_dim)
+    heads = facts.integer("mamba_num_heads", 1, MAX_HEADS, default=128)
+    groups = facts.integer("n_groups", 1, MAX_HEADS, default=8)
+    if heads % groups:
+        raise facts.error("n_groups", groups, f"a divisor of {heads} heads")
+    least, most = limits_of(facts)
+    state = StateFacts(
+        mixer="scan",
+        taps=facts.integer("conv_kernel", 2, MAX_TAPS, default=4),
+        has_conv_bias=facts.flag("use_conv_bias", default=True),
+        has_bias=facts.flag("use_bias", default=False),
+        heads=heads,
+        key_heads=groups,
+        key_dim=facts.integer("ssm_state_size", 1, MAX_WIDTH, default=128),
+        value_dim=facts.integer("mamba_head_dim", 1, MAX_WIDTH, default=64),
+        least_step=least,
+        most_step=most,
+    )
+    card = replace(card, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
+    experts = [layer for layer, name in enumerate(_listed(facts)) if name in ("E", _EXPERTS)]
+    if not experts:
+        return card
+    if facts.integer("n_shared_experts", 0, MAX_WIDTH, default=1) != 1:
+        raise facts.error("n_shared_experts", facts.any("n_shared_experts"), "1")
+    latent = "moe_latent_size"
+    found = replace(
+        corrected(facts, card, is_normalised=True, scale=1.0),
+        dense_layers=tuple(at for at in range(card.num_layers) if at not in experts),
+        shared_inner=facts.integer("moe_shared_expert_intermediate_size", 1, MAX_WIDTH),
+        latent=facts.integer(latent, 1, MAX_WIDTH) if facts.has(latent) else 0,
+        is_gated=False,
+    )
+    if found.latent and card.mlp_bias:
+        raise facts.error("mlp_bias", True, "false beside moe_latent_size")
+    return replace(card, experts=found)
+
+
+_LAYER = "backbone.layers.{}.mixer"
+
+NEMOTRON_H = Family(
+    hub=HubForm(
+        eps_key="layer_norm_epsilon",
+        eps=1e-5,
+        head_dim=128,
+        context=4096,
+        activation_key="mlp_hidden_act",
+        activation="relu2",
+        kinds=_kinds,
+        num_layers=lambda facts: len(_listed(facts)),
+        more=_of_hub,
+    ),
+    names={
+        "safetensors": NameMap(
+            {f"{_LAYER}.{name}": f"layers.{{}}.attention.{to}" for name, to in MIXER_PARTS.items()}
+            | {
+                "backbone.embeddings": "embedding",
+                "backbone.layers.{}.norm": "layers.{}.attention_norm",
+                "backbone.norm_f": "norm",
+                "lm_head": "head",
+                f"{_LAYER}.q_proj": "layers.{}.attention.qkv:q",
+                f"{_LAYER}.k_proj": "layers.{}.attention.qkv:k",
+                f"{_LAYER}.v_proj": "layers.{}.attention.qkv:v",
+                f"{_LAYER}.o_proj": "layers.{}.attention.out",
+                f"{_LAYER}.up_proj": "layers.{}.mlp.up",
+                f"{_LAYER}.down_proj": "layers.{}.mlp.down",
+                f"{_LAYER}.gate": "layers.{}.mlp.router",
+                f"{_LAYER}.gate.e_score_correction_bias": "layers.{}.mlp.router.correction",
+                f"{_LAYER}.experts.{{}}.up_proj": "layers.{}.mlp.experts.gate_up:up{}",
+                f"{_LAYER}.experts.{{}}.down_proj": "layers.{}.mlp.experts.down:{}",
+                f"{_LAYER}.shared_experts.up_proj": "layers.{}.mlp.shared.up",
+                f"{_LAYER}.shared_experts.down_proj": "layers.{}.mlp.shared.down",
+                f"{_LAYER}.fc1_latent_proj": "layers.{}.mlp.into",
+                f"{_LAYER}.fc2_latent_proj": "layers.{}.mlp.back",
+            },
+            unread=("mtp.",),
+        )
+    },
+    gated=False,
+    has_single_parts=True,
+)

@@ -1,0 +1,45 @@
+"""ExpertWatch: the experts that a step's tokens have chosen, layer by layer.
+
+Keeps hold of what routers give, so that no later op of a recorded step takes its memory; it adds
+nothing to a step. Knows no requests and no files.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from banyan.ops.api import Recorder
+
+Heard = Callable[[np.ndarray, np.ndarray], None]
+"""Told of each pass: choices [layers, tokens, per_token] int32, and the tokens' positions."""
+
+
+class ExpertWatch:
+    """Of one rank, whose device's memory is the host's.
+
+    Args:
+        recorder: of the ops that route; None where steps are never recorded.
+    """
+
+    def __init__(self, recorder: Recorder | None) -> None:
+        self._recorder = recorder
+        self._recorded: dict[int, Tensor] = {}
+        """Layer -> ids [most tokens, per_token] of the recorded step."""
+        self._called: dict[int, Tensor] = {}
+        """The same of a step whose ops were called one by one."""
+        self.heard: list[Heard] = []
+
+    def saw(self, layer: int, ids: Tensor) -> None:
+        """The router of a layer has chosen, or will whenever the recorded step runs."""
+        is_recorded = self._recorder is not None and self._recorder.is_recording
+        (self._recorded if is_recorded else self._called)[layer] = ids
+
+    def ran(self, positions: np.ndarray) -> None:
+        """A step has run with tokens of these positions."""
+        seen, self._called = self._called or self._recorded, {}
+        if not seen or not len(positions):
+            return
+        chosen = [seen[layer][: len(positions)].numpy() for layer in sorted(seen)]
+        for told in self.heard:
+            told(np.stack(chosen).astype(np.int32), positions)

@@ -1,0 +1,68 @@
+"""What lies beside the weights of a quantised folder: the configuration that describes them, their
+index, and the source's other files."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from banyan.base.json_types import is_list
+from banyan.models.quantize.layouts import Layout
+from banyan.models.quantize.plan import Plan, targets
+
+_INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
+_WEIGHTS = (
+    *(".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".part"),
+    *(".index.json", ".py"),
+)
+"""Endings of files that are not copied: weights, and code, which nobody here runs."""
+
+
+def quantization_config(plan: Plan, layout: Layout) -> dict[str, object]:
+    """In compressed-tensors' form. Modules of the most common kind are named by their class."""
+    kinds = sorted(plan.kinds, key=lambda kind: -len(plan.kinds[kind]))
+    groups: dict[str, object] = {}
+    everything = [*plan.floats, *(name for names in plan.kinds.values() for name in names)]
+    for number, kind in enumerate(kinds):
+        mine = set(plan.kinds[kind])
+        others = [name for name in everything if name not in mine]
+        named = ["Linear"] if number == 0 else targets(plan.kinds[kind], others)
+        groups[f"group_{number}"] = {"targets": named, **layout.scheme(kind)}
+    first = layout.scheme(kinds[0])
+    left = set(plan.floats)
+    rounded = [name for name in everything if name not in left]
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": first["format"],
+        "config_groups": groups,
+        "ignore": targets(_linear(plan.floats), rounded),
+    }
+
+
+def _linear(modules: Sequence[str]) -> list[str]:
+    """Without embeddings, which are no linear layers; a head is one, tied or not."""
+    return list(dict.fromkeys([*(m for m in modules if "embed" not in m), "lm_head"]))
+
+
+def write_beside(plan: Plan, layout: Layout, source: Path, target: Path) -> None:
+    """The source's other files, the index, and config.json last: it makes the folder a model."""
+    for file in sorted(source.iterdir()):
+        if file.is_file() and file.name != _CONFIG and not file.name.endswith(_WEIGHTS):
+            shutil.copyfile(file, target / file.name)
+    if len(plan.files) > 1:
+        weights = {
+            entry.name: file.name
+            for file in plan.files
+            for piece in file.pieces
+            for unit in piece.units
+            for entry in unit.entries
+        }
+        sizes = sum(p.end - p.start - len(p.head) for f in plan.files for p in f.pieces)
+        index = {"metadata": {"total_size": sizes}, "weight_map": weights}
+        (target / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
+    assert not is_list(config)
+    config["quantization_config"] = quantization_config(plan, layout)
+    (target / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,201 @@
+"""What a quantised checkpoint will consist of, before a number is rounded: its files, and for every
+tensor of the source what becomes of it. The same source and wishes give the same plan.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from banyan.formats.headers import (
+    Entry,
+    Header,
+    gguf_header,
+    gguf_pair,
+    safetensors_header,
+    size_in_gguf,
+    size_in_safetensors,
+    without_keys,
+)
+from banyan.models.quantize.layouts import Layout, Rounded
+from banyan.models.quantize.source import Source
+from banyan.models.weights.names import split_numbers
+from banyan.models.weights.quant.patterns import Modules
+from banyan.ops.stored import STORAGE_TYPES
+
+_QUANTIZATION_VERSION = 2
+_FILE_TYPES = {
+    **{"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9},
+    **{"Q4_K": 15, "Q5_K": 17, "Q6_K": 18},
+}
+"""Of general.file_type, which only tells people what a file mostly holds (gguf-py constants)."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One tensor of the source.
+
+    Attributes:
+        entries: what it becomes.
+        rounded: how; None when it is copied as it is.
+    """
+
+    source: str
+    entries: tuple[Entry, ...]
+    rounded: Rounded | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of bytes of one file that is written at once, and made again when it is not whole.
+
+    Attributes:
+        head: what it begins with.
+        offsets: of every entry of its units, in the file.
+        start, end: in the file.
+    """
+
+    head: bytes
+    units: tuple[Unit, ...]
+    offsets: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class OutFile:
+    name: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.pieces[-1].end
+
+
+@dataclass
+class Plan:
+    """
+    Attributes:
+        kinds: kind of rounding -> modules that are rounded so.
+        floats: modules with a matrix that stays as it is.
+        kept: why projections stay as they are -> how many.
+    """
+
+    files: list[OutFile] = field(default_factory=list)
+    kinds: dict[str, list[str]] = field(default_factory=dict)
+    floats: list[str] = field(default_factory=list)
+    kept: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def num_units(self) -> int:
+        return sum(len(piece.units) for file in self.files for piece in file.pieces)
+
+
+def make_plan(
+    source: Source, layout: Layout, ignore: Sequence[str], most_bytes: int, name: str
+) -> Plan:
+    """
+    Args:
+        ignore: modules that stay as they are, beside those that always do.
+        most_bytes: of a file of a folder; of what is lost when a GGUF file is cut off.
+        name: of the GGUF file.
+    """
+    plan = Plan()
+    left_out = Modules(ignore, "--ignore")
+    units = [_unit(plan, source, layout, left_out, tensor) for tensor in source.tensors]
+    if layout.container == "gguf":
+        plan.files.append(_gguf_file(name, source, layout, units, most_bytes))
+        return plan
+    shards = list(_shards(units, size_in_safetensors, most_bytes))
+    for number, mine in enumerate(shards, 1):
+        shard = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        header = safetensors_header(_entries(mine))
+        whole = Piece(header.octets, tuple(mine), header.offsets, 0, header.size_bytes)
+        plan.files.append(OutFile("model.safetensors" if len(shards) == 1 else shard, (whole,)))
+    return plan
+
+
+def _unit(plan: Plan, source: Source, layout: Layout, left_out: Modules, name: str) -> Unit:
+    tensor, stem = source.tensors[name], name.removesuffix(".weight")
+    copied = Unit(name, (Entry(name, tensor.type, tensor.shape),), None)
+    is_matrix = name.endswith(".weight") and len(tensor.shape) == 2
+    if not source.is_projection(name) or left_out.names_it(stem):
+        if source.is_projection(name):
+            plan.kept["named by --ignore"] += 1
+        if is_matrix:
+            plan.floats.append(stem)
+        return copied
+    rounded = layout.plan(name, tensor.shape, tensor.type)
+    if rounded is None:
+        plan.kept[f"of shape {list(tensor.shape)}, which the form does not hold"] += 1
+        if is_matrix:
+            plan.floats.append(stem)
+        return copied
+    plan.kinds.setdefault(rounded.kind, []).append(stem)
+    if rounded.entries == copied.entries:
+        return copied
+    return Unit(name, rounded.entries, rounded)
+
+
+def _entries(units: Sequence[Unit]) -> list[Entry]:
+    return [entry for unit in units for entry in unit.entries]
+
+
+def _shards(
+    units: Sequence[Unit], size: Callable[[Entry], int], most_bytes: int
+) -> Iterator[list[Unit]]:
+    shard, filled = list[Unit](), 0
+    for unit in units:
+        needed = sum(size(entry) for entry in unit.entries)
+        if shard and filled + needed > most_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(unit)
+        filled += needed
+    if shard:
+        yield shard
+
+
+def _gguf_file(
+    name: str, source: Source, layout: Layout, units: Sequence[Unit], most_bytes: int
+) -> OutFile:
+    pairs = source.pairs()
+    kinds = Counter(e.type for e in _entries(units) if not STORAGE_TYPES[e.type].is_float)
+    main = kinds.most_common(1)[0][0] if kinds else ""
+    told = [gguf_pair("general.quantization_version", _QUANTIZATION_VERSION)]
+    told += [gguf_pair("general.file_type", _FILE_TYPES[main])] if main in _FILE_TYPES else []
+    kept = without_keys(
+        pairs, "general.quantization_version", "general.file_type", "general.alignment"
+    )
+    header = gguf_header([*kept, *told], _entries(units))
+    return OutFile(name, tuple(_pieces(header, units, most_bytes)))
+
+
+def _pieces(header: Header, units: Sequence[Unit], most_bytes: int) -> Iterator[Piece]:
+    at, offsets = 0, header.offsets
+    shards = list(_shards(units, size_in_gguf, most_bytes))
+    for number, mine in enumerate(shards):
+        count = len(_entries(mine))
+        end = offsets[at + count] if number + 1 < len(shards) else header.size_bytes
+        head, start = (b"", offsets[at]) if number else (header.octets, 0)
+        yield Piece(head, tuple(mine), offsets[at : at + count], start, end)
+        at += count
+
+
+def targets(named: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Names or patterns that mean these modules and none of the others: one pattern for all layers
+    where it can be."""
+    elsewhere = {split_numbers(name)[0] for name in others}
+    found: list[str] = []
+    for name in named:
+        template, numbers = split_numbers(name)
+        is_shared = bool(numbers) and template not in elsewhere
+        found.append(_pattern(template) if is_shared else name)
+    return list(dict.fromkeys(found))
+
+
+def _pattern(template: str) -> str:
+    return "re:" + template.replace(".", r"\.").replace("{}", r"\d+") + "$"

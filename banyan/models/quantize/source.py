@@ -1,0 +1,104 @@
+"""The checkpoint that is quantised: its tensors by name, in the order of its files."""
+
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from banyan.config.card import ModelCard
+from banyan.families import FAMILIES
+from banyan.families.names import NameMap
+from banyan.formats.gguf import GGUFFile
+from banyan.formats.mapped import MappedFile, TensorInfo
+from banyan.formats.safetensors import SafetensorsFile
+from banyan.formats.shards import files_of_weights
+from banyan.models.weights.names import place_of
+from banyan.models.weights.reader import as_tensor
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+
+_ROUNDED = re.compile(
+    r"layers\.(\d+)\.(attention\.(qkv|query|out|squeeze|latent|expansion|mix)"
+    r"|mlp\.(experts\.|shared\.)?(gate_up|up|down))"
+)
+"""Projections. What is left out stays as it is: embeddings, heads, norms, routers, convolutions,
+gates of one number, and the indexer of sparse attention."""
+
+
+class Source:
+    """One checkpoint; holds at most one of its files open.
+
+    Attributes:
+        tensors: by name, in the order of files and places.
+    """
+
+    def __init__(self, card: ModelCard) -> None:
+        self.card = card
+        self._names: NameMap = FAMILIES.load(card.architecture).names[card.format]
+        self._files: dict[str, Path] = {}
+        self._open: MappedFile | None = None
+        self._opened: Path | None = None
+        self.tensors: dict[str, TensorInfo] = {}
+        for path in files_of_weights(card.path):
+            file = self._file(path)
+            for tensor in sorted(file.tensors.values(), key=lambda tensor: tensor.offset):
+                if tensor.name in self.tensors:
+                    first = self._files[tensor.name].name
+                    raise file.error(f"tensor {tensor.name!r} is also in {first}")
+                self.tensors[tensor.name] = tensor
+                self._files[tensor.name] = path
+
+    def is_projection(self, name: str) -> bool:
+        """Whether a tensor is the matrix of a projection within a layer that answers."""
+        tensor = self.tensors[name]
+        if not name.endswith(".weight") or tensor.type not in STORAGE_TYPES:
+            return False
+        place = place_of(name, self._names) or place_of(f"model.{name}", self._names)
+        if place is None or place.slot != "weight" or len(tensor.shape) < 2:
+            return False
+        found = _ROUNDED.fullmatch(place.module)
+        return found is not None and int(found[1]) < self.card.num_layers
+
+    def weight(self, name: str) -> StoredWeight:
+        tensor = self.tensors[name]
+        return StoredWeight.from_bytes(tensor.type, tensor.shape, self.octets(name))
+
+    def octets(self, name: str) -> Tensor:
+        """The bytes of a tensor, [size] uint8; they alias the mapped file."""
+        return as_tensor(self._file(self._files[name]).bytes_of(name))
+
+    def pairs(self) -> dict[str, bytes]:
+        """Of a GGUF file: its metadata by key, as it lies in the file."""
+        with GGUFFile.open(self.card.path) as file:
+            return file.pairs()
+
+    def stamp(self) -> list[tuple[str, int, int]]:
+        """What tells whether the files are those of before: names, sizes and times."""
+        found = [(path, path.stat()) for path in dict.fromkeys(self._files.values())]
+        return [(path.name, facts.st_size, facts.st_mtime_ns) for path, facts in found]
+
+    def _file(self, path: Path) -> MappedFile:
+        if self._open is None or self._opened != path:
+            self.close()
+            is_gguf = self.card.format == "gguf"
+            opened = GGUFFile.open(str(path), has_words=False) if is_gguf else None
+            self._open = opened or SafetensorsFile.open(str(path))
+            self._opened = path
+        return self._open
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,93 @@
+"""Labels that requests bring for what is counted of them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from banyan.base.errors import ConfigError
+from banyan.frontend.link.meter import Metered
+from banyan.server.admin.metric_labels import MOST_SETS, check_labels, open_labels
+from banyan.server.admin.metrics import open_metrics
+from tests.flags import config_of
+from tests.server.fakes import Site
+
+LIST = "--tokenizer-metrics-allowed-custom-labels"
+MODEL = ("--model-path", "tiny")
+ALLOWED = (*MODEL, "--enable-metrics", LIST, "tenant", "team")
+ASKED = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
+
+
+def site_of(*words: str) -> Site:
+    """A site that counts as a server with these flags does."""
+    observe = config_of(*words).observe
+    site = Site(observe=observe)
+    labels = open_labels(observe)
+    metrics = open_metrics(site.state.config, "tiny", list, labels)
+    assert metrics is not None
+    site.state.metrics = metrics
+    site.state.service = site.service = replace(
+        site.service, generator=Metered(site.generator, [metrics])
+    )
+    site.state.labels = labels.exchange if labels else None
+    site.app.around = site.state.around
+    return site
+
+
+def ended(site: Site) -> dict[tuple[str, str], float]:
+    """(tenant, team) -> requests that have ended."""
+    found = {}
+    for family in text_string_to_metric_families(site.http.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == "sglang:num_requests_total":
+                brought = (sample.labels["tenant"], sample.labels["team"])
+                found[brought] = sample.value
+    return found
+
+
+def ask(site: Site, labels: object = None, header: str = "x-custom-labels") -> int:
+    headers = {} if labels is None else {header: json.dumps(labels)}
+    return site.http.post("/v1/completions", json=ASKED, headers=headers).status_code
+
+
+def test_a_request_counts_under_the_labels_it_brings() -> None:
+    with site_of(*ALLOWED).serving() as site:
+        for labels in ({"tenant": "a"}, {"tenant": "a"}, {"team": "b", "other": "c"}, None):
+            assert ask(site, labels) == 200
+        assert ended(site) == {("a", ""): 2, ("", "b"): 1, ("", ""): 1}
+
+
+def test_the_header_is_the_one_of_the_flag() -> None:
+    flags = (*ALLOWED, "--tokenizer-metrics-custom-labels-header", "X-Mine")
+    with site_of(*flags).serving() as site:
+        assert ask(site, {"tenant": "a"}, "x-mine") == 200
+        assert ask(site, {"tenant": "b"}) == 200
+        assert ended(site) == {("a", ""): 1, ("", ""): 1}
+
+
+@pytest.mark.parametrize("labels", ["[1]", "{", '{"tenant": 3}', '{"tenant": "' + "x" * 101 + '"}'])
+def test_labels_that_are_none_are_refused_by_the_name_of_the_header(labels: str) -> None:
+    with site_of(*ALLOWED).serving() as site:
+        answer = site.http.post("/v1/completions", json=ASKED, headers={"x-custom-labels": labels})
+        assert answer.status_code == 400 and "x-custom-labels" in answer.text
+        assert ended(site) == {("", ""): 0}
+
+
+def test_only_so_many_sets_of_values_are_told_apart() -> None:
+    with site_of(*ALLOWED).serving() as site:
+        for number in range(MOST_SETS + 2):
+            assert ask(site, {"tenant": str(number)}) == 200
+        found = ended(site)
+        assert found["other", "other"] == 2
+        assert len(found) == MOST_SETS + 2  # those, the others, and those without any
+        assert ask(site, {"tenant": "0"}) == 200
+        assert ended(site)["0", ""] == 2
+
+
+@pytest.mark.parametrize("name", ["le", "model_name", "a-b", "__a", "1a", "tenant tenant"])
+def test_a_name_that_no_label_can_have_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="custom-labels"):
+        check_labels(config_of(*MODEL, LIST, *name.split()).observe)
+    with pytest.raises(ConfigError, match="header"):
+        check_labels(config_of("--tokenizer-metrics-custom-labels-header", "a b").observe)
