@@ -167,7 +167,6 @@ def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[s
     for why, count in plan.kept.items():
         yield f"kept       {count} projections {why}"
     sizes = f"{megabytes(before)} -> {megabytes(plan.size_bytes)}"
-    sizes = f"{megabytes(before)} -> {megabytes(plan.size_bytes)}"
     yield f"size       {sizes} in {len(plan.files)} files"
 
 
