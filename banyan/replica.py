@@ -79,6 +79,7 @@ from banyan.runner.speculative import DRAFTERS
 from banyan.runner.speculative.base import Beside, Drafter
 from banyan.runner.weights import Holdings
 from banyan.runner.worker import serve_rank
+from banyan.scheduler.adapter_names import AdapterNames
 from banyan.transfer.mover import PageMover
 
 log = logger(__name__)
@@ -195,7 +196,10 @@ def _publisher(config: Config, core: EngineCore, cleanup: ExitStack) -> Publishe
     if asked is None:
         return None
     unit = core.scheduler.cache.unit
-    publisher = Publisher(asked, config.parallel.replica, unit, WEIGHTS_BYTES)
+    adapters = core.scheduler.adapters
+    names = AdapterNames() if adapters is None else adapters.names
+    replica = config.parallel.replica
+    publisher = Publisher(asked, replica, unit, WEIGHTS_BYTES, names.adapter_of)
     cleanup.callback(publisher.close)
     return publisher
 

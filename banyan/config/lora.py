@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.adapter_card import KINDS, MAX_RANK, AdapterCard
+from banyan.config.adapter_card import DORA, KINDS, MAX_RANK, AdapterCard
 from banyan.config.adapters import named_adapters, read_adapter
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
@@ -62,6 +62,8 @@ def plan_the_adapters(config: Config, card: ModelCard, environment: Environment)
         )
     rank = lora.max_rank or max(ranks, default=1)
     kinds = _kinds(lora.targets, cards)
+    if DORA in kinds:
+        _check_the_base(config)
     targets = tuple(target for target in lora.targets if target not in KINDS)
     if lora.targets and not targets:
         targets = (NO_PROJECTION,)
@@ -83,6 +85,21 @@ def _check_target(target: str) -> None:
             f"--lora-target-modules {printable(target, 80)!r} is no projection",
             hint=f"choose: {', '.join(_TARGETS)}",
         )
+
+
+def _check_the_base(config: Config) -> None:
+    """Refuse weights that are not those of the checkpoint, from which DoRA's lengths are read."""
+    functions = ", ".join(printable(name, 80) for name in config.model.loader_functions)
+    for is_there, flag in (
+        (bool(functions), f"--custom-weight-loader {functions}"),
+        (config.model.load_format == "dummy", "--load-format dummy"),
+    ):
+        if is_there:
+            raise ConfigError(
+                f"DoRA adapters and {flag} do not go together: the lengths of the base's rows are "
+                "read from its checkpoint, and the served weights are others",
+                hint="save the changed weights as a checkpoint, or merge the adapter into them",
+            )
 
 
 def _check(config: Config, card: ModelCard) -> None:

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -19,6 +19,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.kv_events import KVEvents
 from banyan.memory.news import Removed, Stored
+from banyan.scheduler.adapter_names import id_of
 
 log = logger(__name__)
 
@@ -35,14 +36,23 @@ class Publisher:
         asked: the flag's value.
         replica: which one this is.
         block: tokens of a unit.
-        bare: namespaces of this length have nothing of a tenant.
+        bare: namespaces of this length have nothing of a tenant or an adapter.
+        adapter_of: the adapter that the rest of a namespace belongs to, "" for none.
 
     Raises:
         ConfigError: an endpoint cannot be listened at.
     """
 
-    def __init__(self, asked: KVEvents, replica: int, block: int, bare: int) -> None:
+    def __init__(
+        self,
+        asked: KVEvents,
+        replica: int,
+        block: int,
+        bare: int,
+        adapter_of: Callable[[bytes], str],
+    ) -> None:
         self._asked, self._replica, self._block, self._bare = asked, replica, block, bare
+        self._adapter_of = adapter_of
         self._topic = asked.topic.encode()
         self._queue: queue.Queue[bytes | None] = queue.Queue(asked.max_queue_size)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=asked.buffer_steps)
@@ -86,13 +96,15 @@ class Publisher:
         if isinstance(news, Removed):
             return "BlockRemoved", {"block_hashes": news.names, "medium": MEDIUM}
         salt = news.namespace[self._bare :]
+        adapter = self._adapter_of(salt)
         return "BlockStored", {
             "block_hashes": news.names,
             "parent_block_hash": news.parent,
             "token_ids": list(memoryview(bytes(news.tokens)).cast("i")),
             "block_size": self._block,
-            "lora_id": None,
+            "lora_id": id_of(adapter) if adapter else None,
             "medium": MEDIUM,
+            **({"lora_name": adapter} if adapter else {}),
             **({"cache_salt": salt.hex()} if salt and self._asked.encoding == "map" else {}),
         }
 

@@ -2,7 +2,6 @@
 for another. Names and numbers only; what a rank holds under a number is the runner's.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -12,6 +11,7 @@ import msgspec
 from banyan.base.errors import RequestError
 from banyan.messages.orders import DropAdapter, Order, TakeAdapter
 from banyan.messages.requests import NO_CALL, Generate, GiveOrders
+from banyan.scheduler.adapter_names import AdapterNames
 from banyan.scheduler.request import WAITING, Request
 from banyan.scheduler.roster import Roster
 
@@ -81,6 +81,7 @@ class Adapters:
 
     rules: AdapterRules
     known: dict[str, Adapter] = field(default_factory=dict[str, Adapter])
+    names: AdapterNames = field(default_factory=AdapterNames)
     _new: list[_Load] = field(default_factory=list[_Load])
     """Asked for by operators, in order; not known to requests yet."""
     _free: list[int] = field(default_factory=list[int])
@@ -112,8 +113,7 @@ class Adapters:
         if adapter is None or adapter.leave_call != NO_CALL:
             there = [other.name for other in self.known.values() if other.leave_call == NO_CALL]
             raise unknown_adapter(generate.adapter, there)
-        parts = (generate.namespace.hex(), adapter.name, adapter.digest)
-        namespace = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).digest()
+        namespace = self.names.narrowed(generate.namespace, adapter.name, adapter.digest)
         return msgspec.structs.replace(generate, namespace=namespace)
 
     def may_enter(self, request: Request, running: Sequence[Request], now: float) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from banyan.base.errors import ConfigError
 from banyan.config.adapters import AdapterPlace, named_adapters, read_adapter
@@ -78,6 +78,24 @@ def test_what_cannot_be_served_is_refused_by_name(words: str, text: str, tmp_pat
     write_adapter(tmp_path / "r8", 1, rank=8)
     with pytest.raises(ConfigError, match=text):
         lora_of(*words.format(tmp_path).split())
+
+
+@pytest.mark.parametrize(
+    "words", [("--custom-weight-loader", "math:floor"), ("--load-format", "dummy")]
+)
+def test_dora_is_refused_beside_weights_that_are_not_the_checkpoints(words, tmp_path: Path) -> None:
+    plain, gains = (write_adapter(tmp_path / name, 1, targets=["o_proj"]) for name in ("p", "g"))
+    file = gains / "adapter_model.safetensors"
+    tensors = load_file(file)
+    stems = [name.removesuffix("A.weight") for name in tensors if name.endswith("A.weight")]
+    lengths = {f"{s}magnitude_vector": tensors[f"{s}B.weight"][:, 0].copy() for s in stems}
+    save_file(tensors | lengths, file)
+    facts = json.loads((gains / "adapter_config.json").read_text()) | {"use_dora": True}
+    (gains / "adapter_config.json").write_text(json.dumps(facts))
+    assert lora_of("--lora-paths", f"p={plain}", *words).kinds == ()
+    assert lora_of("--lora-paths", f"g={gains}").kinds == ("DoRA",)
+    with pytest.raises(ConfigError, match=f"DoRA adapters and {words[0]} .*do not go together"):
+        lora_of("--lora-paths", f"g={gains}", *words)
 
 
 def broken(folder: Path, what: str) -> None:

@@ -11,6 +11,9 @@ import zmq
 from banyan.base.errors import ConfigError
 from banyan.config.kv_events import kv_events
 from banyan.config.schema import ObserveConfig
+from banyan.llm import Engine
+from banyan.scheduler.adapter_names import id_of
+from tests.adapters import write_adapter
 from tests.flags import config_of
 from tests.system.serving import free_port, launch, wait_ready, wait_until
 
@@ -71,7 +74,8 @@ def fields(event: object, encoding: str) -> dict:
         return dict(event)
     kind, *values = event
     names = {
-        "BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium",
+        "BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium"
+        + " lora_name" * (len(values) == 7),
         "BlockRemoved": "block_hashes medium",
         "AllBlocksCleared": "",
     }[kind].split()
@@ -111,6 +115,27 @@ def test_a_reader_knows_what_the_cache_holds(told):
         10,
         "the removal to be told",
     )
+
+
+@pytest.mark.parametrize("encoding", ["map", "array"])
+def test_what_is_stored_of_an_adapter_says_whose_it_is(encoding, tiny_model, tmp_path):
+    replay, names = free_port(), ("sql", "chat")
+    paths = [f"{name}={write_adapter(tmp_path / name, i)}" for i, name in enumerate(names)]
+    asked = json.loads(config(free_port(), replay, encoding=encoding))
+    flags = {"kv_events_config": asked, "lora_paths": paths, "page_size": 16, "threads": 1}
+    with Engine(str(tiny_model), engine_mode="inprocess", **flags) as engine:
+        for name in (None, *names, "sql"):
+            engine.generate(**ASKED, lora_path=name)
+        wait_until(lambda: len(stored_of(replay, encoding)) >= 3, 10, "three prefixes")
+        found = stored_of(replay, encoding)
+    assert [event.get("lora_name") for event in found] == [None, *names]
+    assert [event.get("lora_id") for event in found] == [None, *map(id_of, names)]
+    assert len({tuple(event["block_hashes"]) for event in found}) == 3
+
+
+def stored_of(replay: int, encoding: str) -> list[dict]:
+    events = [fields(event, encoding) for _, (_, some, _) in replayed(replay) for event in some]
+    return [event for event in events if event["type"] == "BlockStored"]
 
 
 def test_who_missed_some_gets_them_from_a_number_on(told):
