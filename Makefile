@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-pair-faults | test-schemas | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-transfer | test-security | trust | bench
+# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-transfer | test-security | trust | bench
 #      bench-fidelity | bench-cpu | lint | format | types | clean | wheel | test-wheel
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -15,7 +15,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed
 
-.PHONY: serve test test-parallel test-hostile test-border test-faults test-pair-faults test-schemas test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-transfer test-security trust bench bench-fidelity bench-cpu lint format types clean wheel test-wheel
+.PHONY: serve test test-parallel test-hostile test-border test-faults test-pair-faults test-schemas test-npu test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-transfer test-security trust bench bench-fidelity bench-cpu lint format types clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -62,6 +62,10 @@ test-security: $(VENV)/.test
 trust: $(VENV)/.test $(VENV)/.demo .clients/schemathesis/.installed
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m tests.trust $(ARGS)
+
+# The emulated NPU as either chip, with every family in every way; some minutes.
+test-npu: $(VENV)/.test
+	@for soc in A2 A3; do BANYAN_NPU_SOC=$$soc NPU_CASES=all $(BIN)/python -m pytest tests/emulation $(ARGS) || exit 1; done
 
 # Every parser on 10,000 answers instead of 120; takes some minutes.
 test-parsers: $(VENV)/.test

@@ -130,7 +130,10 @@ _RULES = (
     ),
     _Idle(
         "attention-backend",
-        lambda c: c.device.attention in ATTENTION[2:],
+        lambda c: (
+            c.device.attention in ATTENTION[2:]
+            and (c.device.attention, c.device.name) != ("ascend", "npu")
+        ),
         "the kernel of the device at hand attends; torch_native takes the one that is torch's",
     ),
     _Idle(

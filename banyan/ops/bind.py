@@ -204,10 +204,10 @@ class BoundOps:
         object.__setattr__(self, "cache_dtype", spec.cache_dtype)
         object.__setattr__(self, "recorder", spec.toolkit.recorder)
 
-    @property
-    def attends_by_reference(self) -> bool:
-        """Attention over pages is the plain reference's, which asks the device for numbers."""
-        return any((c.label, c.kernel) == ("paged_attention", REFERENCE) for c in self.choices)
+    def is_reference(self, op: str) -> bool:
+        """The plain reference serves this op; that of attention and of experts asks the device for
+        numbers."""
+        return any((c.label, c.kernel) == (op, REFERENCE) for c in self.choices)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} is bound: kernels are chosen once")

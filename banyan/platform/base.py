@@ -32,6 +32,7 @@ class Traits:
         is_host: its memory is the host's: all ranks share it, and numpy sees its tensors.
         programs: ANY_SIZE, BY_SHAPE, or "" where every step is launched anew.
         lengths_on_host: its kernels take the lengths of a step's rows from memory of the host.
+        latents: (rank, rope_dim) of the latent attention that its kernels compute without waiting.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Traits:
     is_host: bool = True
     programs: str = ""
     lengths_on_host: bool = False
+    latents: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

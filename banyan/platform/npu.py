@@ -40,6 +40,7 @@ class NpuPlatform(Accelerator):
             is_host=False,
             programs=BY_SHAPE,
             lengths_on_host=True,
+            latents=((512, 64),),
         )
         graphs = Graphs(npu.NPUGraph, _LengthGraph, {"auto_dispatch_capture": True})
         super().__init__(npu, traits, graphs)
@@ -64,6 +65,7 @@ class _LengthGraph:
         self._graph = graph
 
     def replay(self, lengths: Sequence[int] = ()) -> None:
-        # The name of attention's argument; it changes only where it was given by keyword.
-        self._graph.update(cpu_update_input=[{"actual_seq_lengths_kv": list(lengths)}])
+        # What both versions of attention call it; it changes only where it was given by keyword.
+        told = dict.fromkeys(("actual_seq_lengths_kv", "actual_seq_kvlen"), list(lengths))
+        self._graph.update(cpu_update_input=[told])
         self._graph.replay()

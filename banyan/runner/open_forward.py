@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from banyan.base.log import logger
 from banyan.layers.build import Build
 from banyan.models.base import Model
-from banyan.ops.api import NotRecordable
+from banyan.ops.api import NotRecordable, Ops
 from banyan.ops.bind import BoundOps
 from banyan.platform.base import BY_SHAPE, Platform
 from banyan.runner.attention.base import AttentionBackend
@@ -85,13 +85,29 @@ def open_forward(
         log.info("steps are not recorded: %s", error)
     if platform.traits.programs != BY_SHAPE or not sizes.shapes or model.card.pooling is not None:
         return eager
-    if any("k" not in cache.tensors for cache in model.caches):
-        log.info("steps are not captured: attention over this model's cache waits for the device")
-        return eager
-    ops = build.ops
-    is_plain = isinstance(ops, BoundOps) and ops.attends_by_reference
-    if platform.traits.lengths_on_host and is_plain:
-        log.info("steps are not captured: the reference attends, and it waits for the device")
+    if why := _obstacle(model, build.ops, platform):
+        log.info("steps are not captured: %s", why)
         return eager
     shapes = tuple(shape for shape in sizes.shapes if shape <= rows)
     return CapturedForward(eager, model, table, store, attention, platform, step, shapes or (rows,))
+
+
+def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:
+    """Why steps of this model cannot be captured, "" when they can."""
+    card, traits = model.card, platform.traits
+    latent = card.latent
+    is_quick = (
+        latent is not None
+        and (latent.rank, latent.rope_dim) in traits.latents
+        and not latent.index_heads
+    )
+    if not is_quick and any("k" not in cache.tensors for cache in model.caches):
+        return "attention over this model's cache waits for the device"
+    if not traits.lengths_on_host or not isinstance(ops, BoundOps):
+        return ""
+    attends = "latent_attention" if latent is not None else "paged_attention"
+    if card.attention_cap or ops.is_reference(attends):
+        return "the reference attends, and it waits for the device"
+    if card.experts is not None and ops.is_reference("experts"):
+        return "the reference computes the experts, and it waits for the device"
+    return ""

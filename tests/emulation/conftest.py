@@ -1,5 +1,7 @@
 """The emulated device, once per process. What uses it runs last: a process keeps it."""
 
+import os
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ from tests.emulation.device import EmulatedNpu, install
 def npu() -> EmulatedNpu:
     if why := build.absence():
         pytest.skip(why)
-    return install("A3")
+    return install(os.environ.get("BANYAN_NPU_SOC", "A3"))
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from banyan.ops.npu.contracts import ContractError
 
 UPDATABLE = {
-    "npu::npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv")
+    "npu::npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv"),
+    "npu::npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kvlen"),
 }
 
 

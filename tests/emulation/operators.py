@@ -15,9 +15,17 @@ from torch.nn import functional
 
 from banyan.ops.npu import contracts
 from banyan.ops.npu.contracts import BAND, MASK_SIZE, require
+from tests.emulation import expert_operators
 
 _FIA = "npu_fused_infer_attention_score"
 _ENDLESS = (1 << 31) - 1
+_FIA2 = f"{_FIA}_v2"
+_OLDER_NAMES = {
+    "actual_seq_qlen": "actual_seq_lengths",
+    "actual_seq_kvlen": "actual_seq_lengths_kv",
+    "num_query_heads": "num_heads",
+    "softmax_scale": "scale",
+}
 SCHEMAS = {
     "npu_rms_norm": "(Tensor input, Tensor gamma, float epsilon=1e-06) -> (Tensor, Tensor)",
     "npu_add_rms_norm": "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=1e-06) "
@@ -41,6 +49,24 @@ SCHEMAS = {
     "int num_key_value_heads=0, int sparse_mode=0, int inner_precise=0, int block_size=0, "
     "int antiquant_mode=0, int key_antiquant_mode=0, int value_antiquant_mode=0, "
     "bool softmax_lse_flag=False) -> (Tensor, Tensor)",
+    _FIA2: "(Tensor query, Tensor key, Tensor value, *, Tensor? query_rope=None, "
+    "Tensor? key_rope=None, Tensor? pse_shift=None, Tensor? atten_mask=None, "
+    "SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_kvlen=None, "
+    "Tensor? block_table=None, Tensor? dequant_scale_query=None, "
+    "Tensor? dequant_scale_key=None, Tensor? dequant_offset_key=None, "
+    "Tensor? dequant_scale_value=None, Tensor? dequant_offset_value=None, "
+    "Tensor? dequant_scale_key_rope=None, Tensor? quant_scale_out=None, "
+    "Tensor? quant_offset_out=None, Tensor? quant_scale_p=None, Tensor? learnable_sink=None, "
+    "int num_query_heads=1, int num_key_value_heads=0, float softmax_scale=1.0, "
+    "int pre_tokens=2147483647, int next_tokens=2147483647, str input_layout='BSH', "
+    "int sparse_mode=0, int block_size=0, int query_quant_mode=0, int key_quant_mode=0, "
+    "int value_quant_mode=0, int inner_precise=0, bool return_softmax_lse=False, "
+    "int? query_dtype=None, int? key_dtype=None, int? value_dtype=None, "
+    "int? query_rope_dtype=None, int? key_rope_dtype=None, int? key_shared_prefix_dtype=None, "
+    "int? value_shared_prefix_dtype=None, int? dequant_scale_query_dtype=None, "
+    "int? dequant_scale_key_dtype=None, int? dequant_scale_value_dtype=None, "
+    "int? dequant_scale_key_rope_dtype=None, int? out_dtype=None) -> (Tensor, Tensor)",
+    **expert_operators.SCHEMAS,
 }
 
 
@@ -49,9 +75,11 @@ def register(core: ModuleType) -> torch.library.Library:
     """Define the operators and what they do; they last as long as what is returned."""
     library = torch.library.Library("npu", "DEF")
     computing = Computing(core)
+    experts = expert_operators.Experts(core)
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
-        library.impl(name, getattr(computing, name), "PrivateUse1")
+        owner = experts if name in expert_operators.SCHEMAS else computing
+        library.impl(name, getattr(owner, name), "PrivateUse1")
     return library
 
 
@@ -131,7 +159,11 @@ class Computing:
         if call.mask is not None:
             _check_triangle(self._host(call.mask))
         wide, keys, values = self._host(query), self._host(key), self._host(value)
-        out = torch.empty_like(wide)
+        if call.query_rope is not None and call.key_rope is not None:
+            wide = torch.cat([wide, self._host(call.query_rope)], -1)
+            keys = torch.cat([keys, self._host(call.key_rope)], -1)
+        sinks = None if call.sinks is None else self._host(call.sinks).float()
+        out = torch.empty_like(self._host(query))
         flat = wide.flatten(0, 1) if call.layout == "BSND" else wide  # [tokens, heads, dim]
         flat_out = out.flatten(0, 1) if call.layout == "BSND" else out
         for row, length in enumerate(call.lengths):
@@ -142,8 +174,14 @@ class Computing:
                 for part in (keys, values)
             )
             seen = _seen(mine.stop - mine.start, length, call)
-            flat_out[mine] = _attend(flat[mine], k, v, seen, call.scale)
+            flat_out[mine] = _attend(flat[mine], k, v, seen, call.scale, sinks)
         return self._like(query, out, torch.zeros(0))[:2]  # type: ignore[return-value]
+
+    def npu_fused_infer_attention_score_v2(
+        self, query: Tensor, key: Tensor, value: Tensor, **given: object
+    ) -> tuple[Tensor, Tensor]:
+        older = {_OLDER_NAMES.get(name, name): each for name, each in given.items()}
+        return self.npu_fused_infer_attention_score(query, key, value, **older)
 
     def _norm(self, wide: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         factor = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
@@ -172,6 +210,9 @@ class _Call:
         self.after = int(take("next_tokens", _ENDLESS))  # type: ignore[call-overload]
         self.mask: Tensor | None = take("atten_mask")  # type: ignore[assignment]
         self.block_table: Tensor = take("block_table")  # type: ignore[assignment]
+        self.query_rope: Tensor | None = take("query_rope")  # type: ignore[assignment]
+        self.key_rope: Tensor | None = take("key_rope")  # type: ignore[assignment]
+        self.sinks: Tensor | None = take("learnable_sink")  # type: ignore[assignment]
         ends, lengths = take("actual_seq_lengths"), take("actual_seq_lengths_kv")
         unused = [name for name, value in rest.items() if value not in (None, 0, False)]
         require(not unused, _FIA, f"{', '.join(unused)} are not served here")
@@ -188,6 +229,9 @@ class _Call:
             input_layout=self.layout,
             sparse_mode=self.mode,
             block_size=self.block_size,
+            query_rope=self.query_rope,
+            key_rope=self.key_rope,
+            learnable_sink=self.sinks,
         )
         self.lengths: list[int] = list(lengths)  # type: ignore[call-overload]
         count = query.shape[1]
@@ -211,12 +255,18 @@ def _seen(count: int, length: int, call: _Call) -> Tensor:
     return seen
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """q: [count, heads, dim]; k, v: [length, kv_heads, dim]; seen: [count, length]."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """q: [count, heads, dim]; k, v: [length, kv_heads, dim]; seen: [count, length];
+    sinks: [heads]."""
     shared = q.shape[1] // k.shape[1]
     k, v = (part.float().repeat_interleave(shared, 1).transpose(0, 1) for part in (k, v))
     logits = q.float().transpose(0, 1) @ k.transpose(1, 2) * scale  # [heads, count, length]
-    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0)
+    logits = logits.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.view(-1, 1, 1).expand(-1, len(seen), 1)], -1)
+    weights = logits.softmax(-1).nan_to_num(0)[..., : seen.shape[1]]
     return (weights @ v).transpose(0, 1).to(q.dtype)
 
 

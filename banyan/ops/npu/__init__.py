@@ -11,6 +11,9 @@ _ROWS = ("rms_norm", "add_rms_norm", "rotary", "silu_and_mul")
 KERNELS = {
     "write_kv": [f"{_HERE}.pages:write_kv"],
     "paged_attention": [f"{_HERE}.pages:paged_attention"],
+    "write_latent": [f"{_HERE}.latents:write_latent"],
+    "latent_attention": [f"{_HERE}.latents:latent_attention"],
+    "experts": [f"{_HERE}.experts:experts"],
     **{op: [f"{_HERE}.rows:{op}"] for op in _ROWS},
 }
 

@@ -58,6 +58,8 @@ def cases() -> Iterator[Case]:
         yield from _rows(dtype, kind)
         for dim in (64, 128):
             yield from _attention(dtype, dim, f"{kind}, heads of {dim}")
+        yield from _latents(dtype, kind)
+        yield from _experts(dtype, kind)
     yield _rotary()
 
 
@@ -154,13 +156,19 @@ class _Scene:
     def query(self, counts: Sequence[int]) -> Tensor:
         return _random(sum(counts), HEADS, self.dim, dtype=self.dtype)
 
-    def wanted(self, rows: Sequence[int], counts: Sequence[int], window: int) -> Tensor:
+    def wanted(
+        self,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        window: int,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attention of some of the rows, `counts` tokens each. [tokens, heads, dim]"""
         starts = torch.tensor([0, *counts]).cumsum(0)
         contexts = torch.tensor([LENGTHS[r] - c for r, c in zip(rows, counts, strict=True)])
         return reference.paged_attention(
             *(self.query(counts).float(), self.k.float(), self.v.float()),
-            *(self.table[list(rows)], starts, contexts, self.scale, window, 0.0),
+            *(self.table[list(rows)], starts, contexts, self.scale, window, 0.0, sinks),
         )
 
     def pages(self, place: Place) -> tuple[Tensor, Tensor]:
@@ -178,6 +186,8 @@ def _attention(dtype: torch.dtype, dim: int, kind: str) -> Iterator[Case]:
         out = operators.attend_single(query, *pages, table, lengths, KV_HEADS, scene.scale)
         return [out.squeeze(1)]
 
+    if dim == 64:
+        yield _sinks(scene, f"{operator}_v2", kind)
     yield Case(
         operator,
         f"one token a row, {kind}",
@@ -199,9 +209,8 @@ def _one_row(scene: _Scene, operator: str, kind: str, window: int) -> Case:
         query = place(scene.query([count]).unsqueeze(0))
         table = place(scene.table[row : row + 1])
         pages = scene.pages(place)
-        out = operators.attend_row(
-            query, *pages, table, LENGTHS[row], KV_HEADS, scene.scale, window
-        )
+        lengths = [LENGTHS[row]]
+        out = operators.attend_rows(query, *pages, table, lengths, KV_HEADS, scene.scale, window)
         return [out.squeeze(0)]
 
     def wanted() -> list[Tensor]:
@@ -225,3 +234,92 @@ def _together(scene: _Scene, operator: str, kind: str, window: int) -> Case:
         return [scene.wanted(range(len(LENGTHS)), COUNTS, window)]
 
     return Case(operator, f"rows together, {kind}", run, wanted, _SLACK[scene.dtype])
+
+
+def _sinks(scene: _Scene, operator: str, kind: str) -> Case:
+    """Single tokens, each twice, because a window holds for several tokens only."""
+    rows, window = range(len(LENGTHS)), 20
+    sinks = _random(HEADS, dtype=torch.bfloat16)
+
+    def run(operators: Operators, place: Place) -> list[Tensor]:
+        query = place(scene.query([1] * len(rows)).unsqueeze(1).repeat(1, 2, 1, 1))
+        where = (place(scene.table), list(LENGTHS), KV_HEADS, scene.scale, window)
+        return [operators.attend_rows(query, *scene.pages(place), *where, place(sinks))[:, 1]]
+
+    def wanted() -> list[Tensor]:
+        return [scene.wanted(rows, [1] * len(rows), window, sinks.float())]
+
+    return Case(
+        operator, f"a window of {window} and sinks, {kind}", run, wanted, _SLACK[scene.dtype]
+    )
+
+
+def _latents(dtype: torch.dtype, kind: str) -> Iterator[Case]:
+    """All heads share one vector of 512 numbers and one turned key of 64."""
+    heads, table, scale = 32, _Scene(dtype, 64).table, 1 / math.sqrt(192)
+    latents, keys = (_random(PAGES, PAGE, width, dtype=dtype) for width in (512, 64))
+
+    def case(counts: Sequence[int], name: str) -> Case:
+        total, is_single = sum(counts), set(counts) == {1}
+        q, turned = (_random(total, heads, width, dtype=dtype) for width in (512, 64))
+        ends = torch.tensor(counts).cumsum(0).tolist()
+
+        def run(operators: Operators, place: Place) -> list[Tensor]:
+            queries = [place(part.unsqueeze(1) if is_single else part) for part in (q, turned)]
+            where = (place(table), None if is_single else ends, list(LENGTHS), scale)
+            out = operators.attend_latents(*queries, place(latents), place(keys), *where)
+            return [out.squeeze(1) if is_single else out]
+
+        def wanted() -> list[Tensor]:
+            starts = torch.tensor([0, *ends])
+            contexts = torch.tensor([n - c for n, c in zip(LENGTHS, counts, strict=True)])
+            parts = [part.float() for part in (q, turned, latents, keys)]
+            return [reference.latent_attention(*parts, table, starts, contexts, scale)]
+
+        operator = "npu_fused_infer_attention_score"
+        return Case(operator, f"over latents, {name}, {kind}", run, wanted, _SLACK[dtype])
+
+    yield case((1, 1, 1), "one token a row")
+    yield case((16, 3, 5), "rows together")
+
+
+def _experts(dtype: torch.dtype, kind: str) -> Iterator[Case]:
+    tokens, per_token, experts, dim = 6, 2, 4, 64
+    x, weight = _random(tokens, dim, dtype=dtype), _random(experts, dim, 32, dtype=dtype)
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.stack([torch.randperm(experts, generator=generator) for _ in range(tokens)])
+    ids = ids[:, :per_token].to(torch.int32)
+    shares = _random(tokens, per_token, dtype=dtype)
+    order = ids.flatten().sort(stable=True).indices
+    counts = torch.bincount(ids.flatten(), minlength=experts)
+    rows, places = x[order // per_token], order.argsort().to(torch.int32)
+
+    def multiplied() -> list[Tensor]:
+        of_row = weight.float()[ids.flatten()[order].long()]
+        return [torch.einsum("ri,rio->ro", rows.float(), of_row)]
+
+    def together() -> list[Tensor]:
+        each = rows.float()[places.long()].unflatten(0, (tokens, per_token))
+        return [(each * shares.float().unsqueeze(-1)).sum(1)]
+
+    yield Case(
+        "npu_moe_init_routing_v2",
+        kind,
+        lambda ops, place: ops.init_routing(place(x), place(ids), experts),
+        lambda: [rows, places, counts],
+        0.0,
+    )
+    yield Case(
+        "npu_grouped_matmul",
+        kind,
+        lambda ops, place: [ops.grouped_matmul(place(rows), place(weight), place(counts))],
+        multiplied,
+        _SLACK[dtype],
+    )
+    yield Case(
+        "npu_moe_token_unpermute",
+        kind,
+        lambda ops, place: [ops.token_unpermute(place(rows), place(places), place(shares))],
+        together,
+        _SLACK[dtype],
+    )

@@ -9,10 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banyan.ops.npu import contracts
+from banyan.ops.npu import contracts, expert_contracts
 from banyan.ops.npu.contracts import ALL, BAND, CAUSAL, MASK_SIZE
 
-_ENDLESS = (1 << 31) - 1
+_NEWER_NAMES = {
+    "actual_seq_lengths": "actual_seq_qlen",
+    "actual_seq_lengths_kv": "actual_seq_kvlen",
+    "num_heads": "num_query_heads",
+    "scale": "softmax_scale",
+}
+"""Arguments that the second version of attention, the one with sinks, calls otherwise."""
 
 
 class Operators:
@@ -66,27 +72,31 @@ class Operators:
         lengths: list[int],
         kv_heads: int,
         scale: float,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Rows of one token each. query: [rows, 1, heads, dim]; key, value: [pages, page size,
-        kv_heads · dim]; table: [rows, pages of a row]; lengths: keys of each row."""
-        return self._attend(query, key, value, table, None, lengths, kv_heads, scale, "BSND", ALL)
+        kv_heads · dim]; table: [rows, pages of a row]; lengths: keys of each row; sinks: [heads]
+        bf16."""
+        given = _given(query, key, table, None, lengths, kv_heads, "BSND", ALL)
+        return self._attend(query, key, value, scale, given, sinks=sinks)
 
-    def attend_row(
+    def attend_rows(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         table: Tensor,
-        length: int,
+        lengths: list[int],
         kv_heads: int,
         scale: float,
         window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """One row of many tokens, the last ones of its `length`. query: [1, tokens, heads, dim]."""
+        """Rows of as many tokens each, more than one, the last ones of their `lengths`.
+        query: [rows, tokens, heads, dim]."""
         mode = BAND if window else CAUSAL
-        return self._attend(
-            query, key, value, table, None, [length], kv_heads, scale, "BSND", mode, window
-        )
+        given = _given(query, key, table, None, lengths, kv_heads, "BSND", mode)
+        return self._attend(query, key, value, scale, given, window, sinks)
 
     def attend_together(
         self,
@@ -99,45 +109,89 @@ class Operators:
         kv_heads: int,
         scale: float,
         window: int,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Rows of any count, one after another. query: [tokens, heads, dim]; ends: the token after
         the last one of each row."""
         mode = BAND if window else CAUSAL
-        return self._attend(
-            query, key, value, table, ends, lengths, kv_heads, scale, "TND", mode, window
-        )
+        given = _given(query, key, table, ends, lengths, kv_heads, "TND", mode)
+        return self._attend(query, key, value, scale, given, window, sinks)
+
+    def attend_latents(
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latents: Tensor,
+        key_rope: Tensor,
+        table: Tensor,
+        ends: list[int] | None,
+        lengths: list[int],
+        scale: float,
+    ) -> Tensor:
+        """Attention whose keys are latents [pages, page size, 512] and turned keys [.., 64], and
+        whose values are the latents. query: [rows, 1, heads, 512] without `ends`, else [tokens,
+        heads, 512]; query_rope: as query, 64 wide."""
+        how = ("BSND", ALL) if ends is None else ("TND", CAUSAL)
+        given = _given(query, latents, table, ends, lengths, 1, *how)
+        given |= {"query_rope": query_rope, "key_rope": key_rope}
+        return self._attend(query, latents, latents, scale, given)
+
+    def init_routing(self, x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of x for each pair of a token and an expert, by expert; the row of each pair, token
+        after token; how many rows each expert has. x: [tokens, dim]; ids: [tokens, per_token] of
+        int32.
+        """
+        if self._is_checked:
+            expert_contracts.init_routing(x, ids, experts)
+        return self._npu.npu_moe_init_routing_v2(
+            x,
+            ids,
+            active_num=ids.numel(),
+            expert_num=experts,
+            drop_pad_mode=0,
+            expert_tokens_num_type=1,
+            expert_tokens_num_flag=True,
+            active_expert_range=[0, experts],
+            quant_mode=-1,
+            row_idx_type=0,
+        )[:3]
+
+    def grouped_matmul(self, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """x: [rows, in], rows of a group together; weight: [groups, in, out]; counts: [groups]."""
+        if self._is_checked:
+            expert_contracts.grouped_matmul(x, weight, counts)
+        return self._npu.npu_grouped_matmul(
+            [x], [weight], group_list=counts, split_item=2, group_type=0, group_list_type=1
+        )[0]
+
+    def token_unpermute(self, rows: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        """The sum of each token's rows by weight. places: as `init_routing` gives them."""
+        if self._is_checked:
+            expert_contracts.token_unpermute(rows, places, weights)
+        return self._npu.npu_moe_token_unpermute(rows, places, probs=weights)
 
     def _attend(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        table: Tensor,
-        ends: list[int] | None,
-        lengths: list[int],
-        kv_heads: int,
         scale: float,
-        layout: str,
-        mode: int,
+        given: dict[str, Any],
         window: int = 0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        # A replayed graph gets new lengths for what was given by keyword, and for nothing else.
-        given = {
-            "atten_mask": None if mode == ALL else self._triangle(query.device),
-            "actual_seq_lengths": ends,
-            "actual_seq_lengths_kv": lengths,
-            "block_table": table,
-            "num_heads": query.shape[-2],
-            "num_key_value_heads": kv_heads,
-            "input_layout": layout,
-            "sparse_mode": mode,
-            "block_size": key.shape[1],
-        }
+        if given["sparse_mode"] != ALL:
+            given["atten_mask"] = self._triangle(query.device)
         if self._is_checked:
-            contracts.fused_infer_attention(query, key, value, **given)
-        before = {"pre_tokens": window - 1, "next_tokens": 0} if window else {}
-        attend = self._npu.npu_fused_infer_attention_score
-        return attend(query, key, value, scale=scale, **before, **given)[0]
+            contracts.fused_infer_attention(query, key, value, learnable_sink=sinks, **given)
+        given["scale"] = scale
+        if window:
+            given |= {"pre_tokens": window - 1, "next_tokens": 0}
+        if sinks is None:
+            return self._npu.npu_fused_infer_attention_score(query, key, value, **given)[0]
+        given = {_NEWER_NAMES.get(name, name): each for name, each in given.items()}
+        attend = self._npu.npu_fused_infer_attention_score_v2
+        return attend(query, key, value, learnable_sink=sinks, **given)[0]
 
     def _triangle(self, device: torch.device) -> Tensor:
         """What no position sees: everything above the diagonal."""
@@ -145,3 +199,28 @@ class Operators:
             whole = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool)
             self._triangles[device] = whole.triu(1).to(device)
         return self._triangles[device]
+
+
+def _given(
+    query: Tensor,
+    key: Tensor,
+    table: Tensor,
+    ends: list[int] | None,
+    lengths: list[int],
+    kv_heads: int,
+    layout: str,
+    mode: int,
+) -> dict[str, Any]:
+    """The arguments of attention by name: a replayed graph gets new lengths for what was given so,
+    and for nothing else."""
+    return {
+        "atten_mask": None,
+        "actual_seq_lengths": ends,
+        "actual_seq_lengths_kv": lengths,
+        "block_table": table,
+        "num_heads": query.shape[-2],
+        "num_key_value_heads": kv_heads,
+        "input_layout": layout,
+        "sparse_mode": mode,
+        "block_size": key.shape[1],
+    }

@@ -6,6 +6,7 @@ would have to wait for it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -40,70 +41,80 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         sinks: Tensor | None = None,
     ) -> Tensor:
         assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
-        if soft_cap or sinks is not None:  # the operators have no such thing
+        if soft_cap:  # the operators have no such thing
             return reference.paged_attention(
                 *(q, k_pages, v_pages, page_tables, row_starts, context_lengths),
                 *(scale, window, soft_cap, sinks),
             )
-        starts, contexts = row_starts.tolist(), context_lengths.tolist()
-        lengths = [
-            context + end - start
-            for context, start, end in zip(contexts, starts, starts[1:], strict=False)
-        ]
-        pages = k_pages.flatten(2), v_pages.flatten(2)  # [pages, page_size, kv_heads · head_dim]
-        tables, heads = page_tables.contiguous(), k_pages.shape[2]
-        operators, query = toolkit.operators, q.contiguous()
-        if len(q) == len(lengths) and not window:
-            single = query.unsqueeze(1)  # [rows, 1, heads, head_dim]
-            return operators.attend_single(single, *pages, tables, lengths, heads, scale).squeeze(1)
+        starts = row_starts.tolist()
+        lengths = lengths_of(starts, context_lengths.tolist())
+        rows = _Rows(
+            toolkit.operators,
+            (k_pages.flatten(2), v_pages.flatten(2)),  # [pages, page_size, kv_heads · head_dim]
+            k_pages.shape[2],
+            scale,
+            window,
+            None if sinks is None else sinks.to(torch.bfloat16),
+        )
+        tables, query = page_tables.contiguous(), q.contiguous()
+        if len(q) == len(lengths):
+            return rows.single(query, tables, lengths)
         if q.shape[2] in TOGETHER_DIMS:
-            ends = starts[1:]
-            return operators.attend_together(
-                query, *pages, tables, ends, lengths, heads, scale, window
-            )
-        return _row_by_row(operators, query, pages, tables, starts, lengths, heads, scale, window)
+            return rows.together(query, tables, starts, lengths)
+        return rows.one_by_one(query, tables, starts, lengths)
 
     return run
 
 
-def _row_by_row(
-    operators: Operators,
-    query: Tensor,
-    pages: tuple[Tensor, Tensor],
-    tables: Tensor,
-    starts: list[int],
-    lengths: list[int],
-    heads: int,
-    scale: float,
-    window: int,
-) -> Tensor:
-    """Head sizes that the operator takes from one row at a time only."""
-    found = []
-    for row, length in enumerate(lengths):
-        mine = query[None, starts[row] : starts[row + 1]]  # [1, count, heads, head_dim]
-        where = tables[row : row + 1]
-        if mine.shape[1] == 1 and window:
-            found.append(_last_window(operators, mine, pages, where, length, heads, scale, window))
-        elif mine.shape[1] == 1:
-            found.append(operators.attend_single(mine, *pages, where, [length], heads, scale))
-        else:
-            found.append(operators.attend_row(mine, *pages, where, length, heads, scale, window))
-    return torch.cat(found, dim=1).squeeze(0)
+def lengths_of(starts: list[int], contexts: list[int]) -> list[int]:
+    """Keys of each row, this step's included."""
+    return [
+        context + end - start
+        for context, start, end in zip(contexts, starts, starts[1:], strict=False)
+    ]
 
 
-def _last_window(
-    operators: Operators,
-    query: Tensor,
-    pages: tuple[Tensor, Tensor],
-    table: Tensor,
-    length: int,
-    heads: int,
-    scale: float,
-    window: int,
-) -> Tensor:
-    """A single token with a window: windows hold for several tokens only, so it comes twice."""
-    pair = torch.cat([query, query], dim=1)
-    return operators.attend_row(pair, *pages, table, length, heads, scale, window)[:, 1:]
+@dataclass(frozen=True)
+class _Rows:
+    """How the rows of a step attend: what the calls of the operator have in common."""
+
+    operators: Operators
+    pages: tuple[Tensor, Tensor]
+    kv_heads: int
+    scale: float
+    window: int
+    sinks: Tensor | None
+
+    def single(self, query: Tensor, tables: Tensor, lengths: list[int]) -> Tensor:
+        """Rows of one token each. query: [rows, heads, head_dim]"""
+        each = query.unsqueeze(1)
+        given = (tables, lengths, self.kv_heads, self.scale)
+        if not self.window:
+            return self.operators.attend_single(each, *self.pages, *given, self.sinks).squeeze(1)
+        # Windows hold for several tokens only, so each comes twice.
+        pairs = torch.cat([each, each], dim=1)
+        found = self.operators.attend_rows(pairs, *self.pages, *given, self.window, self.sinks)
+        return found[:, 1]
+
+    def together(
+        self, query: Tensor, tables: Tensor, starts: list[int], lengths: list[int]
+    ) -> Tensor:
+        given = (tables, starts[1:], lengths, self.kv_heads, self.scale, self.window, self.sinks)
+        return self.operators.attend_together(query, *self.pages, *given)
+
+    def one_by_one(
+        self, query: Tensor, tables: Tensor, starts: list[int], lengths: list[int]
+    ) -> Tensor:
+        """Head sizes that the operator takes from one row at a time only."""
+        found = []
+        for row, length in enumerate(lengths):
+            mine, where = query[starts[row] : starts[row + 1]], tables[row : row + 1]
+            if len(mine) == 1:
+                found.append(self.single(mine, where, [length]))
+                continue
+            given = (where, [length], self.kv_heads, self.scale, self.window, self.sinks)
+            found.append(self.operators.attend_rows(mine[None], *self.pages, *given)[0])
+        return torch.cat(found)
 
 
 write_kv = Kernel(supports=declines_pages, make=_write_kv)

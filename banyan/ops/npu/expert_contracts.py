@@ -1,0 +1,70 @@
+"""What the NPU's operators of blocks of experts accept, as `contracts.py` says it for others."""
+
+import torch
+from torch import Tensor
+
+from banyan.ops.npu.contracts import HALVES, placed, require, shape_of, typed
+
+_MOST_PER_TOKEN, _MOST_GROUPS, _WIDEST = 512, 1024, 65536
+
+
+def init_routing(x: Tensor, ids: Tensor, experts: int) -> None:
+    """x: [tokens, dim]; ids: [tokens, per_token]."""
+    name = "npu_moe_init_routing_v2"
+    placed(name, x=x, expert_idx=ids)
+    typed(name, (*HALVES, torch.float32), x=x)
+    typed(name, (torch.int32,), expert_idx=ids)
+    require(
+        x.dim() == 2 and ids.dim() == 2 and len(x) == len(ids),
+        name,
+        f"x must be [tokens, dim] and expert_idx [tokens, experts of a token], they are "
+        f"{shape_of(x)} and {shape_of(ids)}",
+    )
+    require(
+        0 < ids.shape[1] <= min(_MOST_PER_TOKEN, experts),
+        name,
+        f"a token goes through 1 to {min(_MOST_PER_TOKEN, experts)} of {experts} experts, "
+        f"not {ids.shape[1]}",
+    )
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> None:
+    """x: [rows, in]; weight: [groups, in, out]; counts: [groups], rows of each."""
+    name = "npu_grouped_matmul"
+    placed(name, x=x, weight=weight, group_list=counts)
+    typed(name, (*HALVES, torch.float32), x=x, weight=weight)
+    typed(name, (torch.int64,), group_list=counts)
+    require(
+        x.dim() == 2 and weight.dim() == 3 and x.shape[1] == weight.shape[1],
+        name,
+        f"x must be [rows, in] and weight [groups, in, out], they are {shape_of(x)} and "
+        f"{shape_of(weight)}",
+    )
+    widest = max(x.shape[1], weight.shape[2])
+    require(widest < _WIDEST, name, f"widths must be less than {_WIDEST}, one is {widest}")
+    groups = len(weight)
+    require(
+        tuple(counts.shape) == (groups,) and 1 < groups <= _MOST_GROUPS,
+        name,
+        f"group_list must have a number for each of {groups} groups, 2 to {_MOST_GROUPS}; it is "
+        f"{shape_of(counts)}",
+    )
+
+
+def token_unpermute(rows: Tensor, places: Tensor, weights: Tensor) -> None:
+    """rows: [tokens · per_token, dim]; places: the row of each pair of a token and an expert;
+    weights: [tokens, per_token]."""
+    name = "npu_moe_token_unpermute"
+    placed(name, permuted_tokens=rows, sorted_indices=places, probs=weights)
+    typed(name, HALVES, permuted_tokens=rows, probs=weights)
+    typed(name, (torch.int32,), sorted_indices=places)
+    require(
+        weights.dim() == 2 and places.shape == (weights.numel(),) and len(rows) == len(places),
+        name,
+        "permuted_tokens, sorted_indices and probs must be of the same pairs of a token and an "
+        f"expert, they are {shape_of(rows)}, {shape_of(places)} and {shape_of(weights)}",
+    )
+    most = _MOST_PER_TOKEN
+    require(
+        weights.shape[1] <= most, name, f"at most {most} experts a token, not {weights.shape[1]}"
+    )

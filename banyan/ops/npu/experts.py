@@ -1,0 +1,76 @@
+"""Blocks of experts by the NPU's operators: pairs of a token and an expert in the order of the
+experts, two products by group, and each token's rows together again. Nothing waits for the device.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from banyan.ops import reference
+from banyan.ops.bind import Kernel
+from banyan.ops.experts_api import StoredExperts
+from banyan.ops.npu.needs import NpuToolkit, declines
+from banyan.ops.npu.operators import Operators
+from banyan.ops.stored import StoredWeight, stack
+
+
+class GroupedExperts:
+    """gate_up: [experts, dim, 2·inner]; down: [experts, inner, dim]; of the activations' dtype."""
+
+    def __init__(
+        self,
+        operators: Operators,
+        experts: StoredExperts,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        assert not experts.first, "experts on other devices need collectives of the NPU"
+        self._operators = operators
+        self._activation = experts.activation
+        self._clamp = experts.clamp
+        pairs = zip(experts.gate, experts.up, strict=True)
+        self._gate_up = _columns([stack(pair) for pair in pairs], dtype, device)
+        self._down = _columns(experts.down, dtype, device)
+        self._biases: tuple[Tensor, Tensor] | None = None
+        if experts.biases is not None:
+            gate, up, down = (part.to(device, dtype) for part in experts.biases)
+            self._biases = (torch.cat([gate, up], dim=1), down)
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        operators, chosen = self._operators, ids.to(torch.int32)
+        rows, places, counts = operators.init_routing(x.contiguous(), chosen, len(self._down))
+        inner = operators.grouped_matmul(rows, self._gate_up, counts)
+        outer_bias = None
+        if self._biases is not None:
+            of_row = chosen.flatten().sort().values  # the expert of each row
+            inner = inner + self._biases[0][of_row]
+            outer_bias = self._biases[1][of_row]
+        outer = operators.grouped_matmul(self._gated(inner), self._down, counts)
+        if outer_bias is not None:
+            outer = outer + outer_bias
+        return operators.token_unpermute(outer, places, weights.to(x.dtype))
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        if self._clamp is not None:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return reference.clamped_swiglu(gate, up, self._clamp)
+        if self._activation == "silu":
+            return self._operators.swiglu(gate_up)
+        exact = self._activation == "gelu"
+        return (reference.gelu_and_mul if exact else reference.gelu_tanh_and_mul)(gate_up)
+
+
+def _columns(weights: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[experts, in, out]"""
+    return torch.stack([weight.dense.to(device, dtype).t() for weight in weights])
+
+
+def _experts(toolkit: NpuToolkit) -> Callable[..., object]:
+    def pack(experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> object:
+        return GroupedExperts(toolkit.operators, experts, dtype, device)
+
+    return pack
+
+
+experts = Kernel(supports=declines, make=_experts)

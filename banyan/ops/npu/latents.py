@@ -1,0 +1,99 @@
+"""Latent attention by the NPU's operators: every token in the latent space, where all heads share
+one vector and one turned key. Lengths are taken from the host, as beside (`pages.py`).
+
+The operator takes rows of up to 16 tokens, so a longer one is cut into pieces: each has the pages
+of its row, and sees them up to its own last token.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from banyan.ops import reference
+from banyan.ops.bind import Kernel, OpSpec
+from banyan.ops.npu.contracts import (
+    LATENT_DIM,
+    LATENT_HEADS,
+    LATENT_PAGES,
+    LATENT_ROPE_DIM,
+    LATENT_TOKENS,
+)
+from banyan.ops.npu.needs import NpuToolkit, declines
+from banyan.ops.npu.pages import lengths_of
+
+
+def _declines(spec: OpSpec) -> str | None:
+    reason = declines(spec)
+    if reason is None and spec.cache_dtype != spec.dtype:
+        reason = f"pages are {spec.cache_dtype}, activations {spec.dtype}"
+    if reason is None and spec.page_size not in LATENT_PAGES:
+        sizes = " or ".join(map(str, LATENT_PAGES))
+        reason = f"pages of {spec.page_size} tokens, not of {sizes}"
+    return reason
+
+
+def _write_latent(toolkit: NpuToolkit) -> Callable[..., None]:
+    def run(
+        latent: Tensor, key: Tensor, latent_pages: Tensor, key_pages: Tensor, flat_locations: Tensor
+    ) -> None:
+        places = flat_locations.unsqueeze(1)  # [tokens, 1]
+        for part, pages in ((latent, latent_pages), (key, key_pages)):
+            toolkit.operators.scatter(pages.flatten(0, 1), places, part.contiguous())
+
+    return run
+
+
+def _latent_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
+    def run(
+        q: Tensor,
+        q_turned: Tensor,
+        latent_pages: Tensor,
+        key_pages: Tensor,
+        page_tables: Tensor,
+        row_starts: Tensor,
+        context_lengths: Tensor,
+        scale: float,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
+        heads = q.shape[1]
+        widths = (q.shape[2], q_turned.shape[2])
+        is_served = widths == (LATENT_DIM, LATENT_ROPE_DIM) and heads <= LATENT_HEADS[-1]
+        if chosen is not None or not is_served:
+            return reference.latent_attention(
+                *(q, q_turned, latent_pages, key_pages),
+                *(page_tables, row_starts, context_lengths, scale, chosen),
+            )
+        room = next(count for count in LATENT_HEADS if count >= heads) - heads
+        queries = [pad(part, (0, 0, 0, room)).contiguous() for part in (q, q_turned)]
+        keys, starts = (latent_pages, key_pages), row_starts.tolist()
+        lengths, tables = lengths_of(starts, context_lengths.tolist()), page_tables.contiguous()
+        attend = toolkit.operators.attend_latents
+        if len(q) == len(lengths):
+            each = [part.unsqueeze(1) for part in queries]  # [rows, 1, heads, width]
+            return attend(*each, *keys, tables, None, lengths, scale)[:, 0, :heads]
+        rows, ends, lengths = _pieces(starts, lengths)
+        if len(rows) > len(tables):
+            tables = torch.cat([tables[row : row + 1] for row in rows])
+        return attend(*queries, *keys, tables, ends, lengths, scale)[:, :heads]
+
+    return run
+
+
+def _pieces(starts: list[int], lengths: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Of each piece: its row, the token after its last one, and its keys."""
+    rows, ends, seen = list[int](), list[int](), list[int]()
+    for row, length in enumerate(lengths):
+        last = starts[row + 1]
+        for first in range(starts[row], last, LATENT_TOKENS):
+            end = min(first + LATENT_TOKENS, last)
+            rows.append(row)
+            ends.append(end)
+            seen.append(length - (last - end))
+    return rows, ends, seen
+
+
+write_latent = Kernel(supports=_declines, make=_write_latent)
+latent_attention = Kernel(supports=_declines, make=_latent_attention)
