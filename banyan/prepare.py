@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable
+from banyan.base.named_code import split_name
 from banyan.base.system import check_system
 from banyan.config import resolve
 from banyan.config.card import ModelCard
@@ -122,6 +123,8 @@ def check_names(config: Config) -> None:
     fill_in_form(server.completion_template)
     for name in config.model.loader_functions:
         _check_function("--custom-weight-loader", name)
+    if config.observe.sigquit_handler:
+        _check_function("--custom-sigquit-handler", config.observe.sigquit_handler)
     check_preferred(server)
 
 
@@ -134,7 +137,7 @@ def _check(flag: str, name: str, known: Iterable[str]) -> None:
 
 def _check_function(flag: str, name: str) -> None:
     """Refuse a function that is not there; nothing of its module is run to find out."""
-    module, _, function = name.rpartition(":" if ":" in name else ".")
+    module, function = split_name(name)
     spec = _locate(module)
     if spec is None:
         raise ConfigError(

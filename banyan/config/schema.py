@@ -507,6 +507,8 @@ class ObserveConfig:
     records: str = ""
     dumps: str = ""
     """Folder of the requests that came before an engine was lost; "" = none are kept."""
+    sigquit_handler: str = ""
+    """module:function that SIGQUIT calls in the server; "" = none."""
     traces: bool = False
     """Send a span for each request, and for each of its phases."""
     traces_endpoint: str = "http://localhost:4318/v1/traces"

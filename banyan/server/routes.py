@@ -182,7 +182,7 @@ def _operation_routes() -> list[Route]:
         Route(f"/start_{choices}", _BOTH, experts.start_record, adm, about="count experts"),
         Route(f"/stop_{choices}", _BOTH, experts.stop_record, adm, about="count them no more"),
         Route(f"/dump_{choices}", _BOTH, experts.dump_record, adm, about="write the counts"),
-        Route("/flight_recorder", _GET, recording.flight_recorder, adm, about="latest decisions"),
+        Route("/flight_recorder", _BOTH, recording.flight_recorder, adm, about="latest decisions"),
     ]
 
 

@@ -1,8 +1,9 @@
-"""A collector of spans, as a process of its own: takes OTLP over HTTP and writes each span to
-standard output as a line of JSON, behind a first line with its port. Arguments: none."""
+"""A collector of spans, as a process of its own: takes OTLP and writes each span to standard output
+as a line of JSON, behind a first line with its port. Arguments: none for HTTP, "grpc" for that."""
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -13,12 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
-        request = ExportTraceServiceRequest.FromString(body)
-        for part in request.resource_spans:
-            resource = attributes(part.resource.attributes)
-            for scope in part.scope_spans:
-                for span in scope.spans:
-                    tell({"path": self.path, "resource": resource, **described(span)})
+        tell_all(ExportTraceServiceRequest.FromString(body), self.path)
         self.send_response(200)
         self.send_header("content-type", "application/x-protobuf")
         self.send_header("content-length", "0")
@@ -26,6 +22,30 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
+
+
+def tell_all(request: ExportTraceServiceRequest, path: str) -> None:
+    for part in request.resource_spans:
+        resource = attributes(part.resource.attributes)
+        for scope in part.scope_spans:
+            for span in scope.spans:
+                tell({"path": path, "resource": resource, **described(span)})
+
+
+def serve_grpc() -> None:
+    import grpc
+    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+    class Servicer(trace_service_pb2_grpc.TraceServiceServicer):
+        def Export(self, request, context):
+            tell_all(request, "grpc")
+            return trace_service_pb2.ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Servicer(), server)
+    tell(server.add_insecure_port("127.0.0.1:0"))
+    server.start()
+    server.wait_for_termination()
 
 
 def described(span: Span) -> dict[str, object]:
@@ -57,6 +77,8 @@ def tell(line: object) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["grpc"]:
+        serve_grpc()
     server = HTTPServer(("127.0.0.1", 0), Handler)
     tell(server.server_port)
     server.serve_forever()

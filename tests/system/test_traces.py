@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from banyan.base.errors import ConfigError
-from banyan.server.admin.traces import check_traces, endpoint_of, open_traces
+from banyan.server.admin.traces import Endpoint, check_traces, endpoint_of, open_traces
 from tests.flags import config_of
 from tests.system.conftest import StartServer
 from tests.system.serving import ROOT
@@ -41,8 +41,9 @@ class Collector:
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
-    command = [sys.executable, "-m", "tests.system.collector"]
+def collector(request: pytest.FixtureRequest) -> Iterator[Collector]:
+    """Takes HTTP, or what a test asks for."""
+    command = [sys.executable, "-m", "tests.system.collector", *getattr(request, "param", ())]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Collector(process)
@@ -96,6 +97,18 @@ def test_a_request_is_a_trace_with_its_phases(
 
 
 PHASES = ("queue", "prefill", "decode")
+
+
+@pytest.mark.parametrize("collector", [("grpc",)], indirect=True)
+def test_spans_go_over_grpc_to_an_address_without_a_scheme(
+    server: StartServer, collector: Collector
+) -> None:
+    address = f"127.0.0.1:{collector.port}"
+    with server(*traced("--enable-trace", "--otlp-traces-endpoint", address)) as it:
+        assert it.http.post("/v1/completions", json=PROMPT).status_code == 200
+        spans = collector.spans(5)
+    assert {span["path"] for span in spans} == {"grpc"}
+    assert {"POST /v1/completions", "generate", *PHASES} == {span["name"] for span in spans}
 
 
 def test_what_is_refused_or_left_is_told_as_that_and_no_text_is(
@@ -153,21 +166,29 @@ def test_a_server_without_traces_loads_no_library_for_them() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize("given", ["localhost:4317", "grpc://x:1", "http://", "http://[x", "x"])
+@pytest.mark.parametrize(
+    "given", ["grpc://x", "grpc://x:1/y", "ftp://x:1", "http://", "http://[x", "x"]
+)
 def test_an_endpoint_that_spans_cannot_be_sent_to_is_refused(given: str) -> None:
     observe = config_of("--enable-trace", "--otlp-traces-endpoint", given).observe
-    with pytest.raises(ConfigError, match="OTLP over HTTP"):
+    with pytest.raises(ConfigError, match="no address that spans can be sent to"):
         check_traces(observe)
 
 
-def test_an_endpoint_without_a_path_gets_the_usual_one() -> None:
-    assert (
-        endpoint_of("http://h:4318") == endpoint_of("http://h:4318/") == "http://h:4318/v1/traces"
-    )
-    assert endpoint_of("https://h/otlp/in") == "https://h/otlp/in"
+def test_an_endpoint_says_how_spans_are_sent() -> None:
+    usual = Endpoint("http", "http://h:4318/v1/traces")
+    assert endpoint_of("http://h:4318") == endpoint_of("http://h:4318/") == usual
+    assert endpoint_of("https://h/otlp/in") == Endpoint("http", "https://h/otlp/in")
+    assert endpoint_of("h:4317") == endpoint_of("grpc://h:4317") == Endpoint("grpc", "h:4317")
+    assert endpoint_of("grpcs://h:4317") == Endpoint("grpc", "h:4317", is_secure=True)
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("endpoint", "extra"), [("http://h:1", r"banyan\[traces\]"), ("h:1", r"banyan\[traces-grpc\]")]
+)
+def test_missing_packages_are_named(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, extra: str
+) -> None:
     monkeypatch.setattr("banyan.server.admin.traces.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"banyan\[traces\]"):
-        check_traces(config_of("--enable-trace").observe)
+    with pytest.raises(ConfigError, match=extra):
+        check_traces(config_of("--enable-trace", "--otlp-traces-endpoint", endpoint).observe)

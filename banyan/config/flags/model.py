@@ -1,5 +1,6 @@
 """Flags of the model: what is served, where it comes from and in which form."""
 
+from banyan.base.named_code import PATTERN
 from banyan.config.flags.flag import INT, JSON, SWITCH, WORDS, Elsewhere, Flag
 from banyan.config.quantized import spellings
 
@@ -79,7 +80,7 @@ FLAGS = (
         "model.loader_functions",
         "module:function of your own, each changing the tensors before the model takes them",
         kind=WORDS,
-        pattern=r"[A-Za-z_][\w.]*[:.][A-Za-z_]\w*",
+        pattern=PATTERN,
         shown="MODULE:FUNCTION …",
         proof="tests/system/test_flag_effects.py::test_functions_and_ways_to_read_reach_the_loader",
     ),

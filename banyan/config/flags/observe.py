@@ -1,5 +1,6 @@
 """Flags of what people see: logs and the journal."""
 
+from banyan.base.named_code import PATTERN
 from banyan.config.flags.flag import FLOAT, FLOATS, INT, JSON, SWITCH, WORDS, Flag
 
 FLAGS = (
@@ -117,6 +118,15 @@ FLAGS = (
         "::test_the_requests_before_a_loss_are_dumped_when_that_is_asked_for",
     ),
     Flag(
+        "custom-sigquit-handler",
+        "observe.sigquit_handler",
+        "module:function of your own that the server calls on SIGQUIT, and before it ends because "
+        "its engines stay lost",
+        pattern=PATTERN,
+        shown="MODULE:FUNCTION",
+        proof="tests/system/test_signals.py::test_sigquit_calls_the_function_that_was_named",
+    ),
+    Flag(
         "enable-metrics",
         "observe.metrics",
         "count requests, tokens and latencies, and tell them to Prometheus at /metrics",
@@ -189,14 +199,14 @@ FLAGS = (
     Flag(
         "enable-trace",
         "observe.traces",
-        "send a span for each request and each of its phases, as OTLP over HTTP",
+        "send a span for each request and each of its phases, as OTLP",
         kind=SWITCH,
         proof="tests/system/test_traces.py::test_a_request_is_a_trace_with_its_phases",
     ),
     Flag(
         "oltp-traces-endpoint",
         "observe.traces_endpoint",
-        "where spans are sent to: http://HOST:PORT of a collector",
+        "where spans are sent to: http://HOST:PORT of a collector, or HOST:PORT for gRPC",
         aliases=("otlp-traces-endpoint",),
         proof="tests/system/test_traces.py::test_a_request_is_a_trace_with_its_phases",
     ),

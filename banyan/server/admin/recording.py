@@ -1,14 +1,23 @@
-"""/flight_recorder: the latest messages, plans and results of an engine, prompts as token ids."""
+"""/flight_recorder: the latest messages, plans and results of an engine, prompts as token ids; and
+the dumps of them, with the last requests, in the folder of --crash-dump-folder.
+"""
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 
 from banyan.base.errors import RequestError
+from banyan.frontend.link.records import dump_recordings
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.state import ServerState
 
 
 async def flight_recorder(exchange: Exchange, state: ServerState) -> None:
-    """A journal for `banyan replay` and `banyan explain`; of replica `dp_rank`, 0 unless told."""
+    """GET: a journal for `banyan replay` and `banyan explain`; of replica `dp_rank`, 0 unless told.
+    POST: what the recorders of all replicas hold, and the last requests, into files."""
+    if exchange.method == "POST":
+        await _write(exchange, state)
+        return
     recordings, asked = state.recordings(), exchange.query.get("dp_rank", "0")
     read = {str(replica): read for replica, read in recordings.items()}.get(asked)
     if read is None:
@@ -25,3 +34,28 @@ async def flight_recorder(exchange: Exchange, state: ServerState) -> None:
             hint="--flight-recorder-bytes 0 was given",
         )
     await exchange.whole(content, 200, "application/octet-stream")
+
+
+async def _write(exchange: Exchange, state: ServerState) -> None:
+    if state.recent is None:
+        raise RequestError(
+            "There is no folder for dumps",
+            status=404,
+            code="not_enabled",
+            hint="Start the server with --crash-dump-folder.",
+        )
+    written = await asyncio.to_thread(dumper(state, "asked for"))
+    await exchange.json({"files": [str(path) for path in written]})
+
+
+def dumper(state: ServerState, why: str) -> Callable[[], list[Path]]:
+    """Writes what the engines have recorded until now, and the last requests; returns the files.
+    The recordings are taken at once, as they go with an engine that ends."""
+    recordings = {replica: read() for replica, read in state.recordings().items()}
+
+    def dump() -> list[Path]:
+        requests = None if state.recent is None else state.recent.dump(why)
+        found = dump_recordings(Path(state.config.observe.dumps), recordings)
+        return found if requests is None else [requests, *found]
+
+    return dump

@@ -1,4 +1,4 @@
-"""Spans by OpenTelemetry's SDK, sent as OTLP over HTTP by a thread of its own.
+"""Spans by OpenTelemetry's SDK, sent by a thread of its own.
 
 A span is made when its request ends, of times that are known then, so that a request which is not
 sampled costs next to nothing, and one that is costs nothing per token. What is sampled, and how
@@ -13,10 +13,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -33,17 +32,17 @@ class Spans:
     """Implements Tracing.
 
     Args:
-        endpoint: where spans are sent to.
+        exporter: what sends them.
         service: how this server is called there.
         model: as clients call it.
     """
 
-    def __init__(self, endpoint: str, service: str, model: str, version: str) -> None:
+    def __init__(self, exporter: SpanExporter, service: str, model: str, version: str) -> None:
         words = logging.getLogger("opentelemetry")
         words.handlers, words.propagate = logging.getLogger("banyan").handlers, False
         named = Resource.create({SERVICE_NAME: service, SERVICE_VERSION: version})
         self._provider = TracerProvider(resource=named, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("banyan", version)
         self._headers = TraceContextTextMapPropagator()
         self._model = model

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
-from pathlib import Path
 
 import uvloop
 
@@ -21,9 +20,9 @@ from banyan.config.card import ModelCard
 from banyan.config.schema import Config
 from banyan.frontend.link.client import EngineClient
 from banyan.frontend.link.fleet import Fleet
-from banyan.frontend.link.records import dump_recordings
 from banyan.frontend.threads import use_threads
 from banyan.scheduler.routing import ROUTES
+from banyan.server.admin.recording import dumper
 from banyan.server.batches.route import resume_batches
 from banyan.server.http.app import App
 from banyan.server.http.listen import bind, check_exposure, web_server
@@ -31,6 +30,7 @@ from banyan.server.http.state import ServerState
 from banyan.server.http.tls import tls_context
 from banyan.server.life import deadline
 from banyan.server.life.daemon import in_daemon
+from banyan.server.life.sigquit import hear_sigquit
 from banyan.server.life.startup import end_phase, open_service, report
 from banyan.server.life.supervisor import StartEngine, Supervisor
 from banyan.server.routes import create_app
@@ -115,8 +115,8 @@ class Server:
         for number in heard:
             loop.add_signal_handler(number, self._signalled, number)
         deadline.bound(heard)
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            loop.add_signal_handler(number, log.info, "%s means nothing here", number.name)
+        loop.add_signal_handler(signal.SIGUSR1, self._dump_asked)
+        loop.add_signal_handler(signal.SIGUSR2, log.info, "SIGUSR2 means nothing here")
         web = asyncio.create_task(self._web.serve([self._listener]))
         supervisors, fleet = self._open_engines()
         await fleet.start()
@@ -169,17 +169,17 @@ class Server:
     def _dump(self, why: str) -> None:
         """What the engines have recorded, which goes with them; and the last requests, once those
         that end with the loss have ended."""
-        recent = self.state.recent
-        if recent is None:
+        if self.state.recent is None:
             return
-        recordings = {n: read() for n, read in self.state.recordings().items()}
-
-        def dump() -> None:
-            recent.dump(why)
-            dump_recordings(Path(self._config.observe.dumps), recordings)
-
+        dump = dumper(self.state, why)
         loop = asyncio.get_running_loop()
         loop.call_later(ENDED_S, lambda: loop.run_in_executor(None, dump))
+
+    def _dump_asked(self) -> None:
+        if self.state.recent is None:
+            log.warning("SIGUSR1 has nothing dumped: no --crash-dump-folder was given")
+            return
+        asyncio.get_running_loop().run_in_executor(None, dumper(self.state, "SIGUSR1"))
 
     async def _serve(self, fleet: Fleet, supervisors: list[Supervisor]) -> int:
         """Start, serve, end in order; returns the exit code."""
@@ -207,6 +207,8 @@ class Server:
         self.state.tool_servers = await start_tool_servers(self._config.server.tool_servers)
         self.state.config, card = await in_daemon(self._prepare)
         end_phase(self.state.phases, "model files")
+        if name := self._config.observe.sigquit_handler:
+            hear_sigquit(name, self.state.config.model.path)
         for supervisor in supervisors:
             supervisor.start(self.state.config, card)
         self.state.service = service = await open_service(self.state, card, fleet)
@@ -275,5 +277,7 @@ class Server:
         self._dump(self.state.dead)
         if self.state.service is not None:  # else the start fails with these words
             log.error("engine died: %s", self.state.dead)
+            if self._config.observe.sigquit_handler:
+                signal.raise_signal(signal.SIGQUIT)
         if not self._ending.done():
             self._ending.set_result(Ending.DEAD)

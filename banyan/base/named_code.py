@@ -1,0 +1,55 @@
+"""Functions of the operator's own, named "module:function" (or "module.function") in a flag.
+
+They come from the Python path and never from a checkpoint. Whoever calls this runs their module.
+"""
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import printable
+
+PATTERN = r"[A-Za-z_][\w.]*[:.][A-Za-z_]\w*"
+"""What such a name looks like."""
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Its module and its function."""
+    module, _, function = name.rpartition(":" if ":" in name else ".")
+    return module, function
+
+
+def load_named(flag: str, name: str, checkpoint: str) -> Callable[..., object]:
+    """Import a function.
+
+    Raises:
+        ConfigError: it is missing, cannot be called, or lies in the folder of the checkpoint.
+    """
+    module_name, function_name = split_name(name)
+    label = f"{flag} {printable(name)}"
+    try:
+        module = import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{label}: cannot be imported: {printable(str(error))}",
+            hint="name it module:function, with the module on the Python path",
+        ) from None
+    if _lies_in(getattr(module, "__file__", None) or "", checkpoint):
+        raise ConfigError(
+            f"{label}: its code lies with the checkpoint, and code of a checkpoint is never run",
+            hint="install it as a package of its own",
+        )
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(
+            f"{label}: {module_name} has no function {printable(function_name)!r}",
+            hint="name it module:function",
+        )
+    return function
+
+
+def _lies_in(file: str, checkpoint: str) -> bool:
+    folder = checkpoint if os.path.isdir(checkpoint) else os.path.dirname(checkpoint)
+    code, folder = os.path.realpath(file), os.path.realpath(folder)
+    return bool(file) and os.path.commonpath([code, folder]) == folder

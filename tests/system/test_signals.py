@@ -1,0 +1,93 @@
+"""What a server does on signals that do not end it."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.server.life.sigquit import hear_sigquit
+from banyan.sim.replay import check
+from tests.flags import config_of
+from tests.system.conftest import StartServer
+from tests.system.serving import wait_until
+
+ASKED = {"input_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+CODE = """
+def heard(number, frame):
+    with open({told!r}, "a") as file:
+        file.write(f"{{number}} ")
+    raise RuntimeError("of the handler's own")
+"""
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file that mine:heard writes to."""
+    told = tmp_path / "told"
+    (tmp_path / "mine.py").write_text(CODE.format(told=str(told)))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
+    return told
+
+
+def named(*words: str) -> tuple[str, ...]:
+    """The flag of a server as it was understood; none where it was not."""
+    name = config_of(*words).observe.sigquit_handler
+    return ("--custom-sigquit-handler", name) if name else ()
+
+
+def test_sigquit_calls_the_function_that_was_named(server: StartServer, own_code: Path) -> None:
+    with server(*named("--custom-sigquit-handler", "mine:heard")) as running:
+        running.signal(signal.SIGQUIT)
+        wait_until(
+            lambda: own_code.exists() or running.process.poll() is not None,
+            *(20, "the function to be called"),
+        )
+        assert own_code.read_text().split() == [str(int(signal.SIGQUIT))]
+        assert running.generate(**ASKED)["output_ids"], "a handler that fails ends nothing"
+
+
+def test_it_is_called_when_engines_stay_lost_and_nothing_is_dumped_without_a_folder(
+    server: StartServer, own_code: Path
+) -> None:
+    flags = ("--engine-restarts", "0", "--custom-sigquit-handler", "mine:heard")
+    with server(*flags) as running:
+        running.signal(signal.SIGUSR1)
+        wait_until(lambda: "--crash-dump-folder" in running.tail(), 20, "a word on dumps")
+        answer = running.http.post("/flight_recorder")
+        assert answer.status_code == 404 and "--crash-dump-folder" in answer.text
+        os.kill(running.engine_pid(), signal.SIGKILL)
+        wait_until(own_code.exists, 20, "the function to be called")
+
+
+def test_code_that_lies_with_a_checkpoint_is_never_called(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "beside_weights.py").write_text("def heard(number, frame): pass\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="lies with the checkpoint"):
+        hear_sigquit("beside_weights:heard", str(tmp_path))
+
+
+def test_sigusr1_and_the_route_dump_what_is_recorded(server: StartServer, tmp_path: Path) -> None:
+    folder = tmp_path / "dumps"
+    with server("--crash-dump-folder", str(folder)) as running:
+        running.generate(**ASKED)
+        running.signal(signal.SIGUSR1)
+        wait_until(lambda: len(dumps(folder)) == 2, 20, "the dumps")
+        (journal,) = folder.glob("*.journal")
+        wait_until(lambda: is_whole(journal), 20, "the journal to be written")
+        answer = running.http.post("/flight_recorder")
+        assert answer.status_code == 200
+        assert {Path(name).suffix for name in answer.json()["files"]} == {".jsonl", ".journal"}
+        assert all(is_whole(Path(n)) for n in answer.json()["files"] if n.endswith("journal"))
+        assert running.generate(**ASKED)["output_ids"]
+
+
+def dumps(folder: Path) -> list[Path]:
+    return list(folder.glob("*")) if folder.exists() else []
+
+
+def is_whole(journal: Path) -> bool:
+    return journal.stat().st_size > 0 and check(str(journal)).ok
