@@ -58,10 +58,10 @@ test-security: $(VENV)/.test
 	@exec $(BIN)/python -m pytest $$($(BIN)/python -m tests.trust.names) $(ARGS)
 
 # The battery: what must hold whatever happens, line by line, into docs/trust.md; an hour and a half, most
-# of it beside an hour of load. Some lines alone: make trust ARGS="--only T7,T19"
+# of it beside an hour of load. Some lines alone: make trust LINES=T7,T19
 trust: $(VENV)/.test $(VENV)/.demo .clients/schemathesis/.installed
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@exec $(BIN)/python -m tests.trust $(ARGS)
+	@exec $(BIN)/python -m tests.trust $(if $(LINES),--only $(LINES)) $(ARGS)
 
 # The emulated NPU as either chip, with every family in every way; some minutes.
 test-npu: $(VENV)/.test

@@ -1,6 +1,7 @@
 """`make trust`: runs the battery line by line and writes docs/trust.md as it goes.
 
-With --only T7,T8 it runs those and keeps what the others gave last.
+With --only T7,T8 it runs those and keeps what the others gave last. A variable of a line that is
+set already stays as it is, so that a line can be shorter or longer: FAULTS=10 make trust LINES=T3
 """
 
 import argparse
@@ -10,10 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from tests.trust.battery import BATTERY, LEFT_OUT, Line
-from tests.trust.scorecard import Outcome, load, page, save
+from tests.trust.scorecard import Outcome, load, page, read_page, save
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".trust"
@@ -23,10 +25,11 @@ class Run:
     """One line while pytest works on it."""
 
     def __init__(self, line: Line) -> None:
-        self.line = line
         self._log = KEPT / f"{line.id}.log"
+        self.line = line = line.with_variables(os.environ)
         words = dict(pair.split("=", 1) for pair in line.variables.split())
         variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **words}
+        self._load = os.getloadavg()[0]
         command = f"{sys.executable} -m pytest -q -s -p no:cacheprovider {line.tests}"
         nice = "exec nice -n 19 " if line.is_beside else "exec "
         self._began = time.monotonic()
@@ -53,7 +56,9 @@ class Run:
         text = self._log.read_text(errors="replace")
         if is_late:
             text += f"\nfigure: not done after {self.line.limit_s} s\n"
-        return outcome(self.line.id, code, text, took_s)
+        loads = f"{self._load:.1f} – {os.getloadavg()[0]:.1f}"
+        found = outcome(self.line.id, code, text, took_s)
+        return replace(found, command=self.line.command, loads=loads)
 
     def stop(self) -> None:
         """Servers that tests start end with the pipes and parents that they watch."""
@@ -92,7 +97,7 @@ def main() -> int:
     # In the background a shell has its children ignore this, and tests send it to their own.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     KEPT.mkdir(exist_ok=True)
-    found = load(KEPT / "outcomes.json")
+    found = load(KEPT / "outcomes.json") or read_page(asked.docs)
     lines = [line for line in BATTERY if not wanted or line.id in wanted]
     beside = [Run(line) for line in lines if line.is_beside]
 

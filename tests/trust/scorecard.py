@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -17,7 +18,9 @@ HEAD = """# Trust
 
 What must hold whatever happens to a server, and what came out when it was tried. `make trust`
 wrote this page: each line is a command that anybody can repeat, its verdict is the command's exit
-status, and its figure is what the command printed. A line that fails says so.
+status, and its figure is what the command printed. A line that fails says so. The load is that of
+the machine (average over a minute) when the line began and when it ended: times of a machine that
+has more to do than it has processors say little about the server.
 
 """
 
@@ -32,6 +35,10 @@ class Outcome:
     failed: list[str]
     """Names of tests."""
     took_s: float
+    command: str = ""
+    """As it was run; "" = the line's own."""
+    loads: str = ""
+    """Load of the machine, one minute's, before and at its end."""
 
     @property
     def figure(self) -> str:
@@ -49,10 +56,24 @@ def save(path: Path, found: Mapping[str, Outcome]) -> None:
     path.write_text(json.dumps({id: asdict(outcome) for id, outcome in found.items()}, indent=1))
 
 
+def read_page(path: Path) -> dict[str, Outcome]:
+    """What a page shows, where nothing else is left of it."""
+    found: dict[str, Outcome] = {}
+    for row in path.read_text().splitlines() if path.exists() else ():
+        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+        if len(cells) == 7 and cells[4].startswith("**") and cells[4] != f"**{NOT_TRIED}**":
+            id, _, _, figure, verdict, loads, command = cells
+            found[id] = Outcome(
+                id, verdict.strip("*"), [figure], [], 0.0, command.strip("`"), loads
+            )
+    return found
+
+
 def page(lines: Sequence[Line], found: Mapping[str, Outcome], left_out: Mapping[str, str]) -> str:
     tried = [found[line.id] for line in lines if line.id in found]
     holding = sum(outcome.verdict == "holds" for outcome in tried)
-    rows = ["| line | what is done | target | figure | verdict | command |", "|" + "---|" * 6]
+    heads = ("line", "what is done", "target", "figure", "verdict", "load", "command")
+    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for line in lines:
         outcome = found.get(line.id)
         figure = _cell(outcome.figure) if outcome else ""
@@ -63,7 +84,8 @@ def page(lines: Sequence[Line], found: Mapping[str, Outcome], left_out: Mapping[
             line.target,
             figure,
             f"**{verdict}**",
-            f"`{_cell(line.command)}`",
+            outcome.loads if outcome else "",
+            f"`{_cell((outcome.command if outcome else '') or line.command)}`",
         )
         rows.append("| " + " | ".join(cells) + " |")
     limits = [f"- **{ids}**: {why}" for ids, why in left_out.items()]
@@ -84,8 +106,7 @@ def machine() -> str:
     memory = psutil.virtual_memory().total / 2**30
     return (
         f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, "
-        f"Python {platform.python_version()}, {datetime.now(UTC):%d %B %Y}, load average "
-        f"{os.getloadavg()[2]:.1f} in the last quarter of an hour"
+        f"Python {platform.python_version()}, {datetime.now(UTC):%d %B %Y}"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.trust.__main__ import outcome
 from tests.trust.battery import BATTERY, LEFT_OUT, Line
 from tests.trust.names import SECURITY, missing, named_in
-from tests.trust.scorecard import load, page, save
+from tests.trust.scorecard import load, page, read_page, save
 from tests.trust.slope import slope
 
 LINES = (Line("A", "what", "target", "tests"), Line("B", "what", "target", "tests", "N=5"))
@@ -71,8 +71,16 @@ def test_a_page_shows_what_fails_and_what_was_not_tried(tmp_path: Path) -> None:
     assert load(tmp_path / "outcomes.json") == found
     shown = page(LINES, found, {"C": "why"})
     assert "| A | what | target | 4 \\| 5; 1 failed | **FAILS** |" in shown
-    assert "| B | what | target |  | **not tried** | `N=5 python -m pytest -s tests` |" in shown
+    assert "| B | what | target |  | **not tried** |  | `N=5 python -m pytest -s tests` |" in shown
+    written = tmp_path / "trust.md"
+    written.write_text(shown)
+    assert page(LINES, read_page(written), {"C": "why"}) == shown
     assert "0 of 2 lines hold" in shown and "- **C**: why" in shown
+
+
+def test_a_variable_that_is_set_already_stays() -> None:
+    assert LINES[1].with_variables({}).command == "N=5 python -m pytest -s tests"
+    assert LINES[1].with_variables({"N": "9", "M": "1"}).variables == "N=9"
 
 
 def test_a_slope_is_per_hour_with_its_error() -> None:
