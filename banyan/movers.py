@@ -82,7 +82,7 @@ class Served:
             *(replace(self.card, path=""), digest_of_files(files)),
             *(model.revision, model.load_format, model.implementation),
             *(sorted(model.overrides.items()), model.loader_functions, model.context_length),
-            model.quantization,
+            *(model.quantization, model.torchao),
         )
 
     def code_facts(self) -> tuple[object, ...]:

@@ -135,7 +135,7 @@ def open_model(
         phases.done("meeting")
     units = read_kv_scales(config, card, groups.attention.rank)
     is_rounded = config.model.cpu_activations != "fp32" and (
-        bool(config.model.quantization) or not card.stores_floats
+        config.model.rounds or not card.stores_floats
     )
     seats = open_seats(config.lora, traits, is_rounded)
     watch = open_expert_watch(config.experts, rank, traits, ops.recorder)

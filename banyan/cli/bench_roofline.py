@@ -119,7 +119,7 @@ def measure(
     combinations = product(options.batch_size, options.input_len, options.output_len)
     phases = {phase for sizes in combinations for phase in _phases(*sizes, chunk)}
     meter = open_meter(_just_enough(config, phases), card)
-    is_rounded = config.model.quantization or not card.stores_floats
+    is_rounded = config.model.rounds or not card.stores_floats
     is_exact = config.model.cpu_activations == "fp32"
     arithmetic = INT8 if is_rounded and not is_exact else FP32
     if not meter.is_recorded:

@@ -102,10 +102,11 @@ def _weight_bytes(config: Config, card: ModelCard, options: PlanOptions, is_host
     """Bytes of one weight in memory."""
     if options.weight_bits:
         return options.weight_bits / 8
-    if config.model.quantization and card.quant is None and card.format != "gguf":
+    rounds = f"--quantization {config.model.quantization}" if config.model.quantization else ""
+    rounds = f"--torchao-config {config.model.torchao}" if config.model.torchao else rounds
+    if rounds and card.quant is None and card.format != "gguf":
         raise ConfigError(
-            f"how much a weight takes that --quantization {config.model.quantization} rounds is "
-            "not counted here",
+            f"how much a weight takes that {rounds} rounds is not counted here",
             hint="say it with --weight-bits, e.g. 8.5 for int8 and 4.5 for q4_0",
         )
     if card.format == "gguf" and not is_host:

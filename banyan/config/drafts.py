@@ -40,6 +40,7 @@ def draft_of(config: Config) -> ModelConfig:
         revision=speculative.draft_revision,
         load_format=speculative.draft_load_format,
         quantization=speculative.draft_quantization,
+        torchao="",
         implementation="native",
         is_embedding=False,
         overrides={},

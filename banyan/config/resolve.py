@@ -32,6 +32,7 @@ from banyan.config.sources import fetch
 from banyan.config.speculation import plan_the_drafts
 from banyan.config.states import check_the_states
 from banyan.config.stored import check_the_store
+from banyan.config.torchao import check_the_torchao
 from banyan.formats.shards import check_weight_files
 
 log = logger(__name__)
@@ -389,6 +390,7 @@ RULES = (
     bound_the_context,
     match_the_format,
     check_the_quantization,
+    check_the_torchao,
     check_the_chunk,
     bound_the_prompts,
     check_the_joined_replicas,

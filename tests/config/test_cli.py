@@ -101,7 +101,6 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name() -> None:
     "argv",
     [
         ["--attn-cp-size", "2"],
-        ["--torchao-config", "int4wo-128"],
         ["--enable-pd-role-switch"],
         ["--enable-return-routed-experts"],
     ],
@@ -273,7 +272,6 @@ def test_scalars_of_a_file_may_be_texts(tmp_path: Path) -> None:
         "debug-tensor-dump-inject: false",
         "encoder-urls: []",
         "disaggregation-decode-tp: 1",
-        "torchao-config: ''",
     ],
 )
 def test_a_file_may_hold_the_default_of_what_is_absent(line: str, tmp_path: Path) -> None:

@@ -446,6 +446,16 @@ def test_float_weights_are_rounded_at_load(tiny_model: Path) -> None:
     assert eight.mean() < rounded.mean() < four.mean()
 
 
+def test_weights_are_rounded_as_torchao_rounds_them(tiny_model: Path) -> None:
+    """Four bits move the scores further than eight."""
+    plain = prompt_scores(tiny_model, cpu_activations="fp32")
+    eight, four = (
+        np.abs(prompt_scores(tiny_model, cpu_activations="fp32", torchao_config=name) - plain)
+        for name in ("int8wo", "int4wo-32")
+    )
+    assert 0 < eight.mean() < four.mean() / 4
+
+
 def test_a_device_or_kernel_that_is_not_here_is_refused(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="--device must be one of"):
         engine(tiny_model, device="abacus")

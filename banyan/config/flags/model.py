@@ -3,6 +3,7 @@
 from banyan.base.named_code import PATTERN
 from banyan.config.flags.flag import INT, JSON, SWITCH, WORDS, Elsewhere, Flag
 from banyan.config.quantized import spellings
+from banyan.config.torchao import TORCHAO_NAMES
 
 FLAGS = (
     Flag(
@@ -140,6 +141,14 @@ FLAGS = (
             ),
         ),
         proof="tests/system/test_flag_effects.py::test_float_weights_are_rounded_at_load",
+    ),
+    Flag(
+        "torchao-config",
+        "model.torchao",
+        "what float weights are rounded to at load, by the names of torchao's configurations; "
+        "activations stay to the kernels",
+        choices=("", *TORCHAO_NAMES),
+        proof="tests/system/test_flag_effects.py::test_weights_are_rounded_as_torchao_rounds_them",
     ),
     Flag(
         "cpu-activations",

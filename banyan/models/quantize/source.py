@@ -1,6 +1,5 @@
 """The checkpoint that is quantised: its tensors by name, in the order of its files."""
 
-import re
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,16 +13,9 @@ from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import files_of_weights
-from banyan.models.weights.names import place_of
+from banyan.models.weights.projections import is_projection
 from banyan.models.weights.reader import as_tensor
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
-
-_ROUNDED = re.compile(
-    r"layers\.(\d+)\.(attention\.(qkv|query|out|squeeze|latent|expansion|mix)"
-    r"|mlp\.(experts\.|shared\.)?(gate_up|up|down))"
-)
-"""Projections. What is left out stays as it is: embeddings, heads, norms, routers, convolutions,
-gates of one number, and the indexer of sparse attention."""
 
 
 class Source:
@@ -52,13 +44,9 @@ class Source:
     def is_projection(self, name: str) -> bool:
         """Whether a tensor is the matrix of a projection within a layer that answers."""
         tensor = self.tensors[name]
-        if not name.endswith(".weight") or tensor.type not in STORAGE_TYPES:
+        if tensor.type not in STORAGE_TYPES:
             return False
-        place = place_of(name, self._names) or place_of(f"model.{name}", self._names)
-        if place is None or place.slot != "weight" or len(tensor.shape) < 2:
-            return False
-        found = _ROUNDED.fullmatch(place.module)
-        return found is not None and int(found[1]) < self.card.num_layers
+        return is_projection(name, tensor.shape, self._names, self.card.num_layers)
 
     def weight(self, name: str) -> StoredWeight:
         tensor = self.tensors[name]
