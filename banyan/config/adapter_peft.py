@@ -11,6 +11,9 @@ from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
 from banyan.config.adapter_card import (
     CONFIG,
+    DORA,
+    EMBEDDING,
+    HEAD,
     MAX_RANK,
     WEIGHTS,
     AdapterCard,
@@ -65,7 +68,14 @@ def read_peft(path: str) -> AdapterCard:
         modules, saved = _modules(file, _Scales(facts), folder, facts)
         size = file.size_bytes
     base = facts.text("base_model_name_or_path", "")
-    return AdapterCard(path, base, modules, size, targets=_claimed(facts, raw), saved=saved)
+    card = AdapterCard(path, base, modules, size, targets=_claimed(facts, raw), saved=saved)
+    if raw.get("ensure_weight_tying") and card.kinds - {DORA}:
+        raise ConfigError(
+            f"adapter {folder!r}: ensure_weight_tying is not available here: what it brings for "
+            f"one of {EMBEDDING} and {HEAD} counts for the other too",
+            hint="merge it into the weights",
+        )
+    return card
 
 
 def _check_files(path: str, folder: str) -> None:

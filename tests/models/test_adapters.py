@@ -120,6 +120,8 @@ KINDS_OF = {
     ("kind", "variant"),
     [
         *((kind, "qwen2") for kind in KINDS_OF),
+        *((kind, "qwen2, tied") for kind in ("lm_head", "saved")),
+        ("both", "gemma3, tied"),
         ("both", "gemma3, untied"),
         ("saved", "gemma3, untied"),
         ("DoRA", "qwen3, bias"),
@@ -127,9 +129,9 @@ KINDS_OF = {
     ],
 )
 def test_adapters_of_other_kinds_give_the_logits_of_peft(kind, variant, ops, paged, tmp_path):
-    name, _, untied = variant.partition(", untied")
-    is_untied = {"tie_word_embeddings": False} if variant.endswith("untied") else {}
-    reference = tiny(name, tmp_path / "base", **is_untied)
+    name, _, ends = variant.partition(", ")
+    is_tied = {"tie_word_embeddings": ends == "tied"} if ends in ("tied", "untied") else {}
+    reference = tiny(name if is_tied else variant, tmp_path / "base", **is_tied)
     facts = KINDS_OF[kind]
     if variant == "deepseek v3":
         facts = {**facts, "target_modules": ["q_a_proj", "q_b_proj", "o_proj"]}
@@ -236,6 +238,7 @@ def without_gains(tensors):
 
 
 BOTH = {"target_modules": ["embed_tokens", "lm_head"]}
+TIED = {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}
 SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
 
 
@@ -243,7 +246,7 @@ SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
     ("more", "config", "change", "text"),
     [
         ({}, SAVED, stretched, "lm_head: it adds 3 tokens to the 97 of the base"),
-        ({"tie_word_embeddings": True}, BOTH, None, "embedding and head are one weight"),
+        ({"tie_word_embeddings": True}, TIED, None, "counts for the other too"),
         ({}, {**BOTH, "use_dora": True}, None, "DoRA of it are not served"),
         ({}, {**SAVED, "modules_to_save": ["norm"]}, None, "only embed_tokens and lm_head may be"),
         ({}, {"target_modules": ["q_proj"], "use_dora": True}, without_gains, "have no magnitude"),

@@ -55,12 +55,6 @@ def check_end(card: ModelCard, module: str, is_whole: bool, rows: int, width: in
     Raises:
         ConfigError: without the adapter's name, which the caller knows.
     """
-    if card.tie_embeddings:
-        raise ConfigError(
-            "embedding and head are one weight in this model, and an adapter of one of them does "
-            "not say what becomes of the other",
-            hint=MERGE,
-        )
     if module == "head" and card.has_normed_head:
         raise ConfigError("the model norms the columns of its head", hint=MERGE)
     if module == "head" and is_whole and card.head_bias:

@@ -282,7 +282,8 @@ class Fit:
         return place
 
     def _end(self, name: str, place: Place, low_rank: LowRank) -> Place:
-        if low_rank.magnitude or self._card.format == "gguf" and place.module == "embedding":
+        is_looked_up = place.module == "embedding" or self._base.card.tie_embeddings
+        if low_rank.magnitude or self._card.format == "gguf" and is_looked_up:
             what = "GGUF adapters" if self._card.format == "gguf" else "DoRA"
             raise ConfigError(
                 f"adapter {self._folder!r} changes {printable(name, 100)}: {what} of it are not "
