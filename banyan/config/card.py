@@ -87,6 +87,7 @@ class StateFacts:
         heads, key_heads: value heads, and those that they share keys and queries of.
         key_dim, value_dim: of a head: its state is [key_dim, value_dim].
         least_step, most_step: bounds of what a state moves on with one token.
+        is_grouped: projections of a delta net hold all that belongs to a key head together.
         norm: of what a scan's heads give: "gated" (behind their gate) | "plain" (before it) | "".
         factors: on what the projection of a scan makes: gate, values, keys, queries, steps.
         factor: on what the layer gives.
@@ -102,6 +103,7 @@ class StateFacts:
     value_dim: int = 0
     least_step: float = 0.0
     most_step: float = math.inf
+    is_grouped: bool = True
     norm: str = "gated"
     factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     factor: float = 1.0

@@ -11,6 +11,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from banyan.base.errors import ConfigError, ModelError
+from banyan.base.json_types import is_object
 from banyan.base.log import printable
 from banyan.config.card import ModelCard, QuantFacts, RopeFacts
 from banyan.config.encoders import is_bare, is_classifier, labels_of, read_pooling, separator_of
@@ -51,6 +52,10 @@ def read_hub_folder(
         return _foreign_card(facts, path)
     architecture = _architecture(facts, path)
     family = FAMILIES.load(architecture).hub
+    text = raw.get("text_config")
+    if family.is_nested and is_object(text):
+        values = {**raw, **text, **overrides}
+        facts = Facts(values, os.path.join(path, "config.json"), asked=asked)
     card = family.more(facts, _card(facts, path, architecture, family))
     card = replace(card, quant=_quant(facts, path))
     if is_classifier(architecture):

@@ -109,6 +109,7 @@ class HubForm:
         context: default of the longest context.
         inner_keys: keys of the inner width of feed-forward blocks; the first that is there counts;
             () where a block has none.
+        is_nested: the facts lie in a part of config.json, "text_config", beside those of what sees.
         num_layers: how many layers there are, where num_hidden_layers does not say it.
         activation_key, activation: key of the activation, and the one this family is built with.
         head_dim: default; 0 = hidden size / heads.
@@ -134,6 +135,7 @@ class HubForm:
     rope_kinds: Mapping[str, str] = field(default_factory=dict)
     biases: Callable[[Facts], Biases] = llama_biases
     kinds: Callable[[Facts, int], Kinds] = window_everywhere
+    is_nested: bool = False
     num_layers: Callable[[Facts], int | None] = not_told
     more: More = no_more
 

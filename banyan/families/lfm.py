@@ -1,10 +1,12 @@
-"""LFM2 (arXiv 2511.23404): gated short convolutions, and full attention in a few layers."""
+"""LFM2 (arXiv 2511.23404): gated short convolutions, and full attention in a few layers; dense or
+with experts."""
 
 from dataclasses import replace
 
-from banyan.config.card import FULL, STATE, ModelCard, StateFacts
+from banyan.config.card import FULL, STATE, ExpertFacts, ModelCard, StateFacts
 from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Family, HubForm, Kinds, state_where
+from banyan.families.experts import MAX_EXPERTS
 from banyan.families.names import HUB_NAMES, NameMap
 
 MAX_TAPS = 16
@@ -17,6 +19,34 @@ def _kinds(facts: Facts, num_layers: int) -> Kinds:
     return kinds, 0
 
 
+def _state_of(facts: Facts) -> StateFacts:
+    has_bias = facts.flag("conv_bias", default=False)
+    return StateFacts(
+        mixer="conv",
+        taps=facts.integer("conv_L_cache", 2, MAX_TAPS, default=3),
+        has_conv_bias=has_bias,
+        has_bias=has_bias,
+    )
+
+
+def _of_experts(facts: Facts, card: ModelCard) -> ModelCard:
+    """The first few layers are dense; scores are sigmoids, with a bias that counts for the choice
+    alone."""
+    count = facts.integer("num_experts", 1, MAX_EXPERTS, default=32)
+    experts = ExpertFacts(
+        count,
+        facts.integer("num_experts_per_tok", 1, count, default=min(4, count)),
+        facts.integer("moe_intermediate_size", 1, MAX_WIDTH, default=1792),
+        dense_layers=tuple(range(facts.integer("num_dense_layers", 0, card.num_layers, default=2))),
+        scoring="sigmoid",
+        is_normalised=facts.flag("norm_topk_prob", default=True),
+        scale=facts.number("routed_scaling_factor", 1e-6, 1e6, default=1.0),
+        has_correction=facts.flag("use_expert_bias", default=True),
+    )
+    tied = facts.flag("tie_embedding", default=card.tie_embeddings)
+    return replace(card, state=_state_of(facts), experts=experts, tie_embeddings=tied)
+
+
 def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
     inner = card.intermediate_size
     if facts.flag("block_auto_adjust_ff_dim", default=True):
@@ -24,18 +54,26 @@ def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
         inner = int(inner * facts.number("block_ffn_dim_multiplier", 1e-3, 1e3, default=1.0))
         multiple = facts.integer("block_multiple_of", 1, MAX_WIDTH, default=256)
         inner = -(-inner // multiple) * multiple
-    has_bias = facts.flag("conv_bias", default=False)
-    state = StateFacts(
-        mixer="conv",
-        taps=facts.integer("conv_L_cache", 2, MAX_TAPS, default=3),
-        has_conv_bias=has_bias,
-        has_bias=has_bias,
-    )
     tied = facts.flag("tie_embedding", default=card.tie_embeddings)
-    return replace(card, intermediate_size=inner, state=state, tie_embeddings=tied)
+    return replace(card, intermediate_size=inner, state=_state_of(facts), tie_embeddings=tied)
 
 
 _NAMES = {name: place for name, place in HUB_NAMES.items() if ".mlp." not in place}
+
+_LFM = _NAMES | {
+    "model.embedding_norm": "norm",
+    "model.layers.{}.operator_norm": "layers.{}.attention_norm",
+    "model.layers.{}.ffn_norm": "layers.{}.mlp_norm",
+    "model.layers.{}.self_attn.out_proj": "layers.{}.attention.out",
+    "model.layers.{}.self_attn.q_layernorm": "layers.{}.attention.q_norm",
+    "model.layers.{}.self_attn.k_layernorm": "layers.{}.attention.k_norm",
+    "model.layers.{}.conv.in_proj": "layers.{}.attention.mix:b+c+x",
+    "model.layers.{}.conv.conv": "layers.{}.attention.conv",
+    "model.layers.{}.conv.out_proj": "layers.{}.attention.out",
+    "model.layers.{}.feed_forward.w1": "layers.{}.mlp.gate_up:gate",
+    "model.layers.{}.feed_forward.w3": "layers.{}.mlp.gate_up:up",
+    "model.layers.{}.feed_forward.w2": "layers.{}.mlp.down",
+}
 
 LFM2 = Family(
     hub=HubForm(
@@ -47,24 +85,25 @@ LFM2 = Family(
         kinds=_kinds,
         more=_of_hub,
     ),
+    names={"safetensors": NameMap(_LFM)},
+    qk_norm="head",
+)
+
+LFM2_MOE = replace(
+    LFM2,
+    hub=replace(LFM2.hub, inner_keys=("intermediate_size",), more=_of_experts),
     names={
         "safetensors": NameMap(
-            _NAMES
+            _LFM
             | {
-                "model.embedding_norm": "norm",
-                "model.layers.{}.operator_norm": "layers.{}.attention_norm",
-                "model.layers.{}.ffn_norm": "layers.{}.mlp_norm",
-                "model.layers.{}.self_attn.out_proj": "layers.{}.attention.out",
-                "model.layers.{}.self_attn.q_layernorm": "layers.{}.attention.q_norm",
-                "model.layers.{}.self_attn.k_layernorm": "layers.{}.attention.k_norm",
-                "model.layers.{}.conv.in_proj": "layers.{}.attention.mix:b+c+x",
-                "model.layers.{}.conv.conv": "layers.{}.attention.conv",
-                "model.layers.{}.conv.out_proj": "layers.{}.attention.out",
-                "model.layers.{}.feed_forward.w1": "layers.{}.mlp.gate_up:gate",
-                "model.layers.{}.feed_forward.w3": "layers.{}.mlp.gate_up:up",
-                "model.layers.{}.feed_forward.w2": "layers.{}.mlp.down",
+                "model.layers.{}.feed_forward.gate": "layers.{}.mlp.router",
+                "model.layers.{}.feed_forward.expert_bias": "layers.{}.mlp.router.correction",
+                "model.layers.{}.feed_forward.experts.{}.w1": (
+                    "layers.{}.mlp.experts.gate_up:gate{}"
+                ),
+                "model.layers.{}.feed_forward.experts.{}.w3": "layers.{}.mlp.experts.gate_up:up{}",
+                "model.layers.{}.feed_forward.experts.{}.w2": "layers.{}.mlp.experts.down:{}",
             }
         )
     },
-    qk_norm="head",
 )

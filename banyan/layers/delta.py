@@ -2,6 +2,8 @@
 what it held under a key before it writes there. A short convolution over q, k and v goes before.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from banyan.layers.norm import PlainNorm
 from banyan.layers.short_conv import INPUTS, ShortConv
 from banyan.layers.slot import ShardRule
 from banyan.layers.step import StepInputs
+from banyan.parallel.groups import Group
 
 _UNIT_EPS = 1e-6
 """Beside the sum of squares where q and k get length one."""
@@ -37,17 +40,11 @@ class GatedDeltaNet(Caching):
         self.key_heads = last - first
         keys, values = self.key_heads * key, self.key_heads * value
         self.sizes = (keys, keys, values)
-        pieces = (key, key, value, value)
-        self.mix = ColumnLinear(
-            *(dim, {"": facts.key_heads * sum(pieces)}, {"": ShardRule(0, sum(pieces))}),
-            *(False, group, build),
-            pieces={"": pieces},
-        )
-        self.rates = ColumnLinear(
-            *(dim, {"": 2 * facts.heads}, {"": ShardRule(0, 2 * shared)}, False, group, build),
-            pieces={"": (shared, shared)},
-        )
         widths = {"q": key, "k": key, "v": value}
+        mixed, rates = widths | {"z": value}, {"b": shared, "a": shared}
+        self.mix, self.rates = (
+            _of_key_heads(dim, facts, parts, group, build) for parts in (mixed, rates)
+        )
         self.conv = ShortConv(
             {part: facts.key_heads * width for part, width in widths.items()},
             {part: ShardRule(0, width) for part, width in widths.items()},
@@ -78,3 +75,17 @@ class GatedDeltaNet(Caching):
         kept = self.gates(rates)[1]
         out = ops.scan(q, k, v, kept, strength, None, True, states[MATRIX], rows)
         return self.out(ops.apply_gate(self.norm(out).flatten(1), z, "silu"))
+
+
+def _of_key_heads(
+    dim: int, facts: StateFacts, widths: Mapping[str, int], group: Group, build: Build
+) -> ColumnLinear:
+    """A projection to parts that have so many numbers for each key head, one part after another."""
+    if not facts.is_grouped:
+        outputs = {part: facts.key_heads * width for part, width in widths.items()}
+        rules = {part: ShardRule(0, width) for part, width in widths.items()}
+        return ColumnLinear(dim, outputs, rules, False, group, build)
+    pieces = tuple(widths.values())
+    whole = sum(pieces)
+    outputs, rules = {"": facts.key_heads * whole}, {"": ShardRule(0, whole)}
+    return ColumnLinear(dim, outputs, rules, False, group, build, pieces={"": pieces})

@@ -539,6 +539,36 @@ STATES: dict[str, tuple[str, dict]] = {
             "position_embedding_type": "rope",
         },
     ),
+    "lfm2 moe": (
+        "Lfm2Moe",
+        {
+            **_MOE,
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 5,
+            "routed_scaling_factor": 1.4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2 moe, no bias of the choice": (
+        "Lfm2Moe",
+        {
+            **_MOE,
+            "layer_types": ["conv"] * 3 + ["full_attention"],
+            "num_experts": 8,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "conv_bias": True,
+        },
+    ),
+    "qwen3.5": (
+        "Qwen3_5Text",
+        {**_NEXT, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "head_dim": 32},
+    ),
+    "qwen3.5 moe": (
+        "Qwen3_5MoeText",
+        {**_NEXT, "layer_types": ["full_attention", "linear_attention"] * 2},
+    ),
     "qwen3 next": ("Qwen3Next", {**_NEXT}),
     "qwen3 next, dense, shared keys": (
         "Qwen3Next",
@@ -574,7 +604,7 @@ def tiny(variant: str, folder: Path, **more):
             spread = 0.2 if parameter.dim() > 1 else 0.5
             parameter.copy_(torch.randn_like(parameter) * spread)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder)
     return model

@@ -1,7 +1,10 @@
 """Every family against transformers, from its saved checkpoint to logits over pages."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
 from banyan.config.checkpoint import read_card
@@ -114,3 +117,33 @@ def test_longrope_serves_long_requests_with_its_long_factors(ops, paged, tmp_pat
     (logits,) = paged(model).step([(0, prompt)])
 
     torch.testing.assert_close(logits, expected_logits(reference, prompt), atol=1e-4, rtol=0)
+
+
+def test_the_text_part_of_a_checkpoint_that_sees_is_read(ops, paged, tmp_path):
+    reference = tiny("qwen3.5 moe", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in weights.items()
+    }
+    renamed["model.visual.patch_embed.proj.weight"] = torch.ones(3, 5)
+    for layer in range(4):  # as the makers store experts: one tensor for all of them
+        of = f"model.language_model.layers.{layer}.mlp.experts"
+        gates, ups, downs = (
+            torch.stack([renamed.pop(f"{of}.{e}.{kind}_proj.weight") for e in range(5)])
+            for kind in ("gate", "up", "down")
+        )
+        renamed |= {f"{of}.gate_up_proj": torch.cat([gates, ups], 1), f"{of}.down_proj": downs}
+    save_file(renamed, tmp_path / "model.safetensors")
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": {key: value for key, value in text.items() if key != "architectures"},
+        "vision_config": {"hidden_size": 5},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+
+    (logits,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
+
+    torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)

@@ -37,6 +37,8 @@ VARIANTS = {
     "falcon h1": {},
     "nemotron h": {},
     "granite hybrid, experts, rope": {},
+    "lfm2 moe": {},
+    "qwen3.5": {},
     "qwen3 next": {},
     "qwen3 next, dense, shared keys": {},
 }
