@@ -81,13 +81,15 @@ class StateFacts:
 
     Attributes:
         mixer: "conv" (gated short convolution, LFM2) | "scan" (Mamba-2) | "delta" (gated delta
-            net).
+            net) | "selective" (Mamba, whose channels are heads).
         taps: inputs that a position of the convolution sees, its own included.
         has_conv_bias, has_bias: of the convolution; of the projections around it.
         heads, key_heads: value heads, and those that they share keys and queries of.
         key_dim, value_dim: of a head: its state is [key_dim, value_dim].
         least_step, most_step: bounds of what a state moves on with one token.
         is_grouped: projections of a delta net hold all that belongs to a key head together.
+        step_rank: of a "selective" one, width that steps are squeezed through.
+        has_part_norms: its steps, keys and queries are normed.
         norm: of what a scan's heads give: "gated" (behind their gate) | "plain" (before it) | "".
         factors: on what the projection of a scan makes: gate, values, keys, queries, steps.
         factor: on what the layer gives.
@@ -104,6 +106,8 @@ class StateFacts:
     least_step: float = 0.0
     most_step: float = math.inf
     is_grouped: bool = True
+    step_rank: int = 0
+    has_part_norms: bool = False
     norm: str = "gated"
     factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     factor: float = 1.0

@@ -189,7 +189,7 @@ def _inner(facts: Facts, family: HubForm) -> int:
 def _heads(facts: Facts, family: HubForm) -> tuple[int, int, int]:
     """Heads, kv heads and head size."""
     hidden_size = facts.integer("hidden_size", 1, MAX_WIDTH)
-    num_heads = facts.integer(family.heads_key, 1, MAX_HEADS)
+    num_heads = facts.integer(family.heads_key, 1, MAX_HEADS, default=family.heads or None)
     num_kv_heads = facts.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads)
     if num_heads % num_kv_heads:
         raise facts.error("num_key_value_heads", num_kv_heads, f"a divisor of {num_heads} heads")

@@ -44,6 +44,8 @@ FAMILIES: Table[Family] = Table(
         "Mamba2ForCausalLM": "banyan.families.mamba:MAMBA2",
         "FalconH1ForCausalLM": "banyan.families.mamba:FALCON_H1",
         "NemotronHForCausalLM": "banyan.families.nemotron:NEMOTRON_H",
+        "MambaForCausalLM": "banyan.families.jamba:MAMBA",
+        "JambaForCausalLM": "banyan.families.jamba:JAMBA",
         "BambaForCausalLM": "banyan.families.mamba:BAMBA",
         "GraniteMoeHybridForCausalLM": "banyan.families.mamba:GRANITE_HYBRID",
         "Qwen3NextForCausalLM": "banyan.families.qwen_next:QWEN3_NEXT",

@@ -106,6 +106,7 @@ class HubForm:
     Attributes:
         eps_key, eps: key of the norms' eps and its default.
         heads_key: key of the number of attention heads.
+        heads: default of that number; 0 = it must be given.
         context: default of the longest context.
         inner_keys: keys of the inner width of feed-forward blocks; the first that is there counts;
             () where a block has none.
@@ -123,6 +124,7 @@ class HubForm:
     eps_key: str = "rms_norm_eps"
     eps: float = 1e-6
     heads_key: str = "num_attention_heads"
+    heads: int = 0
     context: int = 2048
     inner_keys: tuple[str, ...] = ("intermediate_size",)
     activation_key: str = "hidden_act"

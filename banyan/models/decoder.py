@@ -22,11 +22,15 @@ from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP, PlainMLP
 from banyan.layers.norm import LayerNorm, RMSNorm, Stream, Sum
 from banyan.layers.rotary import Angles, Rotary
+from banyan.layers.selective import SelectiveState
 from banyan.layers.short_conv import GatedConv
 from banyan.layers.slot import ShardRule
 from banyan.layers.state_space import StateSpace
 from banyan.layers.step import StepInputs
 from banyan.parallel.groups import Group
+
+Keeping = GatedConv | StateSpace | GatedDeltaNet | SelectiveState
+"""What mixes tokens by a state."""
 
 
 class DecoderLayer(nn.Module):
@@ -176,7 +180,7 @@ def _feed_forward(
 
 def _attention(
     card: ModelCard, family: Family, layer: int, build: Build
-) -> Attention | LatentAttention | GatedConv | StateSpace | GatedDeltaNet:
+) -> Attention | LatentAttention | Keeping:
     """What mixes tokens in this layer."""
     if card.kind_of(layer) == STATE:
         return _keeping(card, layer, build)
@@ -212,14 +216,14 @@ def _attention(
     return Attention(shape, build)
 
 
-def _keeping(card: ModelCard, layer: int, build: Build) -> GatedConv | StateSpace | GatedDeltaNet:
+def _keeping(card: ModelCard, layer: int, build: Build) -> Keeping:
     """What mixes tokens by a state."""
     facts, dim = card.state, card.hidden_size
     assert facts is not None, f"layer {layer} keeps a state of which the card says nothing"
     if facts.mixer == "conv":
         return GatedConv(layer, dim, facts, build)
-    mixer = StateSpace if facts.mixer == "scan" else GatedDeltaNet
-    return mixer(layer, dim, facts, card.norm_eps, build)
+    mixers = {"scan": StateSpace, "delta": GatedDeltaNet, "selective": SelectiveState}
+    return mixers[facts.mixer](layer, dim, facts, card.norm_eps, build)
 
 
 def _stream_eps(card: ModelCard) -> float:

@@ -442,6 +442,7 @@ OP_NAMES = (
     "short_conv",
     "decay_gates",
     "scan",
+    "selective_scan",
     "adapt",
     "adapt_rows",
     "sample",

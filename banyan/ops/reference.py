@@ -16,6 +16,7 @@ from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_toke
 from banyan.ops.state_reference import apply_gate as apply_gate
 from banyan.ops.state_reference import decay_gates as decay_gates
 from banyan.ops.state_reference import scan as scan
+from banyan.ops.state_reference import selective_scan as selective_scan
 from banyan.ops.state_reference import short_conv as short_conv
 from banyan.ops.stored import StoredWeight, stack
 

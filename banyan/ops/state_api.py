@@ -90,8 +90,32 @@ class StateOps(Protocol):
 
         q, k: [tokens, key_heads, key_dim] T; v: [tokens, heads, value_dim] T, head h uses key head
         h // (heads/key_heads); tokens may lie apart;
-        kept: [tokens, heads] fp32; strength: [tokens, heads] fp32; skip: [heads] fp32 or None;
+        kept: [tokens, heads] fp32, or one for each key dimension, [tokens, heads, key_dim] (arXiv
+        2510.26692); strength: [tokens, heads] fp32; skip: [heads] fp32 or None;
         states: [num_pages, heads, key_dim, value_dim] fp32; changes in place.
         returns: [tokens, heads, value_dim] T, sums in fp32.
+        """
+        ...
+
+    def selective_scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        skip: Tensor,
+        states: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        """A state S [key_dim, channels] of which each number forgets at a rate of its own (Mamba,
+        arXiv 2312.00752): of each token
+
+            S ← exp(−rate · step) · S + k ⊗ (step · v);   out = q · S + skip · v
+
+        q, k: [tokens, key_dim] T; v: [tokens, channels] T; step: [tokens, channels] fp32; tokens
+        may lie apart; rate: [key_dim, channels] fp32; skip: [channels] fp32;
+        states: [num_pages, key_dim, channels] fp32; changes in place.
+        returns: [tokens, channels] T, sums in fp32.
         """
         ...

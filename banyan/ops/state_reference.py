@@ -65,7 +65,7 @@ def scan(
         state = torch.zeros_like(states[page]) if is_fresh else states[page].clone()
         for t in range(tokens.start, tokens.stop):
             value, force = v[t].float(), strength[t].unsqueeze(-1)
-            state = kept[t, :, None, None] * state
+            state = kept[t].view(len(value), -1, 1) * state
             if has_delta:
                 added = force.sigmoid() * (value - (wide_k[t] * state).sum(1))
             else:
@@ -73,6 +73,28 @@ def scan(
             state = state + wide_k[t] * added.unsqueeze(1)
             read = (wide_q[t] * state).sum(1)
             out[t] = (read if skip is None else read + skip.unsqueeze(-1) * value).to(v.dtype)
+        states[page] = state
+    return out
+
+
+def selective_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    skip: Tensor,
+    states: Tensor,
+    rows: StateRows,
+) -> Tensor:
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    for page, tokens, is_fresh in _walk(rows):
+        state = torch.zeros_like(states[page]) if is_fresh else states[page].clone()
+        for t in range(tokens.start, tokens.stop):
+            value = v[t].float()
+            moved = k[t].float().unsqueeze(1) * (step[t] * value)
+            state = torch.exp(-rate * step[t]) * state + moved
+            out[t] = ((q[t].float().unsqueeze(1) * state).sum(0) + skip * value).to(v.dtype)
         states[page] = state
     return out
 

@@ -381,6 +381,14 @@ _MAMBA = {
     "mamba_d_conv": 3,
     "mamba_chunk_size": 16,
 }
+_JAMBA = {
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 3,
+    "mamba_dt_rank": 7,
+    "num_experts_per_tok": 1,
+}
 _MUP = {
     "embedding_multiplier": 5.0,
     "lm_head_multiplier": 0.3,
@@ -440,6 +448,31 @@ STATES: dict[str, tuple[str, dict]] = {
             "use_bias": True,
             "layer_norm_epsilon": 1e-4,
         },
+    ),
+    "mamba": (
+        "Mamba",
+        {
+            "state_size": 10,
+            "conv_kernel": 3,
+            "time_step_rank": 5,
+            "use_bias": True,
+            "layer_norm_epsilon": 1e-4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            **_JAMBA,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+        },
+    ),
+    "jamba, dense, biases": (
+        "Jamba",
+        {**_JAMBA, "num_experts": 1, "mamba_proj_bias": True, "tie_word_embeddings": True},
     ),
     "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
     "bamba, one group, biases": (

@@ -1,6 +1,7 @@
 """Every family against transformers, from its saved checkpoint to logits over pages."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,3 +148,12 @@ def test_the_text_part_of_a_checkpoint_that_sees_is_read(ops, paged, tmp_path):
     (logits,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
 
     torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)
+
+
+def test_a_model_of_states_alone_names_no_heads(tmp_path):
+    tiny("mamba", tmp_path)
+    card = read_card(str(tmp_path))
+
+    rewrite_config(tmp_path, num_attention_heads=None, num_key_value_heads=None)
+
+    assert replace(read_card(str(tmp_path)), num_heads=6, num_kv_heads=2) == card

@@ -71,24 +71,48 @@ def test_a_convolution_equals_the_reference(states, channels, taps, has_bias, ha
     assert_same(run(states), run(reference), stale(taps - 1, channels))
 
 
-def scan_inputs(heads, key_heads, key_dim, value_dim, tokens=TOKENS):
+def scan_inputs(heads, key_heads, key_dim, value_dim, tokens=TOKENS, by_key=False):
     q, k = (apart(random(tokens, key_heads, key_dim, seed=s) * 0.4) for s in (1, 2))
     v = apart(random(tokens, heads, value_dim, seed=3))
-    kept = random(tokens, heads, seed=4).sigmoid()
+    kept = random(tokens, heads, *((key_dim,) if by_key else ()), seed=4).sigmoid()
     strength = apart(random(tokens, heads, seed=5))
     return q, k, v, kept, strength
 
 
+@pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("has_delta", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (6, 2, 5, 19), (4, 4, 16, 32), (3, 1, 33, 8)])
-def test_a_scan_equals_the_reference(states, shape, has_delta):
-    inputs = scan_inputs(*shape)
+def test_a_scan_equals_the_reference(states, shape, has_delta, by_key):
+    inputs = scan_inputs(*shape, by_key=by_key)
     skip = None if has_delta else random(shape[0], seed=6)
 
     def run(of):
         return lambda kept: [of.scan(*inputs, skip, has_delta, kept, rows_of(*MIXED))]
 
     assert_same(run(states), run(reference), stale(shape[0], *shape[2:]))
+
+
+@pytest.mark.parametrize(("key_dim", "channels"), [(1, 1), (5, 19), (16, 40)])
+def test_a_selective_scan_equals_the_reference_wherever_it_is_cut(states, key_dim, channels):
+    q, k = (apart(random(TOKENS, key_dim, seed=s)) for s in (1, 2))
+    v, step = (apart(random(TOKENS, channels, seed=s)) for s in (3, 4))
+    inputs = (q, k, v, step.exp(), random(key_dim, channels, seed=5).exp())
+    skip = random(channels, seed=6)
+
+    def run(of):
+        return lambda kept: [of.selective_scan(*inputs, skip, kept, rows_of(*MIXED))]
+
+    assert_same(run(states), run(reference), stale(key_dim, channels))
+    kept, cut = (torch.zeros(PAGES, key_dim, channels) for _ in range(2))
+    whole = states.selective_scan(*inputs, skip, kept, rows_of((3, TOKENS, 0)))
+    parts, first = [], 0
+    for count in (1, 9, TOKENS - 10):
+        part = [x[first : first + count] for x in inputs[:4]]
+        row = rows_of((3, count, first))
+        parts.append(states.selective_scan(*part, inputs[4], skip, cut, row))
+        first += count
+    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(cut, kept)
 
 
 @pytest.mark.parametrize("has_delta", [False, True])

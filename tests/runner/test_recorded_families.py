@@ -33,6 +33,8 @@ VARIANTS = {
     "lfm2": {},
     "lfm2, attention first, biases": {},
     "mamba2": {},
+    "mamba": {},
+    "jamba": {},
     "bamba": {},
     "falcon h1": {},
     "nemotron h": {},

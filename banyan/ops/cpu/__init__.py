@@ -14,7 +14,7 @@ _ROWS = (
     *("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "gelu_tanh", "concat"),
     *("sigmoid_scale", "scale_logits", "select_rows"),
 )
-_STATES = ("apply_gate", "short_conv", "decay_gates", "scan")
+_STATES = ("apply_gate", "short_conv", "decay_gates", "scan", "selective_scan")
 _HERE = "banyan.ops.cpu"
 KERNELS = {
     "linear": [

@@ -82,6 +82,29 @@ class States:
             *(_whole(kept), *_rows(strength), 0 if skip is None else _whole(skip)),
             *(out.data_ptr(), _whole(states)),
             *(heads, heads // key_heads, key_dim, value_dim, int(has_delta)),
+            int(kept.dim() == 3),
+            rows=rows.context_lengths.shape[0],
+        )
+        return out
+
+    def selective_scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        skip: Tensor,
+        states: Tensor,
+        rows: StateRows,
+    ) -> Tensor:
+        (tokens, channels), key_dim = v.shape, q.shape[1]
+        out = self._library.empty(v.shape)
+        self._library.call(
+            "bn_selective_scan",
+            *(tokens, *_places(rows), *_rows(q), *_rows(k), *_rows(v), *_rows(step)),
+            *(_whole(rate), _whole(skip), out.data_ptr(), _whole(states)),
+            *(channels, key_dim),
             rows=rows.context_lengths.shape[0],
         )
         return out
@@ -122,3 +145,4 @@ apply_gate = _kernel(States.apply_gate)
 short_conv = _kernel(States.short_conv)
 decay_gates = _kernel(States.decay_gates)
 scan = _kernel(States.scan)
+selective_scan = _kernel(States.selective_scan)

@@ -27,9 +27,11 @@ constexpr int CHECK_TOKENS = 5, CHECK_HEADS = 2, CHECK_KEYS = 7, CHECK_VALUES = 
 constexpr int CHECK_WIDTH = CHECK_HEADS * CHECK_VALUES;
 
 // What a kernel leaves of one fresh row of small numbers: its outputs, then its state.
-std::vector<float> outcome(const Kernel& kernel, bool is_conv) {
+enum Form { CONV, SCAN, SELECTIVE };
+std::vector<float> outcome(const Kernel& kernel, Form form) {
   int32_t pages[] = {0}, starts[] = {0, CHECK_TOKENS}, contexts[] = {0};
-  std::vector<float> x(CHECK_TOKENS * CHECK_WIDTH), gates(CHECK_TOKENS * CHECK_HEADS, 0.75f);
+  std::vector<float> x(CHECK_TOKENS * CHECK_WIDTH);
+  std::vector<float> gates(CHECK_TOKENS * CHECK_HEADS * CHECK_KEYS, 0.75f);
   for (size_t i = 0; i < x.size(); i++) x[i] = std::sin(1.3f * (float)i);
   std::vector<float> out(x.size() + CHECK_KEYS * CHECK_WIDTH);
   StateRows rows{pages, starts, contexts, 1};
@@ -39,7 +41,11 @@ std::vector<float> outcome(const Kernel& kernel, bool is_conv) {
   ScanArgs scan{rows, x.data(), x.data() + 3, x.data(), gates.data(), gates.data(), gates.data(),
                 results, state, CHECK_WIDTH, CHECK_WIDTH, CHECK_WIDTH, CHECK_HEADS, CHECK_HEADS, 1,
                 CHECK_KEYS, CHECK_VALUES};
-  const void* args = is_conv ? (const void*)&conv : &scan;
+  std::vector<float> rate(CHECK_KEYS * CHECK_WIDTH, 0.4f);
+  SelectiveArgs selective{rows, x.data(), x.data() + 3, x.data(), rate.data(), rate.data(),
+                          x.data(), results, state, CHECK_WIDTH, CHECK_WIDTH, CHECK_WIDTH,
+                          CHECK_WIDTH, CHECK_WIDTH, CHECK_KEYS};
+  const void* args = form == CONV ? (const void*)&conv : form == SCAN ? (const void*)&scan : &selective;
   Sizes sizes{{CHECK_TOKENS, 1, 1}};
   Worker worker;
   worker.index = 0, worker.count = 1;
@@ -52,11 +58,15 @@ std::vector<float> outcome(const Kernel& kernel, bool is_conv) {
 // Whether an instruction set computes what the plain code does; 1 and the reason when not.
 BN_EXPORT int bn_check_state(int32_t isa, char* why, int32_t room) {
   constexpr Kernel StateKernels::* CHECKED[] = {&StateKernels::conv, &StateKernels::scan,
-                                                &StateKernels::delta};
+                                                &StateKernels::delta, &StateKernels::scan_keys,
+                                                &StateKernels::delta_keys,
+                                                &StateKernels::selective};
   for (Kernel StateKernels::* kernel : CHECKED) {
-    bool is_conv = kernel == &StateKernels::conv;
-    std::vector<float> expected = outcome(state_base.*kernel, is_conv);
-    std::vector<float> found = outcome(table_of(isa).*kernel, is_conv);
+    Form form = kernel == &StateKernels::conv        ? CONV
+                : kernel == &StateKernels::selective ? SELECTIVE
+                                                     : SCAN;
+    std::vector<float> expected = outcome(state_base.*kernel, form);
+    std::vector<float> found = outcome(table_of(isa).*kernel, form);
     for (size_t i = 0; i < found.size(); i++)
       if (!(std::fabs(found[i] - expected[i]) <= 1e-4f * (1.0f + std::fabs(expected[i])))) {
         std::snprintf(why, room, "%s gives %g for %g", (state_base.*kernel).name, found[i],
@@ -77,18 +87,34 @@ BN_EXPORT void bn_short_conv(Program* program, int32_t, const int32_t* pages, in
   append(program, table().conv, &args, sizeof args, NOT_ROW_WISE);
 }
 
-// strength: with has_delta what its sigmoid is taken of.
+// by_key: kept has a number for each key dimension. strength: with has_delta what its sigmoid is taken of.
 BN_EXPORT void bn_scan(Program* program, int32_t, const int32_t* pages, int64_t pages_stride,
                        const int32_t* row_starts, const int32_t* context_lengths, const float* q,
                        int64_t q_stride, const float* k, int64_t k_stride, const float* v,
                        int64_t v_stride, const float* kept, const float* strength,
                        int64_t strength_stride, const float* skip, float* out, float* states,
                        int32_t heads, int32_t shared, int32_t key_dim, int32_t value_dim,
-                       int32_t has_delta) {
+                       int32_t has_delta, int32_t by_key) {
   ScanArgs args{{pages, row_starts, context_lengths, pages_stride},
                 q, k, v, kept, strength, skip, out, states, q_stride, k_stride, v_stride,
                 strength_stride, heads, shared, key_dim, value_dim};
-  append(program, has_delta ? table().delta : table().scan, &args, sizeof args, NOT_ROW_WISE);
+  const StateKernels& t = table();
+  const Kernel& plain = has_delta ? t.delta : t.scan;
+  const Kernel& keys = has_delta ? t.delta_keys : t.scan_keys;
+  append(program, by_key ? keys : plain, &args, sizeof args, NOT_ROW_WISE);
+}
+
+BN_EXPORT void bn_selective_scan(Program* program, int32_t, const int32_t* pages,
+                                 int64_t pages_stride, const int32_t* row_starts,
+                                 const int32_t* context_lengths, const float* q, int64_t q_stride,
+                                 const float* k, int64_t k_stride, const float* v,
+                                 int64_t v_stride, const float* step, int64_t step_stride,
+                                 const float* rate, const float* skip, float* out, float* states,
+                                 int32_t channels, int32_t key_dim) {
+  SelectiveArgs args{{pages, row_starts, context_lengths, pages_stride},
+                     q, k, v, step, rate, skip, out, states, q_stride, k_stride, v_stride,
+                     step_stride, channels, key_dim};
+  append(program, table().selective, &args, sizeof args, NOT_ROW_WISE);
 }
 
 BN_EXPORT void bn_decay_gates(Program* program, int32_t size, const float* x, int64_t x_stride,

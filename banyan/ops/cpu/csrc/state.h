@@ -32,12 +32,25 @@ struct ScanArgs {
   StateRows rows;
   const float *q, *k;            // [tokens, heads / shared, key_dim]
   const float* v;                // [tokens, heads, value_dim]
-  const float *kept, *strength;  // [tokens, heads]
+  const float *kept, *strength;  // [tokens, heads]; of kept in *_keys [tokens, heads, key_dim]
   const float* skip;             // [heads] or null
   float* out;                    // [tokens, heads, value_dim], contiguous
   float* states;                 // [pages, heads, key_dim, value_dim]
   int64_t q_stride, k_stride, v_stride, strength_stride;
   int32_t heads, shared, key_dim, value_dim;
+};
+
+// Its state is one matrix, whose columns are channels.
+struct SelectiveArgs {
+  StateRows rows;
+  const float *q, *k;     // [tokens, key_dim]
+  const float *v, *step;  // [tokens, channels]
+  const float* rate;      // [key_dim, channels]
+  const float* skip;      // [channels]
+  float* out;             // [tokens, channels], contiguous
+  float* states;          // [pages, key_dim, channels]
+  int64_t q_stride, k_stride, v_stride, step_stride;
+  int32_t channels, key_dim;
 };
 
 struct DecayArgs {
@@ -57,7 +70,7 @@ struct GateArgs {
 constexpr int NUM_CURVES = 4;  // the gate itself, silu, sigmoid, relu
 
 struct StateKernels {
-  Kernel conv, scan, delta, decay, gates[NUM_CURVES];
+  Kernel conv, scan, delta, scan_keys, delta_keys, selective, decay, gates[NUM_CURVES];
 };
 
 extern const StateKernels state_base, state_avx2, state_avx512;

@@ -78,7 +78,7 @@ int64_t scan_units(const void* args, const Sizes& sizes) {
 
 // A few columns of one head's state through one row. Sums over the key dimensions have four parts,
 // i % 4, that are added last.
-template <bool DELTA>
+template <bool DELTA, bool KEYS>
 void scan_block(const ScanArgs& a, int64_t row, int64_t head, int64_t first, float* state) {
   int begin = a.rows.row_starts[row], end = a.rows.row_starts[row + 1];
   if (begin >= end) return;
@@ -93,13 +93,15 @@ void scan_block(const ScanArgs& a, int64_t row, int64_t head, int64_t first, flo
     const float* q = a.q + t * a.q_stride + head / a.shared * dim;
     const float* k = a.k + t * a.k_stride + head / a.shared * dim;
     vf value = get(a.v + t * a.v_stride + head * a.value_dim + first, lanes);
-    vf kept = splat(a.kept[t * a.heads + head]);
+    const float* left = a.kept + (t * a.heads + head) * (KEYS ? dim : 1);
+    vf whole = splat(left[0]);
+    auto kept = [&](int i) { return KEYS ? splat(left[i]) : whole; };
     float strength = a.strength[t * a.strength_stride + head];
     vf added, out[4] = {};
     if (DELTA) {
       vf known[4] = {};
       for (int i = 0; i < dim; i++) {
-        vf moved = load(state + i * LANES) * kept;
+        vf moved = load(state + i * LANES) * kept(i);
         store(state + i * LANES, moved);
         known[i & 3] = fma(splat(k[i]), moved, known[i & 3]);
       }
@@ -113,7 +115,7 @@ void scan_block(const ScanArgs& a, int64_t row, int64_t head, int64_t first, flo
     } else {
       added = value * splat(strength);
       for (int i = 0; i < dim; i++) {
-        vf moved = fma(splat(k[i]), added, load(state + i * LANES) * kept);
+        vf moved = fma(splat(k[i]), added, load(state + i * LANES) * kept(i));
         store(state + i * LANES, moved);
         out[i & 3] = fma(splat(q[i]), moved, out[i & 3]);
       }
@@ -126,14 +128,14 @@ void scan_block(const ScanArgs& a, int64_t row, int64_t head, int64_t first, flo
     put(held + (int64_t)i * a.value_dim, load(state + i * LANES), lanes);
 }
 
-template <bool DELTA>
+template <bool DELTA, bool KEYS>
 void scan(const void* args, const Sizes&, int64_t begin, int64_t end, Worker& worker) {
   const ScanArgs& a = *(const ScanArgs*)args;
   int64_t blocks = blocks_of(a.value_dim);
   float* state = (float*)worker.scratch(sizeof(float) * LANES * a.key_dim);
   for (int64_t unit = begin; unit < end; unit++) {
     int64_t head = unit / blocks % a.heads, row = unit / blocks / a.heads;
-    scan_block<DELTA>(a, row, head, unit % blocks * LANES, state);
+    scan_block<DELTA, KEYS>(a, row, head, unit % blocks * LANES, state);
   }
 }
 template <bool DELTA>
@@ -143,6 +145,54 @@ void scan_cost(const void* args, const Sizes& sizes, double* bytes, double* oper
   double passed = 2.0 * a.heads / a.shared * a.key_dim + 2.0 * a.heads * a.value_dim;
   *bytes = 4 * (2 * sizes.n[ROWS] * state + tokens * passed);
   *operations = (DELTA ? 7 : 5) * tokens * state;
+}
+
+// --- selective scan ------------------------------------------------------------------------------
+
+int64_t selective_units(const void* args, const Sizes& sizes) {
+  return sizes.n[ROWS] * blocks_of(((const SelectiveArgs*)args)->channels);
+}
+
+// A few channels through one row; sums as in `scan_block`.
+void selective_block(const SelectiveArgs& a, int64_t row, int64_t first, float* state) {
+  int begin = a.rows.row_starts[row], end = a.rows.row_starts[row + 1];
+  if (begin >= end) return;
+  int lanes = lanes_at(a.channels, first), dim = a.key_dim;
+  int64_t page = a.rows.pages[row * a.rows.pages_stride], width = a.channels;
+  float* held = a.states + page * dim * width + first;
+  bool is_fresh = a.rows.context_lengths[row] == 0;
+  for (int i = 0; i < dim; i++)
+    store(state + i * LANES, is_fresh ? vf{} : get(held + i * width, lanes));
+  vf skip = get(a.skip + first, lanes);
+  for (int64_t t = begin; t < end; t++) {
+    const float *q = a.q + t * a.q_stride, *k = a.k + t * a.k_stride;
+    vf value = get(a.v + t * a.v_stride + first, lanes);
+    vf step = get(a.step + t * a.step_stride + first, lanes);
+    vf added = step * value, out[4] = {};
+    for (int i = 0; i < dim; i++) {
+      vf kept = exp(vf{} - get(a.rate + i * width + first, lanes) * step);
+      vf moved = fma(splat(k[i]), added, load(state + i * LANES) * kept);
+      store(state + i * LANES, moved);
+      out[i & 3] = fma(splat(q[i]), moved, out[i & 3]);
+    }
+    vf read = (out[0] + out[1]) + (out[2] + out[3]);
+    put(a.out + t * width + first, fma(skip, value, read), lanes);
+  }
+  for (int i = 0; i < dim; i++) put(held + i * width, load(state + i * LANES), lanes);
+}
+
+void selective(const void* args, const Sizes&, int64_t begin, int64_t end, Worker& worker) {
+  const SelectiveArgs& a = *(const SelectiveArgs*)args;
+  int64_t blocks = blocks_of(a.channels);
+  float* state = (float*)worker.scratch(sizeof(float) * LANES * a.key_dim);
+  for (int64_t unit = begin; unit < end; unit++)
+    selective_block(a, unit / blocks, unit % blocks * LANES, state);
+}
+void selective_cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  const SelectiveArgs& a = *(const SelectiveArgs*)args;
+  double tokens = (double)sizes.n[TOKENS], state = (double)a.key_dim * a.channels;
+  *bytes = 4 * ((2 * sizes.n[ROWS] + 1) * state + tokens * (2.0 * a.key_dim + 3.0 * a.channels));
+  *operations = 20 * tokens * state;
 }
 
 // --- gates ---------------------------------------------------------------------------------------
@@ -196,8 +246,11 @@ void gate_cost(const void* args, const Sizes& sizes, double* bytes, double* oper
 
 extern const StateKernels STATE_TABLE = {
     {"short_conv", conv_units, conv_grain, conv, conv_cost},
-    {"scan", scan_units, one, scan<false>, scan_cost<false>},
-    {"delta_scan", scan_units, one, scan<true>, scan_cost<true>},
+    {"scan", scan_units, one, scan<false, false>, scan_cost<false>},
+    {"delta_scan", scan_units, one, scan<true, false>, scan_cost<true>},
+    {"scan_by_key", scan_units, one, scan<false, true>, scan_cost<false>},
+    {"delta_scan_by_key", scan_units, one, scan<true, true>, scan_cost<true>},
+    {"selective_scan", selective_units, one, selective, selective_cost},
     {"decay_gates", no_units, decay_grain, decay, decay_cost},
     {{"gate", no_units, gate_grain, gate<times>, gate_cost},
      {"silu_gate", no_units, gate_grain, gate<times_silu>, gate_cost},

@@ -1,0 +1,148 @@
+"""Mamba (arXiv 2312.00752), alone, and Jamba (arXiv 2403.19887): beside attention without positions
+in a few layers, with experts every few layers.
+
+Source: the documented fields and defaults of the families' configuration classes.
+"""
+
+from dataclasses import replace
+
+from banyan.config.card import FULL, STATE, ExpertFacts, ModelCard, RopeFacts, StateFacts
+from banyan.config.facts import Facts
+from banyan.families.base import MAX_WIDTH, Family, HubForm, Kinds
+from banyan.families.experts import MAX_EXPERTS
+from banyan.families.lfm import MAX_TAPS
+from banyan.families.names import HUB_NAMES, NameMap
+
+_MAX_PERIOD = 1 << 16
+_PARTS = {
+    "in_proj": "mix:x+z",
+    "conv1d": "conv",
+    "x_proj": "made",
+    "dt_proj.weight": "steps.weight",
+    "dt_proj.bias": "rates.bias",
+    "A_log": "rates.rate",
+    "D": "rates.skip",
+    "out_proj": "out",
+}
+
+
+def _mixer(module: str) -> dict[str, str]:
+    return {f"{module}.{name}": f"layers.{{}}.attention.{to}" for name, to in _PARTS.items()}
+
+
+def _rank(facts: Facts, card: ModelCard, key: str) -> int:
+    """Width that steps are squeezed through."""
+    if facts.any(key) in (None, "auto"):
+        return -(-card.hidden_size // 16)
+    return facts.integer(key, 1, MAX_WIDTH)
+
+
+def _where(facts: Facts, name: str, period: int, offset: int) -> tuple[int, int]:
+    """Period and offset of the layers that have something."""
+    period = facts.integer(f"{name}_layer_period", 1, _MAX_PERIOD, default=period)
+    return period, facts.integer(f"{name}_layer_offset", 0, period - 1, default=offset)
+
+
+def _kinds(facts: Facts, num_layers: int) -> Kinds:
+    period, offset = _where(facts, "attn", 8, 4)
+    return tuple(FULL if at % period == offset else STATE for at in range(num_layers)), 0
+
+
+def _jamba(facts: Facts, card: ModelCard) -> ModelCard:
+    state = StateFacts(
+        mixer="selective",
+        taps=facts.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
+        has_conv_bias=facts.flag("mamba_conv_bias", default=True),
+        has_bias=facts.flag("mamba_proj_bias", default=False),
+        heads=facts.integer("mamba_expand", 1, 64, default=2) * card.hidden_size,
+        key_heads=1,
+        key_dim=facts.integer("mamba_d_state", 1, MAX_WIDTH, default=16),
+        value_dim=1,
+        step_rank=_rank(facts, card, "mamba_dt_rank"),
+        has_part_norms=True,
+    )
+    card = replace(card, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
+    count = facts.integer("num_experts", 1, MAX_EXPERTS, default=16)
+    if count == 1:
+        return card
+    period, offset = _where(facts, "expert", 2, 1)
+    experts = ExpertFacts(
+        count,
+        facts.integer("num_experts_per_tok", 1, count, default=2),
+        card.intermediate_size,
+        dense_layers=tuple(at for at in range(card.num_layers) if at % period != offset),
+        is_normalised=False,
+    )
+    return replace(card, experts=experts)
+
+
+def _mamba(facts: Facts, card: ModelCard) -> ModelCard:
+    inner = facts.integer("expand", 1, 64, default=2) * card.hidden_size
+    state = StateFacts(
+        mixer="selective",
+        taps=facts.integer("conv_kernel", 2, MAX_TAPS, default=4),
+        has_conv_bias=facts.flag("use_conv_bias", default=True),
+        has_bias=facts.flag("use_bias", default=False),
+        heads=facts.integer("intermediate_size", 1, MAX_WIDTH, default=inner),
+        key_heads=1,
+        key_dim=facts.integer("state_size", 1, MAX_WIDTH, default=16),
+        value_dim=1,
+        step_rank=_rank(facts, card, "time_step_rank"),
+    )
+    return replace(card, state=state, rope=RopeFacts(kind="none"))
+
+
+MAMBA = Family(
+    hub=HubForm(
+        eps_key="layer_norm_epsilon",
+        eps=1e-5,
+        heads=1,
+        head_dim=64,
+        tied=True,
+        context=1 << 17,
+        inner_keys=(),
+        kinds=lambda facts, num_layers: ((STATE,) * num_layers, 0),
+        more=_mamba,
+    ),
+    names={
+        "safetensors": NameMap(
+            _mixer("backbone.layers.{}.mixer")
+            | {
+                "backbone.embeddings": "embedding",
+                "backbone.layers.{}.norm": "layers.{}.attention_norm",
+                "backbone.norm_f": "norm",
+                "lm_head": "head",
+            }
+        )
+    },
+)
+
+JAMBA = Family(
+    hub=HubForm(context=1 << 18, kinds=_kinds, more=_jamba),
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES
+            | _mixer("model.layers.{}.mamba")
+            | {
+                "model.layers.{}.mamba.dt_layernorm": "layers.{}.attention.step_norm",
+                "model.layers.{}.mamba.b_layernorm": "layers.{}.attention.key_norm",
+                "model.layers.{}.mamba.c_layernorm": "layers.{}.attention.query_norm",
+                "model.layers.{}.pre_ff_layernorm": "layers.{}.mlp_norm",
+                "model.layers.{}.feed_forward.gate_proj": "layers.{}.mlp.gate_up:gate",
+                "model.layers.{}.feed_forward.up_proj": "layers.{}.mlp.gate_up:up",
+                "model.layers.{}.feed_forward.down_proj": "layers.{}.mlp.down",
+                "model.layers.{}.feed_forward.router": "layers.{}.mlp.router",
+                "model.layers.{}.feed_forward.experts.{}.gate_proj": (
+                    "layers.{}.mlp.experts.gate_up:gate{}"
+                ),
+                "model.layers.{}.feed_forward.experts.{}.up_proj": (
+                    "layers.{}.mlp.experts.gate_up:up{}"
+                ),
+                "model.layers.{}.feed_forward.experts.{}.down_proj": (
+                    "layers.{}.mlp.experts.down:{}"
+                ),
+                "model.final_layernorm": "norm",
+            }
+        )
+    },
+)
