@@ -12,6 +12,7 @@ import msgspec
 from banyan.base.errors import BanyanError, ModelError
 from banyan.cli.client import Client
 from banyan.engine.journal import JournalRecord, Received, read_journal
+from banyan.messages.constraint import Constraint
 from banyan.messages.requests import Abort, Generate, StopAt
 
 _MOST_OPEN = 256
@@ -119,8 +120,8 @@ def to_send(records: list[JournalRecord], left_out: Counter[str]) -> Iterator[Se
 
 
 def _objection(asked: Generate) -> str:
-    if asked.grammar:
-        return "its output is constrained, and the journal has the constraint in another form"
+    if asked.grammar and Constraint.decode(asked.grammar).after:
+        return "its constraint begins behind the thinking, which /generate has no words for"
     if asked.embeds:
         return "its prompt is embeddings"
     if asked.pool:
@@ -142,6 +143,9 @@ def _body(asked: Generate, stop_at: int | None) -> dict[str, object]:
     if stop_at is not None:  # a stop text was found there
         params["max_new_tokens"] = stop_at
         params["min_new_tokens"] = min(sampling.min_new_tokens, stop_at)
+    if asked.grammar:
+        constraint = Constraint.decode(asked.grammar)
+        params[constraint.kind] = constraint.text
     body: dict[str, object] = {
         "input_ids": array("i", asked.tokens).tolist(),
         "sampling_params": params,

@@ -1,5 +1,6 @@
 """The flight recorder of a real server: what its engine decided, for whoever may see it."""
 
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -72,3 +73,38 @@ def test_nothing_is_recorded_where_that_is_asked_for(server):
     with server("--flight-recorder-bytes", "0") as running:
         answer = running.http.get("/flight_recorder")
         assert answer.status_code == 404 and "--flight-recorder-bytes" in answer.text
+
+
+LONG = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "description": "x" * 1200}
+CONSTRAINTS = (
+    {"regex": "(ab|cd){4}"},
+    {"ebnf": 'root ::= ("yes" | "no") " and " ("yes" | "no")'},
+    {"json_schema": json.dumps(LONG)},
+)
+
+
+class Listening(Client):
+    """Keeps the constrained texts that it is answered."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.texts: list[str] = []
+
+    def post(self, path, body):
+        answer = super().post(path, body)
+        if body["sampling_params"].keys() & {"regex", "ebnf", "json_schema"}:
+            self.texts.append(json.loads(answer)["text"])
+        return answer
+
+
+def test_constrained_requests_are_sent_again_with_their_constraints(server, tmp_path):
+    with server() as running:
+        texts = []
+        for constraint in CONSTRAINTS:
+            params = {"max_new_tokens": 40, "temperature": 0.8, "sampling_seed": 7, **constraint}
+            texts.append(running.generate(input_ids=[5, 6], sampling_params=params)["text"])
+        (tmp_path / "recording").write_bytes(running.http.get("/flight_recorder").content)
+        client = Listening(running.url)
+        again = resend(str(tmp_path / "recording"), client)
+    assert again.answered == again.sent and not again.left_out, again
+    assert sorted(client.texts) == sorted(texts) and len(set(texts)) == 3
