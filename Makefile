@@ -1,5 +1,5 @@
 # make serve | test | test-hostile | test-parallel | test-border | test-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-transfer | test-security | trust | bench
-#      bench-fidelity | bench-cpu | lint | format | types | clean | wheel | test-wheel
+#      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | clean | wheel | test-wheel
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
 SHELL = /bin/sh
@@ -15,7 +15,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed
 
-.PHONY: serve test test-parallel test-hostile test-border test-faults test-pair-faults test-schemas test-npu test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-transfer test-security trust bench bench-fidelity bench-cpu lint format types clean wheel test-wheel
+.PHONY: serve test test-parallel test-hostile test-border test-faults test-pair-faults test-schemas test-npu test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -114,6 +114,14 @@ bench-fidelity: $(VENV)/.demo
 	@$(BIN)/python -m benchmarks.rounding $(ARGS)
 	@$(BIN)/python -m benchmarks.rounding_cost
 	@exec $(BIN)/banyan bench eval --model-path demo --chat-template chatml --against "--cpu-activations fp32"
+
+# Prefill and decode servers under a trace in Mooncake's form (make bench-pairs TRACE=FILE): tokens lost or
+# duplicated, what the router adds, gaps of streams beside long prompts, and how far `banyan simulate` is off; 5 minutes.
+bench-pairs: $(VENV)/.installed
+	@test -f "$(TRACE)" || { echo "name a trace: make bench-pairs TRACE=conversation.jsonl" >&2; exit 1; }
+	@timeout 600 $(BIN)/python -m benchmarks.pairs $(TRACE) $(ARGS)
+	@timeout 120 $(BIN)/python -m benchmarks.router --pairs --policy round_robin
+	@timeout 240 $(BIN)/python -m benchmarks.pair_gaps --picture docs/pairs.svg
 
 # Beside other engines; installs them into .peers (several GB, and most of an hour the first time).
 bench-cpu: $(VENV)/.demo $(VENV)/.test

@@ -1,6 +1,7 @@
 """What a router adds: `python -m benchmarks.router`.
 
-Two servers that answer at once stand behind it, so the figures are those of the router alone.
+Two servers that answer at once stand behind it, so the figures are those of the router alone;
+with --pairs each request goes to both, as to a prefill and a decode server.
 Requests are sent at a rate, in turn directly and through the router; then streams run through it as
 fast as they can. CPU time is the figure to compare: it says the same on a busy machine.
 """
@@ -186,6 +187,7 @@ def main() -> None:
     parser.add_argument("--prompt-bytes", type=int, default=2000)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--events", type=int, default=2000)
+    parser.add_argument("--pairs", action="store_true", help="as a prefill and a decode server")
     parser.add_argument("--policy", nargs="+", default=["round_robin", "cache_aware"])
     given = parser.parse_args()
     if given.instant:
@@ -196,10 +198,13 @@ def main() -> None:
     prompt = "banyan " * (given.prompt_bytes // 7)
     for policy in given.policy:
         flags = ["--policy", policy, "--port", str(ports[2]), "--log-level", "error"]
+        behind = ["--worker-urls", *urls[:2]]
+        if given.pairs:
+            behind = ["--pd-disaggregation", "--prefill", urls[0], "--decode", urls[1]]
         with (
             started("benchmarks.router", "--instant", str(ports[0])) as first,
             started("benchmarks.router", "--instant", str(ports[1])) as second,
-            started("banyan.launch_router", "--worker-urls", *urls[:2], *flags) as router,
+            started("banyan.launch_router", *behind, *flags) as router,
         ):
             for url, path in zip(urls, ("/health", "/health", "/readyz"), strict=True):
                 wait_for(url, path)

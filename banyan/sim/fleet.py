@@ -44,12 +44,12 @@ class Fleet:
         )
 
     def _arrive(self, arrival: Arrival) -> None:
+        self._routed += 1
         self._routed_to(self._replicas).submit(arrival)
 
     def _routed_to(self, replicas: Sequence[Replica]) -> Replica:
         requests = [replica.open_requests for replica in replicas]
         tokens = [replica.open_tokens for replica in replicas]
-        self._routed += 1
         return replicas[self._route(requests, tokens, self._routed - 1)]
 
     def _submit_next(self) -> None:
@@ -75,6 +75,7 @@ class Pairs(Fleet):
         )
 
     def _arrive(self, arrival: Arrival) -> None:
+        self._routed += 1
         prefill, decode = self._routed_to(self._prefill), self._routed_to(self._replicas)
         room = self._routed.to_bytes(ROOM_BYTES, "little")
         prefill.submit(arrival, room)

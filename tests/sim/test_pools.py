@@ -33,6 +33,12 @@ def test_more_prefill_servers_answer_prompts_sooner() -> None:
     assert three.ttft.p50 < one.ttft.p50
 
 
+def test_each_server_of_a_pool_gets_its_share() -> None:
+    asked = replace(question(), arrivals=[replace(a, at_s=0.0) for a in question().arrivals])
+    one, two = (study(asked, Layout(prefill=n, decode=n)).report for n in (1, 2))
+    assert two.ttft.p99 < 0.6 * one.ttft.p99, "half of the prompts wait for each"
+
+
 def test_what_travels_takes_its_time() -> None:
     quick = question(rate=10.0)
     slow = replace(quick, peer_bytes_per_s=1e5)
