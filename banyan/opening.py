@@ -274,6 +274,7 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
         ),
         max_tokens=0 if config.device.is_eager else chunk + memory.max_running + draft_room,
         shapes=() if config.device.is_eager else config.device.shapes,
+        is_unpadded=config.device.is_unpadded,
         attention="" if config.device.attention in ATTENTION else config.device.attention,
         draft_room=draft_room,
         shares_pages=bool(config.handoff.role) and config.parallel.world > 1,

@@ -60,6 +60,12 @@ def settle(config: Config, defaults: Defaults) -> tuple[Config, dict[str, str]]:
     }
     if defaults.shapes:
         is_open["device.shapes"] = _shapes(config, defaults)
+    elif config.device.shapes or config.device.largest_shape or config.device.is_unpadded:
+        log.warning(
+            "steps on %s are not captured by shape: --cuda-graph-bs, --cuda-graph-max-bs and "
+            "--disable-cuda-graph-padding have no effect",
+            defaults.device,
+        )
     for name, value in is_open.items():
         log.debug("set %s=%s because that suits %s", name.split(".")[1], value, defaults.device)
     origins = dict.fromkeys(is_open, f"device {defaults.device}")

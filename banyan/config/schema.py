@@ -243,6 +243,8 @@ class DeviceConfig:
     shapes: tuple[int, ...] = ()
     """Rows of the steps to capture, where steps are captured by shape; () = the device's own."""
     largest_shape: int = 0
+    is_unpadded: bool = False
+    """A decode step whose rows are not just those of a captured one is launched anew."""
     """Rows of the largest of them; 0 = the device's own."""
 
 

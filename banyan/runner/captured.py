@@ -34,6 +34,7 @@ class CapturedForward:
     Args:
         step: inputs with room for the largest shape.
         shapes: rows of the graphs, rising.
+        is_unpadded: a step of another number of rows goes to `eager`, none is filled up.
     """
 
     how = "captured"
@@ -50,6 +51,7 @@ class CapturedForward:
         platform: Platform,
         step: StepTensors,
         shapes: tuple[int, ...],
+        is_unpadded: bool = False,
     ) -> None:
         self.watch: Callable[[list[OpTime]], None] | None = None
         self._eager = eager
@@ -60,6 +62,7 @@ class CapturedForward:
         self._platform = platform
         self._step = step
         self._shapes = shapes
+        self._is_unpadded = is_unpadded
         self._on_host = platform.traits.lengths_on_host
         self._hidden = self._logits = torch.empty(0)
         self._best = torch.zeros(shapes[-1], device=step.tokens.device)
@@ -118,11 +121,12 @@ class CapturedForward:
     def run(self, batch: Batch) -> None:
         rows = len(batch.rows)
         is_decode = len(batch.last) == rows == int(batch.offsets[-1])
-        if not is_decode or rows > self._shapes[-1] or has_embedded(batch, self._table):
+        shape = next((shape for shape in self._shapes if shape >= rows), 0)
+        is_captured = shape == rows if self._is_unpadded else shape > 0
+        if not is_decode or not is_captured or has_embedded(batch, self._table):
             self._rows = 0
             self._eager.run(batch)
             return
-        shape = next(shape for shape in self._shapes if shape >= rows)
         moves = self._table.moves(batch.rows)
         if moves:
             moved = torch.tensor(moves, dtype=torch.int64).to(self._step.slots.device)

@@ -30,6 +30,7 @@ class RunnerSizes:
         groups: cache groups, in the order of the plans' group numbers.
         max_tokens: tokens of the largest step that is worth recording.
         shapes: rows of the decode steps to capture, where steps are captured by shape.
+        is_unpadded: steps of other numbers of rows are launched anew.
         attention: name of the attention backend; "" = what the model takes.
         draft_room: drafts that one step verifies at most, beside the tokens of its rows.
         shares_pages: rank 0 moves the pages of all ranks, and reads and writes them where they are.
@@ -42,6 +43,7 @@ class RunnerSizes:
     groups: tuple[GroupLayout, ...]
     max_tokens: int = 0
     shapes: tuple[int, ...] = ()
+    is_unpadded: bool = False
     attention: str = ""
     draft_room: int = 0
     shares_pages: bool = False
@@ -89,7 +91,8 @@ def open_forward(
         log.info("steps are not captured: %s", why)
         return eager
     shapes = tuple(shape for shape in sizes.shapes if shape <= rows)
-    return CapturedForward(eager, model, table, store, attention, platform, step, shapes or (rows,))
+    captured = (model, table, store, attention, platform, step, shapes or (rows,))
+    return CapturedForward(eager, *captured, sizes.is_unpadded)
 
 
 def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:

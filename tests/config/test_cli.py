@@ -149,8 +149,8 @@ def test_a_value_that_asks_for_nothing_is_accepted_with_one_line(argv: list[str]
 
 
 def test_a_harmless_flag_is_accepted_with_the_reason() -> None:
-    assert notes("--disable-cuda-graph-padding") == (
-        "--disable-cuda-graph-padding is accepted without an effect: there are no device graphs to "
+    assert notes("--enable-profile-cuda-graph") == (
+        "--enable-profile-cuda-graph is accepted without an effect: there are no device graphs to "
         "shape, and every size of step is recorded at once",
     )
 

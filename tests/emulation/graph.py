@@ -1,8 +1,9 @@
 """Graphs of the emulated NPU: the operators that ran while one was captured, run again.
 
 Results go to the addresses that they had. Lengths that an operator takes from the host are part of
-the graph: who replays it tells the new ones first, and a replay that nobody told them is refused,
-where a device would compute with old ones.
+the graph: who replays it tells the new ones first. A replay that nobody told them is refused, where
+a device would compute with old ones, and so is one that was told those of another step: the last
+key of each row must be one that this replay has written.
 """
 
 import contextlib
@@ -23,15 +24,23 @@ UPDATABLE = {
 }
 
 
+"""Operator -> its arguments with the ends of rows and with their numbers of keys."""
+Call = tuple[Any, tuple, dict[str, Any], list[Tensor]]
+"""An operator, what it was given by place and by name, and its results."""
+_SCATTER = "npu::npu_scatter_nd_update_"
+
+
 class Graph:
     """`torch.npu.NPUGraph`."""
 
     def __init__(self, core: ModuleType) -> None:
         self.core = core
         self.takes_updates = False
-        self._calls: list[tuple[Any, tuple, dict[str, Any], list[Tensor]]] = []
+        self._calls: list[Call] = []
         self._is_ready = False
         self._is_told = True
+        self._written: dict[int, set[int]] = {}
+        """Memory of pages -> the places that were written last, in this run."""
 
     def keep(self, operator: Any, args: tuple, named: dict[str, Any], result: object) -> None:
         self._calls.append((operator, args, named, _tensors(result)))
@@ -56,7 +65,13 @@ class Graph:
             for key, value in given[at if len(given) > 1 else 0].items():
                 if key in named and key in UPDATABLE[operator._schema.name]:
                     named[key] = list(value)
-        self._is_told = True
+        self._is_told = all(self._has_heard(call, given) for call in calls)
+
+    def _has_heard(self, call: "Call", given: list[dict[str, list[int]]]) -> bool:
+        """Whether an operator's numbers of keys are among what was told."""
+        operator, _, named, _ = call
+        keys = UPDATABLE[operator._schema.name][1]
+        return keys in named and all(keys in told for told in given)
 
     def replay(self) -> None:
         if not self._is_ready:
@@ -64,13 +79,33 @@ class Graph:
         if not self._is_told:
             raise ContractError("the graph is replayed with the lengths of its last run")
         self._is_told = not self._updatable()
+        self._written.clear()
         for operator, args, named, results in self._calls:
+            self._follow(operator._schema.name, args, named)
             again = _tensors(operator(*args, **named))
             for there, here in zip(results, again, strict=True):
                 if there.data_ptr() != here.data_ptr() and there.numel():
                     there.copy_(here)
 
-    def _updatable(self) -> list[tuple[Any, tuple, dict[str, Any], list[Tensor]]]:
+    def _follow(self, name: str, args: tuple, named: dict[str, Any]) -> None:
+        """Hold the lengths of attention against what this run has written."""
+        if name == _SCATTER:
+            places = self.core.host_alias(args[1]).flatten().tolist()
+            self._written[args[0].data_ptr()] = set(places)
+        written = self._written.get(args[1].data_ptr()) if name in UPDATABLE else None
+        if written is None:
+            return
+        size, table = named["block_size"], self.core.host_alias(named["block_table"])
+        for row, length in enumerate(named[UPDATABLE[name][1]]):
+            last = length - 1
+            place = int(table[row, last // size]) * size + last % size
+            if place not in written:
+                raise ContractError(
+                    f"row {row} of the graph attends up to position {last}, which this step has "
+                    "not written: its lengths are those of another step"
+                )
+
+    def _updatable(self) -> list["Call"]:
         return [call for call in self._calls if call[0]._schema.name in UPDATABLE]
 
 

@@ -5,7 +5,7 @@ and tokens are equal where the CPU's best is clear of the second.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ import torch
 
 import banyan
 from banyan.base.errors import BanyanError
+from banyan.ops.npu.contracts import ContractError
+from banyan.platform.npu import _LengthGraph
 from tests.emulation.device import MEMORY_BYTES, EmulatedNpu
 from tests.system.checkpoint import LAYERS, write_tiny_model
 
@@ -157,6 +159,44 @@ def test_a_decode_step_copies_slot_numbers_in_and_tokens_out(start, npu: Emulate
     into = {"eager": 2, "captured": 1}[steps]
     assert by_step == {"to_host": 2, "to_host_late": 2, "to_device": into, "waits": 1}
     assert operators > 10 * LAYERS
+
+
+@pytest.mark.parametrize("rows", STEPS["captured"]["cuda_graph_bs"])
+def test_lengths_of_the_step_before_are_caught_in_a_graph_of_any_size(start, monkeypatch, rows):
+    told, refused, replay = list[list[int]](), list[list[int]](), _LengthGraph.replay
+
+    def late(graph: _LengthGraph, lengths: Sequence[int]) -> None:
+        told.append(list(lengths))
+        try:
+            replay(graph, told[-2] if len(told) > 1 else lengths)
+        except ContractError as error:
+            assert "its lengths are those of another step" in str(error)
+            refused.append(told[-1])
+            raise
+
+    with start(cuda_graph_bs=[rows]) as engine:
+        answer(engine, prompts(rows, 6))
+        monkeypatch.setattr(_LengthGraph, "replay", late)
+        with contextlib.suppress(BanyanError):
+            answer(engine, prompts(rows, 7))
+    assert told[0] not in refused and told[1] in refused
+    assert {len(lengths) for lengths in refused} == {rows}
+
+
+@pytest.mark.parametrize("is_unpadded", [False, True])
+def test_a_step_is_filled_up_unless_that_is_switched_off(
+    start, npu: EmulatedNpu, is_unpadded: bool
+):
+    """Filled up it brings slot numbers in, launched anew also which rows are read out."""
+    params, counted = {"temperature": 0, "ignore_eos": True}, []
+    with start(cuda_graph_bs=[2], disable_cuda_graph_padding=is_unpadded) as engine:
+        for ids in (prompts(1, 7), prompts(2, 7)):
+            for tokens in (5, 25):
+                before = npu.counters()["to_device"]
+                engine.generate(input_ids=ids, sampling_params=params | {"max_new_tokens": tokens})
+                counted.append(npu.counters()["to_device"] - before)
+    one, two = counted[1] - counted[0], counted[3] - counted[2]
+    assert two == 20 and one == (40 if is_unpadded else 20)
 
 
 def test_the_cache_is_as_large_as_the_memory_of_the_device_allows(start, npu: EmulatedNpu):

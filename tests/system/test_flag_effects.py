@@ -23,7 +23,7 @@ CHANGED = (
     *("--preferred-sampling-params", '{"max_new_tokens": 3}', "--allow-auto-truncate"),
     *("--context-length", "256", "--skip-server-warmup", "--log-level", "warning"),
     *("--reasoning-parser", "deepseek-r1", "--completion-template", "qwen_coder", "--dp-size", "2"),
-    *("--grammar-backend", "none", "--disable-cuda-graph-padding", "--trust-remote-code"),
+    *("--grammar-backend", "none", "--enable-profile-cuda-graph", "--trust-remote-code"),
 )
 PROMPT = list(range(5, 45))
 EIGHT = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -182,7 +182,7 @@ def test_what_has_no_effect_is_listed_among_the_facts(pair: Pair) -> None:
     )
     assert plain == []
     assert [note.split()[0] for note in changed] == [
-        "--disable-cuda-graph-padding",
+        "--enable-profile-cuda-graph",
         "--trust-remote-code",
     ]
     assert all(note in pair.changed.log.read_text() for note in changed)

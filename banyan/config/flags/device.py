@@ -248,8 +248,8 @@ FLAGS = (
     Flag(
         "cuda-graph-bs",
         "device.shapes",
-        "rows of the decode steps to capture, where steps are captured by shape (CUDA); default: "
-        "what suits the device",
+        "rows of the decode steps to capture, where steps are captured by shape (CUDA, NPU); "
+        "default: what suits the device",
         kind=INTS,
         aliases=("cuda-graph-bs-decode",),
         low=1,
@@ -265,5 +265,13 @@ FLAGS = (
         low=1,
         high=4096,
         proof="tests/config/test_defaults.py::test_the_shapes_to_capture_are_those_that_are_named",
+    ),
+    Flag(
+        "disable-cuda-graph-padding",
+        "device.is_unpadded",
+        "launch decode steps anew whose rows are not just those of a captured one, instead of "
+        "filling the next larger one up, where steps are captured by shape (CUDA, NPU)",
+        kind=SWITCH,
+        proof="tests/emulation/test_engine.py::test_a_step_is_filled_up_unless_that_is_switched_off",
     ),
 )
