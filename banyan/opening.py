@@ -173,7 +173,7 @@ def _open_draft(
     """The model that drafts, on the ranks and the device of the one that is served."""
     model = draft_of(config)
     is_ahead = config.speculative.is_ahead
-    card = served if is_ahead else card_of_the_draft(config.speculative, model)
+    card = served if is_ahead else card_of_the_draft(config.speculative, model, served)
     ops = _bind(config, card, traits, build.device, toolkit)
     # Drafts are guesses, and the same for all adapters.
     mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None)

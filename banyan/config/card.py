@@ -177,6 +177,19 @@ class QuantFacts:
     settings: str
 
 
+@dataclass(frozen=True)
+class EagleFacts:
+    """Of a model that was trained to draft for another one from what comes to some of its layers.
+
+    Attributes:
+        num_tokens: of the other model's vocabulary, those that it knows.
+        taps: the other model's layers whose inputs it reads, from the first on.
+    """
+
+    num_tokens: int
+    taps: tuple[int, ...]
+
+
 LAST = "last"
 MEAN = "mean"
 CLS = "cls"
@@ -265,6 +278,7 @@ class ModelCard:
     quant: QuantFacts | None = None
     """None when the weights are plain, or in blocks that say so themselves (GGUF)."""
     dtype: str = "float32"
+    eagle: EagleFacts | None = None
     num_ahead: int = 0
     """Layers behind the last one that the checkpoint brings for drafting; what is answered is not
     theirs."""

@@ -2,27 +2,20 @@
 together. Part of `config/resolve.py`; loads no weights.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 
 from banyan.base.errors import ConfigError
-from banyan.base.json_types import is_list
 from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
+from banyan.config.eagle import card_of_the_eagle, check_the_eagle
 from banyan.config.env import Environment
-from banyan.config.facts import read_json
 from banyan.config.schema import Config, ModelConfig, SpeculativeConfig
 from banyan.config.sources import fetch
 from banyan.families import FAMILIES
 
 log = logger(__name__)
-
-_EAGLE = ("LlamaForCausalLMEagle", "LlamaForCausalLM")
-"""Classes that configurations of EAGLE's draft models name."""
-_FOLLOWED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Classes of models that such a model drafts for."""
 
 Rule = Callable[[Config, ModelCard, Environment], Config]
 
@@ -49,25 +42,17 @@ def draft_of(config: Config) -> ModelConfig:
     )
 
 
-def card_of_the_draft(speculative: SpeculativeConfig, model: ModelConfig) -> ModelCard:
-    """Card of a draft model with a checkpoint of its own.
+def card_of_the_draft(
+    speculative: SpeculativeConfig, model: ModelConfig, served: ModelCard
+) -> ModelCard:
+    """Card of a draft model with a checkpoint of its own, for the model of `served`.
 
     Raises:
         ConfigError, ModelError: it cannot be read, or is no draft model of the kind that is asked.
     """
-    if not speculative.is_eagle:
-        return read_card(model.path, model.load_format)
-    name = f"--speculative-draft-model-path {printable(model.source)}"
-    another = "use --speculative-algorithm STANDALONE with a small model, or NGRAM"
-    facts = read_json(os.path.join(model.path, "config.json"), is_needed=True)
-    named = facts.get("architectures")
-    if not is_list(named) or not set(named) & set(_EAGLE) or "draft_vocab_size" in facts:
-        raise ConfigError(
-            f"{name}: of models that were trained to draft, those of EAGLE's first kind are read "
-            f"({', '.join(_EAGLE)}), and this is {printable(str(named), 80)}",
-            hint=another,
-        )
-    return read_card(model.path, model.load_format, overrides={"architectures": [_EAGLE[-1]]})
+    if speculative.is_eagle:
+        return card_of_the_eagle(speculative, model, served)
+    return read_card(model.path, model.load_format)
 
 
 def find_the_draft(
@@ -88,11 +73,13 @@ def find_the_draft(
     if not speculative.draft_source:
         raise ConfigError(
             f"{flag} needs --speculative-draft-model-path",
-            hint="name a small model of the same vocabulary, or use NGRAM, which needs none",
+            hint="name the one that was trained for this model, or use NGRAM, which needs none"
+            if speculative.algorithm == "EAGLE3"
+            else "name a small model of the same vocabulary, or use NGRAM, which needs none",
         )
     model = draft_of(config)
     model = replace(model, path=fetch(model, environment))
-    draft = card_of_the_draft(speculative, model)
+    draft = card_of_the_draft(speculative, model, card)
     _check_the_pair(config, card, draft, model.source)
     try:
         checked = check_the_quantization(replace(config, model=model), draft, environment)
@@ -142,7 +129,7 @@ def _check_the_pair(config: Config, card: ModelCard, draft: ModelCard, source: s
     if draft.pooling is not None or draft.is_encoder:
         raise ConfigError(f"{name} makes vectors, and no tokens", hint="name a model for text")
     if config.speculative.is_eagle:
-        _check_the_eagle(config, card, draft, name)
+        check_the_eagle(config, card, draft, name)
     if draft.vocab_size != card.vocab_size:
         raise ConfigError(
             f"{name} has {draft.vocab_size:,} tokens, the served model {card.vocab_size:,}: what "
@@ -172,22 +159,6 @@ def _check_the_pair(config: Config, card: ModelCard, draft: ModelCard, source: s
         log.warning(
             "%s was trained for %s tokens: behind those of a request it drafts badly",
             *(name, f"{draft.context_length:,}"),
-        )
-
-
-def _check_the_eagle(config: Config, card: ModelCard, draft: ModelCard, name: str) -> None:
-    """Refuse a model that cannot read the served one's hidden states."""
-    if card.architecture not in _FOLLOWED or config.model.implementation == "transformers":
-        raise ConfigError(
-            f"--speculative-algorithm EAGLE: {printable(card.architecture)} is not drafted for by "
-            f"its hidden states; {', '.join(_FOLLOWED)} are",
-            hint="use --speculative-algorithm STANDALONE with a small model, or NGRAM",
-        )
-    if draft.hidden_size != card.hidden_size:
-        raise ConfigError(
-            f"{name} reads hidden states of {draft.hidden_size:,} numbers, those of the served "
-            f"model have {card.hidden_size:,}",
-            hint="name the one that was trained for this model",
         )
 
 

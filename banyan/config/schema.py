@@ -265,7 +265,7 @@ class GrammarConfig:
 
 AHEAD_DRAFTERS = ("NEXTN", "EAGLE")
 """Drafters that run a layer of the served model's checkpoint where no model is named."""
-MODEL_DRAFTERS = ("STANDALONE", *AHEAD_DRAFTERS)
+MODEL_DRAFTERS = ("STANDALONE", "EAGLE3", *AHEAD_DRAFTERS)
 """Drafters that run a model of their own."""
 
 
@@ -315,7 +315,7 @@ class SpeculativeConfig:
     @property
     def is_eagle(self) -> bool:
         """Whether that was trained to draft for the served model."""
-        return self.algorithm == "EAGLE" and bool(self.draft_source)
+        return self.algorithm in ("EAGLE", "EAGLE3") and bool(self.draft_source)
 
     @property
     def drafts(self) -> int:

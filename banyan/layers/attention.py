@@ -29,6 +29,7 @@ class AttentionShape:
         has_sinks: each head has a learned logit beside those of the keys.
         is_gated: what a head gives is scaled by the sigmoid of a gate that comes with its query.
         factor: on what the block gives.
+        reads: width of what it reads; 0 = that of what it gives, `dim`.
     """
 
     layer: int
@@ -47,6 +48,7 @@ class AttentionShape:
     has_sinks: bool = False
     is_gated: bool = False
     factor: float = 1.0
+    reads: int = 0
 
 
 class Sinks(Layer):
@@ -100,7 +102,7 @@ class Attention(Caching):
             )
         turning = Turning(shape.head_dim, 0, shape.rotary_dim or shape.head_dim)
         self.qkv = ColumnLinear(
-            *(shape.dim, outputs, rules, shape.has_bias, group, build),
+            *(shape.reads or shape.dim, outputs, rules, shape.has_bias, group, build),
             turning={"q": turning, "k": turning},
             pieces={"q": (shape.head_dim,) * 2} if shape.is_gated else None,
         )
@@ -111,7 +113,7 @@ class Attention(Caching):
         self.out = RowLinear(width, shape.dim, out_rule, shape.has_output_bias, group, build)
 
     def forward(self, x: Tensor, angles: Angles | None, step: StepInputs) -> Tensor:
-        """x: [tokens, dim]; angles: cos, sin [tokens, pairs] fp32, None where nothing rotates;
+        """x: [tokens, reads]; angles: cos, sin [tokens, pairs] fp32, None where nothing rotates;
         returns [tokens, dim]."""
         q, *gate, k, v = self.qkv(x).split((*self.sizes[: self.is_gated], *self.sizes), dim=-1)
         if self.qk_norm == "width":

@@ -3,12 +3,14 @@
 Layers see this and nothing of requests, slots or plans.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from banyan.ops.api import Ops
 from banyan.ops.state_api import StateRows
 
 
@@ -121,6 +123,31 @@ class Embedded:
     rows: Tensor
 
 
+class Taps:
+    """Takes the residual stream of a step in front of some layers.
+
+    Args:
+        layers: their numbers.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = layers
+        self._streams: list[Tensor] = []
+
+    def take(self, layer: int, x: Tensor, residual: Tensor | None, ops: Ops) -> None:
+        """x, residual: [tokens, hidden_size], what the block before adds to the stream, and that;
+        once for each layer, from the first on."""
+        count = self._layers.count(layer)
+        if count:
+            stream = x if residual is None else ops.add(x, residual)
+            self._streams += [stream] * count
+
+    def of(self, tokens: Tensor) -> Tensor:
+        """Of some tokens, [n] int64 along the step's: all streams side by side."""
+        assert len(self._streams) == len(self._layers), "the model has no such layers"
+        return torch.cat([stream[tokens] for stream in self._streams], dim=-1)
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """Tensors of one step, on the device. Rows lie one after another along `tokens`.
@@ -133,6 +160,7 @@ class StepInputs:
         embedded: tokens whose ids are placeholders.
         carried: [tokens, width], what the model that is drafted for made of the token before each;
             None but in steps of a layer that reads it.
+        taps: what is wanted of the layers' inputs beside the hidden states.
     """
 
     tokens: Tensor
@@ -141,3 +169,4 @@ class StepInputs:
     states: StepStates
     embedded: Embedded | None = None
     carried: Tensor | None = None
+    taps: Taps | None = None

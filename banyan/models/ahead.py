@@ -101,8 +101,14 @@ class FollowingLM(nn.Module):
         assert isinstance(model.head, Logits)
         self.embedding, self.head = model.embedding, model.head
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the model whose inputs it reads; () = the model's hidden states."""
+        return ()
+
     def take_in(self, states: Tensor) -> Tensor:
-        """What it reads of the model's hidden states: both [n, hidden_size]."""
+        """[n, hidden_size], what it reads of the model's states: [n, hidden_size] for each tap, or
+        one for the model's hidden states."""
         return states
 
     def forward(self, step: StepInputs) -> Tensor:

@@ -136,9 +136,11 @@ class DecoderLM(nn.Module):
         stages = self.stages
         if stages.rank:
             x = stages.recv(x, stages.rank - 1)
-        for layer in (self.layers[i] for i in self.stage):
-            rope = cast(DecoderLayer, layer).rope
-            x, residual = layer(x, residual, angles.get(rope), step)
+        for number in self.stage:
+            if step.taps is not None:
+                step.taps.take(number, x, residual, self.ops)
+            layer = cast(DecoderLayer, self.layers[number])
+            x, residual = layer(x, residual, angles.get(layer.rope), step)
         if stages.rank == stages.size - 1:
             x = self.norm.add(x, residual)[0]
         else:
@@ -195,7 +197,12 @@ def _attention(
             has_bias=card.attention_bias,
         )
         return LatentAttention(shape, build)
-    shape = AttentionShape(
+    return Attention(attention_shape(card, family, layer), build)
+
+
+def attention_shape(card: ModelCard, family: Family, layer: int) -> AttentionShape:
+    """Of a layer that keeps keys and values per head."""
+    return AttentionShape(
         layer=layer,
         dim=card.hidden_size,
         heads=card.num_heads,
@@ -213,7 +220,6 @@ def _attention(
         is_gated=family.has_attention_gate,
         factor=card.attention_factor,
     )
-    return Attention(shape, build)
 
 
 def _keeping(card: ModelCard, layer: int, build: Build) -> Keeping:

@@ -1,21 +1,30 @@
-"""EagleLM: a model that was trained to draft for another one (EAGLE, arXiv 2401.15077).
+"""Models that were trained to draft for another one.
 
-A projection brings each token together with the other model's state of the token before, and one or
-a few of Llama's blocks tell the next state from it: what the other model's head would read.
+EagleLM (EAGLE, arXiv 2401.15077): a projection brings each token together with the other model's
+state of the token before, and one or a few of Llama's blocks tell the next state from it: what the
+other model's head would read. Eagle3LM (EAGLE-3, arXiv 2503.01840): a projection makes a state of
+what came to three layers of the other model, one block reads that beside the token, and a head of
+its own tells the next token, of those that are frequent.
 """
 
+from dataclasses import replace
+from typing import cast
+
+import torch
 from torch import Tensor, nn
 
 from banyan.config.card import ModelCard
 from banyan.families.base import Family
+from banyan.layers.attention import Attention
 from banyan.layers.build import Build
+from banyan.layers.embedding import Logits
 from banyan.layers.linear import ColumnLinear
-from banyan.layers.norm import Sum
+from banyan.layers.norm import RMSNorm, Sum
 from banyan.layers.rotary import Angles
 from banyan.layers.slot import ShardRule
 from banyan.layers.step import StepInputs
 from banyan.models.ahead import FollowingLM
-from banyan.models.decoder import DecoderLayer
+from banyan.models.decoder import DecoderLayer, DecoderLM, attention_shape
 from banyan.parallel.groups import Group
 
 
@@ -58,3 +67,81 @@ class EagleLM(FollowingLM):
         for layer in self.layers.values():
             x, residual = layer(x, residual, angles, step)
         return x if residual is None else self.ops.add(x, residual)
+
+
+class TwofoldLayer(DecoderLayer):
+    """A block whose attention reads a token and a state side by side; the state is the stream."""
+
+    def __init__(self, card: ModelCard, family: Family, build: Build) -> None:
+        super().__init__(card, family, 0, build)
+        size = card.hidden_size
+        shape = replace(attention_shape(card, family, 0), reads=2 * size)
+        self.attention = Attention(shape, build)
+        self.state_norm = RMSNorm(size, card.norm_eps, build)
+
+    def read(
+        self, tokens: Tensor, states: Tensor, angles: Angles | None, step: StepInputs
+    ) -> Tensor:
+        """tokens, states: [tokens, hidden_size]; returns the stream behind the block, alike."""
+        assert self.mlp is not None and self.mlp_norm is not None
+        both = [self.attention_norm.add(tokens, None)[0], self.state_norm(states)]
+        attended = self.attention(self.ops.concat(both), angles, step)
+        x, residual = self.mlp_norm.add(attended, states)
+        return self.ops.add(self.mlp(x), residual)
+
+
+class Eagle3LM(FollowingLM):
+    """
+    Args:
+        has_bias: the projection has one.
+        has_head: it brings a head of its own; else that of the model which it drafts for is meant.
+    """
+
+    def __init__(
+        self,
+        card: ModelCard,
+        family: Family,
+        build: Build,
+        page_size: int,
+        has_bias: bool,
+        has_head: bool,
+        served_length: int = 0,
+    ) -> None:
+        assert card.eagle is not None
+        layers: dict[str, nn.Module] = {"0": TwofoldLayer(card, family, build)}
+        super().__init__(card, layers, build, page_size, served_length)
+        self.ops, self.facts = build.ops, card.eagle
+        inputs = len(card.eagle.taps) * card.hidden_size
+        outputs, rules = {"": card.hidden_size}, {"": ShardRule()}
+        self.join = ColumnLinear(inputs, outputs, rules, has_bias, Group(), build)
+        self.norm = RMSNorm(card.hidden_size, card.norm_eps, build)
+        if has_head:
+            self.head = Logits(card.eagle.num_tokens, card.hidden_size, build)
+        self.known: Tensor | None = None
+        """[ids of its own], the id of each in the other model's vocabulary; None = the same."""
+        if card.eagle.num_tokens < card.vocab_size:
+            self.known = torch.arange(card.eagle.num_tokens, device=build.device)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.facts.taps
+
+    def borrow(self, model: DecoderLM) -> None:
+        mine = self.head
+        super().borrow(model)
+        self.head = mine or self.head
+
+    def take_in(self, states: Tensor) -> Tensor:
+        return self.join(states)
+
+    def read(
+        self, tokens: Tensor, states: Tensor, angles: Angles | None, step: StepInputs
+    ) -> Tensor:
+        (layer,) = self.layers.values()
+        return cast(TwofoldLayer, layer).read(tokens, states, angles, step)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = super().logits(self.norm(hidden))
+        if self.known is None:
+            return logits
+        return self.ops.spread_columns(logits, self.known, self.card.vocab_size)

@@ -16,6 +16,7 @@ from torch import Tensor
 from banyan.ops.adapter_rows import AdapterRowOps
 from banyan.ops.adapters import AdapterOps
 from banyan.ops.experts_api import ExpertOps
+from banyan.ops.logits_api import LogitOps
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.sampling import SampleRows
 from banyan.ops.state_api import StateOps
@@ -120,7 +121,7 @@ class Recorder(Protocol):
         ...
 
 
-class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, Protocol):
+class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, Protocol):
     """One bound implementation per op. Never dispatches per call."""
 
     @property
@@ -221,14 +222,6 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, Protocol):
         """Parts [tokens, …] T side by side, for projections stored in several types.
 
         returns: [tokens, sum of the widths] T.
-        """
-        ...
-
-    def scale_logits(self, logits: Tensor, scale: float, soft_cap: float) -> Tensor:
-        """logits · scale, then cap·tanh(logits/cap) unless the cap is 0, in fp32.
-
-        logits: [n, ids] T.
-        returns: [n, ids] fp32.
         """
         ...
 
@@ -425,6 +418,7 @@ OP_NAMES = (
     "gelu_tanh_and_mul",
     "gelu_tanh",
     "select_rows",
+    "spread_columns",
     "concat",
     "sigmoid_scale",
     "scale_logits",

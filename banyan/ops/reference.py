@@ -83,6 +83,10 @@ def select_rows(x: Tensor, chosen: Tensor) -> Tensor:
     return x[chosen]
 
 
+def spread_columns(x: Tensor, columns: Tensor, width: int) -> Tensor:
+    return x.new_full((len(x), width), float("-inf")).index_copy_(1, columns, x)
+
+
 def concat(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts), dim=-1)
 

@@ -170,6 +170,10 @@ class CapturedForward:
             return self._eager.hidden(tokens)
         return self._hidden[torch.from_numpy(tokens).to(self._hidden.device)]
 
+    def tapped(self, tokens: np.ndarray) -> Tensor:
+        assert not self._rows, "graphs have no taps: nothing drafts on a device that captures"
+        return self._eager.tapped(tokens)
+
     def targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if not self._rows:
             return self._eager.targets(batch)

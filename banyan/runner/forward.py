@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ConfigError
+from banyan.layers.step import Taps
 from banyan.messages.plan import SCORE
 from banyan.models.base import Model
 from banyan.ops.api import Ops, OpTime, Recorder
@@ -79,6 +80,11 @@ class Forward(Protocol):
         """Hidden states of some of the step's tokens, given as for `logits`; [n, hidden]."""
         ...
 
+    def tapped(self, tokens: np.ndarray) -> Tensor:
+        """What came to the layers that are tapped (`RunnerSizes.taps`) of some of the tokens,
+        given as for `logits`; [n, layers · hidden]."""
+        ...
+
     def targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Slots and positions that the tokens of the batch that ran go to, both [outputs]."""
         ...
@@ -117,12 +123,14 @@ class EagerForward:
         self._device = device
         self._joint = joint
         self._hidden = torch.empty(0)
+        self._taps: Taps | None = None
 
     def run(self, batch: Batch) -> None:
         if not self._step.holds(batch):
             self._step = self._larger(batch)
         self._step.fill(batch)
-        self._hidden = self._model.forward(self._step.part(batch, self._attention))
+        inputs = self._step.part(batch, self._attention)
+        self._hidden, self._taps = self._model.forward(inputs), inputs.taps
 
     def burst(self, batch: Batch, steps: int, number: int) -> None:
         return None
@@ -143,6 +151,10 @@ class EagerForward:
 
     def hidden(self, tokens: np.ndarray) -> Tensor:
         return self._hidden[torch.from_numpy(tokens).to(self._device)]  # [n, hidden]
+
+    def tapped(self, tokens: np.ndarray) -> Tensor:
+        assert self._taps is not None, "no layer is tapped"
+        return self._taps.of(torch.from_numpy(tokens).to(self._device))
 
     def targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         return self._step.targets(len(batch.last))
@@ -193,6 +205,7 @@ class RecordedForward:
         self._entered = np.zeros(step.max_outputs, np.int64)
         """Where the program's own sampler enters tokens."""
         inputs = step.whole(attention)
+        self._taps = inputs.taps
         positions = step.to_positions.numpy()
         sampling = SampleRows.of(table.params, positions, self._entered, table.tokens)
         self._has_logits = model.card.pooling is None
@@ -284,6 +297,12 @@ class RecordedForward:
         if self._is_eager:
             return self._eager.hidden(tokens)
         return self._hidden[torch.from_numpy(tokens)]
+
+    def tapped(self, tokens: np.ndarray) -> Tensor:
+        if self._is_eager:
+            return self._eager.tapped(tokens)
+        assert self._taps is not None, "no layer is tapped"
+        return self._taps.of(torch.from_numpy(tokens))
 
     def targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if self._is_eager:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from banyan.layers.step import Embedded, StepInputs
+from banyan.layers.step import Embedded, StepInputs, Taps
 from banyan.messages.plan import SAMPLE, Row
 from banyan.ops.adapters import AdapterTokens
 from banyan.platform.base import Platform
@@ -121,6 +121,7 @@ class StepTensors:
         max_tokens, max_rows, max_outputs: of the largest step; a row has an output for each of its
             positions that is sampled.
         carried: width of what comes with each token beside its id, 0 = nothing; dtype: its type.
+        taps: layers whose inputs are wanted.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class StepTensors:
         max_outputs: int,
         carried: int = 0,
         dtype: torch.dtype = torch.float32,
+        taps: tuple[int, ...] = (),
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -158,6 +160,7 @@ class StepTensors:
         self.chosen = zeros(max_outputs)
         self.to_slots, self.to_positions = zeros(max_outputs), zeros(max_outputs)
         self._carried = zeros(max_tokens, carried, dtype=dtype) if carried else None
+        self._taps = taps
         self._adapters = None if table.adapters is None else AdapterTokens(max_tokens)
         self._adapted_outputs = AdapterTokens(max_outputs)
         self._fill = self._gather
@@ -187,7 +190,9 @@ class StepTensors:
         geometry = StepGeometry(self.row_starts, self.context_lengths, tuple(views))
         states = BoundStates(self._store, geometry)
         bound, carried = attention.bind(geometry), self._carried
-        return StepInputs(self.tokens, self.positions, bound, states, carried=carried)
+        return StepInputs(
+            *(self.tokens, self.positions, bound, states), carried=carried, taps=self._new_taps()
+        )
 
     def part(self, batch: Batch, attention: AttentionBackend) -> StepInputs:
         """The inputs of the batch that was entered."""
@@ -207,7 +212,11 @@ class StepTensors:
             states=BoundStates(self._store, geometry),
             embedded=_embedded(batch, self._table),
             carried=None if self._carried is None else self._carried[:tokens],
+            taps=self._new_taps(),
         )
+
+    def _new_taps(self) -> Taps | None:
+        return Taps(self._taps) if self._taps else None
 
     def choose(self, tokens: np.ndarray) -> None:
         """Let the logits that are computed next be of these tokens of the step.

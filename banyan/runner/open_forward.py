@@ -36,6 +36,7 @@ class RunnerSizes:
         shares_pages: rank 0 moves the pages of all ranks, and reads and writes them where they are.
         burst: decode steps that one plan may hold.
         carried: width of what comes with each token beside its id, 0 = nothing.
+        taps: layers whose inputs are kept of each step.
     """
 
     max_slots: int
@@ -49,6 +50,7 @@ class RunnerSizes:
     shares_pages: bool = False
     burst: int = 1
     carried: int = 0
+    taps: tuple[int, ...] = ()
 
 
 def open_forward(
@@ -64,7 +66,7 @@ def open_forward(
     rows, outputs = sizes.max_slots, sizes.max_slots + sizes.draft_room
 
     def tensors(max_tokens: int, max_outputs: int) -> StepTensors:
-        size = (max_tokens, rows, max_outputs, sizes.carried, build.dtype)
+        size = (max_tokens, rows, max_outputs, sizes.carried, build.dtype, sizes.taps)
         return StepTensors(table, store, platform, build.device, *size)
 
     def larger(batch: Batch) -> StepTensors:

@@ -8,7 +8,7 @@ others the tokens.
 import struct
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
@@ -161,13 +161,14 @@ class ModelRunner:
         self.store = KVStore(sizes.groups, caches, device, sizes.shares_pages)
         self.mover = None if open_mover is None else open_mover(self.store)
         self._card = card
-        self._sizes = sizes
+        taps = () if draft is None or draft.ahead is None else draft.ahead.taps
+        self._sizes = replace(sizes, taps=taps)
         self.marks = Marks("runner")
         """Of the thread that launches; what a profiler records."""
         self._sampler = Sampler(self._table, card.vocab_size, build.ops)
         self._processors = Processors(self._table)
         self._drafting = None
-        self._ran = TargetStep()
+        self._ran = TargetStep(bool(taps))
         """What drafters read of the last step."""
         if open_drafter is not None:
             whole = (self._table, self.store, sizes, self._platform, draft, self._ran)

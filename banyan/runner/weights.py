@@ -29,7 +29,7 @@ from banyan.messages.orders import (
 )
 from banyan.models.ahead import AheadLM
 from banyan.models.base import Model
-from banyan.models.eagle import EagleLM
+from banyan.models.eagle import Eagle3LM, EagleLM
 from banyan.models.foreign import load_foreign
 from banyan.models.weights.adapters import open_projections
 from banyan.models.weights.ahead import load_ahead
@@ -88,7 +88,7 @@ def load_the_ahead(
 
 def load_the_eagle(
     config: ModelConfig, card: ModelCard, model: Model, build: Build, page_size: int
-) -> EagleLM:
+) -> EagleLM | Eagle3LM:
     """This rank's share of a model that was trained to draft for `model`."""
     with _lone_torch(build.ops):
         return load_eagle(

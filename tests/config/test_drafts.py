@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from banyan.base.errors import BanyanError
+from banyan.config.checkpoint import read_card
 from banyan.config.drafts import card_of_the_draft, draft_of
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare
@@ -171,8 +172,13 @@ def test_a_layer_that_is_not_run_is_refused(tmp_path):
 EAGLE = SMALL | {"architectures": ["LlamaForCausalLMEagle"]}
 
 
+EAGLE3 = SMALL | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 7}
+TAPS = "eagle_aux_hidden_state_layer_ids"
+
+
 def eagle(models, draft: dict, target: dict = LLAMA, *words: str):
-    return resolved(*models(target, draft)[:4], "--speculative-algorithm", "EAGLE", *words)
+    name = "EAGLE3" if draft.items() >= EAGLE3.items() else "EAGLE"
+    return resolved(*models(target, draft)[:4], "--speculative-algorithm", name, *words)
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLMEagle", "LlamaForCausalLM"])
@@ -180,8 +186,44 @@ def test_a_model_that_was_trained_to_draft_is_known_by_both_its_names(models, na
     config = eagle(models, EAGLE | {"architectures": [name]})
     speculative = config.speculative
     assert speculative.is_eagle and not speculative.is_ahead and speculative.drafts == 3
-    draft = card_of_the_draft(speculative, draft_of(config))
+    draft = card_of_the_draft(speculative, draft_of(config), read_card(config.model.path))
     assert (draft.architecture, draft.num_layers) == ("LlamaForCausalLM", 1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "taps"),
+    [
+        ({}, (2, 6, 9)),
+        ({"eagle_config": {TAPS: [1, 5, 8], "use_aux_hidden_state": True}}, (2, 6, 9)),
+        ({"eagle_config": {TAPS: [3, 0]}}, (1, 4)),
+        ({"architectures": ["LlamaForCausalLM"]}, (2, 6, 9)),
+    ],
+)
+def test_a_model_of_eagle3_says_which_layers_it_reads(models, facts: dict, taps: tuple):
+    config = resolved(
+        *models(LLAMA | {"num_hidden_layers": 12}, EAGLE3 | facts)[:4],
+        *("--speculative-algorithm", "EAGLE3"),
+    )
+    speculative = config.speculative
+    assert speculative.is_eagle and not speculative.is_ahead and speculative.drafts == 3
+    draft = card_of_the_draft(speculative, draft_of(config), read_card(config.model.path))
+    assert draft.eagle is not None and draft.vocab_size == LLAMA["vocab_size"]
+    assert (draft.eagle.num_tokens, draft.eagle.taps) == (7, taps)
+
+
+def test_eagle3_needs_a_model(tmp_path):
+    named = ("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "EAGLE3")
+    with pytest.raises(BanyanError, match="needs --speculative-draft-model-path"):
+        resolved(*named)
+
+
+def test_a_draft_model_in_a_pickle_is_refused_with_the_way_to_convert_it(models):
+    words = models(LLAMA, EAGLE3)
+    weights = Path(words[3], "model.safetensors")
+    weights.rename(weights.with_name("pytorch_model.bin"))
+    with pytest.raises(BanyanError, match="keeps its weights in a pickle") as refused:
+        resolved(*words[:4], "--speculative-algorithm", "EAGLE3")
+    assert "weights_only=True" in str(refused.value.hint)
 
 
 def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
@@ -196,9 +238,14 @@ def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
     [
         ({"hidden_size": 2 * LLAMA["hidden_size"]}, {}, "", "reads hidden states of"),
         ({"vocab_size": LLAMA["vocab_size"] + 1}, {}, "", "the other could not read"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "", "EAGLE's first kind are read"),
-        ({"draft_vocab_size": 7}, {}, "", "EAGLE's first kind are read"),
-        ({"architectures": ["Qwen2ForCausalLM"]}, {}, "", "EAGLE's first kind are read"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, {}, "", "LlamaForCausalLMEagle, Ll"),
+        (
+            {"draft_vocab_size": 7, "architectures": ["LlamaForCausalLM"]},
+            {},
+            "",
+            "of EAGLE3's kind",
+        ),
+        ({"architectures": ["Qwen2ForCausalLM"]}, {}, "", "reads draft models of"),
         ({}, AHEAD, "", "is not drafted for by its hidden states"),
         ({}, {}, "--pp-size 2", "by stages"),
         ({}, {}, "--enable-memory-saver", "are not released"),
@@ -209,3 +256,26 @@ def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
 def test_what_eagle_does_not_go_with_is_refused_by_name(models, draft, target, words, text):
     with pytest.raises(BanyanError, match=text):
         eagle(models, EAGLE | draft, LLAMA | target, *words.split())
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "text"),
+    [
+        ({"hidden_size": 2 * LLAMA["hidden_size"]}, {}, "reads hidden states of"),
+        ({"vocab_size": LLAMA["vocab_size"] + 1}, {}, "the other could not read"),
+        ({"draft_vocab_size": LLAMA["vocab_size"] + 1}, {}, "draft_vocab_size must be in"),
+        ({"num_hidden_layers": 2}, {}, "num_hidden_layers is not what"),
+        ({"target_hidden_size": 3}, {}, "target_hidden_size is not what"),
+        ({"norm_before_residual": True}, {}, "norm_before_residual is not what"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state is not"),
+        ({"eagle_config": {TAPS: [1, 12]}}, {}, "layers .2, 13. .*has 12"),
+        ({"eagle_config": {TAPS: [1, "a"]}}, {}, "layers .2, .a.. .*has 12"),
+        ({"eagle_config": {TAPS: [1] * 9}}, {}, "reads the inputs of layers"),
+        ({}, {"num_hidden_layers": 2}, "layers .2, 1, -1. .*has 2"),
+        ({}, AHEAD | {"num_hidden_layers": 12}, "is not drafted for by its hidden states"),
+    ],
+)
+def test_what_eagle3_does_not_go_with_is_refused_by_name(models, draft, target, text):
+    words = models(LLAMA | {"num_hidden_layers": 12} | target, EAGLE3 | draft)
+    with pytest.raises(BanyanError, match=text):
+        resolved(*words[:4], "--speculative-algorithm", "EAGLE3")

@@ -41,7 +41,7 @@ def test_without_an_algorithm_nothing_is_drafted_and_the_rest_is_reported(caplog
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--speculative-algorithm EAGLE3", "EAGLE's first kind is read"),
+        ("--speculative-algorithm DFLASH", "those of EAGLE and EAGLE3 are read"),
         (
             "--speculative-draft-model-path M --speculative-algorithm NGRAM",
             "drafts without a model",

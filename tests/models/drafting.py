@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from tests.models.families import SIZES, rewrite_config, tiny
 
@@ -60,13 +60,17 @@ class PlainAhead:
         found: list[int] = []
         for _ in range(count):
             made = self.through(read, states)[-1:]
-            found.append(int(self.head(made)[0].argmax()))
+            found.append(self._draft_of(made))
             read, states = [*read, found[-1]], torch.cat([states, made])
         return found
 
+    def _draft_of(self, made: Tensor) -> int:
+        return int(self.head(made)[0].argmax())
+
     @torch.no_grad()
     def next_of(self, tokens: Sequence[int]) -> int:
-        return int(self.head(self.states(tokens)[-1]).argmax())
+        made = self.model(torch.tensor([list(tokens)])).last_hidden_state[0, -1]
+        return int(self.head(made).argmax())
 
 
 class PlainEagle(PlainAhead):
@@ -85,6 +89,107 @@ class PlainEagle(PlainAhead):
 
     def _end(self, out: Tensor) -> Tensor:
         return out
+
+
+class PlainEagle3(PlainAhead):
+    """EAGLE-3's published rule: what it reads is made of the inputs of some layers.
+
+    Args:
+        layer: a block of transformers whose attention reads twice the width.
+        parts: its other modules, by their names in the checkpoint.
+        known: ids of the model's vocabulary that it knows.
+        taps: numbers of those layers.
+    """
+
+    def __init__(
+        self, model: nn.Module, layer: nn.Module, parts: nn.ModuleDict, known: Tensor, taps: list
+    ) -> None:
+        self.model, self.head, self.layer = model.model, model.lm_head, layer
+        self.parts, self.known, self.taps = parts, known, taps
+        self.rotary = LlamaRotaryEmbedding(layer.self_attn.config)
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        made = self.model(torch.tensor([list(tokens)]), output_hidden_states=True)
+        inputs = [made.hidden_states[tap][0] for tap in self.taps]  # the first is the embedding
+        return self.parts["fc"](torch.cat(inputs, -1))
+
+    def through(self, tokens: Sequence[int], states: Tensor) -> Tensor:
+        embedded = self.model.embed_tokens(torch.tensor(list(tokens)))
+        normed = [self.layer.input_layernorm(embedded), self.parts["hidden_norm"](states)]
+        places = torch.arange(len(tokens))[None]
+        mask = torch.full((len(tokens),) * 2, float("-inf")).triu(1)[None, None]
+        angles = self.rotary(embedded[None], position_ids=places)
+        both = torch.cat(normed, -1)[None]
+        attended = self.layer.self_attn(both, position_embeddings=angles, attention_mask=mask)[0]
+        x = states + attended.reshape(states.shape)
+        return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
+
+    def _draft_of(self, made: Tensor) -> int:
+        best = self.parts["lm_head"](self.parts["norm"](made))[0].argmax()
+        return int(self.known[best])
+
+
+def tiny_eagle3(
+    variant: str, target: Path, draft: Path, noise: float = 0.03, known: int = 88, **more: object
+) -> PlainEagle3:
+    """A model of a variant, and one of EAGLE-3 that was made to draft for it; arguments as
+    `tiny_ahead`.
+
+    Args:
+        known: how many tokens the draft model knows.
+    """
+    model = tiny(variant, target, **more)
+    size, generator = model.config.hidden_size, torch.Generator().manual_seed(5)
+    heads = model.config.num_attention_heads
+    facts = {key: getattr(model.config, key) for key in SIZES if hasattr(model.config, key)}
+    changes = {"num_hidden_layers": 1, "num_key_value_heads": heads}
+    config = LlamaConfig(**facts | changes)
+    config._attn_implementation = "eager"
+    layer = LlamaDecoderLayer(config, 0)
+    taps = [1, 2, 3]
+    parts = nn.ModuleDict(
+        {
+            "fc": nn.Linear(len(taps) * size, size, bias=False),
+            "hidden_norm": nn.RMSNorm(size, config.rms_norm_eps),
+            "norm": nn.RMSNorm(size, config.rms_norm_eps),
+            "lm_head": nn.Linear(size, known, bias=False),
+        }
+    )
+
+    def spread(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    ids = torch.randperm(config.vocab_size, generator=generator)[:known].sort().values
+    with torch.no_grad():
+        for parameter in [*layer.parameters(), *parts["hidden_norm"].parameters()]:
+            parameter.copy_(spread(*parameter.shape) * 0.2 + (parameter.dim() == 1))
+        for name, parameter in [*model.named_parameters(), *layer.named_parameters()]:
+            if "o_proj" in name or "down_proj" in name:
+                parameter *= noise
+        model.model.embed_tokens.weight *= 5
+        # Each token looks at itself, and hands on its embedding; all else is noise.
+        itself = torch.cat([torch.eye(size), noise * spread(size, size)], -1)
+        for name, factor in {"q_proj": 4.0, "k_proj": 4.0, "v_proj": 1.0}.items():
+            linear = nn.Linear(2 * size, size, bias=False)
+            linear.weight.copy_(factor * itself)
+            setattr(layer.self_attn, name, linear)
+        layer.self_attn.o_proj.weight += torch.eye(size)
+        parts["fc"].weight.copy_(noise * spread(size, len(taps) * size))
+        parts["norm"].weight.copy_(model.model.norm.weight)
+        parts["lm_head"].weight.copy_(model.lm_head.weight[ids])
+    model.save_pretrained(target)
+    draft.mkdir(parents=True, exist_ok=True)
+    config.architectures = ["LlamaForCausalLMEagle3"]
+    config.save_pretrained(draft)
+    listed = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}
+    rewrite_config(draft, draft_vocab_size=known, eagle_config=listed)
+    stored = {f"midlayer.{name}": value for name, value in layer.state_dict().items()}
+    stored |= {"midlayer.hidden_norm.weight": parts["hidden_norm"].weight.data}
+    stored |= {f"{name}.weight": parts[name].weight.data for name in ("fc", "norm", "lm_head")}
+    stored["d2t"] = ids - torch.arange(known)
+    stored["t2d"] = torch.isin(torch.arange(config.vocab_size), ids)
+    save_file(stored, draft / "model.safetensors", metadata={"format": "pt"})
+    return PlainEagle3(model, layer.eval(), parts, ids, taps)
 
 
 def tiny_eagle(

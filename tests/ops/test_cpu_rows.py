@@ -164,6 +164,10 @@ def test_sums_copies_and_selections_are_exact(rows):
     for dtype in (torch.int32, torch.int64):
         index = torch.tensor([8, 0, 0, 3], dtype=dtype)
         assert torch.equal(rows.select_rows(x, index), x[index.long()])
+    columns = torch.randperm(50, generator=torch.Generator().manual_seed(2))[:37]
+    spread = rows.spread_columns(x, columns, 50)
+    assert torch.equal(spread, reference.spread_columns(x, columns, 50))
+    assert torch.equal(spread[:, columns], x) and int(spread.isinf().sum()) == 9 * 13
 
 
 def test_a_recording_runs_for_fewer_rows_than_it_was_made_for(rows):

@@ -11,16 +11,19 @@ import transformers
 
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
-from tests.models.drafting import tiny_ahead, tiny_eagle
+from tests.models.drafting import tiny_ahead, tiny_eagle, tiny_eagle3
 from tests.system.test_speculation import LONG, REPEATS, REQUESTS, answers, start, told
 
+ALL = os.environ.get("DRAFTS") == "all"
+SLOW = (pytest.mark.slow, pytest.mark.skipif(not ALL, reason="make test-drafts runs it"))
 _WORDS = {"vocab_size": 512, "max_position_embeddings": 2048}
 
 
 def ahead(model: Path, **flags: object) -> Engine:
     named: dict[str, object] = {"speculative_algorithm": "NEXTN", "disable_adaptive_drafts": True}
     if (model / "eagle").exists():
-        named["speculative_algorithm"] = "EAGLE"
+        facts = (model / "eagle" / "config.json").read_text()
+        named["speculative_algorithm"] = "EAGLE3" if "draft_vocab_size" in facts else "EAGLE"
         named["speculative_draft_model_path"] = str(model / "eagle")
     return start(model, is_drafting=False, **(named | flags))
 
@@ -30,6 +33,9 @@ def with_words(variant: str, folder: Path, words: Path, **sizes: int) -> Path:
     tokenizer of another one."""
     if variant == "mistral":
         tiny_eagle(variant, folder, folder / "eagle", **_WORDS, **sizes)
+    elif variant == "qwen3":
+        sizes |= {"head_dim": 16, "known": 450}
+        tiny_eagle3(variant, folder, folder / "eagle", **_WORDS, **sizes)
     else:
         tiny_ahead(variant, folder, **_WORDS, **sizes)
     for file in words.glob("tokenizer*"):
@@ -69,12 +75,16 @@ def test_drafts_that_come_true_save_steps(plain, drafting):
     assert meta["spec_num_correct_drafts"] > 10
 
 
-def test_behind_a_cached_prefix_the_drafts_are_those_behind_a_new_one(latent):
+@pytest.mark.parametrize("variant", ["deepseek v3", pytest.param("qwen3", marks=SLOW)])
+def test_behind_a_cached_prefix_the_drafts_are_those_behind_a_new_one(
+    tiny_model, latent, tmp_path, variant
+):
     """They would be others if anything of the prefix, or of its last token, were not there."""
     body = {"input_ids": [3 + 7 * i % 400 for i in range(75)], "sampling_params": LONG}
     # One step after another: how many drafts the last row may bring is known to the planner then.
     flags = {"chunked_prefill_size": 16, "disable_overlap_schedule": True}
-    with ahead(latent, **flags) as engine:
+    model = latent if variant == "deepseek v3" else with_words(variant, tmp_path, tiny_model)
+    with ahead(model, **flags) as engine:
         first, second = engine.generate(**body), engine.generate(**body)
         assert second["meta_info"]["cached_tokens"] >= 64
         assert second["output_ids"] == first["output_ids"]
@@ -85,10 +95,7 @@ def test_behind_a_cached_prefix_the_drafts_are_those_behind_a_new_one(latent):
         assert counts[0] == counts[1] and counts[0]["spec_num_correct_drafts"] > 0
 
 
-ALL = os.environ.get("DRAFTS") == "all"
-SLOW = (pytest.mark.slow, pytest.mark.skipif(not ALL, reason="make test-drafts runs it"))
-
-
+@pytest.mark.parametrize("variant", ["glm4 moe", pytest.param("qwen3", marks=SLOW)])
 @pytest.mark.parametrize(
     "flags",
     [
@@ -100,9 +107,9 @@ SLOW = (pytest.mark.slow, pytest.mark.skipif(not ALL, reason="make test-drafts r
     ],
     ids=lambda flags: next(iter(flags)),
 )
-def test_however_the_engine_runs_the_answers_are_the_same(tiny_model, tmp_path, flags):
+def test_however_the_engine_runs_the_answers_are_the_same(tiny_model, tmp_path, variant, flags):
     """Full attention, requests that are retracted, chunks, ranks, rounded weights."""
-    model = with_words("glm4 moe", tmp_path, tiny_model, head_dim=16)
+    model = with_words(variant, tmp_path, tiny_model, head_dim=16)
     prompts = [f"{REPEATS} {i}" for i in range(8)]
     same = {key: value for key, value in flags.items() if key == "quantization"}
     with start(model, is_drafting=False, **same) as engine:
@@ -114,7 +121,7 @@ def test_however_the_engine_runs_the_answers_are_the_same(tiny_model, tmp_path, 
         assert engine.stats().leaked == 0
 
 
-@pytest.mark.parametrize("variant", ["mistral", "deepseek v3"])
+@pytest.mark.parametrize("variant", ["mistral", "deepseek v3", pytest.param("qwen3", marks=SLOW)])
 def test_adapters_of_the_model_answer_alike_with_drafts(tiny_model, tmp_path, variant):
     """What drafts knows none of them: it is less often right, and no answer changes."""
     peft = pytest.importorskip("peft")
@@ -145,16 +152,25 @@ def test_an_answer_that_is_given_up_leaves_nothing(drafting):
     assert drafting.stats().leaked == 0
 
 
+FEW = {"page_size": 16, "max_total_tokens": 512, "max_running_requests": 6}
+
+
 @pytest.mark.parametrize(
-    ("flags", "names"),
+    ("variant", "flags", "names"),
     [
-        ({"tp_size": 2, "chunked_prefill_size": 16}, ("greedy", "drawn", "scored")),
-        pytest.param({}, tuple(REQUESTS), marks=SLOW),
+        ("mistral", {"tp_size": 2, "chunked_prefill_size": 16}, ("greedy", "drawn", "scored")),
+        ("qwen3", {"tp_size": 2, "chunked_prefill_size": 16}, ("greedy", "drawn", "schema")),
+        pytest.param("mistral", {}, tuple(REQUESTS), marks=SLOW),
+        pytest.param("qwen3", {}, tuple(REQUESTS), marks=SLOW),
+        pytest.param("qwen3", FEW, tuple(REQUESTS), marks=SLOW),
+        pytest.param("qwen3", {"disable_cuda_graph": True}, tuple(REQUESTS), marks=SLOW),
+        pytest.param("qwen3", {"quantization": "int8"}, tuple(REQUESTS), marks=SLOW),
     ],
-    ids=["tp", "requests"],
 )
-def test_a_model_that_was_made_to_draft_changes_no_answer(tiny_model, tmp_path, flags, names):
-    model = with_words("mistral", tmp_path, tiny_model)
+def test_a_model_that_was_made_to_draft_changes_no_answer(
+    tiny_model, tmp_path, variant, flags, names
+):
+    model = with_words(variant, tmp_path, tiny_model)
     with start(model, is_drafting=False, **flags) as engine:
         right = {name: [told(each) for each in answers(engine, **REQUESTS[name])] for name in names}
     with ahead(model, **flags) as engine:

@@ -9,14 +9,15 @@ FLAGS = (
         "speculative.algorithm",
         "what drafts the next tokens, which the model then verifies together: NGRAM, from what "
         "this server has seen, STANDALONE, by a small model of the same vocabulary, NEXTN, by a "
-        "layer that the model's checkpoint brings for it, EAGLE, by a model that was trained to "
-        "draft for this one (where none is named, as NEXTN), or a plug-in's name; answers are the "
-        "same with it and without",
+        "layer that the model's checkpoint brings for it, EAGLE and EAGLE3, by a model that was "
+        "trained to draft for this one (where none is named, EAGLE is NEXTN), or a plug-in's name; "
+        "answers are the same with it and without",
         translate=(("DEEPSEEK_MTP", "NEXTN"),),
         elsewhere=(
             Elsewhere(
-                "EAGLE3 DFLASH DSPARK UNO",
-                "of models that were trained to draft for another one, EAGLE's first kind is read",
+                "DFLASH DSPARK UNO",
+                "of models that were trained to draft for another one, those of EAGLE and EAGLE3 "
+                "are read",
                 "use NEXTN where the checkpoint has a layer for it, STANDALONE with a small model, "
                 "or NGRAM",
             ),

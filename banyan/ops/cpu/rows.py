@@ -164,6 +164,20 @@ class Rows:
         )
         return out
 
+    def spread_columns(self, x: Tensor, columns: Tensor, width: int) -> Tensor:
+        assert columns.dtype == torch.int64 and columns.is_contiguous()
+        out = self._library.empty((x.shape[0], width))
+        self._library.call(
+            "bn_spread_columns",
+            x.shape[0],
+            *_rows(x),
+            columns.data_ptr(),
+            out.data_ptr(),
+            x.shape[1],
+            width,
+        )
+        return out
+
     def select_rows(self, x: Tensor, index: Tensor) -> Tensor:
         """x[index].
 
@@ -226,3 +240,4 @@ concat = _kernel(Rows.concat)
 sigmoid_scale = _kernel(Rows.sigmoid_scale)
 scale_logits = _kernel(Rows.scale_logits)
 select_rows = _kernel(Rows.select_rows)
+spread_columns = _kernel(Rows.spread_columns)

@@ -8,6 +8,7 @@ DRAFTERS: Table[DrafterFactory] = Table(
     {
         "NGRAM": "banyan.runner.speculative.ngram:open_ngram",
         "EAGLE": "banyan.runner.speculative.hidden:open_hidden",
+        "EAGLE3": "banyan.runner.speculative.hidden:open_hidden",
         "NEXTN": "banyan.runner.speculative.hidden:open_hidden",
         "STANDALONE": "banyan.runner.speculative.standalone:open_standalone",
     },

@@ -1,4 +1,4 @@
-"""NEXTN, EAGLE: drafts of layers that read what the target made of each token, its hidden states.
+"""NEXTN, EAGLE, EAGLE3: drafts of layers that read what the target made of each token, its states.
 
 With a token the layer reads the target's state of the token before. What it has read of a request
 lies in the pages beside the target's keys and values, so that a cached prefix is there for both;

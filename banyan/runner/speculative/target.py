@@ -15,9 +15,14 @@ from banyan.runner.slots import SlotTable
 
 
 class TargetStep:
-    """The step that ran last."""
+    """The step that ran last.
 
-    def __init__(self) -> None:
+    Args:
+        is_tapped: what drafts reads what comes to some layers, in the place of hidden states.
+    """
+
+    def __init__(self, is_tapped: bool = False) -> None:
+        self._is_tapped = is_tapped
         self._forward: Forward | None = None
         self._offsets: dict[int, int] = {}
 
@@ -27,11 +32,12 @@ class TargetStep:
         self._offsets = dict(zip(slots, offsets, strict=False))
 
     def hidden(self, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Hidden states of the first tokens of some rows; [sum of counts, width]."""
+        """What is read of the first tokens of some rows; [sum of counts, width]."""
         assert self._forward is not None, "no step has run"
         firsts = [self._offsets[slot] for slot in slots]
         parts = [np.arange(at, at + count) for at, count in zip(firsts, counts, strict=True)]
-        return self._forward.hidden(np.concatenate(parts))
+        read = self._forward.tapped if self._is_tapped else self._forward.hidden
+        return read(np.concatenate(parts))
 
 
 class PageEnds:

@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from banyan.base.errors import ModelError
-from banyan.config.card import FULL
+from banyan.config.card import FULL, ModelCard
 from banyan.config.checkpoint import read_card
+from banyan.config.eagle import card_of_the_eagle
+from banyan.config.schema import ModelConfig, SpeculativeConfig
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
 from banyan.models.weights.ahead import load_ahead
@@ -22,7 +24,7 @@ from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative.beside import DraftModel
 from banyan.runner.speculative.hidden import HiddenDrafter
-from tests.models.drafting import PlainAhead, tiny_ahead, tiny_eagle
+from tests.models.drafting import PlainAhead, tiny_ahead, tiny_eagle, tiny_eagle3
 from tests.models.families import rewrite_config
 from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 from tests.runner.speculative.test_standalone import drafted_loop
@@ -45,14 +47,19 @@ def one_thread() -> Iterator[None]:
 
 def runner_of(folder: Path, is_recorded: bool) -> ModelRunner:
     card = read_card(str(folder))
-    ops = bind(
-        *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
-        exact=True,
-        cache_dtype=torch.float32,
-        toolkit=open_toolkit("cpu", 1, {}) if is_recorded else NO_TOOLKIT,
-        page_size=PAGE,
-    )
-    build = Build(ops)
+    toolkit = open_toolkit("cpu", 1, {}) if is_recorded else NO_TOOLKIT
+
+    def build_of(card: ModelCard) -> Build:
+        ops = bind(
+            *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
+            exact=True,
+            cache_dtype=torch.float32,
+            toolkit=toolkit,
+            page_size=PAGE,
+        )
+        return Build(ops)
+
+    build = mine = build_of(card)
     sizes = RunnerSizes(
         *(4, MAX_LENGTH, (GroupLayout(FULL, 0, PAGE, NUM_PAGES),)),
         max_tokens=48 if is_recorded else 0,
@@ -60,13 +67,18 @@ def runner_of(folder: Path, is_recorded: bool) -> ModelRunner:
     )
     model = load_model(card, build)
     if (folder / EAGLE).exists():
-        ahead = load_eagle(read_card(str(folder / EAGLE)), model, build, PAGE)
+        source = str(folder / EAGLE)
+        kind = "EAGLE3" if "Eagle3" in (folder / EAGLE / "config.json").read_text() else "EAGLE"
+        asked = SpeculativeConfig(kind, draft_source=source)
+        draft = card_of_the_eagle(asked, ModelConfig(source, path=source), card)
+        mine = build_of(draft)
+        ahead = load_eagle(draft, model, mine, PAGE)
     else:
         ahead = load_ahead(card, model, build, PAGE)
     runner = ModelRunner(
         *(model, build, sizes),
         open_drafter=lambda beside: HiddenDrafter(beside()),
-        draft=DraftModel(ahead, build, ahead),
+        draft=DraftModel(ahead, mine, ahead),
     )
     assert runner.is_recorded == is_recorded
     for layer in range(runner.store.num_layers):  # what nobody has written is no number
@@ -96,14 +108,15 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.fixture(scope="module", params=["deepseek v3", "glm4 moe", "mistral"])
+@pytest.fixture(scope="module", params=["deepseek v3", "glm4 moe", "mistral", "qwen3"])
 def pair(request, tmp_path_factory) -> tuple[PlainAhead, Path]:
     folder = tmp_path_factory.mktemp("ahead")
     if request.param == "glm4 moe":
         return tiny_ahead(request.param, folder, 0.1, head_dim=16), folder
     if request.param == "mistral":
-        plain = tiny_eagle(request.param, folder, folder / EAGLE)
-        rewrite_config(folder / EAGLE, architectures=["LlamaForCausalLM"])
+        return tiny_eagle(request.param, folder, folder / EAGLE), folder
+    if request.param == "qwen3":
+        plain = tiny_eagle3(request.param, folder, folder / EAGLE, head_dim=16)
         return plain, folder
     return tiny_ahead(request.param, folder), folder
 
@@ -191,3 +204,37 @@ def test_a_checkpoint_without_the_layer_is_refused_with_what_is_missing(tmp_path
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match="layer that drafts.*lacks 1 weights.*join"):
         runner_of(tmp_path, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda weights: weights.pop("d2t"), "knows 88 of 97 tokens .*lacks d2t"),
+        (lambda weights: weights.pop("lm_head.weight"), "no lm_head for its 88 of 97"),
+        (lambda weights: weights.pop("fc.weight"), "lacks 1 weights.*join"),
+        (lambda weights: weights.update(d2t=weights["d2t"] + 97), "names token .* of 97 tokens"),
+        (lambda weights: weights.update(d2t=weights["d2t"][:5].clone()), "hold 88 whole numbers"),
+        (lambda weights: weights["d2t"].sub_(torch.arange(88)), "names a token twice"),
+        (lambda weights: weights.update(more=weights["fc.weight"][:1].clone()), "have no place"),
+    ],
+)
+def test_a_model_of_eagle3_that_is_not_whole_is_refused(tmp_path, change, text: str):
+    tiny_eagle3("qwen3", tmp_path, tmp_path / EAGLE, head_dim=16)
+    weights = load_file(tmp_path / EAGLE / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / EAGLE / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"none of EAGLE3's: .*{text}"):
+        runner_of(tmp_path, False)
+
+
+def test_eagle3_with_the_head_of_the_model_and_other_names_drafts_as_its_rule_says(tmp_path):
+    plain = tiny_eagle3("qwen3", tmp_path, tmp_path / EAGLE, head_dim=16, known=97)
+    weights = load_file(tmp_path / EAGLE / "model.safetensors")
+    del weights["d2t"], weights["t2d"], weights["lm_head.weight"]
+    others = {name.replace("midlayer", "layers.0"): value for name, value in weights.items()}
+    save_file(others, tmp_path / EAGLE / "model.safetensors", metadata={"format": "pt"})
+    rewrite_config(tmp_path / EAGLE, draft_vocab_size=None)
+    prompt = prompt_of(20, 4)
+    assert drafted_loop(runner_of(tmp_path, True), prompt, 3, NEW) == plain_loop(
+        plain, prompt, 3, NEW
+    )

@@ -117,6 +117,13 @@ BN_EXPORT void bn_select_rows(Program* program, int32_t size, const float* x, in
   add_rows(program, size, table().select_rows, SelectArgs{x, index, out, x_stride, dim, is_wide});
 }
 
+// Columns of x into some columns of a wider out, -infinity elsewhere.
+BN_EXPORT void bn_spread_columns(Program* program, int32_t size, const float* x, int64_t x_stride,
+                                 const int64_t* columns, float* out, int64_t dim, int64_t width) {
+  add_rows(program, size, table().spread_columns,
+           SpreadArgs{x, columns, out, x_stride, dim, width});
+}
+
 // Columns of x into columns of a wider out.
 BN_EXPORT void bn_copy_columns(Program* program, int32_t size, const float* x, int64_t x_stride,
                                float* out, int64_t out_stride, int64_t dim) {

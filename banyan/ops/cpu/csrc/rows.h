@@ -50,9 +50,16 @@ struct SelectArgs {
   int32_t is_wide;  // the index is int64
 };
 
+struct SpreadArgs {
+  const float* x;          // [n, dim]
+  const int64_t* columns;  // [dim], where each column of x goes
+  float* out;              // [n, width], contiguous
+  int64_t x_stride, dim, width;
+};
+
 struct RowKernels {
-  Kernel rms_norm, layer_norm, rotary, rotary_angles, select_rows, copy, add, silu_and_mul,
-      gelu_and_mul, gelu_tanh_and_mul, gelu_tanh, sigmoid_scale, scale_logits;
+  Kernel rms_norm, layer_norm, rotary, rotary_angles, select_rows, spread_columns, copy, add,
+      silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, gelu_tanh, sigmoid_scale, scale_logits;
 };
 
 extern const RowKernels rows_base, rows_avx2, rows_avx512;

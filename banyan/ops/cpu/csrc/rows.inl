@@ -166,6 +166,17 @@ int64_t select_grain(const void* args, const Sizes&) {
   return rows_worth(((const SelectArgs*)args)->dim);
 }
 
+void spread_columns(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
+  const SpreadArgs& a = *(const SpreadArgs*)args;
+  for (int64_t row = begin; row < end; row++) {
+    const float* x = a.x + row * a.x_stride;
+    float* out = a.out + row * a.width;
+    for (int64_t i = 0; i < a.width; i++) out[i] = -INFINITY;
+    for (int64_t i = 0; i < a.dim; i++) out[a.columns[i]] = x[i];
+  }
+}
+int64_t spread_grain(const void*, const Sizes&) { return 1; }
+
 void copy(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
   const MapArgs& a = *(const MapArgs*)args;
   for (int64_t row = begin; row < end; row++)
@@ -262,6 +273,10 @@ double floats_per_row(const SelectArgs& a) {
   return (double)a.dim * 2;
 }
 template <>
+double floats_per_row(const SpreadArgs& a) {
+  return (double)a.width + a.dim * 2;
+}
+template <>
 double floats_per_row(const MapArgs& a) {
   return (double)a.dim * (a.y ? 3 : 2);
 }
@@ -293,6 +308,8 @@ extern const RowKernels ROWS_TABLE = {
     row_wise<RotaryArgs>("rotary", rotary_grain, rotary, cost<RotaryArgs, TOKENS, 2>),
     row_wise<AngleArgs>("rotary_angles", angles_grain, rotary_angles, cost<AngleArgs, TOKENS, 20>),
     row_wise<SelectArgs>("select_rows", select_grain, select_rows, cost<SelectArgs, OUTPUTS, 0>),
+    row_wise<SpreadArgs>("spread_columns", spread_grain, spread_columns,
+                         cost<SpreadArgs, OUTPUTS, 0>),
     row_wise<MapArgs>("copy", map_grain, copy, map_cost<0>),
     row_wise<MapArgs>("add", map_grain, map_two<sum_two>, map_cost<1>),
     row_wise<MapArgs>("silu_and_mul", map_grain, map_two<silu_times>, map_cost<8>),
