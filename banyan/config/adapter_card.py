@@ -12,7 +12,7 @@ from banyan.formats.mapped import TensorInfo
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 1 << 12
-EMBEDDING, HEAD, DORA = KINDS = ("embed_tokens", "lm_head", "DoRA")
+EMBEDDING, HEAD, EXPANSION, DORA = KINDS = ("embed_tokens", "lm_head", "kv_b_proj", "DoRA")
 _GGUF_ENDS = {"token_embd": EMBEDDING, "output": HEAD}
 TYPES = ("F32", "F16", "BF16")
 
@@ -93,7 +93,7 @@ class AdapterCard:
         names = {name.rpartition(".")[2] for name in (*self.modules, *self.saved)}
         has_gains = any(found.magnitude for found in self.modules.values())
         names = {_GGUF_ENDS.get(name, name) for name in names}
-        found = names & {EMBEDDING, HEAD}
+        found = names & {EMBEDDING, HEAD, EXPANSION}
         return frozenset(found | {DORA} if has_gains else found)
 
     @property

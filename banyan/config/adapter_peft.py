@@ -11,7 +11,6 @@ from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
 from banyan.config.adapter_card import (
     CONFIG,
-    DORA,
     EMBEDDING,
     HEAD,
     MAX_RANK,
@@ -69,7 +68,7 @@ def read_peft(path: str) -> AdapterCard:
         size = file.size_bytes
     base = facts.text("base_model_name_or_path", "")
     card = AdapterCard(path, base, modules, size, targets=_claimed(facts, raw), saved=saved)
-    if raw.get("ensure_weight_tying") and card.kinds - {DORA}:
+    if raw.get("ensure_weight_tying") and card.kinds & {EMBEDDING, HEAD}:
         raise ConfigError(
             f"adapter {folder!r}: ensure_weight_tying is not available here: what it brings for "
             f"one of {EMBEDDING} and {HEAD} counts for the other too",

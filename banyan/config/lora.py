@@ -20,7 +20,7 @@ _TARGETS = (
     *("all", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     *("qkv_proj", "gate_up_proj", "c_fc", "c_proj"),
     *("embed_tokens", "lm_head"),
-    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
 )
 NO_PROJECTION = "none"
 """A target that no projection has."""

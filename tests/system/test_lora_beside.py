@@ -59,7 +59,7 @@ LAYOUTS = [
 TARGETS = {
     "qwen2": ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),
     "qwen2 moe": ("q_proj", "o_proj"),
-    "deepseek v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "deepseek v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 }
 
 
@@ -73,6 +73,25 @@ def test_ranks_answer_as_one_does(variant, more, layout, tmp_path) -> None:
     assert expected["a"] != expected[None]
     with Engine(str(tmp_path / "base"), **flags, **layout) as shared:
         assert {name: ids(shared, name) for name in expected} == expected
+
+
+def test_latents_that_an_adapter_expands_answer_alike_recorded_in_chunks_and_in_any_company(
+    tmp_path,
+) -> None:
+    model = tiny("deepseek v3", tmp_path / "base")
+    path = random_adapter(model, tmp_path / "a", "kv_b_proj")
+    flags = {**EXACT, "skip_tokenizer_init": True, "lora_paths": [f"a={path}"]}
+    own = {"engine_mode": "inprocess"}
+    with Engine(str(tmp_path / "base"), **flags, **own, disable_cuda_graph=True) as eager:
+        expected = {name: ids(eager, name) for name in ("a", None)}
+    assert expected["a"] != expected[None]
+    with Engine(str(tmp_path / "base"), **flags, **own, chunked_prefill_size=16) as recorded:
+        assert recorded.get_server_info()["facts"]["steps"] == "recorded"
+        names = ["a", None, "a", None]
+        asked = {"input_ids": [PROMPT] * 4, "sampling_params": PARAMS, "lora_path": names}
+        found = [answer["output_ids"] for answer in recorded.generate(**asked)]
+        assert found == [expected[name] for name in names]
+        assert ids(recorded, "a") == expected["a"], "from the cache"
 
 
 def test_stages_and_replicas_answer_as_one_does(folders, tiny_model) -> None:

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
-from banyan.config.adapter_card import DORA, EMBEDDING, HEAD, KINDS, AdapterCard, LowRank, Whole
+from banyan.config.adapter_card import (
+    DORA,
+    EMBEDDING,
+    EXPANSION,
+    HEAD,
+    KINDS,
+    AdapterCard,
+    LowRank,
+    Whole,
+)
 from banyan.config.adapters import read_adapter
 from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
@@ -26,6 +35,7 @@ from banyan.layers.build import Build
 from banyan.layers.slot import WeightSlot
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
+from banyan.models.weights.adapter_heads import ENDING, head_parts, open_heads, seat_on_paper
 from banyan.models.weights.adapter_rows import (
     MERGE,
     Gains,
@@ -88,6 +98,7 @@ def open_projections(model: Model, seats: AdapterSeats, ops: Ops) -> None:
     assert isinstance(model, DecoderLM)
     for name, projection in _open(model, seats):
         seats.wrap(name, projection, ops)
+    open_heads(model, seats, ops)
     seats.wrap_ends(model.embedding, model.head, ops)
 
 
@@ -97,6 +108,7 @@ def base_on_paper(card: ModelCard, ops: Ops) -> Base:
     seats = AdapterSeats(max_rank=1, capacity=0, kinds=KINDS)
     for name, _ in _open(model, seats):
         seats.seat(name)
+    seat_on_paper(model, seats)
     return base_of(model, seats)
 
 
@@ -138,7 +150,13 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
                 both = (down.dense, up.dense)
                 rows[place.module] = end_part(place.module, share, *both, low_rank.scale)
                 continue
-            mine = _parts(base.seats.slots[place.module], place, down, up, low_rank.scale)
+            slot = base.seats.slots[place.module]
+            if place.module.endswith(ENDING):
+                assert base.card.latent is not None
+                facts = (base.card.latent, down, up, low_rank.scale)
+                found.update(head_parts(place.module, slot, *facts))
+                continue
+            mine = _parts(slot, place, down, up, low_rank.scale)
             found.setdefault(place.module, []).extend(mine)
             if low_rank.magnitude:
                 change = low_rank.scale * (up.dense.float() @ down.dense.float())
@@ -244,7 +262,9 @@ class Fit:
         slot = self._base.seats.slots.get(place.module)
         if slot is None or any(part not in slot.shapes for part in place.parts):
             raise self._stranger(name, place)
-        if place.module not in self._base.seats.tables:
+        if place.module.endswith(ENDING):
+            self._check_heads(name, low_rank)
+        elif place.module not in self._base.seats.tables:
             raise ConfigError(
                 f"adapter {self._folder!r} changes {printable(name, 100)}, which "
                 "--lora-target-modules leaves out",
@@ -262,6 +282,18 @@ class Fit:
                 hint="serve the model that it was made for",
             )
         return place
+
+    def _check_heads(self, name: str, low_rank: LowRank) -> None:
+        self._check_room(EXPANSION, name)
+        if low_rank.magnitude or self._card.format == "gguf":
+            what = "GGUF adapters" if self._card.format == "gguf" else "DoRA"
+            raise self._not_served(name, what)
+
+    def _not_served(self, name: str, what: str) -> ConfigError:
+        return ConfigError(
+            f"adapter {self._folder!r} changes {printable(name, 100)}: {what} of it are not served",
+            hint=MERGE,
+        )
 
     def place_of_whole(self, name: str, whole: Whole) -> Place:
         """Where a weight that the adapter brings goes.
@@ -285,11 +317,7 @@ class Fit:
         is_looked_up = place.module == "embedding" or self._base.card.tie_embeddings
         if low_rank.magnitude or self._card.format == "gguf" and is_looked_up:
             what = "GGUF adapters" if self._card.format == "gguf" else "DoRA"
-            raise ConfigError(
-                f"adapter {self._folder!r} changes {printable(name, 100)}: {what} of it are not "
-                "served",
-                hint=MERGE,
-            )
+            raise self._not_served(name, what)
         self._check_room(_END_KINDS[place.module], name)
         shape = (low_rank.outputs, low_rank.inputs)
         is_turned = place.module == "embedding"
@@ -352,11 +380,6 @@ class Fit:
             why = "experts take no adapters here: their tokens are sorted by expert, not by adapter"
         elif module.endswith(".router"):
             why = "which experts a token goes to is not adapted here"
-        elif module.endswith(".attention.expansion"):
-            why = (
-                "its matrix stands on both sides of the attention over latents, in two halves, and "
-                "takes no adapters here"
-            )
         elif ".attention.indexer." in module:
             why = "what an indexer reads takes no adapters here"
         else:
