@@ -295,7 +295,7 @@ def test_a_value_of_another_name_is_reported(argv: str) -> None:
     ("argv", "instead"),
     [
         ("--quantization mxfp8", "int8"),
-        ("--quantization auto-round", "q4_0 and q4_1 to four"),
+        ("--quantization auto-round-int8", "q4_0 and q4_1 to four"),
         ("--kv-cache-dtype fp4_e2m1", "int8"),
         ("--device xpu", "CPU"),
         ("--device tpu", "CPU"),

@@ -267,6 +267,59 @@ def modelopt_fp4(weight):
     }, meant
 
 
+def modelopt_blocks(weight):
+    parts, meant = by_block(128)(weight)
+    scale = parts["weight_scale_inv"][:, None, :, None]
+    return {"weight": parts["weight"], "weight_scale": scale}, meant
+
+
+def modelopt_mxfp8(weight):
+    groups = weight.view(len(weight), -1, 32)
+    exponents = (groups.abs().amax(2) / 448).log2().ceil()
+    numbers = (groups / exponents.exp2().unsqueeze(2)).to(FP8)
+    meant = (numbers.float() * exponents.exp2().unsqueeze(2)).view(weight.shape)
+    scale = (exponents + 127).to(torch.uint8)
+    return {"weight": numbers.view(weight.shape), "weight_scale": scale}, meant
+
+
+def flat_scale(change: Change) -> Change:
+    """One number per output, as a vector."""
+
+    def changed(weight):
+        parts, meant = change(weight)
+        return {**parts, "weight_scale": parts["weight_scale"].flatten()}, meant
+
+    return changed
+
+
+def quark_fp4(weight):
+    parts, meant = FORMS["compressed-tensors mxfp4"].change(weight)
+    return {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}, meant
+
+
+def quark_settings(weight: dict, **more) -> dict:
+    """As quark writes it beside what it exports."""
+    whole = {"weight": weight, "input_tensors": None, "output_tensors": None, "bias": None}
+    return {
+        "quant_method": "quark",
+        "global_quant_config": whole,
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "exclude": ["lm_head"],
+        "export": {"kv_cache_group": [], "pack_method": "reorder"},
+        **more,
+    }
+
+
+def auto_round_settings(bits: int, group: int, packing: str, **more) -> dict:
+    return {
+        "quant_method": "auto-round",
+        **{"bits": bits, "group_size": group, "sym": True, "data_type": "int"},
+        **{"autoround_version": "0.5.1", "packing_format": f"auto_round:{packing}"},
+        **more,
+    }
+
+
 _INT8 = {"num_bits": 8, "strategy": "channel"}
 _TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
 _4BIT = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -353,5 +406,52 @@ FORMS = {
     "modelopt fp8": Form(fp8_by_tensor, {"quant_method": "modelopt", "quant_algo": "FP8"}, "BF16"),
     "modelopt nvfp4": Form(
         modelopt_fp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "BF16"
+    ),
+    "modelopt fp8 by output": Form(
+        flat_scale(fp8_by_output),
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        "BF16",
+    ),
+    "modelopt fp8 in blocks": Form(
+        modelopt_blocks, {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "BF16"
+    ),
+    "modelopt mxfp8": Form(
+        modelopt_mxfp8, {"quant_method": "modelopt", "quant_algo": "MXFP8"}, "BF16"
+    ),
+    "auto-round, as gptq": Form(gptq(4, 32), auto_round_settings(4, 32, "auto_gptq"), "Q4_0"),
+    "auto-round, as gptq, zero points": Form(
+        gptq(4, 64, False), auto_round_settings(4, 64, "auto_gptq", sym=False), "Q4_1"
+    ),
+    "auto-round, as gptq, 8 bits": Form(
+        gptq(8, 32), auto_round_settings(8, 32, "auto_gptq"), "Q8_0"
+    ),
+    "auto-round, as awq": Form(awq(32), auto_round_settings(4, 32, "auto_awq", sym=False), "Q4_1"),
+    "auto-round, older keys": Form(
+        gptq(4, 32),
+        {
+            **{"quant_method": "intel/auto-round", "backend": "auto_round:gptq"},
+            **{"bits": 4, "group_size": 32, "sym": True, "data_type": "int"},
+        },
+        "Q4_0",
+    ),
+    "quark fp8": Form(
+        fp8_by_tensor, quark_settings({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}), "BF16"
+    ),
+    "quark fp8 by output": Form(
+        flat_scale(fp8_by_output),
+        quark_settings({"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}),
+        "BF16",
+    ),
+    "quark int8": Form(
+        flat_scale(int8_by_output),
+        quark_settings({"dtype": "int8", "qscheme": "per_channel", "symmetric": True}),
+        "Q8_0",
+    ),
+    "quark mxfp4": Form(
+        quark_fp4,
+        quark_settings(
+            {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
+        ),
+        "MXFP4",
     ),
 }

@@ -20,7 +20,7 @@ from banyan.models.weights.reader import read_tensors, tensor_types
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.groups import Group, Groups
 from tests.models.families import rewrite_config, tiny
-from tests.models.quantised import FORMS, Form
+from tests.models.quantised import FORMS, Form, quark_settings
 from tests.models.test_families import PROMPT, load
 
 CPU = torch.device("cpu")
@@ -180,6 +180,13 @@ SCALES = {
     "bitsandbytes nf4": "weight.absmax",
     "bitsandbytes int8": "SCB",
     "modelopt nvfp4": "weight_scale",
+    "modelopt fp8 in blocks": "weight_scale",
+    "modelopt mxfp8": "weight_scale",
+    "auto-round, as gptq": "qzeros",
+    "auto-round, as awq": "scales",
+    "quark fp8 by output": "weight_scale",
+    "quark int8": "weight_scale",
+    "quark mxfp4": "weight_scale",
 }
 """A part of each form that may be cut short or missing."""
 
@@ -270,7 +277,60 @@ def group(**weights):
             r"weight_scale has shape \[.*, 6\]; \[.*, 3\] is needed",
         ),
         ("bitsandbytes nf4", {"load_in_4bit": False}, ModelError, "load_in_4bit must be true"),
-        ("modelopt fp8", {"quant_algo": "W4A8_AWQ"}, ModelError, "quant_algo must be FP8 or NVFP4"),
+        (
+            "modelopt fp8",
+            {"quant_algo": "W4A8_AWQ"},
+            ModelError,
+            "quant_algo must be FP8 or FP8_PER",
+        ),
+        ("modelopt fp8", {"quant_algo": "MIXED_PRECISION"}, ModelError, "quantized_layers must be"),
+        (
+            "modelopt fp8",
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W4A16"}}},
+            ModelError,
+            "quantized_layers, a: quant_algo must be FP8 or .*got 'W4A16'",
+        ),
+        (
+            "auto-round, as gptq",
+            {"packing_format": "auto_round:x"},
+            ModelError,
+            "one of auto_round",
+        ),
+        ("auto-round, as gptq", {"data_type": "mx_fp"}, ModelError, "data_type must be int"),
+        ("auto-round, as gptq", {"bits": 5}, ModelError, "bits must be 2, 3, 4 or 8"),
+        ("auto-round, as awq", {"bits": 8}, ModelError, "bits must be 4"),
+        (
+            "auto-round, as gptq",
+            {"extra_config": {"(a+)+b": {"bits": 4}}},
+            ModelError,
+            "may take too long",
+        ),
+        ("auto-round, as gptq", {"extra_config": {"x": 1}}, ModelError, "x must be a mapping"),
+        (
+            "quark fp8",
+            quark_settings({"dtype": "uint4", "qscheme": "per_group"}),
+            ModelError,
+            "dtype must be one of fp8_e4m3, int8, fp4; got 'uint4'",
+        ),
+        (
+            "quark fp8",
+            quark_settings({"dtype": "fp8_e4m3", "qscheme": "per_group"}),
+            ModelError,
+            "qscheme must be per_tensor or per_channel for fp8_e4m3",
+        ),
+        (
+            "quark mxfp4",
+            quark_settings({"dtype": "fp4", "qscheme": "per_group", "group_size": 16}),
+            ModelError,
+            "group_size must be 32 for fp4",
+        ),
+        (
+            "quark mxfp4",
+            quark_settings({"dtype": "int8", "qscheme": "per_channel"}),
+            ModelError,
+            "weight holds U8, not I8",
+        ),
+        ("quark fp8", {"global_quant_config": {}}, ModelError, "names no weight that is rounded"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(name, settings, error, match, ops, tmp_path):
@@ -368,6 +428,51 @@ def test_gptq_modules_have_settings_of_their_own(tmp_path):
     for name, values in meant.items():
         assert (weights[name].dense - values).abs().max() <= values.abs().max() * 2**-9
         assert weights[name].type == ("Q8_0" if ".down_proj." in name else "Q4_0")
+
+
+def test_modules_of_auto_round_and_of_mixed_modelopt_have_settings_of_their_own(tmp_path):
+    for name, own, others, change in (
+        (
+            "auto-round, as gptq",
+            "gptq 8",
+            "gptq 4",
+            {"extra_config": {r".*\.down_proj": {"bits": 8}, "lm_head": {"bits": 16}}},
+        ),
+        (
+            "modelopt fp8",
+            "modelopt nvfp4",
+            "modelopt fp8",
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "NVFP4"}}},
+        ),
+        (
+            "quark fp8",
+            "quark mxfp4",
+            "quark fp8",
+            {
+                "layer_quant_config": {
+                    "*down_proj": FORMS["quark mxfp4"].settings["global_quant_config"]
+                }
+            },
+        ),
+    ):
+        folder = tmp_path / name
+        tiny("qwen2", folder, **SIZES)
+        path, meant = folder / "model.safetensors", {}
+        tensors = load_file(path)
+        for weight in [n for n in tensors if n.endswith("_proj.weight")]:
+            form = FORMS[own if ".down_proj." in weight else others]
+            parts, meant[weight] = form.change(tensors.pop(weight))
+            stem = weight.removesuffix(".weight")
+            tensors |= {f"{stem}.{last}": part.contiguous() for last, part in parts.items()}
+        save_file(tensors, path)
+        rewrite_config(folder, quantization_config=FORMS[name].settings | change)
+
+        weights = restore(folder)
+
+        for weight, values in meant.items():
+            assert (weights[weight].dense - values).abs().max() <= values.abs().max() * 2**-8
+            form = FORMS[own if ".down_proj." in weight else others]
+            assert weights[weight].type == form.becomes
 
 
 def test_a_bias_that_is_folded_into_integers_comes_back(ops, paged, tmp_path):

@@ -65,7 +65,21 @@ FORMS = {
         "stacks of experts in blocks of 32 4-bit floats (e2m1) with a power of two each (e8m0)",
         "MXFP4, to the bit",
     ),
-    "modelopt": Form(f"{_HERE}.modelopt:open_modelopt", "FP8, NVFP4", "BF16"),
+    "modelopt": Form(
+        f"{_HERE}.modelopt:open_modelopt",
+        "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP8, NVFP4, mixed by module",
+        "BF16",
+    ),
+    "auto-round": Form(
+        f"{_HERE}.auto_round:open_auto_round",
+        "packed as gptq (2, 3, 4 or 8 bits) or awq (4 bits), `extra_config` by module",
+        "as gptq and awq",
+    ),
+    "quark": Form(
+        f"{_HERE}.quark:open_quark",
+        "fp8 and int8 with a scale per tensor or output, MXFP4, mixed by module",
+        "BF16 for fp8; Q8_0 for int8; MXFP4 as it is",
+    ),
 }
 
 QUANT_METHODS: Table[OpenMethod] = Table(

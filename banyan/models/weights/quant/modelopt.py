@@ -1,21 +1,33 @@
-"""modelopt, NVIDIA's quantiser: FP8 with one scale per tensor, or NVFP4 in groups of 16.
+"""modelopt, NVIDIA's quantiser; mixed checkpoints name an algorithm for each module.
 
-    FP8    weight fp8 [out, in], weight_scale, input_scale
-    NVFP4  weight uint8 [out, in/2], weight_scale fp8 [out, in/16], weight_scale_2, input_scale
+    FP8                        weight e4m3 [out, in], weight_scale, input_scale
+    FP8_PER_CHANNEL_PER_TOKEN  the same with weight_scale [out]
+    FP8_PB_WO                  the same with weight_scale [out/128, 1, in/128, 1]
+    MXFP8                      weight e4m3, weight_scale uint8 [out, in/32]: exponents biased by 127
+    NVFP4                      weight uint8 [out, in/2], weight_scale e4m3 [out, in/16],
+                               weight_scale_2, input_scale
 
-Both become bf16.
+All become bf16.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
+
+from banyan.base.errors import ModelError
 from banyan.config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, Parts, Restored, numbers_of, part_among
 from banyan.models.weights.quant.fp4 import from_nvfp4
 from banyan.models.weights.quant.fp8 import Fp8
-from banyan.ops.stored import FLOAT8_TYPES
+from banyan.ops.blocks import BLOCK
+from banyan.ops.stored import FLOAT8_TYPES, StoredWeight
 
-ALGORITHMS = ("FP8", "NVFP4")
+MIXED = "MIXED_PRECISION"
+ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "NVFP4")
 _PARTS = ("weight_scale", "weight_scale_2", "input_scale")
+_SIDE = 128
+_BIAS = 127
 
 
 @dataclass(frozen=True)
@@ -27,17 +39,58 @@ class ModelOpt:
         return part_among((*_PARTS, "weight") if is_raw else _PARTS, name)
 
     def restore(self, stem: str, parts: Parts) -> Restored:
-        if "weight_scale_2" not in parts:
-            return Fp8(None).restore(stem, parts)
-        octets = numbers_of(parts, "weight", ("U8",), (None, None))
-        scale = numbers_of(parts, "weight_scale", FLOAT8_TYPES, (None, None))
-        factor = numbers_of(parts, "weight_scale_2", FLOATS).flatten()
-        return from_nvfp4(octets, scale, float(factor[0]))
+        if "weight_scale_2" in parts:
+            octets = numbers_of(parts, "weight", ("U8",), (None, None))
+            scale = numbers_of(parts, "weight_scale", FLOAT8_TYPES, (None, None))
+            factor = numbers_of(parts, "weight_scale_2", FLOATS).flatten()
+            return from_nvfp4(octets, scale, float(factor[0]))
+        if "weight_scale" in parts and parts["weight_scale"].type == "U8":
+            return _by_powers(parts)
+        if "weight_scale" in parts and len(parts["weight_scale"].shape) == 4:
+            return _by_blocks(stem, parts)
+        numbers_of(parts, "weight_scale", FLOATS)
+        return Fp8(None).restore(stem, parts)
+
+
+def _by_blocks(stem: str, parts: Parts) -> Restored:
+    outputs, inputs = numbers_of(parts, "weight", FLOAT8_TYPES, (None, None)).shape
+    blocks = (-(-outputs // _SIDE), 1, -(-inputs // _SIDE), 1)
+    scale = numbers_of(parts, "weight_scale", FLOATS, blocks).float()
+    flat = StoredWeight.from_tensor(scale[:, 0, :, 0].contiguous())
+    return Fp8((_SIDE, _SIDE)).restore(stem, {**parts, "weight_scale": flat})
+
+
+def _by_powers(parts: Parts) -> Restored:
+    values = numbers_of(parts, "weight", FLOAT8_TYPES, (None, None)).float()
+    outputs, inputs = values.shape
+    if inputs % BLOCK:
+        raise ModelError(f"{inputs} inputs are not whole blocks of {BLOCK}")
+    exponents = numbers_of(parts, "weight_scale", ("U8",), (outputs, inputs // BLOCK)).int()
+    groups = values.view(outputs, -1, BLOCK)
+    whole = torch.ldexp(groups, (exponents - _BIAS).unsqueeze(2)).view(outputs, inputs)
+    return Restored(StoredWeight.from_tensor(whole.bfloat16()))
 
 
 def open_modelopt(facts: Facts) -> ModelOpt:
     own = facts.part("quantization") or facts
     algorithm = own.text("quant_algo")
+    if algorithm == MIXED:
+        for layer in _layers(own):
+            name = layer.text("quant_algo")
+            if name not in ALGORITHMS:
+                raise layer.error("quant_algo", name, " or ".join(ALGORITHMS))
+        return ModelOpt()
     if algorithm not in ALGORITHMS:
-        raise own.error("quant_algo", algorithm, " or ".join(ALGORITHMS))
+        raise own.error("quant_algo", algorithm, " or ".join((*ALGORITHMS, MIXED)))
     return ModelOpt()
+
+
+def _layers(own: Facts) -> Iterator[Facts]:
+    listed, layers = own.any("quantized_layers"), own.part("quantized_layers")
+    if layers is None or not isinstance(listed, Mapping) or not listed:
+        raise own.error("quantized_layers", listed, f"modules with their algorithms, for {MIXED}")
+    for name in listed:
+        layer = layers.part(name)
+        if layer is None:
+            raise layers.error(name, listed[name], "a mapping with quant_algo")
+        yield layer
