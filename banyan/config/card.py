@@ -81,7 +81,8 @@ class StateFacts:
 
     Attributes:
         mixer: "conv" (gated short convolution, LFM2) | "scan" (Mamba-2) | "delta" (gated delta
-            net) | "selective" (Mamba, whose channels are heads).
+            net) | "delta by key" (that with a decay for each key dimension, Kimi) |
+            "selective" (Mamba, whose channels are heads).
         taps: inputs that a position of the convolution sees, its own included.
         has_conv_bias, has_bias: of the convolution; of the projections around it.
         heads, key_heads: value heads, and those that they share keys and queries of.

@@ -54,6 +54,7 @@ FAMILIES: Table[Family] = Table(
         "Qwen3_5MoeForCausalLM": "banyan.families.qwen_next:QWEN35",
         "Qwen3_5MoeForConditionalGeneration": "banyan.families.qwen_next:QWEN35",
         "Lfm2MoeForCausalLM": "banyan.families.lfm:LFM2_MOE",
+        "KimiLinearForCausalLM": "banyan.families.kimi:KIMI_LINEAR",
         "Lfm2ForCausalLM": "banyan.families.lfm:LFM2",
         "LlamaModel": "banyan.families.llama:LLAMA_BODY",
         "MistralModel": "banyan.families.llama:LLAMA_BODY",

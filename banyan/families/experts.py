@@ -79,12 +79,12 @@ def deepseek_v2(facts: Facts, card: ModelCard) -> ModelCard:
     experts = replace(_deepseek_experts(facts, card), is_normalised=is_normalised, scale=scale)
     if method == "greedy":
         experts = replace(experts, groups=1, top_groups=1)
-    return replace(_latent(facts, card), experts=experts)
+    return replace(latent_of(facts, card), experts=experts)
 
 
 def deepseek_v3(facts: Facts, card: ModelCard) -> ModelCard:
     experts = corrected(facts, card, is_normalised=True, scale=2.5)
-    return replace(_latent(facts, card), experts=experts, num_ahead=layers_ahead(facts))
+    return replace(latent_of(facts, card), experts=experts, num_ahead=layers_ahead(facts))
 
 
 def layers_ahead(facts: Facts) -> int:
@@ -178,7 +178,7 @@ def _where(card: ModelCard, is_dense: Callable[[int], bool]) -> tuple[int, ...]:
     return tuple(layer for layer in range(card.num_layers) if is_dense(layer))
 
 
-def _latent(facts: Facts, card: ModelCard) -> ModelCard:
+def latent_of(facts: Facts, card: ModelCard) -> ModelCard:
     latent = LatentFacts(
         query_rank=facts.integer("q_lora_rank", 1, _MAX_WIDTH) if facts.has("q_lora_rank") else 0,
         rank=facts.integer("kv_lora_rank", 1, _MAX_WIDTH),

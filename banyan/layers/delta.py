@@ -18,7 +18,7 @@ from banyan.layers.slot import ShardRule
 from banyan.layers.step import StepInputs
 from banyan.parallel.groups import Group
 
-_UNIT_EPS = 1e-6
+UNIT_EPS = 1e-6
 """Beside the sum of squares where q and k get length one."""
 
 
@@ -67,7 +67,7 @@ class GatedDeltaNet(Caching):
         strength, rates = self.rates(x).chunk(2, dim=-1)
         states, rows = step.states(self.layer)
         q, k, v = self.conv(qkv, states[INPUTS], rows).split(self.sizes, dim=-1)
-        eps = _UNIT_EPS / facts.key_dim
+        eps = UNIT_EPS / facts.key_dim
         heads = (self.key_heads, facts.key_dim)
         q = ops.rms_norm(q.unflatten(-1, heads), self.scaled_unit, eps)
         k = ops.rms_norm(k.unflatten(-1, heads), self.unit, eps)

@@ -126,9 +126,8 @@ class LatentAttention(Caching):
         self.out = RowLinear(shape.heads * facts.value_dim, shape.dim, rule, bias, group, build)
 
     def forward(self, x: Tensor, angles: Angles | None, step: StepInputs) -> Tensor:
-        """x: [tokens, dim]; angles: of every token's position, rope_dim / 2 of them;
-        returns [tokens, dim]."""
-        assert angles is not None, "latent attention knows positions by rotation alone"
+        """x: [tokens, dim]; angles: of every token's position, rope_dim / 2 of them, None where
+        nothing rotates; returns [tokens, dim]."""
         facts, ops = self.facts, self.ops
         squeezed = x if self.squeeze is None else self.query_norm(self.squeeze(x))
         widths = [self.heads * facts.plain_dim, self.heads * facts.rope_dim]
@@ -136,7 +135,9 @@ class LatentAttention(Caching):
         plain = plain.unflatten(-1, (self.heads, facts.plain_dim))  # [tokens, heads, plain_dim]
         turned = turned.unflatten(-1, (self.heads, facts.rope_dim))
         latent, key = self.latent(x).split([facts.rank, facts.rope_dim], dim=-1)
-        turned, key = ops.rotary(turned, key.unsqueeze(1), *angles)
+        key = key.unsqueeze(1)
+        if angles is not None:
+            turned, key = ops.rotary(turned, key, *angles)
         q = self.expansion.narrow(plain)  # [tokens, heads, rank]
         latent = self.latent_norm(latent)
         indexed = None if self.indexer is None else self.indexer(x, squeezed, angles)

@@ -15,6 +15,7 @@ from banyan.layers.attention import Attention, AttentionShape
 from banyan.layers.build import Build
 from banyan.layers.cache import LayerCache, caches_of
 from banyan.layers.delta import GatedDeltaNet
+from banyan.layers.delta_by_key import DeltaByKey
 from banyan.layers.embedding import Embedding, Logits
 from banyan.layers.experts import ExpertBlock
 from banyan.layers.latent import LatentAttention, LatentShape
@@ -29,8 +30,14 @@ from banyan.layers.state_space import StateSpace
 from banyan.layers.step import StepInputs
 from banyan.parallel.groups import Group
 
-Keeping = GatedConv | StateSpace | GatedDeltaNet | SelectiveState
+Keeping = GatedConv | StateSpace | GatedDeltaNet | DeltaByKey | SelectiveState
 """What mixes tokens by a state."""
+_MIXERS = {
+    "scan": StateSpace,
+    "delta": GatedDeltaNet,
+    "delta by key": DeltaByKey,
+    "selective": SelectiveState,
+}
 
 
 class DecoderLayer(nn.Module):
@@ -228,8 +235,8 @@ def _keeping(card: ModelCard, layer: int, build: Build) -> Keeping:
     assert facts is not None, f"layer {layer} keeps a state of which the card says nothing"
     if facts.mixer == "conv":
         return GatedConv(layer, dim, facts, build)
-    mixers = {"scan": StateSpace, "delta": GatedDeltaNet, "selective": SelectiveState}
-    return mixers[facts.mixer](layer, dim, facts, card.norm_eps, build)
+    mixer = _MIXERS[facts.mixer]
+    return mixer(layer, dim, facts, card.norm_eps, build)
 
 
 def _stream_eps(card: ModelCard) -> float:

@@ -389,6 +389,13 @@ _JAMBA = {
     "mamba_dt_rank": 7,
     "num_experts_per_tok": 1,
 }
+_KIMI = {
+    **_MOE,
+    **_LATENT,
+    "num_experts_per_tok": 2,
+    "linear_num_heads": 4,
+    "linear_head_dim": 10,
+}
 _MUP = {
     "embedding_multiplier": 5.0,
     "lm_head_multiplier": 0.3,
@@ -601,6 +608,28 @@ STATES: dict[str, tuple[str, dict]] = {
     "qwen3.5 moe": (
         "Qwen3_5MoeText",
         {**_NEXT, "layer_types": ["full_attention", "linear_attention"] * 2},
+    ),
+    "kimi linear": (
+        "KimiLinear",
+        {
+            **_KIMI,
+            "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+            "num_local_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+        },
+    ),
+    "kimi linear, attention first, all experts": (
+        "KimiLinear",
+        {
+            **_KIMI,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "num_local_experts": 3,
+            "n_shared_experts": 2,
+            "mlp_layer_types": ["sparse"] * 4,
+            "linear_conv_kernel_dim": 3,
+            "norm_topk_prob": False,
+        },
     ),
     "qwen3 next": ("Qwen3Next", {**_NEXT}),
     "qwen3 next, dense, shared keys": (

@@ -52,6 +52,7 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
         "bamba, one group, biases",
         "granite hybrid",
         "falcon h1",
+        "kimi linear",
         "jamba",
         "qwen3.5",
         "nemotron h",

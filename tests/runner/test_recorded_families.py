@@ -41,6 +41,7 @@ VARIANTS = {
     "granite hybrid, experts, rope": {},
     "lfm2 moe": {},
     "qwen3.5": {},
+    "kimi linear": {},
     "qwen3 next": {},
     "qwen3 next, dense, shared keys": {},
 }

@@ -1,0 +1,153 @@
+"""Kimi-Linear (arXiv 2510.26692): delta attention with a decay per key dimension, latent attention
+without positions in every fourth layer, experts routed as DeepSeek-V3's.
+
+Source: the published configuration of moonshotai/Kimi-Linear-48B-A3B.
+"""
+
+from dataclasses import replace
+
+from banyan.config.card import FULL, STATE, ExpertFacts, ModelCard, RopeFacts, StateFacts
+from banyan.config.facts import Facts
+from banyan.families.base import MAX_LENGTH, MAX_WIDTH, Family, HubForm, Kinds, state_where
+from banyan.families.experts import MAX_EXPERTS, latent_of
+from banyan.families.lfm import MAX_TAPS
+from banyan.families.names import HUB_NAMES, NameMap
+
+_MAX_HEADS = 4096
+
+
+def _kinds(facts: Facts, num_layers: int) -> Kinds:
+    """Older files count the layers with attention from 1."""
+    own = facts.part("linear_attn_config")
+    full = own.listed("full_attn_layers") if own is not None else []
+    names = {"full_attention": FULL, "linear_attention": STATE}
+
+    def default(at: int) -> str:
+        is_full = at + 1 in full if own is not None else at > 0 and at % 4 == 0
+        return FULL if is_full else STATE
+
+    return state_where(facts, num_layers, names, default), 0
+
+
+def _state(facts: Facts) -> StateFacts:
+    own = facts.part("linear_attn_config")
+
+    def size(name: str, key: str, low: int, high: int, default: int) -> int:
+        if own is not None:
+            return own.integer(name, low, high, default=default)
+        return facts.integer(key, low, high, default=default)
+
+    heads = size("num_heads", "linear_num_heads", 1, _MAX_HEADS, 32)
+    head_dim = size("head_dim", "linear_head_dim", 1, MAX_WIDTH, 128)
+    return StateFacts(
+        mixer="delta by key",
+        taps=size("short_conv_kernel_size", "linear_conv_kernel_dim", 2, MAX_TAPS, 4),
+        heads=heads,
+        key_heads=heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+    )
+
+
+def _experts(facts: Facts, card: ModelCard) -> ExpertFacts:
+    scoring = facts.text("moe_router_activation_func", default="sigmoid")
+    if scoring != "sigmoid":
+        raise facts.error("moe_router_activation_func", scoring, "sigmoid")
+    count = facts.integer("num_experts", 1, MAX_EXPERTS)
+    groups = facts.integer("num_expert_group", 1, count, default=1)
+    if count % groups or (groups > 1 and count // groups < 2):
+        raise facts.error("num_expert_group", groups, f"groups of two or more of {count} experts")
+    inner = facts.integer("moe_intermediate_size", 1, MAX_WIDTH)
+    listed = facts.listed("mlp_layer_types")
+    if listed and (len(listed) != card.num_layers or not {*listed} <= {"dense", "sparse"}):
+        raise facts.error("mlp_layer_types", listed, f"{card.num_layers} of dense, sparse")
+    first = facts.integer("first_k_dense_replace", 0, card.num_layers, default=1)
+    period = facts.integer("moe_layer_freq", 1, 1 << 16, default=1)
+    layers = range(card.num_layers)
+    return ExpertFacts(
+        count,
+        facts.integer("num_experts_per_token", 1, count),
+        inner,
+        dense_layers=tuple(
+            at
+            for at in layers
+            if (listed[at] == "dense" if listed else at < first or at % period > 0)
+        ),
+        shared_inner=inner * facts.integer("num_shared_experts", 0, MAX_EXPERTS, default=1),
+        scoring="sigmoid",
+        is_normalised=facts.flag("moe_renormalize", default=True),
+        scale=facts.number("routed_scaling_factor", 1e-6, 1e6, default=2.446),
+        groups=groups,
+        top_groups=facts.integer("topk_group", 1, groups, default=1),
+        group_best=2,
+        has_correction=True,
+    )
+
+
+def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+    """Latents are normed with another eps than the stream."""
+    if not facts.flag("mla_use_nope", default=True):
+        raise facts.error("mla_use_nope", False, "true: nothing rotates")
+    card = latent_of(facts, replace(card, rope=RopeFacts(kind="none")))
+    longest = facts.integer("model_max_length", 1, MAX_LENGTH, default=card.context_length)
+    assert card.latent is not None
+    return replace(
+        card,
+        state=_state(facts),
+        experts=_experts(facts, card),
+        latent=replace(card.latent, norm_eps=1e-6),
+        context_length=longest,
+    )
+
+
+_LAYER = "model.layers.{}"
+_BLOCK = f"{_LAYER}.block_sparse_moe"
+_OWN = f"{_LAYER}.self_attn"
+_PLACE = "layers.{}.attention"
+_MLP = {
+    "gate_proj": "gate_up:gate",
+    "up_proj": "gate_up:up",
+    "down_proj": "down",
+}
+_NAMES = (
+    {
+        name: place
+        for name, place in HUB_NAMES.items()
+        if "self_attn" not in name or name.endswith("o_proj")
+    }
+    | {f"{_BLOCK}.{name}": f"layers.{{}}.mlp.{place}" for name, place in _MLP.items()}
+    | {
+        f"{_BLOCK}.shared_experts.{name}": f"layers.{{}}.mlp.shared.{place}"
+        for name, place in _MLP.items()
+    }
+    | {
+        f"{_BLOCK}.gate": "layers.{}.mlp.router",
+        f"{_BLOCK}.gate.e_score_correction_bias": "layers.{}.mlp.router.correction",
+        f"{_BLOCK}.experts.{{}}.w1": "layers.{}.mlp.experts.gate_up:gate{}",
+        f"{_BLOCK}.experts.{{}}.w3": "layers.{}.mlp.experts.gate_up:up{}",
+        f"{_BLOCK}.experts.{{}}.w2": "layers.{}.mlp.experts.down:{}",
+        f"{_OWN}.k_proj": f"{_PLACE}.mix:k",
+        f"{_OWN}.v_proj": f"{_PLACE}.mix:v",
+        f"{_OWN}.b_proj": f"{_PLACE}.mix:b",
+        **{f"{_OWN}.{part}_conv1d": f"{_PLACE}.conv:{part}" for part in "qkv"},
+        f"{_OWN}.f_a_proj": f"{_PLACE}.squeeze:forget",
+        f"{_OWN}.g_a_proj": f"{_PLACE}.squeeze:gate",
+        f"{_OWN}.f_b_proj": f"{_PLACE}.forget",
+        f"{_OWN}.g_b_proj": f"{_PLACE}.gate",
+        f"{_OWN}.dt_bias": f"{_PLACE}.decays.bias",
+        f"{_OWN}.A_log": f"{_PLACE}.decays.rate",
+        f"{_OWN}.o_norm": f"{_PLACE}.norm",
+        f"{_OWN}.q_proj": f"{_PLACE}.query",
+        f"{_OWN}.q_a_proj": f"{_PLACE}.squeeze",
+        f"{_OWN}.q_a_layernorm": f"{_PLACE}.query_norm",
+        f"{_OWN}.q_b_proj": f"{_PLACE}.query",
+        f"{_OWN}.kv_a_proj_with_mqa": f"{_PLACE}.latent",
+        f"{_OWN}.kv_a_layernorm": f"{_PLACE}.latent_norm",
+        f"{_OWN}.kv_b_proj": f"{_PLACE}.expansion",
+    }
+)
+
+KIMI_LINEAR = Family(
+    hub=HubForm(eps=1e-5, context=1 << 20, kinds=_kinds, more=_of_hub),
+    names={"safetensors": NameMap(_NAMES)},
+)
