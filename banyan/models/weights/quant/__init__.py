@@ -96,14 +96,19 @@ def open_method(quant: QuantFacts, where: str) -> QuantMethod:
     return opened(Facts(json.loads(quant.settings), f"{where}, quantization_config"))
 
 
-def overview(spellings: Mapping[str, Sequence[str]]) -> str:
+def overview(spellings: Mapping[str, Sequence[str]], tried: Mapping[str, str]) -> str:
     """The table of docs/quantization.md.
 
     Args:
         spellings: form -> names that a flag may give it.
+        tried: form -> the tests of it.
     """
-    lines = ["| form | `--quantization` | what is read | what it becomes |", "|---|---|---|---|"]
+    lines = [
+        "| form | `--quantization` | what is read | what it becomes | tried in |",
+        "|---|---|---|---|---|",
+    ]
     for name, form in FORMS.items():
         spelled = ", ".join(f"`{spelling}`" for spelling in spellings[name])
-        lines.append(f"| {name} | {spelled} | {form.reads} | {form.becomes} |")
+        cells = (name, spelled, form.reads, form.becomes, tried[name])
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -1,0 +1,106 @@
+"""Tables of the pages that are made from the code and its tests: `python -m tests.pages` writes
+them into docs/, `test_pages.py` holds the pages against them.
+
+Every row names a test that tries it; a row without one is an error.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from banyan.config.quantized import SPELLINGS
+from banyan.families import FAMILIES, GGUF
+from banyan.models.weights.quant import FORMS, overview
+from tests.models import quantised, test_gguf_experts, test_gguf_families
+from tests.models.families import EXPERTS, STATES, VARIANTS
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+_FAMILIES = ROOT / "banyan" / "families" / "families.tsv"
+_ELSEWHERE = {
+    "LlamaForCausalLM": "test_llama.py",
+    "BailingMoeForCausalLM": "test_bailing.py",
+    "BailingMoeV2ForCausalLM": "test_bailing.py",
+    "gguf/llama": "test_gguf.py",
+    "gguf/gpt-oss": "test_gpt_oss.py",
+    "gguf/bailingmoe": "test_bailing.py",
+    "gguf/bailingmoe2": "test_bailing.py",
+}
+"""Families with a file of tests of their own, in tests/models."""
+_FORMS_ELSEWHERE = {"mxfp4": "tests/models/test_gpt_oss.py"}
+_FAMILY_HEAD = "| family | class in config.json | GGUF architecture | what is special | tried in |"
+
+
+def family_rows() -> list[tuple[str, list[str], list[str], str]]:
+    """Family, classes, architectures and note, as the table in banyan/families has them."""
+    lines = _FAMILIES.read_text(encoding="utf-8").splitlines()[1:]
+    cells = [line.split("\t") for line in lines]
+    return [(family, c.split(), g.split(), note) for family, c, g, note in cells]
+
+
+def _class_of(model: str) -> str:
+    """Of transformers' name of a configuration: models that see keep their text part apart."""
+    name = f"{model}ForCausalLM"
+    return name if name in FAMILIES else f"{model.removesuffix('Text')}ForCausalLM"
+
+
+def tests_of(name: str) -> list[str]:
+    """Tests of a class or, as "gguf/…", of an architecture."""
+    found = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
+    if name.startswith(GGUF):
+        kits = (test_gguf_families, test_gguf_experts)
+        architecture = name.removeprefix(GGUF)
+        cases = [(k, c) for k in kits for c, (a, _) in k.CASES.items() if a == architecture]
+        found += [f"{kit.__name__.rpartition('.')[2]}.py[{case}]" for kit, case in cases]
+    else:
+        family = FAMILIES.load(name)
+        models = (VARIANTS | EXPERTS | STATES).items()
+        same = [v for v, (model, _) in models if FAMILIES.load(_class_of(model)) is family]
+        found += [f"test_families.py[{variant}]" for variant in same]
+    if not found:
+        raise LookupError(f"nothing in tests/models tries {name}")
+    return found
+
+
+def families() -> str:
+    lines = [_FAMILY_HEAD, "|---|---|---|---|---|"]
+    for family, classes, architectures, note in family_rows():
+        named = [*classes, *(GGUF + name for name in architectures)]
+        tried = dict.fromkeys(tests_of(name)[0] for name in named)
+        cells = [_marked(classes), _marked(architectures) or "–", note, _marked(tried)]
+        lines.append(f"| {family} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def _marked(names: list[str] | dict[str, None]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def forms() -> str:
+    tried = {}
+    for form in FORMS:
+        cases = [case for case in quantised.FORMS if case.split(",")[0].split(" ")[0] == form]
+        if not cases and form not in _FORMS_ELSEWHERE:
+            raise LookupError(f"nothing in tests/models/quantised.py tries {form}")
+        named = f"tests/models/test_quant.py[{cases[0]}]" if cases else _FORMS_ELSEWHERE[form]
+        more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+        tried[form] = f"`{named}`{more}"
+    return overview(SPELLINGS, tried)
+
+
+def pages() -> Iterator[tuple[Path, str]]:
+    """A page, and a table that it has."""
+    yield DOCS / "models.md", families()
+    yield DOCS / "quantization.md", forms()
+
+
+def write(page: Path, table: str) -> None:
+    """Put the table in the place of the one whose first column has the same name."""
+    text = page.read_text(encoding="utf-8")
+    start = text.index(table[: table.index("|", 2) + 1])
+    end = text.index("\n\n", start)
+    page.write_text(text[:start] + table + text[end:], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for page, table in pages():
+        write(page, table)

@@ -1,0 +1,57 @@
+"""Tables of the pages are what the code and its tests make of them."""
+
+import ast
+
+import pytest
+
+from banyan.families import known_classes, known_gguf
+from tests import pages
+from tests.models import quantised
+
+VECTORS = ("Model", "ForSequenceClassification")
+"""Ends of classes that are served for vectors; they have a section of their own."""
+
+
+@pytest.mark.parametrize("page", ["models.md", "quantization.md"])
+def test_tables_are_those_that_the_script_makes(page: str) -> None:
+    text = (pages.DOCS / page).read_text(encoding="utf-8")
+    tables = [table for path, table in pages.pages() if path.name == page]
+    assert tables and all(f"{table}\n\n" in text for table in tables), "python -m tests.pages"
+
+
+def test_every_class_and_architecture_has_a_row_and_a_test() -> None:
+    rows = pages.family_rows()
+    listed = [name for _, classes, _, _ in rows for name in classes]
+    assert sorted(listed) == sorted(n for n in known_classes() if not n.endswith(VECTORS))
+    listed = {name for _, _, architectures, _ in rows for name in architectures}
+    assert listed == set(known_gguf())
+    for name in [*known_classes(), *(pages.GGUF + name for name in listed)]:
+        if not name.endswith(VECTORS):
+            assert pages.tests_of(name), name
+
+
+def test_the_tests_that_rows_name_exist() -> None:
+    named = {file for name in pages._ELSEWHERE for file in pages.tests_of(name)}
+    files = {name.partition("[")[0] for name in named} | {"test_families.py", "test_quant.py"}
+    for file in files:
+        tree = ast.parse((pages.ROOT / "tests" / "models" / file).read_text(encoding="utf-8"))
+        functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        assert any(name.startswith("test_") for name in functions), file
+    for name, file in pages._ELSEWHERE.items():
+        text = (pages.ROOT / "tests" / "models" / file).read_text(encoding="utf-8")
+        word = name.removeprefix(pages.GGUF).removesuffix("ForCausalLM")
+        assert word.lower().replace("moev2", "moe") in text.lower(), name
+
+
+def test_a_form_that_nothing_tries_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = {name: form for name, form in quantised.FORMS.items() if not name.startswith("quark")}
+    monkeypatch.setattr(quantised, "FORMS", left)
+    with pytest.raises(LookupError, match="quark"):
+        pages.forms()
+
+
+def test_a_table_is_written_in_the_place_of_the_old_one(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n\n| form | x |\n|---|---|\n| old | 1 |\n\nbehind\n")
+    pages.write(page, "| form | y |\n|---|---|\n| new | 2 |")
+    assert page.read_text() == "before\n\n| form | y |\n|---|---|\n| new | 2 |\n\nbehind\n"
