@@ -183,7 +183,7 @@ def _open_draft(
         return DraftModel(ahead, mine, ahead)
     if config.speculative.is_eagle:
         log.info("draft model=%s layers=%d", printable(model.source), card.num_layers)
-        eagle = load_the_eagle(model, card, target, mine, config.cache.page_size)
+        eagle = load_the_eagle(model, card, target, mine, config.cache.page_size, config.model)
         return DraftModel(eagle, mine, eagle)
     log.info("draft model=%s layers=%d", printable(model.source), card.num_layers)
     return DraftModel(load_weights(model, card, mine), mine)

@@ -180,15 +180,18 @@ class QuantFacts:
 
 @dataclass(frozen=True)
 class EagleFacts:
-    """Of a model that was trained to draft for another one from what comes to some of its layers.
+    """Of a model that was trained to draft for another one.
 
     Attributes:
         num_tokens: of the other model's vocabulary, those that it knows.
-        taps: the other model's layers whose inputs it reads, from the first on.
+        taps: the other model's layers whose inputs it reads, from the first on; () = it reads the
+            hidden states.
+        tokens: ids of what it knows, where the checkpoint does not say so.
     """
 
     num_tokens: int
-    taps: tuple[int, ...]
+    taps: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
 
 
 LAST = "last"

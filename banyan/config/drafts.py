@@ -2,6 +2,7 @@
 together. Part of `config/resolve.py`; loads no weights.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
-from banyan.config.eagle import card_of_the_eagle, check_the_eagle
+from banyan.config.eagle import card_of_the_eagle, check_the_eagle, refuse_the_map
 from banyan.config.env import Environment
 from banyan.config.schema import Config, ModelConfig, SpeculativeConfig
 from banyan.config.sources import fetch
@@ -64,6 +65,8 @@ def find_the_draft(
         ConfigError, ModelError: it is not there, or does not.
     """
     speculative = config.speculative
+    if speculative.algorithm:
+        refuse_the_map(speculative)
     if not speculative.is_model:
         return config
     flag = f"--speculative-algorithm {speculative.algorithm}"
@@ -89,7 +92,10 @@ def find_the_draft(
             error.hint,
         ) from None
     found = replace(
-        speculative, draft_path=draft.path, draft_quantization=checked.model.quantization
+        speculative,
+        draft_path=draft.path,
+        draft_quantization=checked.model.quantization,
+        token_map=speculative.token_map and os.path.abspath(speculative.token_map),
     )
     return replace(config, speculative=found)
 

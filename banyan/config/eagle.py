@@ -25,6 +25,7 @@ _CLASSES = {
 _FOLLOWED = (_PLAIN, "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Classes of models that they draft for."""
 _ANOTHER = "use --speculative-algorithm STANDALONE with a small model, or NGRAM"
+_MAP = "--speculative-token-map"
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 _MOST_TAPS = 8
 
@@ -59,9 +60,37 @@ def card_of_the_eagle(
         )
     card = read_card(model.path, model.load_format, overrides={"architectures": [_PLAIN]})
     if kind != _THIRD:
-        return card
+        tokens = _mapped(speculative.token_map, served.vocab_size)
+        return replace(card, eagle=EagleFacts(len(tokens), tokens=tokens)) if tokens else card
     eagle = _eagle_facts(Facts(facts, where), card, served, name)
     return replace(card, eagle=eagle, tie_embeddings=False)
+
+
+def _mapped(path: str, vocab_size: int) -> tuple[int, ...]:
+    """The ids in the file of a token map, from the lowest on; () where none is named."""
+    if not path:
+        return ()
+    from banyan.formats.token_map import read_token_map  # numpy is loaded where a file is named
+
+    ids = read_token_map(path, _MAP)
+    wrong = next((each for each in ids if not 0 <= each < vocab_size), None)
+    if not ids or wrong is not None or len(set(ids)) < len(ids):
+        why = "no token" if not ids else "a token twice"
+        why = why if wrong is None else f"token {wrong}, the model has {vocab_size:,}"
+        raise ConfigError(f"{_MAP} {printable(path)} names {why}", hint="name another file")
+    return tuple(sorted(ids))
+
+
+def refuse_the_map(speculative: SpeculativeConfig) -> None:
+    """Refuse a token map where nothing reads it."""
+    if not speculative.token_map or (speculative.is_eagle and speculative.algorithm == "EAGLE"):
+        return
+    why = "it is for --speculative-algorithm EAGLE with --speculative-draft-model-path"
+    if speculative.algorithm == _THIRD:
+        why = "a model of EAGLE3 says itself which tokens it knows"
+    raise ConfigError(
+        f"{_MAP} and --speculative-algorithm {speculative.algorithm}: {why}", hint="leave it out"
+    )
 
 
 def _kind_of(facts: Mapping[str, object], asked: str) -> str:

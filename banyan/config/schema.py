@@ -301,6 +301,8 @@ class SpeculativeConfig:
     draft_load_format: str = "auto"
     draft_quantization: str = ""
     """What its float weights are rounded to at load; "" = kept as they are."""
+    token_map: str = ""
+    """File of the token ids that a model of EAGLE drafts; "" = all."""
 
     @property
     def is_model(self) -> bool:

@@ -93,8 +93,11 @@ class FollowingLM(nn.Module):
                 *(card.rotary_dim or card.head_dim, card.rope, card.context_length),
                 *(served_length or card.context_length, build.ops, build.device),
             )
+        self.ops = build.ops
         self.embedding: Embedding | None = None
         self.head: Logits | None = None
+        self.known: Tensor | None = None
+        """[ids of its head], the id of each in the model's vocabulary; None = the same."""
 
     def borrow(self, model: DecoderLM) -> None:
         """Take the embedding and the head of the model that it drafts for."""
@@ -129,7 +132,10 @@ class FollowingLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [n, hidden_size]; returns [n, vocab_size] fp32, the same on every rank."""
         assert self.head is not None, "it has not borrowed a head"
-        return self.head(hidden)
+        logits = self.head(hidden)
+        if self.known is None:
+            return logits
+        return self.ops.spread_columns(logits, self.known, self.card.vocab_size)
 
 
 class AheadLM(FollowingLM):

@@ -25,6 +25,7 @@ from banyan.layers.slot import ShardRule
 from banyan.layers.step import StepInputs
 from banyan.models.ahead import FollowingLM
 from banyan.models.decoder import DecoderLayer, DecoderLM, attention_shape
+from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
 
 
@@ -56,7 +57,6 @@ class EagleLM(FollowingLM):
         for layer in range(1, card.num_layers):
             layers[str(layer)] = DecoderLayer(card, family, layer, build)
         super().__init__(card, layers, build, page_size, served_length)
-        self.ops = build.ops
         outputs, rules = {"": card.hidden_size}, {"": ShardRule()}
         self.join = ColumnLinear(2 * card.hidden_size, outputs, rules, has_bias, Group(), build)
 
@@ -67,6 +67,17 @@ class EagleLM(FollowingLM):
         for layer in self.layers.values():
             x, residual = layer(x, residual, angles, step)
         return x if residual is None else self.ops.add(x, residual)
+
+    def know(self, tokens: Tensor, rows: StoredWeight, build: Build) -> None:
+        """Draft some tokens only.
+
+        tokens: [n] int64 ids; rows: [n, hidden_size], theirs of the other model's head.
+        """
+        whole = self.head
+        assert whole is not None and not whole.has_bias and not whole.is_normed
+        scales = (whole.scale, whole.soft_cap)
+        self.head, self.known = Logits(len(tokens), self.width, build, *scales), tokens
+        self.head.fill("weight", [rows])
 
 
 class TwofoldLayer(DecoderLayer):
@@ -110,15 +121,13 @@ class Eagle3LM(FollowingLM):
         assert card.eagle is not None
         layers: dict[str, nn.Module] = {"0": TwofoldLayer(card, family, build)}
         super().__init__(card, layers, build, page_size, served_length)
-        self.ops, self.facts = build.ops, card.eagle
+        self.facts = card.eagle
         inputs = len(card.eagle.taps) * card.hidden_size
         outputs, rules = {"": card.hidden_size}, {"": ShardRule()}
         self.join = ColumnLinear(inputs, outputs, rules, has_bias, Group(), build)
         self.norm = RMSNorm(card.hidden_size, card.norm_eps, build)
         if has_head:
             self.head = Logits(card.eagle.num_tokens, card.hidden_size, build)
-        self.known: Tensor | None = None
-        """[ids of its own], the id of each in the other model's vocabulary; None = the same."""
         if card.eagle.num_tokens < card.vocab_size:
             self.known = torch.arange(card.eagle.num_tokens, device=build.device)
 
@@ -141,7 +150,4 @@ class Eagle3LM(FollowingLM):
         return cast(TwofoldLayer, layer).read(tokens, states, angles, step)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits = super().logits(self.norm(hidden))
-        if self.known is None:
-            return logits
-        return self.ops.spread_columns(logits, self.known, self.card.vocab_size)
+        return super().logits(self.norm(hidden))

@@ -162,6 +162,10 @@ class StoredWeight:
         """What lies at one place of the first dimension, which goes."""
         return StoredWeight(self.type, self.shape[1:], self.raw[index])
 
+    def rows(self, ids: Tensor) -> "StoredWeight":
+        """Some of the first dimension, [n] int64, in this order."""
+        return StoredWeight(self.type, (len(ids), *self.shape[1:]), self.raw[ids])
+
     @property
     def as_row(self) -> "StoredWeight":
         """A vector as a matrix of one row."""

@@ -34,7 +34,7 @@ from banyan.models.foreign import load_foreign
 from banyan.models.weights.adapters import open_projections
 from banyan.models.weights.ahead import load_ahead
 from banyan.models.weights.custom import Transform, load_transforms
-from banyan.models.weights.eagle import load_eagle
+from banyan.models.weights.eagle import load_eagle, narrow_the_head
 from banyan.models.weights.loader import load_model, rows_of, tensors_of
 from banyan.models.weights.reader import stamp_of
 from banyan.models.weights.torchao import torchao_transform
@@ -87,15 +87,28 @@ def load_the_ahead(
 
 
 def load_the_eagle(
-    config: ModelConfig, card: ModelCard, model: Model, build: Build, page_size: int
+    config: ModelConfig,
+    card: ModelCard,
+    model: Model,
+    build: Build,
+    page_size: int,
+    served: ModelConfig,
 ) -> EagleLM | Eagle3LM:
-    """This rank's share of a model that was trained to draft for `model`."""
+    """This rank's share of a model that was trained to draft for `model`, which was loaded as
+    `served` says."""
     with _lone_torch(build.ops):
-        return load_eagle(
+        eagle = load_eagle(
             *(card, model, build, page_size, config.load_format),
             served_length=config.context_length,
             is_mapped=not config.disable_mmap,
         )
+        if card.eagle is not None and card.eagle.tokens and isinstance(eagle, EagleLM):
+            narrow_the_head(
+                *(eagle, model.card, card.eagle.tokens, build, served.load_format),
+                is_mapped=not served.disable_mmap,
+                transforms=transforms_of(served, model.card),
+            )
+        return eagle
 
 
 def _settle_memory() -> None:

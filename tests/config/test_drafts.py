@@ -1,8 +1,10 @@
 """The model that drafts: what the flags say of it, and what it does not go with."""
 
 import json
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from banyan.base.errors import BanyanError
@@ -10,6 +12,7 @@ from banyan.config.checkpoint import read_card
 from banyan.config.drafts import card_of_the_draft, draft_of
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare
+from banyan.formats.arrays import write_arrays
 from tests.config.test_checkpoint import LLAMA, folder
 from tests.flags import config_of
 
@@ -83,7 +86,7 @@ def test_a_draft_that_does_not_go_with_the_model_is_refused(models, facts: dict,
         ("--enable-memory-saver", "are not released"),
         ("--pp-size 2", "by stages"),
         ("--speculative-eagle-topk 2", "one chain"),
-        ("--speculative-token-map FILE", "the whole vocabulary"),
+        ("--speculative-token-map FILE", "it is for --speculative-algorithm EAGLE with"),
         ("--speculative-draft-model-quantization mxfp4", "not available in this build"),
         ("--speculative-draft-model-quantization gptq", "draft-model-quantization gptq is not"),
         ("--speculative-draft-load-format gguf", "gguf"),
@@ -250,7 +253,8 @@ def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
         ({}, {}, "--pp-size 2", "by stages"),
         ({}, {}, "--enable-memory-saver", "are not released"),
         ({}, {}, "--speculative-eagle-topk 4", "one chain"),
-        ({}, {}, "--speculative-token-map FILE", "the whole vocabulary"),
+        ({}, {}, "--speculative-token-map FILE.json", "cannot be read: .*No such file"),
+        ({}, {}, "--speculative-token-map FILE.pt", "is a pickle"),
     ],
 )
 def test_what_eagle_does_not_go_with_is_refused_by_name(models, draft, target, words, text):
@@ -279,3 +283,64 @@ def test_what_eagle3_does_not_go_with_is_refused_by_name(models, draft, target, 
     words = models(LLAMA | {"num_hidden_layers": 12} | target, EAGLE3 | draft)
     with pytest.raises(BanyanError, match=text):
         resolved(*words[:4], "--speculative-algorithm", "EAGLE3")
+
+
+def write_ids(path: Path, ids: list) -> str:
+    array = np.array(ids)
+    if path.suffix == ".json":
+        path.write_text(json.dumps(ids))
+    elif path.suffix == ".npy":
+        np.save(path, array)
+    else:
+        write_arrays(str(path), {"token_map": array}, {})
+    return str(path)
+
+
+@pytest.mark.parametrize("form", ["json", "npy", "safetensors"])
+def test_a_token_map_says_what_is_drafted(models, tmp_path, form: str):
+    path = write_ids(tmp_path / f"hot.{form}", [7, 3, 400])
+    config = eagle(models, EAGLE, LLAMA, "--speculative-token-map", path)
+    served = read_card(config.model.path)
+    draft = card_of_the_draft(config.speculative, draft_of(config), served)
+    assert draft.eagle is not None
+    assert (draft.eagle.tokens, draft.eagle.num_tokens, draft.eagle.taps) == ((3, 7, 400), 3, ())
+
+
+@pytest.mark.parametrize(
+    ("name", "ids", "text"),
+    [
+        ("a.json", [1, 512], "names token 512, the model has 512"),
+        ("a.npy", [-1, 5], "names token -1, the model has 512"),
+        ("a.json", [5, 5], "names a token twice"),
+        ("a.json", [], "names no token"),
+        ("a.json", [1.5], "holds no list of token ids"),
+        ("a.json", [True], "holds no list of token ids"),
+        ("a.npy", [1.5], "holds no list of token ids"),
+        ("a.npy", [[1, 2]], "holds no list of token ids"),
+        ("a.npy", [{"a": 1}], "cannot be read: .*allow_pickle"),
+        ("a.safetensors", [[1, 2]], "holds no list of token ids"),
+    ],
+)
+def test_a_token_map_of_something_else_is_refused(models, tmp_path, name, ids, text):
+    path = write_ids(tmp_path / name, ids)
+    with pytest.raises(BanyanError, match=text):
+        eagle(models, EAGLE, LLAMA, "--speculative-token-map", path)
+
+
+def test_a_token_map_in_a_damaged_or_huge_file_is_refused(models, tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text("[1, 2")
+    with pytest.raises(BanyanError, match="cannot be read"):
+        eagle(models, EAGLE, LLAMA, "--speculative-token-map", str(path))
+    os.truncate(path, 1 << 27)
+    with pytest.raises(BanyanError, match="at most 67,108,864 are read"):
+        eagle(models, EAGLE, LLAMA, "--speculative-token-map", str(path))
+
+
+def test_a_token_map_is_for_eagle_alone(models, tmp_path):
+    path = write_ids(tmp_path / "hot.json", [1])
+    with pytest.raises(BanyanError, match="says itself which tokens it knows"):
+        eagle(models, EAGLE3, LLAMA, "--speculative-token-map", path)
+    named = ("--model-path", folder(tmp_path, LLAMA), "--speculative-algorithm", "NGRAM")
+    with pytest.raises(BanyanError, match="it is for --speculative-algorithm EAGLE with"):
+        resolved(*named, "--speculative-token-map", path)

@@ -22,6 +22,9 @@ class PlainAhead:
         model: the whole model, whose layer number LAYERS drafts and is not the model's.
     """
 
+    forbidden = torch.empty(0, dtype=torch.long)
+    """Ids that are not drafted."""
+
     def __init__(self, model: nn.Module, eps: float, weights: dict[str, Tensor]) -> None:
         self.model, self.eps, self.weights = model.model, eps, weights
         self.head = model.lm_head
@@ -65,7 +68,9 @@ class PlainAhead:
         return found
 
     def _draft_of(self, made: Tensor) -> int:
-        return int(self.head(made)[0].argmax())
+        logits = self.head(made)[0]
+        logits[self.forbidden] = float("-inf")
+        return int(logits.argmax())
 
     @torch.no_grad()
     def next_of(self, tokens: Sequence[int]) -> int:

@@ -1,5 +1,6 @@
 """A layer of the checkpoint that drafts changes how many steps an answer takes, and no answer."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -152,13 +153,14 @@ def test_an_answer_that_is_given_up_leaves_nothing(drafting):
     assert drafting.stats().leaked == 0
 
 
+MAPPED = {"speculative_token_map": "hot.json", "chunked_prefill_size": 16}
 FEW = {"page_size": 16, "max_total_tokens": 512, "max_running_requests": 6}
 
 
 @pytest.mark.parametrize(
     ("variant", "flags", "names"),
     [
-        ("mistral", {"tp_size": 2, "chunked_prefill_size": 16}, ("greedy", "drawn", "scored")),
+        ("mistral", MAPPED | {"tp_size": 2}, ("greedy", "drawn", "scored")),
         ("qwen3", {"tp_size": 2, "chunked_prefill_size": 16}, ("greedy", "drawn", "schema")),
         pytest.param("mistral", {}, tuple(REQUESTS), marks=SLOW),
         pytest.param("qwen3", {}, tuple(REQUESTS), marks=SLOW),
@@ -171,6 +173,9 @@ def test_a_model_that_was_made_to_draft_changes_no_answer(
     tiny_model, tmp_path, variant, flags, names
 ):
     model = with_words(variant, tmp_path, tiny_model)
+    if "speculative_token_map" in flags:
+        flags = flags | {"speculative_token_map": str(model / "hot.json")}
+        (model / "hot.json").write_text(json.dumps([token for token in range(512) if token % 9]))
     with start(model, is_drafting=False, **flags) as engine:
         right = {name: [told(each) for each in answers(engine, **REQUESTS[name])] for name in names}
     with ahead(model, **flags) as engine:

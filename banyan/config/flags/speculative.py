@@ -102,6 +102,14 @@ FLAGS = (
         "::test_the_weights_of_the_draft_are_rounded_by_themselves",
     ),
     Flag(
+        "speculative-token-map",
+        "speculative.token_map",
+        "file of the token ids that a model of EAGLE drafts, the frequent ones, so that its head "
+        "is as much smaller: a list of whole numbers as .json, .npy or .safetensors; a .pt file is "
+        "a pickle, and refused; default: all",
+        proof="tests/config/test_drafts.py::test_a_token_map_says_what_is_drafted",
+    ),
+    Flag(
         "speculative-ngram-min-match-window-size",
         "speculative.min_match",
         "shortest suffix of a request that NGRAM looks for, in tokens",

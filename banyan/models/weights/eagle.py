@@ -1,6 +1,6 @@
 """Fills a model that was trained to draft for another one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,10 +13,11 @@ from banyan.layers.build import Build
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
 from banyan.models.eagle import Eagle3LM, EagleLM
+from banyan.models.weights.custom import Transform
 from banyan.models.weights.loader import Filling, fill_dummy, tensors_of
 from banyan.models.weights.quant.base import Stored
 from banyan.models.weights.reader import tensor_types
-from banyan.ops.stored import RawTensor
+from banyan.ops.stored import RawTensor, StoredWeight
 
 _PREFIX = "model."
 _EMBEDDING, _HEAD = "embed_tokens.", "lm_head."
@@ -61,17 +62,18 @@ def load_eagle(
     has_head = is_dummy or bool({"lm_head.weight", "model.lm_head.weight"} & types.keys())
     parts = (card, family, build, page_size, has_bias)
     eagle: EagleLM | Eagle3LM
-    if card.eagle is None:
-        eagle = EagleLM(*parts, served_length)
-    else:
+    is_third = card.eagle is not None and bool(card.eagle.taps)
+    if is_third:
         eagle = Eagle3LM(*parts, has_head, served_length)
+    else:
+        eagle = EagleLM(*parts, served_length)
     if is_dummy:
         fill_dummy(eagle, build, 1)
     else:
         try:
             _fill(eagle, tensors_of(card, is_mapped), has_head, build.device)
         except ModelError as error:
-            name = "EAGLE" if card.eagle is None else "EAGLE3"
+            name = "EAGLE3" if is_third else "EAGLE"
             raise ModelError(
                 f"the model that drafts is none of {name}'s: {error.text}",
                 hint=f"name one that was trained with {name} for the served model, or use "
@@ -102,6 +104,43 @@ def _fill(
             f"it knows {known:,} of {all_tokens:,} tokens (draft_vocab_size) and lacks {_OFFSETS}, "
             "which says what they are"
         )
+
+
+def narrow_the_head(
+    eagle: EagleLM,
+    served: ModelCard,
+    tokens: Sequence[int],
+    build: Build,
+    load_format: str = "auto",
+    is_mapped: bool = True,
+    transforms: Sequence[Transform] = (),
+) -> None:
+    """Let it draft some tokens only, by their rows of the head of the model that it drafts for.
+
+    Args:
+        served: card of that model; the rest as `load_model`, of that model.
+
+    Raises:
+        ModelError: its checkpoint lacks them.
+    """
+    ids = torch.tensor(tokens)
+    if load_format == "dummy":
+        values = torch.empty(len(ids), served.hidden_size).normal_(0, 0.02, generator=_dice())
+        eagle.know(ids.to(build.device), StoredWeight.from_tensor(values), build)
+        return
+    modules = FAMILIES.load(served.architecture).names[served.format].modules
+    place = "embedding" if served.tie_embeddings else "head"
+    names = [f"{name}.weight" for name, its in modules.items() if its == place]
+    for beginning in names:
+        for name, tensor in tensors_of(served, is_mapped, transforms, beginning):
+            if name == beginning and isinstance(tensor, StoredWeight):
+                eagle.know(ids.to(build.device), tensor.rows(ids), build)
+                return
+    raise ModelError(f"the checkpoint of the served model has none of {', '.join(names)}")
+
+
+def _dice() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
 
 
 def _own(

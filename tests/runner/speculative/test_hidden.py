@@ -16,8 +16,9 @@ from banyan.config.eagle import card_of_the_eagle
 from banyan.config.schema import ModelConfig, SpeculativeConfig
 from banyan.layers.build import Build
 from banyan.messages.plan import SAMPLE, Row
+from banyan.models.eagle import EagleLM
 from banyan.models.weights.ahead import load_ahead
-from banyan.models.weights.eagle import load_eagle
+from banyan.models.weights.eagle import load_eagle, narrow_the_head
 from banyan.models.weights.loader import load_model
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
@@ -45,7 +46,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def runner_of(folder: Path, is_recorded: bool) -> ModelRunner:
+def runner_of(folder: Path, is_recorded: bool, tokens: tuple[int, ...] = ()) -> ModelRunner:
     card = read_card(str(folder))
     toolkit = open_toolkit("cpu", 1, {}) if is_recorded else NO_TOOLKIT
 
@@ -73,6 +74,9 @@ def runner_of(folder: Path, is_recorded: bool) -> ModelRunner:
         draft = card_of_the_eagle(asked, ModelConfig(source, path=source), card)
         mine = build_of(draft)
         ahead = load_eagle(draft, model, mine, PAGE)
+        if tokens:
+            assert isinstance(ahead, EagleLM)
+            narrow_the_head(ahead, card, tokens, mine)
     else:
         ahead = load_ahead(card, model, build, PAGE)
     runner = ModelRunner(
@@ -238,3 +242,17 @@ def test_eagle3_with_the_head_of_the_model_and_other_names_drafts_as_its_rule_sa
     assert drafted_loop(runner_of(tmp_path, True), prompt, 3, NEW) == plain_loop(
         plain, prompt, 3, NEW
     )
+
+
+@pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}], ids=["head", "tied"])
+def test_with_a_token_map_no_other_token_is_drafted(tmp_path, more: dict):
+    plain = tiny_eagle("mistral", tmp_path, tmp_path / EAGLE, **more)
+    known = torch.arange(97)[torch.arange(97) % 6 > 0]
+    plain.forbidden = torch.arange(97)[torch.arange(97) % 6 == 0]
+    runner, refused = runner_of(tmp_path, True, tuple(known.tolist())), 0
+    for seed in range(3):
+        prompt = prompt_of(20, seed)
+        right, steps = plain_loop(plain, prompt, 3, NEW)
+        assert drafted_loop(runner, prompt, 3, NEW) == (right, steps)
+        refused += bool(set(right) & set(plain.forbidden.tolist()))
+    assert refused
