@@ -16,6 +16,7 @@ from banyan.base.log import logger
 from banyan.base.table import Table
 from banyan.ops import reference
 from banyan.ops.api import OP_NAMES, PACKED_OPS, TYPED_OPS, Ops, Recorder
+from banyan.ops.rounded_inputs import STATIC
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 log = logger(__name__)
@@ -136,6 +137,8 @@ class Choice:
     declined: tuple[tuple[str, str], ...]
     """(kernel, reason) of the candidates before it."""
     pages: str = PLAIN_PAGES
+    rounds: bool = False
+    """It computes on activations of fewer bits."""
 
 
 KernelTable = Mapping[str, list[str]]
@@ -208,6 +211,11 @@ class BoundOps:
         """The plain reference serves this op; that of attention and of experts asks the device for
         numbers."""
         return any((c.label, c.kernel) == (op, REFERENCE) for c in self.choices)
+
+    @property
+    def rounds_as_asked(self) -> bool:
+        """Products round activations to 8 bits where a checkpoint asks for it."""
+        return any(c.rounds for c in self.choices if c.label == f"linear[{STATIC}]")
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} is bound: kernels are chosen once")
@@ -342,7 +350,9 @@ def _choose(
         kernel: Kernel = getattr(import_module(module), attribute)
         reason = kernel.declines(spec)
         if reason is None:
-            choice = Choice(spec.label, name, tuple(declined), kernel.pages)
+            choice = Choice(
+                spec.label, name, tuple(declined), kernel.pages, kernel.rounds_activations
+            )
             return choice, kernel.function(spec.toolkit)
         declined.append((name, reason))
     if forced not in ("", REFERENCE) and not spec.weight_type:

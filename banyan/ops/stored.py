@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from banyan.base.errors import ModelError
-from banyan.ops import blocks, grids
+from banyan.ops import blocks, grids, rounded_inputs
 from banyan.ops.blocks import BLOCK, SUPER_BLOCK
 
 
@@ -66,6 +66,10 @@ STORAGE_TYPES = {
     "IQ1_M": StorageType(SUPER_BLOCK, 56, grids.iq1_m),
     "TQ1_0": StorageType(SUPER_BLOCK, 54, grids.tq1_0),
     "TQ2_0": StorageType(SUPER_BLOCK, 66, grids.tq2_0),
+    **{
+        name: StorageType(BLOCK, size, rounded_inputs.unpack)
+        for name, size in rounded_inputs.SIZES.items()
+    },
 }
 
 

@@ -45,7 +45,9 @@ def open_driver() -> Driver:
         )
     else:
         _open_real()
-    return Driver(torch.get_device_module("npu"), wishes.is_checked)
+    npu = torch.get_device_module("npu")
+    npu.config.allow_internal_format = True  # weights may have the device's fractal form
+    return Driver(npu, wishes.is_checked)
 
 
 def _open_real() -> None:

@@ -88,6 +88,7 @@ def _surface(npu: EmulatedNpu) -> ModuleType:
         "get_device_properties": lambda device=None: SimpleNamespace(
             name=npu.soc.device_name, total_memory=core.limit_bytes(_index(core, device))
         ),
+        "config": SimpleNamespace(allow_internal_format=False),
         "set_compile_mode": lambda jit_compile: None,
         "synchronize": lambda device=None: torch.accelerator.synchronize(_index(core, device)),
         "Stream": lambda device=None: torch.Stream(torch.device("npu", _index(core, device))),

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from banyan.ops.npu import contracts
 from banyan.ops.npu.contracts import BAND, MASK_SIZE, require
-from tests.emulation import expert_operators
+from tests.emulation import expert_operators, quant_operators
 
 _FIA = "npu_fused_infer_attention_score"
 _ENDLESS = (1 << 31) - 1
@@ -67,6 +67,7 @@ SCHEMAS = {
     "int? dequant_scale_key_dtype=None, int? dequant_scale_value_dtype=None, "
     "int? dequant_scale_key_rope_dtype=None, int? out_dtype=None) -> (Tensor, Tensor)",
     **expert_operators.SCHEMAS,
+    **quant_operators.SCHEMAS,
 }
 
 
@@ -75,11 +76,13 @@ def register(core: ModuleType) -> torch.library.Library:
     """Define the operators and what they do; they last as long as what is returned."""
     library = torch.library.Library("npu", "DEF")
     computing = Computing(core)
-    experts = expert_operators.Experts(core)
+    others = {
+        **dict.fromkeys(expert_operators.SCHEMAS, expert_operators.Experts(core)),
+        **dict.fromkeys(quant_operators.SCHEMAS, quant_operators.Products(core)),
+    }
     for name, schema in SCHEMAS.items():
         library.define(name + schema)
-        owner = experts if name in expert_operators.SCHEMAS else computing
-        library.impl(name, getattr(owner, name), "PrivateUse1")
+        library.impl(name, getattr(others.get(name, computing), name), "PrivateUse1")
     return library
 
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from banyan.base.errors import ModelError
+from banyan.ops.rounded_inputs import SIZES, Rounding
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight, stack
 
+STORAGE_TYPES = {name: type for name, type in STORAGE_TYPES.items() if name not in SIZES}
 BLOCKS = [name for name, storage in STORAGE_TYPES.items() if not storage.is_float]
 ADVERSARIAL = (0x00, 0x7F, 0x80, 0xFF, 0x55, 0xAA, 0x0F, 0xF0)
 """Bytes whose repetition makes largest and smallest values, infinities, NaNs and lone bits."""
@@ -151,3 +153,18 @@ def test_bytes_that_do_not_fit_the_shape_are_refused(type_name, shape, size_byte
 def test_an_unknown_type_is_refused_with_the_known_ones():
     with pytest.raises(ModelError, match="Q8_K.*Q4_K"):
         StoredWeight.from_bytes("Q8_K", (1, 256), torch.zeros(292, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_weights_with_rounded_activations_come_back_after_cuts_and_stacks(name):
+    numbers = torch.randint(-127, 128, (8, 96), dtype=torch.int8)
+    factors = [torch.rand(8) for _ in range(3 if name == "W8A8" else 1)]
+    weight = StoredWeight(name, (8, 96), Rounding(numbers, *factors).raw)
+
+    found = Rounding.of(stack([weight.cut(1, 32, 96), weight.cut(1, 32, 96).cut(0, 0, 2)]))
+
+    assert torch.equal(weight.dense, numbers.float() * factors[0].unsqueeze(1))
+    assert torch.equal(found.numbers, torch.cat([numbers, numbers[:2]])[:, 32:])
+    each = (found.scale, found.unit, found.offset)
+    for part, factor in zip(each, factors, strict=False):
+        assert part is not None and torch.equal(part, torch.cat([factor, factor[:2]]))

@@ -32,6 +32,7 @@ from banyan.models.weights.names import Place, by_expert, is_ignored, place_of
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import Stored, restored
 from banyan.models.weights.reader import read_tensors, tensor_types
+from banyan.ops.bind import BoundOps
 from banyan.ops.stored import RawTensor, StoredWeight
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
@@ -81,7 +82,8 @@ def load_model(
     if load_format == "dummy":
         fill_dummy(model, build, seed)
     else:
-        tensors = tensors_of(card, is_mapped, transforms)
+        rounds = isinstance(build.ops, BoundOps) and build.ops.rounds_as_asked
+        tensors = tensors_of(card, is_mapped, transforms, rounds=rounds)
         filling = Filling(model, family.names[card.format])
         filling.run(tensors)
         if build.device.type == "cpu" and build.ops.recorder is not None:
@@ -95,11 +97,13 @@ def tensors_of(
     is_mapped: bool = True,
     transforms: Sequence[Transform] = (),
     beginning: str = "",
+    rounds: bool = False,
 ) -> Iterator[tuple[str, Stored]]:
     """The tensors of a checkpoint as models take them: whole weights under their names.
 
     Args:
         beginning: of the names of those that are wanted.
+        rounds: the device rounds activations to 8 bits where the checkpoint asks for it.
 
     Raises:
         ModelError: unreadable files.
@@ -108,7 +112,7 @@ def tensors_of(
     if beginning:
         tensors = ((name, tensor) for name, tensor in tensors if name.startswith(beginning))
     if card.quant is not None:
-        method = open_method(card.quant, card.path)
+        method = open_method(card.quant, card.path, rounds)
         tensors = restored(tensors, tensor_types(card), method, card.quant.method)
     elif card.latent is not None and card.format == "gguf":
         tensors = with_whole_expansions(tensors)

@@ -14,6 +14,7 @@ KERNELS = {
     "write_latent": [f"{_HERE}.latents:write_latent"],
     "latent_attention": [f"{_HERE}.latents:latent_attention"],
     "experts": [f"{_HERE}.experts:experts"],
+    "linear": [f"{_HERE}.quantised:linear_kernel"],
     **{op: [f"{_HERE}.rows:{op}"] for op in _ROWS},
 }
 

@@ -60,6 +60,7 @@ def cases() -> Iterator[Case]:
             yield from _attention(dtype, dim, f"{kind}, heads of {dim}")
         yield from _latents(dtype, kind)
         yield from _experts(dtype, kind)
+    yield from products()
     yield _rotary()
 
 
@@ -322,4 +323,66 @@ def _experts(dtype: torch.dtype, kind: str) -> Iterator[Case]:
         lambda ops, place: [ops.token_unpermute(place(rows), place(places), place(shares))],
         together,
         _SLACK[dtype],
+    )
+
+
+def products() -> Iterator[Case]:
+    """Of 8-bit weights and activations rounded to 8 bits."""
+    for dtype in (torch.bfloat16, torch.float16):
+        yield from _products(dtype, str(dtype).removeprefix("torch."))
+
+
+def _products(dtype: torch.dtype, kind: str) -> Iterator[Case]:
+    x, scale = _random(5, 64, dtype=dtype), _random(32, dtype=torch.float32).abs() / 64
+    generator = torch.Generator().manual_seed(1)
+    numbers, columns = (
+        torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+        for shape in ((5, 64), (64, 32))
+    )
+    units, bias = x.float().abs().amax(-1) / 127, torch.arange(-16, 16, dtype=torch.int32) * 99
+    inverse, offset = torch.tensor([32.0], dtype=dtype), torch.tensor([3.0], dtype=dtype)
+    total = numbers.int() @ columns.int()
+
+    def rounded(ops: Operators, place: Place) -> list[Tensor]:
+        found, each = ops.dynamic_quant(place(x))
+        return [found.float() * each.unsqueeze(1), each]
+
+    def by_token(ops: Operators, place: Place) -> list[Tensor]:
+        columns_there = ops.cast_fractal(place(columns))
+        given = (place(numbers), columns_there, place(scale), dtype, place(units))
+        return [ops.quant_matmul(*given)]
+
+    def measured(ops: Operators, place: Place) -> list[Tensor]:
+        given = (place(numbers), place(columns), place(scale), dtype, None, place(bias))
+        return [ops.quant_matmul(*given)]
+
+    # A number may be rounded to its neighbour.
+    yield Case("npu_dynamic_quant", kind, rounded, lambda: [x.float(), units], 2e-2)
+    yield Case(
+        "npu_quantize",
+        kind,
+        lambda ops, place: [ops.quantize(place(x), place(inverse), place(offset)).float() / 32],
+        lambda: [(x.float() * 32 + 3).round().clamp(-128, 127) / 32],
+        4e-2,
+    )
+    yield Case(
+        "npu_quant_matmul",
+        f"a unit of each token, {kind}",
+        by_token,
+        lambda: [total.float() * scale * units.unsqueeze(1)],
+        _SLACK[dtype],
+    )
+    yield Case(
+        "npu_quant_matmul",
+        f"with a bias, {kind}",
+        measured,
+        lambda: [(total + bias).float() * scale],
+        _SLACK[dtype],
+    )
+    yield Case(
+        "npu_format_cast",
+        kind,
+        lambda ops, place: [ops.cast_fractal(place(columns))],
+        lambda: [columns],
+        0.0,
     )

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banyan.ops.npu import contracts, expert_contracts
+from banyan.ops.npu import contracts, expert_contracts, quant_contracts
 from banyan.ops.npu.contracts import ALL, BAND, CAUSAL, MASK_SIZE
+from banyan.ops.npu.quant_contracts import COLUMN_STEP, ROW_STEP
 
+_FRACTAL = 29
+"""The number of the form NZ."""
 _NEWER_NAMES = {
     "actual_seq_lengths": "actual_seq_qlen",
     "actual_seq_lengths_kv": "actual_seq_kvlen",
@@ -169,6 +172,43 @@ class Operators:
         if self._is_checked:
             expert_contracts.token_unpermute(rows, places, weights)
         return self._npu.npu_moe_token_unpermute(rows, places, probs=weights)
+
+    def dynamic_quant(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x: [tokens, dim]; returns int8 numbers of its shape, and the unit of each token, fp32."""
+        if self._is_checked:
+            quant_contracts.dynamic_quant(x)
+        return self._npu.npu_dynamic_quant(x)
+
+    def quantize(self, x: Tensor, inverse: Tensor, offset: Tensor) -> Tensor:
+        """x · inverse + offset as int8. x: [tokens, dim]; inverse, offset: [1]."""
+        if self._is_checked:
+            quant_contracts.quantize(x, inverse, offset)
+        return self._npu.npu_quantize(x, inverse, offset, torch.qint8, -1, False)
+
+    def cast_fractal(self, columns: Tensor) -> Tensor:
+        """In the form that products read best; as it is where its sizes do not allow that.
+        columns: [in, out] int8."""
+        if columns.shape[0] % ROW_STEP or columns.shape[1] % COLUMN_STEP:
+            return columns
+        if self._is_checked:
+            quant_contracts.format_cast(columns)
+        return self._npu.npu_format_cast(columns, _FRACTAL)
+
+    def quant_matmul(
+        self,
+        x: Tensor,
+        columns: Tensor,
+        scale: Tensor,
+        dtype: torch.dtype,
+        pertoken_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """(x · columns + bias) · scale · pertoken_scale. x: [tokens, in] int8; columns: [in, out]
+        int8; scale: [out] fp32; pertoken_scale: [tokens] fp32; bias: [out] int32."""
+        if self._is_checked:
+            quant_contracts.quant_matmul(x, columns, scale, dtype, pertoken_scale, bias)
+        given = {"pertoken_scale": pertoken_scale, "bias": bias, "output_dtype": dtype}
+        return self._npu.npu_quant_matmul(x, columns, scale, **given)
 
     def _attend(
         self,

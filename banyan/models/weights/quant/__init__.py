@@ -25,6 +25,8 @@ class Form:
 
 
 _HERE = "banyan.models.weights.quant"
+_ROUNDED = {"w8a8_int8": "int8", "modelslim": "modelslim"}
+"""Forms that ask for rounded activations -> where they are read."""
 FORMS = {
     "fp8": Form(
         f"{_HERE}.fp8:open_fp8",
@@ -89,10 +91,21 @@ QUANT_METHODS: Table[OpenMethod] = Table(
 )
 
 
-def open_method(quant: QuantFacts, where: str) -> QuantMethod:
+ROUNDING: Table[OpenMethod] = Table(
+    "quantization with rounded activations",
+    {name: f"{_HERE}.{file}:open_rounding" for name, file in _ROUNDED.items()},
+)
+
+
+def open_method(quant: QuantFacts, where: str, rounds: bool = False) -> QuantMethod:
     """The method of a checkpoint; ConfigError when its name is unknown, ModelError when a setting
-    is not served."""
-    opened = QUANT_METHODS.load(quant.method)
+    is not served.
+
+    Args:
+        rounds: the device rounds activations to 8 bits where a checkpoint asks for it.
+    """
+    table = ROUNDING if rounds and quant.method in _ROUNDED else QUANT_METHODS
+    opened = table.load(quant.method)
     return opened(Facts(json.loads(quant.settings), f"{where}, quantization_config"))
 
 

@@ -21,7 +21,8 @@ from banyan.base.errors import ModelError
 from banyan.base.log import printable
 from banyan.config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, INTEGERS, Parts, Restored, numbers_of
-from banyan.models.weights.quant.int8 import by_output
+from banyan.models.weights.quant.int8 import by_output, rounded
+from banyan.ops.rounded_inputs import BLOCK, SIZES, STATIC
 from banyan.ops.stored import StoredWeight
 
 SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W8A16")
@@ -37,10 +38,12 @@ class ModelSlim:
     """
     Attributes:
         schemes: module -> a name of SCHEMES.
+        keeps_rounding: activations are rounded as it asks, so what that needs is kept.
     """
 
     schemes: Mapping[str, str]
     remark: str
+    keeps_rounding: bool = False
 
     def part_of(self, name: str, type: str) -> tuple[str, str] | None:
         stem, _, last = name.rpartition(".")
@@ -48,11 +51,23 @@ class ModelSlim:
 
     def restore(self, stem: str, parts: Parts) -> Restored:
         found = by_output(parts)
+        if self.keeps_rounding:
+            found = self._with_rounding(stem, parts, found)
         if "bias" in parts:
             return replace(found, bias=StoredWeight.from_tensor(numbers_of(parts, "bias", FLOATS)))
         if self.schemes[stem] != "W8A8":
             return found
         return replace(found, bias=_folded_bias(parts))
+
+    def _with_rounding(self, stem: str, parts: Parts, found: Restored) -> Restored:
+        scheme, inputs = self.schemes[stem], found.weight.shape[1]
+        if scheme not in SIZES or inputs % BLOCK:
+            return found
+        units = list[Tensor]()
+        if scheme == STATIC:
+            units.append(numbers_of(parts, "input_scale", FLOATS, (1,)))
+            units.append(numbers_of(parts, "input_offset", (*FLOATS, *INTEGERS), (1,)))
+        return rounded(parts, scheme, units)
 
 
 def _folded_bias(parts: Parts) -> StoredWeight | None:
@@ -67,6 +82,11 @@ def _folded_bias(parts: Parts) -> StoredWeight | None:
         return None
     scale: Tensor = numbers_of(parts, "weight_scale", FLOATS).double().flatten()
     return StoredWeight.from_tensor((units * unit * scale).float())
+
+
+def open_rounding(facts: Facts) -> ModelSlim:
+    """Where activations are rounded as the checkpoint asks."""
+    return replace(open_modelslim(facts), remark="", keeps_rounding=True)
 
 
 def open_modelslim(facts: Facts) -> ModelSlim:

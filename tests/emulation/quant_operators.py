@@ -1,0 +1,100 @@
+"""What the NPU's operators of 8-bit products compute, and what they refuse.
+
+The fractal form is a permutation inside of the device that no other operator shows: here it is a
+plain copy.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from banyan.ops.npu import quant_contracts
+from banyan.ops.npu.contracts import require
+
+SCHEMAS = {
+    "npu_dynamic_quant": "(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, "
+    "int? dst_type=None, str quant_mode='pertoken', float dst_type_max=0.0) -> (Tensor, Tensor)",
+    "npu_quantize": "(Tensor input, Tensor scales, Tensor? zero_points, int dtype, int axis=1, "
+    "bool div_mode=True) -> Tensor",
+    "npu_format_cast": "(Tensor input, int acl_format, *, int? customize_dtype=None, "
+    "int? input_dtype=None) -> Tensor",
+    "npu_quant_matmul": "(Tensor x1, Tensor x2, Tensor scale, *, Tensor? offset=None, "
+    "Tensor? pertoken_scale=None, Tensor? bias=None, int? output_dtype=None, int? x1_dtype=None, "
+    "int? x2_dtype=None, int? pertoken_scale_dtype=None, int? scale_dtype=None, "
+    "int[]? group_sizes=None, Tensor? y_scale=None) -> Tensor",
+}
+_FRACTAL, _QINT8 = 29, 12
+_DTYPES = {5: torch.float16, 15: torch.bfloat16}
+
+
+class Products:
+    """The operators by their names."""
+
+    def __init__(self, core: ModuleType) -> None:
+        self._host: Callable[[Tensor], Tensor] = core.host_alias
+        self._device: Callable[[Tensor, int], Tensor] = core.device_alias
+
+    def npu_dynamic_quant(self, x: Tensor, **given: object) -> tuple[Tensor, Tensor]:
+        name = "npu_dynamic_quant"
+        quant_contracts.dynamic_quant(x)
+        require(not given, name, f"{', '.join(given)} are not served here")
+        wide = self._host(x).float()
+        units = wide.abs().amax(-1).clamp(min=1e-12) / 127
+        numbers = (wide / units.unsqueeze(-1)).round().clamp(-128, 127).to(torch.int8)
+        return self._device(numbers, x.device.index), self._device(units, x.device.index)
+
+    def npu_quantize(
+        self,
+        x: Tensor,
+        scales: Tensor,
+        zero_points: Tensor | None,
+        dtype: int,
+        axis: int = 1,
+        div_mode: bool = True,
+    ) -> Tensor:
+        name = "npu_quantize"
+        require(zero_points is not None, name, "zero_points must be given")
+        assert zero_points is not None
+        require(
+            (dtype, axis, div_mode) == (_QINT8, -1, False),
+            name,
+            f"dtype qint8, axis -1 and div_mode False are served here, not {dtype}, {axis} and "
+            f"{div_mode}",
+        )
+        quant_contracts.quantize(x, scales, zero_points)
+        wide = self._host(x).float() * self._host(scales).float() + self._host(zero_points).float()
+        return self._device(wide.round().clamp(-128, 127).to(torch.int8), x.device.index)
+
+    def npu_format_cast(self, x: Tensor, acl_format: int, **given: object) -> Tensor:
+        name = "npu_format_cast"
+        require(acl_format == _FRACTAL, name, f"form {acl_format} is not served here")
+        quant_contracts.format_cast(x)
+        allowed = torch.get_device_module("npu").config.allow_internal_format
+        require(allowed, name, "torch.npu.config.allow_internal_format must be set")
+        return self._device(self._host(x).clone(), x.device.index)
+
+    def npu_quant_matmul(
+        self,
+        x1: Tensor,
+        x2: Tensor,
+        scale: Tensor,
+        *,
+        pertoken_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+        output_dtype: int | None = None,
+        **given: object,
+    ) -> Tensor:
+        name = "npu_quant_matmul"
+        unused = [key for key, value in given.items() if value is not None]
+        require(not unused, name, f"{', '.join(unused)} are not served here")
+        dtype = _DTYPES.get(output_dtype or 0, torch.int8)
+        quant_contracts.quant_matmul(x1, x2, scale, dtype, pertoken_scale, bias)
+        total = self._host(x1).int() @ self._host(x2).int()  # exact: below 2**31 up to 65535 inputs
+        if bias is not None:
+            total = total + self._host(bias)
+        out = total.float() * self._host(scale)
+        if pertoken_scale is not None:
+            out = out * self._host(pertoken_scale).unsqueeze(1)
+        return self._device(out.to(dtype), x1.device.index)

@@ -1,0 +1,174 @@
+"""Checkpoints of 8-bit weights and activations on the emulated NPU, by its 8-bit products."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from banyan.ops.npu.contracts import ContractError
+from banyan.ops.npu.needs import NpuToolkit
+from banyan.ops.npu.operators import Operators
+from banyan.ops.npu.quantised import RoundedLinear, linear_kernel
+from banyan.ops.rounded_inputs import Rounding
+from banyan.ops.stored import StoredWeight
+from tests.emulation.test_families import start
+from tests.models.families import rewrite_config
+from tests.models.quantised import FORMS, Form, description, modelslim
+from tests.models.test_quant import rewrite_weights
+from tests.system.checkpoint import LAYERS, write_tiny_model
+
+UNIT, OFFSET = 0.0625, 3.0
+HALF = torch.bfloat16
+
+
+def static(weight):
+    """Inputs of up to eight to either side."""
+    parts, meant = modelslim(weight)
+    folded = -OFFSET * parts["weight"].int().sum(1)
+    return {
+        **parts,
+        "input_scale": torch.tensor([UNIT]),
+        "input_offset": torch.tensor([OFFSET]),
+        "quant_bias": folded.int(),
+        "deq_scale": UNIT * parts["weight_scale"].flatten(),
+    }, meant
+
+
+MADE = {
+    "modelslim, static": Form(static, None, "W8A8", description("W8A8")),
+    "modelslim, dynamic": FORMS["modelslim, dynamic"],
+    "w8a8_int8": next(form for name, form in FORMS.items() if name.startswith("w8a8_int8")),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("plain") / "model")
+
+
+def scores(model: Path, device: str, **flags: object) -> np.ndarray:
+    """Of two prompts' tokens, and of what follows them."""
+    ids = [[(7 * i * i + n) % 200 + 2 for i in range(n)] for n in (60, 33)]
+    params = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    with start(model, device, **{"dtype": "bfloat16", "cuda_graph_bs": [1, 2]} | flags) as engine:
+        asked = {"return_logprob": True, "logprob_start_len": 0}
+        found = engine.generate(input_ids=ids, sampling_params=params, **asked)
+    return np.array([p[0] for f in found for p in f["meta_info"]["input_token_logprobs"][1:]])
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("modelslim, static", {}),
+        ("modelslim, dynamic", {"quantization": "w8a8_int8"}),
+        ("w8a8_int8", {}),
+    ],
+)
+def test_a_checkpoint_is_multiplied_in_8_bits(
+    npu, plain: Path, tmp_path: Path, monkeypatch, name: str, flags: dict
+) -> None:
+    quantised, meant = tmp_path / "quantised", tmp_path / "meant"
+    for copy in (quantised, meant):
+        shutil.copytree(plain, copy)
+    weights = rewrite_weights(quantised, MADE[name])
+    if MADE[name].settings is not None:
+        rewrite_config(quantised, quantization_config=MADE[name].settings)
+    save_file(load_file(meant / "model.safetensors") | weights, meant / "model.safetensors")
+    cast, multiplied = list[tuple[int, ...]](), set[tuple[int, ...]]()
+    fractal, multiply = Operators.cast_fractal, Operators.quant_matmul
+
+    def casting(operators: Operators, columns: torch.Tensor) -> torch.Tensor:
+        cast.append(tuple(columns.shape))
+        return fractal(operators, columns)
+
+    def multiplying(operators: Operators, x: torch.Tensor, columns, *given, **named):
+        multiplied.add(tuple(columns.shape))
+        return multiply(operators, x, columns, *given, **named)
+
+    monkeypatch.setattr(Operators, "cast_fractal", casting)
+    monkeypatch.setattr(Operators, "quant_matmul", multiplying)
+    exact = scores(meant, "cpu", dtype="float32", cpu_activations="fp32")
+    found = scores(quantised, "npu", **flags)
+    assert np.abs(found - exact).mean() < 0.05 * exact.std()
+    assert len(cast) == 4 * LAYERS and multiplied == set(cast)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("units", [(), (0.125, 3.0)], ids=["dynamic", "static"])
+def test_a_product_is_that_of_the_scheme(npu, on, dtype, units):
+    generator = torch.Generator().manual_seed(3)
+    numbers = torch.randint(-127, 128, (48, 64), generator=generator, dtype=torch.int8)
+    x = torch.randn(5, 64, generator=generator).to(dtype)
+    scale = torch.rand(48, generator=generator) / 100
+    factors = [torch.full((48,), unit) for unit in units]
+    operators = Operators(is_checked=True)
+    found = Rounding(numbers, scale, *factors)
+    product = RoundedLinear(operators, found, dtype, torch.device("npu"))(on(x)).cpu()
+
+    unit, offset = units or (x.float().abs().amax(-1, keepdim=True) / 127, 0.0)
+    rounded = (x.float() / unit + offset).round().clamp(-128, 127) - offset
+    wanted = (rounded.double() * unit) @ (numbers.double() * scale.unsqueeze(1)).t()
+    assert torch.equal(product, wanted.to(dtype)) or torch.allclose(
+        product.float(), wanted.float(), rtol=2**-7, atol=1e-3
+    )
+
+
+def test_parts_with_units_of_their_own_are_multiplied_as_floats(npu, on):
+    numbers = torch.ones(4, 32, dtype=torch.int8)
+    units = torch.tensor([0.1, 0.1, 0.2, 0.2])
+    raw = Rounding(numbers, torch.ones(4), units, torch.zeros(4)).raw
+    pack = linear_kernel.function(NpuToolkit(Operators(is_checked=True)))
+    product = pack(StoredWeight("W8A8", (4, 32), raw), HALF, torch.device("npu"))
+    x = torch.full((2, 32), 1.03125, dtype=HALF)
+    assert product(on(x)).cpu().tolist() == [[33.0] * 4] * 2
+
+
+X, COLUMNS = torch.ones(3, 64, dtype=torch.int8), torch.ones(64, 32, dtype=torch.int8)
+SCALE = torch.ones(32)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"x": X.to(HALF)}, "x1 must be torch.int8"),
+        ({"x": X[:, :32].contiguous()}, r"x1 must be \[tokens, in\] and x2 \[in, out\]"),
+        ({"scale": SCALE.to(HALF)}, "scale must be torch.float32"),
+        ({"scale": SCALE[:31]}, r"scale must be \[1\] or \[32\]"),
+        ({"dtype": torch.float32}, "output_dtype must be one of"),
+        ({"pertoken_scale": torch.ones(2)}, r"pertoken_scale must be \[3\]"),
+        ({"bias": torch.ones(32)}, "bias must be torch.int32"),
+        ({"bias": torch.ones(31, dtype=torch.int32)}, r"bias must be \[32\]"),
+        ({"columns": COLUMNS.t().contiguous().t()}, "x2 must be contiguous"),
+    ],
+)
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_products_that_are_refused(npu, on, changed, why, is_checked):
+    given = {"x": X, "columns": COLUMNS, "scale": SCALE, "dtype": HALF} | changed
+    there = {key: on(value) if torch.is_tensor(value) else value for key, value in given.items()}
+    with pytest.raises(ContractError, match=why):
+        Operators(is_checked).quant_matmul(**there)
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_roundings_and_forms_that_are_refused(npu, on, is_checked):
+    operators, x = Operators(is_checked), torch.ones(2, 64)
+    with pytest.raises(ContractError, match="input must be torch.bfloat16"):
+        operators.dynamic_quant(on(x))
+    with pytest.raises(ContractError, match="2 dimensions or more"):
+        operators.dynamic_quant(on(x[0].to(HALF)))
+    with pytest.raises(ContractError, match="scales must be torch.bfloat16"):
+        operators.quantize(on(x.to(HALF)), on(torch.ones(1)), on(torch.ones(1)))
+    one = on(torch.ones(1, dtype=HALF))
+    with pytest.raises(ContractError, match=r"must be \[1\] or \[64\], one is \[2\]"):
+        operators.quantize(on(x.to(HALF)), on(torch.ones(2, dtype=HALF)), one)
+    cast = torch.ops.npu.npu_format_cast
+    with pytest.raises(ContractError, match="multiples of 16 and 32, they are 64 and 40"):
+        cast(on(torch.ones(64, 40, dtype=torch.int8)), 29)
+    monkey = torch.get_device_module("npu").config
+    before, monkey.allow_internal_format = monkey.allow_internal_format, False
+    with pytest.raises(ContractError, match="allow_internal_format must be set"):
+        cast(on(COLUMNS), 29)
+    monkey.allow_internal_format = before
