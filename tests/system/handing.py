@@ -126,7 +126,7 @@ def servers(
     ):
         pair = Servers(one, two, port)
         yield pair
-        pair.pool.shutdown()
+        pair.pool.shutdown(wait=False, cancel_futures=True)  # what waits ends with its server
 
 
 class Proxy:

@@ -126,8 +126,8 @@ def test_codes_for_another_number_of_pages_end_the_room(
     """A hostile server that knows the secret."""
     giver, taker, _ = sides
 
-    async def write_all(carrier, channel, room, wants) -> None:
-        await giver.mover._next(channel, wire.MAX_GRANT)
+    async def write_all(carrier, channel, room, wants, heard) -> None:
+        await giver.mover._next(channel, heard, wire.GRANT)
         await channel.send(wire.SENT, wire.pack(wire.Sent([bytes(16)] * 3)))
 
     monkeypatch.setattr(giver.mover, "_write_all", write_all)

@@ -54,7 +54,7 @@ class Side:
     """A mover and what it has told."""
 
     def __init__(self, kind: type, port: int, **changed: object) -> None:
-        self.pages, self.told = Pages(), []
+        self.pages, self.told, self.port = Pages(), [], port
         self._bell = threading.Semaphore(0)
         given = {
             "is_giver": kind is GivingRooms,
@@ -69,15 +69,15 @@ class Side:
         options = RoomOptions(**{**given, **changed})
         self.mover = kind(self.pages, options, self._bell.release)
 
-    def hear(self, kind: type) -> object:
+    def hear(self, kind: type, wait_s: float = WAIT_S) -> object:
         """The next of this kind that it tells."""
-        until = time.monotonic() + WAIT_S
+        until = time.monotonic() + wait_s
         while time.monotonic() < until:
             for end in self.told:
                 if isinstance(end, kind):
                     self.told.remove(end)
                     return end
-            self._bell.acquire(timeout=1)
+            self._bell.acquire(timeout=0.1)
             self.told += self.mover.ended()
         raise AssertionError(f"no {kind.__name__}, but {self.told}")
 
@@ -296,3 +296,35 @@ def test_a_page_has_its_own_place() -> None:
     place = peer_page(ROOM, 70_000, 3)
     assert isinstance(place, PageAt) and place.tier == "peer"
     assert peer_page(ROOM, 70_000, 2) != place != peer_page(ROOM, 3, 70)
+
+
+def test_a_server_that_takes_and_says_nothing_more_loses_its_room(sides, monkeypatch) -> None:
+    """It is stopped, or what it sends goes nowhere: the pages do not wait for it."""
+    monkeypatch.setattr(wire, "SILENCE_S", 0.5)
+    giver, _ = sides()
+    give(giver, [4])
+
+    async def seek_and_wait() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", giver.port)
+        channel = await wire.greet(reader, writer, wire.master_of("a secret"), is_giver=False)
+        await channel.send(wire.SEEK, wire.pack(wire.Seek(ROOM, DIGEST)))
+        with pytest.raises((OSError, EOFError)):
+            await channel.receive(dict.fromkeys((wire.FOUND, wire.GONE), 1 << 16), WAIT_S)
+            await channel.receive({}, WAIT_S)
+
+    asyncio.run(seek_and_wait())
+    assert giver.hear(RoomClosed).room == ROOM
+
+
+def test_a_server_that_takes_says_that_it_lives_while_it_waits_for_room(sides, monkeypatch) -> None:
+    monkeypatch.setattr(wire, "PING_S", 0.05)
+    monkeypatch.setattr(wire, "SILENCE_S", 0.5)
+    giver, taker = sides()
+    give(giver, [4])
+    seek(taker, 1)
+    assert taker.hear(RoomFound).room == ROOM
+    with pytest.raises(AssertionError, match="no RoomClosed"):
+        giver.hear(RoomClosed, 1.5)  # thrice the silence
+    take(taker, [0])
+    assert taker.hear(HandOff).room == ROOM
+    assert giver.hear(RoomClosed).room == ROOM

@@ -29,6 +29,8 @@ from banyan.transfer.rooms.carrier import Carrier, Landing, code_of, write_besid
 
 log = logger(__name__)
 T = TypeVar("T")
+_Heard = asyncio.Queue[tuple[int, bytes]]
+"""Frames of the server that takes."""
 
 _MOST_CONNECTIONS = 1024
 _REMEMBERED = 4096
@@ -232,9 +234,17 @@ class GivingRooms:
     async def _hand_over(self, channel: wire.Channel, room: _Room) -> None:
         facts = wire.Found(room.units, self._options.facts)
         await channel.send(wire.FOUND, wire.pack(facts))
-        wants = wire.unpack_wants(await self._next(channel, wire.MAX_WANT))
+        heard: _Heard = asyncio.Queue(1)
+        listening = self._thread.run(_listen(channel, heard))
+        try:
+            await self._give(channel, room, heard)
+        finally:
+            listening.cancel()
+
+    async def _give(self, channel: wire.Channel, room: _Room, heard: _Heard) -> None:
+        wants = wire.unpack_wants(await self._next(channel, heard, wire.WANT))
         if self._carrier is not None:
-            await self._write_all(self._carrier, channel, room, wants)
+            await self._write_all(self._carrier, channel, room, wants, heard)
         else:
             for want in wants:
                 page = await self._computed(channel, room, want)
@@ -246,7 +256,7 @@ class GivingRooms:
             await self._news(channel, room.changed)
             room.changed.clear()
         await channel.send(wire.HANDOFF, wire.pack(room.handoff))
-        await channel.receive({wire.DONE: 0}, wire.SILENCE_S)
+        await self._next(channel, heard, wire.DONE)
 
     async def _computed(
         self, channel: wire.Channel, room: _Room, want: tuple[int, int, int]
@@ -263,11 +273,12 @@ class GivingRooms:
         channel: wire.Channel,
         room: _Room,
         wants: list[tuple[int, int, int]],
+        heard: _Heard,
     ) -> None:
         """Write what is wanted where it is wanted, in grants of one page or more."""
         at = 0
         while at < len(wants):
-            grant = wire.unpack(await self._next(channel, wire.MAX_GRANT), wire.Grant)
+            grant = wire.unpack(await self._next(channel, heard, wire.GRANT), wire.Grant)
             some = wants[at : at + len(grant.offsets)]
             if not grant.offsets or len(some) < len(grant.offsets):
                 raise wire.Broken(f"a grant of {len(grant.offsets)} pages")
@@ -306,13 +317,16 @@ class GivingRooms:
             return False
         return True
 
-    async def _next(self, channel: wire.Channel, most: dict[int, int]) -> bytes:
+    async def _next(self, channel: wire.Channel, heard: _Heard, kind: int) -> bytes:
         """What is wanted next; said when there is room for it."""
-        coming = asyncio.ensure_future(channel.receive(most, self._options.lease_s))
+        coming = asyncio.ensure_future(heard.get())
         try:
-            return (await self._meanwhile(channel, coming))[1]
+            said, body = await self._meanwhile(channel, coming)
         finally:
             coming.cancel()
+        if said != kind:
+            raise wire.Broken(f"a frame of kind {said} in the place of one of kind {kind}")
+        return body
 
     async def _meanwhile(self, channel: wire.Channel, coming: "asyncio.Future[T]") -> T:
         """Wait, and say meanwhile that this server lives."""
@@ -333,3 +347,13 @@ class GivingRooms:
             await channel.send(wire.PING)
         if channel.reader.at_eof():
             raise EOFError("the server that takes has gone")
+
+
+async def _listen(channel: wire.Channel, heard: _Heard) -> None:
+    """Take in what the other side says, and end the connection when it says nothing any more."""
+    try:
+        while True:
+            await heard.put(await channel.receive(wire.MAX_HEARD, wire.SILENCE_S))
+    except (OSError, EOFError, wire.Broken, wire.Corrupt) as error:
+        log.debug("a connection about a room is over: %s", str(error) or type(error).__name__)
+        channel.abort()

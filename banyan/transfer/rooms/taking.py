@@ -133,8 +133,10 @@ class TakingRooms:
         """All of one room."""
         where = f"the prefill server {printable(order.peer, 80)}"
         writers: list[asyncio.StreamWriter] = []
+        sign: asyncio.Task[None] | None = None
         try:
             channel = await self._find(order, where, writers)
+            sign = self._thread.run(channel.say_often())
             self._out.tell(RoomFound(order.room))
             await sought.ready.wait()
             await self._take(order, channel, sought, where)
@@ -149,6 +151,8 @@ class TakingRooms:
             self._out.tell(RoomLost(order.room, 503, text))
         finally:
             del self._sought[order.room]
+            if sign is not None:
+                sign.cancel()
             for writer in writers:
                 writer.close()
             if sought.copies:

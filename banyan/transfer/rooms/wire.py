@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import os
 import struct
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b, scrypt
 from typing import TypeVar
@@ -22,11 +23,11 @@ from banyan.messages.plan import ROOM_BYTES
 from banyan.messages.rooms import HandOff
 from banyan.transfer.rooms.carrier import Landing
 
-GREETING = b"banyan rooms 1\n"
+GREETING = b"banyan rooms 2\n"
 SEEK, WANT, DONE, PING, FOUND, PAGE, ABSENT, HANDOFF, GONE, GRANT, SENT, ELSEWHERE = range(1, 13)
 """Kinds of frames: SEEK, WANT, DONE and GRANT come from the server that takes."""
 PING_S = 1.0
-"""A server that gives says at least so often that it lives."""
+"""Either side says at least so often that it lives, once the greeting is over."""
 SILENCE_S = 5.0
 """One that is not heard of for so long is taken for dead."""
 GREETING_S = 5.0
@@ -134,6 +135,13 @@ class Channel:
             if kind != PING:
                 return kind, body
 
+    async def say_often(self) -> None:
+        """Say again and again that this side lives, until it is cancelled or the other has gone."""
+        with suppress(OSError):
+            while True:
+                await self.send(PING)
+                await asyncio.sleep(PING_S)
+
     def abort(self) -> None:
         """End the connection at once, whatever waits to be sent."""
         self.writer.transport.abort()
@@ -227,4 +235,5 @@ MAX_FOUND = {FOUND: _MAX_WORDS_BYTES, ELSEWHERE: _MAX_WORDS_BYTES}
 MAX_GONE = {GONE: _MAX_WORDS_BYTES}
 MAX_WANT = {WANT: 1 << 23}
 MAX_GRANT = {GRANT: _MAX_WORDS_BYTES}
+MAX_HEARD = {**MAX_WANT, **MAX_GRANT, DONE: 0}
 MAX_SENT = {SENT: _MAX_WORDS_BYTES}
