@@ -82,6 +82,7 @@ class Served:
             *(replace(self.card, path=""), digest_of_files(files)),
             *(model.revision, model.load_format, model.implementation),
             *(sorted(model.overrides.items()), model.loader_functions, model.context_length),
+            *(model.hooks, model.dump_input if model.injects else ""),
             *(model.quantization, model.torchao),
         )
 

@@ -18,6 +18,7 @@ from banyan.base.system import check_system
 from banyan.config import resolve
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
+from banyan.config.hooks import hook_specs
 from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config
 from banyan.frontend.answers.parser_choice import NONE
@@ -123,6 +124,8 @@ def check_names(config: Config) -> None:
     fill_in_form(server.completion_template)
     for name in config.model.loader_functions:
         _check_function("--custom-weight-loader", name)
+    for spec in hook_specs(config.model.hooks):
+        _check_function("--forward-hooks", spec.factory)
     if config.observe.sigquit_handler:
         _check_function("--custom-sigquit-handler", config.observe.sigquit_handler)
     check_preferred(server)

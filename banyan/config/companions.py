@@ -171,6 +171,8 @@ def without_a_server(config: Config) -> Iterator[str]:
         yield "--enable-metrics has no effect: figures are told at /metrics, and no server runs"
     if config.observe.dumps:
         yield "--crash-dump-folder has no effect: a server writes there, and none runs"
+    if config.model.dump_input and not config.model.injects:
+        yield "--debug-tensor-dump-input-file has no effect: a server's warm-up runs it"
     if config.observe.sigquit_handler:
         yield "--custom-sigquit-handler has no effect: a server hears it, and none runs"
     if config.observe.recorder_bytes != Config().observe.recorder_bytes:

@@ -39,6 +39,9 @@ def draft_of(config: Config) -> ModelConfig:
         is_embedding=False,
         overrides={},
         loader_functions=(),
+        hooks=(),
+        dump_folder="",
+        injects=False,
         deletes=0,
     )
 

@@ -9,6 +9,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.card import WINDOW, ModelCard
 from banyan.config.env import Environment
+from banyan.config.hooks import see_the_layers
 from banyan.config.kv_scales import check_kv_scales
 from banyan.config.schema import Config
 
@@ -109,4 +110,5 @@ EXECUTION_RULES = (
     rank_what_is_cached,
     choose_the_attention,
     keep_tokens_apart,
+    see_the_layers,
 )

@@ -41,6 +41,16 @@ class ModelConfig:
     """Facts in the place of the checkpoint's, under its own keys."""
     loader_functions: tuple[str, ...] = ()
     """"module:function" each; they change what the checkpoint holds before the model takes it."""
+    hooks: tuple[str, ...] = ()
+    """JSON each (config/hooks.py): functions that see what layers make, and may change it."""
+    dump_folder: str = ""
+    """Gets the tensors of each forward pass; "" = nothing is dumped."""
+    dump_layers: tuple[int, ...] = ()
+    """Of which layers; () = all."""
+    dump_input: str = ""
+    """safetensors file with the prompt that the warm-up runs; "" = its own."""
+    injects: bool = False
+    """Inputs of layers come from that file too, in a pass of its tokens."""
     disable_mmap: bool = False
     """Read files of weights into memory instead of mapping them."""
     deletes: int = 0
@@ -65,6 +75,11 @@ class ModelConfig:
     def rounds(self) -> bool:
         """Whether float weights become integers at load, whose kernels may round activations."""
         return bool(self.quantization) or self.torchao.startswith("int")
+
+    @property
+    def is_watched(self) -> bool:
+        """Something comes between its layers."""
+        return bool(self.hooks or self.dump_folder or self.injects)
 
 
 @dataclass(frozen=True)

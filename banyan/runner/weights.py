@@ -70,6 +70,10 @@ def load_weights(config: ModelConfig, card: ModelCard, build: Build) -> Model:
         )
     if build.adapters is not None:
         open_projections(model, build.adapters, build.ops)
+    if config.is_watched:
+        from banyan.runner.hooks import watch_layers
+
+        watch_layers(model, config, build.groups.everyone.rank)
     return model
 
 

@@ -1,7 +1,7 @@
 """Flags of the model: what is served, where it comes from and in which form."""
 
 from banyan.base.named_code import PATTERN
-from banyan.config.flags.flag import INT, JSON, SWITCH, WORDS, Elsewhere, Flag
+from banyan.config.flags.flag import INT, INTS, JSON, SWITCH, WORDS, Elsewhere, Flag
 from banyan.config.quantized import spellings
 from banyan.config.torchao import TORCHAO_NAMES
 
@@ -84,6 +84,42 @@ FLAGS = (
         pattern=PATTERN,
         shown="MODULE:FUNCTION …",
         proof="tests/system/test_flag_effects.py::test_functions_and_ways_to_read_reach_the_loader",
+    ),
+    Flag(
+        "forward-hooks",
+        "model.hooks",
+        "JSON: functions of your own that see what layers make, and may change it (docs/hooks.md)",
+        kind=WORDS,
+        pattern=r"[\[{][\s\S]*",
+        shown="JSON …",
+        proof="tests/system/test_hooks.py::test_a_hook_sees_and_changes_what_a_layer_makes",
+    ),
+    Flag(
+        "debug-tensor-dump-output-folder",
+        "model.dump_folder",
+        "write what layers get and make in each forward pass into safetensors files there",
+        proof="tests/system/test_hooks.py::test_each_pass_is_dumped_with_the_layers_that_were_chosen",
+    ),
+    Flag(
+        "debug-tensor-dump-layers",
+        "model.dump_layers",
+        "of which layers; default: all",
+        kind=INTS,
+        low=0,
+        proof="tests/system/test_hooks.py::test_each_pass_is_dumped_with_the_layers_that_were_chosen",
+    ),
+    Flag(
+        "debug-tensor-dump-input-file",
+        "model.dump_input",
+        "safetensors file with the ids of a prompt (tokens) that the warm-up runs first",
+        proof="tests/system/test_hooks.py::test_the_warm_up_runs_the_prompt_of_the_file",
+    ),
+    Flag(
+        "debug-tensor-dump-inject",
+        "model.injects",
+        "inputs of layers come from that file too, in a pass of its tokens",
+        kind=SWITCH,
+        proof="tests/system/test_hooks.py::test_inputs_of_layers_come_from_the_file",
     ),
     Flag(
         "weight-loader-disable-mmap",

@@ -3,8 +3,10 @@
 A warm-up asks the engine for something that costs more the first time.
 """
 
+from banyan.base.errors import ConfigError
 from banyan.base.ids import RequestId
 from banyan.base.log import logger
+from banyan.config.hooks import read_prompt
 from banyan.config.schema import Config
 from banyan.frontend.requests.generation import TextRequest, collect
 from banyan.messages.constraint import REGEX, Constraint
@@ -18,11 +20,25 @@ log = logger(__name__)
 
 async def warm_up(service: Service, config: Config) -> None:
     """Run what was chosen; RequestError when one of them fails."""
+    if config.model.dump_input:
+        await _run_the_file(service, config)
     if not config.server.skip_warmup:
         await generate_one(service)
     for name in named_warmups(config):
         await WARMUPS.load(name)(service, config)
         log.info("warm-up done name=%s", name)
+
+
+async def _run_the_file(service: Service, config: Config) -> None:
+    """The prompt of --debug-tensor-dump-input-file, in one step and before all others, so that
+    nothing of it is cached."""
+    prompt, chunk = read_prompt(config.model.dump_input), config.schedule.chunk_tokens
+    if 0 < chunk < len(prompt):
+        raise ConfigError(
+            f"--debug-tensor-dump-input-file has {len(prompt)} tokens, and a step takes {chunk}",
+            hint="raise --chunked-prefill-size",
+        )
+    await _ask(service, prompt)
 
 
 async def fill_a_step(service: Service, config: Config) -> None:
