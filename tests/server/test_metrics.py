@@ -5,6 +5,7 @@ from contextlib import aclosing
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from banyan.base.errors import ConfigError, RequestError
@@ -17,6 +18,7 @@ from banyan.frontend.link.meter import Metered
 from banyan.frontend.requests.generation import Finish, TextChunk, TextRequest, Usage
 from banyan.messages.events import Stats
 from banyan.messages.sampling import SamplingParams
+from banyan.server.admin.histogram import QuickHistogram
 from banyan.server.admin.metrics import open_metrics
 from tests.server.fakes import READY, Site
 
@@ -234,3 +236,19 @@ def sized(found):
 def test_a_rule_that_is_none_is_refused(rule) -> None:
     with pytest.raises(ConfigError, match="no rule"):
         bounds_of(rule.split())
+
+
+def test_times_between_tokens_are_counted_as_the_library_counts() -> None:
+    bounds, told = (0.5, 3.0, float("inf")), [(0.5, 1), (0.25, 2), (3.5, 1), (0.75, 3)]
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    quick = QuickHistogram("gaps", "about", ("who",), bounds)
+    ours.register(quick)
+    whole = Histogram("gaps", "about", ("who",), registry=theirs, buckets=bounds)
+    for value, count in told:
+        quick.labels("me").observe(value, count)
+        for _ in range(count):
+            whole.labels("me").observe(value)
+    shown = [
+        line for line in generate_latest(theirs).decode().splitlines() if "created" not in line
+    ]
+    assert generate_latest(ours).decode().splitlines() == shown

@@ -24,6 +24,7 @@ from banyan.config.schema import Config, ObserveConfig
 from banyan.frontend.link.client import Replica
 from banyan.frontend.link.meter import CLOSED, Course
 from banyan.messages.events import accept_length
+from banyan.server.admin.histogram import QuickHistogram
 from banyan.server.admin.metric_labels import CustomLabels
 
 Replicas = Callable[[], list[Replica]]
@@ -64,7 +65,8 @@ class PrometheusMetrics:
         self._series.first_tokens(seconds)
 
     def next_tokens(self, seconds: float, count: int) -> None:
-        self._series.next_tokens(seconds, count)
+        series = self._plain if self._labels is None else self._series
+        series.next_tokens(seconds, count)
 
     def ended(self, course: Course) -> None:
         self._series.ended(course)
@@ -89,9 +91,11 @@ class _Families:
         self.ttft = self._histogram(
             "time_to_first_token_seconds", "Time to first token", observe.ttft_buckets or _WAITS
         )
-        self.itl = self._histogram(
-            "inter_token_latency_seconds", "Time between tokens", observe.itl_buckets or _GAPS
+        bounds = sorted({*(observe.itl_buckets or _GAPS), math.inf})
+        self.itl = QuickHistogram(
+            *("sglang:inter_token_latency_seconds", "Time between tokens", self._labels, bounds)
         )
+        registry.register(self.itl)
         self.e2e = self._histogram(
             "e2e_request_latency_seconds", "Time of whole requests", observe.e2e_buckets or _WHOLE
         )
@@ -135,9 +139,9 @@ class _Series:
     """The figures of requests with the same labels. Implements Meter."""
 
     def __init__(self, families: _Families, values: Sequence[str]) -> None:
-        self._ttft, self._itl, self._e2e, self._queue = (
-            each.labels(*values)
-            for each in (families.ttft, families.itl, families.e2e, families.queue)
+        self._itl = families.itl.labels(*values)
+        self._ttft, self._e2e, self._queue = (
+            each.labels(*values) for each in (families.ttft, families.e2e, families.queue)
         )
         self._requests, self._aborted, self._structured = (
             each.labels(*values)
@@ -157,8 +161,7 @@ class _Series:
         self._ttft.observe(seconds)
 
     def next_tokens(self, seconds: float, count: int) -> None:
-        for _ in range(count):
-            self._itl.observe(seconds / count)
+        self._itl.observe(seconds / count, count)
 
     def ended(self, course: Course) -> None:
         self._requests.inc()
