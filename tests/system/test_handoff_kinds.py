@@ -70,7 +70,7 @@ def test_all_kinds_of_caches_and_weights_are_handed_over(kind: str, tiny_model: 
         check(pair, single)
 
 
-FAMILIES = ("qwen3 next", "lfm2", "bamba")
+FAMILIES = ("qwen3 next", "lfm2", "bamba", "falcon h1", "jamba", "nemotron h")
 
 
 @pytest.mark.parametrize("family", FAMILIES if ALL else FAMILIES[:1])
@@ -98,12 +98,16 @@ def test_states_are_handed_over_with_the_pages(family: str, tmp_path: Path) -> N
         assert computed(pair.decode) - before < 301 - 256 + 16, "the prompt came, with its state"
 
 
+ALGORITHMS = ("NEXTN", "EAGLE", "EAGLE3", "STANDALONE")
+VARIANTS = {"NEXTN": "deepseek v3", "EAGLE": "mistral", "EAGLE3": "qwen3"}
+
+
 def computed(engine: Engine) -> int:
     (state,) = engine.get_server_info()["internal_states"]
     return state["stats"]["computed_tokens"]
 
 
-@pytest.mark.parametrize("algorithm", ("NEXTN", "EAGLE", "STANDALONE") if ALL else ("NEXTN",))
+@pytest.mark.parametrize("algorithm", ALGORITHMS if ALL else ("NEXTN",))
 def test_what_a_draft_model_keeps_is_handed_over(
     algorithm: str, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -113,16 +117,16 @@ def test_what_a_draft_model_keeps_is_handed_over(
     if algorithm == "STANDALONE":
         flags["speculative_draft_model_path"] = str(like(tiny_model, tmp_path / "draft", 0.1))
     else:
-        variant = "mistral" if algorithm == "EAGLE" else "deepseek v3"
-        model = with_words(variant, tmp_path / "model", tiny_model)
-    if algorithm == "EAGLE":
+        model = with_words(VARIANTS[algorithm], tmp_path / "model", tiny_model)
+    if algorithm in ("EAGLE", "EAGLE3"):
         flags["speculative_draft_model_path"] = str(model / "eagle")
     one = {"disable_overlap_schedule": True}  # how many drafts a row brings is known then
     with (
         Engine(str(model), **FLAGS, **flags, **one) as single,
         engines(model, {**flags, "chunked_prefill_size": 64}, {**flags, **one}) as pair,
     ):
-        for params in ({**GREEDY, "max_new_tokens": 40}, SEEDED):
+        seen = 0
+        for params in ({**GREEDY, "max_new_tokens": 120}, SEEDED):
             for prompt in (REPEATING, PROMPT):
                 body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
                 found, right = pair.ask(**body), single.generate(**body)
@@ -130,7 +134,8 @@ def test_what_a_draft_model_keeps_is_handed_over(
                 # The row of the prompt's last tokens, which one server has not, brings no drafts.
                 assert correct(found) >= correct(right) - DRAFTS
                 assert pair.ask(**body)["output_ids"] == right["output_ids"]
-            assert params is SEEDED or correct(right) > 2 * DRAFTS
+                seen += correct(right)
+        assert seen > 2 * DRAFTS
         wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all back")
 
 
