@@ -29,6 +29,7 @@ from banyan.parallel.groups import open_groups
 from banyan.platform import open_platform
 from banyan.platform.base import Memory, Platform, Traits
 from banyan.runner.adapters import open_seats
+from banyan.runner.expert_places import open_expert_map
 from banyan.runner.expert_record import open_expert_watch
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.open_forward import RunnerSizes
@@ -139,7 +140,8 @@ def open_model(
     )
     seats = open_seats(config.lora, traits, is_rounded)
     watch = open_expert_watch(config.experts, rank, traits, ops.recorder)
-    build = Build(ops, groups, dtype, device, units, seats, watch)
+    places = open_expert_map(config, card, groups, traits)
+    build = Build(ops, groups, dtype, device, units, seats, watch, places)
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
             f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
@@ -176,7 +178,7 @@ def _open_draft(
     card = served if is_ahead else card_of_the_draft(config.speculative, model, served)
     ops = _bind(config, card, traits, build.device, toolkit)
     # Drafts are guesses, and the same for all adapters.
-    mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None)
+    mine = replace(build, ops=ops, kv_units=(), adapters=None, watch=None, places=None)
     if is_ahead:
         log.info("draft layer=%d", card.num_layers)
         ahead = load_the_ahead(model, card, target, mine, config.cache.page_size)

@@ -45,6 +45,7 @@ from banyan.messages.orders import (
     DropAdapter,
     ForgetDrafts,
     Order,
+    PlaceExperts,
     ReadWeight,
     RecordExperts,
     ReleaseMemory,
@@ -68,6 +69,8 @@ from banyan.opening import (
 )
 from banyan.ops.bind import PROBES
 from banyan.runner.adapters import AdapterRack, open_rack
+from banyan.runner.expert_balancer import open_balancer
+from banyan.runner.expert_mover import ExpertMover
 from banyan.runner.expert_record import open_expert_record, prepare_nothing, refuse_to_record
 from banyan.runner.kvstore import KVStore
 from banyan.runner.meter import OpMeter
@@ -124,6 +127,7 @@ def run_engine(
         kernels, is_async = opened.kernels, opened.platform.traits.async_launch
         marks = Marks("engine")
         obeying = _with_orders(config, card, opened, runner, [marks], rack)
+        balancer = open_balancer(config, card, opened.build, wake.ring)
         del opened  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
         launcher: Launcher = Threaded(obeying, wake.ring, is_async)
@@ -155,6 +159,7 @@ def run_engine(
             publisher=_publisher(config, core, cleanup),
             crashes_on_nan=config.schedule.crashes_on_nan,
             hurry=_hurry_of(runner, config.schedule.burst),
+            balancer=balancer,
         )
         ranks.watch(loop.fail)
         started(loop)
@@ -244,6 +249,8 @@ def _with_orders(
     carriers[RecordExperts] = prepare_nothing if record is None else record.prepare
     if not config.experts.recorder:
         carriers[RecordExperts] = refuse_to_record
+    if opened.build.places is not None:
+        carriers[PlaceExperts] = ExpertMover(opened.build, lambda: runner.model).prepare
     if runner.drafting is not None:
         carriers[ForgetDrafts] = runner.drafting.prepare_flush
     if rack is not None:

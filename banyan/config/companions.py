@@ -152,6 +152,12 @@ _RULES = (
         lambda c: not c.experts.recorder,
         "nothing is recorded without --expert-distribution-recorder-mode",
     ),
+    _Idle(
+        "eplb-algorithm eplb-rebalance-num-iterations eplb-rebalance-layers-per-chunk "
+        "eplb-min-rebalancing-utilization-threshold",
+        lambda c: not c.experts.balances,
+        "experts do not move without --enable-eplb",
+    ),
     _Idle("install-model", lambda c: not c.model.source.startswith("pypi:"), "no pypi: is named"),
 )
 

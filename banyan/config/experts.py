@@ -1,25 +1,111 @@
-"""Rules about what is recorded of models of experts. Part of `config/resolve.py`."""
+"""Rules about models of experts: what is recorded of them, and where they lie. Part of
+`config/resolve.py`."""
 
 import os
+from collections.abc import Iterator
 
 from banyan.base.errors import ConfigError
-from banyan.config.card import ModelCard
+from banyan.base.log import logger, printable
+from banyan.config.card import ExpertFacts, ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
 
+log = logger(__name__)
+
 _MODE = "--expert-distribution-recorder-mode"
+_COPIES, _LOCATION = "--ep-num-redundant-experts", "--init-expert-location"
+_DISPATCH = "--ep-dispatch-algorithm"
+_BALANCE = "--enable-eplb"
+TRIVIAL = "trivial"
 
 
 def check_the_expert_flags(config: Config, card: ModelCard, environment: Environment) -> Config:
     if config.experts.recorder:
-        _check_the_recorder(config, card)
+        _check_the_watch(config, card, _MODE)
+    if config.experts.balances:
+        _check_the_watch(config, card, _BALANCE)
+        _check_the_balance(config)
+        groups_and_nodes(config, card.experts or ExpertFacts(1, 1, 1))
+    for flag in _placing(config):
+        _check_the_places(config, card, flag)
     return config
 
 
-def _check_the_recorder(config: Config, card: ModelCard) -> None:
+def are_placed(config: Config) -> bool:
+    """Whether experts may lie elsewhere than in their order."""
+    return config.parallel.ep > 1 and any(_placing(config))
+
+
+def _placing(config: Config) -> Iterator[str]:
+    """The flags that ask for it, as they were given."""
+    experts = config.experts
+    if experts.redundant:
+        yield f"{_COPIES} {experts.redundant}"
+    if experts.location != TRIVIAL:
+        yield _LOCATION
+    if experts.dispatch:
+        yield f"{_DISPATCH} {experts.dispatch}"
+    if experts.balances:
+        yield _BALANCE
+
+
+def _check_the_places(config: Config, card: ModelCard, flag: str) -> None:
+    facts, experts, ep = card.experts, config.experts, config.parallel.ep
+    if facts is None:
+        raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
+    if ep == 1:
+        raise ConfigError(
+            f"{flag}: one rank has all experts, or each has a cut of every one",
+            hint="give --expert-parallel-size as large as --tensor-parallel-size, or leave it out",
+        )
+    if experts.redundant % ep:
+        raise ConfigError(
+            f"{_COPIES} {experts.redundant}: {ep} ranks cannot share {facts.count} experts and so "
+            "many copies evenly",
+            hint=f"choose a multiple of {ep}",
+        )
+    if config.parallel.nodes > 1 and experts.location != TRIVIAL:
+        raise ConfigError(
+            f"{_LOCATION} and --nnodes do not go together", hint="start all ranks on one machine"
+        )
+    if experts.dispatch == "fake":
+        _check_the_fake(config, facts)
+    _check_the_location(experts.location)
+
+
+def _check_the_fake(config: Config, facts: ExpertFacts) -> None:
+    if config.parallel.is_joined:
+        raise ConfigError(
+            f"{_DISPATCH} fake and --enable-dp-attention do not go together",
+            hint="use --data-parallel-size alone",
+        )
+    log.warning(
+        "%s fake: tokens go through other experts of the %d than they chose, so that answers are "
+        "not the model's",
+        *(_DISPATCH, facts.count),
+    )
+
+
+def _check_the_location(location: str) -> None:
+    if location == TRIVIAL or location.lstrip().startswith("{"):
+        return
+    shown = printable(repr(location), 200)
+    if location.endswith((".pt", ".pth", ".pkl", ".bin")):
+        raise ConfigError(
+            f"{_LOCATION} {shown}: pickled files may run anything and are never opened",
+            hint="write the map, or the counts, as JSON",
+        )
+    if not location.endswith((".json", ".safetensors")) or not os.path.isfile(location):
+        raise ConfigError(
+            f"{_LOCATION} {shown} is neither trivial nor JSON nor a file .json or .safetensors",
+            hint='as {"physical_to_logical_map": [[0, 1, …], …]}, or a dump of the recorder',
+        )
+
+
+def _check_the_watch(config: Config, card: ModelCard, flag: str) -> None:
     """Refuse what choices cannot be recorded beside, by name."""
     if card.experts is None:
-        raise ConfigError(f"{_MODE}: this model has no experts", hint="leave it out")
+        raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
     for is_there, other, hint in (
         (
             config.model.implementation == "transformers",
@@ -31,7 +117,7 @@ def _check_the_recorder(config: Config, card: ModelCard) -> None:
         (config.schedule.burst > 1, "--num-continuous-decode-steps", "leave that at 1"),
     ):
         if is_there:
-            raise ConfigError(f"{_MODE} and {other} do not go together", hint=hint)
+            raise ConfigError(f"{flag} and {other} do not go together", hint=hint)
     folder = config.experts.folder
     if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
         raise ConfigError(
@@ -39,3 +125,31 @@ def _check_the_recorder(config: Config, card: ModelCard) -> None:
             "written",
             hint="name another one",
         )
+
+
+def _check_the_balance(config: Config) -> None:
+    if config.parallel.nodes > 1:
+        raise ConfigError(
+            f"{_BALANCE} and --nnodes do not go together", hint="start all ranks on one machine"
+        )
+    if config.experts.dispatch == "fake":
+        raise ConfigError(
+            f"{_BALANCE} and {_DISPATCH} fake do not go together: those choices are even already",
+            hint="use static or dynamic",
+        )
+
+
+def groups_and_nodes(config: Config, facts: ExpertFacts) -> tuple[int, int]:
+    """Groups of experts that stay together on one of so many memory nodes; 1, 1 = none do."""
+    nodes = len(dict.fromkeys(config.device.numa_nodes))
+    if config.experts.algorithm == "deepseek" or nodes < 2:
+        return 1, 1
+    if facts.groups % nodes == 0 and config.parallel.ep % nodes == 0:
+        return facts.groups, nodes
+    if config.experts.algorithm == "auto":
+        return 1, 1
+    raise ConfigError(
+        f"--eplb-algorithm deepseek_hierarchical: {facts.groups} groups of experts and "
+        f"{config.parallel.ep} ranks cannot be shared by {nodes} memory nodes",
+        hint="use auto",
+    )

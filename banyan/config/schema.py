@@ -352,6 +352,23 @@ class ExpertsConfig:
     """A line in the log of how evenly the experts are chosen."""
     folder: str = ""
     """Where dumps go; "" = that of temporary files."""
+    redundant: int = 0
+    """Places of a layer beyond one for each expert, for copies."""
+    location: str = "trivial"
+    """Where experts lie at the start: "trivial", JSON, or a file."""
+    dispatch: str = ""
+    """Which copy of an expert a token goes to; "" = "static"."""
+    balances: bool = False
+    """Experts move while the engine runs, so that ranks have equal loads."""
+    algorithm: str = "auto"
+    """"deepseek" balances over all ranks, "deepseek_hierarchical" keeps groups of experts on one
+    memory node; "auto" = that where groups and nodes allow it."""
+    iterations: int = 1000
+    """Passes from one balance to the next."""
+    chunk_layers: int = 0
+    """Layers whose experts move between two steps; 0 = all."""
+    threshold: float = 1.0
+    """Nothing is moved while ranks are busier than this share of the busiest, on average."""
 
 
 @dataclass(frozen=True)

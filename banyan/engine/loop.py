@@ -27,8 +27,9 @@ from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import OtherRanks, Watchdog
 from banyan.memory.news import Removed, Stored
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Stats
+from banyan.messages.orders import Order
 from banyan.messages.plan import NOT_FINITE, CopyResult, Held, Lookup, Mask, StepPlan, StepResult
-from banyan.messages.requests import Control, Message
+from banyan.messages.requests import NO_CALL, Control, GiveOrders, Message
 from banyan.messages.rooms import RoomNews, RoomOrder
 
 log = logger(__name__)
@@ -60,6 +61,12 @@ class StoreMover(Protocol):
     def obey(self, orders: list[RoomOrder]) -> None: ...
     def ended(self) -> list[CopyResult | Held | RoomNews]: ...
     def close(self) -> None: ...
+
+
+class Balancer(Protocol):
+    """Says what moves between steps; it rings the loop's wake (runner/expert_balancer.py)."""
+
+    def due(self) -> list[Order]: ...
 
 
 class Wake:
@@ -105,6 +112,7 @@ class EngineLoop:
         step_clock: by which the core agrees with the replicas that it shares batches with; they
             end together.
         crashes_on_nan: a row whose logits are not finite ends the engine, not its request alone.
+        balancer: gives orders of its own; None where nobody does.
     """
 
     def __init__(
@@ -127,6 +135,7 @@ class EngineLoop:
         publisher: Publisher | None = None,
         hurry: Callable[[StepId], None] | None = None,
         crashes_on_nan: bool = False,
+        balancer: Balancer | None = None,
     ) -> None:
         self._core = core
         self._hurry = hurry
@@ -138,6 +147,7 @@ class EngineLoop:
         self._clock = clock
         self._check_ledger = check_ledger
         self._crashes_on_nan = crashes_on_nan
+        self._balancer = balancer
         self._desk = desk
         self._ranks = ranks
         stands = self._stuck_s, self._plans, self._queues
@@ -227,6 +237,8 @@ class EngineLoop:
                 self._core.receive(ended, now)
             self._mover.look(self._core.take_lookups())
             self._mover.obey(self._core.take_room_orders())
+        if self._balancer is not None and (orders := self._balancer.due()):
+            self._core.receive(GiveOrders(NO_CALL, orders), now)
         if self._publisher is not None:
             self._publisher.publish(self._core.take_news())
         self._marks.end("commit")

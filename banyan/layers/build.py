@@ -10,6 +10,7 @@ from banyan.parallel.groups import ALONE, Groups
 
 if TYPE_CHECKING:
     from banyan.layers.adapted import AdapterSeats
+    from banyan.layers.expert_map import ExpertMap
     from banyan.layers.expert_watch import ExpertWatch
 
 
@@ -23,6 +24,7 @@ class Build:
         kv_units: by layer, what its keys and values are kept in units of; () = 1 for all.
         adapters: what may lie beside the projections; None = nothing ever does.
         watch: told of the experts that tokens choose; None = nobody is.
+        places: where experts lie; None = in their order, and without copies.
     """
 
     ops: Ops
@@ -32,3 +34,4 @@ class Build:
     kv_units: tuple[float, ...] = ()
     adapters: "AdapterSeats | None" = None
     watch: "ExpertWatch | None" = None
+    places: "ExpertMap | None" = None

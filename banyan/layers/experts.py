@@ -4,7 +4,7 @@ A token adds up its experts in the order of their numbers: its value depends on 
 No token is dropped.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,7 @@ class ExpertWeights(Layer):
 
     Args:
         parts: names of what is one weight each in it, "gate" and "up", or "".
+        mine: the experts of this rank, one for each place; some may be there twice.
         rule: how the ranks of `build.groups.expert_ffn` share one expert.
         has_bias: each part has one.
         filled: called when the weights, or the biases, are here.
@@ -72,6 +73,7 @@ class ExpertWeights(Layer):
     def __init__(
         self,
         count: int,
+        mine: Sequence[int],
         shape: tuple[int, int],
         parts: tuple[str, ...],
         rule: ShardRule,
@@ -80,7 +82,7 @@ class ExpertWeights(Layer):
         filled: Callable[[], None],
     ) -> None:
         super().__init__()
-        self.mine = range(*ShardRule(0).span(count, build.groups.experts))
+        self.mine = mine
         self.count, self.shape, self.parts, self.rule = count, shape, parts, rule
         self.group = build.groups.expert_ffn
         self.has_bias, self.filled = has_bias, filled
@@ -90,7 +92,7 @@ class ExpertWeights(Layer):
         self.biases: Tensor | None = None  # [experts · parts, outputs here] fp32
 
     def slots(self) -> dict[str, WeightSlot]:
-        names = self._names(self.mine)
+        names = self._names(dict.fromkeys(self.mine))
         others = self._names(e for e in range(self.count) if e not in self.mine)
         kinds: dict[str, tuple[tuple[int, ...], ShardRule]] = {"weight": (self.shape, self.rule)}
         if self.has_bias:
@@ -109,6 +111,7 @@ class ExpertWeights(Layer):
         return [f"{part}{expert}" for expert in experts for part in self.parts]
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
+        parts = self._of_each_place(parts)
         if slot == "weight":
             self.weights = [self.rule.cut(part, self.group) for part in parts]
         else:
@@ -117,6 +120,11 @@ class ExpertWeights(Layer):
             if self.rule.dim == 1 and self.group.rank:  # partial sums: it is added once
                 self.biases = torch.zeros_like(self.biases)
         self.filled()
+
+    def _of_each_place(self, parts: list[StoredWeight]) -> list[StoredWeight]:
+        there = {expert: at for at, expert in enumerate(dict.fromkeys(self.mine))}
+        n = len(self.parts)
+        return [parts[there[e] * n + k] for e in self.mine for k in range(n)]
 
     @property
     def is_filled(self) -> bool:
@@ -131,10 +139,14 @@ class Experts(nn.Module):
     """
     Args:
         activation: as for GatedMLP.
+        layer: its number in the model.
     """
 
-    def __init__(self, dim: int, facts: ExpertFacts, activation: str, build: Build) -> None:
+    def __init__(
+        self, dim: int, facts: ExpertFacts, activation: str, build: Build, layer: int = 0
+    ) -> None:
         super().__init__()
+        self.layer, self.places = layer, build.places
         if facts.is_gated:
             gate_of(activation, build.ops)
         self.activation, self.is_gated = activation, facts.is_gated
@@ -143,11 +155,15 @@ class Experts(nn.Module):
         self.clamp = Clamp(facts.limit, facts.alpha) if facts.limit else None
         parts = ("gate", "up") if facts.is_gated else ("up",)
         count, has_bias = facts.count, facts.has_bias
+        mine: Sequence[int] = range(*ShardRule(0).span(count, build.groups.experts))
+        self.first = mine[0]
+        if self.places is not None:
+            mine, self.first = self.places.mine(layer), self.places.first
         self.gate_up = ExpertWeights(
-            *(count, (inner, dim), parts, ShardRule(0), has_bias, build, filled)
+            *(count, mine, (inner, dim), parts, ShardRule(0), has_bias, build, filled)
         )
         self.down = ExpertWeights(
-            *(count, (dim, inner), ("",), ShardRule(1), has_bias, build, filled)
+            *(count, mine, (dim, inner), ("",), ShardRule(1), has_bias, build, filled)
         )
         self.groups = (build.groups.experts, build.groups.expert_ffn)
         self.packed: PackedExperts | None = None
@@ -159,12 +175,11 @@ class Experts(nn.Module):
         gate, up = tuple(gate_up[0::2]), tuple(gate_up[1::2])
         if not self.is_gated:
             gate, up = (), tuple(gate_up)
-        first = self.gate_up.mine.start
         biases, of_inner, of_outer = None, self.gate_up.biases, self.down.biases
         if of_inner is not None and of_outer is not None:
             biases = (of_inner[0::2], of_inner[1::2], of_outer)
         self.packed = self.ops.pack_experts(
-            StoredExperts(first, gate, up, tuple(down), self.activation, biases, self.clamp)
+            StoredExperts(self.first, gate, up, tuple(down), self.activation, biases, self.clamp)
         )
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -175,6 +190,22 @@ class Experts(nn.Module):
         for group in self.groups:
             out = group.reduce_rows(out)
         return out
+
+    def anywhere(self, x: Tensor, ids: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
+        """As forward, of experts that may lie anywhere, with the same bits: each pair of a token
+        and an expert comes from wherever it was computed, and all of them are added up here.
+
+        ids: of the rows of all replicas; own: ids and weights of this one's.
+        """
+        assert self.packed is not None and self.places is not None
+        places, table = self.places, self.places.tables[self.layer]
+        if places.is_fake:
+            ids = self.ops.place_experts(ids, table, "even")
+            own = (ids, own[1])
+        pairs = self.packed.apart(x, self.ops.place_experts(ids, table, places.dispatch))
+        for group in self.groups:
+            pairs = group.reduce_rows(pairs)
+        return self.ops.combine_experts(pairs, *own, places.home)
 
 
 class ExpertBlock(nn.Module):
@@ -190,7 +221,7 @@ class ExpertBlock(nn.Module):
         super().__init__()
         self.ops = build.ops
         self.router = Router(dim, facts, build, layer)
-        self.experts = Experts(facts.latent or dim, facts, activation, build)
+        self.experts = Experts(facts.latent or dim, facts, activation, build, layer)
         self.into = self.back = None
         if facts.latent:
             whole, latent = {"": ShardRule()}, facts.latent
@@ -208,7 +239,7 @@ class ExpertBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.group.gather_rows(x)
-        routed = self.experts(rows if self.into is None else self.into(rows), *self.router(rows))
+        routed = self._routed(x, rows)
         if self.back is not None:
             routed = self.back(routed)
         if self.shared is None:
@@ -217,3 +248,11 @@ class ExpertBlock(nn.Module):
         if self.shared_gate is not None:
             shared = self.ops.sigmoid_scale(shared, self.shared_gate(x))
         return self.ops.add(routed, shared)
+
+    def _routed(self, x: Tensor, rows: Tensor) -> Tensor:
+        ids, weights = self.router(rows)
+        inputs = rows if self.into is None else self.into(rows)
+        if self.experts.places is None:
+            return self.experts(inputs, ids, weights)
+        own = (ids, weights) if rows is x else self.router(x)
+        return self.experts.anywhere(inputs, ids, own)

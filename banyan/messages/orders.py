@@ -93,6 +93,15 @@ class RecordExperts(msgspec.Struct, frozen=True, array_like=True, tag="record_ex
     """In the name of the file of a dump."""
 
 
+class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_experts"):
+    """Let the experts of some layers lie elsewhere; their weights go from rank to rank. No token
+    changes by it."""
+
+    layers: list[int]
+    places: list[list[int]]
+    """The expert at each place of each of them, through all ranks."""
+
+
 Order = (
     TakeWeights
     | ReleaseMemory
@@ -104,6 +113,7 @@ Order = (
     | TakeAdapter
     | DropAdapter
     | RecordExperts
+    | PlaceExperts
 )
 
 

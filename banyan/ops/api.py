@@ -429,6 +429,8 @@ OP_NAMES = (
     "head_linear",
     "route",
     "experts",
+    "place_experts",
+    "combine_experts",
     "write_latent",
     "latent_attention",
     "choose_positions",

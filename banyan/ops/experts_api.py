@@ -23,6 +23,38 @@ class PackedExperts(Protocol):
         """
         ...
 
+    def apart(self, x: Tensor, ids: Tensor) -> Tensor:
+        """down(act(gate(x)) · up(x)) of each pair of a token and an expert, zeros where that is
+        elsewhere.
+
+        x, ids: as above, but the same number may stand for a token twice.
+        returns: [tokens, per_token · dim] T.
+        """
+        ...
+
+    def parts(self, at: int) -> list[Tensor]:
+        """What the expert at a place (counted from the first one here) consists of, as contiguous
+        tensors; alike in number, types and shapes for all of them."""
+        ...
+
+    def put(self, at: int, parts: list[Tensor]) -> None:
+        """Let another expert, of such parts, be at a place; steps run it from now on."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExpertPlaces:
+    """Where the experts of a layer lie, in memory that stays where it is; places are numbered
+    through all ranks.
+
+    Attributes:
+        slots: [experts, room] int32, the places of each, `copies` of them.
+        copies: [experts] int32.
+    """
+
+    slots: Tensor
+    copies: Tensor
+
 
 @dataclass(frozen=True)
 class Clamp:
@@ -99,6 +131,27 @@ class ExpertOps(Protocol):
         """Make the feed-forward blocks of a layer's experts ready to run.
 
         Called at load, once per layer. Quantised weights may keep their bits.
+        """
+        ...
+
+    def place_experts(self, ids: Tensor, places: ExpertPlaces, dispatch: str) -> Tensor:
+        """The place to which each pair of a token and an expert goes.
+
+        By "static" token n goes to the n-th of an expert's places, by "dynamic" the n-th pair of
+        the step that has this expert; both begin again after the last one. By "even" the result
+        are experts instead: each as often as the others, whatever `ids` says.
+
+        ids: [tokens, per_token] int64.
+        returns: [tokens, per_token] int64.
+        """
+        ...
+
+    def combine_experts(self, x: Tensor, ids: Tensor, weights: Tensor, home: int) -> Tensor:
+        """The sum over a token's experts of weight · x, in the order of their numbers within each
+        `home` of these, and then over those: as ranks add up that hold so many each.
+
+        x: [tokens, per_token · dim] T; ids: [tokens, per_token] int64; weights: as ids, fp32.
+        returns: [tokens, dim] T.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Every op in plain torch: the definition of correct. Simple and in fp32, not quick."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from banyan.ops.adapter_rows import GAIN, LOOKED_UP, RowTable
 from banyan.ops.adapters import AdapterTable, AdapterTokens
-from banyan.ops.experts_api import Clamp, PackedExperts, Routing, StoredExperts
+from banyan.ops.experts_api import Clamp, ExpertPlaces, PackedExperts, Routing, StoredExperts
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.pages import FLOAT8, to_numbers, to_stored
 from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_tokens
@@ -255,22 +255,66 @@ class DenseExperts:
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
-        for at, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            in_bias, out_bias = self.biases[at]
-            tokens, places = torch.where(ids == self.first + at)
-            if not len(tokens):
-                continue
-            inner = self._joined(functional.linear(x[tokens], gate_up, in_bias))
-            outer = functional.linear(inner, down, out_bias)
+        for tokens, places, outer in self._outputs(x, ids):
             scaled = outer * weights[tokens, places].unsqueeze(1)
             out.index_add_(0, tokens, scaled.to(out.dtype))
         return out
+
+    def apart(self, x: Tensor, ids: Tensor) -> Tensor:
+        out = x.new_zeros(*ids.shape, x.shape[1])
+        for tokens, places, outer in self._outputs(x, ids):
+            out[tokens, places] = outer
+        return out.flatten(1)
+
+    def parts(self, at: int) -> list[Tensor]:
+        biases = (bias for bias in self.biases[at] if bias is not None)
+        return [self.gate_up[at], self.down[at], *biases]
+
+    def put(self, at: int, parts: list[Tensor]) -> None:
+        self.gate_up[at], self.down[at], *biases = (part.clone() for part in parts)
+        if biases:
+            self.biases[at] = (biases[0], biases[1])
+
+    def _outputs(self, x: Tensor, ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """By expert: its tokens, which of their choices it is, and what it makes of them."""
+        for at, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            in_bias, out_bias = self.biases[at]
+            tokens, places = torch.where(ids == self.first + at)
+            if len(tokens):
+                inner = self._joined(functional.linear(x[tokens], gate_up, in_bias))
+                yield tokens, places, functional.linear(inner, down, out_bias)
 
     def _joined(self, gate_up: Tensor) -> Tensor:
         if self.clamp is None:
             return self.gate(gate_up)
         gate, up = gate_up.chunk(2, dim=-1)
         return clamped_swiglu(gate, up, self.clamp)
+
+
+def place_experts(ids: Tensor, places: ExpertPlaces, dispatch: str) -> Tensor:
+    tokens, per_token = ids.shape
+    if dispatch == "even":
+        pairs = torch.arange(ids.numel(), device=ids.device)
+        return (pairs % len(places.copies)).view_as(ids)
+    turns = torch.arange(tokens, device=ids.device).unsqueeze(1).expand(tokens, per_token)
+    if dispatch == "dynamic":
+        seen = functional.one_hot(ids.flatten(), len(places.copies)).cumsum(0) - 1
+        turns = seen.gather(1, ids.flatten().unsqueeze(1)).view_as(ids)
+    return places.slots[ids, turns % places.copies[ids]].long()
+
+
+def combine_experts(x: Tensor, ids: Tensor, weights: Tensor, home: int) -> Tensor:
+    pairs = x.unflatten(1, (ids.shape[1], -1))
+    sums: dict[int, Tensor] = {}
+    out = torch.zeros_like(pairs[:, 0])
+    for expert in sorted(set(ids.flatten().tolist())):  # sync: the reference walks the experts
+        tokens, places = torch.where(ids == expert)
+        scaled = pairs[tokens, places] * weights[tokens, places].unsqueeze(1)
+        mine = sums.setdefault(expert // home, torch.zeros_like(out))
+        mine.index_add_(0, tokens, scaled.to(out.dtype))
+    for at in sorted(sums):
+        out = out + sums[at]
+    return out
 
 
 def pack_experts(experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> PackedExperts:

@@ -36,13 +36,13 @@ def open_expert_watch(
     Raises:
         ConfigError: the device keeps them to itself.
     """
-    if not experts.recorder or rank:
+    if not (experts.recorder or experts.balances) or rank:
         return None
     if not traits.is_host:
         raise ConfigError(
-            f"--expert-distribution-recorder-mode on {traits.name}: choices of experts are "
-            "recorded on CPUs only",
-            hint="leave it out, or use --device cpu",
+            f"--expert-distribution-recorder-mode and --enable-eplb on {traits.name}: choices of "
+            "experts are counted on CPUs only",
+            hint="leave them out, or use --device cpu",
         )
     return ExpertWatch(recorder)
 
@@ -67,7 +67,7 @@ def open_expert_record(
         name: of this engine, for the names of files.
         report_every: passes from one line in the log to the next.
     """
-    if build.watch is None or card.experts is None:
+    if not experts.recorder or build.watch is None or card.experts is None:
         return None
     facts, layers = card.experts, card.num_layers
     places = ExpertLayers.of(facts, layers)

@@ -184,6 +184,7 @@ class ModelRunner:
     def take_model(self, model: Model) -> None:
         """Run `model`, of the same card, from the next step on."""
         self._platform.synchronize()
+        self.model: Model | None = model
         card = self._card
         usual = "encoder" if card.is_encoder else "reference"
         backend = self._sizes.attention or usual
@@ -200,6 +201,7 @@ class ModelRunner:
         """Let go of the model; no rows can run until another one is taken."""
         self._platform.synchronize()
         del self._forward, self._pooler
+        self.model = None
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, mask_of: MaskOf | None = None) -> PendingStep:

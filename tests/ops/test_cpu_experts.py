@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from banyan.ops import reference
-from banyan.ops.cpu.experts import Experts, make_route
+from banyan.ops.cpu.experts import Experts, make_combine, make_place, make_route
 from banyan.ops.cpu.linear import pack_linear
 from banyan.ops.cpu.rows import Rows
 from banyan.ops.cpu.weights import SOURCES, Arena
-from banyan.ops.experts_api import Clamp, Routing, StoredExperts
+from banyan.ops.experts_api import Clamp, ExpertPlaces, Routing, StoredExperts
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 from tests.ops.conftest import MACHINES, open_library
 from tests.ops.test_cpu_linear import ROUNDED, assert_close, random, stored
@@ -275,3 +275,68 @@ def test_rows_are_scaled_by_a_sigmoid_of_their_own(library, tokens):
     got = Rows(library).sigmoid_scale(x, gate)
 
     torch.testing.assert_close(got, x * gate.sigmoid(), atol=1e-6, rtol=1e-6)
+
+
+def places_of(logical: list[int], count: int) -> ExpertPlaces:
+    """Tables of experts whose places hold `logical`."""
+    found = [[at for at, expert in enumerate(logical) if expert == e] for e in range(count)]
+    room = max(map(len, found))
+    slots = torch.tensor([each + [0] * (room - len(each)) for each in found], dtype=torch.int32)
+    return ExpertPlaces(slots, torch.tensor([len(e) for e in found], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dispatch", ["static", "dynamic", "even"])
+def test_pairs_go_where_the_reference_sends_them(library, dispatch):
+    ids, _ = routed(40, 6, 3)
+    places = places_of([0, 1, 2, 3, 4, 5, 0, 0, 3], 6)
+
+    got = make_place(library)(ids, places, dispatch)
+
+    assert torch.equal(got, reference.place_experts(ids, places, dispatch))
+    if dispatch != "even":
+        assert set(got[ids == 0].tolist()) == {0, 6, 7}
+        assert torch.equal(torch.tensor([0, 1, 2, 3, 4, 5, 0, 0, 3])[got], ids)
+
+
+@pytest.mark.parametrize("name", ["F32", "Q4_0", "MXFP4"])
+@pytest.mark.parametrize("tokens", [1, 40, 133])
+@pytest.mark.parametrize("dim", [64, 96])
+def test_experts_anywhere_add_up_to_the_bits_of_experts_in_their_order(library, name, tokens, dim):
+    """Six experts of two ranks, against nine places of three ranks that hold them in any order."""
+    whole, logical = experts_of(name, 6, dim, 96), [5, 0, 3, 1, 2, 4, 0, 5, 0]
+    x = random(tokens, dim, seed=12)
+    ids, weights = routed(tokens, 6, 3)
+
+    def share(experts: list[int], first: int) -> Experts:
+        parts = [[of[e] for e in experts] for of in (whole.gate, whole.up, whole.down)]
+        stored = StoredExperts(first, *map(tuple, parts), "silu")
+        return Experts(library, Arena(), stored, False)
+
+    at_home = [share([0, 1, 2], 0)(x, ids, weights), share([3, 4, 5], 3)(x, ids, weights)]
+    want = at_home[0] + at_home[1]
+    at = make_place(library)(ids, places_of(logical, 6), "dynamic")
+    apart = [share(logical[f : f + 3], f).apart(x, at) for f in (0, 3, 6)]
+
+    got = make_combine(library)(apart[0] + apart[1] + apart[2], ids, weights, 3)
+
+    assert torch.equal(got, want)
+
+
+def test_the_reference_adds_up_experts_anywhere_alike():
+    whole, logical = experts_of("F32", 6, 32, 48), [5, 0, 3, 1, 2, 4, 0, 5, 0]
+    x = random(9, 32, seed=12)
+    ids, weights = routed(9, 6, 3)
+
+    def share(experts: list[int], first: int) -> reference.DenseExperts:
+        parts = [[of[e] for e in experts] for of in (whole.gate, whole.up, whole.down)]
+        return reference.DenseExperts(
+            StoredExperts(first, *map(tuple, parts), "silu"), torch.float32, CPU
+        )
+
+    want = share([0, 1, 2], 0)(x, ids, weights) + share([3, 4, 5], 3)(x, ids, weights)
+    at = reference.place_experts(ids, places_of(logical, 6), "static")
+    apart = sum(share(logical[f : f + 3], f).apart(x, at) for f in (0, 3, 6))
+
+    got = reference.combine_experts(apart, ids, weights, 3)
+
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)

@@ -1,6 +1,6 @@
 """Flags of models of experts: what is recorded of their choices."""
 
-from banyan.config.flags.flag import INT, SWITCH, Flag
+from banyan.config.flags.flag import FLOAT, INT, SWITCH, Elsewhere, Flag
 
 FLAGS = (
     Flag(
@@ -27,5 +27,87 @@ FLAGS = (
         "a line in the log, every --decode-log-interval passes, of how evenly experts are chosen",
         kind=SWITCH,
         proof="tests/runner/test_expert_record.py::test_a_line_says_how_evenly_experts_are_chosen",
+    ),
+    Flag(
+        "ep-num-redundant-experts",
+        "experts.redundant",
+        "with --expert-parallel-size: places of each layer for copies of its experts, a multiple "
+        "of the ranks",
+        kind=INT,
+        low=0,
+        high=65536,
+        proof="tests/runner/test_expert_places.py::test_copies_are_of_the_first_experts",
+    ),
+    Flag(
+        "init-expert-location",
+        "experts.location",
+        "which expert lies at each place at the start: trivial (in their order), or JSON or a file "
+        "(.json, or .safetensors as the recorder writes it) with physical_to_logical_map or "
+        "logical_count",
+        shown="trivial|FILE|JSON",
+        proof="tests/runner/test_expert_places.py::test_a_location_is_read_from_json_and_files",
+    ),
+    Flag(
+        "ep-dispatch-algorithm",
+        "experts.dispatch",
+        "which copy of an expert a token goes to: one by its place in the step (static), or each "
+        "in turn (dynamic); fake: other experts than those it chose, all as often, for measuring "
+        "alone; default: static",
+        choices=("static", "dynamic", "fake"),
+        proof="tests/runner/test_expert_places.py::test_the_algorithm_is_the_one_given",
+    ),
+    Flag(
+        "enable-eplb",
+        "experts.balances",
+        "with --expert-parallel-size: move experts between ranks while requests run, so that ranks "
+        "have equal loads",
+        kind=SWITCH,
+        proof="tests/runner/test_expert_balancer.py::test_experts_move_after_so_many_passes",
+    ),
+    Flag(
+        "eplb-algorithm",
+        "experts.algorithm",
+        "deepseek balances over all ranks; deepseek_hierarchical keeps each group of experts on "
+        "one memory node of --numa-node; auto: that where it can be",
+        choices=("auto", "deepseek", "deepseek_hierarchical"),
+        elsewhere=(
+            Elsewhere(
+                "deepseek_vec deepseek_vec_hierarchical",
+                "loads are summed up, and not balanced pass by pass",
+                "use auto",
+            ),
+            Elsewhere(
+                "elasticity_aware",
+                "a replica ends with the first of its ranks that dies, and is started anew",
+                "use auto",
+            ),
+        ),
+        proof="tests/runner/test_expert_balancer.py::test_the_algorithm_keeps_groups_together",
+    ),
+    Flag(
+        "eplb-rebalance-num-iterations",
+        "experts.iterations",
+        "passes whose choices are counted from one balance to the next",
+        kind=INT,
+        low=1,
+        high=10**9,
+        proof="tests/runner/test_expert_balancer.py::test_experts_move_after_so_many_passes",
+    ),
+    Flag(
+        "eplb-rebalance-layers-per-chunk",
+        "experts.chunk_layers",
+        "layers whose experts move between two steps; default: all at once",
+        kind=INT,
+        low=1,
+        proof="tests/runner/test_expert_balancer.py::test_layers_move_in_chunks_between_steps",
+    ),
+    Flag(
+        "eplb-min-rebalancing-utilization-threshold",
+        "experts.threshold",
+        "nothing is moved while the mean load of the ranks is more than this share of the largest",
+        kind=FLOAT,
+        low=0.0,
+        high=1.0,
+        proof="tests/runner/test_expert_balancer.py::test_even_loads_are_left_as_they_are",
     ),
 )

@@ -24,6 +24,8 @@ KERNELS = {
     ],
     "embedding": [f"{_HERE}.embedding:stored"],
     "route": [f"{_HERE}.experts:route"],
+    "place_experts": [f"{_HERE}.experts:place"],
+    "combine_experts": [f"{_HERE}.experts:combine"],
     "experts": [f"{_HERE}.experts:rounded", f"{_HERE}.experts:plain"],
     "head_linear": [f"{_HERE}.latent_attention:rounded", f"{_HERE}.latent_attention:plain"],
     "write_latent": [f"{_HERE}.latent_attention:write_latent"],

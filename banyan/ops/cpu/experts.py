@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.weights import Arena, PackedWeight, is_float, pack
-from banyan.ops.experts_api import Routing, StoredExperts
+from banyan.ops.experts_api import ExpertPlaces, Routing, StoredExperts
 from banyan.ops.stored import StoredWeight
 
 _CURVES = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}  # of bn_experts_in
@@ -60,6 +60,40 @@ def make_route(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
     return route
 
 
+_DISPATCHES = ("static", "dynamic", "even")  # Dispatch of csrc/experts.h
+
+
+def make_place(library: Library) -> Callable[..., Tensor]:
+    def place_experts(ids: Tensor, places: ExpertPlaces, dispatch: str) -> Tensor:
+        (tokens, per_token), (count, room) = ids.shape, places.slots.shape
+        assert ids.is_contiguous() and places.slots.is_contiguous()
+        out = library.empty(ids.shape, torch.int64)
+        library.call(
+            "bn_place_experts",
+            *(tokens, ids.data_ptr(), places.slots.data_ptr(), places.copies.data_ptr()),
+            *(out.data_ptr(), count, room, per_token, _DISPATCHES.index(dispatch)),
+        )
+        return out
+
+    return place_experts
+
+
+def make_combine(library: Library) -> Callable[..., Tensor]:
+    def combine_experts(x: Tensor, ids: Tensor, weights: Tensor, home: int) -> Tensor:
+        tokens, per_token = ids.shape
+        dim = x.shape[1] // per_token
+        assert x.is_contiguous() and ids.is_contiguous() and weights.is_contiguous()
+        out = library.empty((tokens, dim))
+        library.call(
+            "bn_combine_experts",
+            *(tokens, x.data_ptr(), ids.data_ptr(), weights.data_ptr(), out.data_ptr()),
+            *(dim, home, per_token),
+        )
+        return out
+
+    return combine_experts
+
+
 @dataclass(frozen=True)
 class Projection:
     """One projection of all experts here.
@@ -79,6 +113,26 @@ class Projection:
     @property
     def address(self) -> int:
         return self.table.ctypes.data
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A step's pairs of a token and an expert here, sorted by expert (SortArgs of csrc/experts.h).
+
+    Attributes:
+        load: address of the numbers of experts with pairs, and of pairs.
+    """
+
+    load: int
+    experts: Tensor
+    starts: Tensor
+    places: Tensor
+    owners: Tensor
+    shares: Tensor
+
+    @property
+    def lists(self) -> tuple[int, int, int]:
+        return self.load, self.experts.data_ptr(), self.starts.data_ptr()
 
 
 class Experts:
@@ -123,39 +177,83 @@ class Experts:
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         library, (tokens, per_token) = self._library, ids.shape
+        pairs = self._sorted(ids, weights)
+        rows = self._joined(x, pairs)
+        out = library.empty((tokens, self.dim))
+        library.call(
+            "bn_experts_out",
+            *(tokens, self.down.address, *pairs.lists, pairs.owners.data_ptr()),
+            *(pairs.shares.data_ptr(), rows.data_ptr(), rows.shape[2] * rows.itemsize),
+            *(out.data_ptr(), self.inner, self.dim, self._count, per_token),
+            int(self.down.is_exact),
+        )
+        return out
+
+    def apart(self, x: Tensor, ids: Tensor) -> Tensor:
+        library, (tokens, per_token) = self._library, ids.shape
+        pairs = self._sorted(ids, library.empty(ids.shape))
+        rows = self._joined(x, pairs)
+        placed = library.empty((tokens, per_token * self.dim))
+        library.call(
+            "bn_experts_apart",
+            *(tokens, self.down.address, *pairs.lists),
+            *(rows.data_ptr(), rows.shape[2] * rows.itemsize, placed.data_ptr()),
+            *(self.inner, self.dim, self._count, per_token, int(self.down.is_exact)),
+        )
+        out = library.empty((tokens, per_token * self.dim))
+        library.call(
+            "bn_spread_experts",
+            *(tokens, placed.data_ptr(), pairs.places.data_ptr(), out.data_ptr()),
+            *(self.dim, per_token),
+        )
+        return out
+
+    def parts(self, at: int) -> list[Tensor]:
+        projections = (self.gate, self.up, self.down)
+        packed = [part for p in projections for part in (p.packed[at].tiles, p.packed[at].factors)]
+        biases = (p.biases[at] for p in projections if p.biases is not None)
+        return [*packed, *biases, torch.tensor([p.packed[at].format for p in projections])]
+
+    def put(self, at: int, parts: list[Tensor]) -> None:
+        mine = self.parts(at)
+        assert torch.equal(mine[-1], parts[-1]), f"formats {mine[-1]}, now {parts[-1]}"
+        for part, other in zip(mine[:-1], parts[:-1], strict=True):
+            part.copy_(other)
+
+    def _sorted(self, ids: Tensor, weights: Tensor) -> "Pairs":
+        library, (tokens, per_token) = self._library, ids.shape
+        pairs = Pairs(
+            load=self._load.ctypes.data,
+            experts=library.empty((self._count,), torch.int32),
+            starts=library.empty((self._count + 1,), torch.int32),
+            places=library.empty((tokens, per_token), torch.int32),
+            owners=library.empty((tokens, per_token), torch.int32),
+            shares=library.empty((tokens, per_token)),
+        )
+        library.call(
+            "bn_sort_experts",
+            *(tokens, ids.data_ptr(), weights.data_ptr(), *pairs.lists, pairs.places.data_ptr()),
+            *(pairs.owners.data_ptr(), pairs.shares.data_ptr()),
+            *(self._first, self._count, per_token),
+        )
+        return pairs
+
+    def _joined(self, x: Tensor, pairs: "Pairs") -> Tensor:
+        """What `down` multiplies, of every pair; [tokens, per_token, width]."""
+        library, (tokens, per_token) = self._library, pairs.places.shape
         assert x.dtype == torch.float32 and x.shape[1] == self.dim and x.stride(1) == 1, (
             f"expected rows of {self.dim} fp32, got {list(x.shape)} {x.dtype} {x.stride()}"
         )
-        pairs = (tokens, per_token)
-        experts = library.empty((self._count,), torch.int32)
-        starts = library.empty((self._count + 1,), torch.int32)
-        places, owners = library.empty(pairs, torch.int32), library.empty(pairs, torch.int32)
-        shares = library.empty(pairs)
-        library.call(
-            "bn_sort_experts",
-            *(tokens, ids.data_ptr(), weights.data_ptr(), self._load.ctypes.data),
-            *(experts.data_ptr(), starts.data_ptr(), places.data_ptr(), owners.data_ptr()),
-            *(shares.data_ptr(), self._first, self._count, per_token),
-        )
-        lists = (self._load.ctypes.data, experts.data_ptr(), starts.data_ptr())
-        rows = self._gathered(x, places)
+        rows = self._gathered(x, pairs.places)
         inner = library.empty((tokens, per_token * self.inner))
         library.call(
             "bn_experts_in",
-            *(tokens, self.gate.address, self.up.address, *lists),
+            *(tokens, self.gate.address, self.up.address, *pairs.lists),
             *(rows.data_ptr(), rows.shape[2] * rows.itemsize, inner.data_ptr()),
             *(self.dim, self.inner, self._count, per_token),
             *(int(self.gate.is_exact), self._curve, *self._clamp),
         )
-        rows = self._rounded(inner, per_token)
-        out = library.empty((tokens, self.dim))
-        library.call(
-            "bn_experts_out",
-            *(tokens, self.down.address, *lists, owners.data_ptr(), shares.data_ptr()),
-            *(rows.data_ptr(), rows.shape[2] * rows.itemsize, out.data_ptr()),
-            *(self.inner, self.dim, self._count, per_token, int(self.down.is_exact)),
-        )
-        return out
+        return self._rounded(inner, per_token)
 
     def _gathered(self, x: Tensor, places: Tensor) -> Tensor:
         """Rows of x, rounded where they may be, at the places of their pairs.
@@ -216,5 +314,7 @@ def _packer(is_exact: bool) -> Callable[[Library], Callable[..., object]]:
 
 
 route = Kernel(supports=supports, make=make_route)
+place = Kernel(supports=supports, make=make_place)
+combine = Kernel(supports=supports, make=make_combine)
 rounded = Kernel(supports=supports, make=_packer(False), rounds_activations=True)
 plain = Kernel(supports=supports, make=_packer(True))

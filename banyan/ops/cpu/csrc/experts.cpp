@@ -77,6 +77,42 @@ void gather_cost(const void* args, const Sizes& sizes, double* bytes, double* op
 }
 constexpr Kernel GATHER = {"gather_experts", none, gather_grain, gather_run, gather_cost};
 
+void place_run(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
+  const PlaceArgs& a = *(const PlaceArgs*)args;
+  int64_t pairs = sizes.n[a.size] * a.per_token;
+  int32_t* come = (int32_t*)worker.scratch(sizeof(int32_t) * a.count);
+  std::memset(come, 0, sizeof(int32_t) * a.count);
+  for (int64_t pair = 0; pair < pairs; pair++) {
+    if (a.dispatch == EVEN) {
+      a.out[pair] = pair % a.count;
+      continue;
+    }
+    int64_t expert = a.ids[pair];
+    int64_t turn = a.dispatch == STATIC ? pair / a.per_token : come[expert]++;
+    a.out[pair] = a.slots[expert * a.room + turn % a.copies[expert]];
+  }
+}
+constexpr Kernel PLACE = {"place_experts", one, one, place_run, no_cost};
+
+void spread_run(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
+  const SpreadArgs& a = *(const SpreadArgs*)args;
+  for (int64_t pair = begin * a.per_token; pair < end * a.per_token; pair++) {
+    float* out = a.out + pair * a.dim;
+    if (a.places[pair] < 0) std::memset(out, 0, a.dim * sizeof(float));
+    else std::memcpy(out, a.x + a.places[pair] * a.dim, a.dim * sizeof(float));
+  }
+}
+int64_t spread_grain(const void* args, const Sizes&) {
+  const SpreadArgs& a = *(const SpreadArgs*)args;
+  return 65536 / (a.dim * a.per_token * 4 + 1) + 1;
+}
+void spread_cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  const SpreadArgs& a = *(const SpreadArgs*)args;
+  *bytes = 8.0 * (double)sizes.n[TOKENS] * (double)(a.dim * a.per_token);
+  *operations = 0;
+}
+constexpr Kernel SPREAD = {"spread_experts", none, spread_grain, spread_run, spread_cost};
+
 int64_t rows_units(const void* args, const Sizes& sizes) {
   const ExpertRowsArgs& a = *(const ExpertRowsArgs*)args;
   return sizes.n[a.size] * a.per_token;
@@ -158,6 +194,16 @@ std::vector<float> outcome(const ExpertKernels& kernels) {
                         s.sorted.data(), (const uint8_t*)s.inner.data(), s.out.data(),
                         Step::INNER * 4, Step::INNER, Step::DIM, Step::COUNT, TOKENS, Step::CHOSEN, 1};
   run(kernels.out, &second, kernels.out.units(&second, sizes));
+  ExpertsOutArgs third = second;
+  third.out = s.rows.data();
+  run(kernels.apart, &third, kernels.apart.units(&third, sizes));
+  std::vector<float> pairs(s.rows.size()), sums(s.out.size());
+  SpreadArgs spread{s.rows.data(), s.places.data(), pairs.data(), Step::DIM, Step::CHOSEN};
+  run(SPREAD, &spread, Step::TOKENS_NOW);
+  CombineArgs combine{pairs.data(), s.ids.data(), s.shares.data(), sums.data(), Step::DIM, 2,
+                      Step::CHOSEN};
+  run(kernels.combine, &combine, Step::TOKENS_NOW);
+  s.out.insert(s.out.end(), sums.begin(), sums.end());
   return s.out;
 }
 
@@ -275,4 +321,54 @@ BN_EXPORT void bn_experts_out(Program* program, int32_t size, const void* down, 
                       is_exact};
   const ExpertKernels& table = experts_table(isa());
   append(program, is_exact ? table.out_exact : table.out, &args, sizeof args, NOT_ROW_WISE);
+}
+
+// As bn_experts_out, but each pair's row by itself and without its share; out: [pairs, dim].
+BN_EXPORT void bn_experts_apart(Program* program, int32_t size, const void* down, const void* load,
+                                const int32_t* experts, const int32_t* starts, const void* x,
+                                int64_t x_bytes, float* out, int64_t inner, int64_t dim,
+                                int64_t count, int32_t per_token, int32_t is_exact) {
+  ExpertsOutArgs args{(const ExpertWeight*)down,
+                      (const ExpertLoad*)load,
+                      experts,
+                      starts,
+                      nullptr,
+                      nullptr,
+                      (const uint8_t*)x,
+                      out,
+                      x_bytes,
+                      inner,
+                      dim,
+                      count,
+                      size,
+                      per_token,
+                      is_exact};
+  const ExpertKernels& table = experts_table(isa());
+  append(program, is_exact ? table.apart_exact : table.apart, &args, sizeof args, NOT_ROW_WISE);
+}
+
+// Rows of pairs from their places to [size, per_token, dim]; zeros where an expert is elsewhere.
+BN_EXPORT void bn_spread_experts(Program* program, int32_t size, const float* x,
+                                 const int32_t* places, float* out, int64_t dim,
+                                 int32_t per_token) {
+  SpreadArgs args{x, places, out, dim, per_token};
+  append(program, SPREAD, &args, sizeof args, size);
+}
+
+// Where the pairs of `ids` [size, per_token] go. slots: [count, room], copies: [count]; dispatch: a
+// Dispatch.
+BN_EXPORT void bn_place_experts(Program* program, int32_t size, const int64_t* ids,
+                                const int32_t* slots, const int32_t* copies, int64_t* out,
+                                int64_t count, int64_t room, int32_t per_token, int32_t dispatch) {
+  PlaceArgs args{ids, slots, copies, out, count, room, size, per_token, dispatch};
+  append(program, PLACE, &args, sizeof args, NOT_ROW_WISE);
+}
+
+// The sum of share · x over a token's pairs, in rising order of their experts within each `home` of
+// them, then over these. x: [size, per_token, dim]; out: [size, dim].
+BN_EXPORT void bn_combine_experts(Program* program, int32_t size, const float* x,
+                                  const int64_t* ids, const float* shares, float* out, int64_t dim,
+                                  int64_t home, int32_t per_token) {
+  CombineArgs args{x, ids, shares, out, dim, home, per_token};
+  append(program, experts_table(isa()).combine, &args, sizeof args, size);
 }

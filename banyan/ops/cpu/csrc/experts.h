@@ -103,8 +103,41 @@ struct ExpertsOutArgs {
   int32_t size, per_token, is_exact;
 };
 
+// Which of the places of an expert a pair goes to: by the token's number, or by how many pairs of
+// the step have come to the expert before. EVEN takes other experts, all of them as often.
+enum Dispatch : int32_t { STATIC = 0, DYNAMIC = 1, EVEN = 2 };
+
+struct PlaceArgs {
+  const int64_t* ids;     // [tokens, per_token]
+  const int32_t* slots;   // [count, room]: places of an expert
+  const int32_t* copies;  // [count]: how many it has
+  int64_t* out;           // [tokens, per_token]
+  int64_t count, room;
+  int32_t size, per_token, dispatch;
+};
+
+// Rows of pairs at their places to the pairs' own; pairs that are elsewhere become zeros.
+struct SpreadArgs {
+  const float* x;         // [pairs, dim]
+  const int32_t* places;  // [tokens, per_token]
+  float* out;             // [tokens, per_token, dim]
+  int64_t dim;
+  int32_t per_token;
+};
+
+// The sum over a token's experts of share · x, in rising order within each of the homes, of `home`
+// experts each, and then over the homes.
+struct CombineArgs {
+  const float* x;       // [tokens, per_token, dim]
+  const int64_t* ids;   // [tokens, per_token]
+  const float* shares;  // [tokens, per_token]
+  float* out;           // [tokens, dim]
+  int64_t dim, home;
+  int32_t per_token;
+};
+
 struct ExpertKernels {
-  Kernel logits, route, in, out, in_exact, out_exact;
+  Kernel logits, route, in, out, in_exact, out_exact, apart, apart_exact, combine;
 };
 extern const ExpertKernels experts_base, experts_avx2, experts_avx512;
 

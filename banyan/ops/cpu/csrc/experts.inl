@@ -358,6 +358,62 @@ void out_cost(const void* args, const Sizes& sizes, double* bytes, double* opera
   *operations = 2.0 * pairs * (double)a.inner * (double)a.dim;
 }
 
+// As out_run, but each pair's row stays by itself, without its share.
+void apart_run(const void* args, const Sizes&, int64_t begin, int64_t end, Worker& worker) {
+  const ExpertsOutArgs& a = *(const ExpertsOutArgs*)args;
+  uint8_t* scratch = worker.scratch(LINEAR_SCRATCH + OUTPUTS_OF_PANEL);
+  float* some = (float*)(scratch + LINEAR_SCRATCH);
+  each_panel(a, 0, a.load->pairs, [&](int64_t expert, int64_t row, int64_t count) {
+    for (int64_t group = begin; group < end; group++) {
+      outputs_of(a, a.down[expert], a.inner, group, row, count, some, scratch);
+      int64_t left = least(a.dim - group * GROUP, GROUP);
+      for (int64_t r = 0; r < count; r++)
+        std::memcpy(a.out + (row + r) * a.dim + group * GROUP, some + r * GROUP, left * 4);
+    }
+  });
+}
+
+// --- experts that lie anywhere -------------------------------------------------------------------
+
+void combine_run(const void* args, const Sizes&, int64_t begin, int64_t end, Worker& worker) {
+  const CombineArgs& a = *(const CombineArgs*)args;
+  int32_t* order = (int32_t*)worker.scratch(sizeof(int32_t) * a.per_token);
+  for (int64_t token = begin; token < end; token++) {
+    const int64_t* ids = a.ids + token * a.per_token;
+    for (int j = 0; j < a.per_token; j++) {
+      int at = j;
+      for (; at > 0 && ids[order[at - 1]] > ids[j]; at--) order[at] = order[at - 1];
+      order[at] = j;
+    }
+    for (int64_t i = 0; i < a.dim; i += LANES) {
+      int lanes = a.dim - i < LANES ? (int)(a.dim - i) : LANES;
+      vf total = splat(0.0f), sum = splat(0.0f);
+      int64_t home = ids[order[0]] / a.home;
+      for (int j = 0; j < a.per_token; j++) {
+        int64_t pair = token * a.per_token + order[j];
+        if (ids[order[j]] / a.home != home) {
+          total = total + sum;
+          sum = splat(0.0f);
+          home = ids[order[j]] / a.home;
+        }
+        sum = fma(splat(a.shares[pair]), load_some(a.x + pair * a.dim + i, lanes), sum);
+      }
+      store_some(a.out + token * a.dim + i, total + sum, lanes);
+    }
+  }
+}
+int64_t combine_units(const void*, const Sizes&) { return 0; }  // row-wise: dealt out by tokens
+int64_t combine_grain(const void* args, const Sizes&) {
+  const CombineArgs& a = *(const CombineArgs*)args;
+  return 20000 / (a.dim * a.per_token + 1) + 1;
+}
+void combine_cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
+  const CombineArgs& a = *(const CombineArgs*)args;
+  double values = (double)sizes.n[TOKENS] * (double)a.dim;
+  *bytes = 4.0 * values * (1 + a.per_token);
+  *operations = 2.0 * values * a.per_token;
+}
+
 }  // namespace
 
 extern const ExpertKernels EXPERTS_TABLE = {
@@ -367,6 +423,9 @@ extern const ExpertKernels EXPERTS_TABLE = {
     {"experts_out", out_units, out_grain, out_run, out_cost},
     {"experts_in_exact", in_units, in_grain, in_run, in_cost},
     {"experts_out_exact", out_units, out_grain, out_run, out_cost},
+    {"experts_apart", out_units, out_grain, apart_run, out_cost},
+    {"experts_apart_exact", out_units, out_grain, apart_run, out_cost},
+    {"combine_experts", combine_units, combine_grain, combine_run, combine_cost},
 };
 
 }  // namespace banyan
