@@ -18,6 +18,7 @@ DOCS = ROOT / "docs"
 _FAMILIES = ROOT / "banyan" / "families" / "families.tsv"
 _ELSEWHERE = {
     "LlamaForCausalLM": "test_llama.py",
+    "MiMoForCausalLM": "test_mimo.py",
     "BailingMoeForCausalLM": "test_bailing.py",
     "BailingMoeV2ForCausalLM": "test_bailing.py",
     "gguf/llama": "test_gguf.py",

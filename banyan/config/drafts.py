@@ -124,8 +124,8 @@ def _check_the_ahead(config: Config, card: ModelCard, flag: str) -> None:
         raise ConfigError(
             f"{flag}: {printable(card.path)} says nothing of a layer for drafting "
             "(num_nextn_predict_layers)",
-            hint="DeepSeek-V3 and GLM-4.5 bring one; EAGLE takes a model that was trained to draft "
-            f"as --speculative-draft-model-path; or {another}",
+            hint="DeepSeek-V3, GLM-4.5 and MiMo bring one; EAGLE takes a model that was trained to "
+            f"draft as --speculative-draft-model-path; or {another}",
         )
     if FAMILIES.load(card.architecture).ahead is None:
         raise ConfigError(

@@ -11,6 +11,7 @@ FAMILIES: Table[Family] = Table(
         "LlamaForCausalLM": "banyan.families.llama:LLAMA",
         "MistralForCausalLM": "banyan.families.llama:LLAMA",
         "Qwen2ForCausalLM": "banyan.families.qwen:QWEN2",
+        "MiMoForCausalLM": "banyan.families.qwen:MIMO",
         "Qwen3ForCausalLM": "banyan.families.qwen:QWEN3",
         "Gemma2ForCausalLM": "banyan.families.gemma:GEMMA2",
         "Gemma3ForCausalLM": "banyan.families.gemma:GEMMA3",

@@ -6,6 +6,7 @@ from functools import partial
 from banyan.config.facts import Facts
 from banyan.families.base import (
     MAX_LENGTH,
+    Ahead,
     Biases,
     Family,
     GgufForm,
@@ -14,7 +15,7 @@ from banyan.families.base import (
     window_where,
     without_logits,
 )
-from banyan.families.experts import gguf_qwen2_moe, gguf_qwen3_moe, qwen_moe
+from banyan.families.experts import gguf_qwen2_moe, gguf_qwen3_moe, layers_ahead, qwen_moe
 from banyan.families.names import (
     GGUF_EXPERTS,
     GGUF_NAMES,
@@ -52,6 +53,28 @@ QWEN3 = Family(
     },
     qk_norm="head",
 )
+
+_MIMO_AHEAD = "model.mtp_layers.{}."
+MIMO = replace(
+    QWEN2,
+    hub=replace(_HUB2, more=lambda facts, card: replace(card, num_ahead=layers_ahead(facts))),
+    gguf=None,
+    names={"safetensors": NameMap(HUB_NAMES, unread=("model.mtp_layers.",))},
+    ahead=Ahead(
+        _MIMO_AHEAD.format(0),
+        NameMap(
+            {name.replace("model.layers.{}.", _MIMO_AHEAD): its for name, its in HUB_NAMES.items()}
+            | {
+                f"{_MIMO_AHEAD}token_layernorm": "layers.{}.token_norm",
+                f"{_MIMO_AHEAD}hidden_layernorm": "layers.{}.state_norm",
+                f"{_MIMO_AHEAD}input_proj": "layers.{}.join",
+                f"{_MIMO_AHEAD}final_layernorm": "layers.{}.norm",
+            }
+        ),
+        has_states_first=True,
+    ),
+)
+"""MiMo (arXiv 2505.07608): Qwen2, and a layer for drafting."""
 
 QWEN2_BODY = replace(QWEN2, hub=replace(_HUB2, more=without_logits), gguf=None)
 QWEN3_BODY = replace(QWEN3, hub=replace(_HUB3, more=without_logits), gguf=None)

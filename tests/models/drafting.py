@@ -264,3 +264,28 @@ def tiny_ahead(variant: str, folder: Path, noise: float = 0.05, **more) -> Plain
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     rewrite_config(folder, num_hidden_layers=LAYERS, num_nextn_predict_layers=1)
     return PlainAhead(model, model.config.rms_norm_eps, weights)
+
+
+def tiny_mimo(folder: Path, **more: object) -> PlainAhead:
+    """MiMo's form of the same: other names, and the state before the token."""
+    plain = tiny_ahead("qwen2", folder, **more)
+    mine = {
+        "enorm": "token_layernorm",
+        "hnorm": "hidden_layernorm",
+        "eh_proj": "input_proj",
+        "shared_head.norm": "final_layernorm",
+    }
+    stored = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        own = name.removeprefix(f"model.layers.{LAYERS}.")
+        if own == name:
+            stored[name] = value
+        elif not own.startswith(("embed_tokens", "shared_head.head")):
+            stem = own.removesuffix(".weight")
+            own = f"{mine[stem]}.weight" if stem in mine else own
+            is_join = stem == "eh_proj"
+            swapped = torch.cat(value.chunk(2, -1)[::-1], -1) if is_join else value
+            stored[f"model.mtp_layers.0.{own}"] = swapped
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    rewrite_config(folder, architectures=["MiMoForCausalLM"], model_type="mimo")
+    return plain

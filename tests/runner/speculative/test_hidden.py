@@ -25,7 +25,7 @@ from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative.beside import DraftModel
 from banyan.runner.speculative.hidden import HiddenDrafter
-from tests.models.drafting import PlainAhead, tiny_ahead, tiny_eagle, tiny_eagle3
+from tests.models.drafting import PlainAhead, tiny_ahead, tiny_eagle, tiny_eagle3, tiny_mimo
 from tests.models.families import rewrite_config
 from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 from tests.runner.speculative.test_standalone import drafted_loop
@@ -256,3 +256,13 @@ def test_with_a_token_map_no_other_token_is_drafted(tmp_path, more: dict):
         assert drafted_loop(runner, prompt, 3, NEW) == (right, steps)
         refused += bool(set(right) & set(plain.forbidden.tolist()))
     assert refused
+
+
+def test_the_layer_of_mimo_drafts_as_its_rule_says(tmp_path):
+    plain = tiny_mimo(tmp_path)
+    runner = runner_of(tmp_path, True)
+    for seed in range(2):
+        prompt = prompt_of(20, seed)
+        right, steps = plain_loop(plain, prompt, 3, NEW)
+        assert drafted_loop(runner, prompt, 3, NEW) == (right, steps)
+        assert sum(steps) > len(steps)

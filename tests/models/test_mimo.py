@@ -1,0 +1,17 @@
+"""MiMo against transformers' Qwen2, which is the same but for the layer that drafts."""
+
+import torch
+
+from banyan.config.checkpoint import read_card
+from tests.models.drafting import tiny_mimo
+from tests.models.test_families import PROMPT, load
+
+
+@torch.no_grad()
+def test_logits_are_those_of_the_model_without_the_layer_that_drafts(ops, paged, tmp_path):
+    plain = tiny_mimo(tmp_path)
+
+    (logits,) = paged(load(tmp_path, ops)).step([(0, PROMPT)])
+
+    torch.testing.assert_close(logits, plain.head(plain.states(PROMPT)), atol=1e-4, rtol=0)
+    assert read_card(str(tmp_path)).num_ahead == 1
