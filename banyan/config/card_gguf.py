@@ -52,7 +52,8 @@ def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> Model
         facts = Facts(metadata, path, f"{name}.", asked)
         tokens = Facts(metadata, path, "tokenizer.ggml.", asked)
         card = family.more(facts, _card(file, facts, tokens, name, family))
-        if card.experts is None and facts.integer("expert_count", 0, 1 << 16, default=0) > 0:
+        card = family.of_tensors(file.tensors, card)
+        if card.experts is None and facts.integer("expert_count", 0, 1 << 16, default=0) > 1:
             raise unknown_architecture(f"{name} with experts", path, known_gguf())
         refuse_unread(overrides, asked)
         return card
@@ -60,11 +61,14 @@ def read_gguf(path: str, overrides: Mapping[str, object] | None = None) -> Model
 
 def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufForm) -> ModelCard:
     """What every family has."""
-    num_heads, num_kv_heads, head_dim = _heads(facts)
+    num_heads, num_kv_heads, head_dim = _heads(facts, family)
     vocab_size = _vocab_size(file, facts, tokens)
     context_length = facts.integer("context_length", 1, MAX_LENGTH)
     num_layers = facts.integer("block_count", 1, MAX_LAYERS)
-    kinds, window = _kinds(facts, num_layers, family.window_period)
+    if family.kinds is not None:
+        kinds, window = family.kinds(facts, num_layers)
+    else:
+        kinds, window = _kinds(facts, num_layers, family.window_period)
     rotary_dim = _rotary_dim(facts, head_dim)
     has_norms = family.may_norm_heads and "blk.0.attn_q_norm.weight" in file.tensors
     return ModelCard(
@@ -74,7 +78,7 @@ def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufFo
         model_type=name,
         vocab_size=vocab_size,
         hidden_size=facts.integer("embedding_length", 1, MAX_WIDTH),
-        intermediate_size=facts.integer("feed_forward_length", 1, MAX_WIDTH),
+        intermediate_size=_number(facts, family, "feed_forward_length", MAX_WIDTH),
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -98,11 +102,26 @@ def _card(file: GGUFFile, facts: Facts, tokens: Facts, name: str, family: GgufFo
     )
 
 
-def _heads(facts: Facts) -> tuple[int, int, int]:
+def _number(facts: Facts, family: GgufForm, key: str, most: int, default: int | None = None) -> int:
+    """One for all layers. Where some keep states it may be a number for each layer: 0, or the same
+    for all that have any."""
+    if family.kinds is None:
+        return facts.integer(key, 1, most, default=default)
+    listed = facts.any(key)
+    if not is_list(listed):
+        return facts.integer(key, 0, most, default=default)
+    found = {value for value in listed if value}
+    if len(found) > 1 or not all(isinstance(v, int) and 0 < v <= most for v in found):
+        raise facts.error(key, listed, f"0 or one number of at most {most:,} for all layers")
+    return next((value for value in found if isinstance(value, int)), 0)
+
+
+def _heads(facts: Facts, family: GgufForm) -> tuple[int, int, int]:
     """Heads, kv heads and head size."""
     hidden_size = facts.integer("embedding_length", 1, MAX_WIDTH)
-    num_heads = facts.integer("attention.head_count", 1, MAX_HEADS)
-    num_kv_heads = facts.integer("attention.head_count_kv", 1, MAX_HEADS, default=num_heads)
+    num_heads = _number(facts, family, "attention.head_count", MAX_HEADS) or 1
+    kv_key = "attention.head_count_kv"
+    num_kv_heads = _number(facts, family, kv_key, MAX_HEADS, default=num_heads) or num_heads
     if num_heads % num_kv_heads:
         raise facts.error(
             "attention.head_count_kv", num_kv_heads, f"a divisor of {num_heads} heads"

@@ -4,10 +4,11 @@ weights are called, and how its blocks are put together. Knows no tensors.
 The sizes are in the model card; a family says only where it departs from Llama.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 
-from banyan.config.card import FULL, WINDOW, ModelCard
+from banyan.base.json_types import is_list
+from banyan.config.card import FULL, STATE, WINDOW, ModelCard
 from banyan.config.facts import Facts
 from banyan.families.names import NameMap
 
@@ -90,6 +91,18 @@ def no_more(facts: Facts, card: ModelCard) -> ModelCard:
     return card
 
 
+def nothing_of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
+    return card
+
+
+def kinds_by_heads(facts: Facts, num_layers: int) -> Kinds:
+    """Of a GGUF file: layers with heads of keys attend, the others keep states."""
+    listed = facts.any("attention.head_count_kv")
+    if not is_list(listed) or len(listed) != num_layers:
+        raise facts.error("attention.head_count_kv", listed, f"a number for each of {num_layers}")
+    return tuple(FULL if count else STATE for count in listed), 0
+
+
 def not_told(facts: Facts) -> int | None:
     return None
 
@@ -151,6 +164,9 @@ class GgufForm:
         eps_key: key of the norms' eps.
         window_period: with a window, every n-th layer sees everything; 0 = none does.
         may_norm_heads: each head of q and k is normed where the file brings the norms.
+        kinds: of models with states; such files may count heads and widths layer by layer, 0 where
+            a layer has none.
+        of_tensors: fills in what only the names of a file's tensors tell.
         more: fills in what only this family has.
     """
 
@@ -159,7 +175,9 @@ class GgufForm:
     eps_key: str = "attention.layer_norm_rms_epsilon"
     window_period: int = 0
     may_norm_heads: bool = False
+    kinds: Callable[[Facts, int], Kinds] | None = None
     more: More = no_more
+    of_tensors: Callable[[Container[str], ModelCard], ModelCard] = nothing_of_tensors
 
 
 @dataclass(frozen=True)

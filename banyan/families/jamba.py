@@ -4,14 +4,15 @@ in a few layers, with experts every few layers.
 Source: the documented fields and defaults of the families' configuration classes.
 """
 
+from collections.abc import Container
 from dataclasses import replace
 
 from banyan.config.card import FULL, STATE, ExpertFacts, ModelCard, RopeFacts, StateFacts
 from banyan.config.facts import Facts
-from banyan.families.base import MAX_WIDTH, Family, HubForm, Kinds
-from banyan.families.experts import MAX_EXPERTS
+from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds, kinds_by_heads
+from banyan.families.experts import MAX_EXPERTS, gguf_experts
 from banyan.families.lfm import MAX_TAPS
-from banyan.families.names import HUB_NAMES, NameMap
+from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
 
 _MAX_PERIOD = 1 << 16
 _PARTS = {
@@ -92,6 +93,61 @@ def _mamba(facts: Facts, card: ModelCard) -> ModelCard:
     return replace(card, state=state, rope=RopeFacts(kind="none"))
 
 
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    state = StateFacts(
+        mixer="selective",
+        taps=facts.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        heads=facts.integer("ssm.inner_size", 1, MAX_WIDTH),
+        key_heads=1,
+        key_dim=facts.integer("ssm.state_size", 1, MAX_WIDTH),
+        value_dim=1,
+        step_rank=facts.integer("ssm.time_step_rank", 1, MAX_WIDTH),
+    )
+    if facts.flag("ssm.dt_b_c_rms", default=False):
+        raise facts.error("ssm.dt_b_c_rms", True, "false: norms without weights are not supported")
+    card = replace(card, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
+    if facts.integer("expert_count", 0, MAX_EXPERTS, default=0) < 2:
+        return card
+    return replace(card, experts=gguf_experts(facts, card, is_normalised=False))
+
+
+def _of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
+    """Which layers have experts, and which biases and norms those with states have."""
+    assert card.state is not None
+    at = next(at for at in range(card.num_layers) if STATE in card.kept_by(at))
+    state = replace(
+        card.state,
+        has_conv_bias=f"blk.{at}.ssm_conv1d.bias" in names,
+        has_bias=f"blk.{at}.ssm_in.bias" in names,
+        has_part_norms=f"blk.{at}.ssm_dt_norm.weight" in names,
+    )
+    card = replace(card, state=state)
+    if card.experts is None:
+        return card
+    layers = range(card.num_layers)
+    dense = tuple(at for at in layers if f"blk.{at}.ffn_gate_inp.weight" not in names)
+    return replace(card, experts=replace(card.experts, dense_layers=dense))
+
+
+_GGUF = {
+    "ssm_in": "mix:x+z",
+    "ssm_conv1d": "conv",
+    "ssm_x": "made",
+    "ssm_dt.weight": "steps.weight",
+    "ssm_dt.bias": "rates.bias",
+    "ssm_dt_norm": "step_norm",
+    "ssm_b_norm": "key_norm",
+    "ssm_c_norm": "query_norm",
+    "ssm_a": "rates.rate",
+    "ssm_d": "rates.skip",
+    "ssm_out": "out",
+}
+_GGUF_NAMES = NameMap(
+    GGUF_NAMES
+    | GGUF_EXPERTS
+    | {f"blk.{{}}.{name}": f"layers.{{}}.attention.{to}" for name, to in _GGUF.items()}
+)
+
 MAMBA = Family(
     hub=HubForm(
         eps_key="layer_norm_epsilon",
@@ -104,7 +160,14 @@ MAMBA = Family(
         kinds=lambda facts, num_layers: ((STATE,) * num_layers, 0),
         more=_mamba,
     ),
+    gguf=GgufForm(
+        "MambaForCausalLM",
+        kinds=lambda facts, num_layers: ((STATE,) * num_layers, 0),
+        more=_of_gguf,
+        of_tensors=_of_tensors,
+    ),
     names={
+        "gguf": _GGUF_NAMES,
         "safetensors": NameMap(
             _mixer("backbone.layers.{}.mixer")
             | {
@@ -113,13 +176,15 @@ MAMBA = Family(
                 "backbone.norm_f": "norm",
                 "lm_head": "head",
             }
-        )
+        ),
     },
 )
 
 JAMBA = Family(
     hub=HubForm(context=1 << 18, kinds=_kinds, more=_jamba),
+    gguf=GgufForm("JambaForCausalLM", kinds=kinds_by_heads, more=_of_gguf, of_tensors=_of_tensors),
     names={
+        "gguf": _GGUF_NAMES,
         "safetensors": NameMap(
             HUB_NAMES
             | _mixer("model.layers.{}.mamba")
@@ -143,6 +208,6 @@ JAMBA = Family(
                 ),
                 "model.final_layernorm": "norm",
             }
-        )
+        ),
     },
 )

@@ -1,13 +1,22 @@
 """LFM2 (arXiv 2511.23404): gated short convolutions, and full attention in a few layers; dense or
 with experts."""
 
+from collections.abc import Container
 from dataclasses import replace
 
 from banyan.config.card import FULL, STATE, ExpertFacts, ModelCard, StateFacts
 from banyan.config.facts import Facts
-from banyan.families.base import MAX_WIDTH, Family, HubForm, Kinds, state_where
-from banyan.families.experts import MAX_EXPERTS
-from banyan.families.names import HUB_NAMES, NameMap
+from banyan.families.base import (
+    MAX_WIDTH,
+    Family,
+    GgufForm,
+    HubForm,
+    Kinds,
+    kinds_by_heads,
+    state_where,
+)
+from banyan.families.experts import MAX_EXPERTS, gguf_corrected
+from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, GGUF_QK_NORM, HUB_NAMES, NameMap
 
 MAX_TAPS = 16
 
@@ -75,6 +84,41 @@ _LFM = _NAMES | {
     "model.layers.{}.feed_forward.w2": "layers.{}.mlp.down",
 }
 
+
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    state = StateFacts(mixer="conv", taps=facts.integer("shortconv.l_cache", 2, MAX_TAPS))
+    return replace(card, state=state)
+
+
+def _experts_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    return replace(_of_gguf(facts, card), experts=gguf_corrected(facts, card))
+
+
+def _of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
+    """Which biases there are."""
+    assert card.state is not None
+    layers = range(card.num_layers)
+    at = next((at for at in layers if STATE in card.kept_by(at)), 0)
+    has_bias = f"blk.{at}.shortconv.in_proj.bias" in names
+    card = replace(card, state=replace(card.state, has_bias=has_bias, has_conv_bias=has_bias))
+    if card.experts is None:
+        return card
+    corrected = any(f"blk.{at}.exp_probs_b.bias" in names for at in layers)
+    return replace(card, experts=replace(card.experts, has_correction=corrected))
+
+
+_GGUF_NAMES = (
+    GGUF_NAMES
+    | GGUF_QK_NORM
+    | {
+        "token_embd_norm": "norm",
+        "blk.{}.shortconv.in_proj": "layers.{}.attention.mix:b+c+x",
+        "blk.{}.shortconv.conv": "layers.{}.attention.conv",
+        "blk.{}.shortconv.out_proj": "layers.{}.attention.out",
+    }
+)
+_GGUF = GgufForm("Lfm2ForCausalLM", kinds=kinds_by_heads, more=_of_gguf, of_tensors=_of_tensors)
+
 LFM2 = Family(
     hub=HubForm(
         eps_key="norm_eps",
@@ -85,14 +129,17 @@ LFM2 = Family(
         kinds=_kinds,
         more=_of_hub,
     ),
-    names={"safetensors": NameMap(_LFM)},
+    gguf=_GGUF,
+    names={"gguf": NameMap(_GGUF_NAMES), "safetensors": NameMap(_LFM)},
     qk_norm="head",
 )
 
 LFM2_MOE = replace(
     LFM2,
     hub=replace(LFM2.hub, inner_keys=("intermediate_size",), more=_of_experts),
+    gguf=replace(_GGUF, architecture="Lfm2MoeForCausalLM", more=_experts_of_gguf),
     names={
+        "gguf": NameMap(_GGUF_NAMES | GGUF_EXPERTS),
         "safetensors": NameMap(
             _LFM
             | {
@@ -104,6 +151,6 @@ LFM2_MOE = replace(
                 "model.layers.{}.feed_forward.experts.{}.w3": "layers.{}.mlp.experts.gate_up:up{}",
                 "model.layers.{}.feed_forward.experts.{}.w2": "layers.{}.mlp.experts.down:{}",
             }
-        )
+        ),
     },
 )

@@ -5,15 +5,16 @@ Source: the documented fields and defaults of the families' configuration classe
 """
 
 import math
+from collections.abc import Container
 from dataclasses import replace
 
 from banyan.config.card import BOTH, FULL, STATE, ModelCard, RopeFacts, StateFacts
 from banyan.config.facts import Facts
-from banyan.families.base import MAX_WIDTH, Family, HubForm, Kinds, state_where
+from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds, state_where
 from banyan.families.experts import mixtral_experts
 from banyan.families.granite import of_hub as granite
 from banyan.families.lfm import MAX_TAPS
-from banyan.families.names import HUB_NAMES, NameMap
+from banyan.families.names import GGUF_NAMES, HUB_NAMES, NameMap
 
 MAX_HEADS = 4096
 _MAX_STEP = 1e9
@@ -185,6 +186,57 @@ def _several(facts: Facts, key: str, count: int) -> tuple[float, ...]:
     return tuple(good)
 
 
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    heads = facts.integer("ssm.time_step_rank", 1, MAX_HEADS)
+    inner = facts.integer("ssm.inner_size", 1, MAX_WIDTH)
+    groups = facts.integer("ssm.group_count", 1, MAX_HEADS, default=1)
+    if inner % heads or heads % groups:
+        raise facts.error("ssm.time_step_rank", heads, f"a divisor of {inner}, of {groups} groups")
+    state = StateFacts(
+        mixer="scan",
+        taps=facts.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        heads=heads,
+        key_heads=groups,
+        key_dim=facts.integer("ssm.state_size", 1, MAX_WIDTH),
+        value_dim=inner // heads,
+    )
+    return replace(card, state=state)
+
+
+def _mamba2_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    return replace(_of_gguf(facts, card), rope=RopeFacts(kind="none"), rotary_dim=0)
+
+
+def of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
+    """Which biases and norms the layers with states have."""
+    assert card.state is not None
+    at = next(at for at in range(card.num_layers) if STATE in card.kept_by(at))
+    state = replace(
+        card.state,
+        has_conv_bias=f"blk.{at}.ssm_conv1d.bias" in names,
+        has_bias=f"blk.{at}.ssm_in.bias" in names,
+        norm="gated" if f"blk.{at}.ssm_norm.weight" in names else "",
+    )
+    return replace(card, state=state)
+
+
+_GGUF_PARTS = {
+    "ssm_in": "mix:z+x+b+c+dt",
+    "ssm_conv1d": "conv",
+    "ssm_dt.bias": "gates.bias",
+    "ssm_a": "gates.rate",
+    "ssm_d": "gates.skip",
+    "ssm_norm": "norm",
+    "ssm_out": "out",
+}
+
+
+def _gguf_mixer(place: str) -> dict[str, str]:
+    return {f"blk.{{}}.{name}": f"layers.{{}}.{place}.{to}" for name, to in _GGUF_PARTS.items()} | {
+        "blk.{}.ssm_conv1d": f"layers.{{}}.{place}.conv:x+b+c",
+    }
+
+
 FALCON_H1 = Family(
     hub=HubForm(
         eps=1e-5,
@@ -192,7 +244,18 @@ FALCON_H1 = Family(
         kinds=lambda facts, num_layers: ((BOTH,) * num_layers, 0),
         more=_falcon,
     ),
+    gguf=GgufForm(
+        "FalconH1ForCausalLM",
+        kinds=lambda facts, num_layers: ((BOTH,) * num_layers, 0),
+        more=_of_gguf,
+        of_tensors=of_tensors,
+    ),
     names={
+        "gguf": NameMap(
+            GGUF_NAMES
+            | _gguf_mixer("state")
+            | {f"blk.{{}}.ffn_norm{end}": "layers.{}.mlp_norm.weight" for end in ("", ".weight")}
+        ),
         "safetensors": NameMap(
             HUB_NAMES
             | {
@@ -206,7 +269,7 @@ FALCON_H1 = Family(
                 "model.layers.{}.feed_forward.down_proj": "layers.{}.mlp.down",
                 "model.final_layernorm": "norm",
             }
-        )
+        ),
     },
 )
 
@@ -221,7 +284,14 @@ MAMBA2 = Family(
         kinds=lambda facts, num_layers: ((STATE,) * num_layers, 0),
         more=_mamba2,
     ),
+    gguf=GgufForm(
+        "Mamba2ForCausalLM",
+        kinds=lambda facts, num_layers: ((STATE,) * num_layers, 0),
+        more=_mamba2_of_gguf,
+        of_tensors=of_tensors,
+    ),
     names={
+        "gguf": NameMap(GGUF_NAMES | _gguf_mixer("attention")),
         "safetensors": NameMap(
             _mixer("backbone.layers.{}.mixer")
             | {
@@ -230,7 +300,7 @@ MAMBA2 = Family(
                 "backbone.norm_f": "norm",
                 "lm_head": "head",
             }
-        )
+        ),
     },
 )
 

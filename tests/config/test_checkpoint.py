@@ -315,12 +315,12 @@ def test_a_hostile_gguf_value_is_refused_by_its_key(
 
 
 def test_a_gguf_file_of_another_family_is_refused(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "rwkv7")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match="mamba.*Known: llama"):
+    with pytest.raises(ModelError, match="rwkv7.*Known: llama"):
         read_card(str(tmp_path / "m.gguf"))
 
 

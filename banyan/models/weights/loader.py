@@ -32,6 +32,7 @@ from banyan.models.weights.names import Place, by_expert, is_ignored, place_of
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import Stored, restored
 from banyan.models.weights.reader import read_tensors, tensor_types
+from banyan.models.weights.states import with_plain_states
 from banyan.ops.bind import BoundOps
 from banyan.ops.stored import RawTensor, StoredWeight
 
@@ -114,8 +115,10 @@ def tensors_of(
     if card.quant is not None:
         method = open_method(card.quant, card.path, rounds)
         tensors = restored(tensors, tensor_types(card), method, card.quant.method)
-    elif card.latent is not None and card.format == "gguf":
+    elif card.format == "gguf" and card.latent is not None:
         tensors = with_whole_expansions(tensors)
+    elif card.format == "gguf" and card.state is not None:
+        tensors = with_plain_states(tensors)
     if card.architecture in FAMILIES and _names_of(card).has_gates_between:
         tensors = with_plain_experts(tensors)
     for transform in transforms:
