@@ -64,26 +64,29 @@ def read_page(path: Path) -> dict[str, Outcome]:
         if len(cells) == 7 and cells[4].startswith("**") and cells[4] != f"**{NOT_TRIED}**":
             id, _, _, figure, verdict, loads, command = cells
             found[id] = Outcome(
-                id, verdict.strip("*"), [figure], [], 0.0, command.strip("`"), loads
+                id, verdict.split("**")[1], [figure], [], 0.0, command.strip("`"), loads
             )
     return found
 
 
 def page(lines: Sequence[Line], found: Mapping[str, Outcome], left_out: Mapping[str, str]) -> str:
-    tried = [found[line.id] for line in lines if line.id in found]
-    holding = sum(outcome.verdict == "holds" for outcome in tried)
+    holding = [line for line in lines if line.id in found and found[line.id].verdict == "holds"]
+    cut = sum(_is_of_another_length(line, found[line.id]) for line in holding)
+    cut_words = f" ({cut} of them tried at another length than the line asks for)" if cut else ""
     heads = ("line", "what is done", "target", "figure", "verdict", "load", "command")
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for line in lines:
         outcome = found.get(line.id)
         figure = _cell(outcome.figure) if outcome else ""
-        verdict = outcome.verdict if outcome else NOT_TRIED
+        verdict = f"**{outcome.verdict if outcome else NOT_TRIED}**"
+        if outcome and _is_of_another_length(line, outcome):
+            verdict += " at another length"
         cells = (
             line.id,
             line.what,
             line.target,
             figure,
-            f"**{verdict}**",
+            verdict,
             outcome.loads if outcome else "",
             f"`{_cell((outcome.command if outcome else '') or line.command)}`",
         )
@@ -91,12 +94,16 @@ def page(lines: Sequence[Line], found: Mapping[str, Outcome], left_out: Mapping[
     limits = [f"- **{ids}**: {why}" for ids, why in left_out.items()]
     return (
         HEAD
-        + f"{machine()}: {holding} of {len(lines)} lines hold.\n\n"
+        + f"{machine()}: {len(holding)} of {len(lines)} lines hold{cut_words}.\n\n"
         + "\n".join(rows)
         + "\n\n## What is not in it\n\n"
         + "\n".join(limits)
         + "\n"
     )
+
+
+def _is_of_another_length(line: Line, outcome: Outcome) -> bool:
+    return outcome.command not in ("", line.command)
 
 
 def machine() -> str:

@@ -1,6 +1,7 @@
 """The battery and the security checklist name tests that exist, and report what those said."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,14 @@ def test_a_page_shows_what_fails_and_what_was_not_tried(tmp_path: Path) -> None:
 def test_a_variable_that_is_set_already_stays() -> None:
     assert LINES[1].with_variables({}).command == "N=5 python -m pytest -s tests"
     assert LINES[1].with_variables({"N": "9", "M": "1"}).variables == "N=9"
+
+
+def test_a_line_that_was_made_shorter_says_so() -> None:
+    full = outcome("B", 0, "3 passed in 1.0s", 1.0)
+    short = replace(full, command=LINES[1].with_variables({"N": "2"}).command)
+    assert "**holds** |" in page(LINES, {"B": full}, {})
+    shown = page(LINES, {"B": short}, {})
+    assert "**holds** at another length |" in shown and "1 of 2 lines hold (1 of them" in shown
 
 
 def test_a_slope_is_per_hour_with_its_error() -> None:
