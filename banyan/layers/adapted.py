@@ -27,7 +27,7 @@ class AdapterSeats:
         capacity: highest number of one.
         targets: last parts of the projections' names in checkpoints; () = every projection.
         kinds: what else adapters may change: EMBEDDING, HEAD, and outputs as a whole (GAINS).
-        has_halves: as for AdapterTable.
+        is_rounded: as for AdapterTable.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class AdapterSeats:
         capacity: int,
         targets: Sequence[str] = (),
         kinds: Collection[str] = (),
-        has_halves: bool = False,
+        is_rounded: bool = False,
     ) -> None:
-        self.has_halves = has_halves
+        self.is_rounded = is_rounded
         self.max_rank = max_rank
         self.capacity = capacity
         self.targets = () if "all" in targets else tuple(targets)
@@ -84,7 +84,7 @@ class AdapterSeats:
             slot = self.slots[name]
             width = self.max_rank * len(slot.shapes)
             self.tables[name] = AdapterTable(
-                _own_inputs(slot), width, self.capacity, self.has_halves
+                _own_inputs(slot), width, self.capacity, self.is_rounded
             )
 
 

@@ -25,7 +25,11 @@ _TILE, _RANKS = 16, 8
 _PROGRESS = 16
 _MOST_TWOS = 60
 """Powers that float32 holds, two of them together too."""
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MOST_LEVEL = 127
+_MOST_CHANGE = 0.015
+"""Of a matrix that is kept in 8 bits: root of the sum of squares, as a part of the matrix's own.
+Numbers that are spread like a bell's curve change by half of that."""
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """Numbers of csrc/adapters.h."""
 
 
@@ -51,12 +55,12 @@ class AdapterTable:
         inputs: of the projection on this rank.
         width: most ranks that the parts of one adapter have together.
         capacity: the highest number.
-        has_halves: matrices of float32 are kept in half precision, where what they stand beside is
-            rounded more.
+        is_rounded: what they stand beside is rounded, and so are matrices: to 8 bits where that
+            changes none of them much, and else those of float32 to half precision.
     """
 
-    def __init__(self, inputs: int, width: int, capacity: int, has_halves: bool = False) -> None:
-        self.has_halves = has_halves
+    def __init__(self, inputs: int, width: int, capacity: int, is_rounded: bool = False) -> None:
+        self.is_rounded = is_rounded
         self.inputs = inputs
         self.width = width
         self.parts: list[tuple[Part, ...]] = [()] * (capacity + 1)
@@ -81,9 +85,11 @@ class AdapterTable:
         types = {part.down.dtype for part in parts} | {part.up.dtype for part in parts}
         dtype = types.pop() if len(types) == 1 else torch.float32
         scales = torch.cat([torch.full((len(part.down),), part.scale) for part in parts])
-        if self.has_halves and dtype == torch.float32:
-            dtype = torch.float16
-            parts, scales = _evened(parts)
+        if self.is_rounded:
+            if (levels := _levels(parts)) is not None:
+                dtype, (parts, scales) = torch.int8, levels
+            elif dtype == torch.float32:
+                dtype, (parts, scales) = torch.float16, _evened(parts)
         whole = torch.cat([part.down.to(dtype) for part in parts])  # [rank, in]
         assert len(parts) <= MAX_PARTS and whole.shape[1] == self.inputs
         assert len(whole) <= self.width
@@ -121,6 +127,29 @@ def _evened(parts: Sequence[Part]) -> tuple[list[Part], Tensor]:
         scales.append(torch.ldexp(torch.full((len(down),), part.scale), by_down + by_up))
         evened.append(Part(part.first, down, up, part.scale))
     return evened, torch.cat(scales)
+
+
+def _levels(parts: Sequence[Part]) -> tuple[list[Part], Tensor] | None:
+    """The same in 8 bits, the largest number of each rank in either matrix being 127, and the scale
+    of each; None where that would change a matrix too much."""
+    levels, scales = [], []
+    for part in parts:
+        down, up = _levels_of(part.down, 1), _levels_of(part.up, 0)
+        if down is None or up is None:
+            return None
+        levels.append(Part(part.first, down[0], up[0], part.scale))
+        scales.append((part.scale * down[1] * up[1]).float())
+    return levels, torch.cat(scales)
+
+
+def _levels_of(matrix: Tensor, dim: int) -> tuple[Tensor, Tensor] | None:
+    """Whole numbers, and what one is worth of each rank, which is the other dimension; float64."""
+    exact = matrix.double()
+    worth = exact.abs().amax(dim) / _MOST_LEVEL
+    worth[worth == 0] = 1.0
+    levels = (exact / worth.unsqueeze(dim)).round()
+    change = (levels * worth.unsqueeze(dim) - exact).norm()
+    return None if change > _MOST_CHANGE * exact.norm() else (levels.to(torch.int8), worth)
 
 
 def _down_tiles(down: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def open_seats(lora: LoraConfig, traits: Traits, is_rounded: bool = False) -> Ad
             hint="merge the adapter into the weights, or use --device cpu",
         )
     return AdapterSeats(
-        lora.max_rank, lora.max_loaded, lora.targets, lora.kinds, has_halves=is_rounded
+        lora.max_rank, lora.max_loaded, lora.targets, lora.kinds, is_rounded=is_rounded
     )
 
 

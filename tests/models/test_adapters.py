@@ -264,8 +264,8 @@ def test_other_kinds_that_cannot_be_served_say_why(more, config, change, text, o
         load_adapter(str(folder), base)
 
 
-@pytest.mark.parametrize(("is_rounded", "type"), [(False, 0), (True, 2)])
-def test_float32_lies_in_half_precision_beside_rounded_weights_alone(
+@pytest.mark.parametrize(("is_rounded", "type"), [(False, 0), (True, 3)])
+def test_matrices_lie_in_8_bits_beside_rounded_weights_alone(
     is_rounded, type, ops, model, tmp_path
 ):
     lora = LoraConfig(True, max_rank=8, max_loaded=4)

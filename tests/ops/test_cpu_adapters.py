@@ -106,7 +106,7 @@ def test_the_op_is_not_for_other_activations(library):
 def test_adapters_join_the_product_that_was_recorded_before_them(library, quantization):
     weight = StoredWeight.from_tensor(random(300, 64, seed=8))
     product, adapt = pack_linear(library, weight, quantization), kernel.make(library)
-    table, tokens = AdapterTable(64, 40, 9), AdapterTokens(200)
+    table, tokens = AdapterTable(64, 40, 9, bool(quantization)), AdapterTokens(200)
     for number in range(1, 10):
         down, up = random(4 * number, 64, seed=number), random(300 - 7 * number, 4 * number)
         dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
@@ -131,14 +131,36 @@ def test_adapters_join_the_product_that_was_recorded_before_them(library, quanti
     assert len(names) == (2 if quantization else 1) and names[-1].endswith(" + adapters")
 
 
-def test_matrices_of_float32_may_be_kept_in_half_precision_however_small_they_are(adapt):
+@pytest.mark.parametrize("odd", [False, True])
+def test_matrices_beside_rounded_weights_are_kept_in_as_few_bits_as_change_them_little(adapt, odd):
     down, up = random(6, INPUTS, seed=1) * 1e-9, random(OUTPUTS, 6, seed=2) * 1e-7
     down[2], up[:, 3] = 0.0, 0.0
-    made = [AdapterTable(INPUTS, 6, 1, has_halves=half) for half in (False, True)]
+    if odd:
+        up[17] *= 300
+    made = [AdapterTable(INPUTS, 6, 1, is_rounded=is_rounded) for is_rounded in (False, True)]
     for each in made:
         each.enter(1, [Part(0, down, up, 1e16)])
     x = random(3, INPUTS)
     exact, rounded = (run(adapt, x, [1, 1, 0], each) for each in made)
     assert not torch.equal(exact, rounded)
-    torch.testing.assert_close(rounded, exact, rtol=0, atol=float(exact.abs().max()) * 1e-3)
-    assert [int(each.entries[1, 4]) for each in made] == [0, 2]  # float32, half precision
+    assert [int(each.entries[1, 4]) for each in made] == [0, 2 if odd else 3]  # fp32, half, 8 bits
+    change = (rounded - exact)[:2].norm() / (exact - run(adapt, x, [0] * 3, made[0]))[:2].norm()
+    assert change < (1e-3 if odd else 0.02)
+
+
+def test_a_token_is_the_same_bits_beside_others_where_matrices_are_in_8_bits(adapt):
+    table = AdapterTable(INPUTS, 40, 3, is_rounded=True)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for number, dtype in enumerate(dtypes, 1):
+        table.enter(number, [part(8 * number, 200, 11 * number, number, dtype)])
+    assert {int(kind) for kind in table.entries[1:, 4]} == {3}
+    x, adapters = random(9, INPUTS), [1, 2, 2, 2, 2, 2, 0, 3, 1]
+    together = run(adapt, x, adapters, table)
+    for at, number in enumerate(adapters):
+        tokens, out = AdapterTokens(1), random(len(x), OUTPUTS, seed=5)[at : at + 1].clone()
+        tokens.fill(np.array([number]))
+        adapt(out, x[at : at + 1], table, tokens)
+        assert torch.equal(out[0], together[at])
+    expected = run(reference.adapt, x, adapters, table)
+    plain = run(reference.adapt, x, [0] * 9, table)
+    assert (together - expected).norm() < 0.02 * (expected - plain).norm()

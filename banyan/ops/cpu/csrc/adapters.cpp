@@ -37,7 +37,7 @@ void adapter_cost(const AdapterArgs& a, int64_t tokens, bool is_down, double* by
     double weights = is_down ? (double)pair.rank * (double)a.inputs : 0;
     for (const AdapterPair::Part& part : pair.parts)
       if (!is_down) weights += (double)(part.rank * part.tiles * TILE);
-    *bytes += weights * (pair.type == ADAPTER_FP32 ? 4 : 2);
+    *bytes += weights * (double)bytes_of(pair.type);
     *operations += 2 * weights * piece[2];
   }
 }

@@ -10,7 +10,12 @@ constexpr int ADAPTER_PARTS = 4;  // as ops/adapters.py has it
 constexpr int TILE = 16;          // outputs, or inputs, that lie side by side
 constexpr int TILES_AT_ONCE = 4;  // of outputs, that the second product is quickest with
 constexpr int RANKS = 8;          // rows of `down` that lie together: a unit of the first product
-enum AdapterType : int64_t { ADAPTER_FP32 = 0, ADAPTER_BF16 = 1, ADAPTER_FP16 = 2 };
+enum AdapterType : int64_t {
+  ADAPTER_FP32 = 0, ADAPTER_BF16 = 1, ADAPTER_FP16 = 2, ADAPTER_INT8 = 3
+};
+inline int64_t bytes_of(int64_t type) {
+  return type == ADAPTER_FP32 ? 4 : type == ADAPTER_INT8 ? 1 : 2;
+}
 
 // What one adapter has for one projection; all zero where it has nothing. ops/adapters.py writes it.
 struct AdapterPair {

@@ -30,6 +30,11 @@ struct Fp16 {
   static vf get(const uint16_t* p) { return load_fp16(p); }
 };
 
+struct Int8 {
+  typedef int8_t type;
+  static vf get(const int8_t* p) { return load_int8(p); }
+};
+
 struct Piece {
   int32_t adapter, first, count;
 };
@@ -98,6 +103,7 @@ void shrink(const AdapterArgs& a, int64_t unit) {
     }
     if (pair.type == ADAPTER_BF16) return shrink_piece<Bf16>(a, *piece, pair, unit);
     if (pair.type == ADAPTER_FP16) return shrink_piece<Fp16>(a, *piece, pair, unit);
+    if (pair.type == ADAPTER_INT8) return shrink_piece<Int8>(a, *piece, pair, unit);
     return shrink_piece<Fp32>(a, *piece, pair, unit);
   }
 }
@@ -180,6 +186,7 @@ void expand(const AdapterArgs& a, int64_t begin, int64_t end, int64_t first, int
     if (!pair.rank) row = same;
     else if (pair.type == ADAPTER_BF16) row += expand_some<Bf16>(a, pair, begin, end, row, count);
     else if (pair.type == ADAPTER_FP16) row += expand_some<Fp16>(a, pair, begin, end, row, count);
+    else if (pair.type == ADAPTER_INT8) row += expand_some<Int8>(a, pair, begin, end, row, count);
     else row += expand_some<Fp32>(a, pair, begin, end, row, count);
   }
 }
