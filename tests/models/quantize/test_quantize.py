@@ -138,6 +138,10 @@ def gguf_model(tmp_path_factory):
     return model, folder / "in.gguf"
 
 
+SERVED = ("q8_0", "q5_1", "q4_k")
+"""What each type means is held against its tool in tests/ops; a few are served here."""
+
+
 @pytest.mark.parametrize("type", GGUF_TYPES)
 def test_a_gguf_file_is_what_its_own_tool_reads_and_what_is_served(
     type,
@@ -162,6 +166,8 @@ def test_a_gguf_file_is_what_its_own_tool_reads_and_what_is_served(
     assert reader.fields.keys() - before.fields.keys() <= {
         *("general.file_type", "general.quantization_version"),
     }
+    if type not in SERVED:
+        return
     state = {
         name: torch.tensor(theirs[names.get_name(name, try_suffixes=(".weight", ".bias"))])
         for name in reference.state_dict()
@@ -324,9 +330,9 @@ def test_the_types_of_the_command_are_those_that_are_made():
 def test_a_weight_is_rounded_in_pieces_of_rows_as_in_one(monkeypatch):
     from banyan.models.quantize import layouts
 
-    weight = StoredWeight.from_tensor(torch.randn(700, 256).bfloat16())
+    weight = StoredWeight.from_tensor(torch.randn(300, 256).bfloat16())
     for type in TYPES:
-        rounded = layout_of(type, 128).plan("x.weight", (700, 256), "BF16")
+        rounded = layout_of(type, 128).plan("x.weight", (300, 256), "BF16")
         monkeypatch.setattr(layouts, "_CHUNK", 1 << 24)
         once = rounded.make(weight)
         monkeypatch.setattr(layouts, "_CHUNK", 1 << 10)
