@@ -47,3 +47,20 @@ def test_models_without_experts_have_nothing_to_place() -> None:
 def test_fake_choices_are_warned_of(caplog) -> None:
     config_with(*SHARED, "--ep-dispatch-algorithm", "fake")
     assert "answers are not the model's" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        (("--moe-a2a-backend", "deepep"), "each rank runs its own on all tokens"),
+        (("--elastic-ep-backend", "mooncake"), "copies of experts do not stand in for those"),
+        (("--enable-return-routed-experts",), "recorded in files, and not returned"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_its_reason(flags, match) -> None:
+    with pytest.raises(ConfigError, match=match):
+        config_of(*flags)
+
+
+def test_what_others_ask_for_by_none_is_so() -> None:
+    config_of("--moe-a2a-backend", "none", "--elastic-ep-backend", "none")
