@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 
 SOURCE = Path(__file__).parent / "npu.cpp"
+HEADER = SOURCE.with_name("races.h")
 NAME = "banyan_emulated_npu"
 _TIMEOUT_S = 900
 
@@ -34,7 +35,11 @@ def load(folder: Path | None = None) -> ModuleType:
     Raises:
         RuntimeError: the compiler fails; the text is what it says.
     """
-    seed = SOURCE.read_bytes() + f"{torch.__version__} {sysconfig.get_platform()}".encode()
+    seed = (
+        SOURCE.read_bytes()
+        + HEADER.read_bytes()
+        + f"{torch.__version__} {sysconfig.get_platform()}".encode()
+    )
     home = folder or Path.home() / ".cache" / "banyan" / "emulation"
     home = home / hashlib.sha256(seed).hexdigest()[:16]
     library = home / f"{NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"

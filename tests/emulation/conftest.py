@@ -1,6 +1,7 @@
 """The emulated device, once per process. What uses it runs last: a process keeps it."""
 
 import os
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +15,24 @@ def npu() -> EmulatedNpu:
     if why := build.absence():
         pytest.skip(why)
     return install(os.environ.get("BANYAN_NPU_SOC", "A3"))
+
+
+@pytest.fixture(autouse=True)
+def _no_races(request) -> Iterator[None]:
+    """Looks over each test of the device, but where it plants a race."""
+    if "npu" not in request.fixturenames:
+        yield
+        return
+    npu = request.getfixturevalue("npu")
+    npu.watch_races(True)
+    yield
+    assert "races" in request.fixturenames or npu.races() == []
+
+
+@pytest.fixture
+def races(npu: EmulatedNpu) -> Callable[[], list[str]]:
+    """Of a test that has some."""
+    return npu.races
 
 
 @pytest.fixture

@@ -40,6 +40,14 @@ class EmulatedNpu:
         the host has waited for the device; operators of torch that ran."""
         return self.core.counters()
 
+    def watch_races(self, is_on: bool) -> None:
+        """Begin to look, anew, whether work on several streams is ordered; or stop."""
+        self.core.watch_races(is_on)
+
+    def races(self) -> list[str]:
+        """Work that used the same memory as other work and did not wait for it."""
+        return self.core.races()
+
     def set_memory(self, size_bytes: int, device: int = 0) -> None:
         self.core.set_limit(device, size_bytes)
 
@@ -92,6 +100,7 @@ def _surface(npu: EmulatedNpu) -> ModuleType:
         "set_compile_mode": lambda jit_compile: None,
         "synchronize": lambda device=None: torch.accelerator.synchronize(_index(core, device)),
         "Stream": lambda device=None: torch.Stream(torch.device("npu", _index(core, device))),
+        "current_stream": lambda device=None: torch.accelerator.current_stream(device),
         "Event": lambda: torch.Event("npu"),
         "stream": _stream,
         "NPUGraph": lambda: graph.Graph(core),

@@ -13,6 +13,8 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include "races.h"
+
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -75,6 +77,7 @@ struct Block {
 
 void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
+  races::forget(block->adopted ? block->adopted.data() : block->memory.get());
   reserve(block->device, -block->bytes);
   delete block;
 }
@@ -190,28 +193,44 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     stream_of[next.device_index()] = next.id();
     return before;
   }
-  // An event is the number of the last copy that was launched before it.
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex,
+  struct Event {
+    int64_t copies = 0;  // that were launched before it
+    races::Clock clock;
+  };
+  static races::Key key(const c10::Stream& stream) {
+    return races::key_of(stream.device_index(), stream.id());
+  }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
               const c10::EventFlag) const override {
-    if (!*event) *event = new int64_t;
-    *static_cast<int64_t*>(*event) = launched_so_far();
+    if (!*event) *event = new Event;
+    *static_cast<Event*>(*event) = {launched_so_far(), races::recorded(key(stream))};
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
-    delete static_cast<int64_t*>(event);
+    delete static_cast<Event*>(event);
   }
-  void block(void*, const c10::Stream&) const override {}
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event) races::wait_for(key(stream), static_cast<Event*>(event)->clock);
+  }
   bool queryEvent(void* event) const override {
-    if (event) deliver(*static_cast<int64_t*>(event));
+    if (event) synchronise(*static_cast<Event*>(event));
     return true;
   }
   void synchronizeEvent(void* event) const override {
     count_wait("waiting for an event");
-    if (event) deliver(*static_cast<int64_t*>(event));
+    if (event) synchronise(*static_cast<Event*>(event));
+  }
+  static void synchronise(const Event& event) {
+    deliver(event.copies);
+    races::wait_for(races::HOST, event.clock);
   }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { wait_for_all("waiting for a stream"); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    wait_for_all("waiting for a stream");
+    races::host_waits_for(key(stream));
+  }
   void synchronizeDevice(const c10::DeviceIndex) const override {
     wait_for_all("waiting for the device");
+    races::host_waits_for_all();
   }
   bool isStreamCapturing(const c10::Stream&) const override { return is_capturing; }
   c10::DeviceIndex deviceCount() const noexcept override { return device_count; }
@@ -342,6 +361,39 @@ class Aliases {
   std::vector<std::pair<at::Tensor, at::Tensor>> made_;
 };
 
+// ---------------------------------------------------------------- what work is ordered
+
+races::Key stream_now(int device) { return races::key_of(device, stream_of[device]); }
+
+// One piece of work on the stream at hand, and the memory that it uses.
+class Work {
+ public:
+  Work(std::string name, int device) : name_(std::move(name)), device_(device) {}
+
+  void uses(const at::Tensor& x, bool writes) {
+    if (is_on_device(x) && x.has_storage()) used_.emplace_back(x.storage().data(), writes);
+  }
+  void launch() {
+    std::lock_guard<std::mutex> hold(races::watch.lock);
+    if (!races::watch.is_on || device_ < 0) return;
+    const auto stream = stream_now(device_);
+    const auto time = races::launch(stream);
+    for (const auto& [place, writes] : used_) races::touch(place, stream, time, writes, name_);
+    used_.clear();
+  }
+
+ private:
+  std::string name_;
+  int device_;
+  std::vector<std::pair<const void*, bool>> used_;
+};
+
+bool is_view(const c10::FunctionSchema& schema) {
+  return std::any_of(schema.returns().begin(), schema.returns().end(), [](const auto& result) {
+    return result.alias_info() && !result.alias_info()->isWrite();
+  });
+}
+
 // ---------------------------------------------------------------- every operator without its own
 
 const std::unordered_set<std::string> SIZE_FROM_DATA = {
@@ -358,6 +410,8 @@ void run_on_aliases(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   counters.operators++;
   if (SIZE_FROM_DATA.count(name)) wait_for_all(name.c_str());
   Aliases aliases;
+  std::vector<std::pair<at::Tensor, bool>> used;
+  const bool looks_on = races::watch.is_on && !is_view(schema);
   bool has_host = false;
   const auto take = [&](const at::Tensor& x) {
     if (is_on_device(x)) {
@@ -377,6 +431,16 @@ void run_on_aliases(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   };
   for (size_t at = stack->size() - schema.arguments().size(); at < stack->size(); ++at) {
     auto& argument = (*stack)[at];
+    if (looks_on) {
+      const auto& declared = schema.arguments()[at - (stack->size() - schema.arguments().size())];
+      const bool writes = declared.alias_info() && declared.alias_info()->isWrite();
+      if (argument.isTensor()) used.emplace_back(argument.toTensor(), writes);
+      if (argument.isTensorList())
+        for (const at::Tensor& x : argument.toTensorVector()) used.emplace_back(x, writes);
+      if (argument.isOptionalTensorList())
+        for (const std::optional<at::Tensor>& x : argument.toOptionalTensorVector())
+          if (x) used.emplace_back(*x, false);
+    }
     if (argument.isTensor()) {
       argument = take(argument.toTensor());
     } else if (argument.isTensorList()) {
@@ -409,7 +473,13 @@ void run_on_aliases(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       for (const at::Tensor& x : result.toTensorVector()) list.push_back(aliases.device_tensor(x));
       result = list;
     }
+    if (looks_on && result.isTensor()) used.emplace_back(result.toTensor(), true);
   }
+  if (!looks_on) return;
+  Work work(name, aliases.device);
+  for (const auto& [x, writes] : used) work.uses(x, writes);
+  work.launch();
+  if (SIZE_FROM_DATA.count(name)) races::host_waits_for(stream_now(aliases.device));
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_aliases>());
@@ -450,6 +520,12 @@ at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool is_late) {
   Aliases aliases;
   const bool from_device = is_on_device(from), to_device = is_on_device(to);
+  const int device = (from_device ? from : to).device().index();
+  Work work(from_device ? (to_device ? "a copy" : "a copy to the host") : "a copy from the host",
+            device);
+  work.uses(from, false);
+  work.uses(to, true);
+  work.launch();
   if (from_device && !to_device) {
     refuse_in_capture("a copy to the host");
     counters.to_host++;
@@ -460,11 +536,13 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool is_late)
       return to;
     }
     wait_for_all("a copy to the host");
+    races::host_waits_for(stream_now(device));
   }
   if (!from_device && to_device) {
     counters.to_device++;
     if (!is_late || !from.is_pinned()) refuse_in_capture("a copy from memory that is not pinned");
   }
+  if (!from_device && !(is_late && from.is_pinned())) races::host_waits_for(stream_now(device));
   const auto source = from_device ? aliases.host(from) : from;
   (to_device ? aliases.host(to) : to).copy_(source);
   return to;
@@ -477,6 +555,10 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 
 at::Scalar local_scalar(const at::Tensor& x) {
   wait_for_all("reading a number of the device");
+  Work work("reading a number", x.device().index());
+  work.uses(x, false);
+  work.launch();
+  races::host_waits_for(stream_now(x.device().index()));
   counters.to_host++;
   Aliases aliases;
   return aliases.host(x).item();
@@ -518,15 +600,22 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Tensor", &set_tensor);
 }
 
-at::Tensor host_alias(const at::Tensor& x) {
+at::Tensor host_alias(const at::Tensor& x, bool writes) {
   TORCH_CHECK(is_on_device(x), "a tensor of the device was expected");
+  Work work("an operator of the NPU", x.device().index());
+  work.uses(x, writes);
+  work.launch();
   return Aliases().host(x);
 }
 
 at::Tensor device_alias(const at::Tensor& x, int device) {
   Aliases aliases;
   aliases.device = device;
-  return aliases.device_tensor(x);
+  const auto made = aliases.device_tensor(x);
+  Work work("an operator of the NPU", device);
+  work.uses(made, true);
+  work.launch();
+  return made;
 }
 
 std::map<std::string, int64_t> counted() {
@@ -551,6 +640,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("used_bytes", [](int device) { return banks[device].used.load(); });
   m.def("set_capturing", [](bool value) { is_capturing = value; });
   m.def("counters", &counted);
-  m.def("host_alias", &host_alias, "the same bytes as a tensor of the host");
+  m.def("host_alias", &host_alias, "the same bytes as a tensor of the host", pybind11::arg("x"),
+        pybind11::arg("writes") = false);
+  m.def("watch_races", &races::start);
+  m.def("races", &races::found);
   m.def("device_alias", &device_alias, "the bytes of a host tensor as one of the device");
 }

@@ -90,6 +90,7 @@ class Computing:
     """The operators by their names."""
 
     def __init__(self, core: ModuleType) -> None:
+        self._core = core
         self._host: Callable[[Tensor], Tensor] = core.host_alias
         self._device: Callable[[Tensor, int], Tensor] = core.device_alias
 
@@ -141,7 +142,7 @@ class Computing:
                 "would write into memory of others",
             )
         values = self._host(updates).reshape(-1, *pages.shape[depth:])
-        self._host(pages).index_put_(tuple(places.unbind(1)), values)
+        self._core.host_alias(pages, True).index_put_(tuple(places.unbind(1)), values)
         return pages
 
     def npu_fused_infer_attention_score(

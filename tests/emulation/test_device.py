@@ -113,3 +113,48 @@ class TestGraphs:
         ):
             work(x)
         assert x.sum().item() == 3  # the capture has ended
+
+
+class TestStreams:
+    def test_a_read_that_does_not_wait_for_a_write_is_found(self, npu, on, races):
+        x, other = on(torch.ones(4)), torch.npu.Stream()
+        with torch.npu.stream(other):
+            x.add_(1)
+        x.sum()
+        (race,) = races()
+        assert "aten::sum on stream 0 does not wait for aten::add on stream" in race
+
+    def test_a_write_that_does_not_wait_for_a_read_is_found(self, npu, on, races):
+        x, other = on(torch.ones(4)), torch.npu.Stream()
+        with torch.npu.stream(other):
+            x.sum()
+        x.add_(1)
+        assert "aten::add on stream 0 does not wait for aten::sum" in races()[0]
+
+    @pytest.mark.parametrize(
+        "order",
+        [
+            lambda stream: torch.npu.current_stream().wait_stream(stream),
+            lambda stream: stream.record_event().synchronize(),
+            lambda stream: torch.npu.current_stream().wait_event(stream.record_event()),
+            lambda stream: stream.synchronize(),
+            lambda stream: torch.npu.synchronize(),
+        ],
+        ids=["stream", "host, event", "event", "host, stream", "device"],
+    )
+    def test_work_that_is_ordered_is_no_race(self, npu, on, order):
+        x, other = on(torch.ones(4)), torch.npu.Stream()
+        with torch.npu.stream(other):
+            x.add_(1)
+        order(other)
+        assert x.sum().item() == 8
+        assert npu.races() == []
+
+    def test_an_event_before_the_write_orders_nothing(self, npu, on, races):
+        x, other = on(torch.ones(4)), torch.npu.Stream()
+        early = other.record_event()
+        with torch.npu.stream(other):
+            x.add_(1)
+        torch.npu.current_stream().wait_event(early)
+        x.sum()
+        assert len(races()) == 1
