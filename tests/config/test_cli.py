@@ -269,7 +269,6 @@ def test_scalars_of_a_file_may_be_texts(tmp_path: Path) -> None:
     "line",
     [
         "show-time-cost: false",
-        "debug-tensor-dump-inject: false",
         "encoder-urls: []",
         "disaggregation-decode-tp: 1",
     ],
