@@ -74,9 +74,8 @@ class DeltaByKey(Caching):
         rules = {"k": rule, "v": rule, "b": ShardRule(0)}
         self.query = ColumnLinear(dim, {"": width}, {"": rule}, False, group, build)
         self.mix = ColumnLinear(dim, outputs, rules, False, group, build)
-        names = ("q", "k", "v")
         self.conv = ShortConv(
-            *(dict.fromkeys(names, width), dict.fromkeys(names, rule)),
+            *({"q": width, "k": width, "v": width}, {"q": rule, "k": rule, "v": rule}),
             *(facts.taps, facts.has_conv_bias, True, group, build),
         )
         whole = {"forget": ShardRule(), "gate": ShardRule()}

@@ -266,16 +266,17 @@ def _latents(dtype: torch.dtype, kind: str) -> Iterator[Case]:
         ends = torch.tensor(counts).cumsum(0).tolist()
 
         def run(operators: Operators, place: Place) -> list[Tensor]:
-            queries = [place(part.unsqueeze(1) if is_single else part) for part in (q, turned)]
+            one, two = (place(part.unsqueeze(1) if is_single else part) for part in (q, turned))
             where = (place(table), None if is_single else ends, list(LENGTHS), scale)
-            out = operators.attend_latents(*queries, place(latents), place(keys), *where)
+            out = operators.attend_latents(one, two, place(latents), place(keys), *where)
             return [out.squeeze(1) if is_single else out]
 
         def wanted() -> list[Tensor]:
             starts = torch.tensor([0, *ends])
             contexts = torch.tensor([n - c for n, c in zip(LENGTHS, counts, strict=True)])
-            parts = [part.float() for part in (q, turned, latents, keys)]
-            return [reference.latent_attention(*parts, table, starts, contexts, scale)]
+            one, two, three, four = (part.float() for part in (q, turned, latents, keys))
+            where = (table, starts, contexts, scale)
+            return [reference.latent_attention(one, two, three, four, *where)]
 
         operator = "npu_fused_infer_attention_score"
         return Case(operator, f"over latents, {name}, {kind}", run, wanted, _SLACK[dtype])

@@ -67,17 +67,17 @@ def _latent_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
                 *(page_tables, row_starts, context_lengths, scale, chosen),
             )
         room = next(count for count in LATENT_HEADS if count >= heads) - heads
-        queries = [pad(part, (0, 0, 0, room)).contiguous() for part in (q, q_turned)]
+        q, q_turned = (pad(part, (0, 0, 0, room)).contiguous() for part in (q, q_turned))
         keys, starts = (latent_pages, key_pages), row_starts.tolist()
         lengths, tables = lengths_of(starts, context_lengths.tolist()), page_tables.contiguous()
         attend = toolkit.operators.attend_latents
         if len(q) == len(lengths):
-            each = [part.unsqueeze(1) for part in queries]  # [rows, 1, heads, width]
-            return attend(*each, *keys, tables, None, lengths, scale)[:, 0, :heads]
+            q, q_turned = q.unsqueeze(1), q_turned.unsqueeze(1)  # [rows, 1, heads, width]
+            return attend(q, q_turned, *keys, tables, None, lengths, scale)[:, 0, :heads]
         rows, ends, lengths = _pieces(starts, lengths)
         if len(rows) > len(tables):
             tables = torch.cat([tables[row : row + 1] for row in rows])
-        return attend(*queries, *keys, tables, ends, lengths, scale)[:, :heads]
+        return attend(q, q_turned, *keys, tables, ends, lengths, scale)[:, :heads]
 
     return run
 
