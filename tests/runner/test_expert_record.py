@@ -1,5 +1,7 @@
 """What is kept of the choices of experts, against plain counts of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from banyan.formats.arrays import read_arrays
 from banyan.layers.expert_watch import ExpertWatch
 from banyan.messages.orders import RecordExperts
 from banyan.runner.expert_record import ExpertLayers, ExpertRecord, refuse_to_record
+from tests.config.test_experts import config_with
 
 PLACES = ExpertLayers(count=6, per_token=2, layers=4, sparse=(1, 2, 3))
 
@@ -26,6 +29,11 @@ def passes(number: int, tokens: int = 5, seed: int = 0) -> list[np.ndarray]:
 def record_of(mode: str, folder: str, shares: int = 1, **more: object) -> ExpertRecord:
     config = ExpertsConfig(recorder=mode, folder=folder, **more)  # type: ignore[arg-type]
     return ExpertRecord(config, PLACES, shares, report_every=2)
+
+
+def record_by(*flags: str, folder: str, shares: int = 1) -> ExpertRecord:
+    config = config_with("--expert-distribution-recorder-mode", "stat", *flags).experts
+    return ExpertRecord(replace(config, folder=folder), PLACES, shares, report_every=2)
 
 
 def order(record: ExpertRecord, what: str) -> str:
@@ -94,7 +102,8 @@ def test_each_token_is_kept_by_itself(tmp_path):
 
 
 def test_the_buffer_keeps_the_latest_passes(tmp_path):
-    record, chosen = record_of("stat", str(tmp_path), buffer=2), passes(5)
+    size = ("--expert-distribution-recorder-buffer-size", "2")
+    record, chosen = record_by(*size, folder=str(tmp_path)), passes(5)
     order(record, "start")
     run(record, chosen)
 
@@ -102,7 +111,8 @@ def test_the_buffer_keeps_the_latest_passes(tmp_path):
 
 
 def test_a_line_says_how_evenly_experts_are_chosen(tmp_path, caplog):
-    record = record_of("stat", str(tmp_path), shares=3, reports=True)
+    flag = "--enable-expert-distribution-metrics"
+    record = record_by(flag, folder=str(tmp_path), shares=3)
     even = np.array([[[0, 2], [4, 1], [3, 5]]] * 3)
     one_sided = np.array([[[0, 1], [0, 1], [0, 1]]] * 3)
     with caplog.at_level("INFO"):

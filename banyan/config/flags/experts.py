@@ -62,7 +62,7 @@ FLAGS = (
         "with --expert-parallel-size: move experts between ranks while requests run, so that ranks "
         "have equal loads",
         kind=SWITCH,
-        proof="tests/runner/test_expert_balancer.py::test_experts_move_after_so_many_passes",
+        proof="tests/runner/test_expert_balancer.py::test_what_experts_cannot_move_beside_is_named",
     ),
     Flag(
         "eplb-algorithm",
