@@ -26,7 +26,7 @@ def another_value(flag: Flag) -> object:
     if flag.kind == INT:
         return next(n for n in (1, 2, 2048, 1 << 21) if n != default and flag.low <= n <= flag.high)
     if flag.kind == WORDS and not re.fullmatch(flag.pattern, "a:b"):
-        return ("custom", "7")
+        return ("{}",) if re.fullmatch(flag.pattern, "{}") else ("custom", "7")
     lists = {WORDS: ("a:b", "c:d"), INTS: (1, 2), FLOATS: (0.5, 2.0)}
     return {FLOAT: 0.5, JSON: {"a": "b"}, **lists}.get(flag.kind, "text")
 

@@ -62,7 +62,7 @@ def sample(flag: Known) -> object:
         numbers = (kind(n) for n in (2, 3, 1, 4096)) if kind is int else (0.5, 2.5)
         return next(n for n in numbers if n not in taken and flag.low <= n <= flag.high)
     if flag.pattern and not re.fullmatch(flag.pattern, "a:b"):
-        return ["custom", "7"]
+        return ["{}"] if re.fullmatch(flag.pattern, "{}") else ["custom", "7"]
     several = {INTS: [1, 2], FLOATS: [0.5, 2.0], WORDS: ["a:b", "c:d" if flag.pattern else "1"]}
     return {JSON: {"a": 1}, **several}.get(flag.kind, "text")
 

@@ -115,7 +115,7 @@ def test_a_line_says_how_evenly_experts_are_chosen(tmp_path, caplog):
     record = record_by(flag, folder=str(tmp_path), shares=3)
     even = np.array([[[0, 2], [4, 1], [3, 5]]] * 3)
     one_sided = np.array([[[0, 1], [0, 1], [0, 1]]] * 3)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", "banyan"):
         run(record, [even, one_sided])
 
     [line] = [r.getMessage() for r in caplog.records if "balancedness" in r.getMessage()]
