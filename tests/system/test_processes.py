@@ -432,7 +432,8 @@ def test_no_process_outlives_a_server_that_is_killed_while_it_starts(tiny_model,
 
 @pytest.mark.slow
 def test_one_of_two_replicas_dies_the_other_serves_on_and_the_lost_one_comes_back(server):
-    with server("--dp-size", "2", *ENDLESS) as running:
+    turns = ("--load-balance-method", "round_robin")  # two streams for each
+    with server("--dp-size", "2", *turns, *ENDLESS) as running:
         engines = running.engine_pids()
         assert len(engines) == 2
         streams = load(running, count=4)
