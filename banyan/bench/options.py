@@ -27,7 +27,7 @@ _REFUSED = {
     "rust-client": "there is one client, and it reports what it costs",
     "agentic-max-turns": "the agentic data set is not offered",
     "speed-bench-category": "the speed-bench data set is not offered",
-    "return-routed-experts": "experts are not reported",
+    "return-routed-experts": "give --extra-request-body '{\"return_routed_experts\": true}'",
     "gsp-send-routing-key": "use --header for headers",
 }
 """Flag -> why a command line with it is refused."""

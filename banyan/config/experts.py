@@ -13,6 +13,7 @@ from banyan.config.schema import Config
 log = logger(__name__)
 
 _MODE = "--expert-distribution-recorder-mode"
+_TOLD = "--enable-return-routed-experts"
 _COPIES, _LOCATION = "--ep-num-redundant-experts", "--init-expert-location"
 _DISPATCH = "--ep-dispatch-algorithm"
 _BALANCE = "--enable-eplb"
@@ -20,10 +21,15 @@ TRIVIAL = "trivial"
 
 
 def check_the_expert_flags(config: Config, card: ModelCard, environment: Environment) -> Config:
+    if config.experts.are_told:
+        _check_the_watch(config, card, _TOLD)
+        _check_what_is_told(config, card)
     if config.experts.recorder:
         _check_the_watch(config, card, _MODE)
+        _check_the_sums(config, _MODE)
     if config.experts.balances:
         _check_the_watch(config, card, _BALANCE)
+        _check_the_sums(config, _BALANCE)
         _check_the_balance(config)
         groups_and_nodes(config, card.experts or ExpertFacts(1, 1, 1))
     for flag in _placing(config):
@@ -104,8 +110,6 @@ def _check_the_location(location: str) -> None:
 
 def _check_the_watch(config: Config, card: ModelCard, flag: str) -> None:
     """Refuse what choices cannot be recorded beside, by name."""
-    if card.experts is None:
-        raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
     for is_there, other, hint in (
         (
             config.model.implementation == "transformers",
@@ -114,10 +118,30 @@ def _check_the_watch(config: Config, card: ModelCard, flag: str) -> None:
         ),
         (config.parallel.is_joined, "--enable-dp-attention", "use --data-parallel-size alone"),
         (config.parallel.pp > 1, "--pipeline-parallel-size", "use --tensor-parallel-size"),
-        (config.schedule.burst > 1, "--num-continuous-decode-steps", "leave that at 1"),
     ):
         if is_there:
             raise ConfigError(f"{flag} and {other} do not go together", hint=hint)
+    if card.experts is None:
+        raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
+
+
+def _check_what_is_told(config: Config, card: ModelCard) -> None:
+    if card.pooling is not None:
+        raise ConfigError(f"{_TOLD}: this model is served for vectors", hint="leave it out")
+    if config.handoff.role:
+        raise ConfigError(
+            f"{_TOLD} and --disaggregation-mode {config.handoff.mode} do not go together: what a "
+            "prompt's tokens chose is not handed over",
+            hint="serve such requests with one server",
+        )
+
+
+def _check_the_sums(config: Config, flag: str) -> None:
+    """Refuse what keeps passes from being counted one by one, or dumps from being written."""
+    if config.schedule.burst > 1:
+        raise ConfigError(
+            f"{flag} and --num-continuous-decode-steps do not go together", hint="leave that at 1"
+        )
     folder = config.experts.folder
     if folder and not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
         raise ConfigError(

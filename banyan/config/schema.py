@@ -350,6 +350,8 @@ class ExpertsConfig:
     """Passes that are kept; -1 = all, 0 = as many as are usual."""
     reports: bool = False
     """A line in the log of how evenly the experts are chosen."""
+    are_told: bool = False
+    """Requests may ask which experts their tokens chose."""
     folder: str = ""
     """Where dumps go; "" = that of temporary files."""
     redundant: int = 0

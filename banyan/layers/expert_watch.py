@@ -29,6 +29,8 @@ class ExpertWatch:
         self._called: dict[int, Tensor] = {}
         """The same of a step whose ops were called one by one."""
         self.heard: list[Heard] = []
+        self.chosen = np.zeros((0, 0, 0), np.int32)
+        """What the last step chose: [layers with experts, tokens, per_token]."""
 
     def saw(self, layer: int, ids: Tensor) -> None:
         """The router of a layer has chosen, or will whenever the recorded step runs."""
@@ -41,5 +43,6 @@ class ExpertWatch:
         if not seen or not len(positions):
             return
         chosen = [seen[layer][: len(positions)].numpy() for layer in sorted(seen)]
+        self.chosen = np.stack(chosen).astype(np.int32)
         for told in self.heard:
-            told(np.stack(chosen).astype(np.int32), positions)
+            told(self.chosen, positions)

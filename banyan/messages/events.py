@@ -22,7 +22,8 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     vector: bytes = b""
     """float32: the pooled vector of the prompt, when one was asked for."""
     hidden: bytes = b""
-    """float32 [n, hidden]: hidden states after the last norm, of consecutive positions."""
+    """float32 [n, hidden]: hidden states after the last norm, of consecutive positions; or the
+    experts that they chose, as `StepResult.hidden`."""
     hidden_first: int = 0
     """Absolute position of the first of them."""
     stored_tokens: int = 0

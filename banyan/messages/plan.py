@@ -23,6 +23,8 @@ POOL = 4
 """Row.want: report the pooled vector of the row."""
 HIDDEN = 8
 """Row.want: report the hidden states of the row's positions ≥ Row.hidden_from."""
+EXPERTS = 16
+"""Row.want: report the experts that those positions chose, in the place of their states."""
 DEVICE = "device"
 """PageAt.tier: the pages that rows read and write."""
 STORE = "store"
@@ -220,7 +222,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     vectors: list[bytes] = []
     """float32 per row, empty without POOL; [] when no row of the step has it."""
     hidden: list[bytes] = []
-    """float32 [n, hidden] per row, empty without HIDDEN; [] when no row of the step has it."""
+    """Per row, empty without HIDDEN and EXPERTS: float32 [n, hidden], or int32 [n, layers,
+    per_token], 0 in layers without experts. [] when no row of the step has them."""
     draft_seconds: float = 0.0
     """The part of `seconds` that drafting took."""
     replies: list[OrderReply] = []

@@ -42,6 +42,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """The pooled vector of the prompt is wanted; max_new_tokens is 0 then."""
     hidden_from: int = NO_HIDDEN
     """First position whose hidden state is wanted."""
+    tells_experts: bool = False
+    """Of positions from `hidden_from` on the experts that they chose are wanted, and no states."""
     caller: bytes = b""
     """Whose share of the steps, and of the time that constraints take to compile, it is part of."""
     weight: float = 1.0

@@ -36,12 +36,12 @@ def open_expert_watch(
     Raises:
         ConfigError: the device keeps them to itself.
     """
-    if not (experts.recorder or experts.balances) or rank:
+    if not (experts.recorder or experts.balances or experts.are_told) or rank:
         return None
     if not traits.is_host:
         raise ConfigError(
-            f"--expert-distribution-recorder-mode and --enable-eplb on {traits.name}: choices of "
-            "experts are counted on CPUs only",
+            "--expert-distribution-recorder-mode, --enable-return-routed-experts and --enable-eplb "
+            f"on {traits.name}: choices of experts are read on CPUs only",
             hint="leave them out, or use --device cpu",
         )
     return ExpertWatch(recorder)

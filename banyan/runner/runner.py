@@ -25,6 +25,7 @@ from banyan.layers.build import Build
 from banyan.layers.cache import numbered_through
 from banyan.messages.plan import (
     DEVICE,
+    EXPERTS,
     HIDDEN,
     PEER,
     POOL,
@@ -47,6 +48,7 @@ from banyan.runner.abilities import Abilities
 from banyan.runner.adapters import AdapterRack, AdapterSlots
 from banyan.runner.attention import BACKENDS
 from banyan.runner.burst import Burst
+from banyan.runner.expert_told import told_experts
 from banyan.runner.forward import Forward
 from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import KVStore
@@ -296,6 +298,8 @@ class ModelRunner:
                 vectors = self._pooler.read(self._forward, batch)
             if batch.wanted & HIDDEN:
                 hidden = _hidden_states(self._forward, batch)
+            if batch.wanted & EXPERTS and self._build.watch is not None:
+                hidden = (hidden or {}) | told_experts(self._build.watch, batch, self._card)
         self.store.copy(plan.copies, "after")
         outcome = Outcome(sampled, scores, vectors, hidden or {}, verified, burst)
         finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self._platform))
@@ -445,7 +449,7 @@ class Outcome:
     """What a step gives, on the device or fetched from it.
 
     Attributes:
-        hidden: index in the plan -> [positions, hidden].
+        hidden: index in the plan -> [positions, hidden], or the experts that these chose.
         verified: None where nothing drafts, or no row samples.
         burst: the steps before the last one; None where there was one step.
     """
@@ -477,7 +481,7 @@ def _hidden_states(forward: Forward, batch: Batch) -> dict[int, Tensor]:
     for at in batch.wanting(HIDDEN):
         skipped = max(0, batch.rows[at].hidden_from - int(batch.starts[at]))
         tokens = np.arange(batch.offsets[at] + skipped, batch.offsets[at + 1])
-        found[int(batch.indices[at])] = forward.hidden(tokens)
+        found[int(batch.indices[at])] = forward.hidden(tokens).float()
     return found
 
 
@@ -528,7 +532,7 @@ def _result(
     if outcome.hidden:
         states = [b""] * len(plan.rows)
         for index, tensor in zip(outcome.hidden, here, strict=True):
-            states[index] = tensor.float().numpy().tobytes()
+            states[index] = tensor.numpy().tobytes()
     return StepResult(
         step=plan.step,
         tokens=tokens,

@@ -6,7 +6,7 @@ from enum import Enum
 
 from banyan.grammar.base import masks_for
 from banyan.memory.cache import TOKEN_BYTES, KVCache, Lease
-from banyan.messages.plan import HIDDEN, POOL, SAMPLE, SCORE, Mask, Row
+from banyan.messages.plan import EXPERTS, HIDDEN, POOL, SAMPLE, SCORE, Mask, Row
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.request import Flight, Request
 from banyan.scheduler.sheet import PlanSheet
@@ -158,7 +158,7 @@ class RowPlanner:
         if request.generate.pool and start + count == request.prompt_len:
             want |= POOL
         if flight.hidden[0] < flight.hidden[1]:
-            want |= HIDDEN
+            want |= EXPERTS if request.generate.tells_experts else HIDDEN
         return Row(
             slot=request.slot,
             start=start,

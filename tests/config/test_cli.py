@@ -102,7 +102,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name() -> None:
     [
         ["--attn-cp-size", "2"],
         ["--enable-pd-role-switch"],
-        ["--enable-return-routed-experts"],
+        ["--enable-return-indexer-topk"],
     ],
 )
 def test_a_flag_that_this_build_lacks_is_refused_by_name(argv: list[str]) -> None:

@@ -54,7 +54,6 @@ def test_fake_choices_are_warned_of(caplog) -> None:
     [
         (("--moe-a2a-backend", "deepep"), "each rank runs its own on all tokens"),
         (("--elastic-ep-backend", "mooncake"), "copies of experts do not stand in for those"),
-        (("--enable-return-routed-experts",), "recorded in files, and not returned"),
     ],
 )
 def test_what_is_not_there_is_refused_with_its_reason(flags, match) -> None:

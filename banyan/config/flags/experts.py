@@ -1,4 +1,4 @@
-"""Flags of models of experts: what is recorded of their choices."""
+"""Flags of models of experts: what is told of their choices, and where they lie."""
 
 from banyan.config.flags.flag import FLOAT, INT, SWITCH, Elsewhere, Flag
 
@@ -27,6 +27,14 @@ FLAGS = (
         "a line in the log, every --decode-log-interval passes, of how evenly experts are chosen",
         kind=SWITCH,
         proof="tests/runner/test_expert_record.py::test_a_line_says_how_evenly_experts_are_chosen",
+    ),
+    Flag(
+        "enable-return-routed-experts",
+        "experts.are_told",
+        "allow return_routed_experts in requests: the experts that each token chose, in the answer",
+        kind=SWITCH,
+        proof="tests/system/test_routed_experts.py"
+        "::test_what_an_answer_tells_is_what_the_routers_of_transformers_choose",
     ),
     Flag(
         "ep-num-redundant-experts",

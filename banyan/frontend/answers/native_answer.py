@@ -3,6 +3,7 @@
 Streams are cumulative unless told otherwise: each chunk repeats the whole answer so far.
 """
 
+import base64
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
@@ -26,6 +27,7 @@ from banyan.frontend.requests.sampling import NATIVE_DEFAULTS, DrawSeed, Limits,
 from banyan.frontend.threads import THREAD_BYTES, off_loop
 from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.messages.events import DraftReport
+from banyan.messages.requests import NO_HIDDEN
 
 Pack = Callable[[list[list[object]]], object]
 
@@ -157,6 +159,8 @@ class NativeService:
             meta |= self._scores(sequence, chunk)
         if sequence.request.hidden and chunk.finish is not None:
             meta["hidden_states"] = self._hidden_states(sequence, chunk)
+        if sequence.request.experts_from != NO_HIDDEN and chunk.finish is not None:
+            meta["routed_experts"] = base64.b64encode(chunk.experts).decode("ascii")
         if sequence.show_prompt_ids:
             meta["prompt_token_ids"] = sequence.request.prompt
         if sequence.not_honoured:

@@ -76,7 +76,7 @@ class TextGenerator:
         words = None
         if self._tokenizer is not None and not request.pool:
             words = Words(request, self._tokenizer)
-        reader = OutputReader(request, words, self._limits.hidden_size)
+        reader = OutputReader(request, words, told_width(request, self._limits))
         message = _message(with_room(request, self._limits), self._weight_of(request.caller))
         stream = self._client.submit(message)
         has_stopped = False
@@ -137,6 +137,8 @@ class TextGenerator:
                 code="not_available",
                 hint="Start the server with --enable-return-hidden-states.",
             )
+        if request.experts_from != NO_HIDDEN:
+            _check_experts(request, self._limits)
         if request.embeds:
             _check_embedded(request)
 
@@ -206,7 +208,7 @@ class Words:
 class OutputReader:
     """Collects the events of one request; `chunk` gives what is new."""
 
-    def __init__(self, request: TextRequest, words: Words | None, hidden_size: int = 0) -> None:
+    def __init__(self, request: TextRequest, words: Words | None, width: int = 0) -> None:
         self.stopped_by: str | None = None
         """Stop text that ended the request; later tokens are not taken in."""
         self.num_tokens = 0
@@ -224,7 +226,7 @@ class OutputReader:
         self._prompt_scores: list[TokenScore] = []
         self._output_scores: list[TokenScore] = []
         self._vector = b""
-        self._hidden = HiddenStates(request, hidden_size)
+        self._hidden = ToldPositions(request, width)
         self._cached_tokens = self._stored_tokens = 0
         self._retractions = 0
         self._queue_s = 0.0
@@ -266,7 +268,7 @@ class OutputReader:
             self._output_scores,
             self._finish,
             self._vector if self._finish else b"",
-            self._hidden.joined() if self._finish else b"",
+            **(self._hidden.whole(self.num_tokens) if self._finish else {}),
         )
         self._given = len(self._tokens)
         self._text, self._prompt_scores, self._output_scores = [], [], []
@@ -364,16 +366,22 @@ class OutputReader:
         return Usage(num_prompt, self.num_tokens, *told)
 
 
-class HiddenStates:
-    """Hidden states of one request as they arrive, position by position."""
+class ToldPositions:
+    """Hidden states of one request, or the experts that it chose, as they arrive, position by
+    position.
+
+    Args:
+        width: numbers of 4 bytes for each.
+    """
 
     def __init__(self, request: TextRequest, width: int) -> None:
         self._prompt_len = len(request.prompt)
         self._is_last_only = request.hidden == LAST_HIDDEN
+        self._is_experts = not request.hidden
         self._state_bytes = width * FLOAT_BYTES
         self._parts: list[bytes] = []
-        self._next = first_hidden(request)
-        """Position that is due."""
+        self._first = self._next = first_hidden(request)
+        """Position that is due; the first of all."""
 
     def take(self, event: Tokens, num_tokens: int) -> None:
         """Keep what belongs to the output of `num_tokens` so far, whose last token no position
@@ -390,14 +398,41 @@ class HiddenStates:
             self._parts.append(kept)
         self._next += len(kept) // size
 
-    def joined(self) -> bytes:
-        return b"".join(self._parts)
+    def whole(self, num_tokens: int) -> dict[str, bytes]:
+        """Fields of the last chunk, when the output has so many tokens."""
+        found = b"".join(self._parts)
+        if not self._is_experts:
+            return {"hidden": found}
+        positions = max(0, self._prompt_len + num_tokens - 1 - self._first)  # none of the last
+        return {"experts": found[: positions * self._state_bytes]}
 
 
 def check_priority(priority: int) -> None:
     if not -(2**31) <= priority < 2**31:
         raise RequestError(
             f"priority must be a 32-bit integer, got {str(priority)[:40]}.", param="priority"
+        )
+
+
+def _check_experts(request: TextRequest, limits: Limits) -> None:
+    if not limits.expert_choices:
+        raise RequestError(
+            "The server is not configured to return the experts that tokens chose",
+            param="return_routed_experts",
+            code="not_available",
+            hint="Start the server with --enable-return-routed-experts.",
+        )
+    if request.hidden:
+        raise RequestError(
+            "return_routed_experts and return_hidden_states do not go together",
+            param="return_routed_experts",
+            hint="Ask for one of them.",
+        )
+    if request.experts_from > len(request.prompt):
+        raise RequestError(
+            f"routed_experts_start_len must be in [0, {len(request.prompt)}], the length of the "
+            f"prompt, got {request.experts_from}.",
+            param="routed_experts_start_len",
         )
 
 
@@ -414,10 +449,15 @@ def _check_embedded(request: TextRequest) -> None:
             )
 
 
+def told_width(request: TextRequest, limits: Limits) -> int:
+    """Numbers that are told of a position."""
+    return limits.hidden_size if request.hidden else limits.expert_choices
+
+
 def first_hidden(request: TextRequest) -> int:
-    """First position whose hidden state is wanted."""
+    """First position whose hidden state, or whose experts, are wanted."""
     if not request.hidden:
-        return NO_HIDDEN
+        return request.experts_from
     return 0 if request.hidden == ALL_HIDDEN else len(request.prompt) - 1
 
 
@@ -438,6 +478,7 @@ def _message(request: TextRequest, weight: float) -> Generate:
         weight=weight,
         pool=request.pool,
         hidden_from=first_hidden(request),
+        tells_experts=request.experts_from != NO_HIDDEN,
         embeds=request.embeds,
         room=request.room,
         peer=request.peer,

@@ -10,7 +10,7 @@ from banyan.base.errors import RequestError
 from banyan.frontend.requests.generation import ALL_HIDDEN, TextRequest
 from banyan.frontend.requests.long_texts import check_total
 from banyan.frontend.requests.sampling import Limits
-from banyan.messages.requests import NO_SCORES
+from banyan.messages.requests import NO_HIDDEN, NO_SCORES
 
 
 def check_budget(requests: Sequence[TextRequest], limits: Limits) -> None:
@@ -36,10 +36,23 @@ def check_budget(requests: Sequence[TextRequest], limits: Limits) -> None:
             param="return_hidden_states",
             hint='Ask for "last", or for fewer tokens.',
         )
+    chosen = sum(map(_told_positions, requests)) * limits.expert_choices
+    if chosen > limits.max_hidden:
+        raise RequestError(
+            f"The request asks for {chosen} choices of experts; at most {limits.max_hidden} are "
+            "given",
+            param="return_routed_experts",
+            hint="Give routed_experts_start_len, or ask for fewer tokens.",
+        )
 
 
 def _positions(request: TextRequest) -> int:
     return len(request.prompt) + request.sampling.max_new_tokens
+
+
+def _told_positions(request: TextRequest) -> int:
+    first = request.experts_from
+    return 0 if first == NO_HIDDEN else _positions(request) - first
 
 
 def _width(request: TextRequest) -> int:

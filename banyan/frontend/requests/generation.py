@@ -13,7 +13,7 @@ from typing import Protocol
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.messages.events import DraftReport
-from banyan.messages.requests import NO_SCORES
+from banyan.messages.requests import NO_HIDDEN, NO_SCORES
 from banyan.messages.sampling import SamplingParams
 
 
@@ -63,6 +63,8 @@ class TextRequest:
     """The prompt's vector is wanted, and no text."""
     hidden: str = ""
     """Which hidden states are wanted; "" for none."""
+    experts_from: int = NO_HIDDEN
+    """First position whose chosen experts are wanted; NO_HIDDEN = none."""
     embeds: bytes = b""
     """float32 [prompt, hidden] in place of the prompt, whose ids are placeholders then."""
     room: bytes = b""
@@ -149,6 +151,8 @@ class TextChunk:
     """float32 little-endian: the prompt's vector, in the last chunk of a request for it."""
     hidden: bytes = b""
     """float32 little-endian [positions, hidden]: all hidden states, in the last chunk."""
+    experts: bytes = b""
+    """int32 little-endian [positions, layers, per_token]: what they chose, in the last chunk."""
 
 
 class Generator(Protocol):
@@ -185,6 +189,7 @@ def join(chunks: Sequence[TextChunk]) -> TextChunk:
         finish=chunks[-1].finish,
         vector=b"".join(c.vector for c in chunks),
         hidden=b"".join(c.hidden for c in chunks),
+        experts=b"".join(c.experts for c in chunks),
     )
 
 

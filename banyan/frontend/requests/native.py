@@ -28,6 +28,7 @@ from banyan.frontend.requests.sampling import (
     parse_sampling,
 )
 from banyan.frontend.words.tokenizer import Tokenizer
+from banyan.messages.requests import NO_HIDDEN
 
 T = TypeVar("T")
 
@@ -59,6 +60,8 @@ _HONOURED = frozenset(
         "cache_salt",
         "return_prompt_token_ids",
         "return_hidden_states",
+        "return_routed_experts",
+        "routed_experts_start_len",
         "custom_logit_processor",
         *FIELDS,
         "lora_path",
@@ -76,7 +79,6 @@ _REFUSED = frozenset(
         "return_flat_raw_top_logprobs",
         "return_flat_raw_output_top_logprobs",
         "return_flat_raw_top_logprobs_b64",
-        "return_routed_experts",
         "return_indexer_topk",
         "session_params",
         "lora_id",
@@ -167,6 +169,7 @@ def parse_native(
     salts, keys = fields.each("cache_salt", checked_salt), fields.each("extra_key", checked_salt)
     chosen = _adapters(fields, len(prompts), adapters or AdapterNames())
     hidden = fields.each("return_hidden_states", hidden_wanted)
+    experts_from = first_experts(fields.get)
     priority = _integer(fields.get("priority"), "priority") or 0
     show_text = fields.flag("return_text_in_logprobs")
     show_prompt_ids = fields.flag("return_prompt_token_ids")
@@ -184,6 +187,7 @@ def parse_native(
                 caller=tenant,
                 embeds=embeds[i],
                 hidden=hidden[i],
+                experts_from=experts_from,
                 room=meetings[i].name(j),
                 peer=meetings[i].peer,
                 priority=priority,
@@ -474,6 +478,15 @@ def hidden_wanted(value: object, name: str) -> str:
     if value is not True and value != LAST_HIDDEN:
         raise RequestError(f'{name} must be true, false or "last".', param=name)
     return ALL_HIDDEN if value is True else LAST_HIDDEN
+
+
+def first_experts(get: Callable[[str], object]) -> int:
+    """First position whose chosen experts are wanted; NO_HIDDEN for none."""
+    start_name = "routed_experts_start_len"
+    start = _integer(get(start_name), start_name) or 0
+    if start < 0:
+        raise RequestError(f"{start_name} must be at least 0, got {start}.", param=start_name)
+    return start if _boolean(get("return_routed_experts"), "return_routed_experts") else NO_HIDDEN
 
 
 def _boolean(value: object, name: str) -> bool | None:

@@ -87,12 +87,14 @@ class Limits:
         max_scores: log-probabilities of the prompts of a request: positions x (1 + top + ids) of
             its sequences.
         max_output_scores: the same of its outputs, each as long as it may become.
-        max_hidden: values of hidden states of a request: positions x width of its sequences.
+        max_hidden: values of hidden states of a request: positions x width of its sequences; and
+            as many choices of experts: positions x layers x experts.
         auto_truncate: shorten prompts and outputs that are too long instead of refusing them.
         has_tokenizer: False = token ids only, no text.
         is_embedding: prompts become vectors; no text is generated.
         hidden_size: width of a hidden state and of an input embedding.
         hidden_states: requests may ask for hidden states.
+        expert_choices: that a token makes, layers x experts; 0 = requests may not ask for them.
         takes_embeds: prompts may be embeddings instead of tokens.
         batch_encode: the texts of a request are tokenised several at a time.
         max_new_tokens: most tokens of an answer, whatever is asked; 0 = what fits.
@@ -116,6 +118,7 @@ class Limits:
     is_embedding: bool = False
     hidden_size: int = 0
     hidden_states: bool = False
+    expert_choices: int = 0
     takes_embeds: bool = True
     max_new_tokens: int = 0
     batch_encode: bool = False

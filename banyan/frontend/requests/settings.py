@@ -38,6 +38,7 @@ def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenize
         is_embedding=card.pooling is not None,
         hidden_size=card.hidden_size,
         hidden_states=config.server.hidden_states,
+        expert_choices=_expert_choices(config, card),
         processors=tuple(LOGIT_PROCESSORS.names()) if config.server.logit_processors else None,
         max_new_tokens=config.server.max_new_tokens,
         batch_encode=config.server.batch_encode,
@@ -45,6 +46,12 @@ def limits_of(config: Config, card: ModelCard, ready: Ready, tokenizer: Tokenize
         role=config.handoff.role,
         has_rooms=config.handoff.transfer != "fake",
     )
+
+
+def _expert_choices(config: Config, card: ModelCard) -> int:
+    if card.experts is None or not config.experts.are_told:
+        return 0
+    return card.num_layers * card.experts.per_token
 
 
 def check_preferred(server: ServerConfig) -> None:

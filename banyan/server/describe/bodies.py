@@ -57,6 +57,8 @@ NATIVE_TYPES: Mapping[str, object] = {
     "token_ids_logprob": object,
     "priority": int | None,
     "return_hidden_states": object,
+    "return_routed_experts": bool | None,
+    "routed_experts_start_len": int | None,
     "custom_logit_processor": object,
     "session_params": dict[str, object] | None,
     "lora_path": _TEXTS,

@@ -34,6 +34,7 @@ from banyan.server.openai.schema import CompletionRequest
 from banyan.server.openai.shapes import (
     UsageCount,
     completion_logprobs,
+    extension,
     finish_reason,
     hidden_states,
     matched_stop,
@@ -230,14 +231,18 @@ class CompletionAnswer:
             | hidden_states(chunks[at])
             for i, at in enumerate(kept)
         ]
-        return {**self._head(), "choices": choices, "usage": self.usage.total()}
+        told = extension(chunks[0])
+        return {**self._head(), "choices": choices, "usage": self.usage.total(), **told}
 
     def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> Json:
         text = (self._plan.echo_of(index) if is_first else "") + chunk.text
         return {**self._head(), "choices": [self._choice(index, text, chunk)], "usage": None}
 
     def hidden(self, index: int, chunk: TextChunk) -> list[Json]:
-        """The chunk that follows the end of a choice whose last hidden state was asked for."""
+        """The chunk that follows the end of a choice whose last hidden state, or whose experts,
+        were asked for."""
+        if told := extension(chunk):
+            return [{**self._head(), "choices": [], "usage": None, **told}]
         if not chunk.hidden:
             return []
         choice = self._choice(index, "", TextChunk("", [], chunk.usage)) | hidden_states(chunk)

@@ -7,6 +7,7 @@ answer's warnings header, and `strict` makes those 400 too. Knows no engine.
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -15,8 +16,15 @@ from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.frontend.requests import constraint, rooms
 from banyan.frontend.requests.generation import LAST_HIDDEN, ScoreOptions, TextRequest
-from banyan.frontend.requests.native import checked_rid, checked_salt, hidden_wanted, namespace_of
+from banyan.frontend.requests.native import (
+    checked_rid,
+    checked_salt,
+    first_experts,
+    hidden_wanted,
+    namespace_of,
+)
 from banyan.frontend.requests.sampling import ParsedSampling
+from banyan.messages.requests import NO_HIDDEN
 from banyan.server.errors import Json
 from banyan.server.http.exchange import Exchange
 from banyan.server.openai.schema import HARMLESS, REFUSED, SAMPLING, CommonRequest
@@ -129,6 +137,8 @@ class Origin:
     priority: int = 0
     hidden: str = ""
     """Of the hidden states these routes give the last one alone."""
+    experts_from: int = NO_HIDDEN
+    """First position whose chosen experts are told."""
     rooms: Mapping[str, object] = field(default_factory=dict[str, object])
     """The fields that say where its prompts are handed over."""
     adapter: str = ""
@@ -147,6 +157,7 @@ def origin_of(exchange: Exchange, request: CommonRequest, route: str, adapter: s
         exchange.tenant,
         request.priority or 0,
         LAST_HIDDEN if hidden_wanted(request.return_hidden_states, "return_hidden_states") else "",
+        first_experts(partial(getattr, request)),
         {name: getattr(request, name) for name in rooms.FIELDS},
         adapter,
     )
@@ -176,6 +187,7 @@ def sequences(
             namespace=origin.namespace,
             caller=origin.caller,
             hidden=origin.hidden,
+            experts_from=origin.experts_from,
             priority=origin.priority,
             adapter=origin.adapter,
             route=origin.route,
@@ -188,6 +200,12 @@ def sequences(
     ]
     if len(found) == 1:
         return found
+    if origin.experts_from != NO_HIDDEN:
+        raise RequestError(
+            f"return_routed_experts is of one sequence on this route, and these are {len(found)}",
+            param="return_routed_experts",
+            hint="Ask for one at a time, or use /generate.",
+        )
     return [replace(r, id=RequestId(f"{r.id}_{i}")) for i, r in enumerate(found)]
 
 

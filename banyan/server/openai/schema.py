@@ -28,6 +28,8 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None = None
     max_tokens: int | None = None
     return_hidden_states: bool | str | None = False
+    return_routed_experts: bool | None = False
+    routed_experts_start_len: int | None = 0
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
@@ -99,7 +101,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "mm_processor_kwargs": (_NONE, _MEDIA),
     "images_config": (_NONE, _MEDIA),
     "video_config": (_NONE, _MEDIA),
-    "return_routed_experts": (_OFF, _RESEARCH),
     "return_sampling_mask": (_OFF, _RESEARCH),
     "return_flat_raw_output_top_logprobs": (_OFF, _RESEARCH),
     "return_spec_tokens_details": (_OFF, _RESEARCH),
@@ -137,7 +138,6 @@ HARMLESS = frozenset(
         "routed_dp_rank",
         "data_parallel_rank",
         "custom_labels",
-        "routed_experts_start_len",
         "return_flat_raw_top_logprobs_b64",
         "max_dynamic_patch",
         "min_dynamic_patch",

@@ -1,5 +1,6 @@
 """Pieces of OpenAI answers that chat and completions share: usage and log-probabilities."""
 
+import base64
 from collections.abc import Sequence
 
 from banyan.frontend.requests.generation import Finish, TextChunk, TokenScore, Usage
@@ -59,6 +60,14 @@ def matched_stop(finish: Finish | None) -> int | str | None:
 def hidden_states(chunk: TextChunk) -> Json:
     """`hidden_states` of a choice as a field to add: the last position's, if it was asked for."""
     return {"hidden_states": memoryview(chunk.hidden).cast("f").tolist()} if chunk.hidden else {}
+
+
+def extension(chunk: TextChunk | None) -> Json:
+    """`sglext` of an answer as a field to add: the experts that its tokens chose, if they were
+    asked for."""
+    if chunk is None or not chunk.experts:
+        return {}
+    return {"sglext": {"routed_experts": base64.b64encode(chunk.experts).decode("ascii")}}
 
 
 def chat_logprobs(tokenizer: Tokenizer, scores: list[TokenScore], top: int) -> Json:

@@ -13,6 +13,7 @@ from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import (
     UsageCount,
     chat_logprobs,
+    extension,
     finish_reason,
     hidden_states,
     matched_stop,
@@ -31,6 +32,7 @@ class Choice:
         self.scores: list[TokenScore] = []
         self.finish: Finish | None = None
         self.hidden: Json = {}
+        self.told: Json = {}
 
     def read(self, chunk: TextChunk) -> list[Part]:
         """What a chunk makes certain."""
@@ -79,7 +81,7 @@ class ChatAnswer:
         choice.parts += choice.read(chunk)
         choice.scores += chunk.output_scores
         choice.finish = chunk.finish
-        choice.hidden = hidden_states(chunk)
+        choice.hidden, choice.told = hidden_states(chunk), extension(chunk)
         self.usage.take(index, chunk.usage, choice.reasoning_tokens)
 
     def whole(self) -> Json:
@@ -89,6 +91,7 @@ class ChatAnswer:
             **self._head("chat.completion"),
             "choices": choices,
             "usage": self.usage.total(),
+            **self._choices[0].told,
         }
 
     def first(self, index: int) -> Json:
@@ -113,6 +116,9 @@ class ChatAnswer:
         if hidden := hidden_states(chunk):
             delta = {"content": None, "reasoning_content": None, **hidden}
             bodies.append(self._chunk(index, delta))
+        if told := extension(chunk):
+            head = self._head("chat.completion.chunk")
+            bodies.append({**head, "choices": [], "usage": None, **told})
         return bodies
 
     def total(self) -> Json:

@@ -1,0 +1,26 @@
+"""What answers tell of the experts that tokens chose: those of a step's rows that ask for it."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from banyan.config.card import ModelCard
+from banyan.layers.expert_watch import ExpertWatch
+from banyan.messages.plan import EXPERTS
+from banyan.runner.inputs import Batch
+
+
+def told_experts(watch: ExpertWatch, batch: Batch, card: ModelCard) -> dict[int, Tensor]:
+    """Of the rows with EXPERTS: index in the plan -> int32 [positions, layers, per_token], best
+    first; 0 in layers without experts."""
+    facts, found = card.experts, dict[int, Tensor]()
+    assert facts is not None
+    sparse = [layer for layer in range(card.num_layers) if layer not in facts.dense_layers]
+    for at in batch.wanting(EXPERTS):
+        skipped = max(0, batch.rows[at].hidden_from - int(batch.starts[at]))
+        tokens = slice(int(batch.offsets[at]) + skipped, int(batch.offsets[at + 1]))
+        mine = watch.chosen[:, tokens]
+        chosen = np.zeros((mine.shape[1], card.num_layers, facts.per_token), np.int32)
+        chosen[:, sparse] = mine.swapaxes(0, 1)
+        found[int(batch.indices[at])] = torch.from_numpy(chosen)
+    return found
