@@ -17,7 +17,7 @@ from banyan.config.defaults import settings_of, settle
 from banyan.config.drafts import card_of_the_draft, draft_of
 from banyan.config.flags.device import ATTENTION
 from banyan.config.kv_scales import read_kv_scales
-from banyan.config.schema import Config, ModelConfig
+from banyan.config.schema import Config, ModelConfig, SpeculativeConfig
 from banyan.engine.placement import is_placed, place_rank
 from banyan.layers.build import Build
 from banyan.layers.cache import PageGroup, align_groups, group_caches, numbered_through
@@ -100,11 +100,7 @@ def open_model(
     platform = open_platform(config.device.name)
     traits = platform.traits
     if config.speculative.drafts and not traits.is_host:
-        raise ConfigError(
-            f"--speculative-algorithm {config.speculative.algorithm} on {traits.name}: drafts are "
-            "made on the host, and wait there for every step of the device",
-            hint="leave it out, or use --device cpu",
-        )
+        check_drafts(config.speculative, traits)
     if parallel.is_joined and not traits.is_host:
         raise ConfigError(
             f"--enable-dp-attention: replicas share feed-forward blocks on CPUs only, this is "
@@ -279,6 +275,23 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
         is_unpadded=config.device.is_unpadded,
         attention="" if config.device.attention in ATTENTION else config.device.attention,
         draft_room=draft_room,
+        verified=config.speculative.num_tokens if config.speculative.drafts else 0,
         shares_pages=bool(config.handoff.role) and config.parallel.world > 1,
         burst=config.schedule.burst,
     )
+
+
+def check_drafts(speculative: SpeculativeConfig, traits: Traits) -> None:
+    """Refuse what a device that is not the host cannot verify."""
+    if not traits.verified:
+        raise ConfigError(
+            f"--speculative-algorithm {speculative.algorithm} on {traits.name}: drafts are "
+            "made on the host, and wait there for every step of the device",
+            hint="leave it out, or use --device cpu",
+        )
+    if speculative.num_tokens > traits.verified:
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {speculative.num_tokens} on {traits.name}: a row "
+            f"verifies at most {traits.verified} tokens there",
+            hint=f"give {traits.verified} or less",
+        )

@@ -63,9 +63,15 @@ class Accelerator:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        here = [self.pinned(tensor.shape, tensor.dtype) for tensor in tensors]
+        here = [
+            tensor if tensor.is_cpu else self.pinned(tensor.shape, tensor.dtype)
+            for tensor in tensors
+        ]
+        if all(tensor.is_cpu for tensor in tensors):
+            return lambda: here
         for mine, tensor in zip(here, tensors, strict=True):
-            mine.copy_(tensor, non_blocking=True)
+            if mine is not tensor:
+                mine.copy_(tensor, non_blocking=True)
         done = self._library.Event()
         done.record()
 

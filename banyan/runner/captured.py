@@ -3,6 +3,9 @@
 A graph reads slot numbers and nothing else that changes: positions, tokens and page tables are
 gathered from the slot table inside it, and its best tokens and new lengths are entered there. So
 one small copy and one launch are a step. Padding is slot 0, whose pages are page 0.
+
+Where drafts are verified there are graphs of rows of that many tokens too. A row with fewer drafts
+runs positions behind its own, whose numbers nobody reads, and which later rows write again.
 """
 
 from collections.abc import Callable
@@ -35,6 +38,7 @@ class CapturedForward:
         step: inputs with room for the largest shape.
         shapes: rows of the graphs, rising.
         is_unpadded: a step of another number of rows goes to `eager`, none is filled up.
+        verified: tokens of a row with all its drafts, 0 = rows have none.
     """
 
     how = "captured"
@@ -52,6 +56,7 @@ class CapturedForward:
         step: StepTensors,
         shapes: tuple[int, ...],
         is_unpadded: bool = False,
+        verified: int = 0,
     ) -> None:
         self.watch: Callable[[list[OpTime]], None] | None = None
         self._eager = eager
@@ -65,80 +70,118 @@ class CapturedForward:
         self._is_unpadded = is_unpadded
         self._on_host = platform.traits.lengths_on_host
         self._hidden = self._logits = torch.empty(0)
-        self._best = torch.zeros(shapes[-1], device=step.tokens.device)
-        self._tokens = torch.zeros_like(step.slots)
+        self._verified = verified
+        most = min(step.max_tokens, step.max_outputs)
+        self._wide = tuple(rows for rows in shapes if verified > 1 and rows * verified <= most)
+        """Rows of the graphs that verify drafts."""
+        self._most = max([shapes[-1], *(rows * verified for rows in self._wide)])
+        self._best = torch.zeros(self._most, device=step.tokens.device)
+        self._tokens = torch.zeros(self._most, dtype=torch.int64, device=step.tokens.device)
+        self._brought = torch.zeros(2, shapes[-1], dtype=torch.int64, device=step.tokens.device)
+        """Where rows start and how many tokens they run, of a step that verifies drafts."""
         self._rows = 0
         """Of the step that a graph has run; 0 = the last one was eager."""
+        self._size = 0
+        """Its tokens that are not padding."""
+        self._places: np.ndarray | None = None
+        """Where its tokens are among those of the graph; None = in the same places."""
         self._is_sampled = False
         # The largest first: the others fit into the memory that it took.
-        self._graphs: dict[int, Graph] = {}
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        """By rows and tokens of a row."""
         with torch.inference_mode():
+            for rows in reversed(self._wide):
+                self._graphs[rows, verified] = platform.capture(self._work(rows, verified))
             for rows in reversed(shapes):
-                self._graphs[rows] = platform.capture(self._work(rows))
+                self._graphs[rows, 1] = platform.capture(self._work(rows))
         log.info("captured decode steps of %s rows", ", ".join(map(str, shapes)))
+        if self._wide:
+            told = ", ".join(map(str, self._wide))
+            log.info("captured steps of %s rows that verify %d tokens each", told, verified)
 
-    def _work(self, rows: int) -> Callable[[], None]:
-        """What a step of so many rows does."""
-        table, step = self._table, self._step
+    def _work(self, rows: int, count: int = 1) -> Callable[[], None]:
+        """What a step of so many rows of `count` tokens does."""
+        table, step, size = self._table, self._step, rows * count
         slots = step.slots[:rows]
         views = tuple(
-            GroupView(pages[:rows], locations[:rows])
+            GroupView(pages[:rows], locations[:size])
             for pages, locations in zip(step.page_tables, step.locations, strict=True)
         )
         on_host = self._on_host
-        starts = torch.arange(rows + 1, dtype=torch.int32, device=step.row_starts.device)
-        geometry = StepGeometry(starts, step.context_lengths[:rows], views)
+        where = step.row_starts.device
+        starts = torch.arange(0, size + 1, count, dtype=torch.int32, device=where)
+        contexts = torch.zeros(rows, dtype=torch.int32) if on_host else step.context_lengths[:rows]
+        geometry = StepGeometry(starts, contexts, views)
         inputs = StepInputs(
-            *(step.tokens[:rows], step.positions[:rows], self._attention.bind(geometry)),
+            *(step.tokens[:size], step.positions[:size], self._attention.bind(geometry)),
             BoundStates(self._store, geometry),
         )
+        firsts, counts = self._brought[:, :rows]
+        steps = torch.arange(count, device=slots.device)
 
         def work() -> None:
-            positions = table.lengths[slots]
-            step.place(slots, positions, slots, table.max_length)
+            if count == 1:
+                slot_of = slots
+                firsts_now = positions = table.lengths[slots]
+                table.lengths[slots] = positions + 1
+            else:
+                slot_of = slots[:, None].expand(-1, count).reshape(-1)
+                firsts_now = firsts
+                positions = (firsts[:, None] + steps).reshape(-1)
+                table.lengths[slots] = firsts + counts
+            step.place(slot_of, positions, slots, table.max_length)
             if not on_host:
-                step.context_lengths[:rows] = positions
+                step.context_lengths[:rows] = firsts_now
             ends = positions + 1
-            table.lengths[slots] = ends
             table.lengths[:1].zero_()  # padding stays at its beginning
-            step.to_slots[:rows] = slots
-            step.to_positions[:rows] = ends
+            step.to_slots[:size] = slot_of
+            step.to_positions[:size] = ends
             hidden = self._model.forward(inputs)
             logits = self._model.logits(hidden)
             if not len(self._logits):
-                most = self._shapes[-1]
-                self._hidden = hidden.new_zeros(most, hidden.shape[1])
-                self._logits = logits.new_zeros(most, logits.shape[1])
-            self._hidden[:rows] = hidden
-            self._logits[:rows] = logits
+                self._hidden = hidden.new_zeros(self._most, hidden.shape[1])
+                self._logits = logits.new_zeros(self._most, logits.shape[1])
+            self._hidden[:size] = hidden
+            self._logits[:size] = logits
             best, tokens = logits.max(-1)
-            self._best[:rows] = best
-            self._tokens[:rows] = torch.where(best.isfinite(), tokens, 0)
-            table.tokens[slots, ends] = self._tokens[:rows].to(torch.int32)
+            self._best[:size] = best
+            self._tokens[:size] = torch.where(best.isfinite(), tokens, 0)
+            table.tokens[slot_of, ends] = self._tokens[:size].to(torch.int32)
 
         return work
 
     def run(self, batch: Batch) -> None:
         rows = len(batch.rows)
-        is_decode = len(batch.last) == rows == int(batch.offsets[-1])
-        shape = next((shape for shape in self._shapes if shape >= rows), 0)
-        is_captured = shape == rows if self._is_unpadded else shape > 0
-        if not is_decode or not is_captured or has_embedded(batch, self._table):
+        shape, count = self._shape_of(batch)
+        if not shape:
             self._rows = 0
             self._eager.run(batch)
             return
         moves = self._table.moves(batch.rows)
-        if moves:
-            moved = torch.tensor(moves, dtype=torch.int64).to(self._step.slots.device)
-            self._table.lengths[moved[:, 0]] = moved[:, 1]
-        packed = self._platform.pinned((shape,), torch.int64)
-        packed[:rows], packed[rows:] = torch.from_numpy(batch.slots), 0
-        self._step.slots[:shape].copy_(packed, non_blocking=True)
-        if self._on_host:
-            self._graphs[shape].replay([*batch.ends.tolist(), *[1] * (shape - rows)])
+        if count > 1:
+            parts = np.zeros((3, shape), np.int64)
+            parts[:, :rows] = batch.slots, batch.starts, batch.counts
+            packed = self._platform.pinned((3, shape), torch.int64)
+            packed.copy_(torch.from_numpy(parts))
+            there = packed.to(self._step.slots.device, non_blocking=True)
+            self._step.slots[:shape], self._brought[:, :shape] = there[0], there[1:]
         else:
-            self._graphs[shape].replay()
-        self._rows = rows
+            if moves:
+                moved = torch.tensor(moves, dtype=torch.int64).to(self._step.slots.device)
+                self._table.lengths[moved[:, 0]] = moved[:, 1]
+            packed = self._platform.pinned((shape,), torch.int64)
+            packed[:rows], packed[rows:] = torch.from_numpy(batch.slots), 0
+            self._step.slots[:shape].copy_(packed, non_blocking=True)
+        if self._on_host:
+            ends = (batch.starts + count).tolist()
+            self._graphs[shape, count].replay([*ends, *[count] * (shape - rows)])
+        else:
+            self._graphs[shape, count].replay()
+        self._rows, self._size = rows, int(batch.offsets[-1])
+        self._places = None
+        if self._size < rows * count:
+            first = np.arange(rows) * count - batch.offsets[:-1]
+            self._places = np.repeat(first, batch.counts) + np.arange(self._size)
         params = self._table.params[batch.to_slots]
         is_scored = bool(
             batch.wanted & SCORE
@@ -152,15 +195,33 @@ class CapturedForward:
     def hurry(self, number: int) -> None:
         """There is nothing to end."""
 
+    def _shape_of(self, batch: Batch) -> tuple[int, int]:
+        """Rows and tokens of a row of the graph that runs a batch; rows are 0 where none does."""
+        rows, tokens = len(batch.rows), int(batch.offsets[-1])
+        if len(batch.last) != tokens or not rows or has_embedded(batch, self._table):
+            return 0, 1
+        count = 1 if tokens == rows else self._verified
+        shapes = self._shapes if count == 1 else self._wide
+        shape = next((shape for shape in shapes if shape >= rows), 0)
+        is_odd = self._is_unpadded and (shape, shape * count) != (rows, tokens)
+        is_long = count > 1 and int(batch.starts.max()) + count > self._table.max_length
+        return (0 if is_odd or is_long else shape), count
+
     def next_tokens(self) -> Sampled | None:
         if not self._rows or not self._is_sampled:
             return None
-        return Sampled(self._tokens[: self._rows], self._best[: self._rows])
+        return Sampled(self._mine(self._tokens), self._mine(self._best))
 
     def next_logits(self, batch: Batch) -> Tensor:
         if not self._rows:
             return self._eager.next_logits(batch)
-        return self._logits[: self._rows]
+        return self._mine(self._logits)
+
+    def _mine(self, found: Tensor) -> Tensor:
+        """Of the step's own tokens; found: of those of the graph."""
+        if self._places is None:
+            return found[: self._size]
+        return found[torch.from_numpy(self._places).to(found.device)]
 
     def logits(self, tokens: np.ndarray) -> Tensor:
         return self._model.logits(self.hidden(tokens)) if self._rows else self._eager.logits(tokens)
@@ -168,16 +229,19 @@ class CapturedForward:
     def hidden(self, tokens: np.ndarray) -> Tensor:
         if not self._rows:
             return self._eager.hidden(tokens)
+        if self._places is not None:
+            tokens = self._places[tokens]
         return self._hidden[torch.from_numpy(tokens).to(self._hidden.device)]
 
     def tapped(self, tokens: np.ndarray) -> Tensor:
-        assert not self._rows, "graphs have no taps: nothing drafts on a device that captures"
+        assert not self._rows, "graphs have no taps"
         return self._eager.tapped(tokens)
 
     def targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if not self._rows:
             return self._eager.targets(batch)
-        return self._step.targets(self._rows)
+        slots, positions = self._step.to_slots, self._step.to_positions
+        return self._mine(slots), self._mine(positions)
 
     def op_times(self) -> list[OpTime]:
         return self._eager.op_times()

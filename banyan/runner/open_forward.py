@@ -33,6 +33,7 @@ class RunnerSizes:
         is_unpadded: steps of other numbers of rows are launched anew.
         attention: name of the attention backend; "" = what the model takes.
         draft_room: drafts that one step verifies at most, beside the tokens of its rows.
+        verified: tokens of a row with all the drafts that it may have; 0 = rows have none.
         shares_pages: rank 0 moves the pages of all ranks, and reads and writes them where they are.
         burst: decode steps that one plan may hold.
         carried: width of what comes with each token beside its id, 0 = nothing.
@@ -47,6 +48,7 @@ class RunnerSizes:
     is_unpadded: bool = False
     attention: str = ""
     draft_room: int = 0
+    verified: int = 0
     shares_pages: bool = False
     burst: int = 1
     carried: int = 0
@@ -89,12 +91,15 @@ def open_forward(
         log.info("steps are not recorded: %s", error)
     if platform.traits.programs != BY_SHAPE or not sizes.shapes or model.card.pooling is not None:
         return eager
-    if why := _obstacle(model, build.ops, platform):
+    why = _obstacle(model, build.ops, platform)
+    if sizes.taps or sizes.carried:
+        why = "drafts are made of what layers read beside tokens"
+    if why:
         log.info("steps are not captured: %s", why)
         return eager
     shapes = tuple(shape for shape in sizes.shapes if shape <= rows)
     captured = (model, table, store, attention, platform, step, shapes or (rows,))
-    return CapturedForward(eager, *captured, sizes.is_unpadded)
+    return CapturedForward(eager, *captured, sizes.is_unpadded, sizes.verified)
 
 
 def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:

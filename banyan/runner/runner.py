@@ -291,6 +291,7 @@ class ModelRunner:
             if burst is not None:
                 self._table.grow(batch.to_slots, burst.steps - 1)
             if self._drafting is not None:
+                sampled = None if sampled is None else sampled.fetched(self._platform)
                 tokens = None if sampled is None else sampled.tokens
                 self._ran.enter(batch, self._forward)
                 verified = self._drafting.verify(batch, tokens, len(plan.rows))

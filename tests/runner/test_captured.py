@@ -34,14 +34,14 @@ def test_a_step_takes_the_smallest_shape_that_holds_it_and_the_rest_is_slot_0(ca
     forward = runner._forward
     assert isinstance(forward, CapturedForward) and runner.how == "captured"
     seen = []
-    for rows, graph in forward._graphs.items():
+    for (rows, _), graph in forward._graphs.items():
         work = graph.replay
 
         def replay(rows=rows, work=work):
             seen.append((rows, forward._step.slots[:rows].tolist()))
             work()
 
-        forward._graphs[rows] = type("Watched", (), {"replay": staticmethod(replay)})()
+        forward._graphs[rows, 1] = type("Watched", (), {"replay": staticmethod(replay)})()
     mine = requests(5)
     Driver(runner).run(mine)
     assert {rows for rows, _ in seen} == {8}

@@ -1,12 +1,16 @@
 """Answers with drafts are the answers without, token by token, whatever else a request asks for."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from banyan.base.errors import BanyanError
+from banyan.config.schema import SpeculativeConfig
 from banyan.llm import Engine
+from banyan.opening import check_drafts
+from banyan.platform.cpu import CpuPlatform
 from tests.models.families import tiny
 
 REPEATS = "One two three four five six. " * 4 + "One two"
@@ -133,10 +137,10 @@ def test_an_answer_that_is_given_up_leaves_nothing(drafting):
     assert drafting.stats().leaked == 0
 
 
-def test_other_devices_refuse_drafts_by_name(tiny_model, monkeypatch):
-    monkeypatch.setenv("BANYAN_NPU", "emulated")
-    with pytest.raises(BanyanError, match="drafts are made on the host"):
-        start(tiny_model, device="npu").shutdown()
+def test_other_devices_refuse_drafts_by_name():
+    elsewhere = replace(CpuPlatform().traits, name="cuda", is_host=False)
+    with pytest.raises(BanyanError, match="NGRAM on cuda: drafts are made on the host"):
+        check_drafts(SpeculativeConfig(algorithm="NGRAM"), elsewhere)
 
 
 def test_layers_with_a_window_go_together_with_drafts(tmp_path):

@@ -22,6 +22,7 @@ from banyan.ops.npu.contracts import (
 )
 from banyan.ops.npu.needs import NpuToolkit, declines
 from banyan.ops.npu.pages import lengths_of
+from banyan.ops.npu.plain import attend_plainly
 
 
 def _declines(spec: OpSpec) -> str | None:
@@ -56,11 +57,19 @@ def _latent_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         context_lengths: Tensor,
         scale: float,
         chosen: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
         heads = q.shape[1]
         widths = (q.shape[2], q_turned.shape[2])
         is_served = widths == (LATENT_DIM, LATENT_ROPE_DIM) and heads <= LATENT_HEADS[-1]
+        starts = row_starts.tolist()
+        lengths, tables = lengths_of(starts, context_lengths.tolist()), page_tables.contiguous()
+        if first:
+            whole = torch.cat([q, q_turned], -1)
+            values, turned = latent_pages.unsqueeze(2), key_pages.unsqueeze(2)  # one head
+            rows = (tables, starts, lengths, scale)
+            return attend_plainly(whole, (values, turned), values, *rows, -first)
         if chosen is not None or not is_served:
             return reference.latent_attention(
                 *(q, q_turned, latent_pages, key_pages),
@@ -68,8 +77,7 @@ def _latent_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
             )
         room = next(count for count in LATENT_HEADS if count >= heads) - heads
         q, q_turned = (pad(part, (0, 0, 0, room)).contiguous() for part in (q, q_turned))
-        keys, starts = (latent_pages, key_pages), row_starts.tolist()
-        lengths, tables = lengths_of(starts, context_lengths.tolist()), page_tables.contiguous()
+        keys = (latent_pages, key_pages)
         attend = toolkit.operators.attend_latents
         if len(q) == len(lengths):
             q, q_turned = q.unsqueeze(1), q_turned.unsqueeze(1)  # [rows, 1, heads, width]

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from banyan.ops import reference
 from banyan.ops.bind import Kernel
 from banyan.ops.npu.contracts import TOGETHER_DIMS
 from banyan.ops.npu.needs import NpuToolkit, declines_pages
 from banyan.ops.npu.operators import Operators
+from banyan.ops.npu.plain import attend_plainly
 
 
 def _write_kv(toolkit: NpuToolkit) -> Callable[..., None]:
@@ -41,13 +41,11 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         sinks: Tensor | None = None,
     ) -> Tensor:
         assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
-        if soft_cap:  # the operators have no such thing
-            return reference.paged_attention(
-                *(q, k_pages, v_pages, page_tables, row_starts, context_lengths),
-                *(scale, window, soft_cap, sinks),
-            )
         starts = row_starts.tolist()
         lengths = lengths_of(starts, context_lengths.tolist())
+        if soft_cap or window < 0:  # the operators have no such things
+            how = (scale, window, soft_cap, sinks)
+            return attend_plainly(q, (k_pages,), v_pages, page_tables, starts, lengths, *how)
         rows = _Rows(
             toolkit.operators,
             (k_pages.flatten(2), v_pages.flatten(2)),  # [pages, page_size, kv_heads · head_dim]
@@ -61,6 +59,8 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
             return rows.single(query, tables, lengths)
         if q.shape[2] in TOGETHER_DIMS:
             return rows.together(query, tables, starts, lengths)
+        if len(q) == starts[1] * len(lengths) and starts == list(range(0, len(q) + 1, starts[1])):
+            return rows.alike(query.unflatten(0, (len(lengths), -1)), tables, lengths)
         return rows.one_by_one(query, tables, starts, lengths)
 
     return run
@@ -101,6 +101,11 @@ class _Rows:
     ) -> Tensor:
         given = (tables, starts[1:], lengths, self.kv_heads, self.scale, self.window, self.sinks)
         return self.operators.attend_together(query, *self.pages, *given)
+
+    def alike(self, query: Tensor, tables: Tensor, lengths: list[int]) -> Tensor:
+        """Rows of as many tokens each. query: [rows, tokens, heads, head_dim]"""
+        given = (tables, lengths, self.kv_heads, self.scale, self.window, self.sinks)
+        return self.operators.attend_rows(query, *self.pages, *given).flatten(0, 1)
 
     def one_by_one(
         self, query: Tensor, tables: Tensor, starts: list[int], lengths: list[int]

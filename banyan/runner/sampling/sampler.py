@@ -16,6 +16,7 @@ from banyan.base.ids import SlotId
 from banyan.messages.plan import NOT_FINITE, Join
 from banyan.ops.api import Ops
 from banyan.ops.sampling import MAX_VOCAB, Addends, Masks, SampleRows
+from banyan.platform.base import Platform
 from banyan.runner.slots import SlotTable
 
 ALL_BANNED = "every token is banned by the grammar, logit_bias and min_new_tokens"
@@ -35,6 +36,12 @@ class Sampled:
     tokens: Tensor
     best: Tensor | None = None
     failed: dict[int, str] = field(default_factory=dict)
+
+    def fetched(self, platform: Platform) -> "Sampled":
+        """The same on the host; waits for the device."""
+        here = [self.tokens] if self.best is None else [self.tokens, self.best]
+        found = platform.fetch(here)()
+        return Sampled(found[0], None if self.best is None else found[1], self.failed)
 
     def faults(self, best: Tensor | None) -> dict[int, str]:
         """Rows that could not be chosen, with the reason. best: `self.best`, on the host."""

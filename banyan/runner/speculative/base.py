@@ -61,6 +61,7 @@ class Beside:
         may_lag: its pages stay with a request as long as that runs, so what it has not read yet
             can be read later.
         target: what the model that it drafts for made of the last step.
+        fetch: begins to bring tensors to the host; what waits for them.
         ends: of each page what it reads of the last token there; None where it reads tokens alone.
         take_in: makes what it reads of the target's hidden states.
     """
@@ -71,6 +72,7 @@ class Beside:
     max_tokens: int
     may_lag: bool
     target: "TargetStep"
+    fetch: "Callable[[Sequence[Tensor]], Callable[[], list[Tensor]]]"
     ends: "PageEnds | None" = None
     take_in: "Callable[[Tensor], Tensor] | None" = None
 

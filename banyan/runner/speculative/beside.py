@@ -52,7 +52,7 @@ def open_beside(
     # Rows that sampled are read with the token that they gave.
     most = sizes.max_tokens and sizes.max_tokens + sizes.max_slots
     width = 0 if ahead is None else ahead.width
-    mine = replace(sizes, max_tokens=most, draft_room=0, carried=width)
+    mine = replace(sizes, max_tokens=most, draft_room=0, verified=0, carried=width)
     with platform.stream():
         forward = open_forward(model, table, pages, draft.build, mine, attention, platform)
     return Beside(
@@ -64,4 +64,5 @@ def open_beside(
         target=target,
         ends=ends,
         take_in=None if ahead is None else ahead.take_in,
+        fetch=platform.fetch,
     )

@@ -70,9 +70,9 @@ class Drafting:
     def verify(self, batch: Batch, sampled: Tensor | None, num_rows: int) -> Verified:
         """Enter into the table what stands of the sampled tokens, and draft what may follow.
 
-        sampled: [outputs] int64, None where no row samples; num_rows: of the plan.
+        sampled: [outputs] int64 on the host, because the next row begins where this one's answer
+            ends; None where no row samples; num_rows: of the plan.
         """
-        # sync: the next row begins where this one's answer ends
         tokens = [] if sampled is None else sampled.tolist()
         stands = np.ones(len(tokens), bool)
         cut = dict[int, int]()

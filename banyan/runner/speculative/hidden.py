@@ -71,10 +71,12 @@ class HiddenDrafter:
             following = self._read(again, [carried])
         tokens = self._beside.table.tokens
         firsts = [self._known[row.slot] for row in rows]
-        return [
-            tokens[row.slot, first : first + count].tolist()  # sync: on the host
+        drafts = [
+            tokens[row.slot, first : first + count]
             for row, first, count in zip(rows, firsts, counts, strict=True)
         ]
+        # sync: they are told to the scheduler
+        return [found.tolist() for found in self._beside.fetch(drafts)()]
 
     def flush(self) -> None:
         """Nothing is remembered beside the pages, which are the engine's."""

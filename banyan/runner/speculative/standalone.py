@@ -53,13 +53,15 @@ class ModelDrafter:
                 if count > done
             ]
             run_pass(self._beside, again)
-        found: list[list[int]] = []
-        for row, count in zip(rows, counts, strict=True):
-            first = known[row.slot]
-            drafts = self._table.tokens[row.slot, first : first + count].tolist()  # sync: on host
-            if count > 1:
-                self._drafted[row.slot] = drafts[: count - 1]
-            found.append(drafts)
+        drafts = [
+            self._table.tokens[row.slot, known[row.slot] : known[row.slot] + count]
+            for row, count in zip(rows, counts, strict=True)
+        ]
+        # sync: they are told to the scheduler
+        found = [each.tolist() for each in self._beside.fetch(drafts)()]
+        for row, each in zip(rows, found, strict=True):
+            if len(each) > 1:
+                self._drafted[row.slot] = each[:-1]
         return found
 
     def flush(self) -> None:

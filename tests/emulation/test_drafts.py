@@ -1,0 +1,141 @@
+"""Drafts on the emulated NPU: rows that verify them, eager and in graphs, against the CPU."""
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import banyan
+from banyan.base.errors import BanyanError
+from banyan.ops.npu.contracts import ContractError
+from banyan.platform.npu import _LengthGraph
+from banyan.runner.captured import CapturedForward
+from banyan.runner.inputs import Batch
+from tests.emulation.device import EmulatedNpu
+from tests.emulation.test_families import IS_WHOLE, LATENT, ROOM, compare, start
+from tests.models.drafting import tiny_ahead, tiny_eagle, tiny_eagle3
+from tests.models.families import tiny
+
+WAYS = {"captured": {"cuda_graph_bs": [1, 2, 4]}, "eager": {"disable_cuda_graph": True}}
+LENGTHS = (150, 21, 9)
+TOKENS = (30, 20, 12)
+
+
+def made(drafter: str, folder: Path) -> dict[str, object]:
+    """A tiny model, and the flags of what drafts for it."""
+    named: dict[str, object] = {"disable_adaptive_drafts": True, "speculative_num_draft_tokens": 4}
+    if drafter == "NEXTN":
+        tiny_ahead("deepseek v3", folder, **ROOM, **LATENT)
+    elif drafter == "EAGLE":
+        tiny_eagle("mistral", folder, folder / "eagle", **ROOM, hidden_size=96)
+    elif drafter == "EAGLE3":
+        tiny_eagle3(
+            "qwen3", folder, folder / "eagle", **ROOM, hidden_size=96, head_dim=16, known=60
+        )
+    else:
+        tiny("qwen3", folder, num_hidden_layers=3, **ROOM, head_dim=int(drafter[5:]))
+        drafter = "NGRAM"
+    if drafter.startswith("EAGLE"):
+        named["speculative_draft_model_path"] = str(folder / "eagle")
+    return named | {"speculative_algorithm": drafter}
+
+
+def answers(engine: banyan.Engine, drawn: bool = False) -> list[dict]:
+    """Prompts that repeat themselves."""
+    ids = [[5 + 3 * (i % 7) + n % 5 for i in range(n)] for n in LENGTHS]
+    how = {"temperature": 0.8, "sampling_seed": 3} if drawn else {"temperature": 0}
+    params = [how | {"max_new_tokens": n, "ignore_eos": True} for n in TOKENS]
+    asked = {"return_logprob": True, "top_logprobs_num": 2}
+    return engine.generate(input_ids=ids, sampling_params=params, **asked)
+
+
+def plain(engine: banyan.Engine, tokens: int, count: int = 2) -> dict:
+    """Greedy and unscored, so that graphs sample; the same prompt for all."""
+    params = {"temperature": 0, "ignore_eos": True, "max_new_tokens": tokens}
+    ids = [[5 + 3 * (i % 7) for i in range(21)]] * count
+    return engine.generate(input_ids=ids, sampling_params=params)
+
+
+WHOLE = pytest.mark.skipif(not IS_WHOLE, reason="NPU_CASES is not all")
+CASES = [
+    ("NGRAM128", "captured"),
+    ("EAGLE", "captured"),
+    *(
+        pytest.param(drafter, way, marks=WHOLE)
+        for drafter, way in [
+            *(("NGRAM128", "eager"), ("NGRAM64", "captured"), ("NGRAM64", "eager")),
+            *(("NEXTN", "captured"), ("NEXTN", "eager")),
+            *(("EAGLE", "eager"), ("EAGLE3", "captured")),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("drafter", "way"), CASES)
+def test_with_drafts_it_says_what_it_says_on_the_cpu(npu, tmp_path, drafter: str, way: str) -> None:
+    """Nothing comes to the host but late: what rows sampled and what is drafted behind it."""
+    named = made(drafter, tmp_path)
+    with start(tmp_path, "cpu", dtype="float32", cpu_activations="fp32") as engine:
+        wanted = answers(engine)
+    with start(tmp_path, "npu", dtype="float16", **WAYS[way]) as engine:
+        alone = [each["output_ids"] for each in answers(engine)]
+    with start(tmp_path, "npu", dtype="float16", **WAYS[way], **named) as engine:
+        found = answers(engine)
+        assert [each["output_ids"] for each in found] == alone
+        assert compare(found, wanted) > len(TOKENS)
+        before = npu.counters()
+        drafted = plain(engine, 40)
+        after = npu.counters()
+    proposed = sum(each["meta_info"]["spec_num_proposed_drafts"] for each in drafted)
+    assert proposed > 0
+    assert after["to_host"] - before["to_host"] == after["to_host_late"] - before["to_host_late"]
+
+
+@WHOLE
+def test_rows_that_draw_are_sampled_behind_the_graph_as_without_drafts(npu, tmp_path) -> None:
+    named = made("NGRAM128", tmp_path)
+    found = []
+    for flags in ({}, named):
+        with start(tmp_path, "npu", dtype="float16", **WAYS["captured"], **flags) as engine:
+            found.append([each["output_ids"] for each in answers(engine, drawn=True)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("rows", [2, *(pytest.param(n, marks=WHOLE) for n in (1, 4))])
+def test_lengths_of_the_step_before_are_caught_where_drafts_are_verified(
+    npu, tmp_path, monkeypatch, rows: int
+) -> None:
+    named = made("NGRAM128", tmp_path)
+    told, refused, replay = list[list[int]](), list[list[int]](), _LengthGraph.replay
+    shapes, shape_of = list[tuple[int, int]](), CapturedForward._shape_of
+
+    def watched(forward: CapturedForward, batch: Batch) -> tuple[int, int]:
+        shapes.append(shape_of(forward, batch))
+        return shapes[-1]
+
+    def late(graph: _LengthGraph, lengths: Sequence[int]) -> None:
+        told.append(list(lengths))
+        try:
+            replay(graph, told[-2] if len(told) > 1 else lengths)
+        except ContractError as error:
+            assert "its lengths are those of another step" in str(error)
+            refused.append(told[-1])
+            raise
+
+    with start(tmp_path, "npu", dtype="float16", cuda_graph_bs=[rows], **named) as engine:
+        plain(engine, 30, rows)
+        monkeypatch.setattr(CapturedForward, "_shape_of", watched)
+        monkeypatch.setattr(_LengthGraph, "replay", late)
+        with contextlib.suppress(BanyanError):
+            plain(engine, 30, rows)
+    assert told[0] not in refused and told[1] in refused and shapes[2] == (rows, 4)
+
+
+def test_a_row_of_more_tokens_than_the_device_verifies_is_refused(npu: EmulatedNpu, tmp_path):
+    named = made("NGRAM128", tmp_path) | {"speculative_num_draft_tokens": 17}
+    with (
+        pytest.raises(BanyanError, match="at most 16 tokens"),
+        start(tmp_path, "npu", dtype="float16", **named),
+    ):
+        pass
