@@ -96,7 +96,7 @@ def open_model(
     """Open the device, meet the other ranks, load this rank's share of the weights."""
     parallel = config.parallel
     here, place = parallel.local_world, rank % parallel.local_world
-    place_rank(config.device, replace(parallel, tp=here, pp=1, is_joined=False), place)
+    place_rank(config.device, replace(parallel, tp=here, pp=1, cp=1, is_joined=False), place)
     platform = open_platform(config.device.name)
     traits = platform.traits
     if config.speculative.drafts and not traits.is_host:
@@ -106,6 +106,12 @@ def open_model(
             f"--enable-dp-attention: replicas share feed-forward blocks on CPUs only, this is "
             f"{traits.name}",
             hint="leave the flag out; --data-parallel-size starts independent replicas",
+        )
+    if parallel.cp > 1 and not traits.is_host:
+        raise ConfigError(
+            f"--attn-cp-size {parallel.cp}: prompts are divided among ranks on CPUs only, this is "
+            f"{traits.name}",
+            hint="leave it out; --tensor-parallel-size cuts the heads",
         )
     config, origins = settle(config, platform.defaults(card))
     sharers = 1 if is_placed(config.device) else here * parallel.dp
@@ -127,6 +133,8 @@ def open_model(
         replicas=parallel.dp if parallel.is_joined else 1,
         are_heads_apart=parallel.are_heads_apart,
         is_dense_whole=parallel.dense_tp == 1,
+        shares=parallel.cp,
+        split=parallel.cp_split,
     )
     if parallel.world > 1 or parallel.is_joined:
         phases.done("meeting")

@@ -37,8 +37,8 @@ class SimulateOptions:
     )
     layouts: tuple[str, ...] = option(
         (),
-        "several to compare: tp=8 tp=4,dp=2 tp=8,dp=8,dp-attention prefill=2,decode=3; else that "
-        "of the flags",
+        "several to compare: tp=8 tp=4,dp=2 tp=8,dp=8,dp-attention tp=8,cp=4 prefill=2,decode=3; "
+        "else that of the flags",
     )
     requests: int = option(500, "how many")
     rate: float = option(4.0, "requests per second, Poisson")
@@ -76,7 +76,7 @@ def simulate(argv: Sequence[str]) -> int:
         )
     parallel = config.parallel
     layouts = [read_layout(text) for text in options.layouts] or [
-        Layout(parallel.tp, parallel.pp, parallel.dp, parallel.is_joined)
+        Layout(parallel.tp, parallel.pp, parallel.dp, parallel.is_joined, cp=parallel.cp)
     ]
     config, _ = settle(config, _defaults(hardware))
     schedule = replace(config.schedule, max_queued=0, max_queued_tokens=0)

@@ -81,6 +81,16 @@ _RULES = (
         "there is no --enable-dp-attention with several replicas",
     ),
     _Idle(
+        "enable-nsa-prefill-context-parallel nsa-prefill-cp-mode",
+        lambda c: c.parallel.tp == 1,
+        "there is one rank, and it computes all tokens",
+    ),
+    _Idle(
+        "nsa-prefill-cp-mode",
+        lambda c: c.parallel.tp > 1 and c.parallel.cp == 1 and not c.parallel.divides_prompts,
+        "tokens are not divided without --attn-cp-size or --enable-prefill-cp",
+    ),
+    _Idle(
         "quantization-param-path",
         lambda c: c.cache.dtype not in FLOAT8,
         "scales are for --kv-cache-dtype fp8_e4m3 and fp8_e5m2",

@@ -58,7 +58,6 @@ def check_kv_scales(config: Config, card: ModelCard, environment: Environment) -
             f"{_FLAG}: {why} keeps no keys and values in units of a scale",
             hint="leave it out; 1 is taken",
         )
-    parallel = config.parallel
-    for rank in range(1 if parallel.are_heads_apart else parallel.tp):
+    for rank in range(config.parallel.attention_ranks):
         read_kv_scales(config, card, rank)
     return config

@@ -17,6 +17,7 @@ from banyan.config.bursts import check_the_bursts
 from banyan.config.card import ModelCard
 from banyan.config.catalogue import recognise
 from banyan.config.checkpoint import read_card
+from banyan.config.context import check_the_context
 from banyan.config.disposal import Moment, check_disposal
 from banyan.config.drafts import find_the_draft, fits
 from banyan.config.encoders import read_pooling
@@ -239,7 +240,7 @@ def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -
         _check_the_stages(config, card)
     if ep > 1:
         _check_the_experts(card, tp, ep)
-    replicas = config.parallel.dp if config.parallel.is_joined else 1
+    replicas = tp // config.parallel.attention_ranks
     is_cut = not config.parallel.dense_tp
 
     def serves(ranks: int) -> bool:
@@ -248,7 +249,8 @@ def check_the_ranks(config: Config, card: ModelCard, environment: Environment) -
     if serves(tp):
         return config
     counts = [n for n in range(replicas, replicas * card.num_heads + 1, replicas) if serves(n)]
-    shares = f" ({replicas} replicas share the heads by themselves)" if replicas > 1 else ""
+    among = "shares of prompts have" if config.parallel.cp > 1 else "replicas share"
+    shares = f" ({replicas} {among} the heads by themselves)" if replicas > 1 else ""
     raise ConfigError(
         f"--tensor-parallel-size {tp}{shares} does not divide the model's {card.num_heads:,} "
         f"attention heads, {card.num_kv_heads:,} KV heads and {card.intermediate_size:,} MLP "
@@ -394,6 +396,7 @@ RULES = (
     check_the_chunk,
     bound_the_prompts,
     check_the_joined_replicas,
+    check_the_context,
     check_the_dense_blocks,
     check_the_ranks,
     check_the_nodes,

@@ -198,6 +198,12 @@ class ParallelConfig:
     of all of them."""
     are_heads_apart: bool = False
     """Joined replicas have the weight of the logits each by itself."""
+    cp: int = 1
+    """Shares that a step's tokens are divided into for attention, each of `tp` / `cp` ranks."""
+    divides_prompts: bool = False
+    """`cp` is as many as there are ranks, where it is left at 1."""
+    cp_split: str = "zigzag"
+    """How tokens are divided into shares: a name of `runner.division.SPLITS`."""
     dense_tp: int = 0
     """Ranks that share a feed-forward block without experts in a model that has some: 1; 0 = as
     all others."""
@@ -219,12 +225,12 @@ class ParallelConfig:
     @property
     def world(self) -> int:
         """Ranks of a replica."""
-        return self.attention_ranks * self.pp
+        return self.attention_ranks * self.cp * self.pp
 
     @property
     def attention_ranks(self) -> int:
         """Ranks that share the heads of a layer."""
-        return self.tp // self.dp if self.is_joined else self.tp
+        return self.tp // self.cp // (self.dp if self.is_joined else 1)
 
     @property
     def local_world(self) -> int:

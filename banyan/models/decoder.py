@@ -106,7 +106,7 @@ class DecoderLM(nn.Module):
         scale = card.embedding_scale / card.residual_scale
         self.embedding = Embedding(vocab, size, build, scale)
         self.ops = build.ops
-        self.stages = build.groups.stages
+        self.stages, self.context = build.groups.stages, build.groups.context
         self.stage = _stage_of(card.num_layers, self.stages)
         self.layers = nn.ModuleList(
             DecoderLayer(card, family, layer, build) if layer in self.stage else nn.Identity()
@@ -137,7 +137,8 @@ class DecoderLM(nn.Module):
             )
 
     def forward(self, step: StepInputs) -> Tensor:
-        """returns: hidden states after the last norm, [tokens, hidden_size]."""
+        """returns: hidden states after the last norm, [tokens, hidden_size], of all ranks that
+        share the step's tokens."""
         angles = {rope: rotary(step.positions) for rope, rotary in self.rotaries.items()}
         x, residual = self.embedding(step.tokens, step.embedded), None
         stages = self.stages
@@ -153,7 +154,7 @@ class DecoderLM(nn.Module):
         else:
             x = x if residual is None else self.ops.add(x, residual)
             stages.send(x, stages.rank + 1)
-        return stages.broadcast(x, stages.size - 1)
+        return self.context.gather_rows(stages.broadcast(x, stages.size - 1))
 
     def classify(self, pooled: Tensor) -> Tensor:
         """pooled: [n, hidden_size]; returns scores [n, classes], or the states where none are."""

@@ -3,18 +3,19 @@
 A layer is handed the one group that its weights are cut over and knows no other, so a layout of
 ranks is a choice made here and nowhere else. A group of one needs no library and costs nothing.
 
-The ranks of a group have the same rows, unless they are of several replicas: then a layer works on
-the rows of all of them, between `gather_rows` and `reduce_rows`, which else change nothing.
+The ranks of a group have the same rows, unless they are of several replicas or compute shares of a
+step: then a layer works on the rows of all of them, between `gather_rows` and `reduce_rows`, which
+else change nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from banyan.ops.api import Recorder
 from banyan.parallel.collectives import Collectives, Meeting, open_collectives
-from banyan.parallel.joint import JointBatch, JointRows
+from banyan.parallel.joint import DividedBatch, JointBatch, JointRows
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -127,6 +128,8 @@ class Groups:
         everyone: all ranks of all replicas that work on one batch.
         joint: the rows of such a batch; None for a replica by itself.
         dense_ffn: as `ffn`, of the blocks without experts among others that have them.
+        context: have the same heads, and each computes some of a step's tokens.
+        divided: whose they are; None where every rank computes all of them.
     """
 
     world: Group
@@ -140,6 +143,8 @@ class Groups:
     everyone: Group
     dense_ffn: Group
     joint: JointBatch | None = None
+    context: Group = field(default_factory=Group)
+    divided: DividedBatch | None = None
 
     @classmethod
     def of(cls, group: Group) -> "Groups":
@@ -197,6 +202,33 @@ class Groups:
             joint=joint,
         )
 
+    @classmethod
+    def of_shares(
+        cls,
+        mine: Group,
+        context: Group,
+        everyone: Group,
+        divided: DividedBatch,
+        are_experts_apart: bool,
+    ) -> "Groups":
+        """Context parallelism: the ranks of each share of a step's tokens attend for them, and all
+        ranks share the feed-forward blocks and the head.
+
+        Args:
+            mine: the ranks of this share.
+            context: those of all shares with the same heads.
+            everyone: all of them.
+        """
+        alike = cls.of_replicas(mine, everyone, divided, are_experts_apart)
+        return replace(
+            alike,
+            world=everyone,
+            head=everyone,
+            joint=None,
+            context=context.of_rows(divided.context),
+            divided=divided,
+        )
+
     def with_heads_apart(self) -> "Groups":
         """These groups, but each replica has the weight of the logits by itself."""
         return replace(self, head=self.world)
@@ -220,12 +252,14 @@ def open_groups(
     replicas: int = 1,
     are_heads_apart: bool = False,
     is_dense_whole: bool = False,
+    shares: int = 1,
+    split: str = "",
 ) -> Groups:
     """Meet the other ranks at `address`; returns when all have come.
 
     Args:
-        rank: stage · size + place within the stage.
-        size: ranks of one stage.
+        rank: stage · size + place within the stage, or share · size + place within the share.
+        size: ranks of one stage, or of one share.
         address: tcp://host:port or file:///path, the same on every rank; "" for one rank.
         libraries: names of collective libraries, best first (`Traits.collectives`).
         timeout_s: a rank that waits longer than this for another one raises.
@@ -236,6 +270,8 @@ def open_groups(
         replica, replicas: which of how many replicas that work on one batch; they have one stage.
         are_heads_apart: each of them has the weight of the logits by itself.
         is_dense_whole: in a model of experts, each rank has the blocks without any whole.
+        shares: that a step's tokens are divided into; there is one stage, and one replica.
+        split: how they are divided.
     """
 
     def meet(name: str, place: int, of: int) -> Group:
@@ -244,7 +280,7 @@ def open_groups(
         meeting = Meeting(place, of, address, timeout_s, recorder, is_crowded, name)
         return Group(place, of, open_collectives(meeting, libraries))
 
-    if size * stages * replicas == 1:
+    if size * stages * replicas * shares == 1:
         return ALONE
     if replicas > 1:
         everyone = meet("", replica * size + rank, replicas * size)
@@ -254,6 +290,13 @@ def open_groups(
         groups = groups.with_heads_apart() if are_heads_apart else groups
         return groups.with_dense_whole() if is_dense_whole else groups
     stage, place = divmod(rank, size)
+    if shares > 1:
+        everyone = meet("", rank, size * shares)
+        mine = meet(f".share{stage}", place, size)
+        context = meet(f".context{place}", stage, shares) if size > 1 else everyone
+        divided = DividedBatch(stage, shares, size, split, recorder)
+        groups = Groups.of_shares(mine, context, everyone, divided, are_experts_apart)
+        return groups.with_dense_whole() if is_dense_whole else groups
     world = meet("", rank, size * stages)
     mine = meet(f".stage{stage}", place, size) if stages > 1 else world
     groups = Groups.with_experts_apart(mine) if are_experts_apart else Groups.of(mine)

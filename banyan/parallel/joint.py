@@ -1,7 +1,8 @@
 """JointBatch: whose rows a batch consists of that several replicas work on together.
 
 The rows of replica 0 come first, then those of replica 1 … The ranks of one replica have the same
-rows, and the first of them gives them to the others.
+rows, and the first of them gives them to the others. DividedBatch: the same, but of shares of one
+replica's step, each of which is computed by some of its ranks.
 """
 
 from collections.abc import Sequence
@@ -74,3 +75,27 @@ class JointBatch:
         """The replicas share the weight of the logits; else each makes its own."""
         self.tokens = JointRows(replica, replicas, ranks, recorder)
         self.outputs = JointRows(replica, replicas, ranks, recorder)
+
+
+class DividedBatch(JointBatch):
+    """A step of one replica whose tokens are divided among its ranks (context parallelism); here a
+    share of them is what a replica is of a joint batch. Every rank makes all logits.
+
+    Args:
+        share: the one that this rank computes, together with `ranks` − 1 others.
+        shares: how many there are.
+        split: how rows are cut (`runner.division.SPLITS`).
+    """
+
+    def __init__(
+        self, share: int, shares: int, ranks: int, split: str, recorder: Recorder | None = None
+    ) -> None:
+        super().__init__(share, shares, ranks, recorder, has_outputs=False)
+        self.share, self.split = share, split
+        self.context = JointRows(share, shares, 1, recorder)
+        """The same rows, among the ranks that have the same heads."""
+
+    def enter(self, counts: Sequence[int]) -> None:
+        """The tokens of each share in the step that comes."""
+        self.tokens.enter(counts)
+        self.context.enter(counts)

@@ -232,7 +232,7 @@ class RecordedForward:
             self._bursts = Bursts(self._step, step, table, self._sampled, self._best)
 
     def run(self, batch: Batch) -> None:
-        num_rows, num_tokens = len(batch.rows), int(batch.offsets[-1])
+        num_rows, num_tokens = len(batch.slots), int(batch.offsets[-1])
         self._is_eager = not self._inputs.holds(batch) or self._is_too_joint()
         if self._table.embeds:
             self._is_eager = self._is_eager or has_embedded(batch, self._table)

@@ -24,6 +24,21 @@ from banyan.runner.states import BoundStates
 
 
 @dataclass(frozen=True)
+class Everywhere:
+    """The tokens of all shares of a step, those of the first one in front.
+
+    Attributes:
+        slots, positions: [tokens] int64.
+        most_tokens, most_rows: of the largest share.
+    """
+
+    slots: np.ndarray
+    positions: np.ndarray
+    most_tokens: int
+    most_rows: int
+
+
+@dataclass(frozen=True)
 class Batch:
     """The rows of a plan that run, as host arrays of one entry per row.
 
@@ -36,6 +51,8 @@ class Batch:
         last: the token of each output, along the step's tokens.
         to_slots: slot of each output; to_positions: where its token goes.
         carried: [tokens, width], `StepInputs.carried`.
+        everywhere: of a batch that is a rank's share of a step: all tokens of that, which `last`
+            refers to. None of a whole step.
     """
 
     rows: list[Row]
@@ -52,6 +69,7 @@ class Batch:
     to_slots: np.ndarray
     to_positions: np.ndarray
     carried: Tensor | None = field(default=None, kw_only=True)
+    everywhere: Everywhere | None = field(default=None, kw_only=True)
 
     @classmethod
     def of(cls, rows: list[tuple[int, Row]]) -> "Batch":
@@ -92,6 +110,18 @@ class Batch:
         shifts = np.repeat(self.starts - self.offsets[:-1], self.counts)
         return np.arange(self.offsets[-1], dtype=np.int64) + shifts
 
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Tokens and rows that every rank needs room for."""
+        if self.everywhere is None:
+            return int(self.offsets[-1]), len(self.slots)
+        return self.everywhere.most_tokens, self.everywhere.most_rows
+
+    @property
+    def written(self) -> int:
+        """Tokens that go into the cache."""
+        return int(self.offsets[-1]) if self.everywhere is None else len(self.everywhere.slots)
+
     def wanting(self, what: int) -> list[int]:
         """The rows that want it."""
         return [at for at, row in enumerate(self.rows) if row.want & what]
@@ -122,6 +152,7 @@ class StepTensors:
             positions that is sampled.
         carried: width of what comes with each token beside its id, 0 = nothing; dtype: its type.
         taps: layers whose inputs are wanted.
+        shares: that a step is divided into, of which this rank computes one.
     """
 
     def __init__(
@@ -136,6 +167,7 @@ class StepTensors:
         carried: int = 0,
         dtype: torch.dtype = torch.float32,
         taps: tuple[int, ...] = (),
+        shares: int = 1,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -156,7 +188,7 @@ class StepTensors:
         self.slots = zeros(max_rows)
         self.row_starts, self.context_lengths = lengths(max_rows + 1), lengths(max_rows)
         self.page_tables = [zeros(max_rows, p.shape[1], dtype=torch.int32) for p in table.pages]
-        self.locations = [zeros(max_tokens) for _ in store.groups]
+        self.locations = [zeros(max_tokens * shares) for _ in store.groups]
         self.chosen = zeros(max_outputs)
         self.to_slots, self.to_positions = zeros(max_outputs), zeros(max_outputs)
         self._carried = zeros(max_tokens, carried, dtype=dtype) if carried else None
@@ -169,9 +201,11 @@ class StepTensors:
             self._fill = self._fill_on_host
 
     def holds(self, batch: Batch) -> bool:
+        """The same on all ranks."""
+        tokens, rows = batch.largest
         return (
-            int(batch.offsets[-1]) <= self.max_tokens
-            and len(batch.rows) <= self.max_rows
+            tokens <= self.max_tokens
+            and rows <= self.max_rows
             and len(batch.last) <= self.max_outputs
         )
 
@@ -196,10 +230,10 @@ class StepTensors:
 
     def part(self, batch: Batch, attention: AttentionBackend) -> StepInputs:
         """The inputs of the batch that was entered."""
-        rows, tokens = len(batch.rows), int(batch.offsets[-1])
+        rows, tokens = len(batch.slots), int(batch.offsets[-1])
         longest = max(batch.ends.tolist(), default=0)
         views = tuple(
-            GroupView(pages[:rows, : layout.columns(longest)], locations[:tokens])
+            GroupView(pages[:rows, : layout.columns(longest)], locations[: batch.written])
             for pages, locations, layout in zip(
                 self.page_tables, self.locations, self._groups, strict=True
             )
@@ -236,7 +270,7 @@ class StepTensors:
 
     def _fill_on_host(self, batch: Batch) -> None:
         host = self._host
-        num_rows, num_tokens = len(batch.rows), int(batch.offsets[-1])
+        num_rows, num_tokens = len(batch.slots), int(batch.offsets[-1])
         # A step has ended before the next one is prepared: what its plan says of the start is true.
         if num_tokens == num_rows:
             slot_of, positions = batch.slots, batch.starts
@@ -250,12 +284,14 @@ class StepTensors:
         host.positions[:num_tokens] = positions
         host.row_starts[: num_rows + 1] = batch.offsets
         host.context_lengths[:num_rows] = batch.starts
+        if batch.everywhere is not None:
+            slot_of, positions = batch.everywhere.slots, batch.everywhere.positions
         longest = max(batch.ends.tolist(), default=0)
         for index, layout in enumerate(self._groups):
             known, width = host.known_pages[index], layout.columns(longest)
             host.page_tables[index][:num_rows, :width] = known[batch.slots, :width]
             pages = known[slot_of, layout.column(positions)].astype(np.int64)
-            host.locations[index][:num_tokens] = layout.locate(pages, positions)
+            host.locations[index][: len(pages)] = layout.locate(pages, positions)
         count = len(batch.last)
         host.chosen[:count] = batch.last
         self.choose(batch.last)
@@ -365,9 +401,11 @@ def _embedded(batch: Batch, table: SlotTable) -> Embedded | None:
 
 
 def has_embedded(batch: Batch, table: SlotTable) -> bool:
-    """Whether a row of the batch begins within a prompt of embeddings."""
-    embeds = table.embeds
+    """Whether a row of the batch begins within a prompt of embeddings; the same on all ranks."""
+    embeds, where = table.embeds, (batch.slots, batch.starts)
+    if embeds and batch.everywhere is not None:
+        where = (batch.everywhere.slots, batch.everywhere.positions)
     return any(
         slot in embeds and start < len(embeds[slot])
-        for slot, start in zip(batch.slots.tolist(), batch.starts.tolist(), strict=True)
+        for slot, start in zip(*(array.tolist() for array in where), strict=True)
     )

@@ -11,7 +11,10 @@ from banyan.ops.api import NotRecordable, Ops
 from banyan.ops.bind import BoundOps
 from banyan.platform.base import BY_SHAPE, Platform
 from banyan.runner.attention.base import AttentionBackend
+from banyan.runner.attention.gathered import GatheredAttention
 from banyan.runner.captured import CapturedForward
+from banyan.runner.divided import DividedForward
+from banyan.runner.division import room_for
 from banyan.runner.forward import EagerForward, Forward, RecordedForward
 from banyan.runner.inputs import Batch, StepTensors
 from banyan.runner.kvstore import GroupLayout, KVStore
@@ -65,21 +68,45 @@ def open_forward(
     platform: Platform,
 ) -> Forward:
     """The quickest way through the model that its ops and its device allow."""
-    rows, outputs = sizes.max_slots, sizes.max_slots + sizes.draft_room
+    divided = build.groups.divided
+    if divided is None:
+        return _open(model, table, store, build, sizes, attention, platform)
+    attention = GatheredAttention(attention, build.groups.context)
+    inner = _open(model, table, store, build, sizes, attention, platform)
+    return DividedForward(inner, divided)
 
-    def tensors(max_tokens: int, max_outputs: int) -> StepTensors:
-        size = (max_tokens, rows, max_outputs, sizes.carried, build.dtype, sizes.taps)
+
+def _open(
+    model: Model,
+    table: SlotTable,
+    store: KVStore,
+    build: Build,
+    sizes: RunnerSizes,
+    attention: AttentionBackend,
+    platform: Platform,
+) -> Forward:
+    divided = build.groups.divided
+    outputs = sizes.max_slots + sizes.draft_room
+    max_tokens, max_rows = sizes.max_tokens, sizes.max_slots
+    shares = 1
+    if divided is not None:
+        shares = divided.replicas
+        max_tokens, max_rows = room_for(max_tokens, max_rows, shares, divided.split)
+
+    def tensors(max_tokens: int, max_rows: int, max_outputs: int) -> StepTensors:
+        size = (max_tokens, max_rows, max_outputs, sizes.carried, build.dtype, sizes.taps, shares)
         return StepTensors(table, store, platform, build.device, *size)
 
     def larger(batch: Batch) -> StepTensors:
-        return tensors(int(batch.offsets[-1]), max(outputs, len(batch.last)))
+        tokens, rows = batch.largest
+        return tensors(tokens, max(max_rows, rows), max(outputs, len(batch.last)))
 
     # A recording tells its sizes apart by their numbers.
-    joint = build.groups.joint
-    max_tokens = max(sizes.max_tokens, outputs + 1)
+    joint = build.groups.joint or divided
+    max_tokens = max(max_tokens, outputs + 1)
     if joint is not None and max_tokens == joint.replicas * outputs:
         max_tokens += 1
-    step = tensors(max_tokens, outputs)
+    step = tensors(max_tokens, max_rows, outputs)
     eager = EagerForward(model, step, attention, larger, build.device, joint)
     recorder = build.ops.recorder
     try:
@@ -97,8 +124,8 @@ def open_forward(
     if why:
         log.info("steps are not captured: %s", why)
         return eager
-    shapes = tuple(shape for shape in sizes.shapes if shape <= rows)
-    captured = (model, table, store, attention, platform, step, shapes or (rows,))
+    shapes = tuple(shape for shape in sizes.shapes if shape <= max_rows)
+    captured = (model, table, store, attention, platform, step, shapes or (max_rows,))
     return CapturedForward(eager, *captured, sizes.is_unpadded, sizes.verified)
 
 

@@ -74,7 +74,7 @@ def fit(config: Config, card: ModelCard, room: Room, weight_bytes: float) -> Fit
             hint="start it: the log tells the room there is",
         )
     parallel = config.parallel
-    layout = Layout(parallel.tp, parallel.pp, parallel.dp, parallel.is_joined)
+    layout = Layout(parallel.tp, parallel.pp, parallel.dp, parallel.is_joined, cp=parallel.cp)
     weights = round(weights_per_device(card, layout, weight_bytes))
     sharers = parallel.local_world * parallel.dp if room.is_host else 1
     per_number = cache_bytes_of(config, card, room.is_host)

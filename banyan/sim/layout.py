@@ -20,6 +20,7 @@ class Layout:
         is_joined: the replicas share the feed-forward blocks (data-parallel attention).
         prefill, decode: servers of `tp` ranks and `pp` stages each that compute prompts, and that
             continue them; 0 of both = each does all.
+        cp: shares that a step's tokens are divided into for attention, within `tp` ranks.
     """
 
     tp: int = 1
@@ -28,6 +29,7 @@ class Layout:
     is_joined: bool = False
     prefill: int = 0
     decode: int = 0
+    cp: int = 1
 
     @property
     def devices(self) -> int:
@@ -37,11 +39,12 @@ class Layout:
 
     @property
     def attention_ranks(self) -> int:
-        """Ranks that the attention of one replica is cut over."""
-        return self.tp // self.dp if self.is_joined else self.tp
+        """Ranks that the attention of one replica, or of one share, is cut over."""
+        return self.tp // self.cp // (self.dp if self.is_joined else 1)
 
     def __str__(self) -> str:
         parts = [f"tp={self.tp}", f"pp={self.pp}" if self.pp > 1 else ""]
+        parts += [f"cp={self.cp}" if self.cp > 1 else ""]
         parts += [f"dp={self.dp}" if self.dp > 1 else "", "dp-attention" if self.is_joined else ""]
         parts += [f"prefill={self.prefill},decode={self.decode}" if self.prefill else ""]
         return ",".join(part for part in parts if part)
@@ -51,9 +54,10 @@ def read_layout(text: str) -> Layout:
     """A layout from "tp=8,dp=4,dp-attention".
 
     Raises:
-        ConfigError: a word that is none, a number below 1, or more replicas than ranks to share.
+        ConfigError: a word that is none, a number below 1, more replicas or shares than ranks, or
+            what the server does not combine.
     """
-    numbers = {"tp": 1, "pp": 1, "dp": 1, "prefill": 0, "decode": 0}
+    numbers = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "prefill": 0, "decode": 0}
     is_joined = False
     for word in text.split(","):
         name, _, value = word.partition("=")
@@ -64,8 +68,8 @@ def read_layout(text: str) -> Layout:
         else:
             raise ConfigError(
                 f"layout {text!r}: {word!r} is not understood",
-                hint="write tp=N, pp=N, dp=N, dp-attention, or prefill=N and decode=N, with commas "
-                "between",
+                hint="write tp=N, pp=N, dp=N, cp=N, dp-attention, or prefill=N and decode=N, with "
+                "commas between",
             )
     layout = Layout(**numbers, is_joined=is_joined)
     if bool(layout.prefill) != bool(layout.decode):
@@ -77,6 +81,16 @@ def read_layout(text: str) -> Layout:
         raise ConfigError(
             f"layout {text!r}: prefill and decode servers have one replica each",
             hint="leave dp out, and give more servers",
+        )
+    if layout.cp > 1 and (layout.pp > 1 or is_joined or layout.prefill):
+        raise ConfigError(
+            f"layout {text!r}: prompts are divided among the ranks of one stage, and of servers "
+            "that do all",
+            hint="leave out cp, or the others",
+        )
+    if layout.tp % layout.cp:
+        raise ConfigError(
+            f"layout {text!r}: {layout.tp} ranks cannot be divided by {layout.cp} shares"
         )
     if is_joined and layout.tp % layout.dp:
         raise ConfigError(

@@ -79,16 +79,19 @@ class Roofline:
         return max(moved / self._hardware.bytes_per_s, flops / self._hardware.flops_per_s)
 
     def _attention_s(self, plan: StepPlan, tokens: int) -> float:
+        """Of one share of the tokens, where they are divided: a row of few is read by few."""
+        cp = self._layout.cp
         reads = pairs = 0.0
         window_layers = self._card.num_layers - self._full_layers
         for row in plan.rows:
             end = row.start + row.count
             near = min(end, self._card.window + row.count)
-            reads += end * self._full_layers + near * window_layers
+            reads += (end * self._full_layers + near * window_layers) * min(1, row.count / cp)
             seen = row.start + (row.count + 1) / 2
             near_seen = min(seen, self._card.window)
-            pairs += row.count * (seen * self._full_layers + near_seen * window_layers)
-        products = self._product_s(self._weights.attention / self._layout.attention_ranks, tokens)
+            pairs += row.count * (seen * self._full_layers + near_seen * window_layers) / cp
+        weights = self._weights.attention / self._layout.attention_ranks
+        products = self._product_s(weights, -(-tokens // cp))
         return products + self._slower(reads * self._position_bytes, pairs * self._position_flops)
 
     def _feed_forward_s(self, tokens: int) -> float:
@@ -108,9 +111,13 @@ class Roofline:
         layout, hardware = self._layout, self._hardware
         token = self._card.hidden_size * self._stream_bytes
         layers = self._card.num_layers
-        attention = hardware.all_reduce_s(layout.attention_ranks, tokens * token)
+        cp = layout.cp
+        attention = hardware.all_reduce_s(layout.attention_ranks, tokens * token / cp)
+        # What is kept of a token goes to the other shares; at the end all have the hidden states.
+        kept = self._card.kept_per_token * kept_share(self._card, layout.attention_ranks)
+        attention += hardware.gather_s(cp, tokens * kept * self._stream_bytes)
         feed_forward = hardware.all_reduce_s(layout.tp, tokens * token)
-        if layout.is_joined:  # rows are gathered for the blocks, and sums come back to their owners
+        if layout.is_joined or cp > 1:  # rows are gathered, and sums come back to their owners
             feed_forward = 2 * hardware.gather_s(layout.tp, together * token)
         sends = (layout.pp - 1) * hardware.send_s(tokens * token)
-        return layers * (attention + feed_forward) + sends
+        return layers * (attention + feed_forward) + sends + hardware.gather_s(cp, tokens * token)

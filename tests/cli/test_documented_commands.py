@@ -84,7 +84,7 @@ REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
         GUIDE + "--enable-nsa-prefill-context-parallel --nsa-prefill-cp-mode in-seq-split "
         "--attn-cp-size 32 --deepep-mode normal",
         {"SGLANG_USE_AG_AFTER_QLORA": "1", "TASK_QUEUE_ENABLE": "2"},
-        ("--moe-a2a-backend deepep", "--attn-cp-size 32"),
+        ("--moe-a2a-backend deepep",),
     ),
     (
         GUIDE + "--dp-size 8 --ep 32 --enable-dp-attention --enable-dp-lm-head "

@@ -100,7 +100,7 @@ def test_an_unknown_flag_is_refused_with_the_nearest_name() -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--attn-cp-size", "2"],
+        ["--dcp-size", "2"],
         ["--enable-pd-role-switch"],
         ["--enable-return-indexer-topk"],
     ],
@@ -137,7 +137,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--attn-cp-size", "1"],
+        ["--dcp-size", "1"],
         ["--disaggregation-decode-tp", "1"],
         ["--enable-double-sparsity=false"],
         ["--moe-a2a-backend", "none"],

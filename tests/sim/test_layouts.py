@@ -108,6 +108,19 @@ def test_a_model_that_does_not_fit_says_so_and_fits_on_more_devices():
     assert two.report.finished == 40
 
 
+def test_divided_prompts_save_what_sums_of_attention_cost_and_decode_no_sooner():
+    def seconds(plan, hardware=FAST, **layout):
+        return Roofline(CARD, hardware, Layout(**layout)).seconds(plan)
+
+    prompt = StepPlan(step=1, rows=[Row(slot=1, start=0, count=4096)])
+    assert seconds(prompt, tp=4, cp=4) < 0.4 * seconds(prompt)
+    assert seconds(prompt, SLOW_LINK, tp=4, cp=4) < seconds(prompt, SLOW_LINK, tp=4)
+    assert seconds(decoding(1), tp=4, cp=4) > seconds(decoding(1), tp=4)
+    assert weights_per_device(CARD, Layout(tp=4, cp=4), 2.0) > weights_per_device(
+        CARD, Layout(tp=4), 2.0
+    )
+
+
 def replace_memory(gib):
     fields = {name: getattr(FAST, name) for name in FAST.__struct_fields__}
     return Hardware(**{**fields, "memory_gib": gib})
@@ -136,6 +149,10 @@ def test_the_same_question_has_the_same_answer():
         ("tp=two", "tp=two"),
         ("xp=2", "xp=2"),
         ("tp=4,dp=3,dp-attention", "4 ranks"),
+        ("tp=4,cp=3", "4 ranks cannot be divided by 3 shares"),
+        ("tp=4,cp=2,pp=2", "one stage"),
+        ("tp=4,cp=2,dp=2,dp-attention", "one stage"),
+        ("tp=4,cp=2,prefill=1,decode=1", "servers that do all"),
     ],
 )
 def test_a_layout_that_is_none_is_refused(text, named):
@@ -144,7 +161,7 @@ def test_a_layout_that_is_none_is_refused(text, named):
 
 
 def test_a_layout_is_read_as_it_is_shown():
-    for text in ("tp=1", "tp=8,pp=2,dp=3", "tp=8,dp=4,dp-attention"):
+    for text in ("tp=1", "tp=8,pp=2,dp=3", "tp=8,dp=4,dp-attention", "tp=8,cp=4,dp=2"):
         assert str(read_layout(text)) == text
 
 

@@ -97,6 +97,36 @@ FLAGS = (
         proof="tests/parallel/test_joined.py::test_the_flags_decide_who_shares_what",
     ),
     Flag(
+        "attn-cp-size",
+        "parallel.cp",
+        "shares that the tokens of prompts are divided into among the --tensor-parallel-size "
+        "ranks: those of one share cut the heads, and see the keys of all",
+        kind=INT,
+        aliases=("attention-context-parallel-size",),
+        low=1,
+        high=1024,
+        proof="tests/system/test_context.py::test_ranks_that_divide_prompts_give_the_tokens_of_one",
+    ),
+    Flag(
+        "enable-nsa-prefill-context-parallel",
+        "parallel.divides_prompts",
+        "as many shares of prompts as ranks, where --attn-cp-size does not say how many; for any "
+        "model that attends",
+        kind=SWITCH,
+        aliases=("enable-prefill-cp",),
+        proof="tests/config/test_context.py::test_the_switch_alone_makes_a_share_of_every_rank",
+    ),
+    Flag(
+        "nsa-prefill-cp-mode",
+        "parallel.cp_split",
+        "how tokens are divided into shares: zigzag = stretches of a prompt, an early and a late "
+        "one for each; interleave = in turn",
+        aliases=("cp-strategy",),
+        choices=("zigzag", "interleave"),
+        translate=(("in-seq-split", "zigzag"), ("round-robin-split", "interleave")),
+        proof="tests/parallel/test_context.py::test_the_flags_decide_who_computes_what",
+    ),
+    Flag(
         "moe-dense-tp-size",
         "parallel.dense_tp",
         "ranks that share a feed-forward block without experts, in a model of experts: 1 = each "

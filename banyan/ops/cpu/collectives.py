@@ -106,10 +106,10 @@ class SharedMemory:
         return out, received
 
     def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
-        assert x.dim() == 2 and x.is_contiguous() and rows.is_contiguous()
+        assert rows.is_contiguous()
         out = self._library.empty((count, x.shape[1]), x.dtype)
         self._library.call(
-            *("bn_gather_rows", count, self._group, x.data_ptr(), out.data_ptr()),
+            *("bn_gather_rows", count, self._group, *_rows(x), out.data_ptr()),
             *(rows.data_ptr(), x.shape[1] * x.element_size()),
         )
         return out

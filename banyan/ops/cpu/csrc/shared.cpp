@@ -259,7 +259,7 @@ struct JointArgs : Args {
   const uint8_t* x;
   uint8_t* out;
   const Joint* rows;
-  int64_t row_bytes;
+  int64_t row_bytes, x_stride;
 };
 struct ColumnsArgs : BlockArgs {
   const Joint* rows;
@@ -460,6 +460,19 @@ void broadcast(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& w
 }
 
 // `size` counts the rows of all; a rank gives `given` of them, those of rank 0 come first.
+// Bytes at ... at + bytes - 1 of rows that lie x_stride apart, as if they lay behind one another.
+void take_rows(uint8_t* to, const JointArgs& a, int64_t at, int64_t bytes) {
+  if (a.x_stride == a.row_bytes) {
+    std::memcpy(to, a.x + at, bytes);
+    return;
+  }
+  while (bytes > 0) {
+    int64_t inside = at % a.row_bytes, some = least(bytes, a.row_bytes - inside);
+    std::memcpy(to, a.x + at / a.row_bytes * a.x_stride + inside, some);
+    to += some, at += some, bytes -= some;
+  }
+}
+
 void gather_rows(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
   const JointArgs& a = *(const JointArgs*)args;
   Shared& g = *a.group;
@@ -479,7 +492,7 @@ void gather_rows(const void* args, const Sizes& sizes, int64_t, int64_t, Worker&
   int64_t mine = a.rows->given(g.rank) * a.row_bytes;
   for (int64_t at = 0; at < longest; at += g.slot) {
     uint8_t* slot = g.open_turn();
-    if (at < mine) std::memcpy(slot, a.x + at, least(g.slot, mine - at));
+    if (at < mine) take_rows(slot, a, at, least(g.slot, mine - at));
     if (!g.meet(what_of(GATHER_ROWS, all), worker)) return;
     uint8_t* to = a.out + at;
     for (int32_t r = 0; r < g.ranks; r++) {
@@ -736,15 +749,18 @@ BN_EXPORT void bn_all_to_all_rows(Program* program, int32_t size, Shared* group,
 // rows: two numbers, the first of this rank's rows and how many it has; then how many each rank
 // gives. x: contiguous rows; out: those of all ranks, [size, row_bytes].
 BN_EXPORT void bn_gather_rows(Program* program, int32_t size, Shared* group, const void* x,
-                              void* out, const int64_t* rows, int64_t row_bytes) {
+                              int64_t x_stride, void* out, const int64_t* rows,
+                              int64_t row_bytes) {
   add(program, GATHER_ROWS_KERNEL,
-      JointArgs{{group, size}, (const uint8_t*)x, (uint8_t*)out, (const Joint*)rows, row_bytes});
+      JointArgs{{group, size}, (const uint8_t*)x, (uint8_t*)out, (const Joint*)rows, row_bytes,
+                x_stride});
 }
 // x: the rows of all, contiguous fp32; out: this rank's rows of the sum over the ranks.
 BN_EXPORT void bn_reduce_rows(Program* program, int32_t size, Shared* group, const void* x,
                               void* out, const int64_t* rows, int64_t row_bytes) {
   add(program, REDUCE_ROWS_KERNEL,
-      JointArgs{{group, size}, (const uint8_t*)x, (uint8_t*)out, (const Joint*)rows, row_bytes});
+      JointArgs{{group, size}, (const uint8_t*)x, (uint8_t*)out, (const Joint*)rows, row_bytes,
+                row_bytes});
 }
 // As bn_all_gather, of the rows of all; out: this rank's rows alone.
 BN_EXPORT void bn_gather_columns(Program* program, int32_t size, Shared* group, const void* x,

@@ -1,0 +1,99 @@
+"""Divides a step's tokens among ranks that each compute some of them (context parallelism).
+
+A row is cut into pieces, and a piece is a row like any other: of the same slot, with a context that
+ends where it begins. Keys and values of all pieces are in the pages before any of them is read, so
+what a token gives does not depend on who computes it. Knows no models.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+
+from banyan.runner.inputs import Batch, Everywhere
+
+Pieces = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""Of each piece: its row, its first token within that, its tokens, and the share it belongs to; in
+the order of the step's tokens."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """
+    Attributes:
+        part: what this rank computes; its outputs are those of the whole step.
+        counts: tokens of each share.
+        places: [tokens], where each of the step's tokens lies among those of all shares, of which
+            share 0 has the first ones.
+    """
+
+    part: Batch
+    counts: list[int]
+    places: np.ndarray
+
+
+def divide(batch: Batch, share: int, shares: int, split: str) -> Division:
+    """The share `share` of a step."""
+    row, first, count, owner = SPLITS[split](batch.counts, shares)
+    order = np.argsort(owner, kind="stable")
+    row, first, count, owner = row[order], first[order], count[order], owner[order]
+    begins = np.concatenate(([0], np.cumsum(count)))
+    shift = np.repeat(batch.offsets[row] + first - begins[:-1], count)
+    tokens = np.arange(begins[-1]) + shift  # of the step, share by share
+    places = np.empty(len(tokens), np.int64)
+    places[tokens] = np.arange(len(tokens))
+    slots = np.repeat(batch.slots, batch.counts)[tokens]
+    mine = owner == share
+    starts, counts = (batch.starts[row] + first)[mine], count[mine]
+    sizes = np.bincount(owner, count, shares).astype(np.int64).tolist()
+    largest = (max(sizes), int(np.bincount(owner).max()))
+    part = replace(
+        batch,
+        slots=batch.slots[row[mine]],
+        starts=starts,
+        counts=counts,
+        ends=starts + counts,
+        offsets=np.concatenate(([0], np.cumsum(counts))),
+        last=places[batch.last],
+        everywhere=Everywhere(slots, batch.positions[tokens], *largest),
+    )
+    return Division(part, sizes, places)
+
+
+def room_for(tokens: int, rows: int, shares: int, split: str) -> tuple[int, int]:
+    """Tokens and pieces that one share has of a step of so many tokens and rows; where rows are cut
+    unevenly it may be more."""
+    if split == INTERLEAVE:
+        most = -(-tokens // shares)
+        return most, most
+    return -(-tokens // shares) + rows, 2 * rows
+
+
+def zigzag(counts: np.ndarray, shares: int) -> Pieces:
+    """Rows in 2 · shares equal pieces, of which share s has the s-th and the s-th from the end: all
+    of them read as many keys. The first share of a row is another one from row to row."""
+    cuts = np.delete(np.arange(2 * shares + 1), shares)  # the middle two belong to one share
+    borders = counts[:, None] * cuts // (2 * shares)
+    rows, pieces = len(counts), len(cuts) - 1
+    owners = np.minimum(np.arange(pieces), np.arange(pieces)[::-1])
+    owner = (owners + np.arange(rows)[:, None]) % shares
+    row = np.repeat(np.arange(rows), pieces)
+    sizes = np.diff(borders, axis=1).ravel()
+    there = sizes > 0
+    return row[there], borders[:, :-1].ravel()[there], sizes[there], owner.ravel()[there]
+
+
+def interleave(counts: np.ndarray, shares: int) -> Pieces:
+    """Token i of the step is of share i mod shares."""
+    tokens = int(counts.sum())
+    row = np.repeat(np.arange(len(counts)), counts)
+    begins = np.cumsum(counts) - counts
+    index = np.arange(tokens)
+    return row, index - begins[row], np.ones(tokens, np.int64), index % shares
+
+
+ZIGZAG, INTERLEAVE = "zigzag", "interleave"
+SPLITS: MappingProxyType[str, Callable[[np.ndarray, int], Pieces]] = MappingProxyType(
+    {ZIGZAG: zigzag, INTERLEAVE: interleave}
+)

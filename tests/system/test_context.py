@@ -1,0 +1,54 @@
+"""Ranks that divide the tokens of prompts, behind the whole engine: --attn-cp-size."""
+
+import psutil
+import pytest
+
+import banyan
+from banyan.base.errors import ConfigError
+from tests.models.families import tiny
+
+PROMPTS = [[(5 * i * i + 3 * i + shift) % 97 for i in range(3 + 14 * shift)] for shift in range(4)]
+AGAIN = PROMPTS[3][:33] + [7, 9, 11, 13, 5]
+GREEDY = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
+THREE_HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}
+
+
+def answers(path, **flags) -> tuple[list[tuple[list[int], list[float]]], int, int]:
+    """Tokens and log-probabilities, of prompts too; tokens of prompts that were in the cache; and
+    how many processes there were."""
+    with banyan.Engine(
+        model_path=str(path),
+        skip_tokenizer_init=True,
+        cpu_activations="fp32",
+        threads=1,
+        page_size=16,
+        chunked_prefill_size=16,
+        max_total_tokens=1024,
+        max_running_requests=4,
+        log_level="error",
+        **flags,
+    ) as engine:
+        processes = len(psutil.Process().children(recursive=True))
+        asked = {"sampling_params": GREEDY, "return_logprob": True}
+        found = engine.generate(input_ids=PROMPTS, logprob_start_len=0, **asked)
+        found += engine.generate(input_ids=[AGAIN], **asked)
+    values = [
+        [v for v, *_ in a["meta_info"]["input_token_logprobs"] if v is not None]
+        + [v for v, *_ in a["meta_info"]["output_token_logprobs"]]
+        for a in found
+    ]
+    told = [(a["output_ids"], v) for a, v in zip(found, values, strict=True)]
+    return told, found[-1]["meta_info"]["cached_tokens"], processes
+
+
+def test_ranks_that_divide_prompts_give_the_tokens_of_one(tmp_path):
+    """Three heads cannot be cut in two, nor need they be."""
+    tiny("mistral", tmp_path, **THREE_HEADS)
+    with pytest.raises(ConfigError, match="3 attention heads"):
+        answers(tmp_path, tp_size=2)
+    one, cached, alone = answers(tmp_path)
+    two, as_many, processes = answers(tmp_path, tp_size=2, attn_cp_size=2)
+    assert processes == alone + 1 and as_many == cached == 32
+    for (tokens, values), (same, close) in zip(two, one, strict=True):
+        assert tokens == same and len(values) == len(close) >= 10
+        assert max(abs(a - b) for a, b in zip(values, close, strict=True)) <= 1e-5
