@@ -12,7 +12,12 @@ from banyan.formats.mapped import TensorInfo
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 1 << 12
-EMBEDDING, HEAD, EXPANSION, DORA = KINDS = ("embed_tokens", "lm_head", "kv_b_proj", "DoRA")
+EMBEDDING, HEAD, EXPANSION, DORA, EXPERTS, ROUTER = KINDS = (
+    *("embed_tokens", "lm_head", "kv_b_proj", "DoRA"),
+    *("experts", "router"),
+)
+_ROUTERS = ("gate", "router", "wg", "ffn_gate_inp")
+"""Last parts of routers' names in checkpoints."""
 _GGUF_ENDS = {"token_embd": EMBEDDING, "output": HEAD}
 TYPES = ("F32", "F16", "BF16")
 
@@ -22,6 +27,10 @@ class LowRank:
     """The matrices of one projection: outputs += scale · up · down · inputs.
 
     Attributes:
+        experts: how many of them lie in these matrices, each with the rank, inputs and outputs that
+            are told; 0 where it is one projection. In three dimensions the first is theirs, 1 where
+            all have the same; in two, ranks of `down` are by expert, and those of `up` by rank and
+            then by expert.
         magnitude: tensor with the lengths of the rows of what weight and matrices come to (DoRA);
             "" for none.
     """
@@ -35,6 +44,7 @@ class LowRank:
     """Of down and up in the file."""
     type: str = "F32"
     magnitude: str = ""
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +70,7 @@ class AdapterCard:
         saved: module -> the weight that it brings whole.
         targets: last parts of these names that it claims, each in every layer; () where it claims
             something else.
+        stacked: the same of parameters that hold all experts of a layer (`target_parameters`).
     """
 
     path: str
@@ -69,6 +80,7 @@ class AdapterCard:
     format: str = "safetensors"
     targets: tuple[str, ...] = ()
     saved: Mapping[str, Whole] = field(default_factory=dict[str, Whole])
+    stacked: tuple[str, ...] = ()
 
     @property
     def weights(self) -> str:
@@ -94,12 +106,24 @@ class AdapterCard:
         has_gains = any(found.magnitude for found in self.modules.values())
         names = {_GGUF_ENDS.get(name, name) for name in names}
         found = names & {EMBEDDING, HEAD, EXPANSION}
-        return frozenset(found | {DORA} if has_gains else found)
+        found |= {DORA} if has_gains else set()
+        found |= {EXPERTS} if any(is_of_experts(name) for name in self.modules) else set()
+        return frozenset(found | {ROUTER} if any(map(_is_router, self.modules)) else found)
 
     @property
     def adapted(self) -> tuple[str, ...]:
         """Last parts of the projections' names."""
         return tuple(sorted({name.rpartition(".")[2] for name in self.modules}))
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a module belongs to experts that tokens choose."""
+    parts = name.split(".")
+    return "experts" in parts or parts[-1].endswith("_exps")
+
+
+def _is_router(name: str) -> bool:
+    return name.rpartition(".")[2] in _ROUTERS or name.endswith(".router.layer")
 
 
 def check_types(tensors: tuple[TensorInfo, ...], folder: str) -> None:

@@ -8,6 +8,7 @@ import re
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.adapter_card import MAX_RANK, AdapterCard, LowRank, check_types
+from banyan.config.adapter_stacks import stacked
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import TensorInfo
 
@@ -71,13 +72,15 @@ def _low_rank(name: str, both: dict[str, TensorInfo], alpha: float, folder: str)
         )
     down, up = both["a"], both["b"]
     check_types((down, up), folder)
+    if len(down.shape) == 3 and 0 < down.shape[1] <= MAX_RANK:
+        rank = down.shape[1]
+        return stacked(name, (down, up), (rank, alpha, alpha / rank if alpha else 1.0), folder)
     is_pair = len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1]
     if not is_pair or down.shape[0] > MAX_RANK:
         raise ConfigError(
             f"adapter {folder!r}: {shown} has matrices of {list(down.shape)} and {list(up.shape)}, "
             f"which are no pair of one rank up to {MAX_RANK}",
-            hint="experts and embeddings of GGUF adapters are not served; merge it into the "
-            "weights",
+            hint="embeddings of GGUF adapters are not served; merge it into the weights",
         )
     rank = down.shape[0]
     scale = alpha / rank if alpha else 1.0

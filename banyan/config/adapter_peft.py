@@ -20,6 +20,7 @@ from banyan.config.adapter_card import (
     Whole,
     check_types,
 )
+from banyan.config.adapter_stacks import is_stack, named_stacks, stacked
 from banyan.config.facts import Facts, read_json
 from banyan.formats.safetensors import SafetensorsFile
 
@@ -39,7 +40,6 @@ _ABSENT_FEATURES = {
     "lora_bias": "its matrices have biases",
     "fan_in_fan_out": "its matrices are transposed",
     "trainable_token_indices": "it brings rows of the embedding",
-    "target_parameters": "it adapts weights that are no projections (experts)",
     "layer_replication": "it adds layers to the base",
     "alora_invocation_tokens": "it counts from some token of the prompt on only (aLoRA)",
     "megatron_config": "it belongs to Megatron's layers",
@@ -67,7 +67,8 @@ def read_peft(path: str) -> AdapterCard:
         modules, saved = _modules(file, _Scales(facts), folder, facts)
         size = file.size_bytes
     base = facts.text("base_model_name_or_path", "")
-    card = AdapterCard(path, base, modules, size, targets=_claimed(facts, raw), saved=saved)
+    claimed, stacked = _claimed(raw), _stacked(raw)
+    card = AdapterCard(path, base, modules, size, "safetensors", claimed, saved, stacked)
     if raw.get("ensure_weight_tying") and card.kinds & {EMBEDDING, HEAD}:
         raise ConfigError(
             f"adapter {folder!r}: ensure_weight_tying is not available here: what it brings for "
@@ -155,17 +156,20 @@ def _patterns(facts: Facts, key: str) -> dict[str, float]:
 def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
     """The value of the first pattern that is the end of the name; "^" in front: all of it.
 
-    Only plain names are patterns here: a stranger's regular expression is not run.
+    Only plain names are patterns here, behind ".*\\." too, which PEFT writes for stacked experts: a
+    stranger's regular expression is not run.
     """
     for pattern, value in patterns.items():
-        plain = pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
+        plain = pattern.removeprefix("^").removeprefix(".*\\.").removesuffix("$")
+        plain = plain.replace("\\.", ".")
         if not re.fullmatch(r"[\w.-]+", plain):
             raise ConfigError(
                 f"rank_pattern and alpha_pattern: {printable(pattern, 80)!r} is a regular "
                 "expression; only names of modules are read",
                 hint="write the modules out",
             )
-        ends = module == plain or (pattern[:1] != "^" and module.endswith("." + plain))
+        is_whole = pattern[:1] == "^" and not pattern.startswith("^.*")
+        ends = module == plain or (not is_whole and module.endswith("." + plain))
         if ends:
             return value
     return default
@@ -207,6 +211,7 @@ def _modules(
             f"have {'no ' if has_gains else 'a '}magnitude: {_first(odd)}",
             hint="the configuration and the weights do not belong together",
         )
+    found = named_stacks(file, found, _parameters(facts), folder)
     modules = {name: _low_rank(file, name, both, scales, folder) for name, both in found.items()}
     return modules, whole
 
@@ -222,6 +227,8 @@ def _low_rank(
     down, up = file.tensors[both["A"]], file.tensors[both["B"]]
     check_types((down, up), folder)
     rank, alpha, scale = scales.of(module)
+    if is_stack(module) or len(down.shape) == 3:
+        return stacked(module, (down, up), (rank, alpha, scale), folder)
     shapes = (down.shape, up.shape)
     fits = len(down.shape) == len(up.shape) == 2 and down.shape[0] == up.shape[1] == rank
     if not fits or not down.shape[1] or not up.shape[0]:
@@ -243,7 +250,7 @@ def _low_rank(
     return LowRank(rank, alpha, down.shape[1], up.shape[0], scale, names, down.type, magnitude)
 
 
-def _claimed(facts: Facts, raw: Mapping[str, object]) -> tuple[str, ...]:
+def _claimed(raw: Mapping[str, object]) -> tuple[str, ...]:
     """Names that the configuration says it adapts in every layer."""
     narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
     if any(raw.get(key) not in (None, []) for key in narrowed):
@@ -252,6 +259,25 @@ def _claimed(facts: Facts, raw: Mapping[str, object]) -> tuple[str, ...]:
     if not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
         return ()
     return tuple(name for name in claimed if isinstance(name, str) and name.isidentifier())
+
+
+def _parameters(facts: Facts) -> tuple[str, ...]:
+    """Names of parameters that it adapts, or ends of them."""
+    claimed = facts.any("target_parameters")
+    if not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
+        return ()
+    return tuple(name for name in claimed if isinstance(name, str))
+
+
+def _stacked(raw: Mapping[str, object]) -> tuple[str, ...]:
+    """The same, of those that it adapts in every layer: a name with a number is of one."""
+    narrowed = ("layers_to_transform", "layers_pattern", "exclude_modules")
+    claimed = raw.get("target_parameters")
+    is_narrow = any(raw.get(key) not in (None, []) for key in narrowed)
+    if is_narrow or not is_list(claimed) or len(claimed) > _MAX_PATTERNS:
+        return ()
+    names = [name.split(".") for name in claimed if isinstance(name, str)]
+    return tuple({name[-1] for name in names if not any(part.isdecimal() for part in name)})
 
 
 def _first(names: list[str]) -> str:

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.adapter_card import DORA, KINDS, MAX_RANK, AdapterCard
+from banyan.config.adapter_card import DORA, EXPERTS, KINDS, MAX_RANK, ROUTER, AdapterCard
 from banyan.config.adapters import named_adapters, read_adapter
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
+from banyan.config.experts import are_placed
 from banyan.config.schema import Config
 
 log = logger(__name__)
@@ -21,6 +22,7 @@ _TARGETS = (
     *("qkv_proj", "gate_up_proj", "c_fc", "c_proj"),
     *("embed_tokens", "lm_head"),
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+    *("experts", "router"),
 )
 NO_PROJECTION = "none"
 """A target that no projection has."""
@@ -61,9 +63,11 @@ def plan_the_adapters(config: Config, card: ModelCard, environment: Environment)
             hint="requests that run together need their adapters in memory together",
         )
     rank = lora.max_rank or max(ranks, default=1)
-    kinds = _kinds(lora.targets, cards)
+    kinds = _kinds(lora.targets, cards, card)
     if DORA in kinds:
         _check_the_base(config)
+    if EXPERTS in kinds or ROUTER in kinds:
+        _check_the_experts(config, card)
     targets = tuple(target for target in lora.targets if target not in KINDS)
     if lora.targets and not targets:
         targets = (NO_PROJECTION,)
@@ -71,12 +75,14 @@ def plan_the_adapters(config: Config, card: ModelCard, environment: Environment)
     return replace(config, lora=found)
 
 
-def _kinds(targets: tuple[str, ...], cards: Sequence[AdapterCard]) -> tuple[str, ...]:
+def _kinds(
+    targets: tuple[str, ...], cards: Sequence[AdapterCard], model: ModelCard
+) -> tuple[str, ...]:
     """What there is room for beside projections: what is named, and what the adapters of the start
     have. It costs a little at each step, so that nobody has it who does not need it."""
-    return tuple(
-        kind for kind in KINDS if kind in targets or any(kind in card.kinds for card in cards)
-    )
+    absent = () if model.experts else (EXPERTS, ROUTER)
+    brought = {kind for card in cards for kind in card.kinds if kind not in absent}
+    return tuple(kind for kind in KINDS if kind in targets or kind in brought)
 
 
 def _check_target(target: str) -> None:
@@ -100,6 +106,21 @@ def _check_the_base(config: Config) -> None:
                 "read from its checkpoint, and the served weights are others",
                 hint="save the changed weights as a checkpoint, or merge the adapter into them",
             )
+
+
+def _check_the_experts(config: Config, card: ModelCard) -> None:
+    """Refuse what does not go with adapters of experts and routers."""
+    if card.experts is None:
+        raise ConfigError(
+            "adapters of experts and routers were asked for, and the model has no experts",
+            hint="leave experts and router out of --lora-target-modules, or serve another adapter",
+        )
+    if are_placed(config):
+        raise ConfigError(
+            "adapters of experts and routers go with experts that lie in their order, once",
+            hint="leave --ep-num-redundant-experts, --init-expert-location, "
+            "--ep-dispatch-algorithm and --enable-eplb out",
+        )
 
 
 def _check(config: Config, card: ModelCard) -> None:

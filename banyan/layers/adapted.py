@@ -12,6 +12,7 @@ from banyan.layers.slot import WeightSlot
 from banyan.ops.adapter_rows import RowTable
 from banyan.ops.adapters import AdapterTable, AdapterTokens
 from banyan.ops.api import Ops
+from banyan.ops.expert_adapters import ExpertTable
 from banyan.ops.packed import PackedEmbedding, PackedLinear
 
 Projection = ColumnLinear | RowLinear
@@ -45,6 +46,8 @@ class AdapterSeats:
         self.kinds = frozenset(kinds)
         self.tables: dict[str, AdapterTable] = {}
         """By the projection's name in the model."""
+        self.experts: dict[str, ExpertTable] = {}
+        """By the projection of experts."""
         self.rows: dict[str, RowTable] = {}
         """The same of what is done to whole rows; also of "embedding" and "head"."""
         self.biases: dict[str, Tensor | None] = {}

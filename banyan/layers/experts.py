@@ -5,6 +5,7 @@ No token is dropped.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from banyan.layers.slot import Layer, ShardRule, WeightSlot, single
 from banyan.ops.experts_api import Clamp, PackedExperts, Routing, StoredExperts
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
+
+if TYPE_CHECKING:
+    from banyan.layers.adapted_experts import AdaptedRouter
 
 
 class Router(Layer):
@@ -41,6 +45,7 @@ class Router(Layer):
         self.weight = torch.empty(0, device=build.device)  # [experts, dim] fp32 once filled
         self.correction: Tensor | None = None
         self.bias: Tensor | None = None
+        self.adapted: AdaptedRouter | None = None
 
     def slots(self) -> dict[str, WeightSlot]:
         beside = {"correction": self.has_correction, "bias": self.has_bias}
@@ -53,7 +58,11 @@ class Router(Layer):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """returns: ids [tokens, per_token] int64, weights [tokens, per_token] fp32."""
-        ids, weights = self.ops.route(x, self.weight, self.correction, self.rule, self.bias)
+        chosen = (x, self.weight, self.correction, self.rule, self.bias)
+        if self.adapted is None:
+            ids, weights = self.ops.route(*chosen)
+        else:
+            ids, weights = self.ops.route(*chosen, self.adapted.now())
         if self.watch is not None:
             self.watch.saw(self.layer, ids)
         return ids, weights

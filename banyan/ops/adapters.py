@@ -82,28 +82,59 @@ class AdapterTable:
         self.entries[number] = 0
         if not parts:
             return
-        types = {part.down.dtype for part in parts} | {part.up.dtype for part in parts}
-        dtype = types.pop() if len(types) == 1 else torch.float32
-        scales = torch.cat([torch.full((len(part.down),), part.scale) for part in parts])
-        if self.is_rounded:
-            if (levels := _levels(parts)) is not None:
-                dtype, (parts, scales) = torch.int8, levels
-            elif dtype == torch.float32:
-                dtype, (parts, scales) = torch.float16, _evened(parts)
-        whole = torch.cat([part.down.to(dtype) for part in parts])  # [rank, in]
-        assert len(parts) <= MAX_PARTS and whole.shape[1] == self.inputs
-        assert len(whole) <= self.width
-        down = _placed(_down_tiles(whole), arena)
-        ups = [_up_tiles(part.up.to(dtype), part.first) for part in parts]
-        up = _placed(torch.cat(ups), arena)
-        words = [down.data_ptr(), up.data_ptr(), scales.data_ptr(), len(whole), _TYPES[dtype]]
-        at = 0
-        for part in parts:
-            first, last = part.first // _TILE, -(-(part.first + len(part.up)) // _TILE)
-            words += [first, last - first, at, len(part.down)]
-            at += len(part.down)
-        self._kept[number] = (down, up, scales)
-        self.entries[number, : len(words)] = torch.tensor(words)
+        placed = placed_parts(parts, arena, self.is_rounded)
+        assert len(parts) <= MAX_PARTS and parts[0].down.shape[1] == self.inputs
+        assert placed.rank <= self.width
+        self._kept[number] = tuple(placed.tensors)
+        self.entries[number] = torch.tensor(part_words(placed.head, placed.ranges))
+
+
+@dataclass(frozen=True)
+class PlacedParts:
+    """Matrices in the order in which kernels read them.
+
+    Attributes:
+        tensors: what must stay where it is.
+        head: the first words of AdapterPair (csrc/adapters.h).
+        ranges: of each part, its words there.
+        rank: of all parts together.
+    """
+
+    tensors: list[Tensor]
+    head: list[int]
+    ranges: list[tuple[int, int, int, int]]
+    rank: int
+
+
+def placed_parts(parts: Sequence[Part], arena: Arena, is_rounded: bool) -> PlacedParts:
+    """The parts of one projection as kernels read them.
+
+    is_rounded: as for AdapterTable.
+    """
+    types = {part.down.dtype for part in parts} | {part.up.dtype for part in parts}
+    dtype = types.pop() if len(types) == 1 else torch.float32
+    scales = torch.cat([torch.full((len(part.down),), part.scale) for part in parts])
+    if is_rounded:
+        if (levels := _levels(parts)) is not None:
+            dtype, (parts, scales) = torch.int8, levels
+        elif dtype == torch.float32:
+            dtype, (parts, scales) = torch.float16, _evened(parts)
+    whole = torch.cat([part.down.to(dtype) for part in parts])  # [rank, in]
+    down = _placed(_down_tiles(whole), arena)
+    up = _placed(torch.cat([_up_tiles(part.up.to(dtype), part.first) for part in parts]), arena)
+    ranges, at = list[tuple[int, int, int, int]](), 0
+    for part in parts:
+        first, last = part.first // _TILE, -(-(part.first + len(part.up)) // _TILE)
+        ranges.append((first, last - first, at, len(part.down)))
+        at += len(part.down)
+    head = [down.data_ptr(), up.data_ptr(), scales.data_ptr(), at, _TYPES[dtype]]
+    return PlacedParts([down, up, scales], head, ranges, at)
+
+
+def part_words(head: Sequence[int], ranges: Sequence[tuple[int, int, int, int]] = ()) -> list[int]:
+    """An AdapterPair of csrc/adapters.h."""
+    words = [*head, *(word for range_ in ranges for word in range_)]
+    return words + [0] * (_WORDS - len(words))
 
 
 def _placed(values: Tensor, arena: Arena) -> Tensor:

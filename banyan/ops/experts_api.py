@@ -5,20 +5,25 @@ from typing import Protocol
 
 from torch import Tensor
 
+from banyan.ops.adapters import AdapterTable, AdapterTokens
+from banyan.ops.expert_adapters import ExpertSides
 from banyan.ops.stored import StoredWeight
 
 
 class PackedExperts(Protocol):
     """The feed-forward blocks of this rank's experts, in the form of the kernel that runs them."""
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, sides: ExpertSides | None = None
+    ) -> Tensor:
         """The sum over a token's experts of weight · down(act(gate(x)) · up(x)), or without gates
         of weight · down(act(up(x))).
 
         Experts add up in the order of their numbers; those that are elsewhere add nothing.
 
         x: [tokens, dim] T; ids: [tokens, per_token] int64, different ones for a token;
-        weights: [tokens, per_token] fp32.
+        weights: [tokens, per_token] fp32; sides: what adapters of the tokens add to the outputs
+        of each projection, before the activation and before the weights.
         returns: [tokens, dim] T.
         """
         ...
@@ -112,6 +117,7 @@ class ExpertOps(Protocol):
         correction: Tensor | None,
         rule: Routing,
         bias: Tensor | None = None,
+        beside: tuple[AdapterTable, AdapterTokens] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Which experts each token goes through, and with what weight.
 
@@ -122,7 +128,8 @@ class ExpertOps(Protocol):
         the logits not chosen before that lie within 2 · jitter of it, relative to the larger
         magnitude; then there are no groups, correction and scale.
 
-        x: [tokens, dim] T; weight: [experts, dim] fp32; correction, bias: [experts] fp32 or None.
+        x: [tokens, dim] T; weight: [experts, dim] fp32; correction, bias: [experts] fp32 or None;
+        beside: what adapters of the tokens add to x · weightᵀ, as `adapt` does.
         returns: ids [tokens, per_token] int64, best first; weights [tokens, per_token] fp32.
         """
         ...

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from banyan.ops.adapter_rows import GAIN, LOOKED_UP, RowTable
 from banyan.ops.adapters import AdapterTable, AdapterTokens
+from banyan.ops.expert_adapters import ExpertSides, ExpertTable
 from banyan.ops.experts_api import Clamp, ExpertPlaces, PackedExperts, Routing, StoredExperts
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.pages import FLOAT8, to_numbers, to_stored
@@ -202,8 +203,11 @@ def route(
     correction: Tensor | None,
     rule: Routing,
     bias: Tensor | None = None,
+    beside: tuple[AdapterTable, AdapterTokens] | None = None,
 ) -> tuple[Tensor, Tensor]:
     logits = functional.linear(x.float(), weight, bias)
+    if beside is not None:
+        adapt(logits, x, *beside)
     if rule.scoring == "sparsemixer":
         return _sparsemixer(logits, rule)
     scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
@@ -237,6 +241,18 @@ def relu_squared(x: Tensor) -> Tensor:
     return functional.relu(x).square()
 
 
+def adapt_expert(
+    out: Tensor, x: Tensor, table: ExpertTable, tokens: AdapterTokens, owners: Tensor, expert: int
+) -> None:
+    """`adapt` for the rows of one expert, whose tokens are `owners`."""
+    numbers = {token: number for number, some in tokens.groups() for token in some.tolist()}
+    for at, token in enumerate(owners.tolist()):  # each by itself, as `adapt` does
+        for part in table.parts[numbers.get(token, 0)].get(expert, ()):
+            inner = part.down.float() @ x[at].float() * part.scale
+            first = part.part * len(part.up) if out.shape[1] > len(part.up) else 0
+            out[at, first : first + len(part.up)] += (part.up.float() @ inner).to(out.dtype)
+
+
 class DenseExperts:
     """Experts unpacked into plain floats, one after another over their own tokens."""
 
@@ -253,9 +269,11 @@ class DenseExperts:
             gate, up, down = (part.to(device, dtype) for part in experts.biases)
             self.biases = list(zip(torch.cat([gate, up], dim=1), down, strict=True))
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, sides: ExpertSides | None = None
+    ) -> Tensor:
         out = torch.zeros_like(x)
-        for tokens, places, outer in self._outputs(x, ids):
+        for tokens, places, outer in self._outputs(x, ids, sides):
             scaled = outer * weights[tokens, places].unsqueeze(1)
             out.index_add_(0, tokens, scaled.to(out.dtype))
         return out
@@ -275,14 +293,23 @@ class DenseExperts:
         if biases:
             self.biases[at] = (biases[0], biases[1])
 
-    def _outputs(self, x: Tensor, ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _outputs(
+        self, x: Tensor, ids: Tensor, sides: ExpertSides | None = None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """By expert: its tokens, which of their choices it is, and what it makes of them."""
         for at, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
             in_bias, out_bias = self.biases[at]
             tokens, places = torch.where(ids == self.first + at)
             if len(tokens):
-                inner = self._joined(functional.linear(x[tokens], gate_up, in_bias))
-                yield tokens, places, functional.linear(inner, down, out_bias)
+                given, some = x[tokens], (tokens, at)
+                made = functional.linear(given, gate_up, in_bias)
+                if sides is not None:
+                    adapt_expert(made, given, sides.gate_up, sides.tokens, *some)
+                inner = self._joined(made)
+                outer = functional.linear(inner, down, out_bias)
+                if sides is not None:
+                    adapt_expert(outer, inner, sides.down, sides.tokens, *some)
+                yield tokens, places, outer
 
     def _joined(self, gate_up: Tensor) -> Tensor:
         if self.clamp is None:

@@ -118,6 +118,8 @@ class AdapterRack:
                 table.enter(order.number, ())
             for rows in self.seats.rows.values():
                 rows.enter(order.number, None)
+            for experts in self.seats.experts.values():
+                experts.enter(order.number, {})
             return Said("The adapter has been unloaded.")
 
         return drop
@@ -142,6 +144,8 @@ class AdapterRack:
             table.enter(number, loaded.parts.get(name, ()), arena)
         for name, rows in self.seats.rows.items():
             rows.enter(number, loaded.rows.get(name))
+        for name, experts in self.seats.experts.items():
+            experts.enter(number, loaded.experts.get(name, {}), arena)
         self._ranks[number] = loaded.rank
 
 

@@ -155,7 +155,7 @@ def test_a_harmless_flag_is_accepted_with_the_reason() -> None:
     )
 
 
-@pytest.mark.parametrize("argv", [["--experts-shared-outer-loras"], ["--flexkv-config-file", "x"]])
+@pytest.mark.parametrize("argv", [["--mooncake-ib-device", "x"], ["--flexkv-config-file", "x"]])
 def test_a_flag_of_an_absent_feature_is_accepted_and_says_so(argv: list[str]) -> None:
     (note,) = notes(*argv)
     assert f"{argv[0]} is accepted without an effect: it belongs to a feature" in note

@@ -1,6 +1,7 @@
 """What the flags of adapters come to, and what an adapter's folder may not hold."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from banyan.base.errors import ConfigError
 from banyan.config.adapters import AdapterPlace, named_adapters, read_adapter
+from banyan.config.card import ExpertFacts
 from banyan.config.cli import parse
 from banyan.config.env import Environment
 from banyan.config.resolve import resolve
@@ -71,6 +73,10 @@ def test_paths_switch_adapters_on_and_tell_the_rank(tmp_path: Path) -> None:
             "do not go together",
         ),
         ("--enable-lora --max-lora-rank 8 --lora-target-modules w1", "'w1' is no projection"),
+        (
+            "--enable-lora --max-lora-rank 8 --lora-target-modules all experts",
+            "and the model has no experts",
+        ),
         ("--lora-eviction-policy random", "must be one of"),
     ],
 )
@@ -78,6 +84,22 @@ def test_what_cannot_be_served_is_refused_by_name(words: str, text: str, tmp_pat
     write_adapter(tmp_path / "r8", 1, rank=8)
     with pytest.raises(ConfigError, match=text):
         lora_of(*words.format(tmp_path).split())
+
+
+def test_adapters_of_experts_are_refused_where_experts_move() -> None:
+    card = replace(CARD, experts=ExpertFacts(4, 2, 32))
+    words = "--tp 2 --ep 2 --max-lora-rank 8 --enable-lora --lora-target-modules all"
+    moving = ["--ep-num-redundant-experts", "2"]
+
+    def lora(*more: str):
+        config = parse(["--model-path", "tiny", *words.split(), *more], Environment())
+        return resolve(config, card, Environment()).lora
+
+    assert lora("experts", "router").kinds == ("experts", "router")
+    assert lora(*moving).kinds == ()
+    for kind in ("experts", "router"):
+        with pytest.raises(ConfigError, match="experts that lie in their order"):
+            lora(kind, *moving)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +205,6 @@ ONES = np.ones((8, 8), np.float32)
         ('{"bias": "all"}', "bias 'all' is not available"),
         ('{"lora_bias": true}', "lora_bias is not available"),
         ('{"trainable_token_indices": [1]}', "rows of the embedding"),
-        ('{"target_parameters": ["experts.w"]}', "no projections"),
         ('{"init_lora_weights": "pissa_niter_4"}', "changes the base's weights too"),
         ('{"r": 4}', "configuration says rank 4"),
         ('{"r": 0}', "r must be in"),

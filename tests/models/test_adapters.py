@@ -55,6 +55,8 @@ def enter(base, number, loaded):
         table.enter(number, loaded.parts.get(name, ()))
     for name, rows in base.seats.rows.items():
         rows.enter(number, loaded.rows.get(name))
+    for name, experts in base.seats.experts.items():
+        experts.enter(number, loaded.experts.get(name, {}))
 
 
 def show(base, adapters):
@@ -327,10 +329,9 @@ def test_an_adapter_of_another_base_is_refused_by_name(change, text, ops, model,
 @pytest.mark.parametrize(
     ("variant", "module", "text"),
     [
-        ("qwen3 moe", "mlp.experts.0.gate_proj", "experts take no adapters"),
-        ("qwen3 moe", "mlp.experts", "experts take no adapters"),
-        ("qwen3 moe", "mlp.experts.base_layer", "experts take no adapters"),
-        ("qwen3 moe", "mlp.gate", "which experts a token goes to is not adapted"),
+        ("qwen3 moe", "mlp.experts.0.gate_proj", "experts., and the server was started without"),
+        ("qwen3 moe", "mlp.experts", "1 stacked parameters, and target_parameters names 0"),
+        ("qwen3 moe", "mlp.gate", "router., and the server was started without"),
         ("deepseek v3", "self_attn.kv_b_proj", "kv_b_proj., and the server was started without"),
     ],
 )

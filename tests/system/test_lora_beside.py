@@ -38,9 +38,15 @@ def paths(folders: dict[str, Path]) -> list[str]:
 
 
 def random_adapter(model: torch.nn.Module, folder: Path, *targets: str) -> Path:
+    """targets: modules, or parameters, which have a dot in their names."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(2)
-    config = peft.LoraConfig(init_lora_weights=False, target_modules=list(targets), r=4)
+    config = peft.LoraConfig(
+        init_lora_weights=False,
+        target_modules=[name for name in targets if "." not in name],
+        target_parameters=[name for name in targets if "." in name],
+        r=4,
+    )
     adapted = peft.get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
@@ -50,15 +56,23 @@ def random_adapter(model: torch.nn.Module, folder: Path, *targets: str) -> Path:
     return folder
 
 
+BY_THREE = {"num_key_value_heads": 3, "intermediate_size": 84}
 LAYOUTS = [
-    ("qwen2", {"num_key_value_heads": 3, "intermediate_size": 84}, {"tp_size": 3}),
+    ("qwen2", BY_THREE, {"tp_size": 3}),
     ("qwen2 moe", {"num_experts": 6}, {"tp_size": 2, "ep_size": 2}),
     ("qwen2", {}, {"tp_size": 2, "pp_size": 2}),
     ("deepseek v3", {}, {"tp_size": 2}),
+    ("qwen3 moe", {**BY_THREE, "moe_intermediate_size": 24}, {"tp_size": 3}),
+    ("deepseek v2", {"n_routed_experts": 6}, {"tp_size": 2}),
+    ("mixtral", {}, {"pp_size": 2}),
 ]
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 TARGETS = {
     "qwen2": ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),
-    "qwen2 moe": ("q_proj", "o_proj"),
+    "qwen2 moe": ("q_proj", "o_proj", *EXPERTS, "gate.weight"),
+    "qwen3 moe": ("v_proj", *EXPERTS, "gate.weight"),
+    "deepseek v2": ("q_proj", *EXPERTS),
+    "mixtral": ("o_proj", *EXPERTS, "gate.weight"),
     "deepseek v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
 }
 
@@ -75,12 +89,20 @@ def test_ranks_answer_as_one_does(variant, more, layout, tmp_path) -> None:
         assert {name: ids(shared, name) for name in expected} == expected
 
 
-def test_latents_that_an_adapter_expands_answer_alike_recorded_in_chunks_and_in_any_company(
-    tmp_path,
+ALIKE = [
+    ("deepseek v3", ("kv_b_proj",), {}),
+    ("deepseek v2", (*EXPERTS, "gate.weight"), {}),
+    ("mixtral", EXPERTS, {"quantization": "q8_0", "cpu_activations": "auto"}),
+]
+
+
+@pytest.mark.parametrize(("variant", "targets", "more"), ALIKE)
+def test_an_adapter_answers_alike_recorded_in_chunks_and_in_any_company(
+    variant, targets, more, tmp_path
 ) -> None:
-    model = tiny("deepseek v3", tmp_path / "base")
-    path = random_adapter(model, tmp_path / "a", "kv_b_proj")
-    flags = {**EXACT, "skip_tokenizer_init": True, "lora_paths": [f"a={path}"]}
+    model = tiny(variant, tmp_path / "base")
+    path = random_adapter(model, tmp_path / "a", *targets)
+    flags = {**EXACT, "skip_tokenizer_init": True, "lora_paths": [f"a={path}"], **more}
     own = {"engine_mode": "inprocess"}
     with Engine(str(tmp_path / "base"), **flags, **own, disable_cuda_graph=True) as eager:
         expected = {name: ids(eager, name) for name in ("a", None)}

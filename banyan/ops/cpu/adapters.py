@@ -10,7 +10,7 @@ from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cpu.library import Library
 
 
-def _make(library: Library) -> Callable[..., object]:
+def make(library: Library) -> Callable[..., object]:
     def adapt(out: Tensor, x: Tensor, table: AdapterTable, tokens: AdapterTokens) -> None:
         assert x.dtype == out.dtype == torch.float32 and x.stride(1) == out.stride(1) == 1
         library.call(
@@ -34,4 +34,4 @@ def _supports(spec: OpSpec) -> str | None:
     )
 
 
-adapt = Kernel(supports=_supports, make=_make)
+adapt = Kernel(supports=_supports, make=make)

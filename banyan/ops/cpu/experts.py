@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from banyan.ops.adapters import AdapterTable, AdapterTokens
 from banyan.ops.bind import Kernel, OpSpec
+from banyan.ops.cpu.adapters import make as make_adapt
 from banyan.ops.cpu.library import Library
 from banyan.ops.cpu.weights import Arena, PackedWeight, is_float, pack
+from banyan.ops.expert_adapters import ExpertSides, ExpertTable
 from banyan.ops.experts_api import ExpertPlaces, Routing, StoredExperts
 from banyan.ops.stored import StoredWeight
 
@@ -29,12 +32,15 @@ _WEIGHT = np.dtype(
 
 
 def make_route(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
+    adapt = make_adapt(library)
+
     def route(
         x: Tensor,
         weight: Tensor,
         correction: Tensor | None,
         rule: Routing,
         bias: Tensor | None = None,
+        beside: tuple[AdapterTable, AdapterTokens] | None = None,
     ) -> tuple[Tensor, Tensor]:
         tokens, (count, dim) = x.shape[0], weight.shape
         assert x.dtype == weight.dtype == torch.float32 and weight.is_contiguous()
@@ -46,6 +52,8 @@ def make_route(library: Library) -> Callable[..., tuple[Tensor, Tensor]]:
             *(0 if bias is None else bias.data_ptr(),),
             *(logits.data_ptr(), dim, count),
         )
+        if beside is not None:
+            adapt(logits, x, *beside)
         ids = library.empty((tokens, rule.per_token), torch.int64)
         weights = library.empty((tokens, rule.per_token))
         library.call(
@@ -135,6 +143,29 @@ class Pairs:
         return self.load, self.experts.data_ptr(), self.starts.data_ptr()
 
 
+@dataclass(frozen=True)
+class Beside:
+    """The adapters beside one projection, and what their first products make of a step's pairs
+    (ExpertAdapters of csrc/experts.h)."""
+
+    table: ExpertTable
+    tokens: AdapterTokens
+    inner: Tensor
+
+    @property
+    def lists(self) -> tuple[int, int, int]:
+        tokens = self.tokens
+        return (
+            self.table.entries.data_ptr(),
+            tokens.pieces.data_ptr(),
+            tokens.numbers.data_ptr(),
+        )
+
+    @property
+    def room(self) -> tuple[int, int]:
+        return self.inner.data_ptr(), self.table.width
+
+
 class Experts:
     """The feed-forward blocks of a layer's experts, in tiles."""
 
@@ -175,24 +206,31 @@ class Experts:
         self._load = np.zeros(2, np.int64)
         """Experts with tokens, and pairs, of the last run: what reports count the bytes by."""
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, sides: ExpertSides | None = None
+    ) -> Tensor:
         library, (tokens, per_token) = self._library, ids.shape
         pairs = self._sorted(ids, weights)
-        rows = self._joined(x, pairs)
+        beside = None if sides is None else self._beside(sides.gate_up, sides, pairs, x)
+        inner = self._joined(x, pairs, beside)
+        if sides is not None:
+            beside = self._beside(sides.down, sides, pairs, inner)
+        rows = self._rounded(inner, per_token)
         out = library.empty((tokens, self.dim))
         library.call(
-            "bn_experts_out",
+            "bn_experts_out" if beside is None else "bn_experts_out_adapted",
             *(tokens, self.down.address, *pairs.lists, pairs.owners.data_ptr()),
             *(pairs.shares.data_ptr(), rows.data_ptr(), rows.shape[2] * rows.itemsize),
             *(out.data_ptr(), self.inner, self.dim, self._count, per_token),
             int(self.down.is_exact),
+            *(() if beside is None else (*beside.lists, *beside.room)),
         )
         return out
 
     def apart(self, x: Tensor, ids: Tensor) -> Tensor:
         library, (tokens, per_token) = self._library, ids.shape
         pairs = self._sorted(ids, library.empty(ids.shape))
-        rows = self._joined(x, pairs)
+        rows = self._rounded(self._joined(x, pairs, None), per_token)
         placed = library.empty((tokens, per_token * self.dim))
         library.call(
             "bn_experts_apart",
@@ -220,7 +258,7 @@ class Experts:
         for part, other in zip(mine[:-1], parts[:-1], strict=True):
             part.copy_(other)
 
-    def _sorted(self, ids: Tensor, weights: Tensor) -> "Pairs":
+    def _sorted(self, ids: Tensor, weights: Tensor) -> Pairs:
         library, (tokens, per_token) = self._library, ids.shape
         pairs = Pairs(
             load=self._load.ctypes.data,
@@ -238,8 +276,22 @@ class Experts:
         )
         return pairs
 
-    def _joined(self, x: Tensor, pairs: "Pairs") -> Tensor:
-        """What `down` multiplies, of every pair; [tokens, per_token, width]."""
+    def _beside(self, table: ExpertTable, sides: ExpertSides, pairs: Pairs, x: Tensor) -> Beside:
+        """x: [tokens, inputs], or of the pairs at their places."""
+        library, (tokens, per_token) = self._library, pairs.places.shape
+        inner = library.empty((tokens, per_token * table.width))
+        beside = Beside(table, sides.tokens, inner)
+        is_by_token = table is sides.gate_up
+        library.call(
+            "bn_experts_shrink",
+            *(tokens, *beside.lists, pairs.owners.data_ptr(), *beside.room, *pairs.lists),
+            *(x.data_ptr(), x.stride(0) if is_by_token else table.inputs, table.inputs),
+            *(per_token, int(is_by_token)),
+        )
+        return beside
+
+    def _joined(self, x: Tensor, pairs: Pairs, beside: Beside | None) -> Tensor:
+        """What `down` multiplies, of every pair; [tokens, per_token · inner]."""
         library, (tokens, per_token) = self._library, pairs.places.shape
         assert x.dtype == torch.float32 and x.shape[1] == self.dim and x.stride(1) == 1, (
             f"expected rows of {self.dim} fp32, got {list(x.shape)} {x.dtype} {x.stride()}"
@@ -247,13 +299,14 @@ class Experts:
         rows = self._gathered(x, pairs.places)
         inner = library.empty((tokens, per_token * self.inner))
         library.call(
-            "bn_experts_in",
+            "bn_experts_in" if beside is None else "bn_experts_in_adapted",
             *(tokens, self.gate.address, self.up.address, *pairs.lists),
             *(rows.data_ptr(), rows.shape[2] * rows.itemsize, inner.data_ptr()),
             *(self.dim, self.inner, self._count, per_token),
             *(int(self.gate.is_exact), self._curve, *self._clamp),
+            *(() if beside is None else (*beside.lists, pairs.owners.data_ptr(), *beside.room)),
         )
-        return self._rounded(inner, per_token)
+        return inner
 
     def _gathered(self, x: Tensor, places: Tensor) -> Tensor:
         """Rows of x, rounded where they may be, at the places of their pairs.
@@ -278,7 +331,7 @@ class Experts:
         return rows
 
     def _rounded(self, inner: Tensor, per_token: int) -> Tensor:
-        """What `down` multiplies; [tokens, per_token, width]."""
+        """The same, rounded where it may be; [tokens, per_token, width]."""
         library, tokens = self._library, inner.shape[0]
         if self.down.is_exact:
             return inner.view(tokens, per_token, self.inner)

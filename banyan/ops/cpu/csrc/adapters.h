@@ -54,6 +54,13 @@ struct AdapterKernels {
   void (*shrink)(const AdapterArgs& args, int64_t unit);
   // Add what belongs to the tiles [begin, end) of the outputs of the tokens [first, last).
   void (*expand)(const AdapterArgs& args, int64_t begin, int64_t end, int64_t first, int64_t last);
+  // The first product by itself: a block of the rows of `down` with the rows `from` of x, into the
+  // rows `to` of `inner`, `count` of either.
+  void (*shrink_rows)(const AdapterArgs& args, const AdapterPair& pair, int64_t block,
+                      const int32_t* from, const int32_t* to, int32_t count);
+  // Add what belongs to one tile of a part to the TILE outputs of one token; inner: its row. The
+  // tiles of a part are counted from its first one.
+  void (*expand_tile)(const AdapterPair& pair, int part, int64_t tile, const float* inner, float* out);
 };
 
 extern const AdapterKernels adapters_base, adapters_avx2, adapters_avx512;

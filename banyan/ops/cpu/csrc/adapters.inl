@@ -39,13 +39,19 @@ struct Piece {
   int32_t adapter, first, count;
 };
 
-// Rows of `down` with some tokens. tiles: [inputs / TILE][stride / TILE rows][TILE].
+// Rows of x, and the rows of `inner` that they go to.
+struct Rows {
+  const int32_t *from, *to;
+  int32_t count;
+};
+
+// Rows of `down` with some rows. tiles: [inputs / TILE][stride / TILE rows][TILE].
 template <class T, int R, int N>
-void multiply(const AdapterArgs& a, const typename T::type* tiles, int64_t stride,
-              const int32_t* tokens, const float* scales, int64_t first) {
+void multiply(const AdapterArgs& a, const typename T::type* tiles, int64_t stride, const Rows& rows,
+              int32_t at, const float* scales, int64_t first) {
   const float* x[N];
   vf sums[N][R] = {};
-  for (int n = 0; n < N; n++) x[n] = a.x + tokens[n] * a.x_stride;
+  for (int n = 0; n < N; n++) x[n] = a.x + rows.from[at + n] * a.x_stride;
   int64_t i = 0;
   for (; i + TILE <= a.inputs; i += TILE, tiles += stride) {
     for (int64_t at = 0; at < R * TILE * (int64_t)sizeof *tiles; at += LINE)
@@ -66,31 +72,39 @@ void multiply(const AdapterArgs& a, const typename T::type* tiles, int64_t strid
     }
   for (int n = 0; n < N; n++)
     for (int r = 0; r < R; r++)
-      a.inner[tokens[n] * a.width + first + r] = sum(sums[n][r]) * scales[r];
+      a.inner[rows.to[at + n] * a.width + first + r] = sum(sums[n][r]) * scales[r];
 }
 
 template <class T, int R>
-void multiply_tokens(const AdapterArgs& a, const typename T::type* tiles, int64_t stride,
-                     const Piece& piece, const float* scales, int64_t first) {
-  const int32_t* tokens = a.order + piece.first;
+void multiply_rows(const AdapterArgs& a, const typename T::type* tiles, int64_t stride,
+                   const Rows& rows, const float* scales, int64_t first) {
   int32_t n = 0;
-  for (; n + TOKENS_AT_ONCE <= piece.count; n += TOKENS_AT_ONCE)
-    multiply<T, R, TOKENS_AT_ONCE>(a, tiles, stride, tokens + n, scales, first);
-  for (; n < piece.count; n++) multiply<T, R, 1>(a, tiles, stride, tokens + n, scales, first);
+  for (; n + TOKENS_AT_ONCE <= rows.count; n += TOKENS_AT_ONCE)
+    multiply<T, R, TOKENS_AT_ONCE>(a, tiles, stride, rows, n, scales, first);
+  for (; n < rows.count; n++) multiply<T, R, 1>(a, tiles, stride, rows, n, scales, first);
 }
 
 template <class T>
-void shrink_piece(const AdapterArgs& a, const Piece& piece, const AdapterPair& pair, int64_t block) {
+void shrink_block(const AdapterArgs& a, const Rows& tokens, const AdapterPair& pair, int64_t block) {
   int64_t first = block * RANKS, rows = std::min((int64_t)RANKS, pair.rank - first);
   int64_t padded = (a.inputs + TILE - 1) / TILE * TILE, stride = rows * TILE;
   const typename T::type* tiles = (const typename T::type*)pair.down + first * padded;
   const float* scales = pair.scales + first;
-  if (rows == RANKS) return multiply_tokens<T, RANKS>(a, tiles, stride, piece, scales, first);
+  if (rows == RANKS) return multiply_rows<T, RANKS>(a, tiles, stride, tokens, scales, first);
   int64_t r = 0;
   for (; r + 4 <= rows; r += 4)
-    multiply_tokens<T, 4>(a, tiles + r * TILE, stride, piece, scales + r, first + r);
+    multiply_rows<T, 4>(a, tiles + r * TILE, stride, tokens, scales + r, first + r);
   for (; r < rows; r++)
-    multiply_tokens<T, 1>(a, tiles + r * TILE, stride, piece, scales + r, first + r);
+    multiply_rows<T, 1>(a, tiles + r * TILE, stride, tokens, scales + r, first + r);
+}
+
+void shrink_rows(const AdapterArgs& a, const AdapterPair& pair, int64_t block, const int32_t* from,
+                 const int32_t* to, int32_t count) {
+  const Rows rows{from, to, count};
+  if (pair.type == ADAPTER_BF16) return shrink_block<Bf16>(a, rows, pair, block);
+  if (pair.type == ADAPTER_FP16) return shrink_block<Fp16>(a, rows, pair, block);
+  if (pair.type == ADAPTER_INT8) return shrink_block<Int8>(a, rows, pair, block);
+  return shrink_block<Fp32>(a, rows, pair, block);
 }
 
 void shrink(const AdapterArgs& a, int64_t unit) {
@@ -101,10 +115,8 @@ void shrink(const AdapterArgs& a, int64_t unit) {
       unit -= here;
       continue;
     }
-    if (pair.type == ADAPTER_BF16) return shrink_piece<Bf16>(a, *piece, pair, unit);
-    if (pair.type == ADAPTER_FP16) return shrink_piece<Fp16>(a, *piece, pair, unit);
-    if (pair.type == ADAPTER_INT8) return shrink_piece<Int8>(a, *piece, pair, unit);
-    return shrink_piece<Fp32>(a, *piece, pair, unit);
+    const int32_t* tokens = a.order + piece->first;
+    return shrink_rows(a, pair, unit, tokens, tokens, piece->count);
   }
 }
 
@@ -191,8 +203,29 @@ void expand(const AdapterArgs& a, int64_t begin, int64_t end, int64_t first, int
   }
 }
 
+template <class T>
+void add_tile(const AdapterPair& pair, int part, int64_t tile, const float* inner, float* out) {
+  const AdapterPair::Part& own = pair.parts[part];
+  const typename T::type* up = (const typename T::type*)pair.up + tile * own.rank * TILE;
+  for (int before = 0; before < part; before++)
+    up += pair.parts[before].tiles * pair.parts[before].rank * TILE;
+  inner += own.first_rank;
+  vf sums[VECTORS] = {};
+  for (int64_t r = 0; r < own.rank; r++)
+    for (int v = 0; v < VECTORS; v++)
+      sums[v] = fma(splat(inner[r]), T::get(up + r * TILE + v * LANES), sums[v]);
+  for (int v = 0; v < VECTORS; v++) store(out + v * LANES, load(out + v * LANES) + sums[v]);
+}
+
+void expand_tile(const AdapterPair& pair, int part, int64_t tile, const float* inner, float* out) {
+  if (pair.type == ADAPTER_BF16) return add_tile<Bf16>(pair, part, tile, inner, out);
+  if (pair.type == ADAPTER_FP16) return add_tile<Fp16>(pair, part, tile, inner, out);
+  if (pair.type == ADAPTER_INT8) return add_tile<Int8>(pair, part, tile, inner, out);
+  return add_tile<Fp32>(pair, part, tile, inner, out);
+}
+
 }  // namespace
 
-extern const AdapterKernels ADAPTERS_TABLE = {shrink, expand};
+extern const AdapterKernels ADAPTERS_TABLE = {shrink, expand, shrink_rows, expand_tile};
 
 }  // namespace banyan

@@ -8,7 +8,6 @@
 #include <vector>
 
 namespace banyan {
-namespace {
 
 const ExpertKernels& experts_table(int32_t level) {
 #ifdef BN_EXPERTS_AVX512
@@ -20,6 +19,8 @@ const ExpertKernels& experts_table(int32_t level) {
   (void)level;
   return experts_base;
 }
+
+namespace {
 
 // --- pairs by expert -----------------------------------------------------------------------------
 

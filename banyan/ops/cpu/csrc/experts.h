@@ -6,6 +6,7 @@
 // are equal work however unequal the experts' loads are, and a token adds its experts up in that
 // order whoever else is in the step.
 #pragma once
+#include "adapters.h"
 #include "linear.h"
 
 namespace banyan {
@@ -103,6 +104,43 @@ struct ExpertsOutArgs {
   int32_t size, per_token, is_exact;
 };
 
+// The adapters beside one projection of all experts here. A pair goes through that of its token, of
+// its own expert.
+struct ExpertAdapters {
+  const int64_t* table;   // by adapter: the address of AdapterPair [count], or 0
+  const int32_t* pieces;  // of the step: [0] is 0 where no token has an adapter
+  const int32_t* numbers;  // [tokens], the adapter of each; not filled where there are no pieces
+  const int32_t* tokens;   // [pairs], of the pair at a place
+  float* inner;            // [pairs, width]: down · x, scaled
+  int64_t width;
+
+  bool any() const { return pieces[0] > 0; }
+  // What the adapter of the pair at a place has for its expert; null for nothing.
+  const AdapterPair* of(int64_t place, int64_t expert) const {
+    const AdapterPair* pairs = (const AdapterPair*)table[numbers[tokens[place]]];
+    return pairs && pairs[expert].rank ? pairs + expert : nullptr;
+  }
+};
+
+// The first products of a step's pairs. x: rows of tokens, or of pairs where they lie.
+struct ExpertShrinkArgs {
+  ExpertAdapters beside;
+  const ExpertLoad* load;
+  const int32_t *experts, *starts;
+  const float* x;
+  int64_t x_stride, inputs;
+  int32_t size, per_token, is_by_token;
+};
+
+struct AdaptedInArgs {
+  ExpertsInArgs of;  // first: what stands around the products reads these
+  ExpertAdapters beside;
+};
+struct AdaptedOutArgs {
+  ExpertsOutArgs of;
+  ExpertAdapters beside;
+};
+
 // Which of the places of an expert a pair goes to: by the token's number, or by how many pairs of
 // the step have come to the expert before. EVEN takes other experts, all of them as often.
 enum Dispatch : int32_t { STATIC = 0, DYNAMIC = 1, EVEN = 2 };
@@ -138,7 +176,9 @@ struct CombineArgs {
 
 struct ExpertKernels {
   Kernel logits, route, in, out, in_exact, out_exact, apart, apart_exact, combine;
+  Kernel in_adapted, out_adapted, in_exact_adapted, out_exact_adapted;
 };
 extern const ExpertKernels experts_base, experts_avx2, experts_avx512;
+const ExpertKernels& experts_table(int32_t level);
 
 }  // namespace banyan

@@ -277,6 +277,18 @@ int64_t in_grain(const void* args, const Sizes& sizes) {
   double reading = expected_experts(a, sizes) / parts * 2 * group_bytes((int32_t)a.gate->format, a.dim);
   return (int64_t)(30000 / (reading + 1)) + 1;
 }
+// Add to 16 outputs of the pairs at `row` ... what their adapters make of them; out: [count][16].
+inline void adapt_rows(const ExpertAdapters& beside, int part, int64_t expert, int64_t group,
+                       int64_t row, int64_t count, float* out) {
+  static_assert(TILE == GROUP, "a group of outputs is a tile of the adapters'");
+  if (!beside.any()) return;
+  const AdapterKernels& table = adapters_table(isa());
+  for (int64_t r = 0; r < count; r++)
+    if (const AdapterPair* pair = beside.of(row + r, expert))
+      table.expand_tile(*pair, part, group, beside.inner + (row + r) * beside.width, out + r * GROUP);
+}
+
+template <bool ADAPTED>
 void in_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker& worker) {
   const ExpertsInArgs& a = *(const ExpertsInArgs*)args;
   uint8_t* scratch = worker.scratch(LINEAR_SCRATCH + 2 * OUTPUTS_OF_PANEL);
@@ -292,6 +304,11 @@ void in_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Wo
         if (a.curve != PLAIN)
           outputs_of(a, a.gate[expert], a.dim, group, row, count, gate, scratch);
         outputs_of(a, a.up[expert], a.dim, group, row, count, up, scratch);
+        if constexpr (ADAPTED) {
+          const ExpertAdapters& beside = ((const AdaptedInArgs*)args)->beside;
+          if (a.curve != PLAIN) adapt_rows(beside, 0, expert, group, row, count, gate);
+          adapt_rows(beside, 1, expert, group, row, count, up);
+        }
         int64_t left = a.inner - group * GROUP;
         for (int64_t r = 0; r < count; r++)
           for (int i = 0; i < GROUP && i < left; i += LANES) {
@@ -325,6 +342,7 @@ int64_t out_grain(const void* args, const Sizes& sizes) {
   double reading = expected_experts(a, sizes) * group_bytes((int32_t)a.down->format, a.inner);
   return (int64_t)(30000 / (reading + 1)) + 1;
 }
+template <bool ADAPTED>
 void out_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker& worker) {
   const ExpertsOutArgs& a = *(const ExpertsOutArgs*)args;
   uint8_t* scratch = worker.scratch(LINEAR_SCRATCH + OUTPUTS_OF_PANEL);
@@ -335,6 +353,8 @@ void out_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, W
   each_panel(a, 0, a.load->pairs, [&](int64_t expert, int64_t row, int64_t count) {
     for (int64_t group = begin; group < end; group++) {
       outputs_of(a, a.down[expert], a.inner, group, row, count, some, scratch);
+      if constexpr (ADAPTED)
+        adapt_rows(((const AdaptedOutArgs*)args)->beside, 0, expert, group, row, count, some);
       int64_t left = a.dim - group * GROUP;
       for (int64_t r = 0; r < count; r++) {
         vf share = splat(a.shares[row + r]);
@@ -419,13 +439,17 @@ void combine_cost(const void* args, const Sizes& sizes, double* bytes, double* o
 extern const ExpertKernels EXPERTS_TABLE = {
     {"router", logits_units, logits_grain, logits_run, logits_cost},
     {"route", route_units, route_grain, route_run, route_cost},
-    {"experts_in", in_units, in_grain, in_run, in_cost},
-    {"experts_out", out_units, out_grain, out_run, out_cost},
-    {"experts_in_exact", in_units, in_grain, in_run, in_cost},
-    {"experts_out_exact", out_units, out_grain, out_run, out_cost},
+    {"experts_in", in_units, in_grain, in_run<false>, in_cost},
+    {"experts_out", out_units, out_grain, out_run<false>, out_cost},
+    {"experts_in_exact", in_units, in_grain, in_run<false>, in_cost},
+    {"experts_out_exact", out_units, out_grain, out_run<false>, out_cost},
     {"experts_apart", out_units, out_grain, apart_run, out_cost},
     {"experts_apart_exact", out_units, out_grain, apart_run, out_cost},
     {"combine_experts", combine_units, combine_grain, combine_run, combine_cost},
+    {"experts_in + adapters", in_units, in_grain, in_run<true>, in_cost},
+    {"experts_out + adapters", out_units, out_grain, out_run<true>, out_cost},
+    {"experts_in_exact + adapters", in_units, in_grain, in_run<true>, in_cost},
+    {"experts_out_exact + adapters", out_units, out_grain, out_run<true>, out_cost},
 };
 
 }  // namespace banyan

@@ -1,0 +1,245 @@
+"""Whether an adapter belongs to a model: every tensor has its place, and every projection that it
+claims has its tensors. Knows names and sizes, no numbers.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from banyan.base.errors import ConfigError
+from banyan.base.log import printable
+from banyan.config.adapter_card import (
+    DORA,
+    EMBEDDING,
+    EXPANSION,
+    EXPERTS,
+    HEAD,
+    ROUTER,
+    AdapterCard,
+    LowRank,
+    Whole,
+)
+from banyan.config.card import ModelCard
+from banyan.families import FAMILIES
+from banyan.layers.adapted import AdapterSeats
+from banyan.models.weights.adapter_experts import (
+    ROUTER_ENDING,
+    ExpertPlace,
+    ExpertSlot,
+    check_experts,
+    expert_place,
+    lacking_experts,
+    module_place,
+    of_experts,
+)
+from banyan.models.weights.adapter_heads import ENDING
+from banyan.models.weights.adapter_rows import MERGE, Share, check_end
+from banyan.models.weights.names import Place, place_of
+
+_END_KINDS = {"embedding": EMBEDDING, "head": HEAD}
+
+
+@dataclass(frozen=True)
+class Base:
+    """What an adapter must fit: the model of one rank, without its weights.
+
+    Attributes:
+        stage: the layers that the rank has.
+        shares: what it has of the vocabulary.
+        experts: the projections of experts.
+    """
+
+    card: ModelCard
+    stage: range
+    seats: AdapterSeats
+    shares: Mapping[str, Share]
+    experts: Mapping[str, ExpertSlot]
+
+
+class Fit:
+    """Whether an adapter belongs to a model."""
+
+    def __init__(self, base: Base, card: AdapterCard) -> None:
+        self._card = card
+        self._base = base
+        self._folder = printable(card.path, 200)
+        names = FAMILIES.load(base.card.architecture).names
+        if card.format not in names or (card.format == "gguf" and base.card.state is not None):
+            raise ConfigError(
+                f"adapter {self._folder!r}: GGUF adapters of {base.card.architecture} are not "
+                "served",
+                hint="take the adapter in PEFT's form",
+            )
+        self._names = names[card.format]
+        self.is_interleaved = self._names.has_gates_between
+
+    def expert_place(self, name: str, low_rank: LowRank) -> ExpertPlace | None:
+        """Where the matrices of experts go; None for those of anything else.
+
+        Raises:
+            ConfigError: the model has no such experts.
+        """
+        place = expert_place(name, self._names)
+        if place is None or self._base.card.experts is None:
+            return None
+        if not 0 <= place.layer < self._base.card.num_layers:
+            raise self._stranger(name, None)
+        if place.layer not in self._base.stage:
+            return place
+        if (slot := self._base.experts.get(place.module)) is None:
+            raise self._stranger(name, None)
+        self._check_room(EXPERTS, name)
+        if low_rank.magnitude:
+            raise self._not_served(name, "DoRA")
+        if why := check_experts(place, slot, low_rank):
+            raise of_experts(name, why, self._folder, self._made_for())
+        return place
+
+    def place_of(self, name: str, low_rank: LowRank) -> Place | None:
+        """Where a module's matrices go; None on another rank.
+
+        Raises:
+            ConfigError: the model has no such projection, or one of another size.
+        """
+        place = module_place(name, self._names)
+        if place is not None and place.module in self._base.shares:
+            return self._end(name, place, low_rank)
+        layer = place.module.split(".")[1] if place and place.module.startswith("layers.") else ""
+        number = int(layer) if layer.isdecimal() else -1
+        if place is None or not 0 <= number < self._base.card.num_layers:
+            raise self._stranger(name, place)
+        if number not in self._base.stage:
+            return None
+        slot = self._base.seats.slots.get(place.module)
+        if slot is None or any(part not in slot.shapes for part in place.parts):
+            raise self._stranger(name, place)
+        if place.module.endswith(ENDING):
+            self._check_heads(name, low_rank)
+        elif place.module.endswith(ROUTER_ENDING):
+            self._check_room(ROUTER, name)
+            if low_rank.magnitude:
+                raise self._not_served(name, "DoRA")
+        elif place.module not in self._base.seats.tables:
+            raise ConfigError(
+                f"adapter {self._folder!r} changes {printable(name, 100)}, which "
+                "--lora-target-modules leaves out",
+                hint="name its target there, or leave the flag out",
+            )
+        if low_rank.magnitude:
+            self._check_room(DORA, name)
+        declared = [slot.shapes[part] for part in place.parts]
+        outputs, inputs = sum(shape[0] for shape in declared), declared[0][1]
+        if (outputs, inputs) != (low_rank.outputs, low_rank.inputs):
+            raise ConfigError(
+                f"adapter {self._folder!r} is of another base: {printable(name, 100)} has "
+                f"{low_rank.inputs} inputs and {low_rank.outputs} outputs there, {inputs} and "
+                f"{outputs} here{self._made_for()}",
+                hint="serve the model that it was made for",
+            )
+        return place
+
+    def _check_heads(self, name: str, low_rank: LowRank) -> None:
+        self._check_room(EXPANSION, name)
+        if low_rank.magnitude or self._card.format == "gguf":
+            what = "GGUF adapters" if self._card.format == "gguf" else "DoRA"
+            raise self._not_served(name, what)
+
+    def _not_served(self, name: str, what: str) -> ConfigError:
+        return ConfigError(
+            f"adapter {self._folder!r} changes {printable(name, 100)}: {what} of it are not served",
+            hint=MERGE,
+        )
+
+    def place_of_whole(self, name: str, whole: Whole) -> Place:
+        """Where a weight that the adapter brings goes.
+
+        Raises:
+            ConfigError: no weight of the base may be replaced there, or by that.
+        """
+        place = place_of(f"{name}.weight", self._names)
+        if place is None or place.module not in self._base.shares or len(whole.shape) != 2:
+            raise ConfigError(
+                f"adapter {self._folder!r} brings {printable(name, 100)} as a whole: only "
+                f"{EMBEDDING} and {HEAD} may be replaced (modules_to_save)",
+                hint=MERGE,
+            )
+        if not whole.is_copy:
+            self._check_room(_END_KINDS[place.module], name)
+        self._check_end(name, place.module, True, whole.shape)
+        return place
+
+    def _end(self, name: str, place: Place, low_rank: LowRank) -> Place:
+        is_looked_up = place.module == "embedding" or self._base.card.tie_embeddings
+        if low_rank.magnitude or self._card.format == "gguf" and is_looked_up:
+            what = "GGUF adapters" if self._card.format == "gguf" else "DoRA"
+            raise self._not_served(name, what)
+        self._check_room(_END_KINDS[place.module], name)
+        shape = (low_rank.outputs, low_rank.inputs)
+        is_turned = place.module == "embedding"
+        self._check_end(name, place.module, False, shape[::-1] if is_turned else shape)
+        return place
+
+    def _check_end(self, name: str, module: str, is_whole: bool, shape: tuple[int, ...]) -> None:
+        try:
+            check_end(self._base.card, module, is_whole, *shape)
+        except ConfigError as error:
+            raise ConfigError(
+                f"adapter {self._folder!r} changes {printable(name, 100)}: {error.text}",
+                hint=error.hint,
+            ) from None
+
+    def _check_room(self, kind: str, name: str) -> None:
+        if kind not in self._base.seats.kinds:
+            flag = "" if kind == DORA else f", or write --lora-target-modules all {kind}"
+            raise ConfigError(
+                f"adapter {self._folder!r} changes {printable(name, 100)} ({kind}), and the server "
+                "was started without room for that",
+                hint=f"name such an adapter in --lora-paths at the start{flag}",
+            )
+
+    def check_claims(self) -> None:
+        """ConfigError when a layer lacks a projection that the adapter says it changes."""
+        lacking = [name for name in self._claimed() if name not in self._card.modules]
+        lacking += lacking_experts(self._card, self._names, self._base.experts)
+        if lacking:
+            raise ConfigError(
+                f"adapter {self._folder!r} lacks the matrices of {len(lacking)} projections that "
+                f"its configuration names: {', '.join(lacking[:3])}",
+                hint="save or download it again",
+            )
+
+    def _claimed(self) -> list[str]:
+        # Layers of several kinds may have one projection under several names.
+        counts = Counter(self._names.modules.values())
+        templates = [
+            template
+            for template, target in self._names.modules.items()
+            if counts[target] == 1
+            and template.rpartition(".")[2] in self._card.targets
+            and target.startswith("layers.{}.")
+            and template.count("{}") == 1
+        ]
+        found = []
+        for number in self._base.stage:
+            for template in templates:
+                name = template.format(number)
+                place = place_of(f"{name}.weight", self._names)
+                slot = None if place is None else self._base.seats.slots.get(place.module)
+                if slot and place and all(part in slot.shapes for part in place.parts):
+                    found.append(name)
+        return found
+
+    def _stranger(self, name: str, place: Place | None) -> ConfigError:
+        module = "" if place is None else place.module
+        hint = MERGE
+        if ".attention.indexer." in module:
+            why = "what an indexer reads takes no adapters here"
+        else:
+            why = f"the model has no such projection{self._made_for()}"
+            hint = "serve the model that it was made for"
+        return ConfigError(
+            f"adapter {self._folder!r} changes {printable(name, 100)}: {why}", hint=hint
+        )
+
+    def _made_for(self) -> str:
+        return f" (it was made for {printable(self._card.base, 80)})" if self._card.base else ""
