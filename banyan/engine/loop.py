@@ -23,13 +23,14 @@ from banyan.engine.desk import GrammarDesk
 from banyan.engine.forecast import StepForecast
 from banyan.engine.launcher import Handle, Launcher
 from banyan.engine.lockstep import StepClock
+from banyan.engine.outbox import Outbox
 from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import OtherRanks, Watchdog
 from banyan.memory.news import Removed, Stored
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Stats
 from banyan.messages.orders import Order
 from banyan.messages.plan import NOT_FINITE, CopyResult, Held, Lookup, Mask, StepPlan, StepResult
-from banyan.messages.requests import NO_CALL, Control, GiveOrders, Message
+from banyan.messages.requests import NO_CALL, Control, Generate, GiveOrders, Message
 from banyan.messages.rooms import RoomNews, RoomOrder
 
 log = logger(__name__)
@@ -161,6 +162,7 @@ class EngineLoop:
         self._step_clock = step_clock
         self._flying: deque[Handle] = deque()
         self._forecast = StepForecast()
+        self._outbox = Outbox()
         self._started_s = 0.0
         """When the oldest step in flight began to execute."""
         self._turned_s = clock.now()
@@ -249,6 +251,7 @@ class EngineLoop:
         events += self._core.take_events()
         self._deliver(self._core.take_masks())
         self._beat(events)
+        events = self._outbox.pass_on(events, now)
         if events:
             self._link.send(events)
         self._marks.end("send", events=len(events))
@@ -264,6 +267,8 @@ class EngineLoop:
         self._admit(message, now)
 
     def _admit(self, message: CoreInput, now: float) -> None:
+        if isinstance(message, Generate):
+            self._outbox.expect(message)
         self._core.receive(message, now)
         self._end_bursts()
 

@@ -269,6 +269,8 @@ class Scheduler:
     def _admit(self, sheet: PlanSheet) -> None:
         if sheet.is_starved or not self.roster.waiting:
             return
+        if not self.roster.free_slots and self.cache.tier is None:
+            return  # in most steps of an overload; putting a long queue in order takes time
         reserved = reserve(self.roster.running, self.cache, self._ratio)
         self.fetcher.go_on(
             self.roster.waiting,
@@ -276,6 +278,8 @@ class Scheduler:
                 request, match, self.cache, self.limits, self._ratio, reserved
             ),
         )
+        if not self.roster.free_slots:
+            return
         ordered = self._order(self.roster.waiting, self._probe)
         for request in self._turns.deal(ordered, self._now):
             if request.flights or self._waits(request):

@@ -115,9 +115,10 @@ def serving(check_ledger, burst=1, **options):
     assert not thread.is_alive()
 
 
-def generate(name, new=3):
+def generate(name, new=3, stride=1):
     tokens = array("i", [1, 2, 3]).tobytes()
-    return Generate(request=name, tokens=tokens, sampling=SamplingParams(max_new_tokens=new))
+    params = SamplingParams(max_new_tokens=new)
+    return Generate(request=name, tokens=tokens, sampling=params, stride=stride)
 
 
 def test_a_request_is_answered_token_by_token(served):
@@ -126,6 +127,19 @@ def test_a_request_is_answered_token_by_token(served):
     got = [link.hear(Tokens) for _ in range(3)]
     assert [t.first for t in got] == [0, 1, 2]
     assert link.hear(Finished).output_tokens == 3
+
+
+def test_tokens_that_nobody_reads_before_the_end_come_in_fewer_events(served):
+    link, _, _ = served
+    link.tell(generate("a", new=60, stride=0))
+    got = list[Tokens]()
+    while not isinstance(event := link.outbox.get(timeout=WAIT_S), Finished):
+        got += [event] if isinstance(event, Tokens) else []
+    assert [t.first for t in got] == [
+        sum(len(t.tokens) // 4 for t in got[:i]) for i in range(len(got))
+    ]
+    assert event.output_tokens == sum(len(t.tokens) // 4 for t in got) == 60
+    assert len(got) < 60 and len(got[0].tokens) == 4
 
 
 def test_an_end_comes_with_the_counters_that_know_of_it(served):
@@ -384,7 +398,7 @@ def test_who_comes_while_a_burst_runs_ends_it_with_the_step_that_runs():
     hurried = SimpleQueue()
     with serving(check_ledger=True, burst=4, hurry=hurried.put) as (link, runner, _):
         runner.holds_bursts.set()
-        link.tell(generate("a", new=20))
+        link.tell(generate("a", new=20, stride=0))
         step = runner.held.get(timeout=WAIT_S)
         assert hurried.empty(), "nobody has come"
         link.tell(generate("b", new=2))

@@ -141,3 +141,19 @@ def test_who_runs_too_long_ends_alone():
     assert isinstance(end, Failed) and end.status == 503
     assert "has run for 4.0 s; 3 s are allowed" in end.text
     assert isinstance(running.ends["later"], Finished)
+
+
+def test_a_queue_is_put_in_order_only_where_somebody_may_enter(monkeypatch):
+    asked_for = Counter[str]()
+
+    def order(waiting, probe):
+        asked_for["order"] += 1
+        return waiting
+
+    running = Driver(max_running=1)
+    monkeypatch.setattr(running.core.scheduler, "_order", order)
+    submit(running, "first", new=20)
+    submit(running, "second", new=1)
+    running.run()
+    assert list(running.ends) == ["first", "second"]
+    assert asked_for["order"] <= 4

@@ -1,0 +1,74 @@
+"""Outbox: what goes to the front with each round of the loop, in few frames where nobody waits.
+
+A request whose reader takes nothing before its end (`Generate.stride` 0) has its tokens sent a few
+times a second instead of at every step: each event costs the front more than a small model's step.
+Knows no link.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from banyan.base.ids import RequestId
+from banyan.messages.events import Event, Failed, Finished, Tokens
+from banyan.messages.requests import Generate
+
+HOLD_S = 0.02
+"""The front sees stop texts so much later at most, and as many tokens are computed in vain."""
+
+
+class Outbox:
+    """Of one engine."""
+
+    def __init__(self) -> None:
+        self._patient: dict[RequestId, list[Tokens]] = {}
+        """Live requests whose tokens may be held, with those that are."""
+        self._num_held = 0
+        self._since_s = 0.0
+        """When the first event that is held came."""
+
+    def expect(self, message: Generate) -> None:
+        """A request comes in."""
+        if message.stride == 0:
+            self._patient[message.request] = []
+
+    def pass_on(self, events: Sequence[Event], now: float) -> list[Event]:
+        """What of `events`, and of earlier ones, is to be sent; of each request in order."""
+        sent: list[Event] = []
+        for event in events:
+            if isinstance(event, Tokens) and self._holds(event, now):
+                continue
+            if isinstance(event, Tokens | Finished | Failed):
+                sent += self._release(event.request)
+            if isinstance(event, Finished | Failed):
+                self._patient.pop(event.request, None)
+            sent.append(event)
+        if self._num_held and now - self._since_s >= HOLD_S:
+            for request in self._patient:
+                sent += self._release(request)
+        return sent
+
+    def _holds(self, event: Tokens, now: float) -> bool:
+        """The first tokens go at once: they tell how long the prompt took."""
+        held = self._patient.get(event.request)
+        if held is None or not event.first or event.scores or event.hidden or event.vector:
+            return False
+        if not self._num_held:
+            self._since_s = now
+        held.append(event)
+        self._num_held += 1
+        return True
+
+    def _release(self, request: RequestId) -> Iterable[Tokens]:
+        held = self._patient.get(request)
+        if not held:
+            return ()
+        first, last = held[0], held[-1]
+        joined = Tokens(
+            request,
+            first.first,
+            b"".join(event.tokens for event in held),
+            cached_tokens=last.cached_tokens,
+            stored_tokens=last.stored_tokens,
+        )
+        self._num_held -= len(held)
+        held.clear()
+        return (joined,)

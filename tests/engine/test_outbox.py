@@ -1,0 +1,66 @@
+"""What goes to the front at once and what is held for a moment."""
+
+from banyan.base.ids import RequestId
+from banyan.engine.outbox import HOLD_S, Outbox
+from banyan.messages.events import Event, Failed, Finished, Stats, Tokens
+from banyan.messages.plan import RowScores
+from banyan.messages.requests import Generate
+from banyan.messages.sampling import SamplingParams
+
+A, B = RequestId("a"), RequestId("b")
+LATER_S = 10.0 + 2 * HOLD_S
+
+
+def outbox(*patient: RequestId, streamed: tuple[RequestId, ...] = ()) -> Outbox:
+    made = Outbox()
+    for request in patient:
+        made.expect(
+            Generate(request=request, tokens=b"", sampling=SamplingParams(max_new_tokens=9))
+        )
+    for request in streamed:
+        made.expect(
+            Generate(
+                request=request, tokens=b"", sampling=SamplingParams(max_new_tokens=9), stride=1
+            )
+        )
+    return made
+
+
+def tokens(request: RequestId, first: int, ids: bytes) -> Tokens:
+    return Tokens(request, first, ids)
+
+
+def test_tokens_that_nobody_reads_before_the_end_are_sent_as_one_event_after_a_moment():
+    held = outbox(A)
+    assert held.pass_on([tokens(A, 0, b"0")], 10.0) == [tokens(A, 0, b"0")]
+    for i in range(1, 5):
+        assert held.pass_on([tokens(A, i, b"%d" % i)], 10.0) == []
+    assert held.pass_on([], LATER_S) == [tokens(A, 1, b"1234")]
+    assert held.pass_on([], LATER_S + 1) == []
+
+
+def test_an_end_comes_behind_all_tokens_and_what_follows_is_held_no_more():
+    held = outbox(A, B)
+    held.pass_on([tokens(A, 1, b"1"), tokens(B, 1, b"1")], 10.0)
+    ends: list[Event] = [Finished(A, "stop", 1, 3, 0), Failed(B, 500, "", "")]
+    sent = held.pass_on([tokens(A, 2, b"2"), *ends, Stats()], 10.0)
+    assert sent == [tokens(A, 1, b"12"), ends[0], tokens(B, 1, b"1"), ends[1], Stats()]
+    assert held.pass_on([tokens(A, 3, b"3")], 10.0) == [tokens(A, 3, b"3")]
+
+
+def test_the_order_of_one_request_holds_where_the_first_tokens_come_as_the_moment_ends():
+    held = outbox(A, B)
+    held.pass_on([tokens(B, 1, b"1")], 10.0)
+    sent = held.pass_on([tokens(A, 0, b"0"), tokens(A, 1, b"1")], LATER_S)
+    assert [event.first for event in sent if isinstance(event, Tokens) and event.request == A] == [
+        0,
+        1,
+    ]
+
+
+def test_streams_and_scores_are_never_held():
+    held = outbox(A, streamed=(B,))
+    assert held.pass_on([tokens(B, 1, b"1")], 10.0) == [tokens(B, 1, b"1")]
+    scored = Tokens(A, 2, b"2", [RowScores(-1, 2, b"")])
+    held.pass_on([tokens(A, 1, b"1")], 10.0)
+    assert held.pass_on([scored], 10.0) == [tokens(A, 1, b"1"), scored]
