@@ -236,8 +236,9 @@ class Filling:
         """Whether other ranks take it."""
         first, _, rest = place.module.partition(".")
         layer = rest.partition(".")[0]
-        if first == "layers" and int(layer) not in self.stage:
-            return int(layer) < self.model.card.num_layers
+        beyond = self.model.card.num_layers  # are those that draft
+        if first == "layers" and int(layer) not in self.stage and int(layer) < beyond:
+            return True
         slot = self.declared.get((place.module, place.slot))
         return slot is not None and all(part in slot.elsewhere for part in place.parts)
 
