@@ -35,6 +35,10 @@ def load_named(flag: str, name: str, checkpoint: str) -> Callable[..., object]:
             f"{label}: cannot be imported: {printable(str(error))}",
             hint="name it module:function, with the module on the Python path",
         ) from None
+    except Exception as error:  # whatever its own code does
+        raise ConfigError(
+            f"{label}: its module fails with {type(error).__name__}: {printable(str(error))}"
+        ) from error
     if _lies_in(getattr(module, "__file__", None) or "", checkpoint):
         raise ConfigError(
             f"{label}: its code lies with the checkpoint, and code of a checkpoint is never run",

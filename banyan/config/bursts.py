@@ -19,6 +19,11 @@ def check_the_bursts(config: Config, card: ModelCard, environment: Environment) 
         (config.parallel.world > 1, "several ranks", "they agree on every step"),
         (config.parallel.is_joined, "--enable-dp-attention", "replicas agree on every step"),
         (bool(config.handoff.role), "--disaggregation-mode", "pages are handed over between steps"),
+        (
+            config.model.is_watched,
+            "--forward-hooks or --debug-tensor-dump-*",
+            "steps are eager then",
+        ),
         (card.pooling is not None, "a model for vectors", "nothing is decoded"),
     )
     for is_there, what, why in others:

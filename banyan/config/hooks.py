@@ -18,6 +18,7 @@ log = logger(__name__)
 
 TOKENS = "tokens"
 """Name of the ids of a pass in a file of its tensors."""
+_MOST_ID = 1 << 31
 _FORM = (
     '{"target_modules": ["layers.0.attention"], "hook_factory": "module:function", "config": {}}'
 )
@@ -49,6 +50,8 @@ def hook_specs(words: Sequence[str]) -> list[HookSpec]:
             given: object = json.loads(word)
         except (ValueError, RecursionError):
             given = None
+        if given == []:
+            raise ConfigError("--forward-hooks [] names none", hint=f"give {_FORM}")
         for part in given if is_list(given) else [given]:
             found.append(_spec(part, word))
     return found
@@ -87,6 +90,9 @@ def read_prompt(path: str) -> list[int]:
             f"{flag} is no safetensors file with the ids of a prompt",
             hint=f"it has a tensor {TOKENS!r}, [tokens] I32 or I64, as a dump of a pass has",
         )
+    wrong = tokens[(tokens < 0) | (tokens >= _MOST_ID)]
+    if len(wrong):
+        raise ConfigError(f"{flag}: {wrong[0]} is no token id")
     return tokens.tolist()
 
 
@@ -99,7 +105,7 @@ def see_the_layers(config: Config, card: ModelCard, environment: Environment) ->
     if model.injects and not model.dump_input:
         raise ConfigError("--debug-tensor-dump-inject needs --debug-tensor-dump-input-file")
     if model.dump_input:
-        read_prompt(model.dump_input)
+        _check_prompt(read_prompt(model.dump_input), card)
         if config.server.skip_warmup:
             raise ConfigError(
                 "--debug-tensor-dump-input-file is run by the warm-up, and --skip-server-warmup "
@@ -122,3 +128,14 @@ def see_the_layers(config: Config, card: ModelCard, environment: Environment) ->
         )
     log.info("steps are eager, because layers are watched (--forward-hooks, --debug-tensor-dump-*)")
     return replace(config, device=replace(config.device, is_eager=True))
+
+
+def _check_prompt(prompt: list[int], card: ModelCard) -> None:
+    """ConfigError: the model cannot run the prompt of a file."""
+    flag = "--debug-tensor-dump-input-file"
+    if max(prompt) >= card.vocab_size:
+        raise ConfigError(f"{flag}: token {max(prompt)}, the model has {card.vocab_size:,}")
+    if len(prompt) >= card.context_length:
+        raise ConfigError(
+            f"{flag} has {len(prompt):,} tokens, the model bears {card.context_length:,}"
+        )

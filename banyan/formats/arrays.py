@@ -56,7 +56,10 @@ def read_arrays(path: str) -> dict[str, np.ndarray]:
             kind = _KINDS.get(info.type)
             if kind is not None:
                 values = np.frombuffer(file.bytes_of(name), np.dtype(f"<{kind}"))
-                found[name] = values.reshape(info.shape).copy()
+                try:
+                    found[name] = values.reshape(info.shape).copy()
+                except ValueError:  # nothing in it, and more than fits beside that
+                    raise file.error(f"an array cannot have the shape {info.shape}") from None
         return found
     finally:
         file.close()

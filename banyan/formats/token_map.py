@@ -3,17 +3,19 @@
 Three forms are read, none of which can run anything: safetensors, JSON, and numpy's .npy.
 """
 
+import io
 import json
-import os
 
 import numpy as np
 
-from banyan.base.errors import ConfigError
+from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_list
 from banyan.base.log import printable
+from banyan.base.whole import read_whole
 from banyan.formats.arrays import read_arrays
 
 _MOST_BYTES = 64 << 20
+_NPY = b"\x93NUMPY"
 _PICKLED = (".pt", ".pth", ".bin", ".pkl")
 
 
@@ -32,11 +34,8 @@ def read_token_map(path: str, flag: str) -> list[int]:
             'open(sys.argv[2], "w"))\' FILE.pt FILE.json',
         )
     try:
-        size = os.path.getsize(path)
-        if size > _MOST_BYTES:
-            raise ConfigError(f"{name} has {size:,} bytes; at most {_MOST_BYTES:,} are read")
         found = _read(path)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, ModelError) as error:
         raise ConfigError(f"{name} cannot be read: {printable(str(error), 120)}") from None
     if found is None:
         raise ConfigError(
@@ -48,12 +47,11 @@ def read_token_map(path: str, flag: str) -> list[int]:
 
 def _read(path: str) -> list[int] | None:
     if path.endswith(".json"):
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
+        value = json.loads(read_whole(path, _MOST_BYTES).decode())
         ids = [each for each in value if type(each) is int] if is_list(value) else []
         return ids if is_list(value) and len(ids) == len(value) else None
     if path.endswith(".npy"):
-        array = np.load(path, allow_pickle=False)
+        array = _read_npy(read_whole(path, _MOST_BYTES))
     elif path.endswith(".safetensors"):
         arrays = list(read_arrays(path).values())
         array = arrays[0] if len(arrays) == 1 else np.empty(0)
@@ -62,3 +60,13 @@ def _read(path: str) -> list[int] | None:
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
         return None
     return [int(each) for each in array]
+
+
+def _read_npy(content: bytes) -> np.ndarray:
+    """ValueError: it is none."""
+    if not content.startswith(_NPY):
+        raise ValueError("it is no .npy file")
+    try:
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    except Exception as error:  # its header is a Python expression, and numpy's reader tells all
+        raise ValueError(f"{type(error).__name__}: {error}") from None

@@ -1,12 +1,12 @@
 """Where experts lie at the start: in their order, as a file says, or balanced by counts in one."""
 
 import json
-import os
 
 import numpy as np
 
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.json_types import is_object
+from banyan.base.whole import read_whole
 from banyan.config.card import ModelCard
 from banyan.config.experts import TRIVIAL, are_placed
 from banyan.config.schema import Config
@@ -57,14 +57,11 @@ def read_location(location: str) -> dict[str, np.ndarray]:
             return read_arrays(location)
         text = location
         if not location.lstrip().startswith("{"):
-            if os.path.getsize(location) > _MAX_BYTES:
-                raise ConfigError(f"{_FLAG}: a file of more than {_MAX_BYTES:,} bytes")
-            with open(location, encoding="utf-8") as file:
-                text = file.read()
+            text = read_whole(location, _MAX_BYTES).decode()
         found = json.loads(text)
         assert is_object(found)
         named = {name: found[name] for name in (_MAP, _COUNTS) if name in found}
-        return {name: np.array(value, np.int64) for name, value in named.items()}
+        return {name: np.array(value) for name, value in named.items()}
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, AssertionError) as error:
         raise ConfigError(f"{_FLAG} cannot be read: {error or 'it is no object'}") from None
     except ModelError as error:
@@ -81,6 +78,8 @@ def map_of(
     """
     if _MAP in found:
         logical = found[_MAP]
+        if logical.dtype.kind != "i":
+            raise ConfigError(f"{_FLAG}: {_MAP} holds something else than whole numbers")
         if logical.shape != (layers, places):
             raise ConfigError(
                 f"{_FLAG}: {_MAP} is {list(logical.shape)}, the model has {layers} layers, and "
@@ -96,6 +95,9 @@ def map_of(
     if _COUNTS not in found:
         raise ConfigError(f"{_FLAG} has neither {_MAP} nor {_COUNTS}")
     counts = found[_COUNTS]
+    if counts.dtype.kind not in "if" or not np.isfinite(counts).all() or not counts.size:
+        raise ConfigError(f"{_FLAG}: {_COUNTS} holds something else than finite numbers")
+    counts = counts.astype(np.float64)
     if counts.ndim > 2:
         counts = counts.reshape(-1, *counts.shape[-2:]).sum(0)
     if counts.shape != (layers, experts) or counts.min() < 0:

@@ -58,7 +58,14 @@ def watch_layers(model: Model, config: ModelConfig, rank: int) -> None:
 
 def _hang_hook(model: nn.Module, spec: HookSpec, checkpoint: str) -> None:
     flag = "--forward-hooks"
-    made = load_named(flag, spec.factory, checkpoint)(dict(spec.options))
+    factory = load_named(flag, spec.factory, checkpoint)
+    try:
+        made = factory(dict(spec.options))
+    except Exception as error:  # whatever the operator's code does
+        raise ConfigError(
+            f"{flag}: {printable(spec.factory)} fails with {type(error).__name__}: "
+            f"{printable(str(error))}"
+        ) from error
     if not callable(made):
         raise ConfigError(f"{flag}: {printable(spec.factory)} has made no function")
     called = {name: part for name, part in model.named_modules() if _CALLED.fullmatch(name)}

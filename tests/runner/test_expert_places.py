@@ -85,6 +85,14 @@ def test_counts_of_the_recorder_are_balanced(tmp_path):
         ({"something": 1}, "neither physical_to_logical_map nor logical_count"),
         ({"physical_to_logical_map": [[0], [1, 2]]}, "cannot be read"),
         ('{"physical_to_logical_map": [', "cannot be read"),
+        ('{"physical_to_logical_map": [[0, 1, 2, 3, 0, 0.5], [0, 1, 2, 3, 0, 0]]}', "whole"),
+        ('{"physical_to_logical_map": [["0", "1"], ["2", "3"]]}', "whole numbers"),
+        ({"physical_to_logical_map": [[2**63] * 6] * 2}, "whole numbers"),
+        ({"physical_to_logical_map": [[2**63 - 1] * 6] * 2}, "layer 0 .* each of 4 experts"),
+        ('{"logical_count": [[NaN, 1, 1, 1], [1, 1, 1, 1]]}', "finite numbers"),
+        ('{"logical_count": null}', "finite numbers"),
+        ({"logical_count": [[10**400] * 4] * 2}, "finite numbers"),
+        ('{"logical_count": ' + "[" * 5000, "cannot be read"),
     ],
 )
 def test_a_location_of_another_model_is_refused(given, match):

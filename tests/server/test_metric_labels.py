@@ -16,6 +16,15 @@ from tests.server.fakes import Site
 LIST = "--tokenizer-metrics-allowed-custom-labels"
 MODEL = ("--model-path", "tiny")
 ALLOWED = (*MODEL, "--enable-metrics", LIST, "tenant", "team")
+STRANGE = (
+    '{"tenant": "\\ud800"}',
+    '{"tenant": "a\\nb"}',
+    '{"tenant": "a\\u0000"}',
+    '{"tenant": ' + "9" * 5000 + "}",
+    '{"tenant": ' + "[" * 5000,
+    '{"tenant": NaN}',
+)
+"""What JSON can say and no label can be."""
 ASKED = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
 
 
@@ -66,7 +75,9 @@ def test_the_header_is_the_one_of_the_flag() -> None:
         assert ended(site) == {("a", ""): 1, ("", ""): 1}
 
 
-@pytest.mark.parametrize("labels", ["[1]", "{", '{"tenant": 3}', '{"tenant": "' + "x" * 101 + '"}'])
+@pytest.mark.parametrize(
+    "labels", ["[1]", "{", '{"tenant": 3}', '{"tenant": "' + "x" * 101 + '"}', *STRANGE]
+)
 def test_labels_that_are_none_are_refused_by_the_name_of_the_header(labels: str) -> None:
     with site_of(*ALLOWED).serving() as site:
         answer = site.http.post("/v1/completions", json=ASKED, headers={"x-custom-labels": labels})

@@ -25,6 +25,9 @@ def scaled(config):
 
 def nothing(config):
     return None
+
+def failing(config):
+    raise OverflowError("no room")
 """
 
 
@@ -79,6 +82,7 @@ def test_a_hook_sees_and_changes_what_a_layer_makes(tiny_model: Path, own_code: 
         (("layers.0.mlp_norm", "scaled"), "no module is called 'layers.0.mlp_norm'"),
         (("layers.0.mlp", "nothing"), "has made no function"),
         (("layers.0.mlp", "absent"), "has no function 'absent'"),
+        (("layers.0.mlp", "failing"), "fails with OverflowError: no room"),
     ],
 )
 def test_a_hook_that_would_have_no_effect_is_refused(
@@ -88,7 +92,27 @@ def test_a_hook_that_would_have_no_effect_is_refused(
         engine(tiny_model, forward_hooks=[spec(own_code, 1.0, *word)])
 
 
-@pytest.mark.parametrize("word", ["[1]", "[{}]", '{"target_modules": [], "hook_factory": "a:b"}'])
+def test_a_module_that_fails_as_it_is_imported_is_named(
+    tiny_model: Path, own_code: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "my_mistake.py").write_text("def hook(:\n")
+    word = spec(own_code, 1.0).replace("my_hooks", "my_mistake")
+    with pytest.raises(BanyanError, match="my_mistake.*its module fails with SyntaxError"):
+        engine(tiny_model, forward_hooks=[word])
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "[1]",
+        "[]",
+        "[" * 100_000,
+        "9" * 5000,
+        "NaN",
+        "[{}]",
+        '{"target_modules": [], "hook_factory": "a:b"}',
+    ],
+)
 def test_what_is_no_hook_is_refused(word: str) -> None:
     with pytest.raises(ConfigError, match="forward-hooks"):
         hook_specs([word])
@@ -145,6 +169,7 @@ def test_the_warm_up_runs_the_prompt_of_the_file(server: StartServer, tmp_path: 
         ({"debug_tensor_dump_layers": [0]}, "needs --debug-tensor-dump-output-folder"),
         ({"debug_tensor_dump_inject": True}, "needs --debug-tensor-dump-input-file"),
         ({"debug_tensor_dump_input_file": "/no/file"}, "no safetensors file with the ids"),
+        ({"debug_tensor_dump_output_folder": "x", "num_continuous_decode_steps": 4}, "eager then"),
         (
             {"debug_tensor_dump_output_folder": "x", "debug_tensor_dump_layers": [2]},
             "layers are 0 to 1",

@@ -82,10 +82,11 @@ class CustomLabels:
         return values
 
     def _value(self, name: str, value: object) -> str:
-        if not isinstance(value, str) or len(value) > LONGEST:
+        # half a surrogate pair could never be told to anybody, and would end every later /metrics
+        if not isinstance(value, str) or len(value) > LONGEST or not value.isprintable():
             raise RequestError(
                 f"{name} in the header {self._header} must be a text of at most {LONGEST} "
-                "characters.",
+                "printable characters.",
                 param=self._header,
             )
         return value

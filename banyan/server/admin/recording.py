@@ -45,6 +45,13 @@ async def _write(exchange: Exchange, state: ServerState) -> None:
             hint="Start the server with --crash-dump-folder.",
         )
     written = await asyncio.to_thread(dumper(state, "asked for"))
+    if not written:
+        raise RequestError(
+            f"nothing could be written into {state.config.observe.dumps}",
+            status=500,
+            code="not_written",
+            hint="The log says why.",
+        )
     await exchange.json({"files": [str(path) for path in written]})
 
 
