@@ -25,6 +25,7 @@ from banyan.memory import (
     groups,
     loads,
     news,
+    partial,
     peers,
     pool,
     radix,
@@ -52,7 +53,7 @@ from banyan.scheduler import request as one_request
 from banyan.scheduler.request import Request
 
 _MODULES: tuple[ModuleType, ...] = (
-    *(core_module, cache, groups, loads, news, peers, pool, radix, stamps, states, tiers),
+    *(core_module, cache, groups, loads, news, partial, peers, pool, radix, stamps, states, tiers),
     *(events, orders, plan, requests, rooms, sampling),
     *(adapters, answers, budget, fetch, handoff, one_request, roster, rows, scheduler, sheet),
     *(speculation, stats, turns),
@@ -69,7 +70,7 @@ value is a list."""
 
 _OF_NODE = (
     *("key", "promised", "writer", "born", "last_used", "hits", "priority"),
-    *("is_stored", "key_hash"),
+    *("is_stored", "is_tail", "key_hash"),
 )
 """Attributes of a node that are plain."""
 

@@ -58,7 +58,11 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
             ConfigError: a policy has no such name.
         """
         eviction, has_peers = EVICTION.load(self.eviction), bool(self.role)
-        cache = KVCache(self.groups, eviction, self.share, self.store, tells, has_peers)
+        # What a draft model keeps of a token depends on the next one, so units are whole for it.
+        cache = KVCache(
+            *(self.groups, eviction, self.share, self.store, tells, has_peers),
+            has_parts=not self.limits.paid_drafts,
+        )
         adapters = None if self.adapters is None else Adapters(self.adapters)
         order = ORDERS.load(self.order)
         scheduler = Scheduler(cache, self.limits, order, grammars, self.role, adapters)

@@ -22,6 +22,7 @@ from banyan.memory.eviction import EvictionKey
 from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup, unit_tokens
 from banyan.memory.loads import Loads
 from banyan.memory.news import CacheNews
+from banyan.memory.partial import Part, PartialUnits
 from banyan.memory.peers import PeerTier
 from banyan.memory.pool import PagePool
 from banyan.memory.radix import Node, RadixTree
@@ -66,6 +67,8 @@ class Lease:
     """Per group, path index -> node that this lease locks."""
     fork: int = 0
     """`Match.fork` of the prefix that it began with."""
+    part: Part | None = None
+    """What is to be copied behind the path, locked until then."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,16 @@ class Match:
 
     path: list[Node]
     tokens: int
+    """Of the path and the part."""
     fork: int = 0
     """Tokens of the prefix that others have computed too, where a state of it would be of use."""
+    part: Part | None = None
+    """What a unit behind the path shares, whose pages are copied (memory/partial.py)."""
+
+    @property
+    def whole(self) -> "Match":
+        """Without the part."""
+        return self if self.part is None else Match(self.path, self.tokens - self.part.tokens)
 
 
 class KVCache:
@@ -88,6 +99,7 @@ class KVCache:
         store: what goes to a store and comes from it; None without one.
         tells: `news` has what comes and goes.
         has_peers: pages go to other servers, or come from them.
+        has_parts: prefixes may end within a unit.
     """
 
     def __init__(
@@ -98,6 +110,7 @@ class KVCache:
         store: StoreRules | None = None,
         tells: bool = False,
         has_peers: bool = False,
+        has_parts: bool = True,
     ) -> None:
         self.groups = groups
         self.unit = unit_tokens(groups)
@@ -138,6 +151,9 @@ class KVCache:
         self._promises: dict[StepId, list[Node]] = {}
         self._held = [0] * len(groups)
         """Per group, private pages of all leases."""
+        self.parts = PartialUnits(
+            *(groups, self.unit, self.tree, self.horizon, self._held), is_on=share and has_parts
+        )
 
     # -- finding and taking a prefix ---------------------------------------------------------
 
@@ -154,7 +170,10 @@ class KVCache:
             for node in path[_first_needed(group, self.unit, depth) : depth]
         ):
             depth -= 1
-        return Match(path[:depth], depth * self.unit, len(path) * self.unit)
+        fork = len(path) * self.unit
+        del path[depth:]
+        part = self.parts.find(self.weights + namespace, path, tokens, limit)
+        return Match(path, depth * self.unit + (part.tokens if part else 0), fork, part)
 
     def lease(
         self, slot: SlotId, namespace: bytes, match: Match, priority: int
@@ -179,14 +198,19 @@ class KVCache:
                 for node in match.path[first:]:
                     lease.tables[g] += node.pages[g]
                 grants.append(PageGrant(slot, g, 0, list(lease.tables[g])))
+        if match.part is not None:
+            self.tree.touch(match.part.node, priority)
+            self.parts.lock(lease, match.part)
         return lease, grants
 
     def restores(self, lease: Lease, row: int, step: StepId) -> list[PageCopy]:
-        """Copies that bring the states of a matched prefix into the lease's live pages."""
+        """Copies that bring the states of a matched prefix, or the pages of its part, into the
+        lease's own."""
+        copies = self.parts.begin(lease, row)
         if not lease.path:
-            return []
+            return copies
         last = len(lease.path) - 1
-        return [
+        return copies + [
             self.states.restore(lease.locked[g].pop(last), g, lease.tables[g][0], row, step)
             for g in self.states.state_groups
         ]
@@ -211,7 +235,8 @@ class KVCache:
             want = group.peak_pages(tokens, chunk)
             needed = match.path[_first_needed(group, self.unit, len(match.path)) :]
             shared = sum(len(node.pages[g]) for node in needed) if group.kind != STATE else 0
-            idle = sum(len(node.pages[g]) for node in needed if not node.locks[g])
+            read = [*needed, *([match.part.node] if match.part else [])]
+            idle = sum(len(node.pages[g]) for node in read if not node.locks[g])
             if max(0, want - shared) + reserve[g] > self._in_reach(g) - idle:
                 return False
         return True
@@ -326,6 +351,7 @@ class KVCache:
     def release(self, lease: Lease) -> None:
         """End a lease: private pages return, locks go, both stamped with what is in flight."""
         stamp = self.horizon.now()
+        self.parts.let_go(lease)
         for g in range(len(self.groups)):
             pages = list(lease.private[g].values())
             self._held[g] -= len(pages)
@@ -349,8 +375,9 @@ class KVCache:
             pool.settle()
 
     def end_copies(self, ids: list[int], failed: list[int]) -> None:
-        """Copies of states, or to and from the store, have ended."""
+        """Copies of states or of parts, or to and from the store, have ended."""
         self.states.end(ids, failed)
+        self.parts.end((*ids, *failed))
         if self.tier is not None:
             self.tier.end(ids, failed)
         if self.peers is not None:

@@ -9,6 +9,7 @@ lock may be evicted. A running request locks every node that it reads, from the 
 nodes under a lock-free node are lock-free as well.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
@@ -25,10 +26,12 @@ class Node:
         "children",
         "hits",
         "is_stored",
+        "is_tail",
         "key",
         "key_hash",
         "last_used",
         "locks",
+        "order",
         "pages",
         "parent",
         "priority",
@@ -50,6 +53,10 @@ class Node:
         self.writer = ""
         """Request whose row writes the pages, while promised."""
         self.born = self.last_used = self.hits = self.priority = 0
+        self.is_tail = False
+        """A request ended within the unit: the key is shorter than others (memory/partial.py)."""
+        self.order: list[bytes] | None = None
+        """The keys of `children`, sorted; None while nobody has asked for neighbours."""
         self.is_stored = False
         """The pages are in the store, or on their way there (memory/tiers.py)."""
         self.key_hash = b""
@@ -125,8 +132,31 @@ class RadixTree:
         node = Node(key, parent, len(self._groups))
         node.born = node.last_used = self._tick()
         parent.children[key] = node
+        if parent.order is not None:
+            insort(parent.order, key)
         self.num_nodes += 1
         return node, True
+
+    def top(self, namespace: bytes) -> Node | None:
+        """The node of a namespace, above its first units."""
+        return self._root.children.get(namespace)
+
+    def neighbours(self, parent: Node, key: bytes) -> tuple[Node | None, Node | None, Node | None]:
+        """Children of `parent` in the order of their keys: the one before `key`, the one that has
+        it, the one behind it."""
+        if parent.order is None:
+            parent.order = sorted(parent.children)
+        order, at = parent.order, bisect_left(parent.order, key)
+        behind = at + (key in parent.children)
+        return (
+            parent.children[order[at - 1]] if at else None,
+            parent.children.get(key),
+            parent.children[order[behind]] if behind < len(order) else None,
+        )
+
+    def remove(self, node: Node) -> None:
+        """Take a node without children and locks out of the tree."""
+        self._remove(node)
 
     def attach(self, node: Node, group: int, pages: list[PageId], stamp: Stamp) -> None:
         """The tree takes over `pages` as the node's part in `group`."""
@@ -214,6 +244,7 @@ class RadixTree:
         self._detach(node)
         for member in dropped:
             member.children.clear()
+            member.order = None
             member.parent = None
             self._gone(member)
         self.num_nodes -= len(dropped) - 1
@@ -287,6 +318,8 @@ class RadixTree:
         parent = node.parent
         assert parent is not None
         del parent.children[node.key]
+        if parent.order is not None:
+            del parent.order[bisect_left(parent.order, node.key)]
         node.parent = None
         self._gone(node)
         self.num_nodes -= 1

@@ -128,7 +128,12 @@ class StoreTier:
             self._backlog.append(node)
 
     def _write(self, node: Node) -> None:
-        if node.is_stored or node.promised != NO_STEP or not (node.is_attached and all(node.pages)):
+        if (
+            node.is_stored
+            or node.is_tail
+            or node.promised != NO_STEP
+            or not (node.is_attached and all(node.pages))
+        ):
             return
         node.is_stored = True
         key = self._key_of(node)

@@ -142,7 +142,7 @@ class Fetcher:
         fetch: Fetch,
         may_enter: Callable[[Request, Match], bool],
     ) -> None:
-        match = prefix_of(request, self._cache)
+        match = prefix_of(request, self._cache).whole
         depth = len(match.path)
         is_broken = bool(fetch.loads) and fetch.loads[-1].is_broken
         is_other = self._cache.weights != tier.weights  # they were taken while it waited

@@ -187,6 +187,13 @@ class Request:
         return self.known - self.prompt_len
 
     @property
+    def written(self) -> int:
+        """Positions, from the first one, that complete steps have written."""
+        if self.lease is None or (self.flights and not self.has_sampled):
+            return 0
+        return min(self.planned, self.known - 1 if self.has_sampled else self.known)
+
+    @property
     def pending(self) -> int:
         """Most tokens that are sampled but not yet known."""
         return sum(flight.samples for flight in self.flights)

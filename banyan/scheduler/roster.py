@@ -6,7 +6,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 
 from banyan.base.ids import RequestId, SlotId
-from banyan.memory.cache import KVCache, Lease
+from banyan.memory.cache import TOKEN_BYTES, KVCache, Lease
 from banyan.messages.events import DraftReport, Event, Failed, Finished
 from banyan.messages.plan import Mask
 from banyan.scheduler.request import FINISHED, RUNNING, WAITING, DraftCounts, Request
@@ -83,9 +83,16 @@ class Roster:
         if request.state == RUNNING:
             self.retract(request)
 
-    def finish(self, request: Request, reason: str, now: float, matched: int = -1) -> None:
-        """Any state -> FINISHED, in order."""
+    def finish(
+        self, request: Request, reason: str, now: float, matched: int = -1, cut_at: int = 0
+    ) -> None:
+        """Any state -> FINISHED, in order; `cut_at` when its tokens from there on do not count."""
         self.counters.finished += 1
+        written = request.written
+        if cut_at:
+            del request.tokens[cut_at * TOKEN_BYTES :]
+        if request.lease is not None:
+            self._cache.parts.keep(request.lease, request.tokens, min(written, request.known))
         self._end(request)
         queued_until = request.admitted_s if request.admitted_s >= 0 else now
         self.events.append(

@@ -9,7 +9,7 @@ from array import array
 from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId, StepId
 from banyan.grammar.base import Grammar, GrammarFactory
-from banyan.memory.cache import TOKEN_BYTES, KVCache, Match
+from banyan.memory.cache import KVCache, Match
 from banyan.messages.plan import (
     CopyResult,
     Join,
@@ -118,8 +118,7 @@ class Scheduler:
         request = self.roster.find(request_id)
         if request is not None:
             keep = max(0, min(length, request.output_len))
-            del request.tokens[(request.prompt_len + keep) * TOKEN_BYTES :]
-            self.roster.finish(request, "stop", now)
+            self.roster.finish(request, "stop", now, cut_at=request.prompt_len + keep)
 
     def end_copies(self, result: CopyResult) -> None:
         self.fetcher.read(len(result.ids), result.seconds)
@@ -167,11 +166,12 @@ class Scheduler:
             sheet.steps = steps_of_a_burst(self.roster, limits)
             self._plan_running(sheet)
             self._admit(sheet)
+        # What goes elsewhere is read first: its page may be another's in this very plan.
         if self.cache.tier is not None:
             self.cache.tier.plan_writes(bool(sheet.rows))
-            sheet.copies += self.cache.tier.take_copies()
+            sheet.copies[:0] = self.cache.tier.take_copies()
         if self.cache.peers is not None:
-            sheet.copies += self.cache.peers.take_copies()
+            sheet.copies[:0] = self.cache.peers.take_copies()
         if sheet.has_work:
             self.roster.leaves = []
             self._flights[step] = sheet.flights
@@ -234,7 +234,7 @@ class Scheduler:
         if first.priority - lowest.priority < gap or any(r.flights for r in self.roster.waiting):
             return
         reserved = reserve(self.roster.running, self.cache, self._ratio)
-        match = prefix_of(first, self.cache)
+        match = prefix_of(first, self.cache).whole
         if not self.roster.free_slots or not may_enter(
             first, match, self.cache, self.limits, self._ratio, reserved
         ):
@@ -305,13 +305,15 @@ class Scheduler:
             return False
         match = prefix_of(request, self.cache)
         if not may_enter(request, match, self.cache, self.limits, self._ratio, reserved):
-            return False
+            match = match.whole  # what it would copy may have to go for it
+            if not may_enter(request, match, self.cache, self.limits, self._ratio, reserved):
+                return False
         slot = self.roster.free_slots.pop()
         generate = request.generate
         lease, grants = self.cache.lease(slot, generate.namespace, match, generate.priority)
         self.roster.enter(request, slot, lease, match.tokens)
         at_grants = len(sheet.grants)
-        restores = self.cache.has_state and match.tokens > 0
+        restores = match.part is not None or (self.cache.has_state and match.tokens > 0)
         if self._planner.plan(request, sheet, restores) is not Planned.ROW:
             self.roster.step_back(request)
             return False

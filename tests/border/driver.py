@@ -150,7 +150,7 @@ class Play:
         length = random.choice((0, 4, 8, 11, 16, 21)) * scale
         prompt = [stem.randrange(VOCAB) for _ in range(length)]
         prompt += [random.randrange(VOCAB) for _ in range(random.choice((0, 0, 1, 3, 6)))]
-        prompt = prompt or [random.randrange(VOCAB)]
+        prompt = self._next_turn(Random(seed)) or prompt or [random.randrange(VOCAB)]
         new = random.choice((0, 1, 2, 5, 12, 20, 24)) if abilities.text else 0
         least = random.choice((0, min(3, new)))
         stop_ids = random.choice(((), STOP_IDS))
@@ -184,6 +184,16 @@ class Play:
                 hidden_from=hidden_from,
             ),
         )
+
+    def _next_turn(self, random: Random) -> list[int]:
+        """Now and then, what somebody has asked and got, and a little more."""
+        ended = [client for client in self.clients.values() if client.end is not None]
+        if not ended or random.random() < 0.8:
+            return []
+        client = random.choice(ended)
+        said = list(array("i", client.answer.generate.tokens)) + client.got[: client.kept]
+        new = [random.randrange(VOCAB) for _ in range(random.randrange(1, 4))]
+        return said + new if len(said) < 30 * self.world.scale else []
 
     def _launch(self, random: Random) -> None:
         plan = self.core.launch(self.now)

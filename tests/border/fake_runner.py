@@ -331,12 +331,13 @@ class Execution:
         is_restore = copy.when == "before"
         self._use(copy.group, copy.dst.page, life if is_restore else -copy.id, is_write=True)
         self._use(copy.group, copy.src.page, -copy.id, is_write=False)
-        pages = runner._pages[copy.group]
+        pages, group = runner._pages[copy.group], self.device.groups[copy.group]
+        size = 1 if group.kind == STATE else group.page_tokens
         if is_good:
-            pages[copy.dst.page] = list(pages.get(copy.src.page, [None]))
-            self.laws.seen["restored states" if is_restore else "kept states"] += 1
+            pages[copy.dst.page] = list(pages.get(copy.src.page, [None] * size))
+            self.laws.note_copy(copy)
         else:
-            pages[copy.dst.page] = [self.poison]
+            pages[copy.dst.page] = [self.poison] * size
             self.laws.seen["failed copies"] += 1
             if is_restore and copy.row >= 0:
                 self.broken_rows[copy.row] = "copy"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from banyan.base.ids import PADDING_PAGE
-from banyan.memory.groups import WINDOW, CacheGroup
+from banyan.memory.groups import STATE, WINDOW, CacheGroup
 from banyan.messages.orders import WEIGHTS, Order, ReleaseMemory, ResumeMemory, TakeWeights
 from banyan.messages.plan import DEVICE, PEER, SAMPLE, STORE, Join, Mask, PageCopy, StepPlan
 
@@ -252,6 +252,13 @@ class Laws:
             self.released -= set(order.tags)
         if isinstance(order, TakeWeights):
             self.released -= {WEIGHTS}
+
+    def note_copy(self, copy: PageCopy) -> None:
+        """A copy within the device has been carried out."""
+        if self.device.groups[copy.group].kind != STATE:
+            self.seen["copied parts"] += 1
+        else:
+            self.seen["restored states" if copy.when == "before" else "kept states"] += 1
 
     def page_at(self, where: str, slot: Tenancy, g: int, index: int) -> int:
         table = slot.tables[g]

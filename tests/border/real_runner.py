@@ -140,8 +140,11 @@ class RealRunner:
 
     def launch(self, plan: StepPlan) -> None:
         states = [g for g, group in enumerate(self._device.groups) if group.kind == STATE]
-        are_right = all(not copy.is_on_device or copy.group in states for copy in plan.copies)
-        require(are_right, f"step {plan.step} copies pages of groups without states")
+        are_right = all(
+            not copy.is_on_device or copy.group in states or copy.when == "before"
+            for copy in plan.copies
+        )
+        require(are_right, f"step {plan.step} keeps pages of groups without states")
         self.laws.launch(plan)
         if self._random.random() < 0.6:
             self._start_all()
@@ -178,7 +181,7 @@ class RealRunner:
         for copy, is_good in batch:
             del self.laws.copies[copy.id]
             if is_good:
-                self.seen["restored states" if copy.when == "before" else "kept states"] += 1
+                self.laws.note_copy(copy)
         return CopyResult(
             [c.id for c, good in batch if good], [c.id for c, good in batch if not good]
         )

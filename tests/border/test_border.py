@@ -23,6 +23,7 @@ MUST_HAPPEN = (
     "accepted drafts",
     "aborts",
     "bursts",
+    "copied parts",
     "bursts that ended early",
     "evicted pages",
     "failed by a fault",

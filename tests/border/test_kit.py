@@ -8,9 +8,11 @@ import pytest
 
 from banyan.engine import core
 from banyan.engine.core import EngineCore
-from banyan.memory.cache import KVCache
+from banyan.memory import partial
+from banyan.memory.cache import TOKEN_BYTES, KVCache
 from banyan.memory.groups import CacheGroup
-from banyan.memory.stamps import Horizon
+from banyan.memory.partial import PartialUnits
+from banyan.memory.stamps import NEVER_USED, Horizon
 from banyan.memory.states import StateCopies
 from banyan.messages.orders import OrderReply
 from banyan.messages.plan import StepResult, device_page
@@ -114,6 +116,70 @@ def test_a_state_restored_from_the_wrong_prefix_is_noticed() -> None:
 
     found = verdict(lambda patch: patch.setattr(StateCopies, "restore", wrong))
     assert "state" in found and "foreign" in found
+
+
+def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
+    """A request believes one token more of a unit to be its own."""
+    shared = partial._shared_tokens
+
+    def wrong(one: bytes, other: bytes) -> int:
+        return min(shared(one, other) + 1, len(other) // TOKEN_BYTES)
+
+    patch.setattr(partial, "_shared_tokens", wrong)
+
+
+def unlocked_sources(patch: pytest.MonkeyPatch) -> None:
+    """What is copied may be evicted, and written by others, before the copy."""
+    begin = PartialUnits.begin
+
+    def wrong(self: PartialUnits, lease, row: int):
+        part = lease.part
+        copies = begin(self, lease, row)
+        if part is not None:
+            self._unlock(part.node)
+        return copies
+
+    def end(self: PartialUnits, ids) -> None:
+        for copy_id in ids:
+            if self._open.pop(copy_id, None) is not None:
+                del self._horizon.open_copies[copy_id]
+
+    patch.setattr(PartialUnits, "begin", wrong)
+    patch.setattr(PartialUnits, "end", end)
+    patch.setattr(Horizon, "now", lambda self: NEVER_USED)
+
+
+PARTS = {"one token too many": one_token_too_many, "unlocked sources": unlocked_sources}
+
+
+def test_a_part_of_one_token_too_many_is_noticed() -> None:
+    assert "foreign" in verdict(one_token_too_many)
+
+
+def test_a_part_whose_pages_are_given_out_before_they_are_copied_is_noticed() -> None:
+    assert "rewritten while in use" in verdict(unlocked_sources)
+
+
+def test_parts_of_another_tenant_are_noticed() -> None:
+    find = PartialUnits.find
+
+    def anybodys(self: PartialUnits, namespace: bytes, path, tokens, limit: int):
+        for top in self._tree._root.children:
+            part = None if path else find(self, top, path, tokens, limit)
+            if part is not None:
+                return part
+        return find(self, namespace, path, tokens, limit)
+
+    assert "foreign" in verdict(lambda patch: patch.setattr(PartialUnits, "find", anybodys))
+
+
+def test_tails_of_more_than_was_written_are_noticed() -> None:
+    keep = PartialUnits.keep
+
+    def longer(self: PartialUnits, lease, tokens, written: int) -> None:
+        keep(self, lease, tokens, min(written + 1, len(tokens) // TOKEN_BYTES))
+
+    assert verdict(lambda patch: patch.setattr(PartialUnits, "keep", longer))
 
 
 def test_tokens_kept_of_a_row_that_was_recomputed_are_noticed() -> None:

@@ -26,6 +26,7 @@ from banyan.runner.speculative import drafting
 from banyan.runner.speculative.drafting import Drafting
 from tests.border.driver import play, random_actions
 from tests.border.real_kit import REAL
+from tests.border.test_kit import PARTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WORLDS = range(1, 61)
@@ -208,6 +209,8 @@ def _scores_all(original, self, values, without, cut):
 
 
 DEFECTS: dict[str, Defect] = {
+    "parts of units have one token too many": PARTS["one token too many"],
+    "parts are copied from pages that are rewritten first": PARTS["unlocked sources"],
     "every draft stands": _wrap(
         drafting, "standing", lambda original, drafts, sampled: len(drafts) + 1
     ),

@@ -25,6 +25,7 @@ MUST_HAPPEN = (
     "bursts",
     "accepted drafts",
     "checked writes",
+    "copied parts",
     "copies after",
     "copies before",
     "evicted pages",

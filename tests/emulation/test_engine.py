@@ -108,7 +108,7 @@ def test_a_prefix_is_taken_from_the_cache_and_changes_nothing(engine, cpu):
     second = first[: 2 * PAGE] + second[:30]
     answer(engine, [first])
     (again,) = answer(engine, [second])
-    assert again["meta_info"]["cached_tokens"] == 2 * PAGE
+    assert again["meta_info"]["cached_tokens"] >= 2 * PAGE
     compare([again], answer(cpu, [second]))
 
 

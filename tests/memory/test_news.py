@@ -45,12 +45,13 @@ class Reader:
 
 
 def held_by(cache: KVCache) -> list[bytes]:
-    """The prefixes of the tree that are computed."""
+    """The prefixes of whole units of the tree that are computed."""
 
     def whole(node) -> bytes:
         return b"" if node.parent.parent is None else whole(node.parent) + node.key
 
-    return sorted(whole(n) for n in cache.tree.nodes() if n.promised < 0 or not n.writer)
+    found = [n for n in cache.tree.nodes() if not n.is_tail]
+    return sorted(whole(n) for n in found if n.promised < 0 or not n.writer)
 
 
 def driver(**spec) -> Driver:

@@ -10,7 +10,7 @@ from banyan.engine.spec import CoreSpec, core_spec
 from banyan.memory.groups import FULL, CacheGroup
 from banyan.memory.sizing import GroupBytes, plan_memory
 from banyan.messages.events import Event, Failed, Finished, Tokens
-from banyan.messages.plan import SAMPLE, RowFailure, StepPlan, StepResult
+from banyan.messages.plan import SAMPLE, CopyResult, RowFailure, StepPlan, StepResult
 from banyan.messages.requests import Generate
 from banyan.messages.sampling import SamplingParams
 from banyan.scheduler.budget import Limits, Priorities
@@ -118,6 +118,8 @@ class Driver:
             )
         events, _ = self.core.complete(result, self.now)
         self._hear(events)
+        if ids := [copy.id for copy in plan.copies]:
+            self.receive(CopyResult(ids))
         self.core.check()
 
     def step(self) -> None:

@@ -2,14 +2,13 @@
 
 from banyan.memory.groups import FULL, STATE, CacheGroup
 from banyan.messages.events import Failed
-from banyan.messages.plan import CopyResult
 from tests.scheduler.driver import Driver, continuation
 
 PROMPT = list(range(20, 31))
 
 
 class Stateful(Driver):
-    """Tells the end of each plan's copies right behind its result."""
+    """With a group of states."""
 
     def __init__(self, *, has_pages: bool = True) -> None:
         super().__init__()
@@ -17,12 +16,6 @@ class Stateful(Driver):
         groups = (*pages, CacheGroup(STATE, 4, 20))
         self.spec = type(self.spec)(groups=groups, limits=self.spec.limits, order="fcfs")
         self.core = self.spec.build()
-
-    def complete(self, failed_row: int = -1) -> None:
-        ids = [copy.id for copy in self.flying[0].copies]
-        super().complete(failed_row)
-        if ids:
-            self.receive(CopyResult(ids))
 
 
 def restored(driver: Driver) -> list[int]:

@@ -213,14 +213,17 @@ def test_without_the_radix_cache_no_prefix_is_reused(tiny_model: Path) -> None:
     assert cached() > 0 == cached(disable_radix_cache=True)
 
 
-def test_a_smaller_page_shares_more_of_a_prefix(tiny_model: Path) -> None:
-    def cached(**flags: object) -> int:
+def test_smaller_pages_are_more_and_a_prefix_is_shared_to_the_token_in_all(
+    tiny_model: Path,
+) -> None:
+    def pages(**flags: object) -> int:
         with engine(tiny_model, **flags) as it:
             it.generate(input_ids=PROMPT, sampling_params=EIGHT)
-            again = it.generate(input_ids=[*PROMPT, 4, 4], sampling_params=EIGHT)
-            return again["meta_info"]["cached_tokens"]
+            again = it.generate(input_ids=PROMPT, sampling_params=EIGHT)
+            assert again["meta_info"]["cached_tokens"] == len(PROMPT) - 1
+            return it.get_server_info()["facts"]["memory"]["groups"][0]["num_pages"] - 1
 
-    assert (len(PROMPT), cached(), cached(page_size=4)) == (40, 32, 40)
+    assert (pages(), pages(page_size=4), pages(page_size=1)) == (128, 512, 2048)
 
 
 def test_the_cache_holds_as_many_tokens_as_it_is_told(tiny_model: Path) -> None:

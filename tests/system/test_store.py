@@ -127,7 +127,7 @@ def test_what_comes_from_the_store_is_what_would_be_computed(start, folder, righ
         assert told(first) == told(second) == right
         assert stored_tokens(first) == KEPT and stored_tokens(second) == 0
         longer = ask(again, PROMPT[:500] + OTHER)
-        assert longer["meta_info"]["cached_tokens"] == 496
+        assert longer["meta_info"]["cached_tokens"] >= 500
     with start() as third:
         found = ask(third, PROMPT[:500] + OTHER)
         assert told(found) == told(longer)
@@ -360,4 +360,4 @@ def test_many_requests_for_one_stored_prefix_read_it_once(
             thread.join(WAIT_S)
     assert [told(f) for f in found] == [right] * 6
     assert len(reads) == KEPT // 16
-    assert all(f["meta_info"]["cached_tokens"] == KEPT for f in found)
+    assert all(f["meta_info"]["cached_tokens"] >= KEPT for f in found)

@@ -11,7 +11,7 @@ FLAGS = (
         kind=INT,
         low=1,
         high=1024,
-        proof="tests/system/test_flag_effects.py::test_a_smaller_page_shares_more_of_a_prefix",
+        proof="tests/system/test_flag_effects.py::test_smaller_pages_are_more_and_a_prefix_is_shared_to_the_token_in_all",
     ),
     Flag(
         "kv-cache-dtype",
