@@ -45,7 +45,7 @@ VARIANTS = {
     "qwen3 next": {},
     "qwen3 next, dense, shared keys": {},
 }
-"""Variants of tests/models/families.py -> what lets the compiled attention take them."""
+"""Variants of tests/models/family_*.py -> what lets the compiled attention take them."""
 
 
 def open_runner(folder, exact: bool = True, max_tokens: int = 64) -> ModelRunner:
