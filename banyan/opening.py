@@ -18,7 +18,7 @@ from banyan.config.drafts import card_of_the_draft, draft_of
 from banyan.config.flags.device import ATTENTION
 from banyan.config.kv_scales import read_kv_scales
 from banyan.config.schema import Config, ModelConfig, SpeculativeConfig
-from banyan.engine.placement import is_placed, place_rank
+from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.layers.build import Build
 from banyan.layers.cache import PageGroup, align_groups, group_caches, numbered_through
 from banyan.memory.sizing import MIB, GroupBytes, MemoryPlan, plan_memory
@@ -116,7 +116,7 @@ def open_model(
     config, origins = settle(config, platform.defaults(card))
     sharers = 1 if is_placed(config.device) else here * parallel.dp
     threads = config.parallel.threads or max(1, traits.cores // sharers)
-    device = platform.open(place, threads)
+    device = platform.open(_number_of(config, traits, place), threads)
     phases.done("device")
     dtype = _DTYPES[config.model.activation_dtype]
     toolkit = _open_toolkit(config, config.model, traits, threads)
@@ -303,3 +303,17 @@ def check_drafts(speculative: SpeculativeConfig, traits: Traits) -> None:
             f"verifies at most {traits.verified} tokens there",
             hint=f"give {traits.verified} or less",
         )
+
+
+def _number_of(config: Config, traits: Traits, place: int) -> int:
+    """Of the device that a rank opens."""
+    device = config.device
+    if not traits.is_host:
+        return device_number(device, config.parallel, place)
+    if device.first_number or device.number_step != 1:
+        raise ConfigError(
+            f"--base-gpu-id {device.first_number} and --gpu-id-step {device.number_step} on "
+            f"{traits.name}: it has no devices by number",
+            hint="leave them out; --numa-node says where ranks run",
+        )
+    return place

@@ -261,6 +261,10 @@ class DeviceConfig:
     """Memory node whose cores replica i · tp + rank runs on; one for all of them, or one each."""
     pins_cores: bool = False
     """Each rank keeps to cores of its own."""
+    first_number: int = 0
+    """Of the device of rank 0."""
+    number_step: int = 1
+    """From one rank's device to the next one's."""
     shapes: tuple[int, ...] = ()
     """Rows of the steps to capture, where steps are captured by shape; () = the device's own."""
     largest_shape: int = 0

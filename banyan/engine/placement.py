@@ -1,4 +1,5 @@
-"""Where the ranks run: cores of a memory node, or a share of all cores, each its own.
+"""Where the ranks run: which device each has, and which cores: those of a memory node, or a share
+of all cores.
 
 Called before a rank opens its device: threads that start later stay where their maker is.
 """
@@ -11,6 +12,16 @@ from banyan.base.log import logger
 from banyan.config.schema import DeviceConfig, ParallelConfig
 
 log = logger(__name__)
+
+
+def device_number(device: DeviceConfig, parallel: ParallelConfig, place: int) -> int:
+    """The device of a rank: replicas have theirs one after another, ranks of a machine too.
+
+    Args:
+        place: of the rank among those of its replica on this machine.
+    """
+    mine = parallel.replica * parallel.local_world + place
+    return device.first_number + mine * device.number_step
 
 
 def is_placed(device: DeviceConfig) -> bool:

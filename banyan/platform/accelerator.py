@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from banyan.base.errors import ConfigError
 from banyan.platform.base import Graph, Memory, Traits
 
 
@@ -43,6 +44,13 @@ class Accelerator:
 
     def open(self, local_rank: int, threads: int) -> torch.device:
         torch.set_num_threads(threads or self.traits.cores)
+        count = self._library.device_count()
+        if local_rank >= count:
+            raise ConfigError(
+                f"a rank of this machine takes {self.traits.name} {local_rank}, and it has "
+                f"{count} from 0 on",
+                hint="lower --base-gpu-id, --gpu-id-step or the number of ranks and replicas",
+            )
         self._library.set_device(local_rank)
         self._stream = self._library.Stream(local_rank)
         return torch.device(self.traits.torch_device, local_rank)

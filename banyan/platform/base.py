@@ -79,7 +79,11 @@ class Platform(Protocol):
         """Make the device ready for one rank of this machine.
 
         Args:
+            local_rank: number of its device, where devices have numbers.
             threads: CPU threads of the rank; 0 = every core it may use.
+
+        Raises:
+            ConfigError: there is no device of that number.
         """
         ...
 

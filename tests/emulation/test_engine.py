@@ -199,6 +199,17 @@ def test_a_step_is_filled_up_unless_that_is_switched_off(
     assert two == 20 and one == (40 if is_unpadded else 20)
 
 
+@pytest.mark.parametrize(("steps", "number"), [("eager", 5), ("captured", 6)])
+def test_a_device_of_another_number_says_the_same(start, cpu, steps, number):
+    """All that it keeps lies there."""
+    before = [torch.npu.memory_reserved(device) for device in (0, number)]
+    with start(**STEPS[steps], base_gpu_id=number) as engine:
+        ids = prompts(3, 40)
+        assert compare(answer(engine, ids), answer(cpu, ids)) > 6
+        assert torch.npu.memory_reserved(number) > before[1] + (1 << 20)
+        assert torch.npu.memory_reserved(0) <= before[0]
+
+
 def test_the_cache_is_as_large_as_the_memory_of_the_device_allows(start, npu: EmulatedNpu):
     before = torch.npu.memory_reserved()
     npu.set_memory(before + (64 << 20))
@@ -217,6 +228,9 @@ def test_the_cache_is_as_large_as_the_memory_of_the_device_allows(start, npu: Em
         ({"quantization": "int8"}, "does not exist on npu"),
         ({"tp_size": 2}, "hccl"),
         ({"page_size": 16}, "multiples of 128 from 128 to 512"),
+        ({"base_gpu_id": 16}, r"takes npu 16, and it has (8|16) from 0 on"),
+        ({"device": "cpu", "base_gpu_id": 1}, "on cpu: it has no devices by number"),
+        ({"device": "cpu", "gpu_id_step": 2}, "on cpu: it has no devices by number"),
     ],
 )
 def test_what_the_device_cannot_do_is_refused_at_the_start(start, flags, why):

@@ -9,7 +9,7 @@ from banyan.base.errors import ConfigError
 from banyan.config.cli import parse
 from banyan.config.env import read_environment
 from banyan.config.schema import Config
-from banyan.engine.placement import place_rank
+from banyan.engine.placement import device_number, place_rank
 from tests.flags import config_of
 
 
@@ -70,3 +70,17 @@ def test_a_variable_gives_each_rank_cores_of_its_own(machine):
 def test_a_place_that_is_not_there_is_refused(machine, flags, text):
     with pytest.raises(ConfigError, match=text):
         machine(config_of(*flags))
+
+
+def test_ranks_take_devices_from_the_first_on_in_steps():
+    def numbers(*words: str) -> list[int]:
+        config = config_of(*words)
+        return [
+            device_number(config.device, replace(config.parallel, replica=replica), place)
+            for replica in range(config.parallel.dp)
+            for place in range(config.parallel.local_world)
+        ]
+
+    assert numbers("--tp", "2", "--dp", "2") == [0, 1, 2, 3]
+    assert numbers("--tp", "2", "--dp", "2", "--base-gpu-id", "8") == [8, 9, 10, 11]
+    assert numbers("--tp", "3", "--base-gpu-id", "1", "--gpu-id-step", "4") == [1, 5, 9]

@@ -268,6 +268,22 @@ FLAGS = (
         "::test_a_promise_that_cannot_be_kept_is_refused_with_the_reason",
     ),
     Flag(
+        "base-gpu-id",
+        "device.first_number",
+        "number of the device of rank 0, on devices that have numbers (CUDA, NPU)",
+        kind=INT,
+        low=0,
+        proof="tests/engine/test_placement.py::test_ranks_take_devices_from_the_first_on_in_steps",
+    ),
+    Flag(
+        "gpu-id-step",
+        "device.number_step",
+        "from the number of one rank's device to that of the next rank of this machine",
+        kind=INT,
+        low=1,
+        proof="tests/engine/test_placement.py::test_ranks_take_devices_from_the_first_on_in_steps",
+    ),
+    Flag(
         "numa-node",
         "device.numa_nodes",
         "memory nodes whose cores the ranks run on: one for all, or one for each",
