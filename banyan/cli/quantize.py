@@ -56,8 +56,12 @@ def quantize(argv: Sequence[str]) -> int:
     target = Path(os.path.abspath(os.path.expanduser(rest[1])))
     _check_the_source(card, options)
     _check_the_target(card, target, options)
-    for line in _made(card, target, options):
-        print(line)
+    try:
+        for line in _made(card, target, options):
+            print(line)
+    except KeyboardInterrupt:
+        print("banyan: stopped; the same command goes on where it was", file=sys.stderr)
+        return 130
     if not options.no_report:
         print(_reported(card, target))
     print(f"banyan serve {printable(str(target), 200)}")
@@ -128,11 +132,11 @@ def _record_of(target: Path, options: QuantizeOptions) -> Path:
 def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[str]:
     """Write it; says what it has become."""
     import banyan
-    from banyan.models.quantize.folder import write_beside
+    from banyan.models.quantize import folder as beside
     from banyan.models.quantize.layouts import layout_of
     from banyan.models.quantize.plan import make_plan
     from banyan.models.quantize.source import Source
-    from banyan.models.quantize.work import Record, write_files
+    from banyan.models.quantize.work import Record, on_disk, write_files
 
     layout = layout_of(options.type, options.group_size)
     is_folder = options.type in HUB_TYPES
@@ -154,11 +158,12 @@ def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[s
             "ignore": list(options.ignore),
             "max_shard_gib": options.max_shard_gib,
         }
-        record = Record(_record_of(target, options), identity)
-        written = write_files(plan, source, folder, record, progress_bar("tensors"))
-    if is_folder:
-        write_beside(plan, layout, Path(card.path), target)
-    record.done()
+        with on_disk(target):
+            record = Record(_record_of(target, options), identity)
+            written = write_files(plan, source, folder, record, progress_bar("tensors"))
+            if is_folder:
+                beside.write_beside(plan, layout, Path(card.path), target)
+            record.done()
     rounded = sum(len(names) for names in plan.kinds.values())
     before = sum(tensor.size_bytes for tensor in source.tensors.values())
     if written < plan.size_bytes:

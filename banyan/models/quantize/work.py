@@ -29,6 +29,24 @@ Show = Callable[[int, int], None]
 _COPY_BYTES = 16 << 20
 
 
+@contextlib.contextmanager
+def on_disk(path: Path) -> Iterator[None]:
+    """Whatever is written within lies at `path`, or in it.
+
+    Raises:
+        CapacityError: the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise CapacityError(
+            f"{printable(str(path), 200)!r} cannot grow: {error.strerror}",
+            hint="free some room; the same command goes on where it was",
+        ) from None
+
+
 class Record:
     """What earlier runs have written, one JSON line each; the first says what of.
 
@@ -152,25 +170,17 @@ def _check_room(needed: int, folder: Path) -> None:
 
 def _write(path: Path, piece: Piece, source: Source, tell: Callable[[int], None]) -> str:
     """Write one piece and bring it to the disk; returns its hash."""
-    try:
-        with path.open("r+b" if path.exists() else "w+b") as file:
-            written = _Written(file, piece.start)
-            written.add(piece.head)
-            offsets = iter(piece.offsets)
-            for count, unit in enumerate(piece.units, 1):
-                _write_unit(written, unit, offsets, source)
-                tell(count)
-            written.pad(piece.end)
-            file.flush()
-            os.fsync(file.fileno())
-            return written.sum.hexdigest()
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise CapacityError(
-            f"{printable(str(path), 200)!r} cannot grow: {error.strerror}",
-            hint="free some room; the same command goes on where it was",
-        ) from None
+    with path.open("r+b" if path.exists() else "w+b") as file:
+        written = _Written(file, piece.start)
+        written.add(piece.head)
+        offsets = iter(piece.offsets)
+        for count, unit in enumerate(piece.units, 1):
+            _write_unit(written, unit, offsets, source)
+            tell(count)
+        written.pad(piece.end)
+        file.flush()
+        os.fsync(file.fileno())
+        return written.sum.hexdigest()
 
 
 class _Written:

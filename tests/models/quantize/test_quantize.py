@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from banyan.base.errors import BanyanError, CapacityError, ConfigError
 from banyan.cli import quantize as quantize_verb
 from banyan.cli.quantize import GGUF_TYPES, HUB_TYPES, quantize
-from banyan.models.quantize import work
+from banyan.models.quantize import folder, work
 from banyan.models.quantize.layouts import TYPES, layout_of
 from banyan.ops.stored import StoredWeight
 from tests.models.families import rewrite_config, tiny
@@ -267,6 +267,63 @@ def test_a_full_disk_is_told_before_and_while_it_is_written(tmp_path, monkeypatc
     monkeypatch.setattr(work, "_write_unit", full)
     with pytest.raises(CapacityError, match=r"cannot grow: No space.*goes on where it was"):
         made(tmp_path / "in", tmp_path / "out", "int8")
+
+
+@pytest.mark.parametrize("at", ["_append", "write_beside"])
+def test_a_disk_that_fills_up_late_loses_nothing_that_is_whole(at, tmp_path, monkeypatch, capsys):
+    """While the record grows, and while the files beside the weights are written."""
+    tiny("qwen2", tmp_path / "in", **SIZES)
+    whole = made(tmp_path / "in", tmp_path / "whole", "int8")
+    keep, left = work.Record._append, iter(range(2))
+
+    def full(*given):
+        if at == "_append" and next(left, None) is not None:
+            return keep(*given)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(work.Record if at == "_append" else folder, at, full)
+        with pytest.raises(CapacityError, match=r"cannot grow: No space.*goes on where it was"):
+            made(tmp_path / "in", tmp_path / "out", "int8", *(SHARDS if at == "_append" else ()))
+    if at == "_append":
+        return
+    capsys.readouterr()
+    made(tmp_path / "in", tmp_path / "out", "int8")
+    assert "were whole already" in capsys.readouterr().out
+    for file in whole.iterdir():
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_run_that_is_interrupted_says_that_it_can_go_on(tmp_path, monkeypatch, capsys):
+    tiny("qwen2", tmp_path / "in", **SIZES)
+    words = [str(tmp_path / "in"), str(tmp_path / "out"), "--type", "int8", "--no-report"]
+
+    def pressed(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(work, "_write_unit", pressed)
+        assert quantize(words) == 130
+    assert "the same command goes on where it was" in capsys.readouterr().err
+    assert quantize(words) == 0
+
+
+@pytest.mark.parametrize("type", ["w4a16", "int8"])
+def test_a_tied_head_and_biases_stay_as_they_are(type, ops, paged, tmp_path):
+    reference = tiny("qwen2", tmp_path / "in", **SIZES, tie_word_embeddings=True)
+    source = load_file(tmp_path / "in" / "model.safetensors")
+    assert "lm_head.weight" not in source
+
+    out = made(tmp_path / "in", tmp_path / "out", type)
+
+    written = tensors_of(out)
+    assert "lm_head.weight" not in written
+    biases = [name for name in source if name.endswith("bias")]
+    assert biases and all(torch.equal(written[name], source[name]) for name in biases)
+    reference.load_state_dict(reference.state_dict() | read_by_the_tool(out))
+    (logits,) = paged(load(out, ops)).step([(0, PROMPT)])
+    expected = reference(torch.tensor([PROMPT])).logits[0].detach()
+    assert (logits - expected).std() < 0.01 * expected.std()
 
 
 def test_a_record_of_other_settings_is_not_gone_on_with(tmp_path, monkeypatch):
