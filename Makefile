@@ -107,7 +107,7 @@ test-parallel: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@PARALLEL=all $(BIN)/python -m pytest tests/parallel tests/system/test_stages.py tests/system/test_nodes.py \
 	  tests/system/test_experts.py tests/system/test_ranks.py tests/system/test_joined.py tests/system/test_context.py tests/system/test_lora_beside.py \
-	  tests/system/test_handoff_ranks.py tests/system/test_handoff_kinds.py tests/system/test_expert_company.py $(ARGS)
+	  tests/system/test_handoff_ranks.py tests/system/test_handoff_kinds.py tests/system/test_expert_company.py tests/system/test_hooks_beside.py $(ARGS)
 
 # One batch in process, with each phase's fraction of what this machine can do.
 bench: $(VENV)/.demo
