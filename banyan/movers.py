@@ -212,7 +212,8 @@ def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: st
         pages, shelves = store, shelves_of(store)
         if parallel.world > 1:
             links = links_at(meeting, parallel.world)
-            pages = RankPages(store, links, layouts == {BY_HEAD}, parallel.meet_timeout_s)
+            waits = parallel.meet_timeout_s
+            pages = RankPages(store, links, layouts == {BY_HEAD}, waits, parallel.cp)
             shelves = pages.shelves
         layout = identity(layout_facts(shelves, store.groups)).hex()[:_SHOWN]
         facts = {**options.facts, "layout of the cache": layout}

@@ -59,9 +59,7 @@ def _others(config: Config) -> Iterator[tuple[bool, str, str]]:
         "--model-impl transformers",
         "leave --model-impl at auto",
     )
-    yield bool(config.speculative.algorithm), "--speculative-algorithm", ranks
     yield bool(config.cache.store), "--hicache-storage-backend", "prefixes are kept in memory"
-    yield bool(config.handoff.role), "--disaggregation-mode", ranks
     yield config.lora.is_enabled or bool(config.lora.paths), "--enable-lora", ranks
     yield bool(experts.recorder), "--expert-distribution-recorder-mode", ranks
     yield experts.are_told, "--enable-return-routed-experts", ranks

@@ -158,7 +158,7 @@ def _check_the_pair(config: Config, card: ModelCard, draft: ModelCard, source: s
             hint="name a model that attends",
         )
     tp = config.parallel.tp
-    if not fits(draft, tp, tp if config.parallel.ep > 1 else 1, 1, True):
+    if not fits(draft, tp, tp if config.parallel.ep > 1 else 1, config.parallel.cp, True):
         raise ConfigError(
             f"{name}: --tensor-parallel-size {tp} does not divide its {draft.num_heads:,} heads, "
             f"{draft.num_kv_heads:,} KV heads and {draft.intermediate_size:,} MLP columns",

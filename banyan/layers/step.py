@@ -12,6 +12,7 @@ from torch import Tensor
 
 from banyan.ops.api import Ops
 from banyan.ops.state_api import StateRows
+from banyan.parallel.groups import Group
 
 
 @dataclass(frozen=True)
@@ -134,13 +135,15 @@ class Taps:
         self._layers = layers
         self._streams: list[Tensor] = []
 
-    def take(self, layer: int, x: Tensor, residual: Tensor | None, ops: Ops) -> None:
+    def take(
+        self, layer: int, x: Tensor, residual: Tensor | None, ops: Ops, context: Group
+    ) -> None:
         """x, residual: [tokens, hidden_size], what the block before adds to the stream, and that;
-        once for each layer, from the first on."""
+        once for each layer, from the first on. context: ranks that share the step's tokens."""
         count = self._layers.count(layer)
         if count:
             stream = x if residual is None else ops.add(x, residual)
-            self._streams += [stream] * count
+            self._streams += [context.gather_rows(stream)] * count
 
     def of(self, tokens: Tensor) -> Tensor:
         """Of some tokens, [n] int64 along the step's: all streams side by side."""

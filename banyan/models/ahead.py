@@ -93,7 +93,7 @@ class FollowingLM(nn.Module):
                 *(card.rotary_dim or card.head_dim, card.rope, card.context_length),
                 *(served_length or card.context_length, build.ops, build.device),
             )
-        self.ops = build.ops
+        self.ops, self.context = build.ops, build.groups.context
         self.embedding: Embedding | None = None
         self.head: Logits | None = None
         self.known: Tensor | None = None
@@ -115,10 +115,12 @@ class FollowingLM(nn.Module):
         return states
 
     def forward(self, step: StepInputs) -> Tensor:
-        """returns: [tokens, hidden_size], what logits are made of and what it reads next."""
+        """returns: [tokens, hidden_size], what logits are made of and what it reads next, of all
+        ranks that share the step's tokens."""
         assert self.embedding is not None and step.carried is not None
         angles = None if self.rotary is None else self.rotary(step.positions)
-        return self.read(self.embedding(step.tokens), step.carried, angles, step)
+        read = self.read(self.embedding(step.tokens), step.carried, angles, step)
+        return self.context.gather_rows(read)
 
     def read(
         self, tokens: Tensor, states: Tensor, angles: Angles | None, step: StepInputs

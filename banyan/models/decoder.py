@@ -146,7 +146,7 @@ class DecoderLM(nn.Module):
             x = stages.recv(x, stages.rank - 1)
         for number in self.stage:
             if step.taps is not None:
-                step.taps.take(number, x, residual, self.ops)
+                step.taps.take(number, x, residual, self.ops, self.context)
             layer = cast(DecoderLayer, self.layers[number])
             x, residual = layer(x, residual, angles.get(layer.rope), step)
         if stages.rank == stages.size - 1:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
+import torch
 
 from banyan.runner.inputs import Batch, Everywhere
 
@@ -45,6 +46,7 @@ def divide(batch: Batch, share: int, shares: int, split: str) -> Division:
     places[tokens] = np.arange(len(tokens))
     slots = np.repeat(batch.slots, batch.counts)[tokens]
     mine = owner == share
+    own = np.repeat(mine, count)
     starts, counts = (batch.starts[row] + first)[mine], count[mine]
     sizes = np.bincount(owner, count, shares).astype(np.int64).tolist()
     largest = (max(sizes), int(np.bincount(owner).max()))
@@ -56,6 +58,7 @@ def divide(batch: Batch, share: int, shares: int, split: str) -> Division:
         ends=starts + counts,
         offsets=np.concatenate(([0], np.cumsum(counts))),
         last=places[batch.last],
+        carried=None if batch.carried is None else batch.carried[torch.from_numpy(tokens[own])],
         everywhere=Everywhere(slots, batch.positions[tokens], *largest),
     )
     return Division(part, sizes, places)

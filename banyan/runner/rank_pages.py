@@ -158,6 +158,7 @@ class RankPages:
         links: where the other ranks leave word of theirs, in their order.
         is_by_head: the heads of a page lie one behind another; else the tokens do.
         timeout_s: how long another rank is waited for.
+        shares: groups of ranks one behind another, each of which keeps the heads once.
 
     Raises:
         DeviceError: a rank does not come.
@@ -165,7 +166,12 @@ class RankPages:
     """
 
     def __init__(
-        self, store: KVStore, links: Sequence[str], is_by_head: bool, timeout_s: float
+        self,
+        store: KVStore,
+        links: Sequence[str],
+        is_by_head: bool,
+        timeout_s: float,
+        shares: int = 1,
     ) -> None:
         self.groups = store.groups
         self._maps: list[mmap.mmap] = []
@@ -182,7 +188,7 @@ class RankPages:
         for layer, name in sorted(held, key=lambda key: (key[0], names.index(key[1]))):
             group = held[layer, name][0][0].group
             outer = 1 if is_by_head else self.groups[group].page_size
-            self._wholes[group].append(_whole(held[layer, name], outer))
+            self._wholes[group].append(_whole(held[layer, name], outer, shares))
 
     def page_bytes(self, group: int) -> int:
         return sum(whole.size_bytes for whole in self._wholes[group])
@@ -221,16 +227,17 @@ class RankPages:
         return found
 
 
-def _whole(held: Sequence[tuple[Shelf, np.ndarray]], outer: int) -> _Whole:
+def _whole(held: Sequence[tuple[Shelf, np.ndarray]], outer: int, shares: int) -> _Whole:
     """The tensor of one layer, from the ranks that have a share of it, in their order."""
     first = held[0][0]
     if not first.heads:
         parts = [_Part(rows, 0, 1) for _, rows in held]
         return _Whole(1, 1, first.page_bytes, parts)
     parts, seen = list[_Part](), dict[int, None]()
+    ranks = len(held) // shares
     for place, (shelf, rows) in enumerate(held):
         here = shelf.heads_here
-        begin = 0 if here == shelf.heads else place * shelf.heads // len(held)
+        begin = 0 if here == shelf.heads else place % ranks * shelf.heads // ranks
         parts.append(_Part(rows, begin, here))
         seen |= dict.fromkeys(range(begin, begin + here))
     if list(seen) != list(range(first.heads)):

@@ -40,13 +40,11 @@ def test_the_switch_alone_makes_a_share_of_every_rank() -> None:
         (("--pp", "2"), CARD, "and --pipeline-parallel-size do not"),
         (("--nnodes", "2", "--dist-init-addr", "127.0.0.1:5000"), CARD, "and --nnodes do not"),
         (("--model-impl", "transformers"), CARD, "and --model-impl transformers do not"),
-        (("--speculative-algorithm", "NGRAM"), CARD, "and --speculative-algorithm do not"),
         (
             ("--enable-hierarchical-cache", "--hicache-storage-backend", "file"),
             CARD,
             "and --hicache-storage-backend do not",
         ),
-        (("--disaggregation-mode", "prefill"), CARD, "and --disaggregation-mode do not"),
         (("--enable-lora", "--max-lora-rank", "8"), CARD, "and --enable-lora do not"),
         (("--lora-paths", "a=/there"), CARD, "and --enable-lora do not"),
         (("--expert-distribution-recorder-mode", "stat"), EXPERTS, "recorder-mode do not"),

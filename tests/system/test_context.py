@@ -1,12 +1,20 @@
 """Ranks that divide the tokens of prompts, behind the whole engine: --attn-cp-size."""
 
+import os
+
 import psutil
 import pytest
 
 import banyan
 from banyan.base.errors import ConfigError
 from tests.models.families import tiny
+from tests.system.test_hidden_drafts import ahead, with_words
+from tests.system.test_speculation import REQUESTS, start, told
+from tests.system.test_speculation import answers as ask
 
+ALL = bool(os.environ.get("PARALLEL"))
+IN_ALL = pytest.mark.skipif(not ALL, reason="make test-parallel")
+DIVIDED = {"tp_size": 2, "attn_cp_size": 2}
 PROMPTS = [[(5 * i * i + 3 * i + shift) % 97 for i in range(3 + 14 * shift)] for shift in range(4)]
 AGAIN = PROMPTS[3][:33] + [7, 9, 11, 13, 5]
 GREEDY = {"temperature": 0, "max_new_tokens": 10, "ignore_eos": True}
@@ -47,8 +55,42 @@ def test_ranks_that_divide_prompts_give_the_tokens_of_one(tmp_path):
     with pytest.raises(ConfigError, match="3 attention heads"):
         answers(tmp_path, tp_size=2)
     one, cached, alone = answers(tmp_path)
-    two, as_many, processes = answers(tmp_path, tp_size=2, attn_cp_size=2)
+    two, as_many, processes = answers(tmp_path, **DIVIDED)
     assert processes == alone + 1 and as_many == cached == 32
     for (tokens, values), (same, close) in zip(two, one, strict=True):
         assert tokens == same and len(values) == len(close) >= 10
         assert max(abs(a - b) for a, b in zip(values, close, strict=True)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("variant", "flags"),
+    [
+        ("deepseek v3", {}),
+        pytest.param("deepseek v3", {"cp_strategy": "interleave"}, marks=IN_ALL),
+        pytest.param("mistral", {"chunked_prefill_size": 16}, marks=IN_ALL),
+        pytest.param("qwen3", {"chunked_prefill_size": 16}, marks=IN_ALL),
+        pytest.param("qwen3", {"disable_cuda_graph": True}, marks=IN_ALL),
+        pytest.param("qwen3", {"tp_size": 4, "cp_strategy": "interleave"}, marks=IN_ALL),
+        pytest.param("", {"speculative_algorithm": "NGRAM"}, marks=IN_ALL),
+        pytest.param("", {"speculative_algorithm": "STANDALONE"}, marks=IN_ALL),
+    ],
+)
+def test_drafts_change_no_answer(tiny_model, tmp_path, variant, flags):
+    """Layers that draft and models that do divide their own steps too."""
+    names = ("greedy", "scored")
+    model = with_words(variant, tmp_path, tiny_model) if variant else tiny_model
+    layout = DIVIDED | {key: flags[key] for key in flags if not key.startswith("speculative")}
+    beside = layout | flags
+    if flags.get("speculative_algorithm") == "STANDALONE":
+        beside["speculative_draft_model_path"] = str(tiny_model)
+    with start(model, is_drafting=False, **layout) as engine:
+        right = {name: [told(each) for each in ask(engine, **REQUESTS[name])] for name in names}
+    with ahead(model, **beside) as engine:
+        correct = 0
+        for name in names:
+            for _ in range(2):  # the second finds its prompt in the cache
+                found = ask(engine, **REQUESTS[name])
+                assert [told(each) for each in found] == right[name], name
+                correct += sum(each["meta_info"]["spec_num_correct_drafts"] for each in found)
+        assert correct > 0
+        assert engine.stats().leaked == 0

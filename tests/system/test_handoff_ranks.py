@@ -14,6 +14,8 @@ from tests.system.test_handoff import CASES, FLAGS, GREEDY, PROMPT, is_whole
 
 ALL = bool(os.environ.get("PARALLEL"))
 TP2, PP2 = {"tp_size": 2}, {"pp_size": 2}
+CP2 = {"tp_size": 2, "attn_cp_size": 2}
+TP2_CP2 = {"tp_size": 4, "attn_cp_size": 2}
 LAYOUTS = {
     "tp 1 to 2": ({}, TP2),
     "tp 2 to 1": (TP2, {}),
@@ -21,6 +23,9 @@ LAYOUTS = {
     "pp 2 to 1": (PP2, {}),
     "pp 1 to 2": ({}, PP2),
     "pp 2 to tp 2": (PP2, TP2),
+    "cp 2 to 1": (CP2, {}),
+    "tp 2 x cp 2 to 2": (TP2_CP2, TP2),
+    "tp 2 to tp 2 x cp 2": (TP2, TP2_CP2),
 }
 """Of prefill, and of decode."""
 
@@ -74,7 +79,7 @@ MODELS = {
 
 
 @pytest.mark.skipif(not ALL, reason="make test-parallel")
-@pytest.mark.parametrize("layout", ["tp 1 to 2", "tp 2 to 1"])
+@pytest.mark.parametrize("layout", ["tp 1 to 2", "tp 2 to 1", "cp 2 to 1"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_pages_of_all_kinds_are_cut_anew(
     kind: str, layout: str, tiny_model: Path, tmp_path: Path
