@@ -1,5 +1,6 @@
 """Identifiers as distinct types, so that one kind of number cannot take another's place."""
 
+import os
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
@@ -17,3 +18,8 @@ StepId = NewType("StepId", int)
 PADDING_SLOT = SlotId(0)
 PADDING_PAGE = PageId(0)
 NO_STEP = StepId(0)
+
+
+def fresh_id() -> str:
+    """128 random bits as hex: an id that no client can guess or choose."""
+    return os.urandom(16).hex()

@@ -6,13 +6,9 @@ that rows can be cut anywhere between blocks.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from banyan.ops.stored import StoredWeight
 
 BLOCK = 32
 STATIC, DYNAMIC = "W8A8", "W8A8_DYNAMIC"
@@ -46,9 +42,10 @@ class Rounding:
         return torch.cat([numbers, factors.expand(-1, inputs // BLOCK, -1)], -1).flatten(1)
 
     @staticmethod
-    def of(weight: "StoredWeight") -> "Rounding":
-        rows = weight.shape[0]
-        blocks = weight.raw.reshape(rows, -1, SIZES[weight.type])
+    def of(raw: Tensor, type: str) -> "Rounding":
+        """What lies in a weight of `type`, STATIC or DYNAMIC. raw: [out, bytes of a row] uint8"""
+        rows = len(raw)
+        blocks = raw.reshape(rows, -1, SIZES[type])
         numbers = blocks[..., :BLOCK].reshape(rows, -1).contiguous().view(torch.int8)
         factors = blocks[:, 0, BLOCK:].contiguous().view(torch.float32)
         return Rounding(numbers, *(part.contiguous() for part in factors.unbind(1)))

@@ -161,7 +161,8 @@ def test_weights_with_rounded_activations_come_back_after_cuts_and_stacks(name):
     factors = [torch.rand(8) for _ in range(3 if name == "W8A8" else 1)]
     weight = StoredWeight(name, (8, 96), Rounding(numbers, *factors).raw)
 
-    found = Rounding.of(stack([weight.cut(1, 32, 96), weight.cut(1, 32, 96).cut(0, 0, 2)]))
+    both = stack([weight.cut(1, 32, 96), weight.cut(1, 32, 96).cut(0, 0, 2)])
+    found = Rounding.of(both.raw, both.type)
 
     assert torch.equal(weight.dense, numbers.float() * factors[0].unsqueeze(1))
     assert torch.equal(found.numbers, torch.cat([numbers, numbers[:2]])[:, 32:])

@@ -72,7 +72,7 @@ def _linear(toolkit: NpuToolkit) -> Callable[..., PackedLinear]:
     def pack(
         weight: StoredWeight, dtype: torch.dtype, device: torch.device, is_head: bool = False
     ) -> PackedLinear:
-        found = Rounding.of(weight)
+        found = Rounding.of(weight.raw, weight.type)
         units = {tuple(part.tolist()) for part in (found.unit, found.offset) if part is not None}
         is_shared = all(len(set(unit)) == 1 for unit in units)
         if not is_shared or max(weight.shape) > MOST:

@@ -4,12 +4,12 @@ makes progress. Three questions, so three routes; none generates unless asked to
 
 import asyncio
 
-from banyan.base.ids import RequestId
+from banyan.base.ids import RequestId, fresh_id
 from banyan.frontend.requests.generation import TextRequest, collect
 from banyan.messages.sampling import SamplingParams
 from banyan.server.errors import Json, unavailable
 from banyan.server.http.exchange import RETRY_AFTER_S, Exchange
-from banyan.server.http.state import ServerState, Service, fresh_id
+from banyan.server.http.state import ServerState, Service
 
 PROBE_TIMEOUT_S = 20.0
 

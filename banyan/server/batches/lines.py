@@ -7,7 +7,6 @@ means. It takes only seats that others leave free. Knows no files and no batch o
 import asyncio
 import io
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,13 @@ from typing import Any
 import orjson
 
 from banyan.base.errors import RequestError
+from banyan.base.ids import fresh_id
 from banyan.base.log import logger
 from banyan.server.errors import Json, error_body, internal
 from banyan.server.http.exchange import Exchange
 from banyan.server.http.limits import strict_json
 from banyan.server.http.route import Handler
-from banyan.server.http.state import ServerState, fresh_id
+from banyan.server.http.state import ServerState
 from banyan.server.openai.chat.route import chat_completions
 from banyan.server.openai.completions import completions
 from banyan.server.responses.route import create as create_response
@@ -255,7 +255,7 @@ async def _answered(state: ServerState, line: Line) -> tuple[str, bool, bytes]:
     }
     if reply.warnings:
         response["warnings"] = reply.warnings
-    id = os.urandom(16).hex()
+    id = fresh_id()
     return line.custom_id, reply.status == 200, answer_line(id, line.custom_id, response)
 
 
@@ -272,7 +272,7 @@ def _given_up(line: Line) -> tuple[str, bool, bytes]:
     told = f"The engine has died {MAX_DEATHS} times while it ran this line; it is not asked again"
     error = RequestError(told, status=500, code="engine_died")
     response: Json = {"status_code": 500, "request_id": fresh_id(), "body": error_body(error)}
-    id = os.urandom(16).hex()
+    id = fresh_id()
     return line.custom_id, False, answer_line(id, line.custom_id, response)
 
 

@@ -21,13 +21,13 @@ from urllib.parse import parse_qsl
 import orjson
 
 from banyan.base.errors import RequestError
+from banyan.base.ids import fresh_id
 from banyan.base.log import printable
 from banyan.frontend.link.pace import UNKNOWN_S
 from banyan.frontend.threads import THREAD_BYTES, off_loop
 from banyan.server.errors import Json
 from banyan.server.http.dialect import OPENAI
 from banyan.server.http.limits import ClientGone, json_object
-from banyan.server.http.state import fresh_id
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[dict[str, Any]], Awaitable[None]]

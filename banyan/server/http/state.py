@@ -5,7 +5,6 @@ One object, made by the composition root and passed to the app; there are no glo
 
 import asyncio
 import contextlib
-import os
 import re
 import time
 import weakref
@@ -86,11 +85,6 @@ class Service:
 
 
 _SEQUENCE = re.compile(r"_[0-9]+\Z")
-
-
-def fresh_id() -> str:
-    """128 random bits as hex: a request id that no client can guess or choose."""
-    return os.urandom(16).hex()
 
 
 class OpenRequests:

@@ -4,7 +4,7 @@ A warm-up asks the engine for something that costs more the first time.
 """
 
 from banyan.base.errors import ConfigError
-from banyan.base.ids import RequestId
+from banyan.base.ids import RequestId, fresh_id
 from banyan.base.log import logger
 from banyan.config.hooks import read_prompt
 from banyan.config.schema import Config
@@ -12,7 +12,7 @@ from banyan.frontend.requests.generation import TextRequest, collect
 from banyan.messages.constraint import REGEX, Constraint
 from banyan.messages.sampling import SamplingParams
 from banyan.server.admin.health import generate_one
-from banyan.server.http.state import Service, fresh_id
+from banyan.server.http.state import Service
 from banyan.server.life.warmups import WARMUPS, named_warmups
 
 log = logger(__name__)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from banyan.base.errors import RequestError
+from banyan.base.ids import fresh_id
 from banyan.base.json_types import is_object
 from banyan.server.errors import Json
-from banyan.server.http.state import fresh_id
 from banyan.server.openai.fields import Report
 from banyan.server.openai.prompts import add_text, json_text, whole_texts
 

@@ -1,12 +1,12 @@
 """BatchStore: what is known about every batch, in a file each. Knows no lines and no HTTP."""
 
 import asyncio
-import os
 from dataclasses import dataclass, field
 
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.base.ids import fresh_id
 from banyan.server.store.folder import EVERYBODY, Folder, may_see
 
 MAX_BATCHES = 1000
@@ -122,4 +122,4 @@ class BatchStore:
         await self.folder.discard(oldest.id + ".json")
 
     def fresh_id(self) -> str:
-        return _PREFIX + os.urandom(16).hex()
+        return _PREFIX + fresh_id()

@@ -5,7 +5,6 @@ Without the second the first is not (yet) a file. Names that clients give are ne
 """
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from banyan.base.errors import RequestError
+from banyan.base.ids import fresh_id
 from banyan.server.store.folder import EVERYBODY, Folder, may_see
 
 MAX_FILES = 1000
@@ -146,7 +146,7 @@ class FileStore:
         self._growing[what] = num_bytes
 
     def fresh_id(self) -> str:
-        return _PREFIX + os.urandom(16).hex()
+        return _PREFIX + fresh_id()
 
 
 def _no_such(id: str) -> RequestError:
