@@ -7,8 +7,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from typing import TypeVar
 
 import msgspec
+import torch
 import zmq
 
 from banyan.base.clock import WallClock
@@ -31,6 +33,7 @@ from banyan.engine.nodes import Nodes, check_secret, own_hello, ranks_of
 from banyan.engine.ranks import LocalRanks
 from banyan.engine.recorder import Recorders
 from banyan.engine.spec import core_spec
+from banyan.engine.stages import Staged
 from banyan.engine.step_log import StepLog
 from banyan.formats.shards import size_of_weights
 from banyan.frontend.words.load import load_tokenizer
@@ -73,6 +76,7 @@ from banyan.runner.expert_balancer import open_balancer
 from banyan.runner.expert_mover import ExpertMover
 from banyan.runner.expert_record import open_expert_record, prepare_nothing, refuse_to_record
 from banyan.runner.kvstore import KVStore
+from banyan.runner.line import Line
 from banyan.runner.meter import OpMeter
 from banyan.runner.orders import Carrier, OrderTaker
 from banyan.runner.profiler import Profiler
@@ -81,7 +85,7 @@ from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative import DRAFTERS
 from banyan.runner.speculative.base import Beside, Drafter
 from banyan.runner.weights import Holdings
-from banyan.runner.worker import serve_rank
+from banyan.runner.worker import serve_line, serve_rank
 from banyan.scheduler.adapter_names import AdapterNames
 from banyan.transfer.mover import PageMover
 
@@ -124,15 +128,13 @@ def run_engine(
             *(opened.model, opened.build, sizes, opened.platform, open_mover),
             *(_open_drafter(config), opened.draft, rack),
         )
-        kernels, is_async = opened.kernels, opened.platform.traits.async_launch
+        kernels = opened.kernels
         marks = Marks("engine")
         obeying = _with_orders(config, card, opened, runner, [marks], rack)
+        launcher = _open_launcher(card, opened, runner, obeying, ranks, wake.ring)
         balancer = open_balancer(config, card, opened.build, wake.ring)
         del opened  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
-        launcher: Launcher = Threaded(obeying, wake.ring, is_async)
-        if config.parallel.world > 1:
-            launcher = Fanout(launcher, _sender(ranks.send_plan, runner.mover))
         spec = core_spec(config, card, memory, rack.first if rack else ())
         recorders = Recorders(config.observe, spec, recording, cleanup)
         grammars = _grammars(config, card, wake.ring)
@@ -160,6 +162,7 @@ def run_engine(
             crashes_on_nan=config.schedule.crashes_on_nan,
             hurry=_hurry_of(runner, config.schedule.burst),
             balancer=balancer,
+            go_on=launcher.go_on if isinstance(launcher, Staged) else None,
         )
         ranks.watch(loop.fail)
         started(loop)
@@ -169,15 +172,43 @@ def run_engine(
         loop.run(_ready(memory, weight_bytes, phases, kernels, runner.how, settings))
 
 
-def _sender(
-    send: Callable[[StepPlan], None], mover: PageMover | None
-) -> Callable[[StepPlan], None]:
+def _open_launcher(
+    card: ModelCard,
+    opened: OpenModel,
+    runner: ModelRunner,
+    obeying: OrderTaker,
+    ranks: "OtherRanks",
+    wake: Callable[[], None],
+) -> Launcher:
+    """What brings plans to all ranks."""
+    parallel = opened.config.parallel
+    if parallel.pp > 1:
+        tell = _sender(ranks.send_turn, runner.mover)
+        return Staged(_line(card, opened, runner, obeying), wake, tell)
+    threaded = Threaded(obeying, wake, opened.platform.traits.async_launch)
+    if parallel.world == 1:
+        return threaded
+    return Fanout(threaded, _sender(ranks.send_plan, runner.mover))
+
+
+def _line(card: ModelCard, opened: OpenModel, runner: ModelRunner, obeying: OrderTaker) -> Line:
+    """This rank's place among stages."""
+    build = opened.build
+    like = torch.empty(0, dtype=build.dtype, device=build.device)
+    return Line(runner, obeying, build.groups.stages, like, card.hidden_size)
+
+
+Sent = TypeVar("Sent", StepPlan, StepPlan | None)
+
+
+def _sender(send: Callable[[Sent], None], mover: PageMover | None) -> Callable[[Sent], None]:
     """Sends a plan to the other ranks, once its copies from their pages are made."""
     if not isinstance(mover, Ahead):
         return send
 
-    def send_after(plan: StepPlan) -> None:
-        mover.begin(plan.copies)
+    def send_after(plan: Sent) -> None:
+        if plan is not None:
+            mover.begin(plan.copies)
         send(plan)
 
     return send_after
@@ -294,14 +325,18 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
         *(_open_drafter(opened.config), opened.draft, rack),
     )
     obeying = _with_orders(opened.config, card, opened, runner, [], rack)
+    line = _line(card, opened, runner, obeying) if config.parallel.pp > 1 else None
     del opened  # as on rank 0
     codec = plan_codec()
 
-    def receive() -> StepPlan | None:
+    def receive() -> list[StepPlan] | None:
         frame = socket.recv()
-        return codec.decode(frame)[0] if frame else None
+        return codec.decode(frame) if frame else None
 
-    serve_rank(obeying, receive)
+    if line is not None:
+        serve_line(line, receive)
+    else:
+        serve_rank(obeying, lambda: next(iter(receive() or ()), None))
 
 
 def _telling(sizes: RunnerSizes, rank: int, meeting: str) -> Callable[[KVStore], None] | None:
@@ -360,6 +395,10 @@ class OtherRanks:
 
     def send_plan(self, plan: StepPlan) -> None:
         self._send(self._codec.encode([plan]))
+
+    def send_turn(self, plan: StepPlan | None) -> None:
+        """Where there are stages: what comes in."""
+        self._send(self._codec.encode([] if plan is None else [plan]))
 
     def close(self, is_failure: bool = False) -> None:
         """

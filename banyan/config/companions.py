@@ -75,6 +75,12 @@ _RULES = (
         lambda c: c.parallel.dp == 1,
         "there is one replica",
     ),
+    _Idle("pp-async-batch-depth", lambda c: c.parallel.pp == 1, "there is one stage"),
+    _Idle(
+        "pp-async-batch-depth",
+        lambda c: c.parallel.pp > 1 and c.schedule.depth == 1,
+        "one step is in flight under --disable-overlap-schedule",
+    ),
     _Idle(
         "enable-dp-lm-head",
         lambda c: not c.parallel.is_joined or c.parallel.dp == 1,

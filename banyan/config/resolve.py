@@ -97,8 +97,10 @@ def _check_the_library(config: Config) -> None:
             f"{flag} cannot load the format {config.model.load_format}",
             hint="leave --load-format at auto",
         )
-    if config.parallel.tp > 1:
-        raise ConfigError(f"{flag} cannot share a model between ranks", hint="use --tp 1")
+    if config.parallel.tp * config.parallel.pp > 1:
+        raise ConfigError(
+            f"{flag} cannot share a model between ranks", hint="use --tp 1 and --pp 1"
+        )
     if find_spec("transformers") is None:
         raise ConfigError(
             f"{flag} needs the package transformers", hint="run: pip install transformers"
@@ -294,6 +296,16 @@ def check_the_nodes(config: Config, card: ModelCard, environment: Environment) -
     return config
 
 
+def fill_the_stages(config: Config, card: ModelCard, environment: Environment) -> Config:
+    """Every stage has a step of its own, and some wait before the first one."""
+    pp, schedule = config.parallel.pp, config.schedule
+    if pp == 1 or schedule.depth == 1:
+        return config
+    depth = pp + schedule.async_depth
+    _log("steps in flight", depth, f"there are {pp} stages, and {schedule.async_depth} behind them")
+    return replace(config, schedule=replace(schedule, depth=depth, token_gap=pp - 1))
+
+
 def _check_the_stages(config: Config, card: ModelCard) -> None:
     pp = config.parallel.pp
     if pp > card.num_layers:
@@ -399,6 +411,7 @@ RULES = (
     check_the_context,
     check_the_dense_blocks,
     check_the_ranks,
+    fill_the_stages,
     check_the_nodes,
     sample_the_demo_as_its_makers_do,
     ask_the_demo_plainly,

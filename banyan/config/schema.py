@@ -151,7 +151,7 @@ class ScheduleConfig:
     running_cap: int = 0
     """0 = the device's own."""
     micro_batch: int = 0
-    """Requests of one stage's step, of which there is one; 0 = as many as run."""
+    """Requests of one step; 0 = as many as run, or with several stages their share."""
     max_queued: int = 0
     """Waiting requests before 503; 0 = unbounded."""
     max_queued_tokens: int = 0
@@ -170,8 +170,11 @@ class ScheduleConfig:
     run_s: float = 0.0
     """Longest that a request runs; 0 = any time."""
     depth: int = 2
-    """Plans in flight: 1 = synchronous, 2 = overlap, 1 + stages with pipeline parallelism."""
+    """Plans in flight: 1 = synchronous, 2 = overlap; with stages one more for each further one."""
+    async_depth: int = 1
+    """With stages: plans in flight beyond one for each of them."""
     token_gap: int = 0
+    """Steps between sampling a token and a row that needs it: stages − 1."""
     burst: int = 1
     """Decode steps that one plan may hold."""
     check_ledger: bool = False

@@ -2,7 +2,7 @@
 the simulator, replay and the tests all drive this one object.
 
 It never waits, never sleeps and never reads a clock. Depth 1 is synchronous, depth 2 overlaps
-planning with execution, 1 + stages is pipeline parallelism.
+planning with execution, and with several stages there is one plan more for each of them.
 """
 
 from collections import deque

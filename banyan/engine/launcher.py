@@ -124,19 +124,24 @@ class Threaded:
             self._finish(*item)
 
     def _finish(self, handle: Handle, pending: PendingStep | Exception) -> None:
-        plan = handle.plan
-        try:
-            if isinstance(pending, Exception):
-                raise pending
-            result, copies = pending.result(), pending.copies()
-        except Exception as error:
-            log.exception("step=%d failed", plan.step)
-            result = StepResult(step=plan.step, error=f"{type(error).__name__}: {error}")
-            failed = [copy.id for copy in plan.copies]
-            copies = CopyResult(ids=[], failed=failed) if failed else None
-        handle.copies = copies
-        handle.result = result
+        settle(handle, pending)
         self._wake()
+
+
+def settle(handle: Handle, pending: PendingStep | Exception) -> None:
+    """Give a plan its result; waits for it. Whatever fails, fails the step and not the engine."""
+    plan = handle.plan
+    try:
+        if isinstance(pending, Exception):
+            raise pending
+        result, copies = pending.result(), pending.copies()
+    except Exception as error:
+        log.exception("step=%d failed", plan.step)
+        result = StepResult(step=plan.step, error=f"{type(error).__name__}: {error}")
+        failed = [copy.id for copy in plan.copies]
+        copies = CopyResult(ids=[], failed=failed) if failed else None
+    handle.copies = copies
+    handle.result = result
 
 
 class Fanout:

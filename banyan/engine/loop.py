@@ -114,6 +114,8 @@ class EngineLoop:
             end together.
         crashes_on_nan: a row whose logits are not finite ends the engine, not its request alone.
         balancer: gives orders of its own; None where nobody does.
+        go_on: told, where plans follow each other through several stages, that there is none to
+            follow those in flight, and how many these are (engine/stages.py).
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class EngineLoop:
         hurry: Callable[[StepId], None] | None = None,
         crashes_on_nan: bool = False,
         balancer: Balancer | None = None,
+        go_on: Callable[[int], None] | None = None,
     ) -> None:
         self._core = core
         self._hurry = hurry
@@ -149,6 +152,7 @@ class EngineLoop:
         self._check_ledger = check_ledger
         self._crashes_on_nan = crashes_on_nan
         self._balancer = balancer
+        self._go_on = go_on
         self._desk = desk
         self._ranks = ranks
         stands = self._stuck_s, self._plans, self._queues
@@ -336,6 +340,8 @@ class EngineLoop:
                 return
             plan = self._core.launch(now)
             if plan is None:
+                if self._go_on is not None and self._flying:
+                    self._go_on(len(self._flying))
                 return
             if not self._flying:
                 self._started_s = now
@@ -344,6 +350,8 @@ class EngineLoop:
             self._forecast.planned(self._clock.now() - now)
 
     def _wait_to_plan(self) -> float:
+        if self._go_on is not None:  # a stage without a plan would rest
+            return 0.0
         tokens = sum(_size(handle.plan) for handle in self._flying)
         steps = max((_steps(handle.plan) for handle in self._flying), default=1)
         return self._forecast.wait(tokens, self._clock.now() - self._started_s, steps)

@@ -46,6 +46,7 @@ from banyan.scheduler import (
     scheduler,
     sheet,
     speculation,
+    stages,
     stats,
     turns,
 )
@@ -56,7 +57,7 @@ _MODULES: tuple[ModuleType, ...] = (
     *(core_module, cache, groups, loads, news, partial, peers, pool, radix, stamps, states, tiers),
     *(events, orders, plan, requests, rooms, sampling),
     *(adapters, answers, budget, fetch, handoff, one_request, roster, rows, scheduler, sheet),
-    *(speculation, stats, turns),
+    *(speculation, stages, stats, turns),
 )
 _KEPT = ("recorder", "_lockstep", "_grammars")
 """Attributes that are none of the state: a fresh core has its own."""

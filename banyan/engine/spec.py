@@ -112,6 +112,7 @@ def core_spec(
                 clip_tokens=schedule.clip_new_tokens,
             ),
             burst=schedule.burst,
+            micro_batch=schedule.micro_batch if schedule.token_gap else 0,
         ),
         order=schedule.policy,
         eviction=config.cache.eviction,

@@ -72,8 +72,7 @@ class AdapterSeats:
 
     def wrap_ends(self, embedding: Embedding, head: nn.Module | None, ops: Ops) -> None:
         """The same for the embedding and the logits, where they were asked for."""
-        if EMBEDDING in self.kinds:
-            assert embedding.rows is not None
+        if EMBEDDING in self.kinds and embedding.rows is not None:  # of later stages it is None
             table = self.rows.setdefault("embedding", RowTable(self.capacity))
             embedding.rows = AdaptedEmbedding(embedding.rows, table, self, ops)
         if HEAD in self.kinds and isinstance(head, Logits):

@@ -27,12 +27,15 @@ class Embedding(Layer):
     """
     Args:
         scale: factor on every row.
+
+    Ranks of later stages take no tokens in, and hold none of it.
     """
 
     def __init__(self, vocab_size: int, dim: int, build: Build, scale: float = 1.0) -> None:
         super().__init__()
         self.shape = (vocab_size, dim)
         self.group = build.groups.vocabulary
+        self.is_here = build.groups.stages.rank == 0
         self.share = _VocabularyShare(vocab_size, self.group)
         self.ops = build.ops
         self.scale = scale
@@ -43,7 +46,8 @@ class Embedding(Layer):
 
     def fill(self, slot: str, parts: list[StoredWeight]) -> None:
         share = self.share
-        self.rows = self.ops.pack_embedding(parts[0], share.first, share.last, self.scale)
+        if self.is_here:
+            self.rows = self.ops.pack_embedding(parts[0], share.first, share.last, self.scale)
 
     def forward(self, tokens: Tensor, embedded: Embedded | None = None) -> Tensor:
         """embedded: rows to take in place of those of the table; the scale is for both."""

@@ -173,7 +173,7 @@ def _states_of(
 def _running(schedule: ScheduleConfig, pages: int) -> int:
     """Requests that run at once over so many pages."""
     found = schedule.max_running or max(1, min(schedule.running_cap, pages // 2))
-    return min(found, schedule.micro_batch or found)
+    return min(found, schedule.micro_batch * (schedule.token_gap + 1) or found)
 
 
 def _share_of(

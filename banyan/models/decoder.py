@@ -138,23 +138,22 @@ class DecoderLM(nn.Module):
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: hidden states after the last norm, [tokens, hidden_size], of all ranks that
-        share the step's tokens."""
+        share the step's tokens; of a stage before the last one what the next one goes on with, as
+        `step.carried`."""
         angles = {rope: rotary(step.positions) for rope, rotary in self.rotaries.items()}
-        x, residual = self.embedding(step.tokens, step.embedded), None
         stages = self.stages
-        if stages.rank:
-            x = stages.recv(x, stages.rank - 1)
+        x, residual = step.carried, None
+        if stages.rank == 0:
+            x = self.embedding(step.tokens, step.embedded)
+        assert x is not None, "nothing has come from the stage before"
         for number in self.stage:
             if step.taps is not None:
                 step.taps.take(number, x, residual, self.ops, self.context)
             layer = cast(DecoderLayer, self.layers[number])
             x, residual = layer(x, residual, angles.get(layer.rope), step)
         if stages.rank == stages.size - 1:
-            x = self.norm.add(x, residual)[0]
-        else:
-            x = x if residual is None else self.ops.add(x, residual)
-            stages.send(x, stages.rank + 1)
-        return self.context.gather_rows(stages.broadcast(x, stages.size - 1))
+            return self.context.gather_rows(self.norm.add(x, residual)[0])
+        return x if residual is None else self.ops.add(x, residual)
 
     def classify(self, pooled: Tensor) -> Tensor:
         """pooled: [n, hidden_size]; returns scores [n, classes], or the states where none are."""

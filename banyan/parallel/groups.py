@@ -168,10 +168,9 @@ class Groups:
         return replace(cls.of(group), experts=group, expert_ffn=Group())
 
     def in_stages(self, world: Group, stages: Group) -> "Groups":
-        """These groups of one stage among several; all ranks share the vocabulary."""
-        return replace(
-            self, world=world, vocabulary=world, head=world, stages=stages, everyone=world
-        )
+        """These groups of one stage among several; the first has the embedding, and all ranks share
+        the logits."""
+        return replace(self, world=world, head=world, stages=stages, everyone=world)
 
     def with_dense_whole(self) -> "Groups":
         """These groups, but each rank has the feed-forward blocks without experts whole."""

@@ -181,6 +181,10 @@ class AdapterSlots:
         tokens.fill(self._of_step)
         self.show(tokens)
 
+    def turn_to(self, slots: np.ndarray) -> None:
+        """Let `choose` be of a step that was entered before. slots: [tokens], as for `fill`."""
+        self._of_step = self._numbers[slots]
+
     @property
     def has_outputs(self) -> bool:
         """Logits depend on adapters of their own."""

@@ -207,6 +207,12 @@ class CapturedForward:
         is_long = count > 1 and int(batch.starts.max()) + count > self._table.max_length
         return (0 if is_odd or is_long else shape), count
 
+    def left(self, batch: Batch) -> Tensor:
+        return self._eager.left(batch)
+
+    def turn_to(self, batch: Batch) -> None:
+        self._eager.turn_to(batch)
+
     def next_tokens(self) -> Sampled | None:
         if not self._rows or not self._is_sampled:
             return None

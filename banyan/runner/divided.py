@@ -46,6 +46,12 @@ class DividedForward:
     def hurry(self, number: int) -> None:
         """There is nothing to end."""
 
+    def left(self, batch: Batch) -> Tensor:
+        raise NotImplementedError("tokens are divided among the ranks of one stage")
+
+    def turn_to(self, batch: Batch) -> None:
+        raise NotImplementedError("tokens are divided among the ranks of one stage")
+
     def next_tokens(self) -> Sampled | None:
         return self._inner.next_tokens()
 

@@ -18,6 +18,7 @@ from banyan.messages.plan import SCORE
 from banyan.models.base import Model
 from banyan.ops.api import Ops, OpTime, Recorder
 from banyan.ops.sampling import SampleRows
+from banyan.parallel.groups import Group
 from banyan.parallel.joint import JointBatch
 from banyan.runner.attention.base import AttentionBackend
 from banyan.runner.burst import Burst, Bursts
@@ -55,6 +56,15 @@ class Forward(Protocol):
 
     def hurry(self, number: int) -> None:
         """Bursts of plans up to this number end with the step that runs; from any thread."""
+        ...
+
+    def left(self, batch: Batch) -> Tensor:
+        """What the next stage goes on with, of the batch that ran last; [tokens, hidden]."""
+        ...
+
+    def turn_to(self, batch: Batch) -> None:
+        """From here on everything below is of this batch, which another one may have followed into
+        a line of stages. Only there; every rank does it."""
         ...
 
     def next_tokens(self) -> Sampled | None:
@@ -100,6 +110,7 @@ class EagerForward:
     Args:
         step: its inputs, where they are large enough for a batch.
         joint: of the replicas that work on one batch; None for one by itself.
+        stages: the last of them has the hidden states that all make logits of.
     """
 
     how = "eager"
@@ -114,8 +125,10 @@ class EagerForward:
         larger: Callable[[Batch], StepTensors],
         device: torch.device,
         joint: JointBatch | None = None,
+        stages: Group | None = None,
     ) -> None:
         self.watch: Callable[[list[OpTime]], None] | None = None
+        self._stages = stages or Group()
         self._model = model
         self._step = step
         self._larger = larger
@@ -138,6 +151,12 @@ class EagerForward:
     def hurry(self, number: int) -> None:
         """There is nothing to end."""
 
+    def turn_to(self, batch: Batch) -> None:
+        self._step.choose_of(batch)
+
+    def left(self, batch: Batch) -> Tensor:
+        return self._hidden
+
     def next_tokens(self) -> None:
         return None
 
@@ -150,7 +169,12 @@ class EagerForward:
         return self._model.logits(self.hidden(as_agreed(tokens, self._joint)))[:count]
 
     def hidden(self, tokens: np.ndarray) -> Tensor:
-        return self._hidden[torch.from_numpy(tokens).to(self._device)]  # [n, hidden]
+        stages = self._stages
+        if stages.rank < stages.size - 1:
+            found = self._hidden.new_empty((len(tokens), self._hidden.shape[-1]))
+        else:
+            found = self._hidden[torch.from_numpy(tokens).to(self._device)]  # [n, hidden]
+        return stages.broadcast(found, stages.size - 1)
 
     def tapped(self, tokens: np.ndarray) -> Tensor:
         assert self._taps is not None, "no layer is tapped"
@@ -171,7 +195,7 @@ class RecordedForward:
 
     Args:
         step: inputs of the largest step that is recorded, also of most logits computed at once.
-        joint: as for EagerForward.
+        joint, stages: as for EagerForward.
 
     Raises:
         NotRecordable: the model does something that is not a compiled op.
@@ -191,9 +215,11 @@ class RecordedForward:
         attention: AttentionBackend,
         step: StepTensors,
         joint: JointBatch | None = None,
+        stages: Group | None = None,
     ) -> None:
         self.watch: Callable[[list[OpTime]], None] | None = None
         self._joint = joint
+        self._stages = stages or Group()
         self._eager = eager
         self._is_eager = False
         self._last = (0, 0)
@@ -221,7 +247,8 @@ class RecordedForward:
             self._hidden = model.forward(inputs)
             if not self._has_logits:
                 return self._hidden
-            logits = model.logits(ops.select_rows(self._hidden, step.chosen))
+            chosen = ops.select_rows(self._hidden, step.chosen)  # of the last stage they are right
+            logits = model.logits(self._of_last_stage(chosen))
             self._sampled, self._best = ops.sample(logits, sampling)
             return logits
 
@@ -233,28 +260,59 @@ class RecordedForward:
 
     def run(self, batch: Batch) -> None:
         num_rows, num_tokens = len(batch.slots), int(batch.offsets[-1])
-        self._is_eager = not self._inputs.holds(batch) or self._is_too_joint()
-        if self._table.embeds:
-            self._is_eager = self._is_eager or has_embedded(batch, self._table)
+        self._is_eager = self._goes_eager(batch)
         if self._is_eager:
             self._eager.run(batch)
             return
         self._inputs.fill(batch)
+        self._last = (num_tokens, num_rows)
+        if self._stages.size > 1:  # logits come when it has been through all of them
+            self._run(num_tokens, num_rows, 0, 0, 0)
+            return
         # Logits of a prompt come first in the same memory, if there are any.
         all_tokens, all_outputs = _shared_sizes(self._joint)
         is_scored = bool(batch.wanted & SCORE)
         is_late = not all_outputs if self._shares_head else is_scored
         count = self._num_ready = 0 if is_late else len(batch.last)
         self._is_ready = bool(count or all_outputs)
+        self._enter_outputs(batch, count, is_scored)
+        self._run(num_tokens, num_rows, count, all_tokens, all_outputs)
+
+    def turn_to(self, batch: Batch) -> None:
+        self._is_eager = self._goes_eager(batch)
+        if self._is_eager:
+            self._eager.turn_to(batch)
+            return
+        self._inputs.choose_of(batch)
+        is_scored = bool(batch.wanted & SCORE) or not self._has_logits
+        count = self._num_ready = 0 if is_scored else len(batch.last)
+        self._is_ready = bool(count)
+        self._enter_outputs(batch, count, is_scored)
+        if count:
+            self._run(0, 0, count, 0, 0)
+
+    def left(self, batch: Batch) -> Tensor:
+        return self._eager.left(batch) if self._is_eager else self._hidden[: batch.offsets[-1]]
+
+    def _of_last_stage(self, x: Tensor) -> Tensor:
+        return self._stages.broadcast(x, self._stages.size - 1)
+
+    def _goes_eager(self, batch: Batch) -> bool:
+        if not self._inputs.holds(batch) or self._is_too_joint():
+            return True
+        return bool(self._table.embeds) and has_embedded(batch, self._table)
+
+    def _enter_outputs(self, batch: Batch, count: int, is_scored: bool) -> None:
+        """Say whether the program itself samples, and where to."""
         is_plain = bool(count) and not is_scored
         self._is_sampled = is_plain and is_sampled_plainly(batch, self._table)
         self._entered[:count] = batch.to_slots[:count] if self._is_sampled else _NOWHERE
-        sizes = (num_tokens, num_rows, count, all_tokens, all_outputs)
+
+    def _run(self, *sizes: int) -> None:
         if self.watch is None:
             self._step.run(*sizes)
         else:
             self.watch(self._step.times(*sizes))
-        self._last = (num_tokens, num_rows)
 
     def burst(self, batch: Batch, steps: int, number: int) -> Burst | None:
         is_plain = not batch.wanted & SCORE and is_sampled_plainly(batch, self._table)
@@ -296,7 +354,8 @@ class RecordedForward:
     def hidden(self, tokens: np.ndarray) -> Tensor:
         if self._is_eager:
             return self._eager.hidden(tokens)
-        return self._hidden[torch.from_numpy(tokens)]
+        # Of other stages than the last one these are other tokens', which the broadcast replaces.
+        return self._of_last_stage(self._hidden[torch.from_numpy(tokens)])
 
     def tapped(self, tokens: np.ndarray) -> Tensor:
         if self._is_eager:

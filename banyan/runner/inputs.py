@@ -264,6 +264,17 @@ class StepTensors:
             outputs = AdapterTokens(len(tokens)) if is_more else self._adapted_outputs
             adapters.choose(outputs, tokens)
 
+    def choose_of(self, batch: Batch) -> None:
+        """Enter where a batch samples, which has been entered before and need not be the last one
+        that was. It has no drafts."""
+        count = len(batch.last)
+        if self._table.adapters is not None:
+            self._table.adapters.turn_to(np.repeat(batch.slots, batch.counts))
+        self.choose(batch.last)
+        self.chosen[:count] = torch.from_numpy(batch.last).to(self._device)
+        self.to_slots[:count] = torch.from_numpy(batch.to_slots).to(self._device)
+        self.to_positions[:count] = torch.from_numpy(batch.to_positions).to(self._device)
+
     def targets(self, count: int) -> tuple[Tensor, Tensor]:
         """Slots and positions that the tokens of the first outputs go to."""
         return self.to_slots[:count], self.to_positions[:count]

@@ -85,7 +85,8 @@ def _open(
     attention: AttentionBackend,
     platform: Platform,
 ) -> Forward:
-    divided = build.groups.divided
+    divided, stages = build.groups.divided, build.groups.stages
+    carried = model.card.hidden_size if stages.rank else sizes.carried
     outputs = sizes.max_slots + sizes.draft_room
     max_tokens, max_rows = sizes.max_tokens, sizes.max_slots
     shares = 1
@@ -94,7 +95,7 @@ def _open(
         max_tokens, max_rows = room_for(max_tokens, max_rows, shares, divided.split)
 
     def tensors(max_tokens: int, max_rows: int, max_outputs: int) -> StepTensors:
-        size = (max_tokens, max_rows, max_outputs, sizes.carried, build.dtype, sizes.taps, shares)
+        size = (max_tokens, max_rows, max_outputs, carried, build.dtype, sizes.taps, shares)
         return StepTensors(table, store, platform, build.device, *size)
 
     def larger(batch: Batch) -> StepTensors:
@@ -107,18 +108,20 @@ def _open(
     if joint is not None and max_tokens == joint.replicas * outputs:
         max_tokens += 1
     step = tensors(max_tokens, max_rows, outputs)
-    eager = EagerForward(model, step, attention, larger, build.device, joint)
+    eager = EagerForward(model, step, attention, larger, build.device, joint, stages)
     recorder = build.ops.recorder
     try:
         if recorder is not None and sizes.max_tokens:
             return RecordedForward(
-                *(eager, model, build.ops, recorder, table, attention, step, joint)
+                *(eager, model, build.ops, recorder, table, attention, step, joint, stages)
             )
     except NotRecordable as error:
         log.info("steps are not recorded: %s", error)
     if platform.traits.programs != BY_SHAPE or not sizes.shapes or model.card.pooling is not None:
         return eager
     why = _obstacle(model, build.ops, platform)
+    if stages.size > 1:
+        why = "they go through several stages"
     if sizes.taps or sizes.carried:
         why = "drafts are made of what layers read beside tokens"
     if why:

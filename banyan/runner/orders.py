@@ -77,8 +77,7 @@ class OrderTaker:
     def launch(self, plan: StepPlan, mask_of: Callable[[int], bytes] | None = None) -> PendingStep:
         if not plan.orders:
             pending = self._runner.launch(plan, mask_of)
-            if self._stepped is not None and plan.rows:
-                self._stepped()
+            self.has_run(plan)
             return pending
         replies: list[OrderReply] = []
         for order in plan.orders:
@@ -86,6 +85,11 @@ class OrderTaker:
             if not replies[-1].ok:
                 break
         return _Answered(self._runner.launch(plan, mask_of), replies)
+
+    def has_run(self, plan: StepPlan) -> None:
+        """A plan without orders has been through the layers that are here."""
+        if self._stepped is not None and plan.rows:
+            self._stepped()
 
     def _carry_out(self, order: Order) -> OrderReply:
         finish: Finish | None = None

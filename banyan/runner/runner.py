@@ -8,6 +8,7 @@ others the tokens.
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -54,6 +55,7 @@ from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import KVStore
 from banyan.runner.open_forward import RunnerSizes, open_forward
 from banyan.runner.peers import Peers
+from banyan.runner.pending import Begun, PendingStep, failed
 from banyan.runner.pooling import Pooler
 from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
 from banyan.runner.sampling.processors import Processors
@@ -69,58 +71,6 @@ log = logger(__name__)
 
 MaskOf = Callable[[int], bytes]
 """Waits for the mask bits of a masked row, given its index in the plan."""
-
-
-class PendingStep:
-    """A launched step. `seconds` counts launching and waiting, not what lies between.
-
-    Args:
-        copies: what is told of its copies when it has run.
-        is_broken: the launch failed, so that nobody knows which of its copies were made.
-    """
-
-    def __init__(
-        self,
-        plan: StepPlan,
-        copies: CopyResult,
-        finish: Callable[[], StepResult],
-        launch_s: float,
-        is_broken: bool = False,
-    ) -> None:
-        self._plan = plan
-        self._copies = copies
-        self._finish = finish
-        self._launch_s = launch_s
-        self._is_broken = is_broken
-
-    def result(self) -> StepResult:
-        """The outcome; waits for the device."""
-        began = time.perf_counter()
-        try:
-            result = self._finish()
-        except Exception as error:
-            log.exception("step=%d failed", self._plan.step)
-            result = _failed(self._plan, error)
-        seconds = self._launch_s + time.perf_counter() - began
-        return StepResult(
-            step=self._plan.step,
-            tokens=result.tokens,
-            scores=result.scores,
-            failed=result.failed,
-            error=result.error,
-            seconds=seconds,
-            drafts=result.drafts,
-            vectors=result.vectors,
-            hidden=result.hidden,
-            draft_seconds=result.draft_seconds,
-        )
-
-    def copies(self) -> CopyResult | None:
-        """The plan's page copies that ended with the step. None when it had none."""
-        ids, failed = self._copies.ids, self._copies.failed
-        if not ids and not failed:
-            return None
-        return CopyResult(ids=[], failed=[*ids, *failed]) if self._is_broken else self._copies
 
 
 class ModelRunner:
@@ -209,13 +159,13 @@ class ModelRunner:
     def launch(self, plan: StepPlan, mask_of: MaskOf | None = None) -> PendingStep:
         """Run a plan: leaves, joins, grants, copies before, rows, copies after. Never raises."""
         began = time.perf_counter()
-        copies = self._begin_copies(plan.copies)
+        copies = self.begin_copies(plan.copies)
         try:
             with self._platform.stream():
                 finish = self._execute(plan, mask_of)
         except Exception as error:
             log.exception("step=%d failed", plan.step)
-            result = _failed(plan, error)
+            result = failed(plan, error)
             launch_s = time.perf_counter() - began
             return PendingStep(plan, copies, lambda: result, launch_s, is_broken=True)
         return PendingStep(plan, copies, finish, time.perf_counter() - began)
@@ -263,7 +213,7 @@ class ModelRunner:
         """What the stages of the last step took; ConfigError where steps are not recorded."""
         return self._forward.op_times()
 
-    def _begin_copies(self, copies: list[PageCopy]) -> CopyResult:
+    def begin_copies(self, copies: list[PageCopy]) -> CopyResult:
         """Hand over those to and from the store; what is to be told of the others."""
         mine = [copy.id for copy in copies if copy.is_on_device]
         if self.mover is None:
@@ -272,6 +222,17 @@ class ModelRunner:
         return CopyResult(mine)
 
     def _execute(self, plan: StepPlan, mask_of: MaskOf | None) -> Callable[[], StepResult]:
+        begun = self.begin(plan)
+        finish = self.end(begun, mask_of)
+        self.store.copy(plan.copies, "after")
+        return finish
+
+    def begin(self, plan: StepPlan, carry: Callable[[Batch], Tensor] | None = None) -> Begun:
+        """Enter a plan and run its rows through the layers that are here.
+
+        Args:
+            carry: brings what the stage before makes of a batch, [tokens, hidden].
+        """
         table, marks = self._table, self.marks
         marks.begin()
         table.leave(plan.leaves)
@@ -284,9 +245,30 @@ class ModelRunner:
         if self._peers is not None and (plan.rows or plan.peers):
             self._peers.begin(plan.peers)
         marks.end("enter", step=plan.step)
-        sampled, scores, verified, vectors, hidden, burst = None, None, None, None, None, None
-        if batch.rows or plan.peers:
-            burst = self._run(batch, plan)
+        begun = Begun(plan, batch, failed)
+        if not begun.has_run:
+            return begun
+        if carry is not None:
+            batch = replace(batch, carried=carry(batch))
+        return replace(begun, burst=self._run(batch, plan))
+
+    def stream(self) -> AbstractContextManager[object]:
+        """What plans are begun and ended in."""
+        return self._platform.stream()
+
+    def left(self, begun: Begun) -> Tensor:
+        """What the next stage goes on with, good until the next plan is begun; [tokens, hidden]."""
+        return self._forward.left(begun.batch)
+
+    def turn_to(self, begun: Begun) -> None:
+        """Let `end` be of this one, though others may have been begun since."""
+        self._forward.turn_to(begun.batch)
+
+    def end(self, begun: Begun, mask_of: MaskOf | None) -> Callable[[], StepResult]:
+        """Sample, and read out what else is wanted; what then gives the result."""
+        plan, batch, failed, burst = begun.plan, begun.batch, begun.failed, begun.burst
+        sampled, scores, verified, vectors, hidden = None, None, None, None, None
+        if begun.has_run:
             sampled, scores = self._read_out(plan, batch, mask_of)
             if burst is not None:
                 self._table.grow(batch.to_slots, burst.steps - 1)
@@ -301,13 +283,12 @@ class ModelRunner:
                 hidden = _hidden_states(self._forward, batch)
             if batch.wanted & EXPERTS and self._build.watch is not None:
                 hidden = (hidden or {}) | told_experts(self._build.watch, batch, self._card)
-        self.store.copy(plan.copies, "after")
         outcome = Outcome(sampled, scores, vectors, hidden or {}, verified, burst)
         finish = partial(_result, plan, batch, failed, outcome, outcome.fetch(self._platform))
         if not batch.rows or self._forward.results_are_final:
             return finish
         result = finish()  # the step has ended, and the next one writes into the same memory
-        marks.end("read out")
+        self.marks.end("read out")
         return lambda: result
 
     def _run(self, batch: Batch, plan: StepPlan) -> Burst | None:
@@ -547,7 +528,3 @@ def _result(
         vectors=pooled,
         hidden=states,
     )
-
-
-def _failed(plan: StepPlan, error: Exception) -> StepResult:
-    return StepResult(step=plan.step, error=f"{type(error).__name__}: {error}")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from banyan.base.errors import DeviceError
 from banyan.messages.plan import StepPlan
+from banyan.runner.line import Line
 from banyan.runner.orders import Runner
 
 
@@ -22,4 +23,20 @@ def serve_rank(runner: Runner, receive: Callable[[], StepPlan | None]) -> None:
             raise DeviceError(
                 f"step {plan.step} failed on this rank: {result.error}",
                 hint="the replica ends; start it again",
+            )
+
+
+def serve_line(line: Line, receive: Callable[[], list[StepPlan] | None]) -> None:
+    """The same where plans follow each other through stages: each list holds the plan that comes in
+    in a turn, if there is one.
+
+    Raises:
+        DeviceError: as above.
+    """
+    while (coming := receive()) is not None:
+        plan = coming[0] if coming else None
+        pending = line.turn(plan)
+        if pending is not None and (error := pending.result().error):
+            raise DeviceError(
+                f"a step failed on this rank: {error}", hint="the replica ends; start it again"
             )

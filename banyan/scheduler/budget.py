@@ -74,6 +74,7 @@ class Limits:
         max_request_tokens: longest prompt + output.
         depth: plans with rows that may be in flight at once.
         token_gap: steps between sampling a token and a row that needs it (stages − 1).
+        micro_batch: requests of one step; 0 = all that run.
         drafts: tokens the runner drafts after each sampled one; 0 = no speculation.
         paid_drafts: drafting takes time and pages of its own, so no more is drafted than is asked.
         fixed_drafts: as many are made and verified as may be, whatever they bring and cost.
@@ -103,6 +104,7 @@ class Limits:
     growth: Growth = Growth()
     draft_room: int = DRAFT_ROOM
     burst: int = 1
+    micro_batch: int = 0
 
     @property
     def starts_are_bounds(self) -> bool:

@@ -140,6 +140,8 @@ class Request:
         self.planned = 0
         """Positions that rows cover already; an upper bound while drafts are in flight."""
         self.flights: deque[Flight] = deque()
+        self.latest_step = NO_STEP
+        """The last step that had a row of it."""
         self.has_sampled = False
         """The newest token is the runner's own, which drafted with it when it does so."""
         self.next_drafts: list[int] = []

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from banyan.base.ids import RequestId, SlotId
 from banyan.memory.cache import TOKEN_BYTES, KVCache, Lease
+from banyan.memory.stamps import Stamp
 from banyan.messages.events import DraftReport, Event, Failed, Finished
 from banyan.messages.plan import Mask
 from banyan.scheduler.request import FINISHED, RUNNING, WAITING, DraftCounts, Request
@@ -16,8 +17,15 @@ from banyan.scheduler.stats import Counters
 class Roster:
     """Live requests, free slots, and the outboxes towards front and runner."""
 
-    def __init__(self, cache: KVCache, max_running: int, is_drafting: bool = False) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        max_running: int,
+        is_drafting: bool = False,
+        has_stages: bool = False,
+    ) -> None:
         self.is_drafting = is_drafting
+        self._has_stages = has_stages
         self._cache = cache
         self._max_running = max_running
         self._requests: dict[RequestId, Request] = {}
@@ -29,6 +37,8 @@ class Roster:
         self.leaves: list[SlotId] = []
         """Slots that were let go since the last plan. Leaves come before joins, so a slot may be
         left and taken again in one plan."""
+        self._lingering: list[tuple[SlotId, Stamp]] = []
+        """Let go, while stages may still read what they know of the slot."""
         self.events: list[Event] = []
         self.masks: list[Mask] = []
         self.counters = Counters()
@@ -132,7 +142,8 @@ class Roster:
         leases = [r.lease for r in self.running if r.lease is not None]
         assert len(leases) == len(self.running), "a running request without a lease"
         self._cache.check(leases)
-        slots = sorted([*self.free_slots, *(r.slot for r in self.running)])
+        lingering = [slot for slot, _ in self._lingering]
+        slots = sorted([*self.free_slots, *lingering, *(r.slot for r in self.running)])
         assert slots == list(range(1, self._max_running + 1)), f"slots in use or free: {slots}"
         assert len(self._requests) == len(self.waiting) + len(self.running)
         for queue in (self.waiting, self.running):
@@ -156,8 +167,22 @@ class Roster:
         return request.leave(state)
 
     def _give_slot(self, slot: SlotId) -> None:
+        if self._has_stages:
+            self._lingering.append((slot, self._cache.horizon.now()))
+            return
         self.free_slots.append(slot)
         self.leaves.append(slot)
+
+    def free_lingering(self) -> None:
+        """With stages: let slots be left and taken again of which nothing is in flight. The first
+        stage hears of it before the last one has run what was."""
+        if not self._lingering:
+            return
+        passed = self._cache.horizon.passed
+        over = [slot for slot, stamp in self._lingering if passed(stamp)]
+        self._lingering = [(slot, stamp) for slot, stamp in self._lingering if not passed(stamp)]
+        self.free_slots += over
+        self.leaves += over
 
 
 def _report(drafts: DraftCounts) -> DraftReport:

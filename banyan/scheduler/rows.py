@@ -69,6 +69,7 @@ class RowPlanner:
         sheet.flights.append(flight)
         request.flights.append(flight)
         request.planned, request.has_jumped = end, False
+        request.latest_step = sheet.step
         if not pending:
             self._share(request, lease, sheet, end, row)
         if is_decode:

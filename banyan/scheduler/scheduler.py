@@ -33,6 +33,7 @@ from banyan.scheduler.roster import Roster
 from banyan.scheduler.rows import Planned, RowPlanner
 from banyan.scheduler.sheet import PlanSheet
 from banyan.scheduler.speculation import Speculation
+from banyan.scheduler.stages import StageShare
 from banyan.scheduler.turns import Turns, end_overdue
 
 
@@ -60,7 +61,8 @@ class Scheduler:
         self.adapters = adapters
         self.cache = cache
         self.limits = limits
-        self.roster = Roster(cache, limits.max_running, limits.drafts > 0)
+        has_stages = limits.token_gap > 0
+        self.roster = Roster(cache, limits.max_running, limits.drafts > 0, has_stages)
         self.counters = self.roster.counters
         self._order = order
         self._turns = Turns(limits.priorities.max_wait_s)
@@ -75,6 +77,7 @@ class Scheduler:
         if limits.drafts:
             self.speculation = Speculation(limits.drafts, limits.paid_drafts, limits.fixed_drafts)
         self._planner = RowPlanner(cache, limits, self.speculation)
+        self._share = StageShare(limits)
         self._ratio = NewTokenRatio(limits.conservativeness, limits.growth)
         self._has_suspects = False
         self._arrivals = 0
@@ -151,6 +154,7 @@ class Scheduler:
         self._now = now
         limits = self.limits
         end_overdue(self.roster, limits, now)
+        self.roster.free_lingering()
         sheet = PlanSheet(
             *(step, self.roster.leaves, limits.chunk_tokens, limits.max_prompts),
             *(len(self.roster.running), limits.draft_room),
@@ -241,7 +245,7 @@ class Scheduler:
             self.roster.retract(lowest)
 
     def _plan_running(self, sheet: PlanSheet) -> None:
-        for request in list(self.roster.running):
+        for request in self._share.of(self.roster.running, sheet):
             if request.state != RUNNING:
                 continue  # retracted for a request of higher rank
             if self._planner.plan(request, sheet) is Planned.STARVED:
@@ -284,7 +288,7 @@ class Scheduler:
         for request in self._turns.deal(ordered, self._now):
             if request.flights or self._waits(request):
                 continue  # for its last token, which was in flight when it was retracted, or pages
-            if sheet.budget <= 0 or not self.roster.free_slots:
+            if sheet.budget <= 0 or not self.roster.free_slots or self._share.is_full(sheet):
                 return
             if not self._enter(request, sheet, reserved):
                 return

@@ -197,9 +197,20 @@ FLAGS = (
     Flag(
         "pp-max-micro-batch-size",
         "schedule.micro_batch",
-        "requests of one stage's step; there is one stage, so it bounds --max-running-requests",
+        "requests of one stage's step, at most; as many times that as there are stages run at once "
+        "(left out: all that run are dealt out evenly)",
         kind=INT,
         low=1,
-        proof="tests/memory/test_sizing.py::test_a_micro_batch_bounds_what_runs_at_once",
+        proof="tests/scheduler/test_stages.py::test_a_step_has_no_more_requests_than_a_micro_batch",
+    ),
+    Flag(
+        "pp-async-batch-depth",
+        "schedule.async_depth",
+        "with --pipeline-parallel-size: steps that are planned ahead of those that the stages run; "
+        "0 plans each when a stage is free for it",
+        kind=INT,
+        low=0,
+        high=64,
+        proof="tests/scheduler/test_stages.py::test_each_stage_has_a_step_and_some_wait_behind",
     ),
 )
