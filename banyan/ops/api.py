@@ -290,7 +290,8 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, Protocol):
 
         q, q_turned: [tokens, heads, width of a part] T; weights: [tokens, heads] T;
         key_pages, turned_pages: as for write_latent.
-        returns: [tokens, words] int32, bit p % 32 of word p // 32 for position p.
+        returns: [tokens, words] int32, bit p % 32 of word p // 32 for position p; or whatever else
+        the `latent_attention` of the same device takes.
         """
         ...
 

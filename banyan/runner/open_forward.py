@@ -141,6 +141,8 @@ def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:
         and (latent.rank, latent.rope_dim) in traits.latents
         and not latent.index_heads
     )
+    if latent is not None and latent.index_heads and traits.lengths_on_host:
+        return "an indexer is given the lengths of rows anew at every step"
     if not is_quick and any("k" not in cache.tensors for cache in model.caches):
         return "attention over this model's cache waits for the device"
     if not traits.lengths_on_host or not isinstance(ops, BoundOps):

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from banyan.ops.npu import contracts
 from banyan.ops.npu.contracts import BAND, MASK_SIZE, require
-from tests.emulation import expert_operators, quant_operators
+from tests.emulation import expert_operators, quant_operators, sparse_operators
 
 _FIA = "npu_fused_infer_attention_score"
 _ENDLESS = (1 << 31) - 1
@@ -68,6 +68,7 @@ SCHEMAS = {
     "int? dequant_scale_key_rope_dtype=None, int? out_dtype=None) -> (Tensor, Tensor)",
     **expert_operators.SCHEMAS,
     **quant_operators.SCHEMAS,
+    **sparse_operators.SCHEMAS,
 }
 
 
@@ -79,6 +80,7 @@ def register(core: ModuleType) -> torch.library.Library:
     others = {
         **dict.fromkeys(expert_operators.SCHEMAS, expert_operators.Experts(core)),
         **dict.fromkeys(quant_operators.SCHEMAS, quant_operators.Products(core)),
+        **dict.fromkeys(sparse_operators.SCHEMAS, sparse_operators.Sparse(core)),
     }
     for name, schema in SCHEMAS.items():
         library.define(name + schema)

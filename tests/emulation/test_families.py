@@ -29,7 +29,7 @@ CAPTURED = {
 }
 """Variants whose decode steps are captured, with what makes them fit the operators."""
 EAGER = {"gemma2": {"head_dim": 16}, "deepseek v3.2": LATENT | {"index_head_dim": 128}}
-"""Those over which the reference attends, which waits for the device."""
+"""Those whose steps are not captured."""
 IS_WHOLE = os.environ.get("NPU_CASES") == "all"
 LAYERS = 3
 ROOM = {"max_position_embeddings": 256}
@@ -93,6 +93,16 @@ def test_a_family_says_what_it_says_on_the_cpu(npu: EmulatedNpu, tmp_path, varia
     with start(tmp_path, "cpu", dtype="float32", cpu_activations="fp32") as engine:
         wanted = answers(engine)
     with start(tmp_path, "npu", dtype="float16", cuda_graph_bs=[1, 2]) as engine:
+        assert compare(answers(engine), wanted) > sum(TOKENS) / 3
+        assert read_back(engine, npu) == {"to_host": 2, "to_host_late": 2, "waits": 1}
+
+
+def test_an_indexer_and_what_it_chooses_for_read_nothing_back(npu: EmulatedNpu, tmp_path) -> None:
+    """Both by the device's operators, which also wait for nothing."""
+    tiny("deepseek v3.2", tmp_path, num_hidden_layers=LAYERS, **ROOM, **EAGER["deepseek v3.2"])
+    with start(tmp_path, "cpu", dtype="float32", cpu_activations="fp32") as engine:
+        wanted = answers(engine)
+    with start(tmp_path, "npu", dtype="float16") as engine:
         assert compare(answers(engine), wanted) > sum(TOKENS) / 3
         assert read_back(engine, npu) == {"to_host": 2, "to_host_late": 2, "waits": 1}
 

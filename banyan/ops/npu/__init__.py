@@ -13,6 +13,7 @@ KERNELS = {
     "paged_attention": [f"{_HERE}.pages:paged_attention"],
     "write_latent": [f"{_HERE}.latents:write_latent"],
     "latent_attention": [f"{_HERE}.latents:latent_attention"],
+    "choose_positions": [f"{_HERE}.sparse:choose_positions"],
     "experts": [f"{_HERE}.experts:experts"],
     "linear": [f"{_HERE}.quantised:linear_kernel"],
     **{op: [f"{_HERE}.rows:{op}"] for op in _ROWS},

@@ -59,6 +59,7 @@ def cases() -> Iterator[Case]:
         for dim in (64, 128):
             yield from _attention(dtype, dim, f"{kind}, heads of {dim}")
         yield from _latents(dtype, kind)
+        yield from _sparse(dtype, kind)
         yield from _experts(dtype, kind)
     yield from products()
     yield _rotary()
@@ -283,6 +284,53 @@ def _latents(dtype: torch.dtype, kind: str) -> Iterator[Case]:
 
     yield case((1, 1, 1), "one token a row")
     yield case((16, 3, 5), "rows together")
+
+
+def _sparse(dtype: torch.dtype, kind: str) -> Iterator[Case]:
+    """Numbers whose sums are the same in any order, so that all choose the same positions."""
+    heads, top, table, counts = 16, 64, _Scene(dtype, 64).table, COUNTS
+    total, ends = sum(counts), torch.tensor(counts).cumsum(0)
+    small = [
+        torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+        for shape in ((total, 4, 128), (PAGES, PAGE, 1, 128), (total, 4))
+    ]
+    rows = (table, ends.int(), torch.tensor(LENGTHS, dtype=torch.int32))
+    sides = (torch.cat([torch.zeros(1), ends]).long(), torch.tensor(LENGTHS) - torch.tensor(counts))
+
+    def chosen() -> Tensor:
+        q, keys, shares = (part.float() for part in small)
+        parts = (q[..., :64], q[..., 64:], shares, keys[:, :, 0, :64], keys[:, :, 0, 64:])
+        seen = reference.unpack_bits(reference.choose_positions(*parts, table, *sides, top))
+        found = torch.full((total, 1, top), -1, dtype=torch.int32)
+        for token, line in enumerate(seen):
+            places = line.nonzero()[:, 0].int()
+            found[token, 0, : len(places)] = places
+        return found
+
+    def choose(operators: Operators, place: Place) -> list[Tensor]:
+        found = operators.choose_positions(*map(place, small), *map(place, rows), top)
+        return [found.sort(-1, descending=True).values]
+
+    def chosen_down() -> list[Tensor]:
+        return [chosen().sort(-1, descending=True).values]
+
+    yield Case("npu_lightning_indexer", kind, choose, chosen_down, 0.0)
+    latents, keys = (_random(PAGES, PAGE, 1, width, dtype=dtype) for width in (512, 64))
+    q, turned = (_random(total, heads, width, dtype=dtype) for width in (512, 64))
+    scale, places = 1 / math.sqrt(192), chosen()
+
+    def attend(operators: Operators, place: Place) -> list[Tensor]:
+        given = map(place, (q, turned, latents, keys, places, *rows))
+        return [operators.attend_chosen(*given, scale)]
+
+    def attended() -> list[Tensor]:
+        parts = (part.float() for part in (q, turned, latents[:, :, 0], keys[:, :, 0]))
+        indexed = (small[0][..., :64], small[0][..., 64:], small[2])
+        kept = (small[1][:, :, 0, :64], small[1][:, :, 0, 64:])
+        bits = reference.choose_positions(*indexed, *kept, table, *sides, top)
+        return [reference.latent_attention(*parts, table, *sides, scale, bits)]
+
+    yield Case("npu_sparse_flash_attention", kind, attend, attended, _SLACK[dtype])
 
 
 def _experts(dtype: torch.dtype, kind: str) -> Iterator[Case]:

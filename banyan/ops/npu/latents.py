@@ -21,6 +21,7 @@ from banyan.ops.npu.contracts import (
     LATENT_TOKENS,
 )
 from banyan.ops.npu.needs import NpuToolkit, declines
+from banyan.ops.npu.operators import Operators
 from banyan.ops.npu.pages import lengths_of
 from banyan.ops.npu.plain import attend_plainly
 
@@ -70,6 +71,13 @@ def _latent_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
             values, turned = latent_pages.unsqueeze(2), key_pages.unsqueeze(2)  # one head
             rows = (tables, starts, lengths, scale)
             return attend_plainly(whole, (values, turned), values, *rows, -first)
+        if chosen is not None and chosen.dim() == 3 and not is_served:
+            chosen = _bits(chosen, page_tables.shape[1] * latent_pages.shape[1])
+        if chosen is not None and chosen.dim() == 3:  # positions, as the indexer's operator gives
+            return _of_chosen(
+                *(toolkit.operators, q, q_turned, latent_pages, key_pages),
+                *(chosen, tables, starts, lengths, scale),
+            )
         if chosen is not None or not is_served:
             return reference.latent_attention(
                 *(q, q_turned, latent_pages, key_pages),
@@ -88,6 +96,38 @@ def _latent_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         return attend(q, q_turned, *keys, tables, ends, lengths, scale)[:, :heads]
 
     return run
+
+
+def _of_chosen(
+    operators: Operators,
+    q: Tensor,
+    q_turned: Tensor,
+    latent_pages: Tensor,
+    key_pages: Tensor,
+    chosen: Tensor,
+    tables: Tensor,
+    starts: list[int],
+    lengths: list[int],
+    scale: float,
+) -> Tensor:
+    heads = q.shape[1]
+    room = (1 << (heads - 1).bit_length()) - heads
+    q, q_turned = (pad(part, (0, 0, 0, room)).contiguous() for part in (q, q_turned))
+    latents, keys = (pages.unsqueeze(2) for pages in (latent_pages, key_pages))
+    rows = operators.on_device(q.device, starts, lengths)
+    return operators.attend_chosen(q, q_turned, latents, keys, chosen, tables, *rows, scale)[
+        :, :heads
+    ]
+
+
+def _bits(chosen: Tensor, most: int) -> Tensor:
+    """Positions [tokens, 1, top] as bits of words, below `most`."""
+    words = -(-most // 32)
+    seen = torch.zeros(len(chosen), words * 32 + 1, dtype=torch.bool, device=chosen.device)
+    places = torch.where(chosen < 0, words * 32, chosen)[:, 0].long()
+    seen.scatter_(1, places, True)
+    worth = 1 << torch.arange(32, device=chosen.device)
+    return (seen[:, :-1].unflatten(1, (words, 32)) * worth).sum(-1).to(torch.int32)
 
 
 def _pieces(starts: list[int], lengths: list[int]) -> tuple[list[int], list[int], list[int]]:

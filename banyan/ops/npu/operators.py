@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from banyan.ops.npu import contracts, expert_contracts, quant_contracts
+from banyan.ops.npu import contracts, expert_contracts, quant_contracts, sparse_contracts
 from banyan.ops.npu.contracts import ALL, BAND, CAUSAL, MASK_SIZE
 from banyan.ops.npu.quant_contracts import COLUMN_STEP, ROW_STEP
 
@@ -35,6 +35,7 @@ class Operators:
         self._is_checked = is_checked
         self._npu = torch.ops.npu if namespace is None else namespace
         self._triangles: dict[torch.device, Tensor] = {}
+        self._rows: tuple[torch.device, list[int], list[int], Tensor] | None = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if self._is_checked:
@@ -138,6 +139,83 @@ class Operators:
         given = _given(query, latents, table, ends, lengths, 1, *how)
         given |= {"query_rope": query_rope, "key_rope": key_rope}
         return self._attend(query, latents, latents, scale, given)
+
+    def choose_positions(
+        self,
+        query: Tensor,
+        key: Tensor,
+        weights: Tensor,
+        table: Tensor,
+        ends: Tensor,
+        lengths: Tensor,
+        top: int,
+    ) -> Tensor:
+        """The best positions of each token first, then -1; [tokens, 1, top]. query: [tokens, heads,
+        128]; key: [pages, page size, 1, 128]; weights: [tokens, heads]; ends: the token after the
+        last one of each row, lengths: keys of each row, both of int32 on the device."""
+        if self._is_checked:
+            rows = (ends, lengths, table)
+            sparse_contracts.lightning_indexer(query, key, weights, *rows, top)
+        return self._npu.npu_lightning_indexer(
+            query,
+            key,
+            weights,
+            actual_seq_lengths_query=ends,
+            actual_seq_lengths_key=lengths,
+            block_table=table,
+            layout_query="TND",
+            layout_key="PA_BSND",
+            sparse_count=top,
+            sparse_mode=3,
+        )[0]
+
+    def attend_chosen(
+        self,
+        query: Tensor,
+        query_rope: Tensor,
+        latents: Tensor,
+        key_rope: Tensor,
+        chosen: Tensor,
+        table: Tensor,
+        ends: Tensor,
+        lengths: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """As `attend_latents` over the positions that `choose_positions` gives. latents, key_rope:
+        [pages, page size, 1, 512 and 64]; the others as there."""
+        if self._is_checked:
+            sparse_contracts.sparse_flash_attention(
+                *(query, query_rope, latents, key_rope, chosen, ends, lengths, table)
+            )
+        return self._npu.npu_sparse_flash_attention(
+            query,
+            latents,
+            latents,
+            chosen,
+            scale,
+            block_table=table,
+            actual_seq_lengths_query=ends,
+            actual_seq_lengths_kv=lengths,
+            query_rope=query_rope,
+            key_rope=key_rope,
+            sparse_block_size=1,
+            layout_query="TND",
+            layout_kv="PA_BSND",
+            sparse_mode=3,
+            attention_mode=2,
+        )[0]
+
+    def on_device(
+        self, device: torch.device, starts: list[int], lengths: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The ends and the lengths of a step's rows, as the operators of sparse attention take
+        them: brought once for all layers."""
+        if self._rows is None or self._rows[:3] != (device, starts, lengths):
+            packed = torch.empty(2, len(lengths), dtype=torch.int32, pin_memory=True)
+            packed.copy_(torch.tensor([starts[1:], lengths]))
+            there = packed.to(device, non_blocking=True)
+            self._rows = (device, starts, lengths, there)
+        return self._rows[3][0], self._rows[3][1]
 
     def init_routing(self, x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of x for each pair of a token and an expert, by expert; the row of each pair, token
