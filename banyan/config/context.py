@@ -59,6 +59,10 @@ def _others(config: Config) -> Iterator[tuple[bool, str, str]]:
         "--model-impl transformers",
         "leave --model-impl at auto",
     )
+    sees_all = "leave it out: each rank would see its share of the tokens"
+    yield bool(config.model.hooks), "--forward-hooks", sees_all
+    yield bool(config.model.dump_folder), "--debug-tensor-dump-output-folder", sees_all
+    yield config.model.injects, "--debug-tensor-dump-inject", sees_all
     yield bool(config.cache.store), "--hicache-storage-backend", "prefixes are kept in memory"
     yield config.lora.is_enabled or bool(config.lora.paths), "--enable-lora", ranks
     yield bool(experts.recorder), "--expert-distribution-recorder-mode", ranks

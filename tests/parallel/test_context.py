@@ -8,11 +8,13 @@ computes which token.
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from banyan.base.clock import WallClock
+from banyan.base.errors import ConfigError
 from banyan.config.checkpoint import read_card
 from banyan.messages.plan import HIDDEN, SAMPLE, Row
 from banyan.messages.sampling import SamplingParams
@@ -193,6 +195,14 @@ def test_ranks_that_divide_steps_answer_as_one_does_and_company_changes_no_bit(s
             bits = of_sums.setdefault(sums, found[at]["alone"])
             assert bits == found[at]["alone"], "who computes a token changes none of its bits"
     assert len(of_sums) < len(asked) or size == 3
+
+
+def test_devices_that_are_no_cpus_are_refused_by_name(monkeypatch):
+    traits = SimpleNamespace(is_host=False, name="an accelerator")
+    monkeypatch.setattr("banyan.opening.open_platform", lambda name: SimpleNamespace(traits=traits))
+    with pytest.raises(ConfigError, match="--attn-cp-size 2: .* CPUs only, this is an accelerator"):
+        config = config_of("--tp", "4", "--attn-cp-size", "2")
+        open_model(config, CARD, 0, "", Phases(WallClock()))
 
 
 @pytest.mark.parametrize(
