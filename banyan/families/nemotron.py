@@ -55,6 +55,9 @@ def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
     groups = facts.integer("n_groups", 1, MAX_HEADS, default=8)
     if heads % groups:
         raise facts.error("n_groups", groups, f"a divisor of {heads} heads")
+    activation = facts.text("mamba_hidden_act", default="silu")
+    if activation != "silu":
+        raise facts.error("mamba_hidden_act", activation, "silu")
     least, most = limits_of(facts)
     state = StateFacts(
         mixer="scan",
