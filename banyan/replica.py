@@ -36,11 +36,7 @@ from banyan.engine.spec import core_spec
 from banyan.engine.stages import Staged
 from banyan.engine.step_log import StepLog
 from banyan.formats.shards import size_of_weights
-from banyan.frontend.words.load import load_tokenizer
-from banyan.grammar.base import stand_ins
-from banyan.grammar.compiler import GrammarCompiler
-from banyan.grammar.vocabulary import Encode, Vocabulary, vocabulary_of
-from banyan.grammar.workshop import GrammarLimits
+from banyan.grammars import open_grammars
 from banyan.memory.cache import WEIGHTS_BYTES
 from banyan.memory.sizing import MemoryPlan
 from banyan.messages.events import Ready
@@ -137,7 +133,7 @@ def run_engine(
         phases.done("cache")
         spec = core_spec(config, card, memory, rack.first if rack else ())
         recorders = Recorders(config.observe, spec, recording, cleanup)
-        grammars = _grammars(config, card, wake.ring)
+        grammars = open_grammars(config, card, wake.ring)
         desk = None
         if grammars is not None:
             cleanup.callback(grammars.close)
@@ -426,25 +422,6 @@ def _step_clock(parallel: ParallelConfig) -> StepClock | None:
         return None
     whole = (parallel.meeting, parallel.replica, parallel.dp, parallel.meet_timeout_s)
     return open_step_clock(*whole)
-
-
-def _grammars(config: Config, card: ModelCard, wake: Callable[[], None]) -> GrammarCompiler | None:
-    """What compiles constraints; reads the tokenizer only when the first constraint comes."""
-    grammar = config.grammar
-    if grammar.backend in ("", "none"):
-        return None
-
-    def read() -> tuple[Vocabulary, Encode]:
-        tokenizer = load_tokenizer(config.model.tokenizer_path)
-        pieces, ends, special = tokenizer.pieces, tokenizer.eos_ids, tokenizer.special_ids
-        vocabulary = vocabulary_of(
-            pieces.__getitem__, tokenizer.vocab_size, card.vocab_size, ends, special
-        )
-        return vocabulary, lambda text: tokenizer.encode(text, False)
-
-    limits = GrammarLimits(time_s=grammar.timeout_s)
-    backends = stand_ins(grammar.backend)
-    return GrammarCompiler(backends, read, grammar.between_tokens, limits, wake)
 
 
 def _open_drafter(config: Config) -> Callable[[Callable[[], Beside]], Drafter] | None:

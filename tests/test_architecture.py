@@ -79,6 +79,7 @@ DOOR_IMPORTS = (
 )
 COMPOSITION_ROOTS = (
     *("cli", "prepare.py", "opening.py", "replica.py", "movers.py", "compose.py", "llm.py"),
+    "grammars.py",
     *("__main__.py", "check_env.py"),
     *("launch_server.py", "launch_router.py", "launch_lb.py"),
     *("bench_serving.py", "bench_one_batch.py", "bench_offline_throughput.py"),

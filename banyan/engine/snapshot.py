@@ -353,7 +353,10 @@ def _grown(request: Request, grammars: GrammarFactory | None) -> Grammar | None:
     if not text:
         return None
     if grammars is None:
-        raise ModelError(f"request {request.id} is constrained: its grammar cannot be had here")
+        raise ModelError(
+            f"request {request.id} is constrained, and there is no vocabulary here to go by",
+            hint="name the model",
+        )
     try:
         grammar = grammars(text)
     except RequestError as error:

@@ -148,7 +148,10 @@ def _lack(record: Received, grammars: GrammarFactory | None) -> str:
     asked = record.message
     if not isinstance(asked, Generate) or not asked.grammar or grammars is not None:
         return ""
-    return f"request {asked.request} is constrained, and there is no tokenizer here to go by"
+    return (
+        f"request {asked.request} is constrained, and there is no vocabulary here to go by: name "
+        "the model"
+    )
 
 
 def _difference(record: Launched, has_plan: bool) -> str:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from banyan.cli.client import Client
+from banyan.cli.replay import replay
 from banyan.cli.resend import resend
 from banyan.sim.replay import check
 from tests.system.serving import CALL_S, ROOT, Server
@@ -105,6 +106,10 @@ def test_constrained_requests_are_sent_again_with_their_constraints(server, tmp_
             params = {"max_new_tokens": 40, "temperature": 0.8, "sampling_seed": 7, **constraint}
             texts.append(running.generate(input_ids=[5, 6], sampling_params=params)["text"])
         (tmp_path / "recording").write_bytes(running.http.get("/flight_recorder").content)
+        recording = str(tmp_path / "recording")
+        assert "constrained" in check(recording).difference
+        model = running.facts()["model_path"]
+        assert replay([recording, "--check", model]) == 0
         client = Listening(running.url)
         again = resend(str(tmp_path / "recording"), client)
     assert again.answered == again.sent and not again.left_out, again
