@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-parallel | test-border | test-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-transfer | test-security | trust | bench
+# make serve | test | test-hostile | test-parallel | test-long | test-border | test-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-transfer | test-security | trust | bench
 #      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | clean | wheel | test-wheel
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -19,7 +19,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed
 
-.PHONY: serve test test-parallel test-hostile test-border test-faults test-pair-faults test-schemas test-npu test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
+.PHONY: serve test test-parallel test-long test-hostile test-border test-faults test-pair-faults test-schemas test-npu test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -108,6 +108,11 @@ test-parallel: $(VENV)/.test
 	@PARALLEL=all $(BIN)/python -m pytest tests/parallel tests/system/test_stages.py tests/system/test_nodes.py \
 	  tests/system/test_experts.py tests/system/test_ranks.py tests/system/test_joined.py tests/system/test_context.py tests/system/test_lora_beside.py \
 	  tests/system/test_handoff_ranks.py tests/system/test_handoff_kinds.py tests/system/test_expert_company.py tests/system/test_hooks_beside.py $(ARGS)
+
+# Sparse attention over 8,192 tokens against transformers; a minute, and 8 GB.
+test-long: $(VENV)/.test
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@LONG=1 $(BIN)/python -m pytest tests/system/test_long_context.py $(ARGS)
 
 # One batch in process, with each phase's fraction of what this machine can do.
 bench: $(VENV)/.demo

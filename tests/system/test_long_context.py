@@ -1,5 +1,6 @@
 """Sparse attention far beyond what it chooses: 8,192 tokens, of which each reads 2,048."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def told(folder: Path, **more) -> tuple[list[int], torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get("LONG"), reason="make test-long runs it")
 def test_what_an_indexer_chooses_of_8192_tokens_is_what_transformers_chooses(tmp_path):
     reference = tiny("deepseek v3.2", tmp_path / "sparse", index_topk=CHOSEN, **SIZES)
     tiny("deepseek v3.2", tmp_path / "dense", index_topk=2 * TOKENS, **SIZES)
