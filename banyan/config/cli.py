@@ -16,9 +16,13 @@ from banyan.config.env import Environment
 from banyan.config.file import read_mapping
 from banyan.config.flags.flag import BELONGS, LISTS, REFUSED, SWITCH, Absent, Flag, Replaced
 from banyan.config.flags.table import CONFIG_FILE, GROUPS, Known, find, spellings
+from banyan.config.npu_variables import VARIABLES
 from banyan.config.schema import UNSAID, Config
-from banyan.config.variables import OF_ASCEND, SETTINGS
+from banyan.config.variables import SETTINGS
 from banyan.config.words import MODEL_HINT, plain, split
+
+_TIER = ("--hicache-io-backend ", "--hicache-mem-layout ")
+"""How notes begin on flags that would be about a device of its own memory, as an NPU is."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,19 @@ def read(argv: Sequence[str], environment: Environment) -> Given:
     _check_open_lists(reading, values)
     config = build(values)
     origins = {**file.origins, **variables.origins, **command_line.origins}
-    is_npu = config.device.name == "npu"
-    said = (note for note in reading.notes if not (is_npu and note.endswith(OF_ASCEND)))
+    said = reading.notes
+    if config.device.name == "npu":
+        if environment.npu_refusals:
+            raise ConfigError("; ".join(environment.npu_refusals))
+        for note in said:
+            if note.startswith(_TIER):
+                raise ConfigError(
+                    f"{note.partition(' ')[0]} is not available on npu: no pages are moved between "
+                    "the device and the memory of the host",
+                    hint="leave it out; cached pages stay on the device",
+                )
+        others = (note for note in said if note.partition(" ")[0] not in VARIABLES)
+        said = [*others, *environment.npu_notes]
     notes = (*said, *check_companions(config, origins, environment))
     config = replace(config, observe=replace(config.observe, notes=notes, origins=origins))
     return Given(config, origins)

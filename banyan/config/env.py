@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from banyan.config.npu_variables import notes_on_npu, refusals_on_npu
 from banyan.config.variables import OF_LAUNCHES, SETTINGS, notes_on, refusals_of
 
 _PREFIX = "BANYAN_"
@@ -63,6 +64,9 @@ class Environment:
     launch: Mapping[str, str] = field(default_factory=dict[str, str])
     notes: tuple[str, ...] = ()
     refusals: tuple[str, ...] = ()
+    npu_notes: tuple[str, ...] = ()
+    npu_refusals: tuple[str, ...] = ()
+    """The last two where the device is an Ascend NPU, of the variables of its documents."""
 
 
 def forget_secrets() -> None:
@@ -104,4 +108,6 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         launch={name: given[name] for name in OF_LAUNCHES if given.get(name)},
         notes=notes_on(given),
         refusals=refusals_of(given),
+        npu_notes=notes_on_npu(given),
+        npu_refusals=refusals_on_npu(given),
     )

@@ -297,10 +297,14 @@ def _sparse(dtype: torch.dtype, kind: str) -> Iterator[Case]:
     rows = (table, ends.int(), torch.tensor(LENGTHS, dtype=torch.int32))
     sides = (torch.cat([torch.zeros(1), ends]).long(), torch.tensor(LENGTHS) - torch.tensor(counts))
 
-    def chosen() -> Tensor:
+    def bits() -> Tensor:
         q, keys, shares = (part.float() for part in small)
-        parts = (q[..., :64], q[..., 64:], shares, keys[:, :, 0, :64], keys[:, :, 0, 64:])
-        seen = reference.unpack_bits(reference.choose_positions(*parts, table, *sides, top))
+        plain, turning = keys[:, :, 0, :64], keys[:, :, 0, 64:]
+        parts = (q[..., :64], q[..., 64:], shares, plain, turning)
+        return reference.choose_positions(*parts, table, *sides, top)
+
+    def chosen() -> Tensor:
+        seen = reference.unpack_bits(bits())
         found = torch.full((total, 1, top), -1, dtype=torch.int32)
         for token, line in enumerate(seen):
             places = line.nonzero()[:, 0].int()
@@ -308,7 +312,9 @@ def _sparse(dtype: torch.dtype, kind: str) -> Iterator[Case]:
         return found
 
     def choose(operators: Operators, place: Place) -> list[Tensor]:
-        found = operators.choose_positions(*map(place, small), *map(place, rows), top)
+        q, keys, shares = map(place, small)
+        of_rows, ends, lengths = map(place, rows)
+        found = operators.choose_positions(q, keys, shares, of_rows, ends, lengths, top)
         return [found.sort(-1, descending=True).values]
 
     def chosen_down() -> list[Tensor]:
@@ -320,15 +326,16 @@ def _sparse(dtype: torch.dtype, kind: str) -> Iterator[Case]:
     scale, places = 1 / math.sqrt(192), chosen()
 
     def attend(operators: Operators, place: Place) -> list[Tensor]:
-        given = map(place, (q, turned, latents, keys, places, *rows))
-        return [operators.attend_chosen(*given, scale)]
+        one, two, three, four = map(place, (q, turned, latents, keys))
+        where, ends, lengths = map(place, rows)
+        given = (place(places), where, ends, lengths, scale)
+        return [operators.attend_chosen(one, two, three, four, *given)]
 
     def attended() -> list[Tensor]:
-        parts = (part.float() for part in (q, turned, latents[:, :, 0], keys[:, :, 0]))
-        indexed = (small[0][..., :64], small[0][..., 64:], small[2])
-        kept = (small[1][:, :, 0, :64], small[1][:, :, 0, 64:])
-        bits = reference.choose_positions(*indexed, *kept, table, *sides, top)
-        return [reference.latent_attention(*parts, table, *sides, scale, bits)]
+        one, two, three, four = (
+            part.float() for part in (q, turned, latents[:, :, 0], keys[:, :, 0])
+        )
+        return [reference.latent_attention(one, two, three, four, table, *sides, scale, bits())]
 
     yield Case("npu_sparse_flash_attention", kind, attend, attended, _SLACK[dtype])
 

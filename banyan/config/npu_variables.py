@@ -1,0 +1,94 @@
+"""What the variables of the documents for Ascend NPUs come to there: each is read by a library, is
+held against the rules, says what is so already, or is refused by name when it asks for something.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+_OFF = ("", "0", "false", "no", "off")
+READ, SET, SO, REFUSED = "read by a library", "works", "so already", "refused"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """
+    Attributes:
+        outcome: READ, SET, SO or REFUSED.
+        says: who reads it, what it does, or why it is refused.
+        use: what to do instead, of a refused one.
+    """
+
+    outcome: str
+    says: str
+    use: str = "unset it"
+
+
+_NO_EXPERTS = Variable(REFUSED, "tokens are not sent to the ranks of their experts")
+_NO_ENGINE = Variable(REFUSED, "MemFabric moves no pages of this build")
+_TORCH_NPU = "torch_npu, at its import"
+_HCCL = "HCCL, which one device without others does not use"
+
+VARIABLES = {
+    "PYTORCH_NPU_ALLOC_CONF": Variable(READ, f"{_TORCH_NPU}; rules 13"),
+    "STREAMS_PER_DEVICE": Variable(READ, f"{_TORCH_NPU}; rule 12"),
+    "TASK_QUEUE_ENABLE": Variable(READ, f"{_TORCH_NPU}; rules 11"),
+    "ASCEND_RT_VISIBLE_DEVICES": Variable(READ, "CANN; --base-gpu-id counts among those it names"),
+    "ASCEND_LAUNCH_BLOCKING": Variable(READ, _TORCH_NPU),
+    "ASCEND_TOOLKIT_HOME": Variable(READ, "CANN; `banyan doctor` looks for it"),
+    "ASCEND_HOME_PATH": Variable(READ, "CANN; `banyan doctor` looks for it"),
+    "HCCL_BUFFSIZE": Variable(READ, f"{_HCCL}; rule 9, `banyan check` prints what is needed"),
+    "HCCL_SOCKET_IFNAME": Variable(READ, f"{_HCCL}; rules 14"),
+    "GLOO_SOCKET_IFNAME": Variable(SO, "a rank listens where it reaches the others; rules 14"),
+    "HCCL_OP_EXPANSION_MODE": Variable(READ, f"{_HCCL}; rule 22"),
+    "HCCL_INTRA_PCIE_ENABLE": Variable(READ, _HCCL),
+    "HCCL_INTRA_ROCE_ENABLE": Variable(READ, _HCCL),
+    "SGLANG_SET_CPU_AFFINITY": Variable(SET, "each rank keeps to cores of its own; rule 23m"),
+    "SGLANG_SCHEDULER_SKIP_ALL_GATHER": Variable(SO, "one plan is broadcast, nothing is gathered"),
+    "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": Variable(SO, "a step is planned while another runs"),
+    "SGLANG_ENABLE_SPEC_V2": Variable(SO, "what follows is planned while drafts are verified"),
+    "ASCEND_USE_FIA": Variable(SO, "the fused infer attention is what attends"),
+    "SGLANG_NPU_USE_MLAPO": Variable(
+        REFUSED, "what comes before latent attention is several operators here"
+    ),
+    "SGLANG_USE_FIA_NZ": Variable(REFUSED, "pages have the plain form (ND)"),
+    "SGLANG_NPU_USE_MULTI_STREAM": Variable(REFUSED, "all experts run on one stream"),
+    "SGLANG_NPU_FUSED_MOE_MODE": _NO_EXPERTS,
+    "SGLANG_USE_AG_AFTER_QLORA": Variable(
+        REFUSED, "no ranks share the prompts' tokens of latent attention"
+    ),
+    "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": _NO_EXPERTS,
+    "DEEPEP_HCCL_BUFFSIZE": _NO_EXPERTS,
+    "DEEP_NORMAL_MODE_USE_INT8_QUANT": _NO_EXPERTS,
+    "DEEPEP_NORMAL_LONG_SEQ_ROUND": _NO_EXPERTS,
+    "DEEP_USE_MODE": _NO_EXPERTS,
+    "ASCEND_MF_STORE_URL": _NO_ENGINE,
+    "ASCEND_MF_TRANSFER_PROTOCOL": _NO_ENGINE,
+    "ASCEND_NPU_PHY_ID": _NO_ENGINE,
+    "ENABLE_ASCEND_TRANSFER_WITH_MOONCAKE": _NO_ENGINE,
+}
+
+
+def refusals_on_npu(given: Mapping[str, str]) -> tuple[str, ...]:
+    """What to tell about variables that ask for what this build has not; values are not shown."""
+    return tuple(
+        f"{name} is not available in this build on npu: {told.says} ({told.use})"
+        for name, told in VARIABLES.items()
+        if told.outcome == REFUSED and given.get(name, "").strip().lower() not in _OFF
+    )
+
+
+def notes_on_npu(given: Mapping[str, str]) -> tuple[str, ...]:
+    """Of those that say what is so already."""
+    return tuple(
+        f"{name} is set to what is so already: {told.says}"
+        for name, told in VARIABLES.items()
+        if told.outcome == SO and given.get(name, "").strip().lower() not in _OFF
+    )
+
+
+def table() -> Iterator[str]:
+    """Lines for docs/ascend.md."""
+    yield "| variable | outcome on npu | |"
+    yield "|---|---|---|"
+    for name, told in VARIABLES.items():
+        yield f"| `{name}` | {told.outcome} | {told.says} |"

@@ -1,0 +1,64 @@
+"""Variables of the documents for Ascend NPUs: each has its effect there, or is refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from banyan.base.errors import ConfigError
+from banyan.config.cli import parse
+from banyan.config.env import read_environment
+from banyan.config.npu_variables import READ, REFUSED, SET, SO, VARIABLES, table
+from banyan.config.variables import OF_LAUNCHES, SETTINGS
+
+DOCS = Path(__file__).parents[2] / "docs" / "ascend.md"
+
+
+def named(outcome: str) -> list[str]:
+    return [name for name, told in VARIABLES.items() if told.outcome == outcome]
+
+
+@pytest.mark.parametrize("name", named(REFUSED))
+def test_what_this_build_has_not_is_refused_on_npu_alone(name: str) -> None:
+    given = read_environment({name: "16"})
+    with pytest.raises(ConfigError, match=f"{name} is not available in this build on npu"):
+        parse(["M", "--device", "npu"], given)
+    parse(["M", "--device", "npu"], read_environment({name: "0"}))
+    parse(["M", "--device", "cpu"], given)
+
+
+@pytest.mark.parametrize("name", named(SO))
+def test_what_is_so_already_is_told(name: str) -> None:
+    (note,) = parse(["M", "--device", "npu"], read_environment({name: "1"})).observe.notes
+    assert note.startswith(f"{name} is set to what is so already: ")
+
+
+@pytest.mark.parametrize("name", [*named(READ), *named(SET)])
+def test_what_counts_is_not_said_to_have_no_effect(name: str) -> None:
+    assert parse(["M", "--device", "npu"], read_environment({name: "1"})).observe.notes == ()
+
+
+def test_each_variable_that_the_rules_read_is_in_the_table() -> None:
+    assert set(OF_LAUNCHES) - set(VARIABLES) == {"PYTORCH_ALLOC_CONF"}  # beside the NPU's own
+    assert set(named(SET)) <= set(SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "words", ["--hicache-io-backend kernel_ascend", "--hicache-mem-layout page_first_kv_split"]
+)
+def test_a_second_tier_of_the_device_s_cache_is_refused_on_npu(words: str) -> None:
+    why = f"{words.split()[0]} is not available on npu: no pages are moved"
+    with pytest.raises(ConfigError, match=why):
+        parse(["M", "--device", "npu", *words.split()], read_environment({}))
+
+
+def test_the_engine_of_memfabric_and_its_store_are_refused_by_name() -> None:
+    for words in (
+        "--disaggregation-mode prefill --disaggregation-transfer-backend ascend",
+        "--hicache-storage-backend npu_memcache",
+    ):
+        with pytest.raises(ConfigError, match=words.split()[-1]):
+            parse(["M", "--device", "npu", *words.split()], read_environment({}))
+
+
+def test_the_table_of_the_docs_is_the_one_of_the_code() -> None:
+    assert "\n".join(table()) in DOCS.read_text(encoding="utf-8")
