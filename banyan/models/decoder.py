@@ -107,7 +107,7 @@ class DecoderLM(nn.Module):
         self.embedding = Embedding(vocab, size, build, scale)
         self.ops = build.ops
         self.stages, self.context = build.groups.stages, build.groups.context
-        self.stage = _stage_of(card.num_layers, self.stages)
+        self.stage = stage_of(card.num_layers, self.stages)
         self.layers = nn.ModuleList(
             DecoderLayer(card, family, layer, build) if layer in self.stage else nn.Identity()
             for layer in range(card.num_layers)
@@ -165,7 +165,7 @@ class DecoderLM(nn.Module):
         return self.head(hidden)
 
 
-def _stage_of(num_layers: int, stages: Group) -> range:
+def stage_of(num_layers: int, stages: Group) -> range:
     """The layers of this rank's stage."""
     first, last = (num_layers * at // stages.size for at in (stages.rank, stages.rank + 1))
     return range(first, last)

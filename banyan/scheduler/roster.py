@@ -167,8 +167,9 @@ class Roster:
         return request.leave(state)
 
     def _give_slot(self, slot: SlotId) -> None:
-        if self._has_stages:
-            self._lingering.append((slot, self._cache.horizon.now()))
+        horizon = self._cache.horizon
+        if self._has_stages and not horizon.passed(stamp := horizon.now()):
+            self._lingering.append((slot, stamp))
             return
         self.free_slots.append(slot)
         self.leaves.append(slot)

@@ -15,9 +15,11 @@ from torch import Tensor
 from banyan.config.card import FULL, STATE, WINDOW, ModelCard
 from banyan.layers.cache import CacheTensor, LayerCache
 from banyan.layers.step import AttentionSpec, StepInputs
+from banyan.models.decoder import stage_of
 from banyan.ops.api import Ops
 from banyan.ops.packed import PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
+from banyan.parallel.groups import Group
 from tests.border.page_numbers import (
     BASE,
     HEAD,
@@ -63,11 +65,16 @@ class PageModel:
     """
     Args:
         windows: by layer, positions that it sees; 0 = all; STATEFUL.
+        stages: which have the layers one part after another.
     """
 
-    def __init__(self, card: ModelCard, ops: Ops, windows: tuple[int, ...]) -> None:
+    def __init__(
+        self, card: ModelCard, ops: Ops, windows: tuple[int, ...], stages: Group | None = None
+    ) -> None:
         self.card = card
-        self.caches = [_cache(layer, window, ops) for layer, window in enumerate(windows)]
+        self._stages = stages or Group()
+        self._here = stage_of(len(windows), self._stages)
+        self.caches = [_cache(layer, windows[layer], ops) for layer in self._here]
         self._ops = ops
         self._specs = [
             AttentionSpec(layer, HEADS, KV_HEADS, HEAD_DIM, 1.0, window)
@@ -99,9 +106,13 @@ class PageModel:
         ops = self._ops
         keys = ops.add(self._token_keys(step.tokens), self._position_keys(step.positions))
         keys = keys.unflatten(-1, (KV_HEADS, HEAD_DIM))
-        parts = [self._token_codes(step.tokens), self._factors(step.positions)]
-        units = self._remainder(ops.silu_and_mul(ops.concat(parts)))
-        for spec, queries, counts in zip(self._specs, self._queries, self._counts, strict=True):
+        units = step.carried
+        if self._stages.rank == 0:
+            parts = [self._token_codes(step.tokens), self._factors(step.positions)]
+            units = self._remainder(ops.silu_and_mul(ops.concat(parts)))
+        assert units is not None
+        for layer in self._here:
+            spec, queries, counts = self._specs[layer], self._queries[layer], self._counts[layer]
             code = self._count(units, self._count_bias)  # [tokens, WIDTH]
             if spec.window == STATEFUL:
                 units = self._remainder(self._through_states(spec.layer, code, step))

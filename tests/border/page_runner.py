@@ -9,6 +9,7 @@ from banyan.layers.build import Build
 from banyan.memory.groups import CacheGroup
 from banyan.ops.api import Ops
 from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
+from banyan.parallel.groups import ALONE, Groups
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative.base import Drafter
@@ -67,6 +68,7 @@ def build_runner(
     wrap=lambda model: model,
     open_mover=None,
     drafter: Drafter | None = None,
+    groups: Groups = ALONE,
 ) -> ModelRunner:
     card = ModelCard(
         path="",
@@ -85,7 +87,7 @@ def build_runner(
         window=max(shape.windows),
         pooling=Pooling(LAST, normalize=False) if shape.is_pooling else None,
     )
-    model = wrap(PageModel(card, ops, shape.windows))
+    model = wrap(PageModel(card, ops, shape.windows, groups.stages))
     layouts = tuple(
         GroupLayout(group.kind, group.window, group.page_tokens, group.num_pages + shape.spare)
         for group in shape.groups
@@ -96,6 +98,6 @@ def build_runner(
         burst=shape.burst,
     )
     open_drafter = None if drafter is None else lambda _: drafter
-    runner = ModelRunner(model, Build(ops), sizes, None, open_mover, open_drafter)
+    runner = ModelRunner(model, Build(ops, groups), sizes, None, open_mover, open_drafter)
     assert runner.is_recorded == shape.is_recorded
     return runner
