@@ -9,8 +9,9 @@ from itertools import chain, islice
 
 import msgspec
 
+from banyan.base.ids import RequestId
 from banyan.engine.core import EngineCore
-from banyan.messages.events import Reply
+from banyan.messages.events import PinFact, Reply
 from banyan.messages.orders import (
     MEMORY_TAGS,
     ForgetDrafts,
@@ -30,6 +31,7 @@ from banyan.messages.requests import (
     LoadAdapter,
     RetractAll,
     UnloadAdapter,
+    Unpin,
 )
 
 Verb = Callable[[EngineCore, Control, float], Reply | None]
@@ -37,8 +39,10 @@ Verb = Callable[[EngineCore, Control, float], Reply | None]
 
 def flush_cache(core: EngineCore, control: Control, now: float) -> Reply | None:
     """Empty the prefix cache, and what drafts are made from; refused while requests are alive, but
-    for those that wait for the end of a pause."""
+    for those that wait for the end of a pause. `pinned`: of what is pinned too."""
     stats = core.stats(now)
+    if control.args.get("pinned") and (core.is_paused or not stats.running + stats.waiting):
+        core.receive(Unpin(), now)
     if (core.is_paused or not stats.waiting) and core.flush(now):
         if core.scheduler.speculation is not None:
             return _give(core, control, now, ForgetDrafts())
@@ -48,6 +52,24 @@ def flush_cache(core: EngineCore, control: Control, now: float) -> Reply | None:
         False,
         f"Cache not flushed: {stats.running} running and {stats.waiting} waiting requests.",
     )
+
+
+def pins(core: EngineCore, control: Control, now: float) -> Reply:
+    """What is pinned, as JSON."""
+    facts = [
+        PinFact(RequestId(pin.name), pin.tokens, pin.num_pages, pin.until_s - now)
+        for pin in core.scheduler.cache.pins.alive(now)
+    ]
+    return Reply(control.call, True, body=msgspec.json.encode(facts))
+
+
+def unpin(core: EngineCore, control: Control, now: float) -> Reply:
+    """Let the pages of one pin go, or those of all; told how many there were."""
+    wanted = RequestId(str(control.args.get("pin", "")))
+    known = [pin.name for pin in core.scheduler.cache.pins.alive(now)]
+    core.receive(Unpin(wanted), now)
+    found = [name for name in known if wanted in ("", name)]
+    return Reply(control.call, True, body=msgspec.json.encode(len(found)))
 
 
 def abort_all(core: EngineCore, control: Control, now: float) -> Reply:
@@ -190,6 +212,8 @@ def _tags(control: Control) -> list[str]:
 
 VERBS: Mapping[str, Verb] = {
     "flush_cache": flush_cache,
+    "pins": pins,
+    "unpin": unpin,
     "abort_all": abort_all,
     "pause": pause,
     "resume": resume,

@@ -36,13 +36,14 @@ from banyan.messages.requests import (
     RetractAll,
     StopAt,
     UnloadAdapter,
+    Unpin,
 )
 from banyan.messages.rooms import HandOff, RoomClosed, RoomFound, RoomLost, RoomOrder
 from banyan.scheduler.request import DraftCounts
 from banyan.scheduler.scheduler import Scheduler
 from banyan.scheduler.sheet import PlanSheet
 
-_Asked = Generate | Abort | StopAt | RetractAll | GiveOrders | LoadAdapter | UnloadAdapter
+_Asked = Generate | Abort | StopAt | RetractAll | Unpin | GiveOrders | LoadAdapter | UnloadAdapter
 _Told = CopyResult | Held | RoomFound | HandOff | RoomLost | RoomClosed
 CoreInput = _Asked | _Told
 
@@ -110,6 +111,8 @@ class EngineCore:
                 self.scheduler.hear(message, now)
             case RetractAll():
                 self.scheduler.roster.retract_all()
+            case Unpin():
+                self.scheduler.cache.pins.let_go(message.request)
             case GiveOrders():
                 self._given.append(message)
             case LoadAdapter() | UnloadAdapter():
@@ -181,10 +184,11 @@ class EngineCore:
         return self.take_events(), self.take_masks()
 
     def flush(self, now: float) -> bool:
-        """Empty the cache; False (and nothing done) while requests hold pages."""
+        """Empty the cache but for what is pinned; False (and nothing done) while requests hold
+        pages."""
         if self.recorder is not None:
             self.recorder.flushed(now)
-        return self.scheduler.flush()
+        return self.scheduler.flush(keeps_pins=True)
 
     def take_events(self) -> list[Event]:
         """Drain the outbox towards the front."""
@@ -276,6 +280,7 @@ class EngineCore:
             verify_rows=drafts.steps,
             proposed_drafts=drafts.proposed,
             correct_drafts=drafts.correct,
+            pinned_pages=cache.pins.pages,
             open_rooms=0 if self.scheduler.rooms is None else self.scheduler.rooms.num_open,
         )
 
@@ -326,6 +331,7 @@ class EngineCore:
             case TakeWeights():
                 if order.flush:
                     self.scheduler.flush()
+                self.scheduler.cache.pins.let_go()  # pages of other weights are of no use
                 self.scheduler.cache.weights = name_of_weights(order.version)
                 self._has_back([WEIGHTS])
             case ReleaseMemory():

@@ -27,6 +27,7 @@ from banyan.memory import (
     news,
     partial,
     peers,
+    pins,
     pool,
     radix,
     stamps,
@@ -54,7 +55,8 @@ from banyan.scheduler import request as one_request
 from banyan.scheduler.request import Request
 
 _MODULES: tuple[ModuleType, ...] = (
-    *(core_module, cache, groups, loads, news, partial, peers, pool, radix, stamps, states, tiers),
+    *(core_module, cache, groups, loads, news, partial, peers, pins, pool, radix, stamps),
+    *(states, tiers),
     *(events, orders, plan, requests, rooms, sampling),
     *(adapters, answers, budget, fetch, handoff, one_request, roster, rows, scheduler, sheet),
     *(speculation, stages, stats, turns),

@@ -24,6 +24,7 @@ from banyan.memory.loads import Loads
 from banyan.memory.news import CacheNews
 from banyan.memory.partial import Part, PartialUnits
 from banyan.memory.peers import PeerTier
+from banyan.memory.pins import Pins
 from banyan.memory.pool import PagePool
 from banyan.memory.radix import Node, RadixTree
 from banyan.memory.stamps import Horizon
@@ -147,6 +148,10 @@ class KVCache:
                 came,
             )
         self.states = StateCopies(groups, self.pools, self.tree, self.horizon)
+        self.pins = Pins(
+            *(groups, self.unit, self.pools, self.tree, self.horizon),
+            lambda group, units: _first_needed(group, self.unit, units),
+        )
         self.has_state = bool(self.states.state_groups)
         self._promises: dict[StepId, list[Node]] = {}
         self._held = [0] * len(groups)

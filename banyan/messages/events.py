@@ -95,6 +95,15 @@ class LiveRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     retractions: int = 0
 
 
+class PinFact(msgspec.Struct, frozen=True):
+    """A prefix whose pages stay, as the verb "pins" tells of it."""
+
+    pin: RequestId
+    tokens: int
+    pages: int
+    left_s: float
+
+
 class Ready(msgspec.Struct, frozen=True, omit_defaults=True, tag="ready"):
     """The engine can admit requests. Facts the front needs and people read."""
 
@@ -141,6 +150,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     """How many of the cached tokens came from a store."""
     open_rooms: int = 0
     """Where pages are kept for another server, or waited for."""
+    pinned_pages: int = 0
+    """Of the cached ones, those that stay for a time (memory/pins.py)."""
 
 
 def accept_length(stats: Stats) -> float | None:

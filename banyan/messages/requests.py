@@ -56,6 +56,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """host:port of the server that hands it over."""
     stride: int = 0
     """Its reader gets tokens in pieces of at least so many; 0 = all at the end."""
+    pin_s: float = 0.0
+    """Once it has ended, the whole pages of its prompt stay for so long; 0 = as any others."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -73,6 +75,12 @@ class StopAt(msgspec.Struct, frozen=True, tag="stop_at"):
 
 class RetractAll(msgspec.Struct, frozen=True, tag="retract_all"):
     """Take the pages of every running request back; each waits and recomputes later."""
+
+
+class Unpin(msgspec.Struct, frozen=True, tag="unpin"):
+    """Let the pages go that a request had pinned; "" = those of all."""
+
+    request: RequestId = RequestId("")
 
 
 class GiveOrders(msgspec.Struct, frozen=True, tag="give_orders"):

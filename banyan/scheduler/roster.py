@@ -97,12 +97,19 @@ class Roster:
         self, request: Request, reason: str, now: float, matched: int = -1, cut_at: int = 0
     ) -> None:
         """Any state -> FINISHED, in order; `cut_at` when its tokens from there on do not count."""
-        self.counters.finished += 1
         written = request.written
         if cut_at:
             del request.tokens[cut_at * TOKEN_BYTES :]
         if request.lease is not None:
             self._cache.parts.keep(request.lease, request.tokens, min(written, request.known))
+        if request.generate.pin_s and reason != "abort":
+            path = [] if request.lease is None else request.lease.path
+            whole = path[: request.prompt_len // self._cache.unit]
+            problem = self._cache.pins.add(request.id, whole, now + request.generate.pin_s)
+            if problem:
+                self.fail(request, 400, f"The prefix {problem}.", "not_pinned")
+                return
+        self.counters.finished += 1
         self._end(request)
         queued_until = request.admitted_s if request.admitted_s >= 0 else now
         self.events.append(

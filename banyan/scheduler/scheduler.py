@@ -140,8 +140,10 @@ class Scheduler:
         elif isinstance(news, RoomLost):
             self.roster.fail(request, news.status, news.text, news.code)
 
-    def flush(self) -> bool:
+    def flush(self, keeps_pins: bool = False) -> bool:
         """Empty the cache; False (and nothing done) while requests hold pages of it."""
+        if not keeps_pins:
+            self.cache.pins.let_go()
         if self.roster.running or any(request.flights for request in self.roster.waiting):
             return False
         self.cache.flush()
@@ -155,6 +157,7 @@ class Scheduler:
         limits = self.limits
         end_overdue(self.roster, limits, now)
         self.roster.free_lingering()
+        self.cache.pins.expire(now)
         sheet = PlanSheet(
             *(step, self.roster.leaves, limits.chunk_tokens, limits.max_prompts),
             *(len(self.roster.running), limits.draft_room),
@@ -265,7 +268,7 @@ class Scheduler:
         assert starved.lease is not None
         if len(self.roster.running) > 1 or self.cache.has_copies(starved.lease):
             self.roster.retract(starved)
-        elif self.cache.horizon.is_clear:
+        elif self.cache.horizon.is_clear and not self.cache.pins.give_way():
             text = f"needs {wanted} more pages, which the cache does not have"
             self.roster.fail(starved, 500, text, "out_of_pages")
         self._ratio.retracted(self.roster.running)
@@ -290,8 +293,9 @@ class Scheduler:
                 continue  # for its last token, which was in flight when it was retracted, or pages
             if sheet.budget <= 0 or not self.roster.free_slots or self._share.is_full(sheet):
                 return
-            if not self._enter(request, sheet, reserved):
-                return
+            while not self._enter(request, sheet, reserved):
+                if self.roster.running or not self.cache.pins.give_way():
+                    return
             for g, pages in enumerate(reserve([request], self.cache, self._ratio)):
                 reserved[g] += pages
 
@@ -363,8 +367,11 @@ class Scheduler:
             if suspect.state == RUNNING:
                 return
         nothing = [0] * len(self.cache.groups)
-        while not self._enter(suspect, sheet, nothing) and self.roster.running:
-            self.roster.retract(self.roster.running[-1])
+        while not self._enter(suspect, sheet, nothing):
+            if self.roster.running:
+                self.roster.retract(self.roster.running[-1])
+            elif not self.cache.pins.give_way():
+                return
 
     def _probe(self, request: Request) -> Match:
         return prefix_of(request, self.cache)

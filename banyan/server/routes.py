@@ -26,7 +26,7 @@ from banyan.server.http.app import App
 from banyan.server.http.exchange import SEND_TIMEOUT_S
 from banyan.server.http.route import Body, Route
 from banyan.server.http.state import ServerState
-from banyan.server.native import generate, parsing, tokens
+from banyan.server.native import generate, parsing, pins, tokens
 from banyan.server.ollama.routes import ollama_routes
 from banyan.server.openai.chat.route import chat_completions
 from banyan.server.openai.completions import completions
@@ -163,10 +163,14 @@ def _operation_routes() -> list[Route]:
     of_profile = Body(profile.ProfileRequest, is_query=True)
     of_pause, of_ending = Body(operate.PauseRequest, is_query=True), Body(facts.AbortRequest)
     listing = requests.list_requests
+    of_pin, of_unpin = Body(pins.PinRequest), Body(pins.UnpinRequest, is_query=True)
     return [
         Route("/requests", _GET, listing, auth.OWN, about="what runs and what waits"),
         Route("/abort_request", _POST, ending, auth.OWN, about="end requests", body=of_ending),
         Route("/flush_cache", _BOTH, facts.flush_cache, adm, about="empty the cache", body=FLUSH),
+        Route("/pin_prefix", _POST, pins.pin_prefix, adm, about="keep a prompt", body=of_pin),
+        Route("/unpin_prefix", _POST, pins.unpin_prefix, adm, about="let it go", body=of_unpin),
+        Route("/pinned_prefixes", _GET, pins.pinned_prefixes, adm, about="what is kept"),
         Route("/pause_generation", _POST, pause, adm, about="plan no steps", body=of_pause),
         Route("/continue_generation", _POST, go_on, adm, about="plan steps again"),
         Route("/update_weights_from_disk", _POST, weights, adm, about="load others", body=of_disk),

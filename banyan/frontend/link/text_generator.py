@@ -483,4 +483,5 @@ def _message(request: TextRequest, weight: float) -> Generate:
         room=request.room,
         peer=request.peer,
         stride=request.stride,
+        pin_s=request.pin_s,
     )

@@ -78,6 +78,8 @@ class TextRequest:
     """What asked for it, for the log: "chat", "completion", "generate", "probe"."""
     stride: int = 1
     """Tokens that a chunk has at least, unless it is the first or the last; 0 = all of them."""
+    pin_s: float = 0.0
+    """For how long the pages of its prompt stay once it has ended; 0 = as any others."""
 
 
 _SHOWN_BYTES = 32

@@ -44,15 +44,18 @@ class AbortRequest(msgspec.Struct, frozen=True):
 
 
 async def flush_cache(exchange: Exchange, state: ServerState) -> None:
-    """Empty the prefix cache; 400 while requests run. `timeout` waits for them, in seconds."""
+    """Empty the prefix cache; 400 while requests run. `timeout` waits for them, in seconds;
+    `pinned` lets go of what is pinned too."""
     service = state.admit()
-    wait_s = _seconds((await exchange.optional_object()).get("timeout", 0))
+    asked = await exchange.optional_object()
+    pinned = asked.get("pinned") in (True, "true", "1")
+    wait_s = _seconds(asked.get("timeout", 0))
     deadline_s = time.monotonic() + wait_s
-    reply = await service.client.control("flush_cache")
+    reply = await service.client.control("flush_cache", pinned=pinned)
     # The engine lets go of a request shortly after its client has the answer: ask again.
     while not reply.ok and time.monotonic() < deadline_s:
         await state.open.wait_change(min(0.1, deadline_s - time.monotonic()))
-        reply = await service.client.control("flush_cache")
+        reply = await service.client.control("flush_cache", pinned=pinned)
     await exchange.text(reply.text + "\n", 200 if reply.ok else 400)
 
 

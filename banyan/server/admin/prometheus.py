@@ -230,6 +230,7 @@ class _Gauges(Collector):
             "num_used_tokens": ("Tokens of the cache that requests hold", used),
             "kv_used_tokens": ("Tokens of the cache that requests hold", used),
             "kv_evictable_tokens": ("Tokens kept for prompts to come", stats.cached_pages * size),
+            "kv_pinned_tokens": ("Tokens of prompts that stay", stats.pinned_pages * size),
             "kv_available_tokens": ("Tokens of the cache that are free", stats.free_pages * size),
             "max_total_num_tokens": ("Tokens that the cache holds", most),
             "cache_hit_rate": (

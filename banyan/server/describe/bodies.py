@@ -102,6 +102,8 @@ class UploadForm(msgspec.Struct, kw_only=True):
 class FlushRequest(msgspec.Struct, kw_only=True):
     timeout: float = 0.0
     """Seconds to wait for what runs."""
+    pinned: bool = False
+    """What is pinned goes too."""
 
 
 VERTEX = Body(VertexRequest)

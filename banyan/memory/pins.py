@@ -1,0 +1,122 @@
+"""Pins: prefixes whose pages stay until a time, or until somebody lets them go.
+
+A pin locks the nodes that its prefix consists of, as a running request does, so eviction and
+retraction pass it by. Pins share a bounded part of each pool, and give way when a request could not
+run at all beside them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from banyan.memory.groups import CacheGroup
+from banyan.memory.pool import PagePool
+from banyan.memory.radix import Node, RadixTree
+from banyan.memory.stamps import Horizon
+
+_SHARE = 4
+"""At most 1 / this of a pool is pinned."""
+MOST_PINS = 256
+
+
+@dataclass
+class Pin:
+    name: str
+    tokens: int
+    until_s: float
+    nodes: list[list[Node]]
+    """Per group, what it locks."""
+
+    @property
+    def num_pages(self) -> int:
+        return sum(len(node.pages[g]) for g, nodes in enumerate(self.nodes) for node in nodes)
+
+
+class Pins:
+    """
+    Args:
+        unit: tokens of a node.
+        first_needed: (group, units) -> the first unit of a prefix of so many whose pages it needs.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        unit: int,
+        pools: Sequence[PagePool],
+        tree: RadixTree,
+        horizon: Horizon,
+        first_needed: Callable[[CacheGroup, int], int],
+    ) -> None:
+        self._groups, self._unit, self._pools = groups, unit, pools
+        self._tree, self._horizon = tree, horizon
+        self._first_needed = first_needed
+        self._pins: dict[str, Pin] = {}
+        self.pages = 0
+        """Pinned, all groups."""
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def add(self, name: str, path: Sequence[Node], until_s: float) -> str:
+        """Keep the pages of a prefix; why that cannot be, "" when it is done.
+
+        path: its whole units, which the caller has locked.
+        """
+        units = len(path)
+        if not units or not all(node.is_attached for node in path):
+            return f"has no whole page of {self._unit} tokens in the prefix cache"
+        if len(self._pins) >= MOST_PINS:
+            return f"cannot be pinned: {MOST_PINS} prefixes are"
+        nodes = [list(path[self._first_needed(group, units) :]) for group in self._groups]
+        for g, pool in enumerate(self._pools):
+            wanted, most = self._count(g, nodes[g]), pool.total // _SHARE
+            if wanted > most:
+                return f"cannot be pinned: {wanted} pages would be, and {most} may"
+        self.remove(name)
+        self._pins[name] = Pin(name, units * self._unit, until_s, nodes)
+        for g, mine in enumerate(nodes):
+            for node in mine:
+                self._tree.lock(node, g)
+        self._recount()
+        return ""
+
+    def remove(self, name: str) -> bool:
+        """Let a prefix go; False where there is none of this name."""
+        pin = self._pins.pop(name, None)
+        if pin is None:
+            return False
+        stamp = self._horizon.now()
+        for g, nodes in enumerate(pin.nodes):
+            for node in reversed(nodes):
+                self._tree.unlock(node, g, stamp)
+        self._recount()
+        return True
+
+    def expire(self, now: float) -> None:
+        """Let those go whose time is over."""
+        for name in [pin.name for pin in self._pins.values() if pin.until_s <= now]:
+            self.remove(name)
+
+    def give_way(self) -> bool:
+        """A request cannot run beside what is pinned: let the one go that would go first."""
+        first = min(self._pins.values(), key=lambda pin: pin.until_s, default=None)
+        return first is not None and self.remove(first.name)
+
+    def let_go(self, name: str = "") -> None:
+        """Of one, if there is one of this name; "" = of all."""
+        for each in [name] if name else list(self._pins):
+            self.remove(each)
+
+    def alive(self, now: float) -> list[Pin]:
+        """Those whose time is not over."""
+        return [pin for pin in self._pins.values() if pin.until_s > now]
+
+    def _count(self, group: int, more: Sequence[Node] = ()) -> int:
+        """Pages of a group that are pinned, with those of further nodes."""
+        found = dict.fromkeys(more)
+        for pin in self._pins.values():
+            found |= dict.fromkeys(pin.nodes[group])
+        return sum(len(node.pages[group]) for node in found)
+
+    def _recount(self) -> None:
+        self.pages = sum(self._count(g) for g in range(len(self._groups)))
