@@ -53,7 +53,6 @@ def _others(config: Config) -> Iterator[tuple[bool, str, str]]:
     ranks = "use --tensor-parallel-size alone"
     yield parallel.is_joined, "--enable-dp-attention", "leave one of them out"
     yield parallel.pp > 1, "--pipeline-parallel-size", ranks
-    yield parallel.nodes > 1, "--nnodes", "start all ranks on one machine"
     yield (
         config.model.implementation == "transformers",
         "--model-impl transformers",

@@ -57,6 +57,7 @@ class Hello(msgspec.Struct, frozen=True):
     pp: int
     version: str
     weights: str
+    cp: int = 1
 
 
 class Sign(msgspec.Struct, frozen=True):
@@ -110,7 +111,7 @@ def fingerprint(card: ModelCard) -> str:
 
 def own_hello(parallel: ParallelConfig, card: ModelCard) -> Hello:
     layout = (parallel.node, parallel.nodes, parallel.tp, parallel.pp)
-    return Hello(*layout, own_version(), fingerprint(card))
+    return Hello(*layout, own_version(), fingerprint(card), parallel.cp)
 
 
 def _keys(secret: str, who: str) -> tuple[bytes, bytes]:
@@ -220,6 +221,11 @@ class Nodes:
             return (
                 f"it was started with --nnodes {hello.nodes} --tp {hello.tp} --pp {hello.pp}, the "
                 f"leader with --nnodes {mine.nodes} --tp {mine.tp} --pp {mine.pp}"
+            )
+        if hello.cp != mine.cp:
+            return (
+                f"it was started with --attn-cp-size {hello.cp}, the leader with "
+                f"--attn-cp-size {mine.cp}"
             )
         if hello.weights != mine.weights:
             return "it has another model or other weights than the leader"

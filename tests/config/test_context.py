@@ -38,7 +38,6 @@ def test_the_switch_alone_makes_a_share_of_every_rank() -> None:
         (("--tp", "3"), CARD, "3 ranks cannot be shared out among 2 shares"),
         (("--dp", "2", "--enable-dp-attention"), CARD, "and --enable-dp-attention do not"),
         (("--pp", "2"), CARD, "and --pipeline-parallel-size do not"),
-        (("--nnodes", "2", "--dist-init-addr", "127.0.0.1:5000"), CARD, "and --nnodes do not"),
         (("--model-impl", "transformers"), CARD, "and --model-impl transformers do not"),
         (("--forward-hooks", "{}"), CARD, "and --forward-hooks do not"),
         (("--debug-tensor-dump-output-folder", "d"), CARD, "and --debug-tensor-dump-output-fol"),

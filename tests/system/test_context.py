@@ -9,7 +9,9 @@ import pytest
 import banyan
 from banyan.base.errors import ConfigError
 from tests.models.families import tiny
+from tests.system.serving import free_port, serving, wait_ready
 from tests.system.test_hidden_drafts import ahead, with_words
+from tests.system.test_nodes import FEW, node, outputs
 from tests.system.test_speculation import REQUESTS, start, told
 from tests.system.test_speculation import answers as ask
 
@@ -98,3 +100,31 @@ def test_drafts_change_no_answer(tiny_model, tmp_path, variant, flags):
                 correct += sum(each["meta_info"]["spec_num_correct_drafts"] for each in found)
         assert correct > 0
         assert engine.stats().leaked == 0
+
+
+@IN_ALL
+@pytest.mark.parametrize(
+    "flags", [("--attn-cp-size", "2"), ("--tp-size", "4", "--attn-cp-size", "2")]
+)
+def test_ranks_of_two_nodes_divide_prompts(tiny_model, tmp_path, flags):
+    flags, port = (*flags, "--cpu-activations", "fp32"), free_port()
+    with serving(tmp_path / "one.log", "--model-path", str(tiny_model), *FEW, *flags[-2:]) as one:
+        expected = outputs(one)
+    with (
+        node(tmp_path, 1, port, tiny_model, *flags) as other,
+        node(tmp_path, 0, port, tiny_model, *flags) as first,
+    ):
+        wait_ready(first)
+        assert outputs(first) == expected
+        assert "attn-cp-size" not in other.tail()
+
+
+@IN_ALL
+def test_a_node_that_divides_prompts_otherwise_is_turned_away(tiny_model, tmp_path):
+    port = free_port()
+    with (
+        node(tmp_path, 0, port, tiny_model, "--attn-cp-size", "2"),
+        node(tmp_path, 1, port, tiny_model) as other,
+    ):
+        assert other.exit_code(60) != 0
+        assert "--attn-cp-size 1, the leader with --attn-cp-size 2" in other.tail()
