@@ -2,16 +2,20 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
+import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from banyan.base.errors import ConfigError
+from banyan.config.schema import ServerConfig
 from banyan.frontend.link.meter import Metered
 from banyan.server.admin.metric_labels import MOST_SETS, check_labels, open_labels
 from banyan.server.admin.metrics import open_metrics
 from tests.flags import config_of
 from tests.server.fakes import Site
+from tests.system.serving import wait_until
 
 LIST = "--tokenizer-metrics-allowed-custom-labels"
 MODEL = ("--model-path", "tiny")
@@ -25,13 +29,21 @@ STRANGE = (
     '{"tenant": NaN}',
 )
 """What JSON can say and no label can be."""
+LINE = json.dumps(
+    {
+        "custom_id": "one",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": "tiny", "prompt": "hi", "max_tokens": 4},
+    }
+).encode()
 ASKED = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
 
 
-def site_of(*words: str) -> Site:
+def site_of(*words: str, storage: str = "") -> Site:
     """A site that counts as a server with these flags does."""
     observe = config_of(*words).observe
-    site = Site(observe=observe)
+    site = Site(ServerConfig(storage_path=storage), observe=observe)
     labels = open_labels(observe)
     metrics = open_metrics(site.state.config, "tiny", list, labels)
     assert metrics is not None
@@ -83,6 +95,28 @@ def test_labels_that_are_none_are_refused_by_the_name_of_the_header(labels: str)
         answer = site.http.post("/v1/completions", json=ASKED, headers={"x-custom-labels": labels})
         assert answer.status_code == 400 and "x-custom-labels" in answer.text
         assert ended(site) == {("", ""): 0}
+
+
+def test_lines_of_a_batch_count_under_the_labels_that_it_was_made_with(tmp_path: Path) -> None:
+    with (
+        site_of(*ALLOWED, storage=str(tmp_path)).serving() as site,
+        openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        made = []
+        for headers in ({"x-custom-labels": '{"tenant": "a"}'}, {}):
+            given = client.files.create(file=("in.jsonl", LINE), purpose="batch")
+            asked = {"input_file_id": given.id, "endpoint": "/v1/completions"}
+            made.append(
+                client.batches.create(**asked, completion_window="24h", extra_headers=headers)
+            )
+        for batch in made:
+            wait_until(
+                lambda batch=batch: client.batches.retrieve(batch.id).status == "completed",
+                20,
+                "the batch to end",
+            )
+        assert ended(site) == {("a", ""): 1, ("", ""): 1}
+        site.call(site.state.storage.close)
 
 
 def test_only_so_many_sets_of_values_are_told_apart() -> None:

@@ -9,7 +9,8 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -86,6 +87,8 @@ class Line:
     body: Json
     tenant: bytes = b""
     """Whose request it is: of the credential that made the batch."""
+    labels: str = ""
+    """Of the batch."""
 
 
 def read_lines(
@@ -152,6 +155,7 @@ async def run_lines(
     told: Callable[[], None],
     share: float = 0.5,
     deaths: Mapping[str, int] | None = None,
+    labels: str = "",
 ) -> None:
     """Ask every line that `answers` does not hold, and log the answers in groups.
 
@@ -162,6 +166,7 @@ async def run_lines(
         told: called after every group that has reached the disk.
         share: of the seats, the most that these lines take.
         deaths: custom_id -> engines that died while they ran this line.
+        labels: under which they count, as the header of the batch has them.
 
     Raises:
         ServerEnding: the server is shutting down, or its engine has died.
@@ -170,6 +175,7 @@ async def run_lines(
     """
     seats = state.started().ready.max_running
     deaths = deaths or {}
+    lines = [replace(line, labels=labels) for line in lines] if labels else lines
     left = [line for line in lines if line.custom_id not in answers.answered]
     deadly = [line for line in left if deaths.get(line.custom_id, 0) >= MAX_DEATHS]
     suspected = [line for line in left if 0 < deaths.get(line.custom_id, 0) < MAX_DEATHS]
@@ -293,6 +299,11 @@ class _Reply:
             self.body += message["body"]
 
 
+def labels_header(state: ServerState) -> bytes:
+    """Name of the header that has the labels of a request."""
+    return state.config.observe.labels_header.lower().encode()
+
+
 def _body(state: ServerState, line: Line, exchange: Exchange) -> Json:
     """What a line asks, at the priority of batches. Its answer is in the file and nowhere else."""
     body = _with_priority(state, line.body)
@@ -314,13 +325,16 @@ def _with_priority(state: ServerState, body: Json) -> Json:
 async def _ask(state: ServerState, line: Line) -> _Reply:
     """One line through the handler of its route."""
     reply = _Reply("", [])
-    scope = {"method": "POST", "path": line.url, "headers": []}
+    labels = [(labels_header(state), line.labels.encode("latin-1"))] if line.labels else []
+    scope = {"method": "POST", "path": line.url, "headers": labels}
     exchange = Exchange(scope, reply.send, words_wait=state.config.server.words_wait)
     reply.id, reply.warnings = exchange.id, exchange.warnings
     exchange.tenant = line.tenant
     exchange.body = json.dumps(_body(state, line, exchange)).encode()
     try:
-        await endpoints()[line.url](exchange, state)
+        # a worker's task began within whichever request made the first batch
+        with nullcontext() if state.labels is None else state.labels(exchange):
+            await endpoints()[line.url](exchange, state)
     except RequestError as error:
         await exchange.fail(error)
     except Exception:

@@ -19,6 +19,7 @@ from banyan.server.batches.lines import (
     Line,
     ServerEnding,
     endpoints,
+    labels_header,
     read_lines,
     run_lines,
 )
@@ -108,6 +109,7 @@ async def _create(exchange: Exchange, state: ServerState) -> None:
         metadata=asked.metadata,
         model=state.served_name,
         owner=owner,
+        labels=exchange.header(labels_header(state)) if state.labels is not None else "",
     )
     await storage.batches.save(made)
     _start(state, storage.batches)
@@ -217,7 +219,7 @@ async def _run(state: ServerState, id: str) -> None:
         files.has_grown_to(id, answers.num_found)
         told()
         if found.status == "in_progress":
-            work = run_lines(state, lines, answers, told, deaths=found.deaths)
+            work = run_lines(state, lines, answers, told, deaths=found.deaths, labels=found.labels)
             await _until_cancelled(store, id, asyncio.create_task(work))
     except ServerEnding as ending:
         if ending.running:

@@ -33,6 +33,7 @@ class Batch(msgspec.Struct, frozen=True):
         model: that was served when it was made; no other goes on with it.
         times: status -> when it was entered, in seconds of the epoch.
         owner: the credential that made it.
+        labels: that it brought for what is counted of its lines, as the header had them.
         succeeded, failed: answered lines; while it runs, counted in memory only.
         deaths: custom_id -> engines that died while they ran this line.
     """
@@ -54,6 +55,7 @@ class Batch(msgspec.Struct, frozen=True):
     model: str = ""
     deaths: dict[str, int] = {}
     owner: str = EVERYBODY
+    labels: str = ""
 
     @property
     def is_over(self) -> bool:
