@@ -302,8 +302,7 @@ class SpeculativeConfig:
     algorithm: str = ""
     """Name in the table of drafters; "" = tokens are not drafted."""
     num_tokens: int = 0
-    """Tokens that a row verifies at most: the last one and its drafts; 0 = NGRAM's longest suffix,
-    or four where a model drafts."""
+    """Tokens that a row verifies at most, the last one included; 0: config/speculation.py."""
     num_steps: int = 0
     """Drafts after each sampled token at most; 0 = one less than `num_tokens`."""
     min_match: int = 1
@@ -312,6 +311,8 @@ class SpeculativeConfig:
     """Longest one."""
     max_breadth: int = 10
     """Places with the same suffix that are looked at."""
+    min_breadth: int = 1
+    """Ways in which a token goes on, at least where so many are known; 1 = drafts are a chain."""
     match_type: str = "BFS"
     """"BFS": the newest of these places is continued, "PROB": by what most of them go on with."""
     branch: int = 18
@@ -319,8 +320,7 @@ class SpeculativeConfig:
     capacity: int = 10_000_000
     """Nodes of NGRAM's memory: `branch` of them for each token that is remembered."""
     is_fixed: bool = False
-    """Each row makes and verifies as many drafts as it may; otherwise as many as are likely to be
-    worth their time."""
+    """Each row makes and verifies as many drafts as it may, whatever they are likely to bring."""
     draft_source: str = ""
     """The model that drafts, named as `ModelConfig.source`."""
     draft_path: str = ""

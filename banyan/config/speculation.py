@@ -8,6 +8,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
+from banyan.config.flags.device import ATTENTION
 from banyan.config.schema import Config, SpeculativeConfig
 
 log = logger(__name__)
@@ -37,6 +38,12 @@ def plan_the_drafts(config: Config, card: ModelCard, environment: Environment) -
     return replace(config, speculative=replace(speculative, num_tokens=tokens, num_steps=steps))
 
 
+def longest_branch(speculative: SpeculativeConfig) -> int:
+    """In tokens, the one that was sampled included; 0 = drafts are chains."""
+    branches = speculative.algorithm == "NGRAM" and speculative.min_breadth > 1
+    return speculative.num_steps + 1 if branches else 0
+
+
 def _check(config: Config, card: ModelCard) -> None:
     """Refuse what drafts do not go with, by name."""
     speculative = config.speculative
@@ -50,6 +57,12 @@ def _check(config: Config, card: ModelCard) -> None:
             f"{flag} and --pipeline-parallel-size {config.parallel.pp}: drafts are not verified "
             "by stages",
             hint="use --tensor-parallel-size",
+        )
+    if speculative.algorithm != "NGRAM" and speculative.min_breadth > 1:
+        raise ConfigError(
+            f"--speculative-ngram-min-bfs-breadth {speculative.min_breadth} and {flag}: it says "
+            "how NGRAM branches",
+            hint="leave it out",
         )
     if speculative.is_model:
         _check_beside(config, flag)
@@ -69,6 +82,18 @@ def _check(config: Config, card: ModelCard) -> None:
             f"--speculative-ngram-branch-length {speculative.branch} leaves no room for drafts "
             f"behind a suffix of {speculative.min_match} tokens",
             hint="raise it, or lower --speculative-ngram-min-match-window-size",
+        )
+    if speculative.min_breadth > speculative.max_breadth:
+        raise ConfigError(
+            f"--speculative-ngram-min-bfs-breadth {speculative.min_breadth} is more than "
+            f"--speculative-ngram-max-bfs-breadth {speculative.max_breadth}"
+        )
+    if longest_branch(speculative) and config.device.attention not in ("", *ATTENTION):
+        raise ConfigError(
+            f"--speculative-ngram-min-bfs-breadth {speculative.min_breadth} and "
+            f"--attention-backend {config.device.attention}: drafts that branch are read by the "
+            "built-in attention alone",
+            hint="leave one of the two out",
         )
     if speculative.capacity < speculative.branch:
         raise ConfigError(

@@ -128,12 +128,14 @@ def stand_ins(name: str) -> tuple[str, ...]:
     return (name,) if name == _LIGHT or find_spec(_LIGHT) is None else (name, _LIGHT)
 
 
-def masks_for(grammar: Grammar, drafts: list[int]) -> bytes:
+def masks_for(grammar: Grammar, drafts: list[int], parents: list[int] | None = None) -> bytes:
     """drafts + 1 masks: before the first draft, and after each of them.
 
-    A draft that is not allowed is rejected by its own mask, so what follows it is never reached
-    and only fills its place.
+    parents: of drafts that branch (base/branches.py); none for a chain. A draft that is not allowed
+    is rejected by its own mask, so what follows it is never reached and only fills its place.
     """
+    if parents:
+        return b"".join(_masks_of(grammar, drafts, parents[: len(drafts)]))
     masks = [grammar.mask()]
     accepted = 0
     for draft in drafts:
@@ -144,3 +146,24 @@ def masks_for(grammar: Grammar, drafts: list[int]) -> bytes:
         masks.append(grammar.mask())
     grammar.rollback(accepted)
     return b"".join(masks)
+
+
+def _masks_of(grammar: Grammar, drafts: list[int], parents: list[int]) -> list[bytes]:
+    """The masks of drafts that branch, each behind the drafts that lead there."""
+    first = grammar.mask()
+    masks = [first] * (len(drafts) + 1)
+    here = list[int]()
+    """The drafts that the grammar stands behind now; the others are visited depth first."""
+    left = [at for at in reversed(range(len(drafts))) if parents[at] < 0]
+    while left:
+        at = left.pop()
+        while here and here[-1] != parents[at]:
+            grammar.rollback(1)
+            here.pop()
+        if not grammar.accept(drafts[at]):
+            continue
+        here.append(at)
+        masks[at + 1] = grammar.mask()
+        left += [child for child in reversed(range(len(drafts))) if parents[child] == at]
+    grammar.rollback(len(here))
+    return masks

@@ -46,7 +46,8 @@ class Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     count: int
     drafts: int = 0
     """How many of `count` are draft tokens to verify: the first of the runner's own, from its last
-    result. An upper bound like `start`: the row is shorter where the runner had fewer. In a burst
+    result, whether they branch or not. An upper bound like `start`: the row is shorter where the
+    runner had fewer. In a burst
     (StepPlan.steps) they are what the model itself samples, one step after another."""
     given: bytes = b""
     """int32 ids for positions start …; only when nothing of this slot is in flight."""
@@ -228,6 +229,9 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """The part of `seconds` that drafting took."""
     replies: list[OrderReply] = []
     """Of the plan's orders, up to the first that could not be carried out."""
+    parents: list[bytes] = []
+    """int32 per row, for each of its `drafts` which of them it follows, one before it, or -1, the
+    newest token (base/branches.py); empty for a chain; [] when no row's drafts branch."""
 
 
 class CopyResult(msgspec.Struct, frozen=True, omit_defaults=True, tag="copies"):

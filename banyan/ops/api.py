@@ -283,13 +283,14 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, Protocol):
         row_starts: Tensor,
         context_lengths: Tensor,
         top: int,
+        paths: Tensor | None = None,
     ) -> Tensor:
         """The positions that each token reads: those of the `top` best scores up to its own, the
         lower ones among equals; all of them where they are not more (DeepSeek-V3.2-Exp, section
         2.1). A position's score is Σ over the heads of weight · relu(q · key + q_turned · turned).
 
         q, q_turned: [tokens, heads, width of a part] T; weights: [tokens, heads] T;
-        key_pages, turned_pages: as for write_latent.
+        key_pages, turned_pages: as for write_latent; paths: as for paged_attention.
         returns: [tokens, words] int32, bit p % 32 of word p // 32 for position p; or whatever else
         the `latent_attention` of the same device takes.
         """
@@ -307,6 +308,7 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, Protocol):
         scale: float,
         chosen: Tensor | None = None,
         first: int = 0,
+        paths: Tensor | None = None,
     ) -> Tensor:
         """As paged_attention without window and cap, where all heads share one latent vector and
         one rotated key per token: logits are scale · (q · latent + q_turned · key), values are the
@@ -316,7 +318,7 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, Protocol):
         latent_pages, key_pages: as for write_latent; chosen: what each token reads of the positions
         up to its own, as `choose_positions` returns it, None = all;
         first: positions before it are not seen, and no row begins there. Kernels need not take it
-        on devices where nothing is drafted.
+        on devices where nothing is drafted; paths: as for paged_attention.
         returns: [tokens, heads, rank] T, softmax and sums in fp32.
         """
         ...
@@ -342,6 +344,14 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, Protocol):
         """
         ...
 
+    def move_kv(self, k_pages: Tensor, v_pages: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """Bring K and V of some tokens to other places, all at once; k_pages and v_pages, as for
+        write_kv, change in place.
+
+        sources, targets: [n] int64, as flat_locations of write_kv.
+        """
+        ...
+
     def paged_attention(
         self,
         q: Tensor,
@@ -355,6 +365,7 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, Protocol):
         soft_cap: float,
         sinks: Tensor | None = None,
         unit: float = 1.0,
+        paths: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of rows of any count over their pages, this step's K and V included.
 
@@ -372,7 +383,13 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, Protocol):
         `Traits.lengths_on_host`;
         scale: factor on q·k; soft_cap: logits become cap·tanh(logits/cap), 0 = off.
         sinks: [heads] fp32, a logit of each head that counts in the softmax and has no value;
-        unit: as for write_kv.
+        unit: as for write_kv;
+        paths: [tokens, 2 + most] int32, of drafts that branch: base, length, and where each of the
+            positions base … base + length − 1 of the token's past lies, itself the last of them.
+            So the token stands at position base + length − 1. With length 0 it stands where it
+            lies; None = all tokens do. Of one row all tokens have a path, or none. What a token
+            reads, and the order in which it adds it up, is that of the same token in a chain.
+            Kernels need not take it on devices where nothing is drafted.
         returns: [tokens, heads, head_dim] T, softmax and sums in fp32.
         """
         ...
@@ -426,6 +443,7 @@ OP_NAMES = (
     "embedding",
     "linear",
     "write_kv",
+    "move_kv",
     "paged_attention",
     "head_linear",
     "route",

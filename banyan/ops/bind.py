@@ -24,7 +24,7 @@ log = logger(__name__)
 REFERENCE = "reference"
 PLAIN_PAGES = "token by token"
 """Page layout of the reference: [page_size, kv_heads, head_dim]."""
-ON_PAGES = ("write_kv", "paged_attention")
+ON_PAGES = ("write_kv", "move_kv", "paged_attention")
 """Ops that must agree on the layout of a page."""
 
 

@@ -13,6 +13,7 @@ from banyan.ops.expert_adapters import ExpertSides, ExpertTable
 from banyan.ops.experts_api import Clamp, ExpertPlaces, PackedExperts, Routing, StoredExperts
 from banyan.ops.packed import PackedEmbedding, PackedHeadLinear, PackedLinear
 from banyan.ops.pages import FLOAT8, to_numbers, to_stored
+from banyan.ops.paths import move_tokens, places_on, walk_rows
 from banyan.ops.sampling import SampleRows, log_softmax_at, sample_row, top_tokens
 from banyan.ops.state_reference import apply_gate as apply_gate
 from banyan.ops.state_reference import decay_gates as decay_gates
@@ -366,16 +367,13 @@ def latent_attention(
     scale: float,
     chosen: Tensor | None = None,
     first: int = 0,
+    paths: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
-    starts = row_starts.tolist()  # sync: the reference walks the rows one by one
-    contexts = context_lengths.tolist()  # sync: as above
     whole = torch.cat([q, q_turned], dim=-1)
     latents, keys = latent_pages.unsqueeze(2), key_pages.unsqueeze(2)  # one head
-    for row, context in enumerate(contexts):
-        tokens = slice(starts[row], starts[row + 1])
-        positions = torch.arange(context, context + tokens.stop - tokens.start, device=q.device)
-        v, k, lowest = gather_row(latents, keys, page_tables[row], positions, -first)
+    for row, tokens, positions, path in walk_rows(row_starts, context_lengths, paths):
+        v, k, lowest = gather_row(latents, keys, page_tables[row], positions, -first, path)
         seen = visible(positions, lowest, k.shape[0], 0)
         if chosen is not None:
             seen &= unpack_bits(chosen[tokens])[:, lowest : lowest + k.shape[0]]
@@ -393,16 +391,14 @@ def choose_positions(
     row_starts: Tensor,
     context_lengths: Tensor,
     top: int,
+    paths: Tensor | None = None,
 ) -> Tensor:
     words = -(-page_tables.shape[1] * key_pages.shape[1] // 32)
     chosen = torch.zeros(len(q), words * 32, dtype=torch.bool, device=q.device)
-    starts, contexts = row_starts.tolist(), context_lengths.tolist()  # sync: as in latent_attention
     whole = torch.cat([q, q_turned], dim=-1).float()
     keys, turned = key_pages.unsqueeze(2), turned_pages.unsqueeze(2)  # one head
-    for row, context in enumerate(contexts):
-        tokens = slice(starts[row], starts[row + 1])
-        positions = torch.arange(context, context + tokens.stop - tokens.start, device=q.device)
-        parts = gather_row(keys, turned, page_tables[row], positions, 0)[:2]
+    for row, tokens, positions, path in walk_rows(row_starts, context_lengths, paths):
+        parts = gather_row(keys, turned, page_tables[row], positions, 0, path)[:2]
         k = torch.cat(parts, dim=-1).squeeze(1).float()  # [length, width of a head]
         each = torch.einsum("thd,ld->thl", whole[tokens], k).relu()
         scores = torch.einsum("thl,th->tl", each, weights[tokens].float())
@@ -433,6 +429,11 @@ def write_kv(
     _put(v_pages, flat_locations, to_stored(v, v_pages.dtype, unit))
 
 
+def move_kv(k_pages: Tensor, v_pages: Tensor, sources: Tensor, targets: Tensor) -> None:
+    for pages in (k_pages, v_pages):
+        move_tokens(pages, sources, targets)
+
+
 def _put(pages: Tensor, flat_locations: Tensor, stored: Tensor) -> None:
     """torch moves no floats of 8 bits, but their bytes."""
     flat = pages.flatten(0, 1)
@@ -453,14 +454,11 @@ def paged_attention(
     soft_cap: float,
     sinks: Tensor | None = None,
     unit: float = 1.0,
+    paths: Tensor | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
-    starts = row_starts.tolist()  # sync: the reference walks the rows one by one
-    contexts = context_lengths.tolist()  # sync: as above
-    for row, context in enumerate(contexts):
-        tokens = slice(starts[row], starts[row + 1])
-        positions = torch.arange(context, context + tokens.stop - tokens.start, device=q.device)
-        k, v, first = gather_row(k_pages, v_pages, page_tables[row], positions, window)
+    for row, tokens, positions, path in walk_rows(row_starts, context_lengths, paths):
+        k, v, first = gather_row(k_pages, v_pages, page_tables[row], positions, window, path)
         seen = visible(positions, first, k.shape[0], window)
         of_row = dense_attention(q[tokens], k, v, seen, scale * unit, soft_cap, sinks)
         out[tokens] = of_row if unit == 1.0 else of_row * unit
@@ -468,14 +466,26 @@ def paged_attention(
 
 
 def gather_row(
-    k_pages: Tensor, v_pages: Tensor, page_table: Tensor, positions: Tensor, window: int
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    window: int,
+    path: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, int]:
     """K and V that a row's positions may see, and the position of the first one.
 
-    page_table: [max_pages] int32; positions: [count], consecutive.
+    page_table: [max_pages] int32; positions: [count], consecutive; path: of the only position.
     returns: k, v [length, kv_heads, head_dim], first.
     """
     page_size = k_pages.shape[1]
+    if path is not None:
+        last = int(positions[0])  # sync: lengths of host-side slices
+        first = max(0, last - window + 1) if window > 0 else -window
+        places = places_on(path, first, last)
+        where = page_table[places // page_size].long() * page_size + places % page_size
+        k, v = (_taken(of.flatten(0, 1), where) for of in (k_pages, v_pages))
+        return to_numbers(k), to_numbers(v), first
     start, stop = int(positions[0]), int(positions[-1]) + 1  # sync: lengths of host-side slices
     first = max(0, start - window + 1) if window > 0 else -window
     first_page = first // page_size

@@ -413,4 +413,6 @@ def is_sampled_plainly(batch: Batch, table: SlotTable) -> bool:
     """Do the logits and the parameters alone decide on the tokens?"""
     if table.edited or table.processed:
         return False
+    if any(table.params["penalised"][slot] for slot in batch.branching_slots):
+        return False  # what each of its drafts comes behind stands nowhere in one piece
     return not any(row.masked for row in batch.rows)

@@ -3,8 +3,8 @@
 One pass over the rows, and one copy to the device.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import accumulate
 from operator import or_
@@ -18,6 +18,7 @@ from banyan.messages.plan import SAMPLE, Row
 from banyan.ops.adapters import AdapterTokens
 from banyan.platform.base import Platform
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
+from banyan.runner.branches import Branches, enter_paths
 from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable
 from banyan.runner.states import BoundStates
@@ -53,6 +54,7 @@ class Batch:
         carried: [tokens, width], `StepInputs.carried`.
         everywhere: of a batch that is a rank's share of a step: all tokens of that, which `last`
             refers to. None of a whole step.
+        branches: the rows whose drafts branch.
     """
 
     rows: list[Row]
@@ -70,9 +72,12 @@ class Batch:
     to_positions: np.ndarray
     carried: Tensor | None = field(default=None, kw_only=True)
     everywhere: Everywhere | None = field(default=None, kw_only=True)
+    branches: Mapping[int, Branches] = field(default_factory=dict[int, Branches], kw_only=True)
 
     @classmethod
-    def of(cls, rows: list[tuple[int, Row]]) -> "Batch":
+    def of(
+        cls, rows: list[tuple[int, Row]], branches: Mapping[int, Branches] | None = None
+    ) -> "Batch":
         ends = [row.start + row.count for _, row in rows]
         offsets = [0, *accumulate(row.count for _, row in rows)]
         back = [
@@ -81,7 +86,7 @@ class Batch:
             if row.want & SAMPLE
             for back in range(row.drafts, -1, -1)
         ]
-        return cls(
+        found = cls(
             [row for _, row in rows],
             reduce(or_, (row.want for _, row in rows), 0),
             *_arrays(
@@ -97,6 +102,11 @@ class Batch:
                 [ends[at] - back for at, back in back],
             ),
         )
+        return replace(found, branches=branches)._standing() if branches else found
+
+    def _standing(self) -> "Batch":
+        """With the tokens of what branches going to where they stand."""
+        return replace(self, to_positions=self.positions[self.last] + 1)
 
     def outputs_at(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """The outputs whose tokens go to these positions of these rows; all [n] int64."""
@@ -108,7 +118,14 @@ class Batch:
     def positions(self) -> np.ndarray:
         """Of each of the step's tokens; [tokens]."""
         shifts = np.repeat(self.starts - self.offsets[:-1], self.counts)
-        return np.arange(self.offsets[-1], dtype=np.int64) + shifts
+        found = np.arange(self.offsets[-1], dtype=np.int64) + shifts
+        for at, branches in self.branches.items():
+            found[self.offsets[at] : self.offsets[at + 1]] = branches.positions
+        return found
+
+    @property
+    def branching_slots(self) -> list[int]:
+        return [self.rows[at].slot for at in self.branches]
 
     @property
     def largest(self) -> tuple[int, int]:
@@ -153,6 +170,7 @@ class StepTensors:
         carried: width of what comes with each token beside its id, 0 = nothing; dtype: its type.
         taps: layers whose inputs are wanted.
         shares: that a step is divided into, of which this rank computes one.
+        branching: longest path of drafts that branch; 0 = none do.
     """
 
     def __init__(
@@ -168,6 +186,7 @@ class StepTensors:
         dtype: torch.dtype = torch.float32,
         taps: tuple[int, ...] = (),
         shares: int = 1,
+        branching: int = 0,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -193,6 +212,7 @@ class StepTensors:
         self.to_slots, self.to_positions = zeros(max_outputs), zeros(max_outputs)
         self._carried = zeros(max_tokens, carried, dtype=dtype) if carried else None
         self._taps = taps
+        self.paths = zeros(max_tokens, 2 + branching, dtype=torch.int32) if branching else None
         self._adapters = None if table.adapters is None else AdapterTokens(max_tokens)
         self._adapted_outputs = AdapterTokens(max_outputs)
         self._fill = self._gather
@@ -221,7 +241,9 @@ class StepTensors:
             self._table.adapters.show(self._adapters)
             self._table.adapters.show_outputs(self._adapted_outputs)
         views = map(GroupView, self.page_tables, self.locations)
-        geometry = StepGeometry(self.row_starts, self.context_lengths, tuple(views))
+        geometry = StepGeometry(
+            self.row_starts, self.context_lengths, tuple(views), paths=self.paths
+        )
         states = BoundStates(self._store, geometry)
         bound, carried = attention.bind(geometry), self._carried
         return StepInputs(
@@ -238,7 +260,9 @@ class StepTensors:
                 self.page_tables, self.locations, self._groups, strict=True
             )
         )
-        geometry = StepGeometry(self.row_starts[: rows + 1], self.context_lengths[:rows], views)
+        paths = None if self.paths is None else self.paths[:tokens]
+        lengths = (self.row_starts[: rows + 1], self.context_lengths[:rows])
+        geometry = StepGeometry(*lengths, views, paths=paths)
         return StepInputs(
             tokens=self.tokens[:tokens],
             positions=self.positions[:tokens],
@@ -292,7 +316,9 @@ class StepTensors:
         if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.fill(self._adapters, slot_of)
         host.tokens[:num_tokens] = host.known_tokens[slot_of, positions]
-        host.positions[:num_tokens] = positions
+        host.positions[:num_tokens] = batch.positions if batch.branches else positions
+        if self.paths is not None:
+            enter_paths(self.paths.numpy(), batch)
         host.row_starts[: num_rows + 1] = batch.offsets
         host.context_lengths[:num_rows] = batch.starts
         if batch.everywhere is not None:

@@ -41,6 +41,7 @@ class RunnerSizes:
         burst: decode steps that one plan may hold.
         carried: width of what comes with each token beside its id, 0 = nothing.
         taps: layers whose inputs are kept of each step.
+        branching: longest path of drafts that branch, from the newest token on; 0 = none do.
     """
 
     max_slots: int
@@ -56,6 +57,7 @@ class RunnerSizes:
     burst: int = 1
     carried: int = 0
     taps: tuple[int, ...] = ()
+    branching: int = 0
 
 
 def open_forward(
@@ -96,7 +98,7 @@ def _open(
 
     def tensors(max_tokens: int, max_rows: int, max_outputs: int) -> StepTensors:
         size = (max_tokens, max_rows, max_outputs, carried, build.dtype, sizes.taps, shares)
-        return StepTensors(table, store, platform, build.device, *size)
+        return StepTensors(table, store, platform, build.device, *size, sizes.branching)
 
     def larger(batch: Batch) -> StepTensors:
         tokens, rows = batch.largest

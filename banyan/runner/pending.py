@@ -54,6 +54,7 @@ class PendingStep:
             vectors=result.vectors,
             hidden=result.hidden,
             draft_seconds=result.draft_seconds,
+            parents=result.parents,
         )
 
     def copies(self) -> CopyResult | None:

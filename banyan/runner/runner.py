@@ -48,6 +48,7 @@ from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
 from banyan.runner.adapters import AdapterRack, AdapterSlots
 from banyan.runner.attention import BACKENDS
+from banyan.runner.branches import Compaction, branches_of, histories
 from banyan.runner.burst import Burst
 from banyan.runner.expert_told import told_experts
 from banyan.runner.forward import Forward
@@ -124,7 +125,13 @@ class ModelRunner:
         """What drafters read of the last step."""
         if open_drafter is not None:
             whole = (self._table, self.store, sizes, self._platform, draft, self._ran)
-            self._drafting = Drafting(open_drafter(partial(open_beside, *whole)), self._table)
+            compaction = None
+            if sizes.branching:
+                layers = 1 + max((cache.layer for cache in model.caches), default=-1)
+                compaction = Compaction(self._table, self.store, layers, build.ops)
+            drafter = open_drafter(partial(open_beside, *whole))
+            mine = (self._table, self._ran, compaction, sizes.branching)
+            self._drafting = Drafting(drafter, *mine)
         self._score_chunk = max(1, CHUNK_ELEMENTS // card.vocab_size)
         self._peers: Peers | None = None
         joint = build.groups.joint
@@ -269,14 +276,11 @@ class ModelRunner:
         plan, batch, failed, burst = begun.plan, begun.batch, begun.failed, begun.burst
         sampled, scores, verified, vectors, hidden = None, None, None, None, None
         if begun.has_run:
-            sampled, scores = self._read_out(plan, batch, mask_of)
+            sampled, scores, verified = self._read_out(plan, batch, mask_of)
             if burst is not None:
                 self._table.grow(batch.to_slots, burst.steps - 1)
-            if self._drafting is not None:
-                sampled = None if sampled is None else sampled.fetched(self._platform)
-                tokens = None if sampled is None else sampled.tokens
-                self._ran.enter(batch, self._forward)
-                verified = self._drafting.verify(batch, tokens, len(plan.rows))
+            if self._drafting is not None and verified is not None:
+                self._drafting.draft(batch, verified, len(plan.rows))
             if self._pooler is not None:
                 vectors = self._pooler.read(self._forward, batch)
             if batch.wanted & HIDDEN:
@@ -331,12 +335,12 @@ class ModelRunner:
                 good.append((index, exact))
                 if row.given and self._drafting is not None:
                     self._drafting.give(row)
-        return Batch.of(good), failed
+        return Batch.of(good, branches_of(good, self._table.parents)), failed
 
     def _read_out(
         self, plan: StepPlan, batch: Batch, mask_of: MaskOf | None
-    ) -> tuple[Sampled | None, Scores | None]:
-        """Sample and score; logits are made only for the positions that need them."""
+    ) -> tuple[Sampled | None, Scores | None, Verified | None]:
+        """Sample, verify and score; logits are made only for the positions that need them."""
         sheet, scores = None, None
         if batch.wanted & SCORE:
             sheet = ScoreSheet.of(batch, self._table)
@@ -344,24 +348,35 @@ class ModelRunner:
         self._score_known(batch, sheet, scores)
         samples = bool(batch.wanted & SAMPLE)
         if not samples and (self._peers is None or not self._peers.has_outputs):
-            return None, scores
+            return None, scores, self._verify(batch, None)
         sampled, logits = self._forward.next_tokens(), None
         if sampled is None:
             logits = self._forward.next_logits(batch)
             if not samples:
-                return None, scores
+                return None, scores, None
             sampled = self._sample(plan, batch, logits, mask_of)
-        if self._drafting is None:
-            self._table.grow(batch.to_slots)
+        here = sampled if self._drafting is None else sampled.fetched(self._platform)
+        verified = self._verify(batch, here)
         if sheet is None or scores is None:
-            return sampled, None
+            return here, None, verified
         entries = np.flatnonzero(sheet.is_sampled)
         if len(entries):
             rows = batch.outputs_at(sheet.row[entries], sheet.position[entries])
+            if verified is not None:
+                rows = verified.places[rows]
             chosen = torch.from_numpy(rows).to(self._device)
             assert logits is not None, "a step that scores does not sample by itself"
             scores.fill(entries, logits, rows, sampled.tokens[chosen])
-        return sampled, scores
+        return here, scores, verified
+
+    def _verify(self, batch: Batch, sampled: Sampled | None) -> Verified | None:
+        """Which of the sampled tokens stand; the slots have them from now on."""
+        if self._drafting is not None:
+            self._ran.enter(batch, self._forward)
+            return self._drafting.verify(batch, None if sampled is None else sampled.tokens)
+        if sampled is not None:
+            self._table.grow(batch.to_slots)
+        return None
 
     def _score_known(self, batch: Batch, sheet: ScoreSheet | None, scores: Scores | None) -> None:
         """Score the tokens that were there before the step, a bounded number of logits at once."""
@@ -416,10 +431,11 @@ class ModelRunner:
                 size = len(packed) // (batch.rows[at].drafts + 1)
                 for k in range(batch.rows[at].drafts + 1):
                     masks[i + k] = packed[k * size : (k + 1) * size]
+        past = histories(batch, self._table) if batch.branches else None
         if self._table.processed:
-            logits, faults = self._processors.apply(logits, slots, positions)
+            logits, faults = self._processors.apply(logits, slots, positions, past)
             failed |= faults
-        sampled = self._sampler.sample(logits, slots, positions, masks, where)
+        sampled = self._sampler.sample(logits, slots, positions, masks, where, past)
         tokens = sampled.tokens
         if self._ranks.size > 1:
             tokens = self._ranks.broadcast(tokens)
@@ -524,6 +540,7 @@ def _result(
             for i in sorted(failed)
         ],
         drafts=[] if verified is None else verified.drafts,
+        parents=[] if verified is None else verified.parents,
         draft_seconds=0.0 if verified is None else verified.seconds,
         vectors=pooled,
         hidden=states,

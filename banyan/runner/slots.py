@@ -67,6 +67,8 @@ class SlotTable:
         """Tokens that have a value on the device, those of launched steps included."""
         self.drafts: dict[int, list[int]] = {}
         """Slot -> what a drafter makes of its tokens: what may come after the last known one."""
+        self.parents: dict[int, list[int]] = {}
+        """Slot -> the parent of each of them, where they branch (base/branches.py)."""
         self._is_drafting = is_drafting
         self._brought = [0] * slots
         """Tokens that joins and `given` brought; rows of others start where the slot ends."""
@@ -107,7 +109,7 @@ class SlotTable:
             self.embeds.pop(slot, None)
             self.processed.pop(slot, None)
             self.edited.discard(slot)
-            self.drafts.pop(slot, None)
+            self._drop_drafts(slot)
             self.known[slot] = self._brought[slot] = 0
             for granted in self._granted:
                 granted[slot] = 0
@@ -147,7 +149,7 @@ class SlotTable:
             self.edited.add(join.slot)
         self._joins[join.slot] = join
         self.known[join.slot] = self._brought[join.slot] = len(tokens)
-        self.drafts.pop(join.slot, None)
+        self._drop_drafts(join.slot)
         self.params[join.slot] = (
             join.prompt_len,
             1.0 if sampling.is_greedy else sampling.temperature,
@@ -216,7 +218,7 @@ class SlotTable:
         if row.given:
             self._write(slot, row.start, np.frombuffer(row.given, np.int32))
             self.known[slot] = self._brought[slot] = row.start + len(row.given) // 4
-            self.drafts.pop(slot, None)
+            self._drop_drafts(slot)
         if self._is_drafting or self._has_bursts:
             row = self._exact(row)
         known, end = self.known[slot], row.start + row.count
@@ -234,6 +236,10 @@ class SlotTable:
                     f"of group {group}; it has {granted}"
                 )
         return row
+
+    def _drop_drafts(self, slot: int) -> None:
+        self.drafts.pop(slot, None)
+        self.parents.pop(slot, None)
 
     def _exact(self, row: Row) -> Row:
         """The row where the slot's tokens and drafts really are."""

@@ -107,7 +107,8 @@ class Answers:
         flight = request.flights[0]
         if flight.awaits_mask:
             flight.awaits_mask = False
-            bits = masks_for(request.grammar, request.next_drafts[: flight.samples - 1])
+            drafts = request.next_drafts[: flight.samples - 1]
+            bits = masks_for(request.grammar, drafts, request.next_parents)
             self._roster.masks.append(Mask(flight.step, flight.row, bits))
 
 

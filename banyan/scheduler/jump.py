@@ -65,7 +65,8 @@ def jump(request: Request, grammar: Grammar, roster: Roster) -> None:
     if request.lease is not None:
         request.planned = request.known - 1
     request.tokens += tokens.tobytes()
-    request.has_jumped, request.has_sampled, request.next_drafts = True, False, []
+    request.has_jumped, request.has_sampled = True, False
+    request.next_drafts, request.next_parents = [], []
     roster.counters.output_tokens += len(tokens)
     cached = request.cached_tokens
     roster.events.append(Tokens(request.id, first, tokens.tobytes(), cached_tokens=cached))

@@ -146,6 +146,8 @@ class Request:
         """The newest token is the runner's own, which drafted with it when it does so."""
         self.next_drafts: list[int] = []
         """Its drafts, when it has told them."""
+        self.next_parents: list[int] = []
+        """What each of them follows, where they branch (base/branches.py)."""
         self.draft_share = -1.0
         """Share of its drafts that come true, the last ones above all; -1 = none has been seen."""
         self.drafts = DraftCounts()
@@ -244,7 +246,8 @@ class Request:
         assert self.state == WAITING and not self.flights
         self.state, self.slot, self.lease = RUNNING, slot, lease
         self.planned = cached
-        self.has_sampled, self.has_jumped, self.next_drafts = False, False, []
+        self.has_sampled, self.has_jumped = False, False
+        self.next_drafts, self.next_parents = [], []
         self.ahead = 0
         self.score_from, self.hidden_from = self.scored_to, self.hidden_to
 

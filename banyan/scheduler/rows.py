@@ -148,7 +148,7 @@ class RowPlanner:
         if any(f.samples for f in request.flights):
             flight.awaits_mask = True
             return
-        bits = masks_for(request.grammar, request.next_drafts[:drafts])
+        bits = masks_for(request.grammar, request.next_drafts[:drafts], request.next_parents)
         sheet.masks.append(Mask(sheet.step, flight.row, bits))
 
     def _row(self, request: Request, start: int, count: int, drafts: int, flight: Flight) -> Row:

@@ -206,7 +206,7 @@ class Scheduler:
             scores.setdefault(score.row, []).append(score)
         for flight in flights:
             if not flight.is_void:
-                drafts = result.drafts[flight.row] if result.drafts else b""
+                drafts = _told(result, flight.row)
                 vector = result.vectors[flight.row] if result.vectors else b""
                 hidden = result.hidden[flight.row] if result.hidden else b""
                 row_scores = scores.get(flight.row, [])
@@ -382,7 +382,7 @@ class Scheduler:
         self,
         flight: Flight,
         sampled: bytes,
-        drafts: bytes,
+        drafts: tuple[list[int], list[int]],
         scores: list[RowScores],
         vector: bytes,
         hidden: bytes,
@@ -397,7 +397,8 @@ class Scheduler:
                 told = request.next_drafts
                 verified = min(flight.samples - 1, len(told))
                 self.speculation.saw(request, told, verified, tokens)
-            request.next_drafts = list(array("i", drafts))  # a retracted one may await a mask
+            # A retracted one may await a mask.
+            request.next_drafts, request.next_parents = drafts
             if request.lease is not None:
                 request.planned -= flight.samples - len(tokens)  # rejected drafts
                 request.has_sampled = True
@@ -452,6 +453,12 @@ class Scheduler:
         if self._grammars is None:
             raise RequestError("Constrained output is not available: no grammar backend is loaded")
         return self._grammars(text)
+
+
+def _told(result: StepResult, row: int) -> tuple[list[int], list[int]]:
+    """The drafts of a row, and what they follow where they branch."""
+    drafts = array("i", result.drafts[row] if result.drafts else b"")
+    return list(drafts), list(array("i", result.parents[row] if result.parents else b""))
 
 
 def _decoded(flights: list[Flight]) -> int:

@@ -8,11 +8,14 @@ still watched: at no cost, or, where a model drafts, a few rows from time to tim
 
 from collections.abc import Sequence
 
+from banyan.base.branches import ranks_of
 from banyan.messages.plan import StepResult
 from banyan.scheduler.request import DraftCounts, Flight, Request
 
 _START = 0.5
 """Share of drafts that come true, as long as nothing is known."""
+_START_OF_OTHERS = 0.1
+"""The same of one that is not the likeliest behind its token."""
 _RECENT = 1 / 8
 """Weight of the newest draft in a request's share, and much less in everybody's."""
 _RECENT_OF_ALL = 1 / 64
@@ -88,6 +91,8 @@ class Speculation:
         """Of all requests."""
         self._most = most
         self._share = _START
+        self._others = [_START_OF_OTHERS] * most
+        """Of drafts that follow a token beside likelier ones, by how many these are."""
         self._is_paid = is_paid
         self._is_fixed = is_fixed
         self._pass_s = 0.0
@@ -137,6 +142,8 @@ class Speculation:
             return self._most
         share = self._share if request.draft_share < 0 else request.draft_share
         per_draft = self.times.per_token * rows + pass_s
+        if request.next_parents and not pass_s:
+            return self._worthwhile_of(request.next_parents, share, per_draft, rows)
         tokens, seconds = 1.0, self.times.of(rows)
         chance = share
         for drafts in range(self._most):
@@ -147,18 +154,60 @@ class Speculation:
             chance *= share
         return self._most
 
+    def _worthwhile_of(
+        self, parents: Sequence[int], share: float, per_draft: float, rows: int
+    ) -> int:
+        """The same of drafts that branch, taken in the order in which they are told. Those of the
+        next row are not known when it is planned: they branch like the last ones, more or less."""
+        tokens, seconds = 1.0, self.times.of(rows)
+        chances = list[float]()
+        for at, (parent, rank) in enumerate(zip(parents, ranks_of(parents), strict=True)):
+            before = chances[parent] if parent >= 0 else 1.0
+            chances.append(before * (self._others[rank] if rank else share))
+            if chances[-1] * seconds <= _MARGIN * per_draft * tokens:
+                return at
+            tokens += chances[-1]
+            seconds += per_draft
+        return self._most
+
     def saw(
         self, request: Request, drafts: Sequence[int], verified: int, sampled: Sequence[int]
     ) -> None:
         """What the model chose where `drafts` were told; `verified` of them were in the row."""
-        for draft, token in zip(drafts, sampled, strict=False):
-            came_true = float(draft == token)
-            if request.draft_share < 0:
-                request.draft_share = self._share
-            request.draft_share += _RECENT * (came_true - request.draft_share)
-            self._share += _RECENT_OF_ALL * (came_true - self._share)
-            if not came_true:
-                break
+        if request.next_parents:
+            self._saw_branches(request, drafts, request.next_parents, sampled)
+        else:
+            for draft, token in zip(drafts, sampled, strict=False):
+                self._note_first(request, draft == token)
+                if draft != token:
+                    break
         if sampled:
             request.drafts.count(verified, len(sampled) - 1)
             self.drafts.count(verified, len(sampled) - 1)
+
+    def _note_first(self, request: Request, came_true: bool) -> None:
+        """Whether the likeliest draft behind a token that stands was right."""
+        if request.draft_share < 0:
+            request.draft_share = self._share
+        request.draft_share += _RECENT * (came_true - request.draft_share)
+        self._share += _RECENT_OF_ALL * (came_true - self._share)
+
+    def _saw_branches(
+        self,
+        request: Request,
+        drafts: Sequence[int],
+        parents: Sequence[int],
+        sampled: Sequence[int],
+    ) -> None:
+        ranks, here = ranks_of(parents), -1
+        for token in sampled:
+            ways = [at for at, parent in enumerate(parents) if parent == here]
+            for at in ways:
+                came_true = drafts[at] == token
+                if rank := ranks[at]:
+                    self._others[rank] += _RECENT_OF_ALL * (came_true - self._others[rank])
+                else:
+                    self._note_first(request, came_true)
+            here = next((at for at in ways if drafts[at] == token), None)
+            if here is None:
+                break

@@ -57,6 +57,7 @@ class Tenancy:
     length: int = 0
     """Tokens that the runner has, as far as its results tell; for runners with real rows."""
     drafts: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
     """What it has told that it will verify next."""
     is_lost: bool = False
     """A row of it has failed, so that nobody knows its length."""

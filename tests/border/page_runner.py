@@ -34,6 +34,7 @@ class Shape:
         is_pooling: served for vectors instead of text.
         drafts: drafted after each sampled token.
         burst: decode steps of one plan.
+        branches: drafts are trees.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -44,6 +45,7 @@ class Shape:
     is_pooling: bool
     drafts: int = 0
     burst: int = 1
+    branches: bool = False
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -96,6 +98,7 @@ def build_runner(
         *(shape.slots, shape.max_length, layouts, 48 if shape.is_recorded else 0),
         draft_room=DRAFT_ROOM if shape.drafts else 0,
         burst=shape.burst,
+        branching=shape.drafts + 1 if shape.branches else 0,
     )
     open_drafter = None if drafter is None else lambda _: drafter
     runner = ModelRunner(model, Build(ops, groups), sizes, None, open_mover, open_drafter)

@@ -39,12 +39,14 @@ class RealWorld(World):
         is_pooling: served for vectors.
         poison: what pages hold that nobody has written.
         good_draft: share of the drafts that are right.
+        branches: drafts are trees.
     """
 
     is_recorded: bool = False
     is_pooling: bool = False
     poison: float = math.nan
     good_draft: float = 0.8
+    branches: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -57,6 +59,7 @@ class RealWorld(World):
             self.is_pooling,
             self.core.limits.drafts,
             self.core.limits.burst,
+            self.branches,
         )
 
 
@@ -87,6 +90,7 @@ class RealKit:
             is_pooling=is_pooling,
             poison=poison,
             good_draft=random.choice((0.0, 0.5, 0.8, 1.0)),
+            branches=random.random() < 0.5,
         )
 
     def runner(
@@ -101,7 +105,8 @@ class RealKit:
         ops = FaultyOps(_ops(world.is_recorded), injector)
         drafter = None
         if world.core.limits.drafts:
-            drafter = Prompter(answers, Random(random.random()), world.good_draft)
+            mine = Random(random.random())
+            drafter = Prompter(answers, mine, world.good_draft, world.branches)
         models: list[FaultyModel] = []
 
         def wrap(model: PageModel) -> FaultyModel:

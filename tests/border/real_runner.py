@@ -303,7 +303,7 @@ class RealRunner:
         for row, slot in zip(launched.plan.rows, launched.rows, strict=True):
             if row.given:
                 slot.known = slot.length = row.start + len(row.given) // 4
-                slot.drafts = []
+                slot.drafts, slot.parents = [], []
             is_said = slot.is_lost or not self._device.are_bounds
             if is_said or row.start + row.count - row.drafts <= slot.known:
                 found.append(row)
@@ -316,8 +316,8 @@ class RealRunner:
         return found
 
     def _follow(self, launched: Launched, rows: list[Row], result: StepResult) -> None:
-        """Learn how long the slots are now. What stands of a row are its drafts up to the first
-        that the model does not choose, and what it chooses instead."""
+        """Learn how long the slots are now. What stands of a row are the drafts that the
+        model chooses, one behind another, and what it chooses where none foresaw it."""
         failed = {failure.row for failure in result.failed}
         for index, (row, slot) in enumerate(zip(rows, launched.rows, strict=True)):
             slot.is_lost = slot.is_lost or bool(result.error) or index in failed
@@ -328,15 +328,19 @@ class RealRunner:
                     self.seen["bursts"] += len(tokens) > 1
                     slot.length += len(tokens)
                     continue
-                drafts = slot.drafts[: row.drafts]
-                last = len(tokens) - 1
-                is_right = (
-                    tokens[:last] == drafts[:last] and tokens[last:] != drafts[last : last + 1]
-                )
-                where = launched.where(index)
-                require(is_right, f"{where}: {tokens} stand of drafts {drafts}")
+                drafts, parents = slot.drafts[: row.drafts], slot.parents[: row.drafts]
+                where, here = launched.where(index), -1
+                for at, token in enumerate(tokens):
+                    ways = {drafts[n]: n for n, parent in enumerate(parents) if parent == here}
+                    is_right = (token in ways) == (at < len(tokens) - 1)
+                    told = f"{drafts} behind {parents}"
+                    require(is_right, f"{where}: {tokens} stand of drafts {told}")
+                    self.seen["moved drafts"] += token in ways and ways[token] != at
+                    here = ways.get(token, here)
                 slot.length += len(tokens)
                 slot.drafts = list(array("i", result.drafts[index])) if result.drafts else []
+                follows = list(array("i", result.parents[index])) if result.parents else []
+                slot.parents = follows or list(range(-1, len(slot.drafts) - 1))
 
     # -- faults -------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from banyan.base.errors import RequestError
 from banyan.messages.orders import OrderReply, StopProfile
 from banyan.runner import runner
 from banyan.runner.attention import reference
+from banyan.runner.branches import Compaction
 from banyan.runner.forward import RecordedForward
 from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import GroupLayout, KVStore
@@ -89,9 +90,9 @@ def _keeps_parameters(original, self, join):
         self.params[join.slot] = before
 
 
-def _forgets_its_token(original, self, logits, slots, positions, masks):
+def _forgets_its_token(original, self, *more):
     before = self._table.tokens.clone()
-    sampled = original(self, logits, slots, positions, masks)
+    sampled = original(self, *more)
     self._table.tokens.copy_(before)
     return sampled
 
@@ -114,8 +115,8 @@ def _masks_of_others(self, count, masks):
     return self, count, {(i + 1) % count: mask for i, mask in masks.items()}
 
 
-def _starts_at_zero(original, rows):
-    batch = original(rows)
+def _starts_at_zero(original, rows, *more):
+    batch = original(rows, *more)
     return replace(batch, starts=np.zeros_like(batch.starts))
 
 
@@ -181,27 +182,27 @@ def _one_later(original, self, *a, **k):
     ]
 
 
-def _grows_by_all(original, self, batch, sampled, num_rows):
+def _grows_by_all(original, self, batch, sampled):
     """The slot counts its rejected drafts too."""
-    verified = original(self, batch, sampled, num_rows)
+    verified = original(self, batch, sampled)
     for index, count in verified.cut.items():
         at = batch.indices.tolist().index(index)
         self._table.known[batch.rows[at].slot] += count
     return verified
 
 
-def _with_first_mask(original, self, logits, slots, positions, masks, where):
+def _with_first_mask(original, self, logits, slots, positions, masks, *more):
     """The masks of drafts are those of the token before them."""
     first = {
         i: masks.get(i - 1, mask) if slots[i - 1] == slots[i] else mask for i, mask in masks.items()
     }
-    return original(self, logits, slots, positions, first, where)
+    return original(self, logits, slots, positions, first, *more)
 
 
-def _told_shorter(original, self, batch, sampled, num_rows):
+def _told_shorter(original, self, batch, verified, num_rows):
     """The engine hears of one draft less than the next row verifies."""
-    verified = original(self, batch, sampled, num_rows)
-    return replace(verified, drafts=[drafts[:-4] for drafts in verified.drafts])
+    original(self, batch, verified, num_rows)
+    verified.drafts = [drafts[:-4] for drafts in verified.drafts]
 
 
 def _scores_all(original, self, values, without, cut):
@@ -212,23 +213,32 @@ DEFECTS: dict[str, Defect] = {
     "parts of units have one token too many": PARTS["one token too many"],
     "parts are copied from pages that are rewritten first": PARTS["unlocked sources"],
     "every draft stands": _wrap(
-        drafting, "standing", lambda original, drafts, sampled: len(drafts) + 1
+        drafting, "standing_places", lambda original, drafts, *a: list(range(len(drafts) + 1))
     ),
     "one draft too many stands": _wrap(
         drafting,
-        "standing",
-        lambda original, drafts, sampled: min(len(drafts) + 1, original(drafts, sampled) + 1),
+        "standing_places",
+        lambda original, drafts, *a: list(range(min(len(drafts), len(original(drafts, *a))) + 1)),
     ),
     "the model's own token after the drafts is lost": _wrap(
-        drafting, "standing", lambda original, *a: max(1, original(*a) - 1)
+        drafting, "standing_places", lambda original, *a: original(*a)[:-1] or [0]
     ),
     "rejected drafts count": _wrap(Drafting, "verify", _grows_by_all),
     "drafts have the masks of the token before": _wrap(Sampler, "sample", _with_first_mask),
-    "the engine is told other drafts": _wrap(Drafting, "verify", _told_shorter),
+    "the engine is told other drafts": _wrap(Drafting, "draft", _told_shorter),
     "rows of drafts start where the plan says": _wrap(
         SlotTable, "_exact", lambda original, self, row: row
     ),
     "scores of rejected drafts are told": _wrap(Scores, "rows", _scores_all),
+    "what stands stays where it lies": lambda patch: patch.setattr(
+        Compaction, "move", lambda self, *a: None
+    ),
+    "what stands is brought one place too far": _changed(
+        Compaction, "move", lambda self, slots, lies, to: (self, slots, lies, [p + 1 for p in to])
+    ),
+    "what stands is brought from one place before": _changed(
+        Compaction, "move", lambda self, slots, lies, to: (self, slots, [p - 1 for p in lies], to)
+    ),
     "a page table is off by one": _grants(
         lambda grants: [msgspec.structs.replace(g, first=g.first + 1) for g in grants]
     ),

@@ -47,7 +47,16 @@ def test_without_an_algorithm_nothing_is_drafted_and_the_rest_is_reported(caplog
             "drafts without a model",
         ),
         ("--speculative-eagle-topk 4", "one chain"),
-        ("--speculative-ngram-min-bfs-breadth 2", "one chain"),
+        (
+            "--speculative-algorithm NGRAM --speculative-ngram-min-bfs-breadth 4 "
+            "--speculative-ngram-max-bfs-breadth 3",
+            "is more than",
+        ),
+        (
+            "--speculative-algorithm STANDALONE --speculative-ngram-min-bfs-breadth 4 "
+            "--speculative-draft-model-path M",
+            "how NGRAM branches",
+        ),
         ("--speculative-accept-threshold-single 0.9", "only where the model itself chooses it"),
         ("--speculative-accept-threshold-acc 0.9", "only where the model itself chooses it"),
         ("--speculative-algorithm NGRAM --pp-size 2", "by stages"),

@@ -253,6 +253,23 @@ def test_drafts_get_a_mask_each_and_leave_no_trace(backend: Backend):
     assert bits[2 * size : 3 * size] == follow.mask()
 
 
+def test_drafts_that_branch_get_the_mask_of_what_leads_to_them(backend: Backend):
+    pattern = "ab(c|d)e|axyz|(q|r)t"
+    grammar = started(backend, REGEX, pattern)
+    before = grammar.mask()
+    size = len(before)
+    letters, parents = "abxcdyqsz", [-1, 0, 0, 1, 1, 2, -1, 0, 7]
+    bits = masks_for(grammar, [ord(letter) for letter in letters], parents)
+    assert grammar.mask() == before == bits[:size]
+    above = ["a", "ab", "ax", "abc", "abd", "axy", "q", "a", "a"]  # s and z are not allowed there
+    for at, text in enumerate(above, 1):
+        if letters[at - 1] in "sz":
+            continue
+        follow = started(backend, REGEX, pattern)
+        assert write(follow, text)
+        assert bits[at * size : (at + 1) * size] == follow.mask(), text
+
+
 def test_a_constraint_that_begins_after_the_thinking_leaves_it_free(backend: Backend):
     grammar = started(backend, REGEX, "ok", after=(10, 10))
     assert TOOL in allowed(grammar) and END not in allowed(grammar)

@@ -77,6 +77,24 @@ def drafting(tiny_model: Path) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def branching(tiny_model: Path) -> Iterator[Engine]:
+    with start(tiny_model, speculative_ngram_min_bfs_breadth=3) as engine:
+        yield engine
+
+
+def test_drafts_that_branch_change_no_answer(plain, branching):
+    """Together and one after another, so that one beginning has gone on in several ways."""
+    correct = 0
+    for name in (*REQUESTS, "drawn", "scored", "schema"):
+        right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
+        found = answers(branching, **REQUESTS[name])
+        assert [told(answer) for answer in found] == right, name
+        correct += sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found)
+    assert correct > 0
+    assert branching.stats().leaked == 0
+
+
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_request_is_answered_as_without_drafts(plain, drafting, name: str):
     right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
@@ -115,6 +133,7 @@ def test_a_crowd_is_answered_as_alone(plain, drafting):
         {"disable_cuda_graph": True},
         {"tp_size": 2},
         {"speculative_ngram_match_type": "PROB", "speculative_num_draft_tokens": 4},
+        {"speculative_ngram_min_bfs_breadth": 4, "tp_size": 2},
     ],
     ids=lambda flags: next(iter(flags)),
 )

@@ -139,6 +139,18 @@ FLAGS = (
         proof="tests/runner/speculative/test_ngram.py::test_no_more_places_are_looked_at_than_told",
     ),
     Flag(
+        "speculative-ngram-min-bfs-breadth",
+        "speculative.min_breadth",
+        "ways in which NGRAM goes on behind a token, at least where it knows so many; from 2 on "
+        "its drafts branch, and more ways are followed behind a shorter suffix, up to "
+        "--speculative-ngram-max-bfs-breadth",
+        kind=INT,
+        low=1,
+        high=64,
+        proof="tests/runner/speculative/test_ngram_tree.py"
+        "::test_a_token_goes_on_in_several_ways_where_so_many_are_asked_for",
+    ),
+    Flag(
         "speculative-ngram-match-type",
         "speculative.match_type",
         "which of several continuations NGRAM drafts: BFS = the newest, PROB = the most frequent",

@@ -32,6 +32,7 @@ KERNELS = {
     "latent_attention": [f"{_HERE}.latent_attention:latent_attention"],
     "choose_positions": [f"{_HERE}.latent_attention:choose_positions"],
     "write_kv": [f"{_HERE}.paged_attention:write_kv"],
+    "move_kv": [f"{_HERE}.paged_attention:moved"],
     "paged_attention": [
         f"{_HERE}.paged_attention:paged_attention",
         f"{_HERE}.torch_attention:paged_attention",

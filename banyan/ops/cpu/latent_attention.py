@@ -12,7 +12,12 @@ from torch import Tensor
 
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cpu.library import Library
-from banyan.ops.cpu.paged_attention import CACHE_TYPES, PagedAttention, supports_pages
+from banyan.ops.cpu.paged_attention import (
+    CACHE_TYPES,
+    PagedAttention,
+    given_paths,
+    supports_pages,
+)
 from banyan.ops.cpu.weights import Arena, pack
 from banyan.ops.stored import StoredWeight
 
@@ -60,13 +65,15 @@ class LatentAttention:
         scale: float,
         chosen: Tensor | None = None,
         first: int = 0,
+        paths: Tensor | None = None,
     ) -> Tensor:
         tokens, heads, rank = q.shape
         group = next(n for n in range(min(heads, _PAIRS), 0, -1) if heads % n == 0)
         padded = -(-rank // _WHOLE) * _WHOLE
         blocks, page_size = heads // group, latent_pages.shape[1]
         shape = (page_size, blocks, group, padded, -first)
-        plan = self._pages.plan(tokens, page_tables, row_starts, context_lengths, shape)
+        lengths = (row_starts, context_lengths)
+        plan = self._pages.plan(tokens, page_tables, *lengths, shape, paths)
         out = self.library.empty((tokens, heads, padded))
         self.library.call(
             "bn_latent_attention",
@@ -93,6 +100,7 @@ class LatentAttention:
         row_starts: Tensor,
         context_lengths: Tensor,
         top: int,
+        paths: Tensor | None = None,
     ) -> Tensor:
         tokens, heads, plain = q.shape
         page_size = key_pages.shape[1]
@@ -104,7 +112,7 @@ class LatentAttention:
             *(_whole(key_pages), _whole(turned_pages)),
             *(page_tables.data_ptr(), page_tables.stride(0)),
             *(_whole(row_starts), _whole(context_lengths), chosen.data_ptr(), words),
-            *(page_size, heads, plain, q_turned.shape[-1], top),
+            *(page_size, heads, plain, q_turned.shape[-1], top, *given_paths(paths)),
             rows=context_lengths.shape[0],
         )
         return chosen

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from banyan.ops.bind import Kernel, OpSpec
 from banyan.ops.cpu.library import Library, Recording
+from banyan.ops.pages import FLOAT8
 
 PAGES = "by head, K transposed"
 """Name of the page layout."""
@@ -76,13 +77,14 @@ class PagedAttention:
         soft_cap: float,
         sinks: Tensor | None = None,
         unit: float = 1.0,
+        paths: Tensor | None = None,
     ) -> Tensor:
         tokens, heads, head_dim = q.shape
         page_size, kv_heads = k_pages.shape[1:3]
         assert page_size in PAGE_SIZES, f"pages of {page_size} tokens, not one of {PAGE_SIZES}"
         assert head_dim % 8 == 0, f"heads of {head_dim} dimensions, not a multiple of 8"
         shape = (page_size, kv_heads, heads // kv_heads, head_dim, window)
-        plan = self.plan(tokens, page_tables, row_starts, context_lengths, shape)
+        plan = self.plan(tokens, page_tables, row_starts, context_lengths, shape, paths)
         out = self.library.empty(q.shape)
         self.library.call(
             "bn_paged_attention",
@@ -111,9 +113,12 @@ class PagedAttention:
         row_starts: Tensor,
         context_lengths: Tensor,
         shape: tuple[int, int, int, int, int],
+        paths: Tensor | None = None,
     ) -> np.ndarray:
         """The memory of the plan for this geometry; a recording makes one for all its layers."""
-        key = (page_tables.data_ptr(), row_starts.data_ptr(), context_lengths.data_ptr(), *shape)
+        places = given_paths(paths)
+        lengths = (row_starts.data_ptr(), context_lengths.data_ptr())
+        key = (page_tables.data_ptr(), *lengths, *shape, *places)
         recording = self.library.recording
         plans = {} if recording is None else self._plans.setdefault(recording, {})
         if key not in plans:
@@ -134,9 +139,41 @@ class PagedAttention:
                 *shape,
                 tokens,
                 int(self.shares_prefixes),
+                *places,
                 rows=context_lengths.shape[0],
             )
         return plans[key]
+
+
+def given_paths(paths: Tensor | None) -> tuple[int, int]:
+    """Address and token stride of int32 paths [tokens, 2 + most], zeros where there are none."""
+    if paths is None:
+        return 0, 0
+    assert paths.dtype == torch.int32 and paths.stride(1) == 1, "expected int32 paths by token"
+    return paths.data_ptr(), paths.stride(0)
+
+
+def move_kv(k_pages: Tensor, v_pages: Tensor, sources: Tensor, targets: Tensor) -> None:
+    size = k_pages.shape[1]
+    source, target = (sources // size, sources % size), (targets // size, targets % size)
+    for pages, is_turned in ((k_pages, True), (v_pages, False)):
+        numbers, scales = _as_they_lie(pages, is_turned)
+        numbers[target[0], :, target[1]] = numbers[source[0], :, source[1]]
+        if scales is not None:
+            scales[target[0], :, target[1]] = scales[source[0], :, source[1]]
+
+
+def _as_they_lie(pages: Tensor, is_turned: bool) -> tuple[Tensor, Tensor | None]:
+    """Numbers [num_pages, kv_heads, page_size, head_dim] and scales [num_pages, kv_heads,
+    page_size, 4] of pages, both as bytes or whole numbers that torch can move."""
+    num_pages, size, kv_heads, width = pages.shape
+    head_dim = width - (4 if pages.dtype == torch.int8 else 0)
+    moved = pages.view(torch.uint8) if pages.dtype in FLOAT8 else pages
+    flat = moved.view(num_pages, kv_heads, size * width)
+    inside = (head_dim, size) if is_turned else (size, head_dim)
+    numbers = flat[..., : size * head_dim].unflatten(-1, inside)
+    scales = flat[..., size * head_dim :].unflatten(-1, (size, 4)) if width > head_dim else None
+    return numbers.transpose(-1, -2) if is_turned else numbers, scales
 
 
 def _rows(x: Tensor) -> tuple[int, int]:
@@ -176,3 +213,4 @@ write_kv = Kernel(
 paged_attention = Kernel(
     supports=_supports, make=lambda library: PagedAttention(library).paged_attention, pages=PAGES
 )
+moved = Kernel(supports=_supports, run=move_kv, pages=PAGES)

@@ -33,6 +33,7 @@ def _paged_attention(
     window: int,
     soft_cap: float,
     sinks: Tensor | None = None,
+    paths: Tensor | None = None,
 ) -> Tensor:
     if soft_cap or sinks is not None:  # torch's fused attention has neither
         return reference.paged_attention(
@@ -46,6 +47,7 @@ def _paged_attention(
             window,
             soft_cap,
             sinks,
+            paths=paths,
         )
     out = torch.empty_like(q)
     starts, contexts = row_starts.tolist(), context_lengths.tolist()
@@ -53,7 +55,9 @@ def _paged_attention(
     batches: dict[int, list[int]] = {}
     for row, context in enumerate(contexts):
         tokens = slice(starts[row], starts[row + 1])
-        if tokens.stop - tokens.start == 1:
+        if paths is not None and tokens.start < tokens.stop and paths[tokens.start, 1]:
+            _branch(out, q, k_pages, v_pages, page_tables[row], tokens, paths, scale, window)
+        elif tokens.stop - tokens.start == 1:
             seen = min(context + 1, window) if window > 0 else context + 1
             batches.setdefault((-(-seen // page_size)).bit_length(), []).append(row)
         elif tokens.stop > tokens.start:
@@ -73,6 +77,25 @@ def _paged_attention(
             window,
         )
     return out
+
+
+def _branch(
+    out: Tensor,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    tokens: slice,
+    paths: Tensor,
+    scale: float,
+    window: int,
+) -> None:
+    """Fill in the tokens of a row that branches, one by one."""
+    for token in range(tokens.start, tokens.stop):
+        path = paths[token, : 2 + int(paths[token, 1])]
+        where = torch.tensor([int(path[0]) + len(path) - 3])
+        k, v, _ = reference.gather_row(k_pages, v_pages, page_table, where, window, path)
+        out[token] = _attend(q[token : token + 1], k, v, scale, None, is_causal=False)[0]
 
 
 def _decode(
@@ -121,18 +144,27 @@ def _extend(
     window: int,
 ) -> Tensor:
     """Many tokens of one row. q: [count, heads, head_dim]; page_table: [max_pages]."""
-    count, heads, head_dim = q.shape
-    kv_heads = k_pages.shape[2]
-    positions = torch.arange(context, context + count)
+    positions = torch.arange(context, context + len(q))
     k, v, first = reference.gather_row(k_pages, v_pages, page_table, positions, window)
+    whole = context == 0 and not window
+    seen = None if whole else reference.visible(positions, first, k.shape[0], window)
+    return _attend(q, k, v, scale, seen, whole)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None, is_causal: bool
+) -> Tensor:
+    """Tokens of one row over gathered keys [length, kv_heads, head_dim]."""
+    count, heads, head_dim = q.shape
+    kv_heads = k.shape[1]
     shape = (kv_heads, heads // kv_heads, k.shape[0], head_dim)
-    whole, exact = context == 0 and not window, _sum_dtype(q)
+    exact = _sum_dtype(q)
     out = functional.scaled_dot_product_attention(
         q.to(exact).view(count, kv_heads, -1, head_dim).permute(1, 2, 0, 3),
         k.to(exact).transpose(0, 1).unsqueeze(1).expand(shape),
         v.to(exact).transpose(0, 1).unsqueeze(1).expand(shape),
-        attn_mask=None if whole else reference.visible(positions, first, k.shape[0], window),
-        is_causal=whole,
+        attn_mask=seen,
+        is_causal=is_causal,
         scale=scale,
     )
     return out.permute(2, 0, 1, 3).reshape(count, heads, head_dim).to(q.dtype)

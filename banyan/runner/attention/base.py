@@ -29,11 +29,14 @@ class StepGeometry:
         row_starts: [rows + 1] int32, row r owns tokens row_starts[r] … row_starts[r + 1] − 1.
         context_lengths: [rows] int32, positions before this step's tokens.
         groups: one view per cache group.
+        paths: of drafts that branch, as `ops.api.Ops.paged_attention` takes them; None where none
+            ever do.
     """
 
     row_starts: Tensor
     context_lengths: Tensor
     groups: tuple[GroupView, ...]
+    paths: Tensor | None = None
 
 
 class AttentionBackend(Protocol):

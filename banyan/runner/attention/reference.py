@@ -1,6 +1,7 @@
 """Attention as two ops: write this step's K and V into the pages, then attend over them."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -8,6 +9,10 @@ from banyan.layers.step import AttentionSpec, Indexed, LatentSpec, StepAttention
 from banyan.ops.api import Ops
 from banyan.runner.attention.base import StepGeometry
 from banyan.runner.kvstore import KVStore
+
+
+class _Paths(TypedDict, total=False):
+    paths: Tensor
 
 
 class ReferenceAttention:
@@ -54,6 +59,7 @@ class _Bound:
             spec.soft_cap,
             sinks,
             **more,
+            **self.branching,
         )
 
     def latent(
@@ -72,11 +78,18 @@ class _Bound:
         latents = (q, q_turned, pages["latent"], pages["key"])
         if indexed is None:
             if self.first:
-                return self.ops.latent_attention(*latents, *where, spec.scale, first=self.first)
-            return self.ops.latent_attention(*latents, *where, spec.scale)
+                first = self.first
+                return self.ops.latent_attention(
+                    *latents, *where, spec.scale, first=first, **self.branching
+                )
+            return self.ops.latent_attention(*latents, *where, spec.scale, **self.branching)
         assert not self.first, "an indexer chooses from all positions"
         kept = (pages["index"], pages["index_turned"])
         self.ops.write_latent(indexed.key, indexed.key_turned, *kept, view.locations)
         queries = (indexed.q, indexed.q_turned, indexed.weights)
-        chosen = self.ops.choose_positions(*queries, *kept, *where, spec.top)
-        return self.ops.latent_attention(*latents, *where, spec.scale, chosen)
+        chosen = self.ops.choose_positions(*queries, *kept, *where, spec.top, **self.branching)
+        return self.ops.latent_attention(*latents, *where, spec.scale, chosen, **self.branching)
+
+    @property
+    def branching(self) -> _Paths:
+        return {} if self.step.paths is None else {"paths": self.step.paths}

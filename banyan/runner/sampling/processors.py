@@ -48,11 +48,16 @@ class Processors:
         self._loaded: dict[str, LogitProcessor] = {}
 
     def apply(
-        self, logits: Tensor, slots: np.ndarray, positions: np.ndarray
+        self,
+        logits: Tensor,
+        slots: np.ndarray,
+        positions: np.ndarray,
+        past: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, str]]:
         """Logits to sample from, and why rows failed, by index.
 
-        logits: [rows, vocab] fp32, left as they are; slots, positions: where the tokens go.
+        logits: [rows, vocab] fp32, left as they are; slots, positions: where the tokens go;
+        past: as for `Sampler.sample`.
         """
         changed, failed = logits, dict[int, str]()
         for i, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
@@ -62,9 +67,9 @@ class Processors:
             if changed is logits:
                 changed = logits.clone()
             try:
-                changed[i] = self._processed(
-                    logits[i].clone(), join, self._table.tokens_of(slot, position)
-                )
+                known = self._table.tokens_of(slot, position)
+                tokens = known if past is None else past[i, :position].numpy()
+                changed[i] = self._processed(logits[i].clone(), join, tokens)
             except Exception as error:  # whatever installed code raises is its own row's alone
                 name = join.sampling.processor
                 log.exception("logit processor %s failed", name)

@@ -6,7 +6,7 @@ fails alone.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -74,6 +74,19 @@ class _SlotAddends:
             )
 
 
+def _behind(rows: SampleRows, past: Tensor) -> SampleRows:
+    """The same rows, each with a history of its own."""
+    each = np.arange(len(past))
+    return replace(
+        rows,
+        params=rows.params[rows.slots],
+        slots=torch.from_numpy(each),
+        history=past,
+        host_params=rows.host_params[rows.host_slots],
+        host_slots=each,
+    )
+
+
 class Sampler:
     """Chooses tokens with the parameters of the slot table."""
 
@@ -93,12 +106,14 @@ class Sampler:
         positions: np.ndarray,
         masks: Mapping[int, bytes],
         where: tuple[Tensor, Tensor] | None = None,
+        past: Tensor | None = None,
     ) -> Sampled:
         """Choose one token per row and enter it into the slot table.
 
         logits: [rows, vocab] fp32, left as they are; slots, positions: [rows] int64, where the
         tokens go; masks: the rows that have a grammar mask; where: slots and positions on the
-        device of the logits, where they lie there already.
+        device of the logits, where they lie there already; past: [rows, longest] int32, what each
+        row comes behind, where that is not what the table has before its position; on the host.
         """
         table, device = self._table, logits.device
         addends = self._addends(slots, positions) if table.edited else None
@@ -116,7 +131,11 @@ class Sampler:
             host_slots=slots,
             longest=int(positions.max()),
         )
+        if past is not None:
+            rows = _behind(rows, past)
         tokens, best = self._ops.sample(logits, rows)
+        if past is not None:
+            table.enter(*where, tokens)
         return Sampled(tokens, best, failed)
 
     def _masks(self, count: int, masks: Mapping[int, bytes]) -> tuple[Masks | None, dict[int, str]]:

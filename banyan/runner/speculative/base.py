@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from banyan.base.branches import paths_of
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import Row
 
@@ -19,6 +20,29 @@ if TYPE_CHECKING:  # names of drafters are looked up where no torch is loaded
     from banyan.runner.sampling.sampler import Sampler
     from banyan.runner.slots import SlotTable
     from banyan.runner.speculative.target import PageEnds, TargetStep
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Guesses that branch.
+
+    Attributes:
+        tokens: the likeliest first, none before the one that it follows; those that follow the same
+            token differ.
+        parents: for each which of them it follows, -1 = the newest token.
+    """
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+
+    @property
+    def depth(self) -> int:
+        """Tokens of the longest branch."""
+        return max(map(len, paths_of(self.parents))) - 1
+
+
+Guess = Sequence[int] | Tree
+"""A chain, or branches."""
 
 
 class Drafter(Protocol):
@@ -35,12 +59,12 @@ class Drafter(Protocol):
         """From position `first` on the slot holds these tokens, and nothing behind them."""
         ...
 
-    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> Sequence[Sequence[int]]:
+    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> Sequence[Guess]:
         """What may come next in the slots of a step, once its rows have run and `extend` has told
         what they gave.
 
         rows: of the step, as they ran; counts: how many tokens may be drafted for each, at most.
-        returns: by row, none where nothing is likely.
+        returns: by row, none where nothing is likely. Branches only where the flags ask for them.
         """
         ...
 

@@ -4,41 +4,67 @@ told to the drafter, and answered with the drafts of the next rows.
 
 import time
 from array import array
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from banyan.base.branches import is_chain
 from banyan.messages.orders import Order
 from banyan.messages.plan import Row, StepPlan
+from banyan.runner.branches import Compaction
 from banyan.runner.inputs import Batch
 from banyan.runner.orders import Finish, Said
 from banyan.runner.slots import SlotTable
-from banyan.runner.speculative.base import Drafter
-from banyan.runner.speculative.verify import standing
+from banyan.runner.speculative.base import Drafter, Tree
+from banyan.runner.speculative.target import TargetStep
+from banyan.runner.speculative.verify import standing_places
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verified:
     """What a step's verification came to.
 
     Attributes:
         stands: [outputs] bool: the sampled token is one of the answer.
         cut: index in the plan -> how many of the row's last positions do not stand.
+        places: [outputs]: the output whose token takes this one's place, where drafts branch.
         drafts: int32 ids per row of the plan: what the next row of its slot may verify.
+        parents: as StepResult.parents.
         seconds: that drafting took.
     """
 
     stands: np.ndarray
     cut: dict[int, int]
-    drafts: list[bytes]
+    places: np.ndarray
+    drafts: list[bytes] = field(default_factory=list[bytes])
+    parents: list[bytes] = field(default_factory=list[bytes])
     seconds: float = 0.0
 
 
 class Drafting:
-    def __init__(self, drafter: Drafter, table: SlotTable) -> None:
+    """
+    Args:
+        ran: what the drafter reads of the last step.
+        compaction: None where drafts are chains.
+        branching: longest path of drafts that branch, the newest token included; 0 = none do.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        table: SlotTable,
+        ran: TargetStep,
+        compaction: Compaction | None = None,
+        branching: int = 0,
+    ) -> None:
         self._drafter = drafter
         self._table = table
+        self._ran = ran
+        self._compaction = compaction
+        self._branching = branching
         self._joined: set[int] = set()
 
     def enter(self, plan: StepPlan) -> None:
@@ -67,39 +93,89 @@ class Drafting:
 
         return flush
 
-    def verify(self, batch: Batch, sampled: Tensor | None, num_rows: int) -> Verified:
-        """Enter into the table what stands of the sampled tokens, and draft what may follow.
+    def verify(self, batch: Batch, sampled: Tensor | None) -> Verified:
+        """Enter into the table what stands of the sampled tokens, and tell the drafter.
 
         sampled: [outputs] int64 on the host, because the next row begins where this one's answer
-            ends; None where no row samples; num_rows: of the plan.
+            ends; None where no row samples.
         """
         tokens = [] if sampled is None else sampled.tolist()
-        stands = np.ones(len(tokens), bool)
-        cut = dict[int, int]()
+        verified = Verified(np.ones(len(tokens), bool), {}, np.arange(len(tokens)))
+        moved: list[tuple[int, int, list[int]]] = []
         end = 0
         while end < len(tokens):
             at = int(batch.sampling[end])
             row, first = batch.rows[at], end
             end += row.drafts + 1
             guessed = self._table.drafts.get(row.slot, [])[: row.drafts]
-            count = standing(guessed, tokens[first:end])
-            stands[first + count : end] = False
-            cut[int(batch.indices[at])] = end - first - count
+            parents = self._table.parents.get(row.slot, []) if at in batch.branches else []
+            path = standing_places(guessed, parents[: row.drafts], tokens[first:end])
+            count = len(path)
+            verified.stands[first:end] = False
+            verified.stands[np.add(path, first)] = True
+            verified.places[first : first + count] = np.add(path, first)
+            verified.cut[int(batch.indices[at])] = end - first - count
             known = self._table.known[row.slot]
+            stood = [tokens[first + place] for place in path]
+            if parents:
+                self._settle(row.slot, known, path, stood, moved)
             self._table.known[row.slot] = known + count
             if row.slot in self._joined:
-                self._drafter.extend(row.slot, known, tokens[first : first + count])
-        began = time.perf_counter()
-        drafts = self._draft(batch, num_rows)
-        return Verified(stands, cut, drafts, time.perf_counter() - began)
+                self._drafter.extend(row.slot, known, stood)
+        self._compact(moved)
+        return verified
 
-    def _draft(self, batch: Batch, num_rows: int) -> list[bytes]:
-        told = [b""] * num_rows
+    def draft(self, batch: Batch, verified: Verified, num_rows: int) -> None:
+        """Note what may follow; num_rows: of the plan."""
+        began = time.perf_counter()
+        verified.drafts, verified.parents = self._draft(batch, num_rows)
+        verified.seconds = time.perf_counter() - began
+
+    def _settle(
+        self,
+        slot: int,
+        known: int,
+        path: list[int],
+        stood: list[int],
+        moved: list[tuple[int, int, list[int]]],
+    ) -> None:
+        """A row branched: its siblings were sampled to the same positions."""
+        tokens = torch.tensor(stood, dtype=torch.int32)
+        self._table.tokens[slot, known : known + len(stood)] = tokens
+        self._ran.stood(slot, path)
+        if path[-1] != len(path) - 1:
+            moved.append((slot, known - 1, path))
+
+    def _compact(self, moved: Sequence[tuple[int, int, list[int]]]) -> None:
+        if not moved:
+            return
+        assert self._compaction is not None, "this runner was opened for chains"
+        slots: list[int] = []
+        sources: list[int] = []
+        targets: list[int] = []
+        for slot, base, path in moved:
+            for place, lies in enumerate(path):
+                if place != lies:
+                    slots.append(slot)
+                    sources.append(base + lies)
+                    targets.append(base + place)
+        self._compaction.move(slots, sources, targets)
+
+    def _draft(self, batch: Batch, num_rows: int) -> tuple[list[bytes], list[bytes]]:
+        told, parents = [b""] * num_rows, [b""] * num_rows
         mine = [at for at, row in enumerate(batch.rows) if row.slot in self._joined]
         rows = [batch.rows[at] for at in mine]
         counts = [row.propose for row in rows]
         for at, row, found in zip(mine, rows, self._drafter.propose(rows, counts), strict=True):
-            drafts = list(found)[: row.propose]
+            index = int(batch.indices[at])
+            tree = found if isinstance(found, Tree) else Tree(found, range(-1, len(found) - 1))
+            drafts = list(tree.tokens)[: row.propose]
+            follows = list(tree.parents)[: row.propose]
             self._table.drafts[row.slot] = drafts
-            told[int(batch.indices[at])] = array("i", drafts).tobytes()
-        return told
+            self._table.parents.pop(row.slot, None)
+            told[index] = array("i", drafts).tobytes()
+            if not is_chain(follows):
+                assert tree.depth < self._branching, "this runner was opened for shorter branches"
+                self._table.parents[row.slot] = follows
+                parents[index] = array("i", follows).tobytes()
+        return told, parents if any(parents) else []

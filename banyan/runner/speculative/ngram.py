@@ -8,11 +8,12 @@ Sequences of one cache namespace are found by that namespace's requests alone.
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import Row
-from banyan.runner.speculative.base import common_beginning
+from banyan.runner.speculative.base import Guess, common_beginning
+from banyan.runner.speculative.ngram_tree import Breadth, grow
 
 _SURE = 3
 """Tokens of the longer kind of key. Few places share so many, so that walking them is worth it."""
@@ -49,6 +50,8 @@ class Ngram:
         branch: tokens of the shortest suffix and its continuation together.
         capacity: tokens that are remembered; sequences that run are never forgotten.
         is_frequent: of several places the likeliest token goes on, not the newest place.
+        least_breadth: ways in which a token goes on at least, where so many are known; with 1
+            drafts are chains.
     """
 
     def __init__(
@@ -59,12 +62,17 @@ class Ngram:
         branch: int = 18,
         capacity: int = 1 << 19,
         is_frequent: bool = False,
+        least_breadth: int = 1,
     ) -> None:
         self._longest = longest
         self._places = places
         self._most = branch - shortest
         self._capacity = capacity
         self._is_frequent = is_frequent
+        self._breadth = None
+        if least_breadth > 1:
+            self._breadth = Breadth(least_breadth, max(places, least_breadth), shortest, longest)
+            self._places = max(places, least_breadth)
         sure = min(max(shortest, _SURE), longest)
         self._lengths = sorted({shortest, sure}, reverse=True)
         """Of the kinds of keys, the longer first."""
@@ -107,15 +115,17 @@ class Ngram:
         for slot in self._running:  # nothing runs, but not all have been told to leave
             self._begin(slot, b"")
 
-    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
+    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> list[Guess]:
         return [
             self.guess(row.slot, count) if count else []
             for row, count in zip(rows, counts, strict=True)
         ]
 
-    def guess(self, slot: int, count: int) -> list[int]:
+    def guess(self, slot: int, count: int) -> Guess:
         """At most `count` tokens that may come next in a slot."""
         sequence = self._running[slot]
+        if self._breadth is not None:
+            return self._branches(sequence, count, self._breadth)
         matched, found = self._find(sequence)
         count = min(count, self._most, _TRUST * matched)
         if not found or count < 1:
@@ -125,27 +135,46 @@ class Ngram:
         newest, place = found[0]
         return newest.tokens[place : place + count].tolist()
 
+    def _branches(self, mine: _Sequence, count: int, breadth: Breadth) -> Guess:
+        """What follows at all places that the last tokens stood at, the shorter suffix asked only
+        where the longer one goes on in too few ways."""
+        found: dict[tuple[int, int], tuple[int, array[int]]] = {}
+        for kind in range(len(self._lengths)):
+            for common, sequence, place in self._places_of(mine, kind):
+                length = min(count, self._most, _TRUST * common)
+                following = sequence.tokens[place : place + length]
+                found[sequence.number, place] = common, following
+            if len({following[0] for _, following in found.values()}) >= breadth.least:
+                break
+        best = sorted(found.values(), key=lambda place: -place[0])  # of equals the newer first
+        return grow(best, count, breadth, self._is_frequent)
+
+    def _places_of(self, mine: _Sequence, kind: int) -> Iterator[tuple[int, _Sequence, int]]:
+        """Where the last tokens, as many as this kind of key has, stood before, the newest first:
+        how many tokens before it agree, the sequence and the place behind them."""
+        end, tokens, length = len(mine.tokens), mine.tokens, self._lengths[kind]
+        heads = self._heads.get(mine.namespace)
+        if end < length or heads is None:
+            return
+        address = heads[kind].get(_key(tokens, end, length), _NOWHERE)
+        looked = 0
+        # Where tokens were taken back, a place may be another one than it was: not for ever.
+        for _ in range(_HOPS * self._places):
+            sequence = self._sequences.get(address >> _POSITION_BITS)
+            place = address & (1 << _POSITION_BITS) - 1
+            if sequence is None or place > len(sequence.tokens) or looked == self._places:
+                return
+            address = sequence.before[kind][place]
+            if place == len(sequence.tokens):
+                continue  # nothing has followed there yet
+            looked += 1
+            yield _common(sequence.tokens, place, tokens, end, self._longest), sequence, place
+
     def _find(self, mine: _Sequence) -> tuple[int, list[tuple[_Sequence, int]]]:
         """The longest suffix that stood somewhere before, in tokens, and the places behind it."""
-        end, tokens = len(mine.tokens), mine.tokens
-        heads = self._heads.get(mine.namespace)
         matched, found = 0, list[tuple[_Sequence, int]]()
-        for kind, length in enumerate(self._lengths):
-            if end < length or heads is None:
-                continue
-            address = heads[kind].get(_key(tokens, end, length), _NOWHERE)
-            looked = 0
-            # Where tokens were taken back, a place may be another one than it was: not for ever.
-            for _ in range(_HOPS * self._places):
-                sequence = self._sequences.get(address >> _POSITION_BITS)
-                place = address & (1 << _POSITION_BITS) - 1
-                if sequence is None or place > len(sequence.tokens) or looked == self._places:
-                    break
-                address = sequence.before[kind][place]
-                if place == len(sequence.tokens):
-                    continue  # nothing has followed there yet
-                looked += 1
-                common = _common(sequence.tokens, place, tokens, end, self._longest)
+        for kind in range(len(self._lengths)):
+            for common, sequence, place in self._places_of(mine, kind):
                 if common > matched:
                     matched, found = common, []
                 if common == matched:
@@ -218,6 +247,7 @@ def open_ngram(speculative: SpeculativeConfig, open_beside: Callable[[], object]
         branch=speculative.branch,
         capacity=speculative.capacity // speculative.branch,
         is_frequent=speculative.match_type == "PROB",
+        least_breadth=speculative.min_breadth,
     )
 
 

@@ -25,17 +25,26 @@ class TargetStep:
         self._is_tapped = is_tapped
         self._forward: Forward | None = None
         self._offsets: dict[int, int] = {}
+        self._paths: dict[int, list[int]] = {}
 
     def enter(self, batch: Batch, forward: Forward) -> None:
         self._forward = forward
         slots, offsets = batch.slots.tolist(), batch.offsets.tolist()
         self._offsets = dict(zip(slots, offsets, strict=False))
+        self._paths = {}
+
+    def stood(self, slot: int, path: list[int]) -> None:
+        """Which tokens of a row that branched stand, one behind another."""
+        self._paths[slot] = path
 
     def hidden(self, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """What is read of the first tokens of some rows; [sum of counts, width]."""
+        """What is read of the first tokens of some rows that stand; [sum of counts, width]."""
         assert self._forward is not None, "no step has run"
         firsts = [self._offsets[slot] for slot in slots]
         parts = [np.arange(at, at + count) for at, count in zip(firsts, counts, strict=True)]
+        for i, slot in enumerate(slots):
+            if slot in self._paths:
+                parts[i] = firsts[i] + np.array(self._paths[slot][: counts[i]], np.int64)
         read = self._forward.tapped if self._is_tapped else self._forward.hidden
         return read(np.concatenate(parts))
 

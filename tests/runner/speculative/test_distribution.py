@@ -15,6 +15,7 @@ from banyan.runner.kvstore import GroupLayout
 from banyan.runner.sampling.sampler import Sampler
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative.drafting import Drafting
+from banyan.runner.speculative.target import TargetStep
 
 VOCAB, SLOTS = 6, 64
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ def drawn(drafts: int, rounds: int) -> list[tuple[int, ...]]:
     """Three tokens behind token 1, for each of many seeds."""
     table = SlotTable(SLOTS, 16, VOCAB, (GroupLayout(FULL, 0, 16, SLOTS + 1),), CPU, True)
     sampler = Sampler(table, VOCAB, bind("cpu", CPU, torch.float32, frozenset(), 16))
-    drafting, found = Drafting(Obstinate(), table), list[tuple[int, ...]]()
+    drafting, found = Drafting(Obstinate(), table, TargetStep()), list[tuple[int, ...]]()
     for turn in range(rounds):
         slots = range(1, SLOTS + 1)
         prompt = np.array([1], np.int32).tobytes()
@@ -55,7 +56,7 @@ def drawn(drafts: int, rounds: int) -> list[tuple[int, ...]]:
             before = table.tokens[batch.to_slots, batch.to_positions - 1].numpy()
             logits = torch.from_numpy(LOGITS[before])
             sampled = sampler.sample(logits, batch.to_slots, batch.to_positions, {})
-            drafting.verify(batch, sampled.tokens, len(rows))
+            drafting.draft(batch, drafting.verify(batch, sampled.tokens), len(rows))
         found += [tuple(table.tokens[slot, 1:4].tolist()) for slot in slots]
     return found
 

@@ -50,6 +50,7 @@ struct Planner {
   void add_row(int row) {
     int begin = args.row_starts[row], count = args.row_starts[row + 1] - begin;
     int context = args.context_lengths[row];
+    if (count > 0 && args.paths.of(begin)) return add_tree(row, begin, count);
     for (int t = 0; t < count; t++) plan.pairs += context + t + 1 - seen_from(context + t);
     if (count > 0 && !split(row, begin, count, context)) add_tiles(row, begin, count, context);
   }
@@ -82,6 +83,51 @@ struct Planner {
     std::memset(plan.arrived + (int64_t)first_token * args.kv_heads, 0,
                 sizeof(int32_t) * count * args.kv_heads);
     return true;
+  }
+
+  int32_t position(int token, int32_t otherwise) const {
+    const int32_t* path = args.paths.of(token);
+    return path ? position_of(path) : otherwise;
+  }
+
+  // A row of drafts that branch. Spans before its base lie as in any row; what a token reads from
+  // there on is its own, and so is a unit.
+  void add_tree(int row, int first_token, int count) {
+    for (int from = 0; from < count; from += tile)
+      add_branches(row, first_token + from, std::min(count - from, tile));
+  }
+  void add_branches(int row, int first_token, int count) {
+    int32_t base = base_of(args.paths.of(first_token)), spans = 0, least = INT32_MAX;
+    for (int t = first_token; t < first_token + count; t++) {
+      int32_t at = position(t, 0);
+      plan.pairs += at + 1 - seen_from(at);
+      spans += num_spans(at);
+      least = std::min(least, at);
+    }
+    int first = first_span(least), own = base / SPAN;
+    bool splits = own > first && num_slots + spans <= MAX_SPLITS;
+    int32_t slot = (int32_t)num_slots;
+    for (int span = first; splits && span < own; span++)
+      plan.pieces[num_pieces++] = {row, span, first_token, count, base, slot, -1, 0};
+    for (int t = first_token; t < first_token + count; t++) {
+      int32_t at = position(t, 0);
+      if (!splits) {
+        add_own(row, t, at, first_span(at), at / SPAN + 1, -1);
+        continue;
+      }
+      for (int span = std::max(own, first_span(at)); span <= at / SPAN; span++)
+        add_own(row, t, at, span, span + 1, slot);
+      slot += num_spans(at);
+    }
+    if (!splits) return;
+    num_slots += spans;
+    std::memset(plan.arrived + (int64_t)first_token * args.kv_heads, 0,
+                sizeof(int32_t) * count * args.kv_heads);
+  }
+  void add_own(int row, int token, int32_t at, int span, int end_span, int32_t slot) {
+    plan.units[num_units++] = {(int32_t)num_queries, 1, row, span, end_span};
+    plan.queries[num_queries++] = {token, at, slot};
+    plan.keys += std::min(at + 1, end_span * SPAN) - std::max(span * SPAN, seen_from(at));
   }
 
   // Every key of the span lies in the past of every token: nothing but its pages matters.
@@ -136,10 +182,10 @@ struct Planner {
   void add_queries(const Piece& piece) {
     int32_t slot = piece.slot;
     for (int t = 0; t < piece.count; t++) {
-      int32_t position = piece.context + t;
-      if (piece.span >= first_span(position) && piece.span <= position / SPAN)
-        plan.queries[num_queries++] = {piece.first_token + t, position, slot};
-      slot += num_spans(position);
+      int32_t at = position(piece.first_token + t, piece.context + t);
+      if (piece.span >= first_span(at) && piece.span <= at / SPAN)
+        plan.queries[num_queries++] = {piece.first_token + t, at, slot};
+      slot += num_spans(at);
     }
   }
 };
@@ -193,12 +239,14 @@ BN_EXPORT int64_t bn_attention_plan_bytes(int64_t max_tokens, int64_t kv_heads, 
 }
 
 // Plan each run of this program for its attention layers of one geometry, in the given memory.
+// paths: [max_tokens, path_stride], or null.
 BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory,
                                  const int32_t* page_tables, int64_t table_stride,
                                  const int32_t* row_starts, const int32_t* context_lengths,
                                  int32_t page_size, int32_t kv_heads, int32_t group,
                                  int32_t head_dim, int32_t window, int32_t max_tokens,
-                                 int32_t shares_prefixes) {
+                                 int32_t shares_prefixes, const int32_t* paths,
+                                 int64_t path_stride) {
   size_t offsets[PLAN_PARTS];
   sizes_of_plan(max_tokens, kv_heads, group, head_dim, offsets);
   uint8_t* at = (uint8_t*)memory;
@@ -211,9 +259,11 @@ BN_EXPORT void bn_attention_plan(Program* program, int32_t, void* memory,
                (int32_t*)(at + offsets[3]),
                (Piece*)(at + offsets[4]),
                (int32_t*)(at + offsets[5]),
-               (float*)(at + offsets[6])};
+               (float*)(at + offsets[6]),
+               {paths, path_stride}};
   PlanArgs args{plan,      page_tables, row_starts, context_lengths, table_stride,
-                page_size, group,       kv_heads,   window,          shares_prefixes};
+                page_size, group,       kv_heads,   window,          shares_prefixes,
+                {paths, path_stride}};
   append(program, PLAN, &args, sizeof args, NOT_ROW_WISE);
 }
 
@@ -263,6 +313,7 @@ BN_EXPORT void bn_latent_attention(Program* program, int32_t, int32_t cache, con
 
 // Which positions each token reads: those of the `top` best scores. chosen: [tokens, words], bit
 // p % 32 of word p / 32 for position p; words behind a token's own position are left as they are.
+// paths: as for a plan.
 BN_EXPORT void bn_choose_positions(Program* program, int32_t size, int32_t cache, const float* q,
                                    int64_t q_stride, const float* q_turned, int64_t turned_stride,
                                    const float* weights, int64_t weights_stride,
@@ -270,7 +321,8 @@ BN_EXPORT void bn_choose_positions(Program* program, int32_t size, int32_t cache
                                    const int32_t* page_tables, int64_t table_stride,
                                    const int32_t* row_starts, const int32_t* context_lengths,
                                    int32_t* chosen, int64_t words, int32_t page_size, int32_t heads,
-                                   int32_t plain, int32_t turned, int32_t top) {
+                                   int32_t plain, int32_t turned, int32_t top,
+                                   const int32_t* paths, int64_t path_stride) {
   ChooseArgs args{q,
                   q_turned,
                   weights,
@@ -290,7 +342,8 @@ BN_EXPORT void bn_choose_positions(Program* program, int32_t size, int32_t cache
                   plain,
                   turned,
                   top,
-                  size};
+                  size,
+                  {paths, path_stride}};
   append(program, attention_table(isa(), GROUP).choose[cache], &args, sizeof args, NOT_ROW_WISE);
 }
 

@@ -22,6 +22,23 @@ constexpr int MAX_SPLITS = 4096;  // spans of a step that may pass through memor
 enum CacheType : int32_t { CACHE_F32 = 0, CACHE_F16 = 1, CACHE_BF16 = 2, CACHE_INT8 = 3,
                            CACHE_E4M3 = 4, CACHE_E5M2 = 5, NUM_CACHE_TYPES = 6 };
 
+// Of a step's tokens [tokens, stride]: base, length, and where each of the positions base ...
+// base + length - 1 of the token's past lies, itself the last one. A token whose length is 0 stands
+// where it lies, and so do all before it. Drafts that branch lie one after another and stand below
+// each other.
+struct Paths {
+  const int32_t* rows = nullptr;  // null: no token has one
+  int64_t stride = 0;
+  const int32_t* of(int64_t token) const {
+    return rows && rows[token * stride + 1] ? rows + token * stride : nullptr;
+  }
+};
+inline int32_t base_of(const int32_t* path) { return path[0]; }
+inline int32_t position_of(const int32_t* path) { return path[0] + path[1] - 1; }
+inline int64_t place_of(const int32_t* path, int64_t position) {
+  return path && position >= path[0] ? path[2 + position - path[0]] : position;
+}
+
 // A token at work in a unit. Positions count from the beginning of its request.
 struct Query {
   int32_t token, position;
@@ -55,6 +72,7 @@ struct Plan {
   Piece* pieces;       // [MAX_SPLITS]
   int32_t* table;      // [TABLE]: pieces by their first page
   float* results;      // [MAX_SPLITS, heads, head_dim + GROUP]: largest logit, sum, ..., values
+  Paths paths;
 };
 
 struct PlanArgs {
@@ -63,6 +81,7 @@ struct PlanArgs {
   int64_t table_stride;
   int32_t page_size, group, kv_heads, window;
   int32_t shares_prefixes;
+  Paths paths;
 };
 
 struct AttentionArgs {
@@ -99,6 +118,7 @@ struct ChooseArgs {
   int32_t* chosen;  // [tokens, words]
   int64_t q_stride, turned_stride, weights_stride, table_stride, words;
   int32_t page_size, heads, plain, turned, top, size;
+  Paths paths;
 };
 
 struct WriteLatentArgs {

@@ -302,10 +302,13 @@ struct Tile {
   float *q, *logits, *values, *totals, *block, *scales;
   Share *shares, *sums;
   Range* seen;
+  uint8_t* own;  // groups of a token that has a path
 
-  Tile(Worker& worker, int count, int dim) {
+  Tile(Worker& worker, int count, int dim, size_t own_bytes) {
     size_t floats = (size_t)count * (3 * dim + SPAN) + (size_t)BLOCK * GROUP * dim + 2 * SPAN;
-    uint8_t* memory = worker.scratch(floats * 4 + count * (2 * sizeof(Share) + sizeof(Range)));
+    size_t bytes = (floats * 4 + count * (2 * sizeof(Share) + sizeof(Range)) + 63) / 64 * 64;
+    uint8_t* memory = worker.scratch(bytes + own_bytes);
+    own = memory + bytes;
     q = (float*)memory;
     logits = q + (size_t)count * dim;
     values = logits + (size_t)count * SPAN;
@@ -354,9 +357,14 @@ struct Pages {
   const AttentionArgs& a;
   const int32_t* table;
   int kv_head;
+  const int32_t* path;  // of the only query, or null
 
   Pages(const AttentionArgs& args, const Unit& unit, int head)
-      : a(args), table(args.page_tables + unit.row * args.table_stride), kv_head(head) {}
+      : a(args),
+        table(args.page_tables + unit.row * args.table_stride),
+        kv_head(head),
+        path(unit.num_queries == 1 ? args.plan->paths.of(args.plan->queries[unit.first_query].token)
+                                   : nullptr) {}
 
   const T* page(const void* pages, int64_t position) const {
     int64_t at = (int64_t)table[position / a.page_size] * a.kv_heads + kv_head;
@@ -372,8 +380,42 @@ struct Pages {
   void copy_scales(const void* pages, int64_t position, float* to) const {
     const T* scales = page(pages, position) + a.page_size * a.head_dim;
     std::memcpy(to, scales + position % a.page_size * C::BESIDE, GROUP * sizeof(float));
+    for (int i = 0; i < GROUP && path; i++) {
+      int64_t place = this->place(position + i);
+      const T* moved = page(pages, place) + a.page_size * a.head_dim;
+      std::memcpy(to + i, moved + place % a.page_size * C::BESIDE, sizeof(float));
+    }
+  }
+
+  // Where a position lies; behind the path, anywhere that may be read.
+  int64_t place(int64_t position) const {
+    return path && position <= position_of(path) ? place_of(path, position) : position;
+  }
+  bool is_own(int64_t position) const {
+    return path && position + GROUP > base_of(path) && position <= position_of(path);
+  }
+  // A group whose tokens lie apart, as one: K as [head_dim][GROUP], V as [GROUP][head_dim].
+  void gather(int64_t position, T* k_group, T* v_group) const {
+    int dim = a.head_dim;
+    const T* lying = k(position);
+    for (int d = 0; d < dim; d++)
+      std::memcpy(k_group + d * GROUP, lying + (int64_t)d * a.page_size, sizeof(T) * GROUP);
+    std::memcpy(v_group, v(position), sizeof(T) * GROUP * dim);
+    for (int i = 0; i < GROUP; i++) {
+      int64_t at = place(position + i);
+      if (at == position + i) continue;
+      const T* from = k(at);
+      for (int d = 0; d < dim; d++) k_group[d * GROUP + i] = from[(int64_t)d * a.page_size];
+      std::memcpy(v_group + i * dim, v(at), sizeof(T) * dim);
+    }
   }
 };
+
+// What a unit needs for groups of its own: those of a span.
+template <class C>
+size_t own_bytes(const Pages<C>& pages, int dim) {
+  return pages.path ? 2 * sizeof(typename C::type) * SPAN * dim : 0;
+}
 
 // Shares and weighted values of every query of the tile in one span. next: what is read after it.
 template <class C>
@@ -394,17 +436,26 @@ void attend_span(const AttentionArgs& a, const Pages<C>& pages, int span, int co
     v[g] = pages.v((int64_t)span * SPAN + g * GROUP);
   }
   for (int i = 0; i < AHEAD; i++) v[end + i] = next;
+  int own = end;  // groups from here on are the query's own
+  while (own > begin && pages.is_own((int64_t)span * SPAN + (own - 1) * GROUP)) own--;
+  for (int g = own; g < end; g++) {
+    auto* to = (typename C::type*)tile.own + (int64_t)(g - own) * 2 * GROUP * dim;
+    pages.gather((int64_t)span * SPAN + g * GROUP, to, to + GROUP * dim);
+    k[g] = to, v[g] = to + GROUP * dim;
+  }
   bool converts = sizeof(*next) < sizeof(float) && count >= CONVERT_FROM;
   const float* converted[GROUPS + AHEAD];
 
-  for (int g = begin; g < end; g += BLOCK) {
-    int groups = end - g < BLOCK ? end - g : BLOCK;
+  for (int g = begin, groups; g < end; g += groups) {
+    int stop = g < own ? own : end;
+    int64_t stride = g < own ? a.page_size : GROUP;
+    groups = stop - g < BLOCK ? stop - g : BLOCK;
     float* logits = tile.logits + g * GROUP;
     if (converts) {
-      convert_k<C>(k + g, a.page_size, groups, dim, tile.block, converted);
+      convert_k<C>(k + g, stride, groups, dim, tile.block, converted);
       score_all<Float32>(tile.q, count, dim, converted, GROUP, groups, logits);
     } else {
-      score_all<C>(tile.q, count, dim, k + g, a.page_size, groups, logits);
+      score_all<C>(tile.q, count, dim, k + g, stride, groups, logits);
     }
   }
   float *k_scales = nullptr, *v_scales = nullptr;
@@ -438,7 +489,8 @@ void attend_unit(const AttentionArgs& a, const Unit& unit, int kv_head,
   const Query* queries = a.plan->queries + unit.first_query;
   int group = a.group, dim = a.head_dim, count = unit.num_queries * group;
   int64_t heads = (int64_t)a.kv_heads * group;
-  Tile tile(worker, count, dim);
+  Pages<C> pages(a, unit, kv_head);
+  Tile tile(worker, count, dim, own_bytes(pages, dim));
   for (int r = 0; r < count; r++) {
     const float* q = a.q + queries[r / group].token * a.q_stride +
                      ((int64_t)kv_head * group + r % group) * dim;
@@ -448,7 +500,6 @@ void attend_unit(const AttentionArgs& a, const Unit& unit, int kv_head,
   }
   bool splits = queries[0].slot >= 0;
   if (!splits) std::memset(tile.totals, 0, sizeof(float) * count * dim);
-  Pages<C> pages(a, unit, kv_head);
   for (int span = unit.first_span; span < unit.end_span; span++) {
     for (int r = 0; r < count; r++) {
       int32_t position = queries[r / group].position;

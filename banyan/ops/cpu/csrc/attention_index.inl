@@ -39,15 +39,16 @@ const typename C::type* index_row(const ChooseArgs& a, const void* pages, int n,
 }
 
 template <class C>
-void score_positions(const ChooseArgs& a, const int32_t* table, int64_t length, IndexTile& tile) {
+void score_positions(const ChooseArgs& a, const int32_t* table, const int32_t* path,
+                     int64_t length, IndexTile& tile) {
   int plain = up_to_vectors(a.plain), row = plain + up_to_vectors(a.turned);
   for (int64_t first = 0; first < length; first += KEYS_AT_ONCE) {
     int count = length - first < KEYS_AT_ONCE ? (int)(length - first) : KEYS_AT_ONCE;
     for (int k = 0; k < count; k++) {
       float* key = tile.keys + k * row;
-      widen_row<C>(index_row<C>(a, a.key_pages, a.plain, table, first + k), a.plain, key);
-      widen_row<C>(index_row<C>(a, a.turned_pages, a.turned, table, first + k), a.turned,
-                   key + plain);
+      int64_t at = place_of(path, first + k);
+      widen_row<C>(index_row<C>(a, a.key_pages, a.plain, table, at), a.plain, key);
+      widen_row<C>(index_row<C>(a, a.turned_pages, a.turned, table, at), a.turned, key + plain);
     }
     vf totals[KEYS_AT_ONCE] = {};
     for (int h = 0; h < tile.heads; h += LANES) {
@@ -91,7 +92,9 @@ void choose_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end
   int64_t row = 0;
   for (int64_t token = begin; token < end; token++) {
     while (row + 1 < sizes.n[ROWS] && a.row_starts[row + 1] <= token) row++;
-    int64_t length = a.context_lengths[row] + token - a.row_starts[row] + 1;
+    const int32_t* path = a.paths.of(token);
+    int64_t length = path ? position_of(path) + 1
+                          : a.context_lengths[row] + token - a.row_starts[row] + 1;
     int32_t* chosen = a.chosen + token * a.words;
     std::memset(chosen, 0, sizeof(int32_t) * ((length + 31) / 32));
     if (length <= a.top) {
@@ -107,7 +110,7 @@ void choose_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end
         tile.q[(a.plain + d) * tile.heads + h] = turned[h * a.turned + d];
       tile.weights[h] = a.weights[token * a.weights_stride + h];
     }
-    score_positions<C>(a, a.page_tables + row * a.table_stride, length, tile);
+    score_positions<C>(a, a.page_tables + row * a.table_stride, path, length, tile);
     choose_best(a, length, tile, chosen);
   }
 }

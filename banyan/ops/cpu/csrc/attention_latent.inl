@@ -60,8 +60,10 @@ struct LatentPages {
   using T = typename C::type;
   const LatentArgs& a;
   const int32_t* table;
+  const int32_t* path;  // of the only query, or null
 
   const T* row(const void* pages, int n, int64_t position) const {
+    position = place_of(path, position);
     int64_t page = table[position / a.of.page_size], offset = position % a.of.page_size;
     return (const T*)pages + (page * a.of.page_size + offset) * (n + C::BESIDE);
   }
@@ -184,7 +186,8 @@ void attend_latent_unit(const LatentArgs& a, const Unit& unit, int block, Worker
   std::memset(tile.latents, 0, sizeof(float) * KEYS_OF_BLOCK * dim);
   bool splits = queries[0].slot >= 0;
   if (!splits) std::memset(tile.totals, 0, sizeof(float) * count * dim);
-  LatentPages<C> pages{a, of.page_tables + unit.row * of.table_stride};
+  const int32_t* path = unit.num_queries == 1 ? of.plan->paths.of(queries[0].token) : nullptr;
+  LatentPages<C> pages{a, of.page_tables + unit.row * of.table_stride, path};
   for (int span = unit.first_span; span < unit.end_span; span++) {
     for (int r = 0; r < count; r++) {
       int32_t position = queries[r / group].position;
