@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,7 +142,7 @@ def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[s
     layout = layout_of(options.type, options.group_size)
     is_folder = options.type in HUB_TYPES
     folder = target if is_folder else target.parent
-    with Source(card) as source:
+    with closing(Source(card)) as source:
         most = max(1, int(options.max_shard_gib * (1 << 30)))
         plan = make_plan(source, layout, options.ignore, most, target.name)
         if not plan.kinds:

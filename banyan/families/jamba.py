@@ -12,6 +12,7 @@ from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds, kinds_by_heads
 from banyan.families.experts import MAX_EXPERTS, gguf_experts
 from banyan.families.lfm import MAX_TAPS
+from banyan.families.mamba import FEED_FORWARD, biases_of_tensors
 from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
 
 _MAX_PERIOD = 1 << 16
@@ -113,15 +114,9 @@ def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
 
 def _of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
     """Which layers have experts, and which biases and norms those with states have."""
-    assert card.state is not None
-    at = next(at for at in range(card.num_layers) if STATE in card.kept_by(at))
-    state = replace(
-        card.state,
-        has_conv_bias=f"blk.{at}.ssm_conv1d.bias" in names,
-        has_bias=f"blk.{at}.ssm_in.bias" in names,
-        has_part_norms=f"blk.{at}.ssm_dt_norm.weight" in names,
-    )
-    card = replace(card, state=state)
+    at, state = biases_of_tensors(names, card)
+    has_norms = f"blk.{at}.ssm_dt_norm.weight" in names
+    card = replace(card, state=replace(state, has_part_norms=has_norms))
     if card.experts is None:
         return card
     layers = range(card.num_layers)
@@ -188,14 +183,11 @@ JAMBA = Family(
         "safetensors": NameMap(
             HUB_NAMES
             | _mixer("model.layers.{}.mamba")
+            | FEED_FORWARD
             | {
                 "model.layers.{}.mamba.dt_layernorm": "layers.{}.attention.step_norm",
                 "model.layers.{}.mamba.b_layernorm": "layers.{}.attention.key_norm",
                 "model.layers.{}.mamba.c_layernorm": "layers.{}.attention.query_norm",
-                "model.layers.{}.pre_ff_layernorm": "layers.{}.mlp_norm",
-                "model.layers.{}.feed_forward.gate_proj": "layers.{}.mlp.gate_up:gate",
-                "model.layers.{}.feed_forward.up_proj": "layers.{}.mlp.gate_up:up",
-                "model.layers.{}.feed_forward.down_proj": "layers.{}.mlp.down",
                 "model.layers.{}.feed_forward.router": "layers.{}.mlp.router",
                 "model.layers.{}.feed_forward.experts.{}.gate_proj": (
                     "layers.{}.mlp.experts.gate_up:gate{}"
@@ -206,7 +198,6 @@ JAMBA = Family(
                 "model.layers.{}.feed_forward.experts.{}.down_proj": (
                     "layers.{}.mlp.experts.down:{}"
                 ),
-                "model.final_layernorm": "norm",
             }
         ),
     },

@@ -80,20 +80,30 @@ def _mamba2(facts: Facts, card: ModelCard) -> ModelCard:
         raise facts.error("head_dim", value_dim, f"{inner} inner numbers / {heads} heads")
     if heads % groups:
         raise facts.error("n_groups", groups, f"a divisor of {heads} heads")
+    state = scan_of(facts, (heads, groups), "state_size", value_dim)
+    return replace(card, state=state, rope=RopeFacts(kind="none"))
+
+
+def scan_of(facts: Facts, heads: tuple[int, int], width_key: str, value_dim: int) -> StateFacts:
+    """A Mamba-2 mixer in the words that Mamba-2 and Nemotron-H share.
+
+    Args:
+        heads: and groups of them.
+        width_key: of a state's width.
+    """
     least, most = limits_of(facts)
-    state = StateFacts(
+    return StateFacts(
         mixer="scan",
         taps=facts.integer("conv_kernel", 2, MAX_TAPS, default=4),
         has_conv_bias=facts.flag("use_conv_bias", default=True),
         has_bias=facts.flag("use_bias", default=False),
-        heads=heads,
-        key_heads=groups,
-        key_dim=facts.integer("state_size", 1, MAX_WIDTH, default=128),
+        heads=heads[0],
+        key_heads=heads[1],
+        key_dim=facts.integer(width_key, 1, MAX_WIDTH, default=128),
         value_dim=value_dim,
         least_step=least,
         most_step=most,
     )
-    return replace(card, state=state, rope=RopeFacts(kind="none"))
 
 
 def limits_of(facts: Facts) -> tuple[float, float]:
@@ -209,15 +219,18 @@ def _mamba2_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
 
 def of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
     """Which biases and norms the layers with states have."""
+    at, state = biases_of_tensors(names, card)
+    norm = "gated" if f"blk.{at}.ssm_norm.weight" in names else ""
+    return replace(card, state=replace(state, norm=norm))
+
+
+def biases_of_tensors(names: Container[str], card: ModelCard) -> tuple[int, StateFacts]:
+    """The first layer with a state, and which biases it has."""
     assert card.state is not None
     at = next(at for at in range(card.num_layers) if STATE in card.kept_by(at))
-    state = replace(
-        card.state,
-        has_conv_bias=f"blk.{at}.ssm_conv1d.bias" in names,
-        has_bias=f"blk.{at}.ssm_in.bias" in names,
-        norm="gated" if f"blk.{at}.ssm_norm.weight" in names else "",
-    )
-    return replace(card, state=state)
+    has_conv_bias = f"blk.{at}.ssm_conv1d.bias" in names
+    has_bias = f"blk.{at}.ssm_in.bias" in names
+    return at, replace(card.state, has_conv_bias=has_conv_bias, has_bias=has_bias)
 
 
 _GGUF_PARTS = {
@@ -236,6 +249,15 @@ def _gguf_mixer(place: str) -> dict[str, str]:
         "blk.{}.ssm_conv1d": f"layers.{{}}.{place}.conv:x+b+c",
     }
 
+
+FEED_FORWARD = {
+    "model.layers.{}.pre_ff_layernorm": "layers.{}.mlp_norm",
+    "model.layers.{}.feed_forward.gate_proj": "layers.{}.mlp.gate_up:gate",
+    "model.layers.{}.feed_forward.up_proj": "layers.{}.mlp.gate_up:up",
+    "model.layers.{}.feed_forward.down_proj": "layers.{}.mlp.down",
+    "model.final_layernorm": "norm",
+}
+"""Blocks behind mixers, as several families call them."""
 
 FALCON_H1 = Family(
     hub=HubForm(
@@ -262,13 +284,7 @@ FALCON_H1 = Family(
                 f"model.layers.{{}}.mamba.{name}": f"layers.{{}}.state.{to}"
                 for name, to in MIXER_PARTS.items()
             }
-            | {
-                "model.layers.{}.pre_ff_layernorm": "layers.{}.mlp_norm",
-                "model.layers.{}.feed_forward.gate_proj": "layers.{}.mlp.gate_up:gate",
-                "model.layers.{}.feed_forward.up_proj": "layers.{}.mlp.gate_up:up",
-                "model.layers.{}.feed_forward.down_proj": "layers.{}.mlp.down",
-                "model.final_layernorm": "norm",
-            }
+            | FEED_FORWARD
         ),
     },
 )
@@ -306,19 +322,7 @@ MAMBA2 = Family(
 
 BAMBA = Family(
     hub=HubForm(eps=1e-5, rotary=0.5, kinds=_bamba_kinds, more=_bamba),
-    names={
-        "safetensors": NameMap(
-            HUB_NAMES
-            | _MIXER
-            | {
-                "model.layers.{}.pre_ff_layernorm": "layers.{}.mlp_norm",
-                "model.layers.{}.feed_forward.gate_proj": "layers.{}.mlp.gate_up:gate",
-                "model.layers.{}.feed_forward.up_proj": "layers.{}.mlp.gate_up:up",
-                "model.layers.{}.feed_forward.down_proj": "layers.{}.mlp.down",
-                "model.final_layernorm": "norm",
-            }
-        )
-    },
+    names={"safetensors": NameMap(HUB_NAMES | _MIXER | FEED_FORWARD)},
 )
 
 GRANITE_HYBRID = Family(

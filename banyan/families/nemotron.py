@@ -7,12 +7,11 @@ state are bounded by `time_step_limit` alone, in prompts as in answers.
 
 from dataclasses import replace
 
-from banyan.config.card import FULL, NONE, STATE, ModelCard, RopeFacts, StateFacts
+from banyan.config.card import FULL, NONE, STATE, ModelCard, RopeFacts
 from banyan.config.facts import Facts
 from banyan.families.base import MAX_WIDTH, Family, HubForm, Kinds
 from banyan.families.experts import corrected
-from banyan.families.lfm import MAX_TAPS
-from banyan.families.mamba import MAX_HEADS, MIXER_PARTS, limits_of
+from banyan.families.mamba import MAX_HEADS, MIXER_PARTS, scan_of
 from banyan.families.names import NameMap
 
 _EXPERTS = "moe"
@@ -58,19 +57,8 @@ def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
     activation = facts.text("mamba_hidden_act", default="silu")
     if activation != "silu":
         raise facts.error("mamba_hidden_act", activation, "silu")
-    least, most = limits_of(facts)
-    state = StateFacts(
-        mixer="scan",
-        taps=facts.integer("conv_kernel", 2, MAX_TAPS, default=4),
-        has_conv_bias=facts.flag("use_conv_bias", default=True),
-        has_bias=facts.flag("use_bias", default=False),
-        heads=heads,
-        key_heads=groups,
-        key_dim=facts.integer("ssm_state_size", 1, MAX_WIDTH, default=128),
-        value_dim=facts.integer("mamba_head_dim", 1, MAX_WIDTH, default=64),
-        least_step=least,
-        most_step=most,
-    )
+    value_dim = facts.integer("mamba_head_dim", 1, MAX_WIDTH, default=64)
+    state = scan_of(facts, (heads, groups), "ssm_state_size", value_dim)
     card = replace(card, state=state, rope=RopeFacts(kind="none"), rotary_dim=0)
     experts = [layer for layer, name in enumerate(_listed(facts)) if name in ("E", _EXPERTS)]
     if not experts:

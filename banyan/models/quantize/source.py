@@ -1,8 +1,6 @@
 """The checkpoint that is quantised: its tensors by name, in the order of its files."""
 
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from torch import Tensor
 
@@ -79,14 +77,3 @@ class Source:
         if self._open is not None:
             self._open.close()
             self._open = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
