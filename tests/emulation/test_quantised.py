@@ -96,6 +96,17 @@ def test_a_checkpoint_is_multiplied_in_8_bits(
     assert len(cast) == 4 * LAYERS and multiplied == set(cast)
 
 
+def test_four_bits_are_the_weights_that_they_mean(npu, plain: Path, tmp_path: Path) -> None:
+    quantised, meant = tmp_path / "quantised", tmp_path / "meant"
+    for copy in (quantised, meant):
+        shutil.copytree(plain, copy)
+    weights = rewrite_weights(quantised, FORMS["modelslim, four bits"])
+    save_file(load_file(meant / "model.safetensors") | weights, meant / "model.safetensors")
+    exact = scores(meant, "cpu", dtype="float32", cpu_activations="fp32")
+    found = scores(quantised, "npu", dtype="float16")
+    assert np.abs(found - exact).max() < 0.05
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("units", [(), (0.125, 3.0)], ids=["dynamic", "static"])
 def test_a_product_is_that_of_the_scheme(npu, on, dtype, units):

@@ -193,6 +193,23 @@ def modelslim(weight):
     return {**parts, "weight_offset": torch.zeros_like(parts["weight_scale"])}, meant
 
 
+def modelslim_four_bits(weight, group: int = 32):
+    """Numbers of 4 bits in bytes, with a scale by output and one by group."""
+    wide = weight.float()
+    scale = wide.abs().amax(1, keepdim=True) / 7
+    parts = wide.unflatten(1, (-1, group))
+    second = (parts.abs().amax(-1) / (7 * scale)).half().float()
+    unit = (scale * second).half().float().unsqueeze(-1)
+    numbers = (parts / unit).nan_to_num().round().clamp(-8, 7)
+    return {
+        "weight": numbers.flatten(1).to(torch.int8),
+        "weight_scale": scale,
+        "weight_offset": torch.zeros_like(scale),
+        "weight_scale_second": second,
+        "weight_offset_second": torch.zeros_like(second),
+    }, (numbers * unit).flatten(1)
+
+
 def modelslim_static(weight):
     """The layer's bias, here zero, is in quant_bias, and what takes the offset away again."""
     parts, meant = modelslim(weight)
@@ -396,6 +413,7 @@ FORMS = {
     ),
     "w8a8_int8": Form(int8_by_output, {"quant_method": "w8a8_int8"}, "Q8_0"),
     "modelslim, dynamic": Form(modelslim, None, "Q8_0", description("W8A8_DYNAMIC")),
+    "modelslim, four bits": Form(modelslim_four_bits, None, "Q4_0", description("W4A8_DYNAMIC")),
     "modelslim, static": Form(modelslim_static, None, "Q8_0", description("W8A8")),
     "bitsandbytes nf4": Form(four_bit_table(64, nested=False), _4BIT, "BF16"),
     "bitsandbytes nf4, nested": Form(four_bit_table(64, nested=True), _4BIT, "BF16"),

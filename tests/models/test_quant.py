@@ -16,11 +16,13 @@ from banyan.models.weights import quant
 from banyan.models.weights.loader import load_model
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import restored
+from banyan.models.weights.quant.modelslim import ModelSlim
 from banyan.models.weights.reader import read_tensors, tensor_types
 from banyan.ops.bind import bind, open_toolkit
+from banyan.ops.stored import RawTensor, StoredWeight
 from banyan.parallel.groups import Group, Groups
 from tests.models.families import rewrite_config, tiny
-from tests.models.quantised import FORMS, Form, quark_settings
+from tests.models.quantised import FORMS, Form, modelslim_four_bits, quark_settings
 from tests.models.test_families import PROMPT, load
 
 CPU = torch.device("cpu")
@@ -343,7 +345,7 @@ def test_a_configuration_that_does_not_fit_is_refused(name, settings, error, mat
 @pytest.mark.parametrize(
     ("described", "match"),
     [
-        ({f"{BROKEN}.weight": "W4A8_DYNAMIC"}, "up_proj' is 'W4A8_DYNAMIC'; read are FLOAT, W8A8"),
+        ({f"{BROKEN}.weight": "W4A4_DYNAMIC"}, "up_proj' is 'W4A4_DYNAMIC'; read are FLOAT, W8A8"),
         ({"version": "1"}, "names no tensor"),
         ({f"{BROKEN}.weight": "W8A8_DYNAMIC"}, "holds numbers of type I8|have no place"),
     ],
@@ -354,6 +356,28 @@ def test_a_description_that_does_not_fit_is_refused(described, match, ops, tmp_p
 
     with pytest.raises(ModelError, match=match):
         load(tmp_path, ops)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"weight": lambda x: x[::2].contiguous()}, "two numbers of 4 bits in a byte"),
+        ({"weight": lambda x: x * 2}, "not of 4 bits, from -8 to 7"),
+        ({"weight_scale_second": lambda x: x.repeat(1, 7)}, "need .*, groups"),
+        ({"weight_offset_second": lambda x: x + 1}, "only symmetric 4-bit weights"),
+    ],
+)
+def test_four_bits_of_another_form_are_refused(changes, match):
+    parts, _ = modelslim_four_bits(torch.linspace(-1, 1, 8 * 64).view(8, 64))
+    parts |= {name: change(parts[name]) for name, change in changes.items()}
+    stored = {
+        name: RawTensor("I8", tuple(part.shape), part.contiguous().view(torch.uint8).flatten())
+        if part.dtype == torch.int8
+        else StoredWeight.from_tensor(part)
+        for name, part in parts.items()
+    }
+    with pytest.raises(ModelError, match=match):
+        ModelSlim({"m": "W4A8_DYNAMIC"}, "").restore("m", stored)
 
 
 def test_a_description_beside_the_weights_of_modelopt_counts(ops, tmp_path):

@@ -3,9 +3,11 @@ for every tensor.
 
     weight int8 [out, in], weight_scale [out, 1], weight_offset [out, 1] (zero)
     W8A8 also: input_scale, input_offset [1], quant_bias int32 [out], deq_scale [out]
+    W4A8_DYNAMIC also: weight_scale_second, weight_offset_second (zero) [out, groups]
 
 W8A8 folds the bias of a projection into quant_bias, beside what takes the activations' offset away
-again; it is brought back to a plain bias. The numbers become Q8_0.
+again; it is brought back to a plain bias. The numbers become Q8_0. Of W4A8_DYNAMIC they are of 4
+bits in bytes of their own, times both scales, and become Q4_0; two of them in a byte are refused.
 
 Source: the documentation of msit's msmodelslim.
 """
@@ -21,15 +23,18 @@ from banyan.base.errors import ModelError
 from banyan.base.log import printable
 from banyan.config.facts import Facts
 from banyan.models.weights.quant.base import FLOATS, INTEGERS, Parts, Restored, numbers_of
+from banyan.models.weights.quant.groups import from_groups
 from banyan.models.weights.quant.int8 import by_output, rounded
 from banyan.ops.rounded_inputs import BLOCK, SIZES, STATIC
 from banyan.ops.stored import StoredWeight
 
-SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W8A16")
+_FOUR_BITS = "W4A8_DYNAMIC"
+SCHEMES = ("W8A8", "W8A8_DYNAMIC", "W8A16", _FOUR_BITS)
 _PLAIN = "FLOAT"
 _PARTS = (
     *("weight", "bias", "weight_scale", "weight_offset"),
     *("input_scale", "input_offset", "quant_bias", "deq_scale"),
+    *("weight_scale_second", "weight_offset_second"),
 )
 
 
@@ -50,7 +55,7 @@ class ModelSlim:
         return (stem, last) if stem in self.schemes and last in _PARTS else None
 
     def restore(self, stem: str, parts: Parts) -> Restored:
-        found = by_output(parts)
+        found = (_four_bits if self.schemes[stem] == _FOUR_BITS else by_output)(parts)
         if self.keeps_rounding:
             found = self._with_rounding(stem, parts, found)
         if "bias" in parts:
@@ -70,6 +75,32 @@ class ModelSlim:
         return rounded(parts, scheme, units)
 
 
+def _four_bits(parts: Parts) -> Restored:
+    numbers = numbers_of(parts, "weight", ("I8",), (None, None))
+    outputs, inputs = numbers.shape
+    scale = numbers_of(parts, "weight_scale", FLOATS).float()
+    if scale.numel() == 2 * outputs:
+        raise ModelError(
+            f"weight has two numbers of 4 bits in a byte ({outputs} lines for {2 * outputs} "
+            "outputs), a form that is not read",
+            hint="convert the model anew without packing, or to W8A8_DYNAMIC",
+        )
+    second = numbers_of(parts, "weight_scale_second", FLOATS, (outputs, None)).float()
+    groups = second.shape[1]
+    if scale.numel() != outputs or not groups or inputs % groups:
+        raise ModelError(
+            f"weight_scale has shape {list(scale.shape)} and weight_scale_second "
+            f"{list(second.shape)}; {[outputs, inputs]} numbers need [{outputs}, 1] and "
+            f"[{outputs}, groups]"
+        )
+    for last in ("weight_offset", "weight_offset_second"):
+        if last in parts and numbers_of(parts, last, (*FLOATS, *INTEGERS)).any():
+            raise ModelError(f"its {last} is not zero; only symmetric 4-bit weights are read")
+    if numbers.min() < -8 or numbers.max() > 7:
+        raise ModelError("weight has numbers that are not of 4 bits, from -8 to 7")
+    return from_groups(numbers, 0, scale.reshape(-1, 1) * second, inputs // groups)
+
+
 def _folded_bias(parts: Parts) -> StoredWeight | None:
     """The bias in quant_bias, None when there is nothing but the rounding of the rest."""
     numbers = numbers_of(parts, "weight", ("I8",), (None, None))
@@ -86,7 +117,9 @@ def _folded_bias(parts: Parts) -> StoredWeight | None:
 
 def open_rounding(facts: Facts) -> ModelSlim:
     """Where activations are rounded as the checkpoint asks."""
-    return replace(open_modelslim(facts), remark="", keeps_rounding=True)
+    found = open_modelslim(facts)
+    is_kept = _FOUR_BITS in found.schemes.values()
+    return replace(found, remark=found.remark if is_kept else "", keeps_rounding=True)
 
 
 def open_modelslim(facts: Facts) -> ModelSlim:
