@@ -63,6 +63,11 @@ def _others(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield bool(config.model.dump_folder), "--debug-tensor-dump-output-folder", sees_all
     yield config.model.injects, "--debug-tensor-dump-inject", sees_all
     yield bool(config.cache.store), "--hicache-storage-backend", "prefixes are kept in memory"
+    yield (
+        config.speculative.min_breadth > 1,
+        f"--speculative-ngram-min-bfs-breadth {config.speculative.min_breadth}",
+        "leave it at 1: a row whose drafts branch is not cut",
+    )
     yield config.lora.is_enabled or bool(config.lora.paths), "--enable-lora", ranks
     yield bool(experts.recorder), "--expert-distribution-recorder-mode", ranks
     yield experts.are_told, "--enable-return-routed-experts", ranks

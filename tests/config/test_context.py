@@ -39,6 +39,11 @@ def test_the_switch_alone_makes_a_share_of_every_rank() -> None:
         (("--dp", "2", "--enable-dp-attention"), CARD, "and --enable-dp-attention do not"),
         (("--pp", "2"), CARD, "and --pipeline-parallel-size do not"),
         (("--model-impl", "transformers"), CARD, "and --model-impl transformers do not"),
+        (
+            ("--speculative-algorithm", "NGRAM", "--speculative-ngram-min-bfs-breadth", "2"),
+            CARD,
+            "and --speculative-ngram-min-bfs-breadth 2 do not",
+        ),
         (("--forward-hooks", "{}"), CARD, "and --forward-hooks do not"),
         (("--debug-tensor-dump-output-folder", "d"), CARD, "and --debug-tensor-dump-output-fol"),
         (
