@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-parallel | test-long | test-border | test-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-transfer | test-security | trust | bench
+# make serve | test | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-transfer | test-security | trust | bench
 #      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | clean | wheel | test-wheel
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -19,7 +19,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed
 
-.PHONY: serve test test-parallel test-long test-hostile test-border test-faults test-pair-faults test-schemas test-npu test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
+.PHONY: serve test test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -41,6 +41,11 @@ test-faults: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@FAULTS=20 $(BIN)/python -m pytest -s tests/system/test_self_healing.py $(ARGS)
 	@FAULT_MOMENTS=12 $(BIN)/python -m pytest tests/system/test_faults.py $(ARGS)
+
+# The same in every layout of ranks; with COUNT=2 one kill and one stop in each, some minutes.
+test-rank-faults: $(VENV)/.test
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@FAULTS=$(or $(COUNT),20) $(BIN)/python -m pytest -s tests/system/test_self_healing.py -k "replaced and not one" $(ARGS)
 
 # Pairs of servers, their router and the way between them, struck at every state of a handoff; a quarter of
 # an hour. Twenty times at each: make test-pair-faults COUNT=20

@@ -202,6 +202,8 @@ class EngineLoop:
         finally:
             if self._step_clock is not None:
                 self._step_clock.close(reason)
+            if self._failure:  # clients have been told; this is for those who look for the cause
+                self._watchdogs[0].tell(self._failure)
             for watchdog in self._watchdogs:
                 watchdog.close()
             self._launcher.close()

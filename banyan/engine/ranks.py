@@ -59,9 +59,10 @@ class LocalRanks:
         return rank, longest
 
     def stacks(self) -> list[tuple[int, str]]:
-        """(rank, what it is doing and where its threads stand), as each writes it itself: one that
-        is stopped cannot. Takes a second at most."""
-        pulses = {rank: f"{self._folder.path}/pulse{rank}" for rank in self._pulses}
+        """(rank, what it is doing and where its threads stand), as each that lives writes it
+        itself: one that is stopped cannot. Takes a second at most."""
+        alive = [rank for rank, child in self._children.items() if child.is_alive()]
+        pulses = {rank: f"{self._folder.path}/pulse{rank}" for rank in alive}
         files = {rank: Path(pulse + _STACKS) for rank, pulse in pulses.items()}
         for rank, file in files.items():
             with suppress(OSError):
@@ -73,7 +74,7 @@ class LocalRanks:
             before, told = told, {rank: _text_of(file) for rank, file in files.items()}
             if told == before and all(told.values()):
                 break
-        pids = {rank: child.pid for rank, child in self._children.items()}
+        pids = {rank: self._children[rank].pid for rank in alive}
         return [(n, f"pid {pids[n]} {doing(pids[n])}\n{text}") for n, text in told.items()]
 
     def send(self, rank: int, frame: bytes) -> None:

@@ -74,7 +74,7 @@ class Watchdog:
         while not self._is_closed.wait(min(_MAX_LOOK_S, self._limit_s / _LOOKS)):
             trouble = self._trouble()
             if trouble and not is_told:
-                self._tell(trouble)
+                self.tell(trouble)
             is_told = bool(trouble)
 
     def _trouble(self) -> str:
@@ -84,7 +84,8 @@ class Watchdog:
         rank, silent_s = self._ranks.silence() if self._ranks is not None else (0, 0.0)
         return f"rank {rank} has not run for {silent_s:.1f} s" if silent_s > self._silence_s else ""
 
-    def _tell(self, trouble: str) -> None:
+    def tell(self, trouble: str) -> None:
+        """Write down where everything stands; from any thread. Takes a second or two."""
         log.error("%s; the threads of rank 0 stand here:", trouble)
         # Documented as the way to do this, underscore and all.
         frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]

@@ -1,16 +1,19 @@
 """Engines and ranks that are killed or stopped under load, in every layout of processes: what
 clients see, how long it takes until all of it serves again by itself, and what remains.
 
-FAULTS faults are tried in each layout (`make test-faults`: twenty), by default two in one of them,
-a kill and a stop. Each layout prints a line of the table in docs/operations.md.
+FAULTS faults are tried in each layout (`make test-faults`: twenty; `make test-rank-faults COUNT=2`
+for fewer), by default two in one of them, a kill and a stop. Each layout prints a line of the table
+in docs/operations.md.
 """
 
 import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +24,7 @@ import psutil
 import pytest
 
 from banyan.sim.replay import check
+from tests.models.families import tiny
 from tests.system.serving import (
     CALL_S,
     Server,
@@ -51,7 +55,14 @@ LAYOUTS = {
     "--pp 2": ("--pp-size", "2"),
     "--dp 2": ("--dp-size", "2"),
     "two nodes": ("--tp-size", "2", "--nnodes", "2"),
+    "--tp 4": ("--tp-size", "4"),
+    "--tp 2 --pp 2": ("--tp-size", "2", "--pp-size", "2"),
+    "dp-attention 2": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+    "--ep 2": ("--tp-size", "2", "--ep-size", "2", "--skip-tokenizer-init"),
 }
+EXPERTS = ("--ep 2",)
+"""Layouts of a model with experts."""
+NOTICED_S = 5.0
 
 
 @dataclass
@@ -123,6 +134,13 @@ def site(log: Path, model: Path, layout: str) -> Iterator[Site]:
             server.kill()
 
 
+def told_of(log: Path, begins: int, struck: int) -> str:
+    """What the log lacks of a killed rank: who it was, the step, and where the others stand."""
+    text = log.read_text(errors="replace")[begins:]
+    wanted = (f"(pid {struck})", "in flight: step=", "the threads of rank 0 stand here")
+    return ", ".join(words for words in wanted if words not in text)
+
+
 def has_one_end(events: list[dict]) -> bool:
     """The last event says that it is the last, and no other does."""
     return ends_in_one_error(events) or finished(events) == ["length"]
@@ -131,16 +149,20 @@ def has_one_end(events: list[dict]) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS if ALL else ["--tp 2"])
 def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
-    layout, tiny_model, tmp_path, monkeypatch
+    layout, tiny_model, tmp_path, monkeypatch, request
 ):
-    place = tmp_path / "t"
-    place.mkdir()
+    model = tiny_model
+    if layout in EXPERTS:
+        model = tmp_path / "experts"
+        tiny("qwen3 moe, six of 21", model)
+    place = Path(tempfile.mkdtemp(prefix="f"))  # short: addresses of sockets lie in it
+    request.addfinalizer(lambda: shutil.rmtree(place, ignore_errors=True))
     monkeypatch.setenv("TMPDIR", str(place))
     draw = random.Random(layout)
     took_s: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
     noticed_s: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
     num_errors = 0
-    with site(tmp_path, tiny_model, layout) as found:
+    with site(tmp_path, model, layout) as found:
         running = found.running
         expected = running.generate(**ASKED)["output_ids"]
         files = open_files(running.pid)
@@ -149,12 +171,17 @@ def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
             streams = load(running, NUM_STREAMS, max_new_tokens=12_000)
             time.sleep(draw.random())  # the moment is what is tested
             struck = draw.choice(found.targets(number))
+            is_rank = psutil.Process(struck).ppid() in running.engine_pids()
+            begins = len(running.log.read_text(errors="replace"))
             began = time.monotonic()
             found.strike(struck, number)
             noticed = wait_until(
                 lambda: not found.is_whole(), DEADLINE_S + 10.0, "the fault to be noticed"
             )
             noticed_s[number.name].append(noticed)
+            if is_rank and number == signal.SIGKILL:
+                lacks = partial(told_of, running.log, begins, struck)
+                wait_until(lambda lacks=lacks: not lacks(), 10.0, f"the log to tell: {lacks()}")
             wait_until(found.is_whole, BACK_S, f"all to serve again after {number.name}")
             took_s[number.name].append(time.monotonic() - began)
             ends = [stream.end(CALL_S) for stream in streams]
@@ -185,6 +212,7 @@ def test_what_is_killed_or_stopped_under_load_is_replaced_and_leaves_nothing(
     print(f"\nfigure: {layout}: {figures}; {FAULTS * NUM_STREAMS} streams with one end each")
     print(f"\n| {layout} | {told} | {FAULTS * NUM_STREAMS} of {FAULTS * NUM_STREAMS} | nothing |")
     if "FAULTS_JUDGED" in os.environ:
+        assert max(noticed_s["SIGSTOP"], default=0.0) < NOTICED_S
         assert max(noticed_s["SIGKILL"]) < TOLD_S
         assert max(took_s["SIGKILL"]) < AGAIN_S
 
