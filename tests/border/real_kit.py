@@ -69,18 +69,26 @@ class RealKit:
     Args:
         recorded: share of the worlds with compiled ops and recorded steps.
         stored: folder of pages that outlive the runners; None for worlds without a store.
+        branches: drafts of every row, all of which branch; 0 = worlds of all kinds.
     """
 
     recorded: float = 0.75
     stored: Path | None = None
+    branches: int = 0
 
     def world(self, random: Random) -> RealWorld:
         is_recorded = random.random() < self.recorded
-        is_pooling = random.random() < 0.1
+        is_pooling = random.random() < 0.1 and not self.branches
         poison = random.choice((math.nan, math.nan, 1e6))
         scale = RECORDED_SCALE if is_recorded else 1
         abilities = replace(_abilities(is_pooling), bursts=is_recorded and not is_pooling)
         world = random_world(random, abilities, scale)
+        while self.branches and not world.core.limits.drafts:
+            world = random_world(random, abilities, scale)
+        if self.branches:
+            limits = replace(world.core.limits, drafts=self.branches, fixed_drafts=True)
+            core, device = msgspec.structs.replace(world.core, limits=limits), world.device
+            world = replace(world, core=core, device=replace(device, drafts=self.branches))
         if self.stored is not None:
             world = with_store(random, world)
         known = {f.name: getattr(world, f.name) for f in fields(World)}
@@ -89,8 +97,8 @@ class RealKit:
             is_recorded=is_recorded,
             is_pooling=is_pooling,
             poison=poison,
-            good_draft=random.choice((0.0, 0.5, 0.8, 1.0)),
-            branches=random.random() < 0.5,
+            good_draft=0.9 if self.branches else random.choice((0.0, 0.5, 0.8, 1.0)),
+            branches=random.random() < 0.5 or bool(self.branches),
         )
 
     def runner(

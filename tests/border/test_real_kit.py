@@ -13,7 +13,6 @@ from banyan.base.errors import RequestError
 from banyan.messages.orders import OrderReply, StopProfile
 from banyan.runner import runner
 from banyan.runner.attention import reference
-from banyan.runner.branches import Compaction
 from banyan.runner.forward import RecordedForward
 from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import GroupLayout, KVStore
@@ -230,15 +229,6 @@ DEFECTS: dict[str, Defect] = {
         SlotTable, "_exact", lambda original, self, row: row
     ),
     "scores of rejected drafts are told": _wrap(Scores, "rows", _scores_all),
-    "what stands stays where it lies": lambda patch: patch.setattr(
-        Compaction, "move", lambda self, *a: None
-    ),
-    "what stands is brought one place too far": _changed(
-        Compaction, "move", lambda self, slots, lies, to: (self, slots, lies, [p + 1 for p in to])
-    ),
-    "what stands is brought from one place before": _changed(
-        Compaction, "move", lambda self, slots, lies, to: (self, slots, [p - 1 for p in lies], to)
-    ),
     "a page table is off by one": _grants(
         lambda grants: [msgspec.structs.replace(g, first=g.first + 1) for g in grants]
     ),
