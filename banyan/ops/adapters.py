@@ -29,6 +29,9 @@ _MOST_LEVEL = 127
 _MOST_CHANGE = 0.015
 """Of a matrix that is kept in 8 bits: root of the sum of squares, as a part of the matrix's own.
 Numbers that are spread like a bell's curve change by half of that."""
+_LANES, _BLOCK, _MOST_PADDING = 16, 32, 1.34
+"""Ranks and inputs of a tile of csrc/linear.h, and how much of it may be for nothing."""
+_TILED = 4
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 """Numbers of csrc/adapters.h."""
 
@@ -82,7 +85,8 @@ class AdapterTable:
         self.entries[number] = 0
         if not parts:
             return
-        placed = placed_parts(parts, arena, self.is_rounded)
+        placed = tiled_parts(parts, arena) if self.is_rounded else None
+        placed = placed or placed_parts(parts, arena, self.is_rounded)
         assert len(parts) <= MAX_PARTS and parts[0].down.shape[1] == self.inputs
         assert placed.rank <= self.width
         self._kept[number] = tuple(placed.tensors)
@@ -122,13 +126,55 @@ def placed_parts(parts: Sequence[Part], arena: Arena, is_rounded: bool) -> Place
     whole = torch.cat([part.down.to(dtype) for part in parts])  # [rank, in]
     down = _placed(_down_tiles(whole), arena)
     up = _placed(torch.cat([_up_tiles(part.up.to(dtype), part.first) for part in parts]), arena)
+    head = [down.data_ptr(), up.data_ptr(), scales.data_ptr(), len(whole), _TYPES[dtype]]
+    return PlacedParts([down, up, scales], head, _ranges(parts), len(whole))
+
+
+def _ranges(parts: Sequence[Part]) -> list[tuple[int, int, int, int]]:
     ranges, at = list[tuple[int, int, int, int]](), 0
     for part in parts:
         first, last = part.first // _TILE, -(-(part.first + len(part.up)) // _TILE)
         ranges.append((first, last - first, at, len(part.down)))
         at += len(part.down)
-    head = [down.data_ptr(), up.data_ptr(), scales.data_ptr(), at, _TYPES[dtype]]
-    return PlacedParts([down, up, scales], head, ranges, at)
+    return ranges
+
+
+def tiled_parts(parts: Sequence[Part], arena: Arena) -> PlacedParts | None:
+    """The same in 8 bits with `down` in tiles of weights (W8 of csrc/linear.h), multiplied
+    as the base is; None where that would change a matrix too much, or there are few ranks."""
+    rank = sum(len(part.down) for part in parts)
+    padded = -(-rank // _LANES) * _LANES
+    if padded > _MOST_PADDING * rank or (found := _levels(parts)) is None:
+        return None
+    down = torch.cat([part.down.float() for part in parts])
+    if (tiles := _weight_tiles(functional.pad(down, (0, 0, 0, padded - rank)))) is None:
+        return None
+    levels = found[0]
+    worths = [
+        part.scale * part.up.float().abs().amax(0).clamp_min(1e-30) / _MOST_LEVEL for part in parts
+    ]
+    scales = functional.pad(torch.cat(worths).float(), (0, padded - rank)).contiguous()
+    up = _placed(torch.cat([_up_tiles(part.up, part.first) for part in levels]), arena)
+    tiles = _placed(tiles, arena)
+    head = [tiles.data_ptr(), up.data_ptr(), scales.data_ptr(), rank, _TILED]
+    return PlacedParts([tiles, up, scales], head, _ranges(parts), rank)
+
+
+def _weight_tiles(down: Tensor) -> Tensor | None:
+    """[ranks, in] float32 as bytes, by 16 ranks and then by 32 inputs: scales in half precision,
+    then numbers from 0 to 255 around 128, by 4 inputs, then by rank."""
+    blocks = functional.pad(down, (0, -down.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    worth = (blocks.abs().amax(2, keepdim=True) / _MOST_LEVEL).half().float()
+    levels = torch.where(worth > 0, blocks / worth, 0).round().clamp(-_MOST_LEVEL, _MOST_LEVEL)
+    if (
+        not worth.isfinite().all()
+        or (levels * worth - blocks).norm() > _MOST_CHANGE * blocks.norm()
+    ):
+        return None
+    groups = (levels + 128).to(torch.uint8).unflatten(0, (-1, _LANES))  # [groups, 16, blocks, 32]
+    numbers = groups.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4).flatten(2)
+    scales = worth[:, :, 0].half().unflatten(0, (-1, _LANES)).transpose(1, 2).contiguous()
+    return torch.cat([scales.view(torch.uint8), numbers], dim=2).flatten()
 
 
 def part_words(head: Sequence[int], ranges: Sequence[tuple[int, int, int, int]] = ()) -> list[int]:

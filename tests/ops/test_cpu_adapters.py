@@ -164,3 +164,34 @@ def test_a_token_is_the_same_bits_beside_others_where_matrices_are_in_8_bits(ada
     expected = run(reference.adapt, x, adapters, table)
     plain = run(reference.adapt, x, [0] * 9, table)
     assert (together - expected).norm() < 0.02 * (expected - plain).norm()
+
+
+def test_matrices_of_many_ranks_are_multiplied_as_the_base_is_with_the_same_bits(library):
+    """Beside the product, whose rounded inputs they share, or by themselves."""
+    product = pack_linear(library, StoredWeight.from_tensor(random(300, 77, seed=8)), "q8_0")
+    table, tokens, adapt = AdapterTable(77, 64, 4, True), AdapterTokens(9), kernel.make(library)
+    for number, rank in enumerate((16, 30, 61, 5), 1):
+        table.enter(number, [part(8 * number, 200, rank, number, torch.bfloat16, 2.0)])
+    assert table.entries[1:, 4].tolist() == [4, 4, 4, 3], "few ranks are no tile"
+    x, adapters = random(9, 77, seed=9), [1, 2, 2, 0, 3, 3, 4, 1, 2]
+
+    def work():
+        out = product(x)
+        adapt(out, x, table, tokens)
+        return out
+
+    recording = library.record(work, 9, 3)
+    tokens.fill(np.array(adapters))
+    recording.run(9, 1, 0)
+    together, plain = recording.result.clone(), product(x)
+    alone = plain.clone()
+    adapt(alone, x, table, tokens)
+    assert torch.equal(alone, together)
+    expected = plain.clone()
+    reference.adapt(expected, x, table, tokens)
+    for at, number in enumerate(adapters):
+        assert (together - expected)[at].norm() <= 0.03 * (expected - plain)[at].norm()
+        one, some = AdapterTokens(1), plain[at : at + 1].clone()
+        one.fill(np.array([number]))
+        adapt(some, x[at : at + 1], table, one)
+        assert torch.equal(some[0], together[at])

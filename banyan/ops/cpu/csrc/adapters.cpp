@@ -21,11 +21,57 @@ const AdapterKernels& adapters_table(int32_t level) {
   return adapters_base;
 }
 
+namespace {
+
+struct Piece {
+  int32_t adapter, first, count;
+};
+
+int64_t units_of(const AdapterPair& pair) {
+  int64_t ranks = pair.type == ADAPTER_TILED ? GROUP : RANKS;
+  return (pair.rank + ranks - 1) / ranks;
+}
+
+// GROUP rows of `down` with the tokens of a piece, of which those that follow each other are rows of
+// one product. Inputs that nobody has rounded are rounded here, to the same numbers.
+void shrink_tiles(const AdapterArgs& a, const AdapterPair& pair, const Piece& piece, int64_t group,
+                  const LinearArgs* product, Worker& worker) {
+  const LinearKernels& table = linear_table(isa());
+  const int64_t bytes = activation_bytes(a.inputs);
+  uint8_t* scratch = worker.scratch(LINEAR_SCRATCH + bytes + quantize_scratch(a.inputs));
+  const int32_t* tokens = a.order + piece.first;
+  for (int32_t at = 0, to; at < piece.count; at = to) {
+    for (to = at + 1; product && to < piece.count && tokens[to] == tokens[to - 1] + 1;) to++;
+    const uint8_t* x = product ? product->x + tokens[at] * product->x_bytes : scratch + LINEAR_SCRATCH;
+    if (!product)
+      table.quantize(a.x + tokens[at] * a.x_stride, a.inputs, scratch + LINEAR_SCRATCH,
+                     scratch + LINEAR_SCRATCH + bytes);
+    LinearArgs args{W8, 0, pair.rank, a.inputs, (const uint8_t*)pair.down, pair.scales, nullptr, x,
+                    bytes, a.inner + tokens[at] * a.width, a.width};
+    table.rounded[W8](args, group, 0, to - at, scratch);
+  }
+}
+
+}  // namespace
+
 int64_t adapter_units(const AdapterArgs& a, int64_t tokens) {
   int64_t units = 0;
-  for (int32_t i = 0; tokens && i < a.pieces[0]; i++)
-    units += (a.table[a.pieces[1 + 3 * i]].rank + RANKS - 1) / RANKS;
+  for (int32_t i = 0; tokens && i < a.pieces[0]; i++) units += units_of(a.table[a.pieces[1 + 3 * i]]);
   return units;
+}
+
+void shrink_unit(const AdapterArgs& a, int64_t unit, const LinearArgs* product, Worker& worker) {
+  for (const Piece* piece = (const Piece*)(a.pieces + 1);; piece++) {
+    const AdapterPair& pair = a.table[piece->adapter];
+    int64_t here = units_of(pair);
+    if (unit >= here) {
+      unit -= here;
+      continue;
+    }
+    if (pair.type == ADAPTER_TILED) return shrink_tiles(a, pair, *piece, unit, product, worker);
+    const int32_t* tokens = a.order + piece->first;
+    return adapters_table(isa()).shrink_rows(a, pair, unit, tokens, tokens, piece->count);
+  }
 }
 
 void adapter_cost(const AdapterArgs& a, int64_t tokens, bool is_down, double* bytes,
@@ -60,8 +106,8 @@ int64_t down_units(const void* args, const Sizes& sizes) {
   return adapter_units(lone(args).of, tokens_of(args, sizes));
 }
 int64_t down_grain(const void*, const Sizes&) { return 1; }
-void down_run(const void* args, const Sizes&, int64_t begin, int64_t end, Worker&) {
-  for (int64_t i = begin; i < end; i++) adapters_table(isa()).shrink(lone(args).of, i);
+void down_run(const void* args, const Sizes&, int64_t begin, int64_t end, Worker& worker) {
+  for (int64_t i = begin; i < end; i++) shrink_unit(lone(args).of, i, nullptr, worker);
 }
 void down_cost(const void* args, const Sizes& sizes, double* bytes, double* operations) {
   adapter_cost(lone(args).of, tokens_of(args, sizes), true, bytes, operations);
@@ -105,7 +151,8 @@ std::vector<float> outcome(const AdapterKernels& kernels) {
   const int32_t pieces[] = {1, 0, 0, 2}, order[] = {0, 1}, numbers[] = {0, 0};
   AdapterArgs args{&pair,      pieces,  order,  numbers,    x.data(), out.data(), inner.data(),
                    nullptr,    INPUTS,  OUTPUTS_OF, INPUTS, OUTPUTS_OF, RANK};
-  for (int64_t i = 0; i < adapter_units(args, 2); i++) kernels.shrink(args, i);
+  for (int64_t block = 0; block * RANKS < RANK; block++)
+    kernels.shrink_rows(args, pair, block, order, order, 2);
   kernels.expand(args, 0, OUT_TILES, 0, 2);
   return out;
 }

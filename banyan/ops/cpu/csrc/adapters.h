@@ -2,7 +2,7 @@
 #pragma once
 #include <atomic>
 
-#include "runtime.h"
+#include "linear.h"
 
 namespace banyan {
 
@@ -10,11 +10,13 @@ constexpr int ADAPTER_PARTS = 4;  // as ops/adapters.py has it
 constexpr int TILE = 16;          // outputs, or inputs, that lie side by side
 constexpr int TILES_AT_ONCE = 4;  // of outputs, that the second product is quickest with
 constexpr int RANKS = 8;          // rows of `down` that lie together: a unit of the first product
+// TILED is INT8 with `down` as a weight of its own, in the tiles of linear.h (W8): it is multiplied as
+// the base's weights are, with the very inputs that were rounded for these.
 enum AdapterType : int64_t {
-  ADAPTER_FP32 = 0, ADAPTER_BF16 = 1, ADAPTER_FP16 = 2, ADAPTER_INT8 = 3
+  ADAPTER_FP32 = 0, ADAPTER_BF16 = 1, ADAPTER_FP16 = 2, ADAPTER_INT8 = 3, ADAPTER_TILED = 4
 };
 inline int64_t bytes_of(int64_t type) {
-  return type == ADAPTER_FP32 ? 4 : type == ADAPTER_INT8 ? 1 : 2;
+  return type == ADAPTER_FP32 ? 4 : type >= ADAPTER_INT8 ? 1 : 2;
 }
 
 // What one adapter has for one projection; all zero where it has nothing. ops/adapters.py writes it.
@@ -22,7 +24,7 @@ struct AdapterPair {
   const void* down;     // by RANKS rows, of all parts over one another, the rest last:
                         // [inputs / TILE, rounded up][rows][TILE], zeros behind the inputs
   const void* up;       // of each part [tiles][part.rank][TILE], zeros beside its outputs
-  const float* scales;  // [rank]
+  const float* scales;  // [rank], up to a multiple of GROUP where it is TILED
   int64_t rank, type;
   struct Part {
     int64_t first_tile, tiles, first_rank, rank;  // tiles of the projection's outputs
@@ -50,12 +52,10 @@ struct AdapterArgs {
 };
 
 struct AdapterKernels {
-  // Unit `unit` of all pieces' first products: some rows of `down` with the tokens of a piece.
-  void (*shrink)(const AdapterArgs& args, int64_t unit);
   // Add what belongs to the tiles [begin, end) of the outputs of the tokens [first, last).
   void (*expand)(const AdapterArgs& args, int64_t begin, int64_t end, int64_t first, int64_t last);
-  // The first product by itself: a block of the rows of `down` with the rows `from` of x, into the
-  // rows `to` of `inner`, `count` of either.
+  // A block of the rows of `down` with the rows `from` of x, into the rows `to` of `inner`, `count` of
+  // either.
   void (*shrink_rows)(const AdapterArgs& args, const AdapterPair& pair, int64_t block,
                       const int32_t* from, const int32_t* to, int32_t count);
   // Add what belongs to one tile of a part to the TILE outputs of one token; inner: its row. The
@@ -69,6 +69,9 @@ const AdapterKernels& adapters_table(int32_t level);
 // Units of the first products in a run of so many tokens. A run without tokens makes logits of the one
 // before: what its tokens were counts no more.
 int64_t adapter_units(const AdapterArgs& args, int64_t tokens);
+// One of them: some rows of `down` with the tokens of a piece. product: what was told of that beside
+// which they lie, where its inputs are rounded; else null.
+void shrink_unit(const AdapterArgs& args, int64_t unit, const LinearArgs* product, Worker& worker);
 void adapter_cost(const AdapterArgs& args, int64_t tokens, bool is_down, double* bytes,
                   double* operations);
 // Let the op before add them, where that is the product which fills `out`; whether it is.

@@ -35,10 +35,6 @@ struct Int8 {
   static vf get(const int8_t* p) { return load_int8(p); }
 };
 
-struct Piece {
-  int32_t adapter, first, count;
-};
-
 // Rows of x, and the rows of `inner` that they go to.
 struct Rows {
   const int32_t *from, *to;
@@ -105,19 +101,6 @@ void shrink_rows(const AdapterArgs& a, const AdapterPair& pair, int64_t block, c
   if (pair.type == ADAPTER_FP16) return shrink_block<Fp16>(a, rows, pair, block);
   if (pair.type == ADAPTER_INT8) return shrink_block<Int8>(a, rows, pair, block);
   return shrink_block<Fp32>(a, rows, pair, block);
-}
-
-void shrink(const AdapterArgs& a, int64_t unit) {
-  for (const Piece* piece = (const Piece*)(a.pieces + 1);; piece++) {
-    const AdapterPair& pair = a.table[piece->adapter];
-    int64_t here = (pair.rank + RANKS - 1) / RANKS;
-    if (unit >= here) {
-      unit -= here;
-      continue;
-    }
-    const int32_t* tokens = a.order + piece->first;
-    return shrink_rows(a, pair, unit, tokens, tokens, piece->count);
-  }
 }
 
 // f(the part's tiles of these outputs, the first of them, how many, part) of each part with any.
@@ -198,7 +181,7 @@ void expand(const AdapterArgs& a, int64_t begin, int64_t end, int64_t first, int
     if (!pair.rank) row = same;
     else if (pair.type == ADAPTER_BF16) row += expand_some<Bf16>(a, pair, begin, end, row, count);
     else if (pair.type == ADAPTER_FP16) row += expand_some<Fp16>(a, pair, begin, end, row, count);
-    else if (pair.type == ADAPTER_INT8) row += expand_some<Int8>(a, pair, begin, end, row, count);
+    else if (pair.type >= ADAPTER_INT8) row += expand_some<Int8>(a, pair, begin, end, row, count);
     else row += expand_some<Fp32>(a, pair, begin, end, row, count);
   }
 }
@@ -226,6 +209,6 @@ void expand_tile(const AdapterPair& pair, int part, int64_t tile, const float* i
 
 }  // namespace
 
-extern const AdapterKernels ADAPTERS_TABLE = {shrink, expand, shrink_rows, expand_tile};
+extern const AdapterKernels ADAPTERS_TABLE = {expand, shrink_rows, expand_tile};
 
 }  // namespace banyan

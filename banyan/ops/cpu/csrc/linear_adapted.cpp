@@ -38,20 +38,20 @@ bool is_shrunk(const AdapterState& state) {
   return state.done.load(std::memory_order_acquire) == state.units;
 }
 
-void shrink(const AdapterArgs& a, const AdapterKernels& kernels) {
+void shrink(const AdapterArgs& a, const LinearArgs* product, Worker& worker) {
   AdapterState& state = *a.state;
   for (;;) {
     int64_t unit = state.claimed.fetch_add(1, std::memory_order_relaxed);
     if (unit >= state.units) return;
-    kernels.shrink(a, unit);
+    shrink_unit(a, unit, product, worker);
     state.done.fetch_add(1, std::memory_order_acq_rel);
   }
 }
 
 // Help with the first products until all of them are there.
-void await_shrunk(const AdapterArgs& a, const AdapterKernels& kernels) {
+void await_shrunk(const AdapterArgs& a, const LinearArgs* product, Worker& worker) {
   if (is_shrunk(*a.state)) return;
-  shrink(a, kernels);
+  shrink(a, product, worker);
   for (int spins = 1; !is_shrunk(*a.state); spins++)
     if (spins % 1024 == 0) sched_yield();
 }
@@ -61,9 +61,10 @@ void run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worke
   const AdapterArgs& a = of(args).adapters;
   if (!a.state->units) return linear_run<EXACT>(&of(args).product, sizes, begin, end, worker);
   const AdapterKernels& kernels = adapters_table(isa());
-  if (worker.index % 2 == 0 && !is_shrunk(*a.state)) shrink(a, kernels);
+  const LinearArgs* product = EXACT ? nullptr : &of(args).product;
+  if (worker.index % 2 == 0 && !is_shrunk(*a.state)) shrink(a, product, worker);
   linear_run<EXACT>(&of(args).product, sizes, begin, end, worker);
-  await_shrunk(a, kernels);
+  await_shrunk(a, product, worker);
   const LinearPlan plan(of(args).product, sizes);
   for (int64_t at = begin, to; at < end; at = to) {
     to = std::min(end, at - plan.group(at) + plan.groups);
