@@ -97,12 +97,11 @@ class Graph:
             return
         size, table = named["block_size"], self.core.host_alias(named["block_table"])
         for row, length in enumerate(named[UPDATABLE[name][1]]):
-            last = length - 1
-            place = int(table[row, last // size]) * size + last % size
-            if place not in written:
+            last, after = (_place(table[row], at, size) for at in (length - 1, length))
+            if last not in written or (after >= size and after in written):  # page 0 is padding
                 raise ContractError(
-                    f"row {row} of the graph attends up to position {last}, which this step has "
-                    "not written: its lengths are those of another step"
+                    f"row {row} of the graph attends up to position {length - 1}, which is not the "
+                    "last one that this step has written: its lengths are those of another step"
                 )
 
     def _updatable(self) -> list["Call"]:
@@ -139,6 +138,13 @@ def capture(
     finally:
         graph.core.set_capturing(False)
     graph.seal()
+
+
+def _place(pages: Tensor, position: int, size: int) -> int:
+    """Where a position of a row lies, among all pages; behind those of the row in none."""
+    if position // size >= len(pages):
+        return -1
+    return int(pages[position // size]) * size + position % size
 
 
 def _tensors(result: object) -> list[Tensor]:
