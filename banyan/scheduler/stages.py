@@ -2,7 +2,8 @@
 
 Every stage shall have work, so one step takes its share of the requests and leaves the others to
 the steps behind it: those that decode are dealt out evenly, those that have waited longest first.
-Pieces of prompts follow one another as fast as the step's budget allows.
+Few rows stay together: a step of them takes as long as its weights take to be read, which two steps
+read twice. Pieces of prompts follow one another as fast as the step's budget allows.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,9 @@ from collections.abc import Iterator
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.request import RUNNING, Request
 from banyan.scheduler.sheet import PlanSheet
+
+FEW = 8
+"""Rows that take about as long as one."""
 
 
 class StageShare:
@@ -23,7 +27,7 @@ class StageShare:
             yield from list(running)
             return
         decoding = sum(request.is_decoding for request in running)
-        share = -(-decoding // self._stages)
+        share = max(FEW, -(-decoding // self._stages))
         taken = 0
         for request in sorted(running, key=lambda r: (r.latest_step, r.rank)):
             is_decode = request.state == RUNNING and request.is_decoding
