@@ -191,7 +191,8 @@ def _line(card: ModelCard, opened: OpenModel, runner: ModelRunner, obeying: Orde
     """This rank's place among stages."""
     build = opened.build
     like = torch.empty(0, dtype=build.dtype, device=build.device)
-    return Line(runner, obeying, build.groups.stages, like, card.hidden_size)
+    groups = build.groups
+    return Line(runner, obeying, groups.stages, groups.world, like, card.hidden_size)
 
 
 Sent = TypeVar("Sent", StepPlan, StepPlan | None)

@@ -44,6 +44,7 @@ class Line:
         runner: of the layers that are here.
         obeying: the same runner, which carries out orders too.
         stages: who has the layers before and behind.
+        world: all ranks of all stages.
         like: an empty tensor of the number type and on the device of what stages hand on.
         width: of what they hand on, for each token.
 
@@ -53,11 +54,18 @@ class Line:
     """
 
     def __init__(
-        self, runner: ModelRunner, obeying: OrderTaker, stages: Group, like: Tensor, width: int
+        self,
+        runner: ModelRunner,
+        obeying: OrderTaker,
+        stages: Group,
+        world: Group,
+        like: Tensor,
+        width: int,
     ) -> None:
         self._runner = runner
         self._obeying = obeying
         self._stages = stages
+        self._world = world
         self._like = like
         self._width = width
         self._line: deque[_Passing | None] = deque([None] * stages.size, stages.size)
@@ -97,6 +105,11 @@ class Line:
             self._stages.send(gone.left, stage + 1)
             gone.left = None
 
+    def _meet(self) -> None:
+        """Wait until all ranks have run what ends here: whoever hears of its end may read its
+        pages on any of them."""
+        self._world.all_gather(self._like.new_zeros((1, 1)), self._world.size)
+
     def _carry(self, batch: Batch) -> Tensor:
         """What the stage before has made of a batch."""
         x = self._like.new_empty((int(batch.offsets[-1]), self._width))
@@ -127,5 +140,7 @@ class Line:
             if last.begun.has_run:
                 runner.turn_to(last.begun)
             finish = runner.end(last.begun, last.mask_of)
+            if not len(last.begun.batch.last):  # else the ranks have met at the logits
+                self._meet()
         seconds = last.seconds + time.perf_counter() - began
         return PendingStep(last.plan, last.copies, finish, seconds)

@@ -66,6 +66,12 @@ class Mail:
         for other in self._others:
             self.send(x, other)
 
+    def all_gather(self, x: Tensor, columns: int) -> Tensor:
+        parts = [x.clone() for _ in range(len(self._others) + 1)]
+        for source, part in enumerate(parts):
+            self.broadcast(part, source)
+        return torch.cat(parts, dim=1)[:, :columns]
+
 
 def groups_of_threads(size: int) -> list[Group]:
     """One for each rank; there are boxes for what stages hand on, and for what all are told."""
@@ -153,7 +159,9 @@ class StagedRunner:
             taker = OrderTaker(runner, dict.fromkeys(kinds, prepare))
             runner.begin = partial(self._begin, runner, runner.begin)
             self._spoil_all(runner)
-            self.lines.append(Line(runner, taker, groups[rank], torch.empty(0), UNITS))
+            self.lines.append(
+                Line(runner, taker, groups[rank], groups[rank], torch.empty(0), UNITS)
+            )
         self._ranks = Ranks(self.lines)
 
     @property
