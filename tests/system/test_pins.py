@@ -39,6 +39,7 @@ def test_an_operator_keeps_a_tenant_s_prompt(tiny_model: Path, tmp_path: Path) -
         told = [line for line in metrics.splitlines() if "kv_pinned_tokens{" in line]
         assert [float(line.split()[-1]) for line in told] == [48.0]
         assert call("/unpin_prefix", {"pin": "nobody"}, "root") == 404
+        assert call("/unpin_prefix", {"pin": ""}, "root") == 400
         assert call("/unpin_prefix", {"pin": made["pin"]}, "root") == {"unpinned": 1}
         server.http.post(flush, headers={"Authorization": "Bearer root"}).raise_for_status()
         assert cached("oak") == 0

@@ -77,6 +77,8 @@ async def unpin_prefix(exchange: Exchange, state: ServerState) -> None:
     """Let the pages of one pin go, or those of all; they stay as others do until then."""
     client = state.admit().client
     asked = typed(await exchange.optional_object(), UnpinRequest)
+    if asked.pin == "":
+        raise RequestError("pin must name one; without the field all are let go", param="pin")
     replies = await client.ask("unpin", _ASK_S, pin=asked.pin or "")
     count = sum(msgspec.json.decode(reply.body, type=int) for _, reply in replies if reply.ok)
     if asked.pin and not count:
