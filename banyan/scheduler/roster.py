@@ -5,9 +5,8 @@ changes state; whatever it held is let go here.
 from bisect import insort
 from collections.abc import Callable, Iterable
 
-from banyan.base.ids import RequestId, SlotId
+from banyan.base.ids import RequestId, SlotId, StepId
 from banyan.memory.cache import TOKEN_BYTES, KVCache, Lease
-from banyan.memory.stamps import Stamp
 from banyan.messages.events import DraftReport, Event, Failed, Finished
 from banyan.messages.plan import Mask
 from banyan.scheduler.request import FINISHED, RUNNING, WAITING, DraftCounts, Request
@@ -37,8 +36,9 @@ class Roster:
         self.leaves: list[SlotId] = []
         """Slots that were let go since the last plan. Leaves come before joins, so a slot may be
         left and taken again in one plan."""
-        self._lingering: list[tuple[SlotId, Stamp]] = []
-        """Let go, while stages may still read what they know of the slot."""
+        self._lingering: list[tuple[SlotId, StepId]] = []
+        """Let go while steps up to this one may be in the line of stages, which read what they know
+        of the slot."""
         self.events: list[Event] = []
         self.masks: list[Mask] = []
         self.counters = Counters()
@@ -175,8 +175,8 @@ class Roster:
 
     def _give_slot(self, slot: SlotId) -> None:
         horizon = self._cache.horizon
-        if self._has_stages and not horizon.passed(stamp := horizon.now()):
-            self._lingering.append((slot, stamp))
+        if self._has_stages and horizon.completed < horizon.launched:
+            self._lingering.append((slot, horizon.launched))
             return
         self.free_slots.append(slot)
         self.leaves.append(slot)
@@ -184,11 +184,9 @@ class Roster:
     def free_lingering(self) -> None:
         """With stages: let slots be left and taken again of which nothing is in flight. The first
         stage hears of it before the last one has run what was."""
-        if not self._lingering:
-            return
-        passed = self._cache.horizon.passed
-        over = [slot for slot, stamp in self._lingering if passed(stamp)]
-        self._lingering = [(slot, stamp) for slot, stamp in self._lingering if not passed(stamp)]
+        completed = self._cache.horizon.completed
+        over = [slot for slot, step in self._lingering if step <= completed]
+        self._lingering = [(slot, step) for slot, step in self._lingering if step > completed]
         self.free_slots += over
         self.leaves += over
 

@@ -252,18 +252,24 @@ class Scheduler:
             if request.state != RUNNING:
                 continue  # retracted for a request of higher rank
             if self._planner.plan(request, sheet) is Planned.STARVED:
-                self._make_way(request, sheet.starved_of)
+                self._make_way(request, sheet)
                 if request.state == RUNNING:
                     self._planner.plan(request, sheet)  # what was retracted may be free at once
         sheet.is_starved = sheet.is_starved and bool(self.roster.running)
 
-    def _make_way(self, starved: Request, wanted: list[int]) -> None:
-        """Retract until the pages that `starved` lacks are at least on their way back."""
-        for victim in victims(self.roster.running, starved):
+    def _make_way(self, starved: Request, sheet: PlanSheet) -> None:
+        """Retract until the pages that `starved` lacks are at least on their way back.
+
+        What this very step reads and writes stays: with stages, lower ranks may have rows in it
+        already. Then `starved` waits, and comes first in the next step.
+        """
+        wanted, lower = sheet.starved_of, victims(self.roster.running, starved)
+        idle = [victim for victim in lower if victim.latest_step != sheet.step]
+        for victim in idle:
             if self.cache.has_room(wanted):
                 return
             self.roster.retract(victim)
-        if self.cache.has_room(wanted):
+        if self.cache.has_room(wanted) or len(idle) < len(lower):
             return
         assert starved.lease is not None
         if len(self.roster.running) > 1 or self.cache.has_copies(starved.lease):
@@ -363,7 +369,7 @@ class Scheduler:
             return
         if suspect.state == RUNNING:
             if self._planner.plan(suspect, sheet) is Planned.STARVED:
-                self._make_way(suspect, sheet.starved_of)
+                self._make_way(suspect, sheet)
             if suspect.state == RUNNING:
                 return
         nothing = [0] * len(self.cache.groups)

@@ -99,7 +99,7 @@ def test_a_slot_that_is_left_twice_is_noticed() -> None:
 
 def test_an_engine_without_retraction_is_noticed() -> None:
     found = verdict(
-        lambda patch: patch.setattr(Scheduler, "_make_way", lambda self, starved, wanted: None)
+        lambda patch: patch.setattr(Scheduler, "_make_way", lambda self, starved, sheet: None)
     )
     assert "no progress" in found
 
