@@ -216,7 +216,7 @@ BATTERY = (
         "T25",
         "random steps of the scheduler and the cache against a model of both",
         "no page twice, none lost, nobody forgotten",
-        "tests/border --border-steps=60000 --real-border-steps=4000",
+        "tests/border --border-steps=60000 --real-border-steps=20000",
     ),
 )
 
