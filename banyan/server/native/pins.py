@@ -82,7 +82,7 @@ async def unpin_prefix(exchange: Exchange, state: ServerState) -> None:
     replies = await client.ask("unpin", _ASK_S, pin=asked.pin or "")
     count = sum(msgspec.json.decode(reply.body, type=int) for _, reply in replies if reply.ok)
     if asked.pin and not count:
-        raise RequestError(f"there is no pin {asked.pin!r}", param="pin", status=404)
+        raise RequestError(f"there is no pin {asked.pin[:128]!r}", param="pin", status=404)
     await exchange.json({"unpinned": count})
 
 
