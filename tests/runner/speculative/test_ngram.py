@@ -6,11 +6,19 @@ from banyan.config.schema import SpeculativeConfig
 from banyan.runner.speculative import DRAFTERS
 from banyan.runner.speculative.base import Beside
 from banyan.runner.speculative.ngram import Ngram
+from tests.flags import config_of
 
 
-def drafts_after(tokens, *before, count=8, namespace=b"", **settings):
+def asked(words: str = "") -> Ngram:
+    """The drafter that flags ask for, without their common beginning."""
+    flags = [f"--speculative-ngram-{word}" for word in words.split(" --") if word]
+    config = config_of("--speculative-algorithm", "NGRAM", *" ".join(flags).split())
+    return DRAFTERS.load("NGRAM")(config.speculative, no_model)
+
+
+def drafts_after(tokens, *before, count=8, namespace=b"", flags=""):
     """What is drafted behind `tokens`, once sequences of the empty namespace have come and gone."""
-    drafter = Ngram(**settings)
+    drafter = asked(flags)
     for seen in before:
         drafter.join(1, list(seen), b"")
         drafter.leave(1)
@@ -42,32 +50,46 @@ def test_the_longest_suffix_decides():
 
 
 def test_a_suffix_shorter_than_the_shortest_is_not_followed():
-    assert drafts_after([9, 2], [1, 2, 3], shortest=1) == [3]
-    assert drafts_after([9, 2], [1, 2, 3], shortest=2) == []
+    assert drafts_after([9, 2], [1, 2, 3], flags="min-match-window-size 1") == [3]
+    assert drafts_after([9, 2], [1, 2, 3], flags="min-match-window-size 2") == []
 
 
 def test_places_that_agree_over_more_than_the_longest_suffix_are_equal():
     seen = [[7, 1, 2, 3, 50], [8, 1, 2, 3, 60]]
-    assert drafts_after([7, 1, 2, 3], *seen, longest=4)[:1] == [50]
-    assert drafts_after([7, 1, 2, 3], *seen, longest=3)[:1] == [60]
+    assert drafts_after([7, 1, 2, 3], *seen, flags="max-match-window-size 4")[:1] == [50]
+    assert drafts_after([7, 1, 2, 3], *seen, flags="max-match-window-size 3")[:1] == [60]
 
 
 def test_no_more_places_are_looked_at_than_told():
     seen = [[7, 1, 2, 3, 50], [8, 1, 2, 3, 60], [9, 1, 2, 3, 70]]
-    assert drafts_after([7, 1, 2, 3], *seen, places=3)[:1] == [50]
-    assert drafts_after([7, 1, 2, 3], *seen, places=2)[:1] == [70]
+    assert drafts_after([7, 1, 2, 3], *seen, flags="max-bfs-breadth 3")[:1] == [50]
+    assert drafts_after([7, 1, 2, 3], *seen, flags="max-bfs-breadth 2")[:1] == [70]
 
 
 def test_the_newest_continuation_is_drafted_or_the_most_frequent():
     seen = [[1, 2, 3, 50], [1, 2, 3, 50], [1, 2, 3, 60]]
     assert drafts_after([1, 2, 3], *seen)[:1] == [60]
-    assert drafts_after([1, 2, 3], *seen, is_frequent=True)[:1] == [50]
+    assert drafts_after([1, 2, 3], *seen, flags="match-type PROB")[:1] == [50]
 
 
 def test_a_continuation_ends_with_its_branch():
     seen = list(range(40))
-    assert len(drafts_after(seen[:12], seen, count=30, branch=18, shortest=1)) == 17
-    assert len(drafts_after(seen[:12], seen, count=30, branch=6, shortest=2)) == 4
+    assert (
+        len(
+            drafts_after(
+                seen[:12], seen, count=30, flags="branch-length 18 --min-match-window-size 1"
+            )
+        )
+        == 17
+    )
+    assert (
+        len(
+            drafts_after(
+                seen[:12], seen, count=30, flags="branch-length 6 --min-match-window-size 2"
+            )
+        )
+        == 4
+    )
 
 
 def test_a_short_suffix_brings_few_drafts():
@@ -76,9 +98,9 @@ def test_a_short_suffix_brings_few_drafts():
 
 def test_the_sequence_that_left_first_is_forgotten_first():
     first, second = [1, 2, 3, 4], [5, 6, 7, 8]
-    assert drafts_after([2, 3], first, second, capacity=10) == [4]
-    assert drafts_after([2, 3], first, second, capacity=9) == []
-    assert drafts_after([6, 7], first, second, capacity=9) == [8]
+    assert drafts_after([2, 3], first, second, flags="capacity 180") == [4]
+    assert drafts_after([2, 3], first, second, flags="capacity 162") == []
+    assert drafts_after([6, 7], first, second, flags="capacity 162") == [8]
 
 
 def test_tokens_that_are_taken_back_leave_no_trace():

@@ -8,10 +8,11 @@ from banyan.base.branches import paths_of
 from banyan.runner.speculative.base import Tree
 from banyan.runner.speculative.ngram import Ngram
 from banyan.runner.speculative.ngram_tree import Breadth, grow
+from tests.runner.speculative.test_ngram import asked
 
 
-def tree_after(tokens, *before, count=8, **settings) -> Tree:
-    drafter = Ngram(**({"least_breadth": 2} | settings))
+def tree_after(tokens, *before, count=8, flags="min-bfs-breadth 2") -> Tree:
+    drafter = asked(flags)
     for seen in before:
         drafter.join(1, list(seen), b"")
         drafter.leave(1)
@@ -28,10 +29,10 @@ def branches(tree: Tree) -> set[tuple[int, ...]]:
 
 def test_a_token_goes_on_in_several_ways_where_so_many_are_asked_for():
     seen = [[1, 2, 3, 50, 51], [1, 2, 3, 60, 61], [1, 2, 3, 70]]
-    settings = {"longest": 3, "places": 3}
-    two = tree_after([1, 2, 3], *seen, least_breadth=2, **settings)
+    rest = "--max-match-window-size 3 --max-bfs-breadth 3"
+    two = tree_after([1, 2, 3], *seen, flags=f"min-bfs-breadth 2 {rest}")
     assert branches(two) == {(70,), (60,), (60, 61)}
-    three = tree_after([1, 2, 3], *seen, least_breadth=3, **settings)
+    three = tree_after([1, 2, 3], *seen, flags=f"min-bfs-breadth 3 {rest}")
     assert branches(three) == {(70,), (60,), (60, 61), (50,), (50, 51)}
 
 
@@ -45,7 +46,7 @@ def test_places_that_agree_are_one_branch_and_the_likeliest_is_told_first():
     seen = [[1, 2, 3, 50, 51], [1, 2, 3, 50, 52], [1, 2, 3, 60]]
     newest = tree_after([1, 2, 3], *seen)
     assert newest.tokens[0] == 60 and branches(newest) == {(60,), (50,), (50, 52), (50, 51)}
-    frequent = tree_after([1, 2, 3], *seen, is_frequent=True)
+    frequent = tree_after([1, 2, 3], *seen, flags="min-bfs-breadth 2 --match-type PROB")
     assert frequent.tokens[0] == 50 and branches(frequent) == branches(newest)
 
 
