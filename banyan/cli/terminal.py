@@ -1,10 +1,15 @@
 """The terminal of `banyan chat`: reads questions with editing and history, shows text inertly."""
 
 import importlib
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _PROMPT = "> "
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_NOTICED_WITHIN_S = 0.2
+"""How long a Ctrl-C may stay unseen while a line is typed."""
 
 
 class Terminal:
@@ -27,7 +32,10 @@ class Terminal:
         Raises:
             EOFError, KeyboardInterrupt: as the person pressed.
         """
-        return input(_PROMPT if self.is_person else "")
+        if not self.is_person:
+            return input()
+        with _signals_noticed():
+            return input(_PROMPT)
 
     def say(self, text: str) -> None:
         """A line about the talk, beside it: never on standard output."""
@@ -46,6 +54,22 @@ class Terminal:
             begun = "" if self._is_thinking else _DIM
             self._is_thinking = True
             print(begun + _inert(piece), end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _signals_noticed() -> Iterator[None]:
+    """Wake a wait for keys now and then, that it looks for signals.
+
+    Python's readline waits in select(): a Ctrl-C that comes between two such waits interrupts
+    none, and would be seen only after the line, which it then throws away.
+    """
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, _NOTICED_WITHIN_S, _NOTICED_WITHIN_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _inert(text: str) -> str:

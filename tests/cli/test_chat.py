@@ -310,7 +310,7 @@ def test_a_stopped_answer_does_not_count_to_leaving() -> None:
         screen.wait("[stopped]")
         screen.wait("> ")
         screen.type("half a line")
-        screen.wait("half a line")  # Python misses a signal between the prompt and its first wait
+        screen.wait("half a line")
         screen.type("\x03")
         screen.wait("(Ctrl-C again to leave)")
         screen.wait("> ")
