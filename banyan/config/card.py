@@ -82,8 +82,9 @@ class StateFacts:
     Attributes:
         mixer: "conv" (gated short convolution, LFM2) | "scan" (Mamba-2) | "delta" (gated delta
             net) | "delta by key" (that with a decay for each key dimension, Kimi) |
-            "selective" (Mamba, whose channels are heads).
-        taps: inputs that a position of the convolution sees, its own included.
+            "selective" (Mamba, whose channels are heads) | "lightning" (linear attention whose
+            heads forget at fixed rates, MiniMax).
+        taps: inputs that a position of the convolution sees, its own included; 0 = there is none.
         has_conv_bias, has_bias: of the convolution; of the projections around it.
         heads, key_heads: value heads, and those that they share keys and queries of.
         key_dim, value_dim: of a head: its state is [key_dim, value_dim].
@@ -92,8 +93,10 @@ class StateFacts:
         step_rank: of a "selective" one, width that steps are squeezed through.
         has_part_norms: its steps, keys and queries are normed.
         norm: of what a scan's heads give: "gated" (behind their gate) | "plain" (before it) | "".
+        norm_eps: of that norm; 0 = the model's.
         factors: on what the projection of a scan makes: gate, values, keys, queries, steps.
         factor: on what the layer gives.
+        depth: layers of the model, among which a "lightning" one forgets more slowly further down.
     """
 
     mixer: str
@@ -112,12 +115,28 @@ class StateFacts:
     norm: str = "gated"
     factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
     factor: float = 1.0
+    norm_eps: float = 0.0
+    depth: int = 0
 
     def units(self, hidden_size: int) -> int:
         """What ranks share of a layer: channels, or the heads that have keys of their own."""
         if self.mixer == "conv":
             return hidden_size
         return self.key_heads if self.mixer == "delta" else self.heads
+
+
+@dataclass(frozen=True)
+class NormedStream:
+    """What a block's norm gives is the stream that the block joins (MiniMax).
+
+    Attributes:
+        full, state, mlp: factors on that stream where attention, a state or a feed-forward block
+            joins it.
+    """
+
+    full: float = 1.0
+    state: float = 1.0
+    mlp: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -268,6 +287,8 @@ class ModelCard:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor on what each block adds to the residual stream."""
+    normed_stream: NormedStream | None = None
+    """None where blocks join the stream that their norms have read."""
     has_normed_head: bool = False
     """Columns of the head, one per dimension of the stream, have length one."""
     head_bias: bool = False

@@ -1,14 +1,16 @@
-"""MiniMax-M2: q and k normed over all heads, a part of each head rotates, and experts chosen by
-sigmoid scores with a correction.
+"""MiniMax-Text-01 and M1: lightning attention, full attention in a few layers, experts, and blocks
+that join what their norms give. MiniMax-M2: q and k normed over all heads, a part of each head
+rotates, and experts chosen by sigmoid scores with a correction.
 
-Source: the published configuration of MiniMaxAI/MiniMax-M2.
+Source: the published configurations of MiniMaxAI/MiniMax-Text-01, in its makers' words and in those
+of transformers, and of MiniMaxAI/MiniMax-M2.
 """
 
 from dataclasses import replace
 
-from banyan.config.card import ModelCard
+from banyan.config.card import FULL, STATE, ModelCard, NormedStream, StateFacts
 from banyan.config.facts import Facts
-from banyan.families.base import Biases, Family, GgufForm, HubForm
+from banyan.families.base import Biases, Family, GgufForm, HubForm, Kinds, state_where
 from banyan.families.experts import gguf_corrected, mixtral_experts
 from banyan.families.names import (
     GGUF_EXPERTS,
@@ -20,12 +22,76 @@ from banyan.families.names import (
     NameMap,
 )
 
+_NORM_EPS = 1e-6
+"""Of the norm behind lightning attention, which no configuration names."""
+_BUFFERS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+"""Constants that some checkpoints store."""
+
+
+def _turned_part(facts: Facts, card: ModelCard) -> ModelCard:
+    """Some configurations give the part that rotates as a number of dimensions."""
+    if not facts.has("rotary_dim"):
+        return card
+    rotary = facts.integer("rotary_dim", 2, card.head_dim)
+    return replace(card, rotary_dim=rotary % card.head_dim)
+
+
+def _kinds(facts: Facts, num_layers: int) -> Kinds:
+    """The makers' files number the kinds."""
+    if facts.has("sliding_window"):
+        raise facts.error("sliding_window", facts.any("sliding_window"), "null beside states")
+    names = {"full_attention": FULL, "linear_attention": STATE, "1": FULL, "0": STATE}
+    key = "attn_type_list" if facts.has("attn_type_list") else "layer_types"
+    default = (FULL, STATE)
+    return state_where(facts, num_layers, names, lambda at: default[at % 2], key=key), 0
+
+
+def _factor(facts: Facts, kind: str, name: str) -> float:
+    """Of a kind of block, in the makers' words or in those of transformers."""
+    theirs, short = {
+        "full": ("layernorm_full_attention", "full_attn"),
+        "state": ("layernorm_linear_attention", "linear_attn"),
+        "mlp": ("layernorm_mlp", "mlp"),
+    }[kind]
+    key = f"{theirs}_{name}"
+    key = key if facts.has(key) else f"{short}_{name}_factor"
+    return facts.number(key, 1e-3, 1e3, default=1.0)
+
+
+def _text(facts: Facts, card: ModelCard) -> ModelCard:
+    """Where a block joins, the stream has a factor and the block another; one on the block alone
+    does the same before a norm, which does not see the rest but for its eps."""
+    if not facts.flag("postnorm", default=True):
+        raise facts.error("postnorm", False, "true")
+    if facts.integer("shared_intermediate_size", 0, 1 << 20, default=0):
+        raise facts.error(
+            *("shared_intermediate_size", facts.any("shared_intermediate_size")),
+            "0: blocks beside these experts are not supported",
+        )
+    stream = NormedStream(*(_factor(facts, kind, "alpha") for kind in ("full", "state", "mlp")))
+    state = StateFacts(
+        mixer="lightning",
+        taps=0,
+        heads=card.num_heads,
+        key_heads=card.num_heads,
+        key_dim=card.head_dim,
+        value_dim=card.head_dim,
+        norm_eps=_NORM_EPS,
+        factor=_factor(facts, "state", "beta") / stream.state,
+        depth=card.num_layers,
+    )
+    experts = mixtral_experts(facts, card)
+    return replace(
+        _turned_part(facts, card),
+        state=state,
+        normed_stream=stream,
+        attention_factor=_factor(facts, "full", "beta") / stream.full,
+        experts=replace(experts, scale=_factor(facts, "mlp", "beta") / stream.mlp),
+    )
+
 
 def _experts(facts: Facts, card: ModelCard) -> ModelCard:
-    """Some configurations give the part that rotates as a number of dimensions."""
-    if facts.has("rotary_dim"):
-        rotary = facts.integer("rotary_dim", 2, card.head_dim)
-        card = replace(card, rotary_dim=rotary % card.head_dim)
+    card = _turned_part(facts, card)
     experts = mixtral_experts(facts, card)
     return replace(card, experts=replace(experts, scoring="sigmoid", has_correction=True))
 
@@ -34,6 +100,32 @@ def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
     """It has no groups."""
     return replace(card, experts=replace(gguf_corrected(facts, card), group_best=1))
 
+
+_LAYER = "model.layers.{}.self_attn"
+
+MINIMAX = Family(
+    hub=HubForm(
+        eps=1e-5,
+        context=1 << 17,
+        rope_theta=1e6,
+        biases=lambda facts: Biases(),
+        kinds=_kinds,
+        more=_text,
+    ),
+    names={
+        "safetensors": NameMap(
+            HUB_NAMES
+            | HUB_MIXTRAL_EXPERTS
+            | {
+                f"{_LAYER}.qkv_proj": "layers.{}.attention.mix",
+                f"{_LAYER}.output_gate": "layers.{}.attention.gate",
+                f"{_LAYER}.norm": "layers.{}.attention.norm",
+                f"{_LAYER}.out_proj": "layers.{}.attention.out",
+            },
+            ignored=tuple(f"{_LAYER}.{name}" for name in _BUFFERS),
+        )
+    },
+)
 
 MINIMAX_M2 = Family(
     hub=HubForm(head_dim=128, rope_theta=5e6, biases=lambda facts: Biases(), more=_experts),

@@ -78,6 +78,7 @@ class StateSpace(Caching):
         )
         self.gates = DecayGates(facts, ShardRule(0), True, build)
         self.norm: SpreadNorm | GroupedNorm | None = None
+        norm_eps = facts.norm_eps or norm_eps
         if facts.norm and facts.key_heads == 1:
             self.norm = SpreadNorm(inner, facts.value_dim, group, norm_eps, build)
         elif facts.norm:

@@ -19,6 +19,7 @@ from banyan.layers.delta_by_key import DeltaByKey
 from banyan.layers.embedding import Embedding, Logits
 from banyan.layers.experts import ExpertBlock
 from banyan.layers.latent import LatentAttention, LatentShape
+from banyan.layers.lightning import LightningAttention
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP, PlainMLP
 from banyan.layers.norm import LayerNorm, RMSNorm, Stream, Sum
@@ -30,13 +31,14 @@ from banyan.layers.state_space import StateSpace
 from banyan.layers.step import StepInputs
 from banyan.parallel.groups import Group
 
-Keeping = GatedConv | StateSpace | GatedDeltaNet | DeltaByKey | SelectiveState
+Keeping = GatedConv | StateSpace | GatedDeltaNet | DeltaByKey | SelectiveState | LightningAttention
 """What mixes tokens by a state."""
 _MIXERS = {
     "scan": StateSpace,
     "delta": GatedDeltaNet,
     "delta by key": DeltaByKey,
     "selective": SelectiveState,
+    "lightning": LightningAttention,
 }
 
 
@@ -52,7 +54,9 @@ class DecoderLayer(nn.Module):
         self.ops = build.ops
         self.rope = card.rope_of(layer)
         self.is_parallel = family.parallel
-        self.attention_norm = _stream(card, family, build)
+        self.is_normed = card.normed_stream is not None
+        before, between = _joins_before(card, layer)
+        self.attention_norm = _stream(card, family, build, before)
         self.attention = None
         if card.kind_of(layer) != NONE:
             self.attention = _attention(card, family, layer, build)
@@ -63,7 +67,7 @@ class DecoderLayer(nn.Module):
         self.mlp = _feed_forward(card, family, layer, build)
         has_both = self.mlp is not None and self.attention is not None
         has_norm = has_both and not family.parallel
-        self.mlp_norm = _stream(card, family, build) if has_norm else None
+        self.mlp_norm = _stream(card, family, build, between) if has_norm else None
         self.mlp_post_norm = _post_norm(card, family, build)
 
     def forward(
@@ -72,6 +76,7 @@ class DecoderLayer(nn.Module):
         """x: what the block before adds to the residual stream, None before the first block;
         returns the same two."""
         x, residual = self.attention_norm.add(x, residual)
+        residual = x if self.is_normed else residual
         if self.attention is None:
             assert self.mlp is not None, "a layer of nothing"
             return self.mlp(x), residual
@@ -85,6 +90,7 @@ class DecoderLayer(nn.Module):
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm(attended)
         x, residual = self.mlp_norm.add(attended, residual)
+        residual = x if self.is_normed else residual
         x = self.mlp(x)
         return (x if self.mlp_post_norm is None else self.mlp_post_norm(x)), residual
 
@@ -125,7 +131,8 @@ class DecoderLM(nn.Module):
             for rope in dict.fromkeys(card.rope_of(layer) for layer in self.stage)
             if rope.kind != "none"
         }
-        self.norm = _norm(card, family, _stream_eps(card), build)
+        last = _stream_eps(card, _joins_before(card, card.num_layers)[0])
+        self.norm = _norm(card, family, last, build)
         self.head: Logits | ColumnLinear | None = None
         if card.labels:
             rules = {"": ShardRule()}
@@ -239,15 +246,26 @@ def _keeping(card: ModelCard, layer: int, build: Build) -> Keeping:
     return mixer(layer, dim, facts, card.norm_eps, build)
 
 
-def _stream_eps(card: ModelCard) -> float:
-    """eps of norms that read the residual stream, which is kept 1/residual_scale times as large."""
-    return card.norm_eps / card.residual_scale**2
+def _joins_before(card: ModelCard, layer: int) -> tuple[float, float]:
+    """Factors on a normed stream where blocks have joined it: before a layer, and between what
+    mixes tokens in it and its feed-forward block."""
+    facts = card.normed_stream
+    if facts is None:
+        return 1.0, 1.0
+    is_state = layer < card.num_layers and card.kind_of(layer) == STATE
+    return facts.mlp if layer else 1.0, facts.state if is_state else facts.full
 
 
-def _stream(card: ModelCard, family: Family, build: Build) -> Stream:
+def _stream_eps(card: ModelCard, factor: float = 1.0) -> float:
+    """eps of norms of the residual stream, which is kept 1/residual_scale times as large, and
+    as much smaller as a factor on all of it says."""
+    return card.norm_eps / (card.residual_scale * factor) ** 2
+
+
+def _stream(card: ModelCard, family: Family, build: Build, factor: float) -> Stream:
     if not family.pre_norm:
         return Sum(build.ops)
-    return _norm(card, family, _stream_eps(card), build)
+    return _norm(card, family, _stream_eps(card, factor), build)
 
 
 def _post_norm(card: ModelCard, family: Family, build: Build) -> RMSNorm | LayerNorm | None:

@@ -49,6 +49,14 @@ _NEMOTRON = {
     "moe_intermediate_size": 20,
     "moe_shared_expert_intermediate_size": 28,
 }
+_MINIMAX = {
+    "intermediate_size": 20,
+    "head_dim": 8,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+    "block_size": 16,
+}
 _NEXT = {
     **MOE,
     "head_dim": 16,
@@ -258,6 +266,26 @@ STATES: dict[str, tuple[str, dict]] = {
             "mlp_layer_types": ["sparse"] * 4,
             "linear_conv_kernel_dim": 3,
             "norm_topk_prob": False,
+        },
+    ),
+    "minimax": ("MiniMax", {**_MINIMAX}),
+    "minimax, all factors": (
+        "MiniMax",
+        {
+            **_MINIMAX,
+            "head_dim": 10,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+            "num_hidden_layers": 6,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "rms_norm_eps": 0.02,
+            "full_attn_alpha_factor": 3.5,
+            "full_attn_beta_factor": 1.2,
+            "linear_attn_alpha_factor": 0.4,
+            "linear_attn_beta_factor": 0.9,
+            "mlp_alpha_factor": 2.5,
+            "mlp_beta_factor": 0.7,
+            "tie_word_embeddings": True,
         },
     ),
     "qwen3 next": ("Qwen3Next", {**_NEXT}),

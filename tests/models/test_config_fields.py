@@ -24,7 +24,7 @@ HARMLESS = {
     ),
     **dict.fromkeys(
         ("use_cache", "num_logits_to_keep", "use_mamba_kernels", "use_mambapy", "chunk_size")
-        + ("use_associative_scan", "mamba_chunk_size", "moe_shared_expert_overlap"),
+        + ("use_associative_scan", "mamba_chunk_size", "moe_shared_expert_overlap", "block_size"),
         "how the library computes the same",
     ),
     **dict.fromkeys(("residual_in_fp32", "mamba_ssm_cache_dtype"), "precision of sums"),

@@ -18,6 +18,16 @@ CPU = torch.device("cpu")
 PROMPT = [(7 * i * i + 3 * i) % 97 for i in range(60)]
 
 
+_MINIMAX_FACTORS = [
+    *(("full", "alpha", 3.5), ("full", "beta", 1.2)),
+    *(("linear", "alpha", 0.4), ("linear", "beta", 0.9)),
+]
+
+
+def _keys(folder):
+    return list(json.loads((folder / "config.json").read_text()))
+
+
 def load(folder, ops):
     return load_model(read_card(str(folder)), Build(ops))
 
@@ -158,6 +168,51 @@ def test_a_model_of_states_alone_names_no_heads(tmp_path):
     rewrite_config(tmp_path, num_attention_heads=None, num_key_value_heads=None)
 
     assert replace(read_card(str(tmp_path)), num_heads=6, num_kv_heads=2) == card
+
+
+def test_minimaxs_own_words_give_the_same_card(tmp_path):
+    tiny("minimax, all factors", tmp_path)
+    card = read_card(str(tmp_path))
+    theirs = {
+        **{f"layernorm_{kind}_attention_{n}": v for kind, n, v in _MINIMAX_FACTORS},
+        "layernorm_mlp_alpha": 2.5,
+        "layernorm_mlp_beta": 0.7,
+        "attn_type_list": [0, 0, 1] * 2,
+        "postnorm": True,
+        "shared_intermediate_size": 0,
+        "rotary_dim": 10,
+    }
+    of_transformers = [k for k in _keys(tmp_path) if k.endswith(("alpha_factor", "beta_factor"))]
+
+    rewrite_config(tmp_path, **theirs, **dict.fromkeys((*of_transformers, "layer_types")))
+
+    assert read_card(str(tmp_path)) == card
+    for changes in ({"postnorm": False}, {"shared_intermediate_size": 8}, {"sliding_window": 4}):
+        rewrite_config(tmp_path, **{**theirs, **changes})
+        with pytest.raises(ModelError, match=next(iter(changes))):
+            read_card(str(tmp_path))
+
+
+def test_lightning_attention_is_a_plain_loop_over_tokens(ops, paged, tmp_path):
+    """Its rates are those that the checkpoint brings, which are not read."""
+    reference = tiny("minimax, all factors", tmp_path)
+    model = load(tmp_path, ops)
+    layer, theirs = model.layers[1].attention, reference.model.layers[1].self_attn
+    torch.testing.assert_close(layer.rates, theirs.slope_rate.flatten(), atol=0, rtol=1e-6)
+    x = torch.randn(40, 48)
+    q, k, v = torch.nn.functional.silu(theirs.qkv_proj(x)).view(40, 6, 30).split(10, dim=-1)
+    state, given = torch.zeros(6, 10, 10), []
+    for at in range(40):
+        state = layer.rates.neg().exp()[:, None, None] * state
+        state = state + k[at, :, :, None] * v[at, :, None, :]
+        given.append((q[at, :, None, :] @ state).flatten())
+    normed = theirs.norm(torch.stack(given))
+    expected = theirs.out_proj(theirs.output_gate(x).sigmoid() * normed) * (0.9 / 0.4)
+
+    pages = paged(model)
+    got = layer(x, None, pages.prepare([(0, PROMPT[:40])]))
+
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
 
 
 def test_kimis_own_way_to_list_layers_gives_the_same_card(tmp_path):

@@ -54,6 +54,7 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
         "falcon h1",
         "kimi linear",
         "jamba",
+        "minimax, all factors",
         "qwen3.5",
         "nemotron h",
         "qwen3 next",

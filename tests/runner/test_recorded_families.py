@@ -40,6 +40,7 @@ VARIANTS = {
     "nemotron h": {},
     "granite hybrid, experts, rope": {},
     "lfm2 moe": {},
+    "minimax, all factors": {"head_dim": 16},
     "qwen3.5": {},
     "kimi linear": {},
     "qwen3 next": {},

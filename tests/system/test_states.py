@@ -67,7 +67,7 @@ def check(
 
 @pytest.fixture(
     scope="module",
-    params=["lfm2", "mamba2", "bamba", "falcon h1", "jamba", "nemotron h", "qwen3 next"],
+    params=["lfm2", "mamba2", "bamba", "falcon h1", "jamba", "minimax", "nemotron h", "qwen3 next"],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(request.param, tmp_path_factory.mktemp("states"))
