@@ -30,10 +30,11 @@ test: $(VENV)/.test $(VENV)/.demo
 	if test "$(TESTS)" = tests; then run -n 2 --dist loadfile $(PAIRED); run $(SINGLE); else run $(TESTS); fi; \
 	exit $$failed
 
-# The border kit at ten times its usual length, with both runners.
+# The border kit at ten times its usual length, with both runners, and on the emulated device.
 test-border: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@exec $(BIN)/python -m pytest tests/border --border-steps=1000000 --real-border-steps=200000 $(ARGS)
+	@exec $(BIN)/python -m pytest tests/border tests/emulation/test_border.py \
+	  --border-steps=1000000 --real-border-steps=200000 $(ARGS)
 
 # Processes killed or stopped at twenty moments in each layout instead of two, and servers at twelve
 # moments of each kind; takes half an hour, and prints the table of docs/operations.md.

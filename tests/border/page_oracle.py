@@ -7,6 +7,7 @@ import numpy as np
 from banyan.memory.cache import TOKEN_BYTES
 from banyan.messages.requests import Generate
 from banyan.ops.sampling import banned, draw, log_softmax_at, penalise, quantile
+from tests.border.far_numbers import FarPrefix
 from tests.border.oracle import BARRED
 from tests.border.page_numbers import VOCAB, Prefix
 
@@ -15,12 +16,18 @@ class PageStory:
     """
     Args:
         windows: by layer of the model, positions that it sees; 0 = all.
+        prefix: the numbers of the model.
     """
 
-    def __init__(self, generate: Generate, windows: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        generate: Generate,
+        windows: tuple[int, ...],
+        prefix: type[Prefix] | type[FarPrefix] = Prefix,
+    ) -> None:
         self._sampling = generate.sampling
         self._prompt_len = len(generate.tokens) // TOKEN_BYTES
-        self._prefix = Prefix(windows)
+        self._prefix = prefix(windows)
         self._is_barred = False
         """The runner cannot take the sequence: a token is none of the vocabulary."""
 

@@ -14,6 +14,7 @@ from random import Random
 
 import msgspec
 import numpy as np
+from torch import Tensor
 
 from banyan.base.errors import RequestError
 from banyan.base.ids import PADDING_PAGE, PageId, SlotId, StepId
@@ -44,6 +45,7 @@ from banyan.messages.plan import (
 )
 from banyan.messages.sampling import SamplingParams
 from banyan.models.base import Model
+from banyan.platform.base import Platform
 from banyan.runner.orders import Finish, OrderTaker, Said
 from banyan.runner.runner import ModelRunner, PendingStep
 from tests.border.fake_runner import Faults
@@ -78,6 +80,7 @@ class RealRunner:
         poison: what pages hold that nobody has written.
         hurry: lets the driver go on while a step waits for a mask.
         shelf: the store of the runner's mover; None without one.
+        platform: of a device whose memory is not the host's; None = the host's.
     """
 
     def __init__(
@@ -91,8 +94,10 @@ class RealRunner:
         random: Random,
         hurry: Hurry,
         shelf: Shelf | None = None,
+        platform: Platform | None = None,
     ) -> None:
         self._shelf = shelf
+        self._platform = platform
         self.laws = Laws(device, self._enter)
         self.failed_seeds: set[int] = set()
         self._runner = runner
@@ -231,6 +236,7 @@ class RealRunner:
         is_checked = self._random.random() < 0.25 and not plan.orders
         before = self._snapshot() if is_checked else None
         sheet = msgspec.structs.replace(plan, copies=[*copies, *plan.copies, *out])
+        self._wait_for_device()
         pending = self._taker.launch(sheet, partial(self._mask_of, launched))
         if self._broken is not None:
             raise self._broken
@@ -273,6 +279,10 @@ class RealRunner:
         if self._random.random() < self._faults.order:
             self.seen["failed orders"] += 1
             raise RequestError("injected")
+        gives = order.tags if isinstance(order, ReleaseMemory) else []
+        if self._platform is not None and KV_CACHE in gives:
+            self.seen["refused orders"] += 1
+            raise RequestError("the pages of this device stay")
         return partial(self._obey, order)
 
     def _obey(self, order: Order) -> Said:
@@ -292,6 +302,7 @@ class RealRunner:
             for group in range(len(self._device.groups)):
                 for pages in self._pages(group):
                     pages.fill_(self._poison)
+        self._wait_for_device()
         self.laws.carry_out(order)
         return Said("done")
 
@@ -373,10 +384,16 @@ class RealRunner:
     # -- pages --------------------------------------------------------------------------------
 
     def _pages(self, group: int) -> list:
-        """The page tensors of one group's layers."""
+        """The page tensors of one group's layers, of which no step has more to write."""
+        self._wait_for_device()
         store = self._runner.store
         layers = [layer for layer in range(LAYERS) if store.group_of(layer) == group]
         return [pages for layer in layers for pages in store.tensors(layer).values()]
+
+    def _wait_for_device(self) -> None:
+        """Between what the kit does with pages and what steps do, which has a stream of its own."""
+        if self._platform is not None:
+            self._platform.synchronize()
 
     def _spoil(self, group: int, pages: list[int]) -> None:
         if pages:
@@ -444,6 +461,7 @@ class RealRunner:
         slot = SlotId(self._random.choice(free))
         join = Join(slot, array("i", [1, 2]).tobytes(), 2, SamplingParams(max_new_tokens=1))
         row, before = Row(slot, 0, 2, want=POOL * self._runner.abilities.vectors), self._snapshot()
+        self._wait_for_device()
         result = self._runner.launch(StepPlan(step=step, joins=[join], rows=[row])).result()
         where = f"step {step}: slot {slot}"
         require(len(result.failed) == 1, f"{where}: a row without pages does not fail")
@@ -503,9 +521,9 @@ class RealRunner:
     # -- judging ------------------------------------------------------------------------------
 
     def _snapshot(self) -> list[list[np.ndarray]]:
-        """The bits of all pages."""
+        """The bytes of all pages."""
         return [
-            [tensor.numpy().view(np.uint32).copy() for tensor in self._pages(group)]
+            [_bytes_of(tensor).copy() for tensor in self._pages(group)]
             for group in range(len(self._device.groups))
         ]
 
@@ -527,7 +545,7 @@ class RealRunner:
     ) -> None:
         for g, old in enumerate(before):
             for tensor, then in zip(self._pages(g), old, strict=True):
-                differ = tensor.numpy().view(np.uint32) != then
+                differ = _bytes_of(tensor) != then
                 changed = set(np.flatnonzero(differ.reshape(len(then), -1).any(1)).tolist())
                 stray = sorted(changed - allowed[g])
                 require(not stray, f"{where} writes pages {stray} of group {g}")
@@ -550,3 +568,7 @@ class RealRunner:
         self.seen["failed rows"] += len(failed)
         self.seen["masked rows"] += sum(row.masked for row in plan.rows)
         self.seen["jumps"] += sum(bool(row.given) for row in plan.rows)
+
+
+def _bytes_of(pages: Tensor) -> np.ndarray:
+    return pages.cpu().numpy().view(np.uint8)
