@@ -143,7 +143,8 @@ def open_model(
     is_rounded = config.model.cpu_activations != "fp32" and (
         config.model.rounds or not card.stores_floats
     )
-    seats = open_seats(config.lora, traits, is_rounded)
+    keeps_parts = cast(BoundOps, ops).is_reference("adapt")
+    seats = open_seats(config.lora, traits, is_rounded, keeps_parts)
     watch = open_expert_watch(config.experts, rank, traits, ops.recorder)
     places = open_expert_map(config, card, groups, traits)
     build = Build(ops, groups, dtype, device, units, seats, watch, places)

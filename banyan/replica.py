@@ -83,6 +83,7 @@ from banyan.runner.speculative.base import Beside, Drafter
 from banyan.runner.weights import Holdings
 from banyan.runner.worker import serve_line, serve_rank
 from banyan.scheduler.adapter_names import AdapterNames
+from banyan.scheduler.adapters import AdapterRules
 from banyan.transfer.mover import PageMover
 
 log = logger(__name__)
@@ -119,7 +120,7 @@ def run_engine(
         open_mover = mover_of(
             _served(config, card, opened, memory), wake.ring, secret, ranks.meeting
         )
-        rack = open_rack(config.lora, opened.model, opened.build.adapters)
+        rack = open_rack(config.lora, opened.model, opened.build)
         runner = ModelRunner(
             *(opened.model, opened.build, sizes, opened.platform, open_mover),
             *(_open_drafter(config), opened.draft, rack),
@@ -165,7 +166,7 @@ def run_engine(
         phases.done("scheduler")
         unmap_code()
         weight_bytes = 0 if config.model.load_format == "dummy" else size_of_weights(card.path)
-        loop.run(_ready(memory, weight_bytes, phases, kernels, runner.how, settings))
+        loop.run(_ready(memory, weight_bytes, phases, kernels, runner.how, settings, spec.adapters))
 
 
 def _open_launcher(
@@ -316,7 +317,7 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
     socket = context.socket(zmq.PULL)
     socket.connect(address)
     sizes = msgspec.json.decode(socket.recv(), type=RunnerSizes)
-    rack = open_rack(opened.config.lora, opened.model, opened.build.adapters)
+    rack = open_rack(opened.config.lora, opened.model, opened.build)
     runner = ModelRunner(
         *(opened.model, opened.build, sizes, opened.platform, _telling(sizes, rank, mesh_address)),
         *(_open_drafter(opened.config), opened.draft, rack),
@@ -440,6 +441,7 @@ def _ready(
     kernels: str,
     steps: str,
     settings: dict[str, object],
+    adapters: AdapterRules | None,
 ) -> Ready:
     facts = {
         "phases": phases.seconds,
@@ -448,6 +450,8 @@ def _ready(
         "steps": steps,
         "settings": settings,
     }
+    if adapters is not None:
+        facts["adapters"] = {"max_bytes": adapters.max_bytes, "max_loaded": adapters.max_loaded}
     return Ready(
         max_total_tokens=memory.max_total_tokens,
         max_request_tokens=memory.max_request_tokens,

@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import ConfigError, ModelError
 from banyan.base.log import logger, printable, start_logging, tell
 from banyan.bench.options import option, split_options
+from banyan.config.adapters import named_adapters, read_adapter
 from banyan.config.card import ModelCard
 from banyan.config.cli import parse
 from banyan.config.defaults import settle
 from banyan.config.env import Environment, read_environment
 from banyan.config.schema import Config
 from banyan.config.sources import fetch, kind_of
+from banyan.engine.spec import memory_of_adapters
 from banyan.formats.kept import kept_size
 from banyan.formats.shards import size_of_weights
 from banyan.memory.sizing import MIB
@@ -135,6 +137,11 @@ def _lines(config: Config, card: ModelCard, room: Room, found: Fit) -> Iterator[
         f"{'cache':<12} {_size(memory.cache_bytes)}{each}: {memory.max_total_tokens:,} tokens of "
         f"{found.token_bytes / 1024:,.1f} KiB"
     )
+    if config.lora.is_enabled:
+        most = _size(memory_of_adapters(config.lora, memory))
+        cards = [read_adapter(place.path) for place in named_adapters(config.lora.paths)]
+        files = _size(sum(card.size_bytes for card in cards))
+        yield f"{'adapters':<12} at most {most}{each}; {len(cards)} at the start, {files} in files"
     yield f"{'requests':<12} at most {memory.max_running} at once"
     yield f"\n{'TOKENS EACH':>12} {'AT ONCE':>10} {'CACHE OF ONE':>14}"
     for context in _contexts(memory.max_request_tokens):

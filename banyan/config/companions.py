@@ -159,7 +159,7 @@ _RULES = (
     ),
     _Idle(
         "max-lora-rank lora-target-modules max-loras-per-batch max-loaded-loras "
-        "lora-eviction-policy",
+        "lora-eviction-policy lora-memory-gib",
         lambda c: not c.lora.is_enabled and not c.lora.paths,
         "there are no adapters without --enable-lora or --lora-paths",
     ),

@@ -520,7 +520,8 @@ class LoraConfig:
     max_running: int = 8
     """Adapters among the requests that run at once."""
     max_loaded: int = 0
-    """Adapters in memory; 0 = `config/lora.py` says."""
+    memory_gib: float = 0.0
+    """Adapters in memory, and what they take of it on a rank; 0 = `lora.py`, `spec.py` say."""
     eviction: str = "lru"
 
 

@@ -2,7 +2,10 @@
 Which adapter comes or goes is decided in `scheduler/adapters.py`.
 """
 
+from collections.abc import Sequence
+
 from banyan.messages.events import Reply
+from banyan.messages.orders import OrderReply
 from banyan.messages.requests import GiveOrders, LoadAdapter, UnloadAdapter
 from banyan.scheduler.scheduler import Scheduler
 
@@ -33,13 +36,28 @@ def wanted_adapters(scheduler: Scheduler) -> GiveOrders | None:
     return None
 
 
-def end_adapters(scheduler: Scheduler, given: GiveOrders, ok: bool, text: str) -> None:
-    """Orders have ended: whoever waits for an adapter that did not come is told why."""
+def end_adapters(
+    scheduler: Scheduler, given: GiveOrders, ok: bool, told: Sequence[OrderReply], text: str
+) -> str | None:
+    """Orders have ended: whoever waits for an adapter that did not come is told why.
+
+    Args:
+        told: what the ranks said about orders that were carried out, or about the one that was not.
+
+    Returns:
+        What whoever gave them is told; None where they will be given again.
+    """
     adapters, roster = scheduler.adapters, scheduler.roster
     if adapters is None:
-        return
+        return text
     if ok:
         adapters.has_left(given.call)
-    elif name := adapters.failed():
-        for request in [r for r in roster.waiting if r.generate.adapter == name]:
-            roster.fail(request, 400, f"The adapter {name!r} cannot be loaded: {text}")
+        return text
+    end = adapters.failed(max((reply.size_bytes for reply in told), default=0))
+    if end is None:
+        return None
+    text = end.text or text
+    if end.name:
+        for request in [r for r in roster.waiting if r.generate.adapter == end.name]:
+            roster.fail(request, 400, f"The adapter {end.name!r} cannot be loaded: {text}")
+    return text

@@ -254,7 +254,7 @@ class EngineCore:
 
     def stats(self, now: float) -> Stats:
         roster, counters = self.scheduler.roster, self.scheduler.counters
-        cache = self.scheduler.cache
+        cache, adapters = self.scheduler.cache, self.scheduler.adapters
         speculation = self.scheduler.speculation
         drafts = DraftCounts() if speculation is None else speculation.drafts
         ledgers = [cache.ledger(g) for g in range(len(cache.groups))]
@@ -281,6 +281,8 @@ class EngineCore:
             proposed_drafts=drafts.proposed,
             correct_drafts=drafts.correct,
             pinned_pages=cache.pins.pages,
+            adapters=0 if adapters is None else adapters.num_loaded,
+            adapter_bytes=0 if adapters is None else adapters.used_bytes,
             open_rooms=0 if self.scheduler.rooms is None else self.scheduler.rooms.num_open,
         )
 
@@ -316,16 +318,17 @@ class EngineCore:
         told = done if ok else [reply for reply in result.replies if not reply.ok]
         text = result.error or " ".join(reply.text for reply in told)
         body = done[-1].body if ok and done else b""
-        end_adapters(self.scheduler, given, ok, text)
-        if given.call == NO_CALL:
+        again = end_adapters(self.scheduler, given, ok, told, text)
+        if again is None or given.call == NO_CALL:
             return
+        text = again
         self.scheduler.roster.events.append(Reply(given.call, ok, text, body))
 
     def _is_done(self, order: Order, reply: OrderReply) -> None:
         match order:
             case TakeAdapter() | DropAdapter():
                 assert self.scheduler.adapters is not None
-                self.scheduler.adapters.done(order, reply.body)
+                self.scheduler.adapters.done(order, reply)
             case TakeWeights(is_trial=True) | ReleaseMemory(is_trial=True):
                 pass
             case TakeWeights():

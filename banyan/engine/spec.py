@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from banyan.base.errors import CapacityError
 from banyan.config.adapters import named_adapters
 from banyan.config.card import ModelCard
 from banyan.config.schema import CacheConfig, Config, LoraConfig
@@ -17,13 +18,15 @@ from banyan.grammar.base import GrammarFactory
 from banyan.memory.cache import KVCache
 from banyan.memory.eviction import EVICTION
 from banyan.memory.groups import CacheGroup
-from banyan.memory.sizing import MemoryPlan
+from banyan.memory.sizing import MIB, MemoryPlan
 from banyan.memory.tiers import StoreRules
 from banyan.scheduler.adapters import AdapterRules, Adapters, FirstAdapter
 from banyan.scheduler.budget import Growth, Limits, Priorities
 from banyan.scheduler.order import ORDERS
 from banyan.scheduler.scheduler import Scheduler
 
+_GIB = 1 << 30
+_LEAST_FOR_ADAPTERS = 64 << 20
 _STAGED_BYTES = 128 << 20
 _LEAST_WRITES, _MOST_WRITES = 4, 64
 """Pages on their way to a store take so much memory of the host, but so many there always are."""
@@ -70,12 +73,15 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def core_spec(
-    config: Config, card: ModelCard, memory: MemoryPlan, digests: Sequence[str] = ()
+    config: Config, card: ModelCard, memory: MemoryPlan, loads: Sequence[tuple[str, int]] = ()
 ) -> CoreSpec:
     """What the decisions of one replica depend on.
 
     Args:
-        digests: of the adapters of the start.
+        loads: digest and bytes of each adapter of the start.
+
+    Raises:
+        CapacityError: they need more memory than they may have.
     """
     schedule = config.schedule
     is_chunked = schedule.chunk_tokens > 0
@@ -119,20 +125,36 @@ def core_spec(
         share=not (config.cache.disable_radix or card.needs_whole_prompts),
         store=_store_rules(config.cache, memory) if config.cache.store else None,
         role=config.handoff.role,
-        adapters=_adapter_rules(config.lora, digests) if config.lora.is_enabled else None,
+        adapters=_adapter_rules(config.lora, memory, loads) if config.lora.is_enabled else None,
     )
 
 
-def _adapter_rules(lora: LoraConfig, digests: Sequence[str]) -> AdapterRules:
+def _adapter_rules(
+    lora: LoraConfig, memory: MemoryPlan, loads: Sequence[tuple[str, int]]
+) -> AdapterRules:
+    most, needed = memory_of_adapters(lora, memory), sum(size for _, size in loads)
+    if needed > most:
+        raise CapacityError(
+            f"the {len(loads)} adapters of --lora-paths take {needed / MIB:,.1f} MiB of memory on "
+            f"a rank, and adapters have {most / MIB:,.1f} MiB",
+            hint="raise --lora-memory-gib, or name fewer",
+        )
     return AdapterRules(
+        max_bytes=most,
         max_running=lora.max_running,
         max_loaded=lora.max_loaded,
         eviction=lora.eviction,
         first=tuple(
-            FirstAdapter(place.name, place.path, digest, place.is_pinned)
-            for place, digest in zip(named_adapters(lora.paths), digests, strict=True)
+            FirstAdapter(place.name, place.path, digest, place.is_pinned, size)
+            for place, (digest, size) in zip(named_adapters(lora.paths), loads, strict=True)
         ),
     )
+
+
+def memory_of_adapters(lora: LoraConfig, memory: MemoryPlan) -> int:
+    """Bytes that adapters may take on each rank."""
+    left = max(0, memory.free_bytes - memory.cache_bytes)
+    return int(lora.memory_gib * _GIB) or max(_LEAST_FOR_ADAPTERS, left // 2)
 
 
 def _store_rules(cache: CacheConfig, memory: MemoryPlan) -> StoreRules:

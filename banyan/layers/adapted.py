@@ -28,7 +28,7 @@ class AdapterSeats:
         capacity: highest number of one.
         targets: last parts of the projections' names in checkpoints; () = every projection.
         kinds: what else adapters may change: EMBEDDING, HEAD, and outputs as a whole (GAINS).
-        is_rounded: as for AdapterTable.
+        is_rounded, keeps_parts: as for AdapterTable.
     """
 
     def __init__(
@@ -38,8 +38,9 @@ class AdapterSeats:
         targets: Sequence[str] = (),
         kinds: Collection[str] = (),
         is_rounded: bool = False,
+        keeps_parts: bool = True,
     ) -> None:
-        self.is_rounded = is_rounded
+        self.is_rounded, self.keeps_parts = is_rounded, keeps_parts
         self.max_rank = max_rank
         self.capacity = capacity
         self.targets = () if "all" in targets else tuple(targets)
@@ -85,9 +86,11 @@ class AdapterSeats:
         if name not in self.tables:
             slot = self.slots[name]
             width = self.max_rank * len(slot.shapes)
-            self.tables[name] = AdapterTable(
-                _own_inputs(slot), width, self.capacity, self.is_rounded
-            )
+            self.tables[name] = self.table(_own_inputs(slot), width)
+
+    def table(self, inputs: int, width: int) -> AdapterTable:
+        """Empty; see there."""
+        return AdapterTable(inputs, width, self.capacity, self.is_rounded, self.keeps_parts)
 
 
 class Adapted:

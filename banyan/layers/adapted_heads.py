@@ -53,7 +53,7 @@ def seat_heads(
     for head in range(heads_of(expansion)):
         inputs = facts.plain_dim, facts.rank
         for side, tables, width in zip(("into", "back"), found, inputs, strict=True):
-            table = AdapterTable(width, seats.max_rank, seats.capacity, seats.is_rounded)
+            table = seats.table(width, seats.max_rank)
             tables.append(seats.tables.setdefault(f"{name}.{side}.{head}", table))
     return found
 

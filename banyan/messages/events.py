@@ -152,6 +152,10 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="
     """Where pages are kept for another server, or waited for."""
     pinned_pages: int = 0
     """Of the cached ones, those that stay for a time (memory/pins.py)."""
+    adapters: int = 0
+    """In memory."""
+    adapter_bytes: int = 0
+    """Of memory that they take on the rank where they take most."""
 
 
 def accept_length(stats: Stats) -> float | None:

@@ -76,6 +76,8 @@ class TakeAdapter(msgspec.Struct, frozen=True, array_like=True, tag="take_adapte
     path: str
     digest: str = ""
     """What it must be; "" = whatever is there."""
+    room_bytes: int = -1
+    """Most memory that it may take on each rank; -1 = any."""
 
 
 class DropAdapter(msgspec.Struct, frozen=True, array_like=True, tag="drop_adapter"):
@@ -124,3 +126,6 @@ class OrderReply(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     """No rank had a reason not to; else nothing has changed on any of them."""
     text: str = ""
     body: bytes = b""
+    size_bytes: int = 0
+    """Of memory that what was taken needs on the rank where it needs most; told where there was no
+    room for it, too."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from banyan.ops.adapters import AdapterTokens
+from banyan.ops.adapters import AdapterTokens, bytes_of
 
 LOOKED_UP, PRODUCT, GAIN = 1, 2, 3
 """Kinds of parts; csrc/adapter_rows.cpp has the same numbers."""
@@ -35,6 +35,10 @@ class RowPart:
     shifts: Tensor | None = None
     first: int = 0
     replaces: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return bytes_of(t for t in (self.rows, self.up, self.shifts) if t is not None)
 
 
 class RowTable:

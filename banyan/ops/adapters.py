@@ -4,8 +4,8 @@ adapter's number, and which tokens of a step have which adapter.
 Both lie in memory that stays where it is, so that recorded work finds other adapters there later.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -60,10 +60,18 @@ class AdapterTable:
         capacity: the highest number.
         is_rounded: what they stand beside is rounded, and so are matrices: to 8 bits where that
             changes none of them much, and else those of float32 to half precision.
+        keeps_parts: the plain op reads them, as they are given.
     """
 
-    def __init__(self, inputs: int, width: int, capacity: int, is_rounded: bool = False) -> None:
-        self.is_rounded = is_rounded
+    def __init__(
+        self,
+        inputs: int,
+        width: int,
+        capacity: int,
+        is_rounded: bool = False,
+        keeps_parts: bool = True,
+    ) -> None:
+        self.is_rounded, self.keeps_parts = is_rounded, keeps_parts
         self.inputs = inputs
         self.width = width
         self.parts: list[tuple[Part, ...]] = [()] * (capacity + 1)
@@ -73,22 +81,27 @@ class AdapterTable:
         """AdapterState: how far the threads of a run are."""
         self._kept: dict[int, tuple[Tensor, ...]] = {}
 
-    def enter(self, number: int, parts: Sequence[Part], arena: Arena | None = None) -> None:
-        """Take an adapter's parts in the place of what had the number; () lets go of it. Nothing
-        may run meanwhile.
+    def place(self, parts: Sequence[Part], arena: Arena) -> "PlacedParts":
+        """An adapter's parts as they are entered.
 
         arena: where its matrices lie; one for all that an adapter has keeps them together.
         """
-        arena = arena or Arena(HUGE_PAGE)
+        assert 0 < len(parts) <= MAX_PARTS and parts[0].down.shape[1] == self.inputs
+        placed = tiled_parts(parts, arena) if self.is_rounded else None
+        placed = placed or placed_parts(parts, arena, self.is_rounded)
+        assert placed.rank <= self.width
+        return replace(placed, parts=tuple(parts) if self.keeps_parts else ())
+
+    def enter(self, number: int, parts: "Sequence[Part] | PlacedParts") -> None:
+        """Take an adapter's parts in the place of what had the number; () lets go of it. Nothing
+        may run meanwhile."""
         self._kept.pop(number, None)
-        self.parts[number] = tuple(parts)
+        self.parts[number] = ()
         self.entries[number] = 0
         if not parts:
             return
-        placed = tiled_parts(parts, arena) if self.is_rounded else None
-        placed = placed or placed_parts(parts, arena, self.is_rounded)
-        assert len(parts) <= MAX_PARTS and parts[0].down.shape[1] == self.inputs
-        assert placed.rank <= self.width
+        placed = parts if isinstance(parts, PlacedParts) else self.place(parts, Arena(HUGE_PAGE))
+        self.parts[number] = placed.parts
         self._kept[number] = tuple(placed.tensors)
         self.entries[number] = torch.tensor(part_words(placed.head, placed.ranges))
 
@@ -102,12 +115,23 @@ class PlacedParts:
         head: the first words of AdapterPair (csrc/adapters.h).
         ranges: of each part, its words there.
         rank: of all parts together.
+        parts: as they were given, where they are kept.
     """
 
     tensors: list[Tensor]
     head: list[int]
     ranges: list[tuple[int, int, int, int]]
     rank: int
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def loose_bytes(self) -> int:
+        """Of what lies in no arena."""
+        return bytes_of(matrix for part in self.parts for matrix in (part.down, part.up))
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def placed_parts(parts: Sequence[Part], arena: Arena, is_rounded: bool) -> PlacedParts:

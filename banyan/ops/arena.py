@@ -21,11 +21,14 @@ class Arena:
     def __init__(self, chunk: int = 32 << 20) -> None:
         self._chunk = chunk
         self._free = np.empty(0, np.uint8)
+        self.size_bytes = 0
+        """Of all pieces."""
 
     def take(self, size: int) -> Tensor:
         """[size] uint8, zeros, 64-byte aligned."""
         if size > self._free.size:
             self._free = _huge(-(-max(size, self._chunk) // HUGE_PAGE) * HUGE_PAGE)
+            self.size_bytes += self._free.size
         mine, self._free = self._free[:size], self._free[-(-size // 64) * 64 :]
         return torch.from_numpy(mine)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from banyan.ops.adapters import AdapterTokens, Part, part_words, placed_parts
+from banyan.ops.adapters import AdapterTokens, Part, bytes_of, part_words, placed_parts
 from banyan.ops.arena import HUGE_PAGE, Arena
 
 
@@ -49,29 +49,31 @@ class ExpertTable:
         """By adapter: the address of AdapterPair [experts] of csrc/adapters.h, or 0."""
         self._kept: dict[int, list[Tensor]] = {}
 
-    def enter(
-        self,
-        number: int,
-        parts: Mapping[int, Sequence[ExpertPart]],
-        arena: Arena | None = None,
-    ) -> None:
-        """Take an adapter's parts in the place of what had the number; {} lets go of it. Nothing
-        may run meanwhile.
+    def place(self, parts: Mapping[int, Sequence[ExpertPart]], arena: Arena) -> "PlacedExperts":
+        """An adapter's parts as they are entered.
 
         arena: where its matrices lie.
         """
-        arena = arena or Arena(HUGE_PAGE)
-        self.entries[number] = 0
-        self.parts[number] = dict(parts)
-        self._kept.pop(number, None)
-        if not parts:
-            return
         kept: list[Tensor] = []
         rows = torch.zeros((self.experts, len(part_words([]))), dtype=torch.int64)
         for expert, its in parts.items():
             rows[expert] = torch.tensor(self._words(its, arena, kept))
-        self._kept[number] = [*kept, rows]
-        self.entries[number] = rows.data_ptr()
+        return PlacedExperts(dict(parts), rows, kept)
+
+    def enter(
+        self, number: int, parts: "Mapping[int, Sequence[ExpertPart]] | PlacedExperts"
+    ) -> None:
+        """Take an adapter's parts in the place of what had the number; {} lets go of it. Nothing
+        may run meanwhile."""
+        self.entries[number] = 0
+        self.parts[number] = {}
+        self._kept.pop(number, None)
+        if not parts:
+            return
+        placed = parts if isinstance(parts, PlacedExperts) else self.place(parts, Arena(HUGE_PAGE))
+        self.parts[number] = placed.parts
+        self._kept[number] = [*placed.tensors, placed.rows]
+        self.entries[number] = placed.rows.data_ptr()
 
     def _words(self, parts: Sequence[ExpertPart], arena: Arena, kept: list[Tensor]) -> list[int]:
         by_part = {part.part: Part(0, part.down, part.up, part.scale) for part in parts}
@@ -83,6 +85,27 @@ class ExpertTable:
         ranges = dict(zip(sorted(by_part), placed.ranges, strict=True))
         absent = (0, 0, 0, 0)
         return part_words(placed.head, [ranges.get(at, absent) for at in range(max(by_part) + 1)])
+
+
+@dataclass(frozen=True)
+class PlacedExperts:
+    """An adapter's parts as kernels read them.
+
+    Attributes:
+        parts: as they were given.
+        rows: AdapterPair of each expert.
+        tensors: what must stay where it is.
+    """
+
+    parts: Mapping[int, Sequence[ExpertPart]]
+    rows: Tensor
+    tensors: list[Tensor]
+
+    @property
+    def loose_bytes(self) -> int:
+        """Of what lies in no arena."""
+        given = [part for its in self.parts.values() for part in its]
+        return self.rows.nbytes + bytes_of(m for part in given for m in (part.down, part.up))
 
 
 @dataclass(frozen=True)

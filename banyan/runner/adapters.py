@@ -2,31 +2,44 @@
 adapters there are and when one comes or goes is the engine's business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.adapters import AdapterPlace, named_adapters
+from banyan.config.catalogue import megabytes
 from banyan.config.schema import LoraConfig
 from banyan.layers.adapted import GAINS, AdapterSeats
+from banyan.layers.build import Build
 from banyan.messages.orders import DropAdapter, Order, TakeAdapter
 from banyan.models.base import Model
 from banyan.models.weights.adapters import Base, LoadedAdapter, base_of, load_adapter
-from banyan.ops.adapters import AdapterTokens
+from banyan.ops.adapter_rows import RowPart
+from banyan.ops.adapters import AdapterTokens, PlacedParts
 from banyan.ops.arena import HUGE_PAGE, Arena
+from banyan.ops.expert_adapters import PlacedExperts
+from banyan.parallel.groups import Group
 from banyan.platform.base import Traits
-from banyan.runner.orders import Carrier, Finish, Said
+from banyan.runner.orders import Carrier, Finish, NoRoom, Said
 
 log = logger(__name__)
 
+_KIB = 1 << 10
 
-def open_seats(lora: LoraConfig, traits: Traits, is_rounded: bool = False) -> AdapterSeats | None:
+
+def open_seats(
+    lora: LoraConfig, traits: Traits, is_rounded: bool = False, keeps_parts: bool = True
+) -> AdapterSeats | None:
     """What adapters lie in beside the model that is loaded next; None where none are asked for.
 
     Args:
         is_rounded: the model multiplies rounded activations with quantised weights.
+        keeps_parts: as for AdapterTable.
 
     Raises:
         ConfigError: the device cannot compute them.
@@ -38,21 +51,22 @@ def open_seats(lora: LoraConfig, traits: Traits, is_rounded: bool = False) -> Ad
             f"--enable-lora on {traits.name}: adapters are computed on CPUs only",
             hint="merge the adapter into the weights, or use --device cpu",
         )
-    return AdapterSeats(
-        lora.max_rank, lora.max_loaded, lora.targets, lora.kinds, is_rounded=is_rounded
-    )
+    sizes = (lora.max_rank, lora.max_loaded, lora.targets, lora.kinds)
+    return AdapterSeats(*sizes, is_rounded=is_rounded, keeps_parts=keeps_parts)
 
 
-def open_rack(lora: LoraConfig, model: Model, seats: AdapterSeats | None) -> "AdapterRack | None":
-    """The rack of one rank with the adapters of the start; None without seats.
+def open_rack(lora: LoraConfig, model: Model, build: Build) -> "AdapterRack | None":
+    """The rack of one rank with the adapters of the start; None where there is no room for any. All
+    ranks must call this.
 
     Raises:
         ConfigError: one of them cannot be served, or does not fit.
     """
-    if seats is None:
+    if build.adapters is None:
         return None
-    rack = AdapterRack(base_of(model, seats))
+    rack = AdapterRack(base_of(model, build.adapters))
     rack.take_first(named_adapters(lora.paths))
+    rack.agree(build.groups.world, build.device)
     return rack
 
 
@@ -67,8 +81,8 @@ class AdapterRack:
         self.seats = base.seats
         self._ranks: dict[int, int] = {}
         """Number -> rank, of those that are there."""
-        self.first: list[str] = []
-        """Digests of the adapters of the start."""
+        self.first: list[FirstLoad] = []
+        """The adapters of the start."""
 
     def take_first(self, places: Sequence[AdapterPlace]) -> None:
         """Load the adapters of the start as 1, 2 …
@@ -78,11 +92,25 @@ class AdapterRack:
         """
         for number, place in enumerate(places, 1):
             loaded = load_adapter(place.path, self._base)
-            self._enter(number, loaded)
-            self.first.append(loaded.digest)
+            placed = self._place(loaded)
+            self._enter(number, placed)
+            self.first.append(FirstLoad(loaded.digest, placed.size_bytes))
             log.info(
-                "adapter=%s rank=%d path=%s", place.name, loaded.rank, printable(place.path, 200)
+                "adapter=%s rank=%d memory=%s path=%s",
+                *(place.name, loaded.rank, megabytes(placed.size_bytes)),
+                printable(place.path, 200),
             )
+
+    def agree(self, ranks: Group, device: torch.device) -> None:
+        """Let the sizes of the adapters of the start be those of the rank where they are largest.
+        All ranks must call this."""
+        if ranks.size == 1 or not self.first:
+            return
+        told = torch.tensor([[first.size_bytes / _KIB for first in self.first]], device=device)
+        most = ranks.all_gather(told, told.numel() * ranks.size).view(ranks.size, -1).amax(0)
+        sizes = [int(size * _KIB) for size in most.tolist()]  # sync: once
+        pairs = zip(self.first, sizes, strict=True)
+        self.first = [first._replace(size_bytes=size) for first, size in pairs]
 
     def has(self, number: int) -> bool:
         return number in self._ranks
@@ -91,6 +119,7 @@ class AdapterRack:
         """
         Raises:
             ConfigError: the adapter cannot be served, does not fit, or is not what it was.
+            NoRoom: it needs more memory than it may have.
         """
         assert isinstance(order, TakeAdapter)
         if order.number in self._ranks or not 1 <= order.number <= self.seats.capacity:
@@ -103,9 +132,18 @@ class AdapterRack:
                 hint="POST /unload_lora_adapter, then /load_lora_adapter",
             )
 
+        placed = self._place(loaded)
+        size = placed.size_bytes
+        if 0 <= order.room_bytes < size:
+            raise NoRoom(
+                f"the adapter takes {megabytes(size)} of memory, and there are "
+                f"{megabytes(order.room_bytes)} for it",
+                size,
+            )
+
         def take() -> Said:
-            self._enter(order.number, loaded)
-            return Said("The adapter has been loaded.", loaded.digest.encode())
+            self._enter(order.number, placed)
+            return Said("The adapter has been loaded.", loaded.digest.encode(), size)
 
         return take
 
@@ -138,15 +176,46 @@ class AdapterRack:
 
         return prepare
 
-    def _enter(self, number: int, loaded: LoadedAdapter) -> None:
-        arena = Arena(HUGE_PAGE)
+    def _place(self, loaded: LoadedAdapter) -> "_Placed":
+        """Put an adapter where kernels read it, under no number yet."""
+        arena, seats = Arena(HUGE_PAGE), self.seats
+        parts = {name: seats.tables[name].place(its, arena) for name, its in loaded.parts.items()}
+        experts = {n: seats.experts[n].place(its, arena) for n, its in loaded.experts.items()}
+        loose = [*parts.values(), *experts.values()]
+        size = arena.size_bytes + sum(placed.loose_bytes for placed in loose)
+        size += sum(rows.size_bytes for rows in loaded.rows.values())
+        return _Placed(parts, experts, loaded.rows, loaded.rank, size)
+
+    def _enter(self, number: int, placed: "_Placed") -> None:
         for name, table in self.seats.tables.items():
-            table.enter(number, loaded.parts.get(name, ()), arena)
+            table.enter(number, placed.parts.get(name, ()))
         for name, rows in self.seats.rows.items():
-            rows.enter(number, loaded.rows.get(name))
+            rows.enter(number, placed.rows.get(name))
         for name, experts in self.seats.experts.items():
-            experts.enter(number, loaded.experts.get(name, {}), arena)
-        self._ranks[number] = loaded.rank
+            experts.enter(number, placed.experts.get(name, {}))
+        self._ranks[number] = placed.rank
+
+
+class FirstLoad(NamedTuple):
+    """What came of loading an adapter of the start."""
+
+    digest: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """An adapter in memory, by projection.
+
+    Attributes:
+        size_bytes: of all of it on this rank.
+    """
+
+    parts: Mapping[str, PlacedParts]
+    experts: Mapping[str, PlacedExperts]
+    rows: Mapping[str, RowPart]
+    rank: int
+    size_bytes: int
 
 
 class AdapterSlots:

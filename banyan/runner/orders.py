@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from banyan.base.errors import BanyanError, DeviceError
+from banyan.base.errors import BanyanError, CapacityError, DeviceError
 from banyan.base.log import logger
 from banyan.messages.orders import Order, OrderReply
 from banyan.messages.plan import CopyResult, StepPlan, StepResult
@@ -29,6 +29,20 @@ class Said:
 
     text: str
     body: bytes = b""
+    size_bytes: int = 0
+    """As OrderReply has it."""
+
+
+class NoRoom(CapacityError):
+    """What is to be taken needs more memory than it may have.
+
+    Attributes:
+        size_bytes: that it needs on this rank.
+    """
+
+    def __init__(self, text: str, size_bytes: int) -> None:
+        super().__init__(text)
+        self.size_bytes = size_bytes
 
 
 Finish = Callable[[], Said]
@@ -95,6 +109,8 @@ class OrderTaker:
         finish: Finish | None = None
         try:
             finish = self._prepare(order)
+        except NoRoom as error:
+            mine = OrderReply(False, str(error), size_bytes=error.size_bytes)
         except BanyanError as error:
             mine = OrderReply(False, str(error))
         except Exception as error:  # what failed is told to whoever asked; the engine goes on
@@ -104,10 +120,12 @@ class OrderTaker:
             mine = OrderReply(True)
         told = self._gather(mine)
         if finish is None or not all(reply.ok for reply in told):
-            return OrderReply(False, _joined([(r, t.text) for r, t in enumerate(told) if not t.ok]))
+            why = _joined([(r, t.text) for r, t in enumerate(told) if not t.ok])
+            return OrderReply(False, why, size_bytes=_most(told))
         said = finish()
-        told = self._gather(OrderReply(True, said.text, said.body))
-        return OrderReply(True, _joined([(r, t.text) for r, t in enumerate(told)]), told[0].body)
+        told = self._gather(OrderReply(True, said.text, said.body, said.size_bytes))
+        text = _joined([(r, t.text) for r, t in enumerate(told)])
+        return OrderReply(True, text, told[0].body, _most(told))
 
     def _prepare(self, order: Order) -> Finish:
         carrier = self._carriers.get(type(order))
@@ -144,6 +162,10 @@ class _Answered:
 
     def copies(self) -> CopyResult | None:
         return self._pending.copies()
+
+
+def _most(told: list[OrderReply]) -> int:
+    return max(reply.size_bytes for reply in told)
 
 
 def _joined(told: list[tuple[int, str]]) -> str:

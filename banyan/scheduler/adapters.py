@@ -5,11 +5,12 @@ for another. Names and numbers only; what a rank holds under a number is the run
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
 from banyan.base.errors import RequestError
-from banyan.messages.orders import DropAdapter, Order, TakeAdapter
+from banyan.messages.orders import DropAdapter, Order, OrderReply, TakeAdapter
 from banyan.messages.requests import NO_CALL, Generate, GiveOrders
 from banyan.scheduler.adapter_names import AdapterNames
 from banyan.scheduler.request import WAITING, Request
@@ -21,6 +22,7 @@ _LOOKS = 256
 _PATIENCE_S = 1.0
 """A request that has waited so long for a place among the adapters gets the next one."""
 _SHOWN = 20
+_MIB = 1 << 20
 
 
 class FirstAdapter(msgspec.Struct, frozen=True):
@@ -30,6 +32,7 @@ class FirstAdapter(msgspec.Struct, frozen=True):
     path: str
     digest: str
     is_pinned: bool = False
+    size_bytes: int = 0
 
 
 class AdapterRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,12 +40,14 @@ class AdapterRules(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         max_running: adapters that running requests have between them.
         max_loaded: adapters that are loaded at once.
+        max_bytes: of memory that they take on each rank; 0 = nobody counts.
         first: those of the start, loaded as 1, 2 …
     """
 
     max_running: int
     max_loaded: int
     eviction: str = LRU
+    max_bytes: int = 0
     first: tuple[FirstAdapter, ...] = ()
 
 
@@ -52,6 +57,7 @@ class Adapter:
     Attributes:
         number: what joins call it; 0 while it is not loaded.
         digest: of its files.
+        size_bytes: that it takes where it takes most; 0 until somebody has tried.
         stamp: when it was last used, or loaded; grows.
         makes_room: it takes no more requests, and goes when the last has ended.
         leave_call: who asked to forget it; NO_CALL while nobody has.
@@ -62,6 +68,7 @@ class Adapter:
     is_pinned: bool = False
     number: int = 0
     digest: str = ""
+    size_bytes: int = 0
     stamp: int = 0
     makes_room: bool = False
     leave_call: int = NO_CALL
@@ -73,6 +80,18 @@ class _Load:
 
     adapter: Adapter
     call: int = NO_CALL
+
+
+class LoadEnd(NamedTuple):
+    """How an adapter that was wanted did not come.
+
+    Attributes:
+        name: of the adapter whose requests have waited in vain; "" for none.
+        text: why, where that is known here.
+    """
+
+    name: str = ""
+    text: str = ""
 
 
 @dataclass
@@ -95,7 +114,7 @@ class Adapters:
         self._free = list(range(self.rules.max_loaded, 0, -1))
         for first in self.rules.first:
             adapter = Adapter(first.name, first.path, first.is_pinned)
-            adapter.digest = first.digest
+            adapter.digest, adapter.size_bytes = first.digest, first.size_bytes
             self._has_come(adapter, self._free.pop())
             self.known[first.name] = adapter
 
@@ -190,17 +209,16 @@ class Adapters:
         load, kept = self._next_load(waiting)
         if load is None:
             return None
-        if self._free:
-            return self._orders_of(load, self._free[-1])
-        victim = self._victim(kept, busy)
-        if victim is None:
+        going = self._making_room(load.adapter, kept, busy)
+        if going is None:
             return None
-        if victim.name in busy:
-            victim.makes_room = True
+        if late := [adapter for adapter in going if adapter.name in busy]:
+            for adapter in late:
+                adapter.makes_room = True
             return None
-        return self._orders_of(load, victim.number, DropAdapter(victim.number))
+        return self._orders_of(load, going)
 
-    def done(self, order: Order, body: bytes) -> None:
+    def done(self, order: Order, reply: OrderReply) -> None:
         """Every rank has carried it out."""
         if isinstance(order, DropAdapter):
             adapter = next(a for a in self.known.values() if a.number == order.number)
@@ -208,7 +226,7 @@ class Adapters:
             self._free.append(order.number)
         if isinstance(order, TakeAdapter) and self._under_way is not None:
             adapter, self._under_way = self._under_way.adapter, None
-            adapter.digest = body.decode()
+            adapter.digest, adapter.size_bytes = reply.body.decode(), reply.size_bytes
             self._free.remove(order.number)
             self._has_come(adapter, order.number)
             self.known[adapter.name] = adapter
@@ -216,16 +234,26 @@ class Adapters:
             for other in self.known.values():
                 other.makes_room = False  # whoever waits next chooses anew
 
-    def failed(self) -> str:
-        """The orders given last could not be carried out; the adapter whose requests have waited in
-        vain, "" for none."""
+    def failed(self, size_bytes: int = 0) -> LoadEnd | None:
+        """The orders given last could not be carried out; None where they will be once there is
+        more room.
+
+        Args:
+            size_bytes: that the adapter needs, where that was too much; else 0.
+        """
         load, self._under_way = self._under_way, None
         if load is None:
-            return ""
+            return LoadEnd()
+        text = ""
+        if size_bytes:
+            most, load.adapter.size_bytes = self._reach(load.adapter), size_bytes
+            if size_bytes <= most:
+                return None
+            text = no_room(size_bytes, most, self.rules.max_bytes)
         self._new = [other for other in self._new if other is not load]
         for other in self.known.values():
             other.makes_room = False
-        return load.adapter.name if load.call == NO_CALL else ""
+        return LoadEnd(load.adapter.name if load.call == NO_CALL else "", text)
 
     def has_left(self, call: int) -> None:
         """Forget the adapter that `call` asked to unload, now that it is nowhere any more."""
@@ -238,6 +266,15 @@ class Adapters:
         """Raise AssertionError when a number is counted wrongly."""
         loaded = [a.number for a in self.known.values() if a.number]
         assert sorted([*loaded, *self._free]) == list(range(1, self.rules.max_loaded + 1))
+        assert self.used_bytes <= self.rules.max_bytes or not self.rules.max_bytes
+
+    @property
+    def num_loaded(self) -> int:
+        return self.rules.max_loaded - len(self._free)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(a.size_bytes for a in self.known.values() if a.number)
 
     def _next_load(self, waiting: Sequence[Request]) -> tuple[_Load | None, set[str]]:
         """What to load next, and the adapters of requests that go before whoever needs it."""
@@ -251,20 +288,42 @@ class Adapters:
             before.add(name)
         return None, before
 
-    def _victim(self, kept: set[str], busy: set[str]) -> Adapter | None:
+    def _making_room(
+        self, adapter: Adapter, kept: set[str], busy: set[str]
+    ) -> list[Adapter] | None:
+        """Who leaves for an adapter to come; None while too few can."""
         able = [
             a
             for a in self.known.values()
             if a.number and not a.is_pinned and a.name not in kept and a.leave_call == NO_CALL
         ]
-        going = [a for a in able if a.makes_room]
-        idle = [a for a in able if a.name not in busy]
-        return min(going or idle or able, key=lambda a: a.stamp, default=None)
+        able.sort(key=lambda a: (not a.makes_room, a.name in busy, a.stamp))
+        going: list[Adapter] = []
+        needed = self.used_bytes + adapter.size_bytes
+        for other in [*able, None]:
+            is_enough = needed <= self.rules.max_bytes or not self.rules.max_bytes
+            if is_enough and (self._free or going):
+                return going
+            if other is not None:
+                going.append(other)
+                needed -= other.size_bytes
+        return None
 
-    def _orders_of(self, load: _Load, number: int, *first: Order) -> GiveOrders:
+    def _reach(self, adapter: Adapter) -> int:
+        """Bytes that can be made free for an adapter. One that is pinned leaves as many as the
+        largest of the others needs."""
+        others = [a for a in self.known.values() if a is not adapter]
+        pinned = sum(a.size_bytes for a in others if a.is_pinned)
+        rest = [a.size_bytes for a in others if not a.is_pinned and adapter.is_pinned]
+        return self.rules.max_bytes - pinned - max(rest, default=0)
+
+    def _orders_of(self, load: _Load, going: Sequence[Adapter]) -> GiveOrders:
         self._under_way = load
-        take = TakeAdapter(number, load.adapter.path, load.adapter.digest)
-        return GiveOrders(load.call, [*first, take])
+        free = self.rules.max_bytes - self.used_bytes + sum(a.size_bytes for a in going)
+        room = min(free, self._reach(load.adapter)) if self.rules.max_bytes else -1
+        number = going[-1].number if going else self._free[-1]
+        take = TakeAdapter(number, load.adapter.path, load.adapter.digest, max(room, -1))
+        return GiveOrders(load.call, [*(DropAdapter(a.number) for a in going), take])
 
     def _has_come(self, adapter: Adapter, number: int) -> None:
         adapter.number, adapter.stamp = number, self._next_stamp()
@@ -285,6 +344,17 @@ def listed(names: Sequence[str]) -> str:
         return "No adapter is loaded."
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"There are: {', '.join(sorted(names)[:_SHOWN])}{more}."
+
+
+def no_room(size_bytes: int, most_bytes: int, max_bytes: int) -> str:
+    """Why an adapter of so many bytes cannot come, for people."""
+    size, most, whole = (
+        f"{count / _MIB:,.1f} MiB" for count in (size_bytes, most_bytes, max_bytes)
+    )
+    return (
+        f"it takes {size} of memory, and at most {most} of the {whole} for adapters can be made "
+        "free for it. Raise --lora-memory-gib, or unload an adapter that is pinned."
+    )
 
 
 def unknown_adapter(name: str, names: Sequence[str]) -> RequestError:

@@ -16,6 +16,7 @@ from banyan.opening import Phases, agree_on_memory, open_model, plan_the_memory
 from banyan.prepare import prepare
 from banyan.sim.fitting import LIBRARY_BYTES, Room, cache_bytes_of, fit
 from banyan.sim.layout import Layout, Weights, cache_groups
+from tests.adapters import write_adapter
 from tests.models.families import tiny
 from tests.system.checkpoint import write_tiny_model
 
@@ -118,6 +119,15 @@ def test_a_model_that_does_not_fit_is_refused_with_the_numbers(
 ) -> None:
     assert main(["plan", str(folder), "--memory-gib", "0.2"]) != 0
     assert "the KV cache needs at least 2 pages" in capsys.readouterr().err
+
+
+def test_the_memory_of_adapters_is_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = write_adapter(tmp_path / "a", 1)
+    words = ("--lora-paths", f"a={adapter}", "--lora-memory-gib", "0.25")
+    code, text = planned(capsys, str(folder), *words)
+    assert code == 0 and re.search(r"^adapters +at most 256\.0 MiB; 1 at the start, ", text, re.M)
 
 
 def test_what_is_not_here_is_not_fetched() -> None:

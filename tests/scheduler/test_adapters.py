@@ -22,8 +22,12 @@ class Rack(Driver):
     def __init__(self, *names: str, broken: tuple[str, ...] = (), **rules) -> None:
         spec = rules.pop("spec", None)
         super().__init__(**({"spec": spec} if spec else {}))
+        self.sizes: dict[str, int] = rules.pop("sizes", {})
         if spec is None:
-            first = tuple(FirstAdapter(n, f"/{n}", f"digest of {n}") for n in names)
+            first = tuple(
+                FirstAdapter(n, f"/{n}", f"digest of {n}", size_bytes=self.sizes.get(n, 0))
+                for n in names
+            )
             whole = {"max_running": 8, "max_loaded": 8, **rules}
             spec = msgspec.structs.replace(self.spec, adapters=AdapterRules(first=first, **whole))
             self.core = spec.build()
@@ -32,8 +36,8 @@ class Rack(Driver):
         self.replies: list[Reply] = []
         self.joined: dict[int, str] = {}
         """Slot -> the path of its adapter."""
-        self.most = 0
-        """Adapters that slots had at once."""
+        self.most = self.refused = 0
+        """Adapters that slots had at once; loads for which there was no room."""
 
     def ask(self, name: str, adapter: str, new: int = 4, length: int = 6) -> None:
         tokens = array("i", range(length)).tobytes()
@@ -46,6 +50,11 @@ class Rack(Driver):
             if isinstance(order, TakeAdapter) and order.path in self.broken:
                 replies.append(OrderReply(False, "no such folder"))
                 break
+            size = self.sizes.get(getattr(order, "path", "/")[1:], 0)
+            if isinstance(order, TakeAdapter) and 0 <= order.room_bytes < size:
+                self.refused += 1
+                replies.append(OrderReply(False, "no room", size_bytes=size))
+                break
             if isinstance(order, TakeAdapter):
                 assert order.number not in self.held
                 self.held[order.number] = order.path
@@ -53,7 +62,7 @@ class Rack(Driver):
                 running = [self.joined[r.slot] for r in self.core.scheduler.roster.running]
                 assert self.held.pop(order.number) not in running
             digest = f"digest of {getattr(order, 'path', '/')[1:]}"
-            replies.append(OrderReply(True, "done", digest.encode()))
+            replies.append(OrderReply(True, "done", digest.encode(), size))
         for slot in plan.leaves:
             self.joined.pop(slot, None)
         for join in plan.joins:
@@ -119,6 +128,59 @@ def test_an_adapter_that_nobody_uses_makes_room_for_another() -> None:
     rack.ask("again", "a")
     rack.run()
     assert rack.loaded == {"c", "a"} and isinstance(rack.ends["again"], Finished)
+
+
+MANY = {name: 10 for name in "abcd"} | {"big": 25, "huge": 41, "e": 6}
+
+
+def test_adapters_make_room_until_what_the_next_one_needs_is_free() -> None:
+    rules = spec_of("--lora-memory-gib", "0.5").adapters
+    assert rules is not None and rules.max_bytes == 1 << 29
+    rack = Rack(*"abcd", max_bytes=40, sizes=MANY)
+    rack.receive(LoadAdapter(1, "big", "/big"))
+    rack.run()
+    assert rack.replies[-1].ok and rack.loaded == {"d", "big"}
+    assert rack.refused == 1, "what it needs is known when it has been tried"
+    stats = rack.core.stats(0.0)
+    assert (stats.adapters, stats.adapter_bytes) == (2, 35)
+    for name in "abc":
+        rack.ask(name, name)
+        rack.run()
+        assert isinstance(rack.ends[name], Finished) and name in rack.loaded
+    assert rack.core.stats(0.0).adapter_bytes <= 40
+
+
+def test_an_adapter_that_cannot_fit_is_refused_with_the_numbers() -> None:
+    mib = 1 << 20
+    rack = Rack(*"ab", max_bytes=40 * mib, sizes={n: size * mib for n, size in MANY.items()})
+    rack.receive(LoadAdapter(1, "huge", "/huge"))
+    rack.run()
+    why = rack.replies[-1]
+    assert not why.ok and rack.loaded == {*"ab"}
+    assert "takes 41.0 MiB of memory, and at most 40.0 MiB of the 40.0 MiB" in why.text
+    rack.receive(LoadAdapter(2, "c", "/c", True))
+    rack.run()
+    rack.receive(LoadAdapter(3, "big", "/big"))
+    rack.run()
+    assert [reply.ok for reply in rack.replies] == [False, True, True]
+    rack.receive(LoadAdapter(4, "e", "/e", True))  # then the largest could not come again
+    rack.run()
+    assert not rack.replies[-1].ok and "at most 5.0 MiB" in rack.replies[-1].text
+    for name in ("a", "big", "b", "c"):
+        rack.ask(name, name)
+        rack.run()
+        assert isinstance(rack.ends[name], Finished)
+
+
+def test_an_adapter_in_use_leaves_no_room_until_its_requests_have_ended() -> None:
+    rack = Rack("a", "b", max_bytes=25, sizes=MANY)
+    rack.ask("runs", "a", new=6)
+    rack.ask("too", "b", new=9)
+    rack.step()
+    rack.receive(LoadAdapter(1, "big", "/big"))
+    rack.run()
+    assert rack.replies[-1].ok and rack.loaded == {"big"}
+    assert {type(end) for end in rack.ends.values()} == {Finished}
 
 
 @pytest.mark.parametrize(("policy", "left"), [("lru", {"a", "c"}), ("fifo", {"b", "c"})])

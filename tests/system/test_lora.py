@@ -139,10 +139,10 @@ def test_speculation_ranks_and_rounded_bases_keep_the_answers(folders, tiny_mode
         assert len({tuple(ids) for ids in alone.values()}) == 4
 
 
-def test_adapters_make_room_come_back_and_leave(folders, tiny_model, expected) -> None:
-    with engine(
-        tiny_model, enable_lora=True, max_lora_rank=16, max_loaded_loras=2, max_loras_per_batch=2
-    ) as served:
+@pytest.mark.parametrize("bound", [{"max_loaded_loras": 2}, {"lora_memory_gib": 0.0045}])
+def test_adapters_make_room_come_back_and_leave(bound, folders, tiny_model, expected) -> None:
+    flags = {"enable_lora": True, "max_lora_rank": 16, "max_loras_per_batch": 2, **bound}
+    with engine(tiny_model, **flags) as served:
         for name in ADAPTERS:
             served.load_lora_adapter(name, str(folders[name]))
         for name in (*ADAPTERS, *ADAPTERS, None):
@@ -163,6 +163,26 @@ def test_adapters_make_room_come_back_and_leave(folders, tiny_model, expected) -
         with pytest.raises(BanyanError, match="not a folder"):
             served.load_lora_adapter("d", "/nowhere")
         assert output(served, "a") == expected["a"]
+        stats = served.stats()
+        assert stats.adapters == 2
+        assert 2 << 20 < stats.adapter_bytes <= 0.0045 * (1 << 30)
+
+
+def test_adapters_that_take_more_memory_than_they_may_are_refused_with_the_numbers(
+    folders, tiny_model
+) -> None:
+    paths = named(folders, *ADAPTERS)
+    few = {"lora_memory_gib": 0.0045}
+    why = (
+        r"the 3 adapters of --lora-paths take 6\.\d MiB of memory on a rank, and adapters have 4.6"
+    )
+    with pytest.raises(BanyanError, match=why), engine(tiny_model, lora_paths=paths, **few):
+        pass
+    less = {"enable_lora": True, "max_lora_rank": 16, "lora_memory_gib": 0.001}
+    with engine(tiny_model, **less) as served:
+        with pytest.raises(BanyanError, match=r"takes 2\.\d MiB of memory, and at most 1.0 MiB"):
+            served.load_lora_adapter("a", str(folders["a"]))
+        assert served.get_server_info()["facts"]["adapters"]["max_bytes"] == (1 << 30) // 1000
 
 
 def test_a_changed_folder_is_not_taken_for_the_adapter_that_was_named(
@@ -276,7 +296,15 @@ def site(folders, tiny_model, tmp_path_factory):
     """A server of two ranks with two adapters, which records a journal."""
     root = tmp_path_factory.mktemp("site")
     flags = ("--model-path", str(tiny_model), "--served-model-name", "base", "--threads", "1")
-    flags += ("--max-total-tokens", "16384", "--tp-size", "2", "--journal", str(root / "journal"))
+    flags += (
+        "--enable-metrics",
+        "--max-total-tokens",
+        "16384",
+        "--tp-size",
+        "2",
+        "--journal",
+        str(root / "journal"),
+    )
     flags += ("--max-lora-rank", "16", "--lora-paths", *named(folders, "a", "b"))
     with serving(root / "server.log", *flags) as server:
         yield server, root / "journal"
@@ -381,6 +409,11 @@ def test_two_ranks_serve_every_route_and_their_journal_replays(site, folders, ex
         plain = server.http.post("/v1/completions", json={**prompts, "model": model}).json()
         assert answer == plain["choices"][0]["text"]
     assert batch_of(server, [{**chat, "model": model} for model in spoken]) == [*spoken.values()]
+    loads = server.http.get("/v1/loads?include=lora").json()["loads"][0]["lora"]
+    assert loads["num_loaded"] == 2 and 4 << 20 <= loads["used_bytes"] < loads["max_bytes"]
+    metrics = server.http.get("/metrics").text.splitlines()
+    (told,) = [line for line in metrics if line.startswith("sglang:adapter_used_bytes{")]
+    assert float(told.split()[-1]) == loads["used_bytes"]
     tags = server.http.get("/api/tags").json()["models"]
     assert [tag["name"] for tag in tags] == ["base", "a", "b"]
     report = check(str(journal))

@@ -1,6 +1,6 @@
 """Flags of adapters (LoRA): which there are, how large, and how many at once."""
 
-from banyan.config.flags.flag import INT, SWITCH, WORDS, Flag
+from banyan.config.flags.flag import FLOAT, INT, SWITCH, WORDS, Flag
 
 FLAGS = (
     Flag(
@@ -54,6 +54,17 @@ FLAGS = (
         high=4096,
         proof="tests/scheduler/test_adapters.py"
         "::test_an_adapter_that_nobody_uses_makes_room_for_another",
+    ),
+    Flag(
+        "lora-memory-gib",
+        "lora.memory_gib",
+        "memory of all adapters on each rank, in GiB; one more takes the place of those that "
+        "nobody uses; default: half of what the cache leaves free",
+        kind=FLOAT,
+        low=0.001,
+        documented=False,
+        proof="tests/scheduler/test_adapters.py"
+        "::test_adapters_make_room_until_what_the_next_one_needs_is_free",
     ),
     Flag(
         "lora-eviction-policy",

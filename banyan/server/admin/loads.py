@@ -131,8 +131,11 @@ def _drafts(stats: Stats, ready: Ready) -> Json | None:
     }
 
 
-def _nothing(stats: Stats, ready: Ready) -> None:
-    """A section about something that this build does not have."""
+def _adapters(stats: Stats, ready: Ready) -> Json | None:
+    """None where there are none."""
+    if (rules := json.loads(ready.facts).get("adapters")) is None:
+        return None
+    return {"num_loaded": stats.adapters, "used_bytes": stats.adapter_bytes, **rules}
 
 
 _OTHERS = ("core", "disagg", "all")
@@ -141,7 +144,7 @@ _OTHERS = ("core", "disagg", "all")
 SECTIONS: Mapping[str, tuple[str, Callable[[Stats, Ready], Json | None]]] = {
     "memory": ("memory", _memory),
     "spec": ("speculative", _drafts),
-    "lora": ("lora", _nothing),
+    "lora": ("lora", _adapters),
     "queues": ("queues", _queues),
     "counters": ("counters", lambda stats, ready: msgspec.structs.asdict(stats)),
 }

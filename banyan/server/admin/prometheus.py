@@ -242,6 +242,10 @@ class _Gauges(Collector):
             "weight_memory_usage_gb": ("GiB of weights", memory.get("weight_bytes", 0) / _GIB),
             "kv_cache_memory_usage_gb": ("GiB of cache", memory.get("cache_bytes", 0) / _GIB),
         }
+        if (rules := json.loads(ready.facts).get("adapters")) is not None:
+            found["num_loaded_adapters"] = ("Adapters in memory", stats.adapters)
+            found["adapter_used_bytes"] = ("Memory that adapters take", stats.adapter_bytes)
+            found["adapter_max_bytes"] = ("Memory that they may take", rules["max_bytes"])
         if (length := accept_length(stats)) is not None:
             found["spec_accept_length"] = ("Tokens that each verified row gave", length)
         return found
