@@ -126,6 +126,22 @@ class StateFacts:
 
 
 @dataclass(frozen=True)
+class SharedFacts:
+    """Blocks of attention and feed-forward that "full and state" layers take in turns, each before
+    its state (Zamba2).
+
+    Attributes:
+        blocks: how many there are for the whole model.
+        rank: width that projections of a layer's own beside the block's are squeezed through.
+        has_attention_adapters: queries, keys and values have such projections too.
+    """
+
+    blocks: int
+    rank: int
+    has_attention_adapters: bool = False
+
+
+@dataclass(frozen=True)
 class NormedStream:
     """What a block's norm gives is the stream that the block joins (MiniMax).
 
@@ -289,6 +305,8 @@ class ModelCard:
     """Factor on what each block adds to the residual stream."""
     normed_stream: NormedStream | None = None
     """None where blocks join the stream that their norms have read."""
+    shared: SharedFacts | None = None
+    """None where every layer has weights of its own."""
     has_normed_head: bool = False
     """Columns of the head, one per dimension of the stream, have length one."""
     head_bias: bool = False
@@ -354,6 +372,11 @@ class ModelCard:
         """The kinds of cache that a layer has: FULL, WINDOW, STATE."""
         kind = self.kind_of(layer)
         return {BOTH: (FULL, STATE), NONE: ()}.get(kind, (kind,))
+
+    @property
+    def takers(self) -> tuple[int, ...]:
+        """Layers that have both attention and a state, which may share blocks."""
+        return tuple(at for at, kind in enumerate(self.layer_kinds) if kind == BOTH)
 
     @property
     def has_states(self) -> bool:

@@ -52,6 +52,7 @@ FAMILIES: Table[Family] = Table(
         "JambaForCausalLM": "banyan.families.jamba:JAMBA",
         "BambaForCausalLM": "banyan.families.mamba:BAMBA",
         "GraniteMoeHybridForCausalLM": "banyan.families.mamba:GRANITE_HYBRID",
+        "Zamba2ForCausalLM": "banyan.families.zamba:ZAMBA2",
         "Qwen3NextForCausalLM": "banyan.families.qwen_next:QWEN3_NEXT",
         "Qwen3_5ForCausalLM": "banyan.families.qwen_next:QWEN35",
         "Qwen3_5ForConditionalGeneration": "banyan.families.qwen_next:QWEN35",

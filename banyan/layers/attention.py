@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from banyan.config.card import FULL, WINDOW
 from banyan.layers.build import Build
@@ -101,7 +101,7 @@ class Attention(Caching):
                 for of in (width, kv_width)
             )
         turning = Turning(shape.head_dim, 0, shape.rotary_dim or shape.head_dim)
-        self.qkv = ColumnLinear(
+        self.qkv: nn.Module = ColumnLinear(
             *(shape.reads or shape.dim, outputs, rules, shape.has_bias, group, build),
             turning={"q": turning, "k": turning},
             pieces={"q": (shape.head_dim,) * 2} if shape.is_gated else None,

@@ -55,7 +55,7 @@ class GatedMLP(nn.Module):
         parts = {"gate": inner, "up": inner}
         rules = {part: ShardRule(0) for part in parts}
         self.group = group
-        self.gate_up = ColumnLinear(dim, parts, rules, has_bias, group, build)
+        self.gate_up: nn.Module = ColumnLinear(dim, parts, rules, has_bias, group, build)
         first, last = ShardRule(0).span(inner, group)
         self.factors = Factors([(last - first, factor) for factor in factors], build)
         self.down = RowLinear(inner, dim, ShardRule(1), has_bias, group, build)

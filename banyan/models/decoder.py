@@ -25,6 +25,7 @@ from banyan.layers.mlp import GatedMLP, PlainMLP
 from banyan.layers.norm import LayerNorm, RMSNorm, Stream, Sum
 from banyan.layers.rotary import Angles, Rotary
 from banyan.layers.selective import SelectiveState
+from banyan.layers.shared_block import SharedBlock, Taking
 from banyan.layers.short_conv import GatedConv
 from banyan.layers.slot import ShardRule
 from banyan.layers.state_space import StateSpace
@@ -47,9 +48,17 @@ class DecoderLayer(nn.Module):
     Args:
         card, family: of the whole model.
         layer: index of this block.
+        block: that it shares with others; None = it has all weights for itself.
     """
 
-    def __init__(self, card: ModelCard, family: Family, layer: int, build: Build) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        family: Family,
+        layer: int,
+        build: Build,
+        block: SharedBlock | None = None,
+    ) -> None:
         super().__init__()
         self.ops = build.ops
         self.rope = card.rope_of(layer)
@@ -58,11 +67,16 @@ class DecoderLayer(nn.Module):
         before, between = _joins_before(card, layer)
         self.attention_norm = _stream(card, family, build, before)
         self.attention = None
-        if card.kind_of(layer) != NONE:
+        if card.kind_of(layer) != NONE and block is None:
             self.attention = _attention(card, family, layer, build)
         beside = card.num_layers + layer  # numbers its states apart from the keys and values
         is_both = card.kind_of(layer) == BOTH
-        self.state = _keeping(card, beside, build) if is_both else None
+        state = _keeping(card, beside, build) if is_both else None
+        self.shared, self.state = None, state
+        if block is not None:
+            shape = attention_shape(card, family, layer)
+            self.shared = Taking(card, shape, block, build)
+            self.attention, self.state = state, None
         self.attention_post_norm = _post_norm(card, family, build)
         self.mlp = _feed_forward(card, family, layer, build)
         has_both = self.mlp is not None and self.attention is not None
@@ -71,10 +85,20 @@ class DecoderLayer(nn.Module):
         self.mlp_post_norm = _post_norm(card, family, build)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, angles: Angles | None, step: StepInputs
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        angles: Angles | None,
+        step: StepInputs,
+        first: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x: what the block before adds to the residual stream, None before the first block;
-        returns the same two."""
+        first: what the first layer read; returns the same two."""
+        if self.shared is not None:
+            stream = x if residual is None else self.ops.add(x, residual)
+            assert self.attention is not None and first is not None
+            x, _ = self.attention_norm.add(self.shared(stream, first, angles, step), stream)
+            return self.attention(x, angles, step), stream
         x, residual = self.attention_norm.add(x, residual)
         residual = x if self.is_normed else residual
         if self.attention is None:
@@ -114,8 +138,11 @@ class DecoderLM(nn.Module):
         self.ops = build.ops
         self.stages, self.context = build.groups.stages, build.groups.context
         self.stage = stage_of(card.num_layers, self.stages)
+        self.shared = nn.ModuleList(_shared(card, family, build))  # before layers: it names them
         self.layers = nn.ModuleList(
-            DecoderLayer(card, family, layer, build) if layer in self.stage else nn.Identity()
+            DecoderLayer(card, family, layer, build, self._block_of(layer))
+            if layer in self.stage
+            else nn.Identity()
             for layer in range(card.num_layers)
         )
         self.caches: list[LayerCache] = caches_of(self)
@@ -153,14 +180,21 @@ class DecoderLM(nn.Module):
         if stages.rank == 0:
             x = self.embedding(step.tokens, step.embedded)
         assert x is not None, "nothing has come from the stage before"
+        first = x
         for number in self.stage:
             if step.taps is not None:
                 step.taps.take(number, x, residual, self.ops, self.context)
             layer = cast(DecoderLayer, self.layers[number])
-            x, residual = layer(x, residual, angles.get(layer.rope), step)
+            x, residual = layer(x, residual, angles.get(layer.rope), step, first)
         if stages.rank == stages.size - 1:
             return self.context.gather_rows(self.norm.add(x, residual)[0])
         return x if residual is None else self.ops.add(x, residual)
+
+    def _block_of(self, layer: int) -> SharedBlock | None:
+        takers = self.card.takers if self.shared else ()
+        if layer not in takers:
+            return None
+        return cast(SharedBlock, self.shared[takers.index(layer) % len(self.shared)])
 
     def classify(self, pooled: Tensor) -> Tensor:
         """pooled: [n, hidden_size]; returns scores [n, classes], or the states where none are."""
@@ -176,6 +210,14 @@ def stage_of(num_layers: int, stages: Group) -> range:
     """The layers of this rank's stage."""
     first, last = (num_layers * at // stages.size for at in (stages.rank, stages.rank + 1))
     return range(first, last)
+
+
+def _shared(card: ModelCard, family: Family, build: Build) -> list[SharedBlock]:
+    """The blocks that layers take in turns."""
+    if card.shared is None:
+        return []
+    shape = attention_shape(card, family, card.takers[0])
+    return [SharedBlock(card, shape, build) for _ in range(card.shared.blocks)]
 
 
 def _feed_forward(

@@ -57,6 +57,16 @@ _MINIMAX = {
     "sliding_window": None,
     "block_size": 16,
 }
+_ZAMBA = {
+    "n_mamba_heads": 6,
+    "mamba_ngroups": 2,
+    "mamba_d_state": 10,
+    "mamba_d_conv": 3,
+    "chunk_size": 16,
+    "adapter_rank": 5,
+    "num_key_value_heads": 6,
+    "layers_block_type": ["linear_attention", "hybrid"] * 2,
+}
 _NEXT = {
     **MOE,
     "head_dim": 16,
@@ -299,6 +309,29 @@ STATES: dict[str, tuple[str, dict]] = {
             "linear_conv_kernel_dim": 3,
             "layer_types": ["full_attention", "linear_attention"] * 2,
             "tie_word_embeddings": True,
+        },
+    ),
+    "zamba2": (
+        "Zamba2",
+        {
+            **_ZAMBA,
+            "num_hidden_layers": 7,
+            "layers_block_type": ["linear_attention", *["hybrid"] * 3, "linear_attention"]
+            + ["hybrid"] * 2,
+            "num_mem_blocks": 2,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
+            "time_step_min": 0.3,
+        },
+    ),
+    "zamba2, one block, biases": (
+        "Zamba2",
+        {
+            **_ZAMBA,
+            "num_key_value_heads": 3,
+            "mamba_ngroups": 1,
+            "add_bias_linear": True,
+            "rms_norm_eps": 0.01,
         },
     ),
 }

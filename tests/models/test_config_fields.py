@@ -24,7 +24,8 @@ HARMLESS = {
     ),
     **dict.fromkeys(
         ("use_cache", "num_logits_to_keep", "use_mamba_kernels", "use_mambapy", "chunk_size")
-        + ("use_associative_scan", "mamba_chunk_size", "moe_shared_expert_overlap", "block_size"),
+        + ("use_associative_scan", "mamba_chunk_size", "moe_shared_expert_overlap", "block_size")
+        + ("use_mem_eff_path",),
         "how the library computes the same",
     ),
     **dict.fromkeys(("residual_in_fp32", "mamba_ssm_cache_dtype"), "precision of sums"),
@@ -59,7 +60,7 @@ def other(value: object) -> list[object]:
         case float():
             return [value * 1.5 + 0.25]
         case str():
-            return ["gelu" if "lu" in value else "another"]
+            return ["relu" if "lu" in value else "another"]
         case list():
             return [value[::-1], value[:-1]] if value else [[1]]
         case None:

@@ -215,6 +215,47 @@ def test_lightning_attention_is_a_plain_loop_over_tokens(ops, paged, tmp_path):
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
 
 
+def test_a_block_that_several_layers_share_may_be_stored_under_each(ops, paged, tmp_path):
+    reference = tiny("zamba2", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    block = "model.layers.{}.shared_transformer."
+    of_first = {name for name in weights if name.startswith(block.format(1))}
+    assert of_first and not any(name.startswith(block.format(3)) for name in weights)
+    again = {name.replace(block.format(1), block.format(3)): weights[name] for name in of_first}
+    save_file({**weights, **{name: t.clone() for name, t in again.items()}}, tmp_path / "all")
+    (tmp_path / "all").rename(tmp_path / "model.safetensors")
+
+    model = load(tmp_path, ops)
+
+    (logits,) = paged(model).step([(0, PROMPT)])
+    torch.testing.assert_close(logits, expected_logits(reference), atol=1e-4, rtol=0)
+    takings = [model.layers[at].shared for at in (1, 2, 3, 5, 6)]
+    assert [taking.attention.out is takings[0].attention.out for taking in takings] == [
+        *(True, False) * 2,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tie_word_embeddings": False},
+        {"use_long_context": True},
+        {"use_conv_bias": False},
+        {"num_mem_blocks": 6},
+        {"num_key_value_heads": 3},
+        {"layers_block_type": ["mamba"] * 7},
+        {"n_mamba_heads": 7},
+    ],
+)
+def test_what_zamba2_cannot_be_is_refused_by_name(changes, tmp_path):
+    tiny("zamba2", tmp_path)
+    rewrite_config(tmp_path, **changes)
+
+    with pytest.raises(ModelError, match=next(iter(changes))):
+        read_card(str(tmp_path))
+
+
 def test_kimis_own_way_to_list_layers_gives_the_same_card(tmp_path):
     tiny("kimi linear", tmp_path)
     card = read_card(str(tmp_path))

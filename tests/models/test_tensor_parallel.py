@@ -58,6 +58,7 @@ def test_two_ranks_give_the_logits_of_one(tiny_llama, tmp_path):
         "qwen3.5",
         "nemotron h",
         "qwen3 next",
+        "zamba2",
     )
     for variant in (*alike, "olmo2", "olmo2, one kv head", *states):
         tiny(variant, tmp_path / variant)

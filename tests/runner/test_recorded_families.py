@@ -42,6 +42,7 @@ VARIANTS = {
     "lfm2 moe": {},
     "minimax, all factors": {"head_dim": 16},
     "qwen3.5": {},
+    "zamba2": {"num_attention_heads": 12, "num_key_value_heads": 12},
     "kimi linear": {},
     "qwen3 next": {},
     "qwen3 next, dense, shared keys": {},

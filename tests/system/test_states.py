@@ -67,7 +67,8 @@ def check(
 
 @pytest.fixture(
     scope="module",
-    params=["lfm2", "mamba2", "bamba", "falcon h1", "jamba", "minimax", "nemotron h", "qwen3 next"],
+    params=["lfm2", "mamba2", "bamba", "falcon h1", "jamba", "minimax", "nemotron h", "qwen3 next"]
+    + ["zamba2"],
 )
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(request.param, tmp_path_factory.mktemp("states"))

@@ -32,6 +32,7 @@ from banyan.models.weights.names import Place, by_expert, is_ignored, place_of
 from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import Stored, restored
 from banyan.models.weights.reader import read_tensors, tensor_types
+from banyan.models.weights.shared import with_numbered_blocks
 from banyan.models.weights.states import with_plain_states
 from banyan.ops.bind import BoundOps
 from banyan.ops.stored import RawTensor, StoredWeight
@@ -121,6 +122,8 @@ def tensors_of(
         tensors = with_plain_states(tensors)
     if card.architecture in FAMILIES and _names_of(card).has_gates_between:
         tensors = with_plain_experts(tensors)
+    if card.shared is not None:
+        tensors = with_numbered_blocks(tensors, card)
     for transform in transforms:
         tensors = transform(tensors)
     return tensors

@@ -1,0 +1,133 @@
+"""Zamba2 (arXiv 2411.15242): Mamba-2, and every few layers a block of attention and feed-forward
+before it, of which there are one or two for the whole model.
+
+Source: the documented fields and defaults of the family's configuration class. Steps of a state are
+at least `time_step_min`, in prompts as in answers.
+"""
+
+import math
+from dataclasses import replace
+
+from banyan.config.card import BOTH, STATE, ModelCard, RopeFacts, SharedFacts, StateFacts
+from banyan.config.facts import Facts
+from banyan.families.base import MAX_WIDTH, Biases, Family, HubForm, Kinds, state_where
+from banyan.families.lfm import MAX_TAPS
+from banyan.families.mamba import MAX_HEADS, MIXER_PARTS
+from banyan.families.names import NameMap
+
+_NORM_EPS = 1e-5
+"""Of the norm behind a state, which no configuration names."""
+_MAX_STEP = 1e3
+_DEFAULT = frozenset((*range(6, 48, 6), 47, 51))
+"""Layers with a block, where none are listed."""
+
+
+def _kinds(facts: Facts, num_layers: int) -> Kinds:
+    names = {"linear_attention": STATE, "mamba": STATE, "hybrid": BOTH}
+    key = "layers_block_type"
+    return state_where(
+        *(facts, num_layers, names, lambda at: BOTH if at in _DEFAULT else STATE), key=key
+    ), 0
+
+
+def _state(facts: Facts, card: ModelCard) -> StateFacts:
+    heads = facts.integer("n_mamba_heads", 1, MAX_HEADS, default=8)
+    groups = facts.integer("mamba_ngroups", 1, MAX_HEADS, default=1)
+    inner = facts.integer("mamba_expand", 1, 64, default=2) * card.hidden_size
+    if heads % groups or inner % heads:
+        raise facts.error("n_mamba_heads", heads, f"a divisor of {inner}, of {groups} groups")
+    if not facts.flag("use_conv_bias", default=True):
+        raise facts.error("use_conv_bias", False, "true")
+    return StateFacts(
+        mixer="scan",
+        taps=facts.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
+        has_conv_bias=True,
+        has_bias=facts.flag("add_bias_linear", default=False),
+        heads=heads,
+        key_heads=groups,
+        key_dim=facts.integer("mamba_d_state", 1, MAX_WIDTH, default=64),
+        value_dim=inner // heads,
+        least_step=facts.number("time_step_min", 0.0, _MAX_STEP, default=0.001),
+        most_step=math.inf,
+        norm_eps=_NORM_EPS,
+    )
+
+
+def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
+    heads, width = card.num_heads, 2 * card.hidden_size
+    takers = len(card.takers)
+    if not takers:
+        raise facts.error("layers_block_type", "no hybrid", "a list with a hybrid layer")
+    if not card.tie_embeddings:  # then transformers has a block for every layer
+        raise facts.error("tie_word_embeddings", False, "true: with the embedding, blocks are tied")
+    if facts.flag("use_long_context", default=False):
+        raise facts.error("use_long_context", True, "false: its RoPE is not the same everywhere")
+    shared = SharedFacts(
+        blocks=facts.integer("num_mem_blocks", 1, takers, default=1),
+        rank=facts.integer("adapter_rank", 1, MAX_WIDTH, default=128),
+        has_attention_adapters=facts.flag("use_shared_attention_adapter", default=False),
+    )
+    if shared.has_attention_adapters and card.num_kv_heads != heads:
+        raise facts.error("num_key_value_heads", card.num_kv_heads, f"{heads} beside adapters")
+    inner = 4 * card.hidden_size
+    card = replace(
+        card,
+        head_dim=width // heads,
+        intermediate_size=facts.integer("intermediate_size", 1, MAX_WIDTH, default=inner),
+        attention_scale=(width // heads / 2) ** -0.5,
+        shared=shared,
+        state=_state(facts, card),
+    )
+    if facts.flag("use_mem_rope", default=False):
+        return card
+    return replace(card, rope=RopeFacts(kind="none"))
+
+
+_BLOCK = "model.shared.{}"
+_LAYER = "model.layers.{}"
+_BESIDE = {
+    **{part: f"attention.qkv.{{}}.{part}" for part in "qkv"},
+    "gate_up": "mlp.gate_up.{}.gate_up",
+}
+
+
+def _names() -> dict[str, str]:
+    """With blocks by their number, as `models/weights/shared.py` calls them."""
+    names = {
+        "model.embed_tokens": "embedding",
+        "model.final_layernorm": "norm",
+        "lm_head": "head",
+        f"{_LAYER}.input_layernorm": "layers.{}.attention_norm",
+        f"{_LAYER}.mamba_decoder.input_layernorm": "layers.{}.attention_norm",
+        f"{_LAYER}.linear": "layers.{}.shared.linear",
+        f"{_BLOCK}.input_layernorm": "shared.{}.norm",
+        f"{_BLOCK}.self_attn.o_proj": "shared.{}.out",
+        f"{_BLOCK}.pre_ff_layernorm": "shared.{}.mlp_norm",
+        f"{_BLOCK}.feed_forward.gate_up_proj": "shared.{}.gate_up:gate+up",
+        f"{_BLOCK}.feed_forward.down_proj": "shared.{}.down",
+    }
+    names |= {f"{_BLOCK}.self_attn.{part}_proj": f"shared.{{}}.qkv:{part}" for part in "qkv"}
+    for name, to in MIXER_PARTS.items():
+        for mixer in ("mamba", "mamba_decoder.mamba"):
+            names[f"{_LAYER}.{mixer}.{name}"] = f"layers.{{}}.attention.{to}"
+    for name, place in _BESIDE.items():
+        parts = ":gate+up" if name == "gate_up" else f":{name}"
+        names[f"{_LAYER}.beside.{name}.into"] = f"layers.{{}}.shared.{place.format('into')}"
+        names[f"{_LAYER}.beside.{name}.back"] = f"layers.{{}}.shared.{place.format('back')}{parts}"
+    return names
+
+
+ZAMBA2 = Family(
+    hub=HubForm(
+        eps=1e-5,
+        context=4096,
+        activation="gelu",
+        tied=True,
+        inner_keys=(),
+        biases=lambda facts: Biases(mlp=facts.flag("add_bias_linear", default=False)),
+        kinds=_kinds,
+        more=_of_hub,
+    ),
+    names={"safetensors": NameMap(_names())},
+    has_single_parts=True,
+)

@@ -1,0 +1,120 @@
+"""Zamba2's shared blocks (arXiv 2411.15242): a few blocks of attention and feed-forward that layers
+take in turns. A block reads the stream beside what the first layer read; each layer that takes it
+has keys and values of its own, and narrow projections beside the block's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+from torch import Tensor, nn
+
+from banyan.config.card import ModelCard
+from banyan.layers.attention import Attention, AttentionShape
+from banyan.layers.build import Build
+from banyan.layers.linear import ColumnLinear
+from banyan.layers.mlp import GatedMLP
+from banyan.layers.norm import RMSNorm
+from banyan.layers.rotary import Angles
+from banyan.layers.slot import ShardRule
+from banyan.layers.step import StepInputs
+from banyan.parallel.groups import Group
+
+
+class SharedBlock(nn.Module):
+    """What the layers that take a block have in common; each runs it as a `Taking`.
+
+    Args:
+        shape: of the attention of any of them.
+    """
+
+    def __init__(self, card: ModelCard, shape: AttentionShape, build: Build) -> None:
+        super().__init__()
+        attention, mlp = _attention(shape, build), _mlp(card, build)
+        self.norm = RMSNorm(2 * card.hidden_size, card.norm_eps, build)
+        self.qkv, self.out = cast(ColumnLinear, attention.qkv), attention.out
+        self.mlp_norm = RMSNorm(card.hidden_size, card.norm_eps, build)
+        self.gate_up, self.down = cast(ColumnLinear, mlp.gate_up), mlp.down
+
+
+class Beside(nn.Module):
+    """A projection that several layers share, and what one of them adds to it.
+
+    Args:
+        parts: name of a narrow pair of projections -> which parts of the shared one it adds to; all
+            parts in their order.
+        rank: width between the two.
+    """
+
+    def __init__(
+        self, shared: ColumnLinear, parts: Mapping[str, tuple[str, ...]], rank: int, build: Build
+    ) -> None:
+        super().__init__()
+        self.ops, self.shared = build.ops, shared
+        whole = {"": ShardRule()}
+        self.into = nn.ModuleDict(
+            {
+                name: ColumnLinear(shared.inputs, {"": rank}, whole, False, Group(), build)
+                for name in parts
+            }
+        )
+        self.back = nn.ModuleDict(
+            {
+                name: ColumnLinear(
+                    rank,
+                    {part: shared.outputs[part] for part in mine},
+                    {part: shared.rules[part] for part in mine},
+                    *(False, shared.group, build),
+                )
+                for name, mine in parts.items()
+            }
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [tokens, inputs]; returns [tokens, outputs of this rank]."""
+        added = [self.back[name](into(x)) for name, into in self.into.items()]
+        beside = added[0] if len(added) == 1 else self.ops.concat(added)
+        return self.ops.add(self.shared(x), beside)
+
+
+class Taking(nn.Module):
+    """A shared block as one layer runs it.
+
+    Args:
+        shape: of its attention.
+    """
+
+    def __init__(
+        self, card: ModelCard, shape: AttentionShape, block: SharedBlock, build: Build
+    ) -> None:
+        super().__init__()
+        facts, size = card.shared, card.hidden_size
+        assert facts is not None
+        self.ops, self.norm, self.mlp_norm = build.ops, block.norm, block.mlp_norm
+        self.attention, self.mlp = _attention(shape, build), _mlp(card, build)
+        self.attention.out, self.mlp.down = block.out, block.down
+        self.attention.qkv = block.qkv
+        if facts.has_attention_adapters:
+            each = {part: (part,) for part in "qkv"}
+            self.attention.qkv = Beside(block.qkv, each, facts.rank, build)
+        both = {"gate_up": ("gate", "up")}
+        self.mlp.gate_up = Beside(block.gate_up, both, facts.rank, build)
+        self.linear = ColumnLinear(size, {"": size}, {"": ShardRule()}, False, Group(), build)
+
+    def forward(
+        self, stream: Tensor, first: Tensor, angles: Angles | None, step: StepInputs
+    ) -> Tensor:
+        """stream, and first, what the first layer read of it: [tokens, dim]; returns the same
+        shape, which the layer reads beside the stream."""
+        x = self.norm(self.ops.concat([stream, first]))
+        x = self.mlp_norm(self.attention(x, angles, step))
+        return self.linear(self.mlp(x))
+
+
+def _attention(shape: AttentionShape, build: Build) -> Attention:
+    return Attention(replace(shape, reads=2 * shape.dim), build)
+
+
+def _mlp(card: ModelCard, build: Build) -> GatedMLP:
+    sizes = (card.hidden_size, card.intermediate_size, card.hidden_act, card.mlp_bias)
+    return GatedMLP(*sizes, build.groups.ffn, build)
