@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from random import Random
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -134,6 +135,19 @@ def compile_grammar(text: str) -> Grammar:
     return HashGrammar()
 
 
+class Peers(Lockstep, Protocol):
+    """Replicas beside the one that is played."""
+
+    @property
+    def is_pending(self) -> bool:
+        """They have yet to answer."""
+        ...
+
+    def wait(self) -> None:
+        """Let them do something about it."""
+        ...
+
+
 class RandomPeers:
     """Another replica that has work now and then, and may take its time to say so.
 
@@ -146,6 +160,9 @@ class RandomPeers:
         self._is_quick = is_quick
         self._offered: Load | None = None
         self.is_pending = False
+
+    def wait(self) -> None:
+        """They answer when they like."""
 
     def agree(self, load: Load) -> list[Load] | None:
         assert self._offered in (None, load), "another load than the one that is held"

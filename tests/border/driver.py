@@ -24,7 +24,7 @@ from banyan.messages.orders import (
 )
 from banyan.messages.requests import Abort, Generate, GiveOrders, RetractAll, StopAt
 from banyan.messages.sampling import SamplingParams
-from tests.border.build import RandomPeers, World, build_core
+from tests.border.build import Peers, RandomPeers, World, build_core
 from tests.border.kit import FAKE, Kit
 from tests.border.laws import BorderError, require
 from tests.border.oracle import BARRED, STOP_IDS, VOCAB, Answer
@@ -77,6 +77,7 @@ class Play:
         seed: int,
         record: Callable[[CoreSpec], Recorder] | None = None,
         kit: Kit = FAKE,
+        peers: Peers | None = None,
     ) -> None:
         random = Random(seed)
         self.kit = kit
@@ -87,8 +88,8 @@ class Play:
         self.given: list[Order] = []
         self.replies: list[bool] = []
         self.seen: Counter[str] = Counter()
-        self.peers: RandomPeers | None = None
-        if self.world.has_peers:
+        self.peers = peers
+        if self.world.has_peers and peers is None:
             is_quick = bool(self.world.core.limits.drafts)
             self.peers = RandomPeers(Random(seed + 1), is_quick)
         recorder = record(self.world.core) if record else None
@@ -298,6 +299,9 @@ class Play:
             return
         plan = self.core.launch(self.now)
         while plan is None and self.peers is not None and self.peers.is_pending:
+            self.peers.wait()
+            if not self.runner.is_quiet:
+                return
             plan = self.core.launch(self.now)
         events = self.core.take_events()
         rooms = self.core.take_room_orders()

@@ -19,7 +19,7 @@ from banyan.models.decoder import stage_of
 from banyan.ops.api import Ops
 from banyan.ops.packed import PackedEmbedding, PackedLinear
 from banyan.ops.stored import StoredWeight
-from banyan.parallel.groups import Group
+from banyan.parallel.groups import ALONE, Group, Groups
 from tests.border.page_numbers import (
     BASE,
     HEAD,
@@ -65,14 +65,15 @@ class PageModel:
     """
     Args:
         windows: by layer, positions that it sees; 0 = all; STATEFUL.
-        stages: which have the layers one part after another.
+        groups: `stages` have the layers one part after another, `ffn` share the thresholds of
+            remainders, and `head` the vocabulary of the logits.
     """
 
     def __init__(
-        self, card: ModelCard, ops: Ops, windows: tuple[int, ...], stages: Group | None = None
+        self, card: ModelCard, ops: Ops, windows: tuple[int, ...], groups: Groups = ALONE
     ) -> None:
         self.card = card
-        self._stages = stages or Group()
+        self._stages, self._ffn, self._heads = groups.stages, groups.ffn, groups.head
         self._here = stage_of(len(windows), self._stages)
         self.caches = [_cache(layer, windows[layer], ops) for layer in self._here]
         self._ops = ops
@@ -93,13 +94,14 @@ class PageModel:
         self._gather = pack.linear(_gather())
         # The largest sum there can be is one of LONGEST codes and the single ones beside it.
         top = BASE * (LONGEST + POINTED + LOWEST + LARGEST)
-        self._wraps = pack.staircase(np.arange(BASE, top, BASE))
-        self._unwrap = pack.linear(_total(len(range(BASE, top, BASE)), -BASE / 2))
-        self._unwrap_bias = torch.full((WIDTH,), -BASE / 2 * len(range(BASE, top, BASE)))
+        thresholds = np.arange(BASE, top, BASE)[self._ffn.rank :: self._ffn.size]
+        self._wraps = pack.staircase(thresholds)
+        self._unwrap = pack.linear(_total(len(thresholds), -BASE / 2))
+        self._unwrap_bias = torch.full((WIDTH,), -BASE / 2 * len(thresholds))
         self._units = pack.staircase(np.arange(1, BASE))
         self._count = pack.linear(_total(BASE - 1, 0.5))
         self._count_bias = torch.full((WIDTH,), (BASE - 1) / 2)
-        self._head = pack.linear(HEAD * LOGIT_UNIT)
+        self._head = pack.linear(_part(HEAD, self._heads) * LOGIT_UNIT)
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: [tokens, UNITS], each position's last code as a thermometer."""
@@ -135,14 +137,15 @@ class PageModel:
         return self._ops.add(total.flatten(1), before)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._head(hidden)
+        return self._heads.gather_columns(self._head(self._heads.gather_rows(hidden)), VOCAB)
 
     def classify(self, pooled: Tensor) -> Tensor:
         return pooled
 
     def _remainder(self, x: Tensor) -> Tensor:
         """x modulo BASE as a thermometer; x: [tokens, WIDTH], almost whole."""
-        small = self._ops.add(x, self._unwrap(self._wraps(x), self._unwrap_bias))
+        down = self._unwrap(self._wraps(self._ffn.gather_rows(x)), self._unwrap_bias)
+        small = self._ops.add(x, self._ffn.reduce_rows(down))
         return self._units(small)
 
 
@@ -161,6 +164,10 @@ class _Packer:
         up = np.kron(np.eye(WIDTH), np.full((len(thresholds), 1), SHARP))
         bias = np.tile(SHARP * (0.5 - thresholds), WIDTH)
         return Staircase(self._ops, self.linear(up), torch.from_numpy(bias).float())
+
+
+def _part(rows: np.ndarray, group: Group) -> np.ndarray:
+    return rows[len(rows) * group.rank // group.size : len(rows) * (group.rank + 1) // group.size]
 
 
 def kind_of(window: int) -> str:

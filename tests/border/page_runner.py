@@ -89,7 +89,7 @@ def build_runner(
         window=max(shape.windows),
         pooling=Pooling(LAST, normalize=False) if shape.is_pooling else None,
     )
-    model = wrap(PageModel(card, ops, shape.windows, groups.stages))
+    model = wrap(PageModel(card, ops, shape.windows, groups))
     layouts = tuple(
         GroupLayout(group.kind, group.window, group.page_tokens, group.num_pages + shape.spare)
         for group in shape.groups

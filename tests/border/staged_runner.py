@@ -14,16 +14,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from banyan.base.ids import PADDING_PAGE
-from banyan.messages.orders import (
-    KV_CACHE,
-    WEIGHTS,
-    Order,
-    ReleaseMemory,
-    ResumeMemory,
-    StopProfile,
-    TakeWeights,
-)
+from banyan.messages.orders import Order
 from banyan.messages.plan import (
     CopyResult,
     Held,
@@ -37,11 +28,11 @@ from banyan.messages.plan import (
 from banyan.models.base import Model
 from banyan.parallel.groups import Group
 from banyan.runner.line import Line
-from banyan.runner.orders import Finish, OrderTaker, Said
 from banyan.runner.runner import ModelRunner
 from tests.border.kit import Hurry
 from tests.border.laws import Device, Launched, Laws, Tenancy, require
-from tests.border.page_numbers import LAYERS, UNITS, VOCAB
+from tests.border.page_numbers import UNITS, VOCAB
+from tests.border.poisoned import poisoned
 
 LIMIT_S = 10.0
 
@@ -71,6 +62,26 @@ class Mail:
         for source, part in enumerate(parts):
             self.broadcast(part, source)
         return torch.cat(parts, dim=1)[:, :columns]
+
+    # Those of ranks with rows of their own; see `JointRows.table`.
+
+    def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        return torch.cat(self._shared(x))[:count]
+
+    def reduce_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        first = int(rows[0])
+        return torch.stack(self._shared(x)).sum(0)[first : first + count]
+
+    def gather_columns(self, x: Tensor, columns: int, rows: Tensor, count: int) -> Tensor:
+        first = int(rows[0])
+        return torch.cat(self._shared(x), dim=1)[first : first + count, :columns]
+
+    def _shared(self, x: Tensor) -> list[Tensor]:
+        """The x of every rank, of any sizes."""
+        for other in self._others:
+            self.send(x, other)
+        got = {at: self._boxes[at, self._rank].get(timeout=LIMIT_S) for at in self._others}
+        return [got.get(at, x) for at in range(len(self._others) + 1)]
 
 
 def groups_of_threads(size: int) -> list[Group]:
@@ -144,8 +155,6 @@ class StagedRunner:
     ) -> None:
         self.laws = Laws(device, self._enter)
         self.failed_seeds: set[int] = set()
-        self._device = device
-        self._poison = poison
         self._random = random
         self._hurry = hurry
         self._coming: deque[Launched] = deque()
@@ -153,12 +162,9 @@ class StagedRunner:
         self._done: deque[StepResult] = deque()
         self._ended: list[PageCopy] = []
         self.lines: list[Line] = []
-        kinds = (TakeWeights, ReleaseMemory, ResumeMemory, StopProfile)
         for rank, runner in enumerate(runners):
-            prepare = partial(self._prepare, rank, runner, models[rank])
-            taker = OrderTaker(runner, dict.fromkeys(kinds, prepare))
-            runner.begin = partial(self._begin, runner, runner.begin)
-            self._spoil_all(runner)
+            told = self.laws.carry_out if rank == 0 else None
+            taker = poisoned(runner, models[rank], device, poison, told)
             self.lines.append(
                 Line(runner, taker, groups[rank], groups[rank], torch.empty(0), UNITS)
             )
@@ -249,50 +255,3 @@ class StagedRunner:
             self.failed_seeds.add(join.sampling.seed)
             self.seen["refused joins"] += 1
         return Tenancy(join, life, len(tokens), length=len(tokens))
-
-    # -- on each rank, in its thread ----------------------------------------------------------
-
-    def _begin(self, runner: ModelRunner, begin, plan: StepPlan, carry=None):
-        """Pages that no row has computed hold nothing, whatever lay there before."""
-        starts = {row.slot: row.start for row in plan.rows}
-        for grant in plan.grants:
-            size = self._device.groups[grant.group].page_tokens
-            fresh = [
-                page
-                for index, page in enumerate(grant.pages, grant.first)
-                if index * size >= starts[grant.slot] and page != PADDING_PAGE
-            ]
-            if fresh:
-                for tensor in self._pages(runner, grant.group):
-                    tensor[fresh] = self._poison
-        return begin(plan, carry)
-
-    def _pages(self, runner: ModelRunner, group: int) -> list[Tensor]:
-        store = runner.store
-        here = {cache.layer for cache in store.caches}
-        layers = [at for at in range(LAYERS) if at in here and store.group_of(at) == group]
-        return [pages for layer in layers for pages in store.tensors(layer).values()]
-
-    def _spoil_all(self, runner: ModelRunner) -> None:
-        for group in range(len(self._device.groups)):
-            for pages in self._pages(runner, group):
-                pages.fill_(self._poison)
-
-    def _prepare(self, rank: int, runner: ModelRunner, model: Model, order: Order) -> Finish:
-        return partial(self._obey, rank, runner, model, order)
-
-    def _obey(self, rank: int, runner: ModelRunner, model: Model, order: Order) -> Said:
-        """After other weights, or without memory, no page holds what it held."""
-        tags = order.tags if isinstance(order, ReleaseMemory | ResumeMemory) else []
-        if isinstance(order, ReleaseMemory):
-            if KV_CACHE in tags:
-                runner.store.release()
-            if WEIGHTS in tags and runner.model is not None:
-                runner.drop_model()
-        elif isinstance(order, TakeWeights) or (WEIGHTS in tags and runner.model is None):
-            runner.take_model(model)
-        if isinstance(order, TakeWeights | ReleaseMemory) and tags != [WEIGHTS]:
-            self._spoil_all(runner)
-        if rank == 0:
-            self.laws.carry_out(order)
-        return Said("done")
