@@ -10,7 +10,7 @@ from banyan.base.system import check_system
 from banyan.cli.private import free_port
 from banyan.config.cli import parse
 from banyan.config.env import forget_secrets, read_environment
-from banyan.config.schema import ServerConfig
+from banyan.config.serving import ServerConfig
 from banyan.engine.processes import Child, spawn
 from banyan.router.config import FleetConfig, LimitConfig, PolicyConfig, RouterConfig, WorkerSpec
 from banyan.router.read import help_text, read_flags

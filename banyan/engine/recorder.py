@@ -13,7 +13,7 @@ from zlib import crc32
 
 from banyan.base.build import own_version
 from banyan.base.log import logger
-from banyan.config.schema import ObserveConfig
+from banyan.config.serving import ObserveConfig
 from banyan.engine import snapshot
 from banyan.engine.core import CoreInput, EngineCore, Recorder
 from banyan.engine.duty import NO_RECORDING

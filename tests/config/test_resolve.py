@@ -8,7 +8,8 @@ from banyan.base.errors import ConfigError
 from banyan.config.card import ModelCard, QuantFacts
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare, resolve
-from banyan.config.schema import Config, ModelConfig, ParallelConfig, ScheduleConfig, ServerConfig
+from banyan.config.schema import Config, ModelConfig, ParallelConfig, ScheduleConfig
+from banyan.config.serving import ServerConfig
 from tests.config.test_checkpoint import LLAMA, folder
 from tests.flags import config_of
 

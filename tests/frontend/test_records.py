@@ -10,7 +10,7 @@ import pytest
 
 from banyan.base.clock import VirtualClock
 from banyan.base.errors import ConfigError
-from banyan.config.schema import ObserveConfig
+from banyan.config.serving import ObserveConfig
 from banyan.frontend.link.meter import Course
 from banyan.frontend.link.records import KEPT_S, Recent, RecordFiles, meters_of, times
 from banyan.frontend.link.text_generator import open_generator

@@ -14,13 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from banyan.base.ids import RequestId
 from banyan.config.card import ModelCard
-from banyan.config.schema import (
-    CacheConfig,
-    Config,
-    ModelConfig,
-    ObserveConfig,
-    ServerConfig,
-)
+from banyan.config.schema import CacheConfig, Config, ModelConfig
+from banyan.config.serving import ObserveConfig, ServerConfig
 from banyan.frontend.link.client import Health, Replica
 from banyan.frontend.requests.budget import check_budget
 from banyan.frontend.requests.generation import Finish, TextChunk, TextRequest, TokenScore, Usage

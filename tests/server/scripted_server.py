@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import ModelError
 from banyan.base.log import start_logging
 from banyan.config.card import ModelCard
-from banyan.config.schema import Config, ModelConfig, ServerConfig
+from banyan.config.schema import Config, ModelConfig
+from banyan.config.serving import ServerConfig
 from banyan.messages.events import Event, Finished, Ready, Stats, Tokens
 from banyan.messages.link import ZmqEngineLink
 from banyan.messages.requests import Abort, Generate

@@ -10,7 +10,7 @@ from anthropic.types import Message, ModelInfo, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
-from banyan.config.schema import ServerConfig
+from banyan.config.serving import ServerConfig
 from banyan.frontend.requests.generation import Finish
 from banyan.messages.constraint import Constraint
 from tests.server.fakes import Site, refusal, steps

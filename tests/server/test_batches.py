@@ -12,7 +12,8 @@ from openai.types import Batch
 from openai.types.responses import Response
 
 from banyan.base.ids import RequestId
-from banyan.config.schema import ScheduleConfig, ServerConfig
+from banyan.config.schema import ScheduleConfig
+from banyan.config.serving import ServerConfig
 from banyan.frontend.requests.generation import Finish, TextRequest
 from banyan.messages.sampling import SamplingParams
 from banyan.server.batches.lines import MAX_FAULTS, MAX_LINES, read_lines

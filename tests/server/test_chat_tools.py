@@ -7,7 +7,7 @@ import openai
 import pydantic
 import pytest
 
-from banyan.config.schema import ServerConfig
+from banyan.config.serving import ServerConfig
 from banyan.frontend.requests.generation import Finish
 from banyan.messages.constraint import Constraint
 from tests.flags import config_of

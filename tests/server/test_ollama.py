@@ -13,7 +13,7 @@ import pytest
 from ollama import ChatResponse, GenerateResponse, ListResponse, ProcessResponse, ShowResponse
 from pydantic import BaseModel
 
-from banyan.config.schema import ServerConfig
+from banyan.config.serving import ServerConfig
 from banyan.frontend.requests.generation import Finish, TextChunk, TextRequest, Usage
 from banyan.frontend.templates.named import FillIn
 from banyan.messages.constraint import Constraint

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from banyan.config.card import ModelCard
-from banyan.config.schema import Config, ObserveConfig, ServerConfig
+from banyan.config.schema import Config
+from banyan.config.serving import ObserveConfig, ServerConfig
 from banyan.messages.events import Fatal, Ready, Stats
 from banyan.messages.link import ZmqEngineLink
 from banyan.server.life.supervisor import Supervisor

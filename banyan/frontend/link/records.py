@@ -14,7 +14,7 @@ import msgspec
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger
-from banyan.config.schema import ObserveConfig
+from banyan.config.serving import ObserveConfig
 from banyan.frontend.link.meter import Course, Meter
 from banyan.frontend.link.request_log import write_line
 

@@ -17,7 +17,7 @@ import msgspec
 from banyan.base.clock import Clock, WallClock
 from banyan.base.errors import RequestError
 from banyan.base.log import BARE, logger
-from banyan.config.schema import ObserveConfig
+from banyan.config.serving import ObserveConfig
 from banyan.frontend.requests.generation import Finish, Generator, TextChunk, TextRequest, Usage
 
 log = logger(__name__)

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger
-from banyan.config.schema import ObserveConfig
+from banyan.config.serving import ObserveConfig
 from banyan.frontend.link.client import Engines
 from banyan.frontend.link.detokenizer import PROMPT_TAIL_TOKENS, Detokenizer
 from banyan.frontend.link.meter import Meter, Metered

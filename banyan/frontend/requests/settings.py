@@ -4,7 +4,8 @@ import random
 
 from banyan.base.errors import ConfigError, RequestError
 from banyan.config.card import ModelCard
-from banyan.config.schema import Config, ServerConfig
+from banyan.config.schema import Config
+from banyan.config.serving import ServerConfig
 from banyan.frontend.requests.sampling import (
     NATIVE_DEFAULTS,
     SEED_BITS,

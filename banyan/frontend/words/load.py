@@ -3,7 +3,7 @@ decide where its texts become ids."""
 
 from banyan.base.errors import ModelError, RequestError
 from banyan.base.log import printable
-from banyan.config.schema import ServerConfig
+from banyan.config.serving import ServerConfig
 from banyan.frontend.words.encode import Gathered
 from banyan.frontend.words.encode_processes import EncodeProcesses
 from banyan.frontend.words.folder_tokenizer import load_folder_tokenizer

@@ -6,7 +6,7 @@ import msgspec
 
 from banyan.base.errors import RequestError
 from banyan.base.log import logger, printable, set_level
-from banyan.config.schema import ObserveConfig
+from banyan.config.serving import ObserveConfig
 from banyan.frontend.link.agreed import agreed
 from banyan.frontend.link.request_log import RequestLog
 from banyan.frontend.link.text_generator import with_log

@@ -20,7 +20,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from banyan.config.buckets import bounds_of
-from banyan.config.schema import Config, ObserveConfig
+from banyan.config.schema import Config
+from banyan.config.serving import ObserveConfig
 from banyan.frontend.link.client import Replica
 from banyan.frontend.link.meter import CLOSED, Course
 from banyan.messages.events import accept_length
