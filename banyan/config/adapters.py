@@ -1,12 +1,11 @@
 """Adapters that operators name: where each is, and its card, whatever form it is stored in."""
 
-import json
 import os
 import re
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError, ModelError
-from banyan.base.json_types import is_object
+from banyan.base.json_types import is_object, unique_json
 from banyan.base.log import printable
 from banyan.config.adapter_card import CONFIG, WEIGHTS, AdapterCard
 from banyan.config.adapter_gguf import read_gguf
@@ -106,9 +105,11 @@ def _last(path: str) -> str:
 
 def _from_json(word: str) -> AdapterPlace:
     try:
-        raw: object = json.loads(word)
-    except (ValueError, RecursionError):
-        raise ConfigError(f"--lora-paths {printable(word, 80)!r} is not JSON") from None
+        raw: object = unique_json(word)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"--lora-paths {printable(word, 80)!r} is not JSON: {printable(str(error))}"
+        ) from None
     known = {"lora_name": str, "lora_path": str, "pinned": bool}
     if not is_object(raw) or not {"lora_name", "lora_path"} <= set(raw) <= set(known):
         raise ConfigError(

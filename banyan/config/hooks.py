@@ -2,13 +2,12 @@
 that take the place of others. Part of `config/resolve.py`; runs none of it and knows no tensors.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from banyan.base.errors import ConfigError, ModelError
-from banyan.base.json_types import is_list, is_object
+from banyan.base.json_types import is_list, is_object, unique_json
 from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
@@ -47,7 +46,7 @@ def hook_specs(words: Sequence[str]) -> list[HookSpec]:
     found: list[HookSpec] = []
     for word in words:
         try:
-            given: object = json.loads(word)
+            given: object = unique_json(word)
         except (ValueError, RecursionError):
             given = None
         if given == []:

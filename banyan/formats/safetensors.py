@@ -10,6 +10,7 @@ import json
 import math
 from typing import Self, cast
 
+from banyan.base.json_types import unique_keys
 from banyan.base.log import printable
 from banyan.formats.mapped import MAX_DIMS, MAX_TENSORS, MappedFile, TensorInfo
 
@@ -96,7 +97,9 @@ class SafetensorsFile(MappedFile):
             if header.count(mark) > most * MAX_TENSORS:
                 raise self.error(f"its header names more than {MAX_TENSORS:,} tensors")
         try:
-            entries = json.loads(header.decode(), object_pairs_hook=_unique, parse_constant=_refuse)
+            entries = json.loads(
+                header.decode(), object_pairs_hook=unique_keys, parse_constant=_refuse
+            )
         except (ValueError, RecursionError) as error:
             raise self.error(f"its header cannot be read: {printable(str(error))}") from None
         if not isinstance(entries, dict):
@@ -138,15 +141,6 @@ class SafetensorsFile(MappedFile):
 def _is_lengths(values: object) -> bool:
     """Whether `values` is a list of whole numbers from 0 to 2^63 - 1 (true and false are not)."""
     return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"{printable(twice)!r} appears twice")
-    return found
 
 
 def _refuse(name: str) -> object:

@@ -1,11 +1,9 @@
 """Where experts lie at the start: in their order, as a file says, or balanced by counts in one."""
 
-import json
-
 import numpy as np
 
 from banyan.base.errors import ConfigError, ModelError
-from banyan.base.json_types import is_object
+from banyan.base.json_types import is_object, unique_json
 from banyan.base.whole import read_whole
 from banyan.config.card import ModelCard
 from banyan.config.experts import TRIVIAL, are_placed
@@ -58,14 +56,22 @@ def read_location(location: str) -> dict[str, np.ndarray]:
         text = location
         if not location.lstrip().startswith("{"):
             text = read_whole(location, _MAX_BYTES).decode()
-        found = json.loads(text)
+        found = unique_json(text)
         assert is_object(found)
         named = {name: found[name] for name in (_MAP, _COUNTS) if name in found}
-        return {name: np.array(value) for name, value in named.items()}
+        return {name: _numbers(name, value) for name, value in named.items()}
     except (OSError, ValueError, TypeError, OverflowError, RecursionError, AssertionError) as error:
         raise ConfigError(f"{_FLAG} cannot be read: {error or 'it is no object'}") from None
     except ModelError as error:
         raise ConfigError(f"{_FLAG}: {error}") from None
+
+
+def _numbers(name: str, value: object) -> np.ndarray:
+    """Nested lists of numbers; NumPy takes true and false among them as 1 and 0."""
+    found = np.array(value)
+    if any(type(cell) is bool for cell in np.array(value, object).flat):
+        raise ValueError(f"{name} has true or false among its numbers")
+    return found
 
 
 def map_of(

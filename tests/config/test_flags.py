@@ -121,6 +121,7 @@ def test_every_owned_field_is_read_where_work_is_done() -> None:
         ("schedule-policy", "best"),
         ("preferred-sampling-params", "[1]"),
         ("preferred-sampling-params", "{"),
+        ("preferred-sampling-params", '{"top_k": 1, "top_k": 2}'),
         ("drain-timeout", "inf"),
     ],
 )

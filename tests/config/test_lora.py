@@ -44,6 +44,7 @@ def test_adapters_are_named_in_three_ways(tmp_path: Path) -> None:
         (['{"lora_name": "a", "lora_path": "b", "more": 1}'], "must have lora_name, lora_path"),
         (['{"lora_name": "a", "lora_path": 3}'], "lora_path must be a str"),
         (['{"lora_name"'], "is not JSON"),
+        (['{"lora_name": "a", "lora_name": "b", "lora_path": "c"}'], "appears twice"),
     ],
 )
 def test_a_word_that_names_no_adapter_is_refused(words: list[str], text: str) -> None:

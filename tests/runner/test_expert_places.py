@@ -82,6 +82,8 @@ def test_counts_of_the_recorder_are_balanced(tmp_path):
         ({"physical_to_logical_map": [[0, 1, 2, 0, 1, 2]] * 2}, "layer 0 .* each of 4 experts"),
         ({"logical_count": [[1, 2, 3]] * 2}, r"is \[2, 3\], the model has 2 layers of 4"),
         ({"logical_count": [[1, 2, 3, -4]] * 2}, "counts are not negative"),
+        ({"logical_count": [[True, 1, 1, 1], [1, 1, 1, 1]]}, "true or false among"),
+        ('{"logical_count": [], "logical_count": [[1, 1, 1, 1]]}', "appears twice"),
         ({"something": 1}, "neither physical_to_logical_map nor logical_count"),
         ({"physical_to_logical_map": [[0], [1, 2]]}, "cannot be read"),
         ('{"physical_to_logical_map": [', "cannot be read"),

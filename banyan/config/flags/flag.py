@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from importlib.metadata import entry_points
 
 from banyan.base.errors import ConfigError
-from banyan.base.json_types import is_list, is_object
+from banyan.base.json_types import is_list, is_object, unique_json
 from banyan.base.log import printable
 
 SWITCH = "switch"
@@ -270,9 +270,9 @@ def _number(text: str, kind: type[int] | type[float], what: str, spelled: str) -
 
 def _json_object(value: object, spelled: str) -> dict[str, object]:
     try:
-        found: object = json.loads(value) if isinstance(value, str) else value
+        found: object = unique_json(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
-        raise _illegal(spelled, value, "a JSON object") from None
+        raise _illegal(spelled, value, "a JSON object, which names each key once") from None
     if not is_object(found):
         raise _illegal(spelled, value, "a JSON object")
     return found

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from banyan.base.errors import RequestError
+from banyan.base.json_types import unique_keys
 from banyan.base.log import printable
 from banyan.frontend.requests.constraint import MAX_DEPTH, check_depth
 
@@ -200,7 +201,7 @@ def strict_json(body: bytes) -> object:
     _refuse_many(body)
     try:
         orjson.loads(body)
-        return json.loads(body, object_pairs_hook=_unique)
+        return json.loads(body, object_pairs_hook=unique_keys)
     except orjson.JSONDecodeError as error:
         raise bad_json(f"the body is not valid JSON: {error}") from None
     except (RecursionError, ValueError) as error:
@@ -215,17 +216,6 @@ def _refuse_many(body: bytes) -> None:
     ):
         if sum(map(body.count, marks)) > most:
             raise bad_json(f"the body has more than {most} {what}")
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise bad_json(f"the key {key[:80]!r} appears twice in one object")
-            seen.add(key)
-    return found
 
 
 def bad_json(text: str, hint: str = "") -> RequestError:
