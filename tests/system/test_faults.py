@@ -53,7 +53,7 @@ def test_a_signal_at_any_moment_of_the_start_is_no_error(tiny_model, tmp_path, m
         time.sleep(3 * random.Random(moment).random())  # the moment is what is tested
         os.kill(running.pid, signal.SIGTERM)
         assert running.exit_code(10.0) == 0
-        wait_until(lambda: running.members() == [], 5.0, "the children to end")
+        wait_until(lambda: running.members() == [], 30.0, "the children to end")
     finally:
         running.kill()
 

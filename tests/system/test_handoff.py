@@ -419,7 +419,9 @@ def test_a_killed_prefill_server_fails_what_waits_for_it_and_nothing_else(
     body = {"input_ids": PROMPT, "sampling_params": {**GREEDY, "max_new_tokens": 1500}}
     with servers(tmp_path, tiny_model) as both:
         runs = both.start("/generate", body)[1]
-        wait_until(lambda: both.decode.stats()["running"] == 1, WAIT_S, "a request to run")
+        wait_until(
+            lambda: runs.done() or both.decode.stats()["running"] == 1, WAIT_S, "the hand-over"
+        )
         waits = both.start("/generate", body, fresh_room())  # opened; then it is killed
         lonely = both.pool.submit(
             both.decode.http.post,

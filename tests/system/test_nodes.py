@@ -139,7 +139,7 @@ def test_a_node_with_other_weights_is_turned_away_on_both_sides(tiny_model, tmp_
     with node(tmp_path, 1, port, others) as other, node(tmp_path, 0, port, tiny_model, *flags) as a:
         assert other.exit_code(40) != 0
         assert "the leader turned this node away: it has another model" in other.tail()
-        wait_until(lambda: "node 1 was turned away" in a.tail(), 5.0, "a line about it")
+        wait_until(lambda: "node 1 was turned away" in a.tail(), 30.0, "a line about it")
 
 
 def test_nodes_that_others_may_reach_need_a_secret(tiny_model, tmp_path):

@@ -143,10 +143,10 @@ def test_a_killed_engine_ends_what_has_begun_with_one_error_and_is_started_again
         streams = load(running, STREAMS - 1)
         body = {"input_ids": [5], "sampling_params": LONG}
         whole = pool.submit(httpx.post, f"{running.url}/generate", json=body, timeout=CALL_S)
-        wait_until(lambda: running.stats()["running"] == STREAMS, 5.0, "all requests to run")
+        wait_until(lambda: running.stats()["running"] == STREAMS, 30.0, "all requests to run")
         short = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
         queued = pool.submit(httpx.post, f"{running.url}/generate", json=short, timeout=CALL_S)
-        wait_until(lambda: running.stats()["waiting"] == 1, 5.0, "a request to wait")
+        wait_until(lambda: running.stats()["waiting"] == 1, 30.0, "a request to wait")
         engine = running.engine_pid()
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: status_of(running, "/health") == 503, 2.0, "/health to be 503")
@@ -208,7 +208,7 @@ def test_an_engine_that_comes_back_has_the_weights_and_the_pause_of_the_lost_one
         running.http.post("/pause_generation", json={"mode": "in_place"})
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(running.generate, **asked)
-            wait_until(lambda: running.stats()["waiting"] == 1, 5.0, "a request to wait")
+            wait_until(lambda: running.stats()["waiting"] == 1, 30.0, "a request to wait")
             os.kill(running.engine_pid(), signal.SIGKILL)
             wait_until(lambda: status_of(running, "/health") == 503, 2.0, "/health to be 503")
             wait_until(lambda: status_of(running, "/health") == 200, BACK_S, "the server")
@@ -259,9 +259,9 @@ def test_a_stopped_engine_that_is_not_replaced_serves_again_when_it_goes_on(serv
         for stream in streams:
             assert ends_in_one_error(stream.end(5.0))
         os.kill(engine, signal.SIGCONT)
-        wait_until(lambda: status_of(running, "/health") == 200, 5.0, "/health to recover")
+        wait_until(lambda: status_of(running, "/health") == 200, 30.0, "/health to recover")
         assert running.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 2})
-        wait_until(lambda: running.stats()["running"] == 0, 5.0, "what was ended to be let go")
+        wait_until(lambda: running.stats()["running"] == 0, 30.0, "what was ended to be let go")
 
 
 @pytest.mark.slow
@@ -381,7 +381,7 @@ def test_sigterm_while_a_server_starts_ends_it_in_order(tiny_model, tmp_path, de
         time.sleep(delay_s)  # the moment is what is tested
         os.kill(running.pid, signal.SIGTERM)
         assert running.exit_code(10.0) == 0
-        wait_until(lambda: running.members() == [], 5.0, "the children to end")
+        wait_until(lambda: running.members() == [], 30.0, "the children to end")
     finally:
         running.kill()
 
@@ -400,7 +400,7 @@ def test_an_idle_server_leaves_at_once_on_sigterm(server):
     with server() as running:
         for number in ("USR1", "USR2"):
             subprocess.run(["kill", f"-{number}", str(running.pid)], check=True)
-        wait_until(lambda: "SIGUSR2 means nothing" in running.log.read_text(), 5.0, "the log")
+        wait_until(lambda: "SIGUSR2 means nothing" in running.log.read_text(), 30.0, "the log")
         assert status_of(running, "/health") == 200
         subprocess.run(["kill", "-TERM", str(running.pid)], check=True)
         assert running.exit_code(5.0) == 0
@@ -414,7 +414,7 @@ def test_neither_process_nor_socket_outlives_a_killed_server(server):
         sockets = running.sockets()
         subprocess.run(["kill", "-9", str(running.pid)], check=True)
         running.exit_code(2.0)
-        wait_until(lambda: running.members() == [], 5.0, "the children to end")
+        wait_until(lambda: running.members() == [], 30.0, "the children to end")
         assert not any(path.exists() or path.parent.exists() for path in sockets)
 
 
@@ -425,7 +425,7 @@ def test_no_process_outlives_a_server_that_is_killed_while_it_starts(tiny_model,
         time.sleep(delay_s)  # the moment of the kill is what is tested
         subprocess.run(["kill", "-9", str(running.pid)], check=True)
         running.exit_code(2.0)
-        wait_until(lambda: running.members() == [], 5.0, "the children to end")
+        wait_until(lambda: running.members() == [], 30.0, "the children to end")
     finally:
         running.kill()
 
