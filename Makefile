@@ -59,9 +59,9 @@ test-lora: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@LORA_REQUESTS=10000 $(BIN)/python -m pytest -s tests/system/test_lora_soak.py $(ARGS)
 
-# Drafts of layers that read hidden states, however the engine runs.
+# Drafts of layers that read hidden states, and trees of drafts, however the engine runs.
 test-drafts: $(VENV)/.test
-	@DRAFTS=all $(BIN)/python -m pytest tests/system/test_hidden_drafts.py $(ARGS)
+	@DRAFTS=all $(BIN)/python -m pytest tests/system/test_hidden_drafts.py tests/system/test_draft_trees.py $(ARGS)
 
 # The tests that docs/security.md names; some minutes.
 test-security: $(VENV)/.test

@@ -18,7 +18,7 @@ from banyan.config.drafts import card_of_the_draft, draft_of
 from banyan.config.flags.device import ATTENTION
 from banyan.config.kv_scales import read_kv_scales
 from banyan.config.schema import Config, ModelConfig, SpeculativeConfig
-from banyan.config.speculation import longest_branch
+from banyan.config.speculation import longest_branch, what_branches
 from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.layers.build import Build
 from banyan.layers.cache import PageGroup, align_groups, group_caches, numbered_through
@@ -300,10 +300,9 @@ def check_drafts(speculative: SpeculativeConfig, traits: Traits) -> None:
             "made on the host, and wait there for every step of the device",
             hint="leave it out, or use --device cpu",
         )
-    if longest_branch(speculative):
+    if branching := what_branches(speculative):
         raise ConfigError(
-            f"--speculative-ngram-min-bfs-breadth {speculative.min_breadth} on {traits.name}: "
-            "drafts that branch are verified on the host alone",
+            f"{branching} on {traits.name}: drafts that branch are verified on the host alone",
             hint="leave it at 1, or use --device cpu",
         )
     if speculative.num_tokens > traits.verified:

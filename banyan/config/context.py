@@ -10,6 +10,7 @@ from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
 from banyan.config.schema import Config
+from banyan.config.speculation import what_branches
 
 log = logger(__name__)
 
@@ -63,11 +64,8 @@ def _others(config: Config) -> Iterator[tuple[bool, str, str]]:
     yield bool(config.model.dump_folder), "--debug-tensor-dump-output-folder", sees_all
     yield config.model.injects, "--debug-tensor-dump-inject", sees_all
     yield bool(config.cache.store), "--hicache-storage-backend", "prefixes are kept in memory"
-    yield (
-        config.speculative.min_breadth > 1,
-        f"--speculative-ngram-min-bfs-breadth {config.speculative.min_breadth}",
-        "leave it at 1: a row whose drafts branch is not cut",
-    )
+    branching = what_branches(config.speculative)
+    yield bool(branching), branching, "leave it at 1: a row whose drafts branch is not cut"
     yield config.lora.is_enabled or bool(config.lora.paths), "--enable-lora", ranks
     yield bool(experts.recorder), "--expert-distribution-recorder-mode", ranks
     yield experts.are_told, "--enable-return-routed-experts", ranks

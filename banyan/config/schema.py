@@ -7,6 +7,7 @@ unit; the flag of a field is its name with dashes unless the flag table says oth
 
 from dataclasses import dataclass, field
 
+from banyan.config.drafting import SpeculativeConfig
 from banyan.config.serving import ObserveConfig, ServerConfig
 
 UNSAID = -2
@@ -290,68 +291,6 @@ class GrammarConfig:
     def between_tokens(self) -> str | None:
         """Regex of the white space between tokens of JSON; "" = there is none, None = any."""
         return "" if self.compact else self.whitespace or None
-
-
-AHEAD_DRAFTERS = ("NEXTN", "EAGLE")
-"""Drafters that run a layer of the served model's checkpoint where no model is named."""
-MODEL_DRAFTERS = ("STANDALONE", "EAGLE3", *AHEAD_DRAFTERS)
-"""Drafters that run a model of their own."""
-
-
-@dataclass(frozen=True)
-class SpeculativeConfig:
-    algorithm: str = ""
-    """Name in the table of drafters; "" = tokens are not drafted."""
-    num_tokens: int = 0
-    """Tokens that a row verifies at most, the last one included; 0: config/speculation.py."""
-    num_steps: int = 0
-    """Drafts after each sampled token at most; 0 = one less than `num_tokens`."""
-    min_match: int = 1
-    """Shortest suffix that NGRAM looks for in what it has seen."""
-    max_match: int = 12
-    """Longest one."""
-    max_breadth: int = 10
-    """Places with the same suffix that are looked at."""
-    min_breadth: int = 1
-    """Ways in which a token goes on, at least where so many are known; 1 = drafts are a chain."""
-    match_type: str = "BFS"
-    """"BFS": the newest of these places is continued, "PROB": by what most of them go on with."""
-    branch: int = 18
-    """Tokens of the shortest suffix and its continuation together."""
-    capacity: int = 10_000_000
-    """Nodes of NGRAM's memory: `branch` of them for each token that is remembered."""
-    is_fixed: bool = False
-    """Each row makes and verifies as many drafts as it may, whatever they are likely to bring."""
-    draft_source: str = ""
-    """The model that drafts, named as `ModelConfig.source`."""
-    draft_path: str = ""
-    """Where it lies on this machine once fetched."""
-    draft_revision: str = ""
-    draft_load_format: str = "auto"
-    draft_quantization: str = ""
-    """What its float weights are rounded to at load; "" = kept as they are."""
-    token_map: str = ""
-    """File of the token ids that a model of EAGLE drafts; "" = all."""
-
-    @property
-    def is_model(self) -> bool:
-        """Whether a model drafts, beside the one that answers."""
-        return self.algorithm in MODEL_DRAFTERS
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether that is a layer which the served model's checkpoint brings."""
-        return self.algorithm in AHEAD_DRAFTERS and not self.is_eagle
-
-    @property
-    def is_eagle(self) -> bool:
-        """Whether that was trained to draft for the served model."""
-        return self.algorithm in ("EAGLE", "EAGLE3") and bool(self.draft_source)
-
-    @property
-    def drafts(self) -> int:
-        """Drafts after each sampled token; 0 = none are made."""
-        return self.num_steps if self.algorithm else 0
 
 
 @dataclass(frozen=True)

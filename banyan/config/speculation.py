@@ -15,6 +15,9 @@ log = logger(__name__)
 
 _MODEL_TOKENS = 4
 """Tokens of a row where a model drafts: each draft is a pass of it."""
+_BRANCHING = ("LlamaForCausalLM",)
+_STEPS, _TOPK, _TOKENS = 5, 4, 8
+"""What models that were trained to draft for one of these classes draft, unless told otherwise."""
 _ANOTHER_DRAFT = "use --speculative-algorithm NGRAM, which needs no model"
 
 
@@ -30,6 +33,7 @@ def plan_the_drafts(config: Config, card: ModelCard, environment: Environment) -
                 )
         return config
     _check(config, card)
+    speculative = _choose_the_tree(config, card)
     usual = _MODEL_TOKENS if speculative.is_model else speculative.max_match
     tokens = speculative.num_tokens or max(
         2, speculative.num_steps + 1 if speculative.num_steps else usual
@@ -38,10 +42,51 @@ def plan_the_drafts(config: Config, card: ModelCard, environment: Environment) -
     return replace(config, speculative=replace(speculative, num_tokens=tokens, num_steps=steps))
 
 
+def what_branches(speculative: SpeculativeConfig) -> str:
+    """The flag that lets drafts branch, with its value; "" where they are chains."""
+    if speculative.is_model and speculative.eagle_topk > 1:
+        return f"--speculative-eagle-topk {speculative.eagle_topk}"
+    if speculative.algorithm == "NGRAM" and speculative.min_breadth > 1:
+        return f"--speculative-ngram-min-bfs-breadth {speculative.min_breadth}"
+    return ""
+
+
 def longest_branch(speculative: SpeculativeConfig) -> int:
     """In tokens, the one that was sampled included; 0 = drafts are chains."""
-    branches = speculative.algorithm == "NGRAM" and speculative.min_breadth > 1
-    return speculative.num_steps + 1 if branches else 0
+    return speculative.num_steps + 1 if what_branches(speculative) else 0
+
+
+def _choose_the_tree(config: Config, card: ModelCard) -> SpeculativeConfig:
+    """Refuse numbers of which no tree can be, and say what is drafted where none is given."""
+    speculative = config.speculative
+    steps, topk, tokens = speculative.num_steps, speculative.eagle_topk, speculative.num_tokens
+    if topk > 1:
+        flag = what_branches(speculative)
+        if not (steps and tokens):
+            raise ConfigError(
+                f"{flag}: how large a tree may be is not said",
+                hint="give --speculative-num-steps, its levels, and "
+                "--speculative-num-draft-tokens, all of its tokens and the one before them",
+            )
+        most = topk + (steps - 1) * topk * topk
+        if tokens - 1 > most:
+            raise ConfigError(
+                f"--speculative-num-draft-tokens {tokens}, --speculative-num-steps {steps} and "
+                f"{flag}: such a tree has at most {most} drafts, not {tokens - 1}",
+                hint=f"give --speculative-num-draft-tokens {most + 1} or less",
+            )
+        return speculative
+    is_open = speculative.is_eagle and not (steps or topk or tokens)
+    can_branch = config.device.name in ("auto", "cpu") and config.parallel.cp == 1
+    if not is_open or card.architecture not in _BRANCHING or not can_branch or _other(config):
+        return speculative
+    log.info("drafts are trees of %d tokens: %d ways, %d levels", _TOKENS - 1, _TOPK, _STEPS)
+    return replace(speculative, num_steps=_STEPS, eagle_topk=_TOPK, num_tokens=_TOKENS)
+
+
+def _other(config: Config) -> bool:
+    """Whether attention is another one than the built-in one."""
+    return config.device.attention not in ("", *ATTENTION)
 
 
 def _check(config: Config, card: ModelCard) -> None:
@@ -63,6 +108,18 @@ def _check(config: Config, card: ModelCard) -> None:
             f"--speculative-ngram-min-bfs-breadth {speculative.min_breadth} and {flag}: it says "
             "how NGRAM branches",
             hint="leave it out",
+        )
+    if speculative.eagle_topk > 1 and not speculative.is_model:
+        raise ConfigError(
+            f"--speculative-eagle-topk {speculative.eagle_topk} and {flag}: it says how drafts of "
+            "a model branch",
+            hint="leave it out; --speculative-ngram-min-bfs-breadth lets drafts of NGRAM branch",
+        )
+    if what_branches(speculative) and _other(config):
+        raise ConfigError(
+            f"{what_branches(speculative)} and --attention-backend {config.device.attention}: "
+            "drafts that branch are read by the built-in attention alone",
+            hint="leave one of the two out",
         )
     if speculative.is_model:
         _check_beside(config, flag)
@@ -87,13 +144,6 @@ def _check(config: Config, card: ModelCard) -> None:
         raise ConfigError(
             f"--speculative-ngram-min-bfs-breadth {speculative.min_breadth} is more than "
             f"--speculative-ngram-max-bfs-breadth {speculative.max_breadth}"
-        )
-    if longest_branch(speculative) and config.device.attention not in ("", *ATTENTION):
-        raise ConfigError(
-            f"--speculative-ngram-min-bfs-breadth {speculative.min_breadth} and "
-            f"--attention-backend {config.device.attention}: drafts that branch are read by the "
-            "built-in attention alone",
-            hint="leave one of the two out",
         )
     if speculative.capacity < speculative.branch:
         raise ConfigError(

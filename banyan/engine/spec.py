@@ -98,6 +98,7 @@ def core_spec(
             run_s=schedule.run_s,
             token_gap=schedule.token_gap,
             drafts=config.speculative.drafts,
+            draft_levels=config.speculative.levels,
             paid_drafts=config.speculative.is_model,
             fixed_drafts=config.speculative.is_fixed,
             conservativeness=schedule.conservativeness,

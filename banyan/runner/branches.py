@@ -40,6 +40,11 @@ class Branches:
         """Of each token of the row."""
         return [self.base + len(path) - 1 for path in self.paths]
 
+    @property
+    def places(self) -> list[int]:
+        """Where each token of the row lies."""
+        return [self.base + path[-1] for path in self.paths]
+
 
 def branches_of(
     rows: Sequence[tuple[int, Row]], parents: Mapping[int, Sequence[int]]

@@ -117,11 +117,23 @@ class Batch:
     @property
     def positions(self) -> np.ndarray:
         """Of each of the step's tokens; [tokens]."""
-        shifts = np.repeat(self.starts - self.offsets[:-1], self.counts)
-        found = np.arange(self.offsets[-1], dtype=np.int64) + shifts
+        found = self._in_rows()
         for at, branches in self.branches.items():
             found[self.offsets[at] : self.offsets[at + 1]] = branches.positions
         return found
+
+    @property
+    def places(self) -> np.ndarray:
+        """Where each of the step's tokens lies; [tokens]."""
+        found = self._in_rows()
+        for at, branches in self.branches.items():
+            found[self.offsets[at] : self.offsets[at + 1]] = branches.places
+        return found
+
+    def _in_rows(self) -> np.ndarray:
+        """One behind another from where each row starts; [tokens]."""
+        shifts = np.repeat(self.starts - self.offsets[:-1], self.counts)
+        return np.arange(self.offsets[-1], dtype=np.int64) + shifts
 
     @property
     def branching_slots(self) -> list[int]:
@@ -311,8 +323,7 @@ class StepTensors:
             slot_of, positions = batch.slots, batch.starts
         else:
             slot_of = np.repeat(batch.slots, batch.counts)
-            first = np.repeat(batch.starts - batch.offsets[:-1], batch.counts)
-            positions = np.arange(num_tokens) + first
+            positions = batch.places
         if self._adapters is not None and self._table.adapters is not None:
             self._table.adapters.fill(self._adapters, slot_of)
         host.tokens[:num_tokens] = host.known_tokens[slot_of, positions]

@@ -75,7 +75,8 @@ class Scheduler:
         self._answers = Answers(cache, self.roster, self.rooms, limits.depth)
         self.speculation: Speculation | None = None
         if limits.drafts:
-            self.speculation = Speculation(limits.drafts, limits.paid_drafts, limits.fixed_drafts)
+            paid, fixed = limits.paid_drafts, limits.fixed_drafts
+            self.speculation = Speculation(limits.drafts, paid, fixed, limits.draft_levels)
         self._planner = RowPlanner(cache, limits, self.speculation)
         self._share = StageShare(limits)
         self._ratio = NewTokenRatio(limits.conservativeness, limits.growth)

@@ -83,9 +83,13 @@ class Speculation:
         most: drafts of a row.
         is_paid: each draft is a pass of a drafter over all rows, which takes time of the step.
         is_fixed: as many drafts as there may be, always; what is learnt does not count.
+        levels: a pass makes all drafts that are as far from the newest token, so there are so many
+            at most; 0 = it makes one.
     """
 
-    def __init__(self, most: int, is_paid: bool = False, is_fixed: bool = False) -> None:
+    def __init__(
+        self, most: int, is_paid: bool = False, is_fixed: bool = False, levels: int = 0
+    ) -> None:
         self.times = StepTimes()
         self.drafts = DraftCounts()
         """Of all requests."""
@@ -93,6 +97,7 @@ class Speculation:
         self._share = _START
         self._others = [_START_OF_OTHERS] * most
         """Of drafts that follow a token beside likelier ones, by how many these are."""
+        self._levels = levels
         self._is_paid = is_paid
         self._is_fixed = is_fixed
         self._pass_s = 0.0
@@ -107,6 +112,7 @@ class Speculation:
             return
         self.times.learn(tokens, result.seconds - result.draft_seconds)
         passes = max(flight.ahead for flight in flights)
+        passes = min(passes, self._levels) if self._levels else passes
         if passes and all(flight.is_abreast for flight in flights):
             seconds = result.draft_seconds / passes
             if self._pass_s:
@@ -141,12 +147,12 @@ class Speculation:
         if self._is_fixed:
             return self._most
         share = self._share if request.draft_share < 0 else request.draft_share
+        if request.next_parents and (self._levels or not pass_s):
+            return self._worthwhile_of(request.next_parents, share, pass_s, rows)
         per_draft = self.times.per_token * rows + pass_s
-        if request.next_parents and not pass_s:
-            return self._worthwhile_of(request.next_parents, share, per_draft, rows)
         tokens, seconds = 1.0, self.times.of(rows)
         chance = share
-        for drafts in range(self._most):
+        for drafts in range(self._levels or self._most):
             if chance * seconds <= _MARGIN * per_draft * tokens:
                 return drafts
             tokens += chance
@@ -154,20 +160,20 @@ class Speculation:
             chance *= share
         return self._most
 
-    def _worthwhile_of(
-        self, parents: Sequence[int], share: float, per_draft: float, rows: int
-    ) -> int:
+    def _worthwhile_of(self, parents: Sequence[int], share: float, pass_s: float, rows: int) -> int:
         """The same of drafts that branch, taken in the order in which they are told. Those of the
         next row are not known when it is planned: they branch like the last ones, more or less."""
         tokens, seconds = 1.0, self.times.of(rows)
-        chances = list[float]()
+        chances, depths = list[float](), list[int]()
         for at, (parent, rank) in enumerate(zip(parents, ranks_of(parents), strict=True)):
-            before = chances[parent] if parent >= 0 else 1.0
+            before, above = (chances[parent], depths[parent]) if parent >= 0 else (1.0, 0)
+            cost = self.times.per_token * rows + pass_s * (above >= max(depths, default=0))
             chances.append(before * (self._others[rank] if rank else share))
-            if chances[-1] * seconds <= _MARGIN * per_draft * tokens:
+            depths.append(above + 1)
+            if chances[-1] * seconds <= _MARGIN * cost * tokens:
                 return at
             tokens += chances[-1]
-            seconds += per_draft
+            seconds += cost
         return self._most
 
     def saw(

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from banyan.config.checkpoint import read_card
 from banyan.config.drafts import card_of_the_draft, draft_of
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare
+from banyan.config.schema import Config, SpeculativeConfig
+from banyan.config.speculation import longest_branch, plan_the_drafts, what_branches
 from banyan.formats.arrays import write_arrays
 from tests.config.test_checkpoint import LLAMA, folder
 from tests.flags import config_of
@@ -85,7 +88,7 @@ def test_a_draft_that_does_not_go_with_the_model_is_refused(models, facts: dict,
         ("--nnodes 2 --tp-size 2 --dist-init-addr here:5000", "on other machines"),
         ("--enable-memory-saver", "are not released"),
         ("--pp-size 2", "by stages"),
-        ("--speculative-eagle-topk 2", "one chain"),
+        ("--speculative-eagle-topk 2", "how large a tree may be is not said"),
         ("--speculative-token-map FILE", "it is for --speculative-algorithm EAGLE with"),
         ("--speculative-draft-model-quantization mxfp4", "not available in this build"),
         ("--speculative-draft-model-quantization gptq", "draft-model-quantization gptq is not"),
@@ -154,7 +157,7 @@ def test_a_layer_of_the_checkpoint_drafts_without_a_model_of_its_own(tmp_path):
         ({}, "--pp-size 2", "by stages"),
         ({}, "--enable-memory-saver", "are not released"),
         ({}, "--nnodes 2 --tp-size 2 --dist-init-addr here:5000", "on other machines"),
-        ({}, "--speculative-eagle-topk 4", "one chain"),
+        ({}, "--speculative-eagle-topk 4", "how large a tree may be is not said"),
     ],
 )
 def test_what_a_layer_that_drafts_does_not_go_with_is_refused_by_name(
@@ -173,6 +176,7 @@ def test_a_layer_that_is_not_run_is_refused(tmp_path):
 
 
 EAGLE = SMALL | {"architectures": ["LlamaForCausalLMEagle"]}
+TREE = "--speculative-num-steps 2 --speculative-eagle-topk 3 --speculative-num-draft-tokens 9"
 
 
 EAGLE3 = SMALL | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 7}
@@ -188,9 +192,59 @@ def eagle(models, draft: dict, target: dict = LLAMA, *words: str):
 def test_a_model_that_was_trained_to_draft_is_known_by_both_its_names(models, name: str):
     config = eagle(models, EAGLE | {"architectures": [name]})
     speculative = config.speculative
-    assert speculative.is_eagle and not speculative.is_ahead and speculative.drafts == 3
+    assert speculative.is_eagle and not speculative.is_ahead
     draft = card_of_the_draft(speculative, draft_of(config), read_card(config.model.path))
     assert (draft.architecture, draft.num_layers) == ("LlamaForCausalLM", 1)
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "STANDALONE", "NEXTN"])
+def test_a_tree_has_as_many_drafts_as_all_three_flags_say(models, tmp_path, name: str):
+    if name == "NEXTN":
+        (tmp_path / "ahead").mkdir()
+        speculative = ahead(tmp_path / "ahead", AHEAD, *TREE.split())
+    else:
+        draft = EAGLE if name == "EAGLE" else SMALL
+        named = models(LLAMA, draft)[:4]
+        words = (*named, "--speculative-algorithm", name, *TREE.split())
+        speculative = resolved(*words).speculative
+    assert (speculative.drafts, speculative.levels, longest_branch(speculative)) == (8, 2, 3)
+    assert what_branches(speculative) == "--speculative-eagle-topk 3"
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "expected"),
+    [
+        ({}, "", (7, 5, 4)),
+        ({}, "--device npu", (3, 0, 0)),
+        ({}, "--attention-backend torch_native", (7, 5, 4)),
+        ({}, "--tp-size 2 --attn-cp-size 2", (3, 0, 0)),
+        ({}, "--speculative-num-steps 4", (4, 0, 0)),
+        ({}, "--speculative-eagle-topk 1", (3, 0, 1)),
+        ({}, "--speculative-num-draft-tokens 3", (2, 0, 0)),
+        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "", (3, 0, 0)),
+    ],
+)
+@pytest.mark.parametrize("draft", ["EAGLE", "EAGLE3"])
+def test_what_is_drafted_where_none_of_the_three_is_given(models, draft, target, words, expected):
+    facts = {"EAGLE": EAGLE, "EAGLE3": EAGLE3}[draft]
+    config = eagle(models, facts, LLAMA | {"num_hidden_layers": 12} | target, *words.split())
+    speculative = config.speculative
+    assert (speculative.drafts, speculative.levels, speculative.eagle_topk) == expected
+
+
+def test_other_attention_reads_no_trees(models):
+    def with_another(*words: str) -> Config:
+        config = eagle(models, EAGLE, LLAMA, "--speculative-num-steps", "2")
+        given = eagle(models, EAGLE, LLAMA, *words).speculative if words else SpeculativeConfig()
+        named = ("algorithm", "draft_source")
+        given = replace(given, **{name: getattr(config.speculative, name) for name in named})
+        device = replace(config.device, attention="of a plug-in")
+        config = replace(config, speculative=given, device=device)
+        return plan_the_drafts(config, read_card(config.model.path), Environment())
+
+    assert (with_another().speculative.drafts, with_another().speculative.levels) == (3, 0)
+    with pytest.raises(BanyanError, match="topk 3 and --attention-backend of a plug-in: drafts th"):
+        with_another(*TREE.split())
 
 
 @pytest.mark.parametrize(
@@ -208,7 +262,7 @@ def test_a_model_of_eagle3_says_which_layers_it_reads(models, facts: dict, taps:
         *("--speculative-algorithm", "EAGLE3"),
     )
     speculative = config.speculative
-    assert speculative.is_eagle and not speculative.is_ahead and speculative.drafts == 3
+    assert speculative.is_eagle and not speculative.is_ahead
     draft = card_of_the_draft(speculative, draft_of(config), read_card(config.model.path))
     assert draft.eagle is not None and draft.vocab_size == LLAMA["vocab_size"]
     assert (draft.eagle.num_tokens, draft.eagle.taps) == (7, taps)
@@ -252,7 +306,9 @@ def test_without_a_model_eagle_is_the_layer_of_the_checkpoint(tmp_path):
         ({}, AHEAD, "", "is not drafted for by its hidden states"),
         ({}, {}, "--pp-size 2", "by stages"),
         ({}, {}, "--enable-memory-saver", "are not released"),
-        ({}, {}, "--speculative-eagle-topk 4", "one chain"),
+        ({}, {}, "--speculative-eagle-topk 4 --speculative-num-steps 2", "is not said"),
+        ({}, {}, TREE.replace("tokens 9", "tokens 14"), "at most 12 drafts, not 13"),
+        ({}, {}, f"{TREE} --tp-size 2 --attn-cp-size 2", "topk 3 do not go together"),
         ({}, {}, "--speculative-token-map FILE.json", "cannot be read: .*No such file"),
         ({}, {}, "--speculative-token-map FILE.pt", "is a pickle"),
     ],

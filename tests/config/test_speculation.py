@@ -36,6 +36,8 @@ def test_without_an_algorithm_nothing_is_drafted_and_the_rest_is_reported(caplog
     assert drafts_of() == 0 and not caplog.records
     assert drafts_of("--speculative-num-steps", "4") == 0
     assert "num steps has no effect" in caplog.text
+    assert drafts_of("--speculative-eagle-topk", "4") == 0
+    assert "eagle topk has no effect" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,10 @@ def test_without_an_algorithm_nothing_is_drafted_and_the_rest_is_reported(caplog
             "--speculative-draft-model-path M --speculative-algorithm NGRAM",
             "drafts without a model",
         ),
-        ("--speculative-eagle-topk 4", "one chain"),
+        (
+            "--speculative-algorithm NGRAM --speculative-eagle-topk 4",
+            "NGRAM: it says how drafts of a model branch",
+        ),
         (
             "--speculative-algorithm NGRAM --speculative-ngram-min-bfs-breadth 4 "
             "--speculative-ngram-max-bfs-breadth 3",

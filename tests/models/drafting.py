@@ -13,6 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from tests.models.families import SIZES, rewrite_config, tiny
 
 LAYERS = SIZES["num_hidden_layers"]
+PlainTree = tuple[list[int], list[int]]
+"""Tokens, and which of them each follows."""
 
 
 class PlainAhead:
@@ -67,10 +69,35 @@ class PlainAhead:
             read, states = [*read, found[-1]], torch.cat([states, made])
         return found
 
+    @torch.no_grad()
+    def tree(self, tokens: Sequence[int], count: int, steps: int, breadth: int) -> PlainTree:
+        """EAGLE-2's rule: `breadth` ways behind each of the `breadth` likeliest of a level, and of
+        all of these the `count` likeliest; equal ones in the order in which they were found."""
+        read, states = list(tokens[1:]), self.states(tokens[:-1])
+        front: list[tuple[float, int, list[int], Tensor]] = [(0.0, -1, read, states)]
+        seen: list[tuple[float, int, int]] = []
+        for _ in range(steps):
+            level: list[tuple[float, int, list[int], Tensor]] = []
+            for score, at, read, states in front:
+                made = self.through(read, states)[-1:]
+                likely = self._logits_of(made).log_softmax(-1).topk(breadth)
+                for gain, token in zip(*(each.tolist() for each in likely), strict=True):
+                    seen.append((score + gain, token, at))
+                    before = torch.cat([states, made])
+                    level.append((score + gain, len(seen) - 1, [*read, token], before))
+            front = sorted(level, key=lambda node: -node[0])[:breadth]
+        best = sorted(range(len(seen)), key=lambda at: -seen[at][0])[:count]
+        places = {at: place for place, at in enumerate(best)} | {-1: -1}
+        return [seen[at][1] for at in best], [places[seen[at][2]] for at in best]
+
     def _draft_of(self, made: Tensor) -> int:
+        return int(self._logits_of(made).argmax())
+
+    def _logits_of(self, made: Tensor) -> Tensor:
+        """[vocab], -inf of what is not drafted."""
         logits = self.head(made)[0]
         logits[self.forbidden] = float("-inf")
-        return int(logits.argmax())
+        return logits
 
     @torch.no_grad()
     def next_of(self, tokens: Sequence[int]) -> int:
@@ -129,9 +156,10 @@ class PlainEagle3(PlainAhead):
         x = states + attended.reshape(states.shape)
         return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
 
-    def _draft_of(self, made: Tensor) -> int:
-        best = self.parts["lm_head"](self.parts["norm"](made))[0].argmax()
-        return int(self.known[best])
+    def _logits_of(self, made: Tensor) -> Tensor:
+        logits = torch.full((self.head.out_features,), float("-inf"))
+        logits[self.known] = self.parts["lm_head"](self.parts["norm"](made))[0]
+        return logits
 
 
 def tiny_eagle3(

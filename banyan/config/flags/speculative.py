@@ -29,7 +29,8 @@ FLAGS = (
         "speculative-num-draft-tokens",
         "speculative.num_tokens",
         "tokens that one request verifies in a step at most, its last one included; default: the "
-        "longest suffix that is looked for, 12, or 4 where a model drafts",
+        "longest suffix that is looked for, 12, or 4 where a model drafts, or 8 where "
+        "--speculative-eagle-topk is 4 by itself",
         kind=INT,
         low=2,
         high=64,
@@ -38,12 +39,25 @@ FLAGS = (
     Flag(
         "speculative-num-steps",
         "speculative.num_steps",
-        "tokens that are drafted after each sampled one at most; default: one less than "
-        "--speculative-num-draft-tokens",
+        "tokens that are drafted after each sampled one at most, one behind another; default: one "
+        "less than --speculative-num-draft-tokens, or 5 where --speculative-eagle-topk is 4 by "
+        "itself",
         kind=INT,
         low=1,
         high=63,
         proof="tests/config/test_speculation.py::test_drafts_are_what_both_bounds_allow",
+    ),
+    Flag(
+        "speculative-eagle-topk",
+        "speculative.eagle_topk",
+        "tokens that a draft model goes on with behind each of as many: from 2 on its drafts are a "
+        "tree, the likeliest --speculative-num-draft-tokens less one of what it has looked at in "
+        "--speculative-num-steps levels, and all three must be given; default: 4 where none of "
+        "them is given and a model of EAGLE or EAGLE3 drafts for one of Llama's, else 1",
+        kind=INT,
+        low=1,
+        high=64,
+        proof="tests/config/test_drafts.py::test_a_tree_has_as_many_drafts_as_all_three_flags_say",
     ),
     Flag(
         "disable-adaptive-drafts",

@@ -16,6 +16,7 @@ from banyan.messages.plan import Row
 if TYPE_CHECKING:  # names of drafters are looked up where no torch is loaded
     from torch import Tensor
 
+    from banyan.ops.api import Ops
     from banyan.runner.forward import Forward
     from banyan.runner.sampling.sampler import Sampler
     from banyan.runner.slots import SlotTable
@@ -81,7 +82,10 @@ class Beside:
         table: tokens, parameters and pages of the slots. It may write tokens behind the known ones.
         forward: the draft model over pages of its own, which go by the numbers of the target's.
         sampler: draws from the draft model's logits as from the target's.
+        ops: that the draft model was made from.
+        vocab_size: of its logits.
         max_tokens: of the largest step that is recorded; 0 = any.
+        max_outputs: places in such a step that logits are made for; 0 = any.
         may_lag: its pages stay with a request as long as that runs, so what it has not read yet
             can be read later.
         target: what the model that it drafts for made of the last step.
@@ -93,7 +97,10 @@ class Beside:
     table: "SlotTable"
     forward: "Forward"
     sampler: "Sampler"
+    ops: "Ops"
+    vocab_size: int
     max_tokens: int
+    max_outputs: int
     may_lag: bool
     target: "TargetStep"
     fetch: "Callable[[Sequence[Tensor]], Callable[[], list[Tensor]]]"

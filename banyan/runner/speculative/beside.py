@@ -52,14 +52,18 @@ def open_beside(
     # Rows that sampled are read with the token that they gave.
     most = sizes.max_tokens and sizes.max_tokens + sizes.max_slots
     width = 0 if ahead is None else ahead.width
-    mine = replace(sizes, max_tokens=most, draft_room=0, verified=0, carried=width)
+    room = sizes.draft_room if sizes.branching else 0
+    mine = replace(sizes, max_tokens=most, draft_room=room, verified=0, carried=width)
     with platform.stream():
         forward = open_forward(model, table, pages, draft.build, mine, attention, platform)
     return Beside(
         table,
         forward,
         Sampler(table, model.card.vocab_size, ops),
+        ops,
+        model.card.vocab_size,
         most,
+        most and sizes.max_slots + room,
         may_lag=all(cache.kind == FULL for cache in model.caches),
         target=target,
         ends=ends,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
-from banyan.runner.speculative.base import Beside
+from banyan.runner.speculative.base import Beside, Guess
+from banyan.runner.speculative.growth import Grower, open_grower
 from banyan.runner.speculative.passes import in_steps, run_pass
 
 _MOST_HELD = 32
@@ -34,11 +35,16 @@ class _Progress:
 
 
 class HiddenDrafter:
-    """Satisfies `speculative.base.Drafter`."""
+    """Satisfies `speculative.base.Drafter`.
 
-    def __init__(self, beside: Beside) -> None:
+    Args:
+        grower: of drafts that branch; None = they are chains.
+    """
+
+    def __init__(self, beside: Beside, grower: Grower | None = None) -> None:
         assert beside.ends is not None and beside.take_in is not None
         self._beside, self._ends, self._take_in = beside, beside.ends, beside.take_in
+        self._grower = grower
         self._known = beside.table.known
         self._progress: dict[int, _Progress] = {}
         """By slot. None of one that has joined and not run: before its first row all is read."""
@@ -56,10 +62,12 @@ class HiddenDrafter:
         if progress is not None and progress.read > first + 1:
             progress.read, progress.held = first + 1, progress.held[:0]
 
-    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
+    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> Sequence[Guess]:
         if not rows:
             return []
         due, states = self._take_states(rows, counts)
+        if self._grower is not None:
+            return self._grower.grow_behind(self._grower.read(due, states), rows, counts)
         following = self._read(due, states)
         for done in range(1, max(counts, default=0)):
             again = [
@@ -154,4 +162,5 @@ class HiddenDrafter:
 
 
 def open_hidden(speculative: SpeculativeConfig, open_beside: Callable[[], Beside]) -> HiddenDrafter:
-    return HiddenDrafter(open_beside())
+    beside = open_beside()
+    return HiddenDrafter(beside, open_grower(speculative, beside))

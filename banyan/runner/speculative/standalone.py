@@ -11,15 +11,21 @@ from collections.abc import Callable, Sequence
 
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
-from banyan.runner.speculative.base import Beside, common_beginning
+from banyan.runner.speculative.base import Beside, Guess, common_beginning
+from banyan.runner.speculative.growth import Grower, open_grower
 from banyan.runner.speculative.passes import in_steps, run_pass
 
 
 class ModelDrafter:
-    """Satisfies `speculative.base.Drafter`."""
+    """Satisfies `speculative.base.Drafter`.
 
-    def __init__(self, beside: Beside) -> None:
+    Args:
+        grower: of drafts that branch; None = they are chains.
+    """
+
+    def __init__(self, beside: Beside, grower: Grower | None = None) -> None:
         self._beside = beside
+        self._grower = grower
         self._table = beside.table
         self._read: dict[int, int] = {}
         """Slot -> positions whose keys and values the draft model has written. None of a slot that
@@ -43,9 +49,13 @@ class ModelDrafter:
             read += common_beginning(drafted, tokens)
         self._read[slot] = min(read, first + len(tokens)) if read > first else read
 
-    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> list[list[int]]:
+    def propose(self, rows: Sequence[Row], counts: Sequence[int]) -> Sequence[Guess]:
         known = self._table.known
-        self._catch_up(rows, counts)
+        due = self._due(rows, counts)
+        if self._grower is not None:
+            return self._grower.grow_behind(self._grower.read(due, ()), rows, counts)
+        for some in in_steps(due, self._beside.max_tokens):
+            run_pass(self._beside, some)
         for done in range(1, max(counts, default=0)):
             again = [
                 Row(row.slot, known[row.slot] + done - 1, 1, want=SAMPLE)
@@ -67,9 +77,9 @@ class ModelDrafter:
     def flush(self) -> None:
         """Nothing is remembered beside the pages, which are the engine's."""
 
-    def _catch_up(self, rows: Sequence[Row], counts: Sequence[int]) -> None:
-        """Read what the slots hold and the draft model has not read, and draft a first token where
-        one is asked for. Of others that go token by token it may wait until there are more."""
+    def _due(self, rows: Sequence[Row], counts: Sequence[int]) -> list[Row]:
+        """What the slots hold and the draft model has not read, with a first draft where one is
+        asked for. Of others that go token by token it may wait until there are more."""
         due: list[Row] = []
         for row, count in zip(rows, counts, strict=True):
             start = self._read.setdefault(row.slot, row.start)
@@ -82,11 +92,11 @@ class ModelDrafter:
             if end > start:
                 due.append(Row(row.slot, start, end - start, want=SAMPLE if count else 0))
                 self._read[row.slot] = end
-        for some in in_steps(due, self._beside.max_tokens):
-            run_pass(self._beside, some)
+        return due
 
 
 def open_standalone(
     speculative: SpeculativeConfig, open_beside: Callable[[], Beside]
 ) -> ModelDrafter:
-    return ModelDrafter(open_beside())
+    beside = open_beside()
+    return ModelDrafter(beside, open_grower(speculative, beside))

@@ -24,6 +24,7 @@ from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative.beside import DraftModel
+from banyan.runner.speculative.growth import Grower
 from banyan.runner.speculative.hidden import HiddenDrafter
 from tests.models.drafting import PlainAhead, tiny_ahead, tiny_eagle, tiny_eagle3, tiny_mimo
 from tests.models.families import rewrite_config
@@ -46,7 +47,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def runner_of(folder: Path, is_recorded: bool, tokens: tuple[int, ...] = ()) -> ModelRunner:
+def runner_of(
+    folder: Path, is_recorded: bool, tokens: tuple[int, ...] = (), tree: tuple[int, ...] = ()
+) -> ModelRunner:
+    """tree: tokens that follow one, and levels, of drafts that branch."""
     card = read_card(str(folder))
     toolkit = open_toolkit("cpu", 1, {}) if is_recorded else NO_TOOLKIT
 
@@ -65,6 +69,7 @@ def runner_of(folder: Path, is_recorded: bool, tokens: tuple[int, ...] = ()) -> 
         *(4, MAX_LENGTH, (GroupLayout(FULL, 0, PAGE, NUM_PAGES),)),
         max_tokens=48 if is_recorded else 0,
         draft_room=16,
+        branching=tree[1] + 1 if tree else 0,
     )
     model = load_model(card, build)
     if (folder / EAGLE).exists():
@@ -79,9 +84,14 @@ def runner_of(folder: Path, is_recorded: bool, tokens: tuple[int, ...] = ()) -> 
             narrow_the_head(ahead, card, tokens, mine)
     else:
         ahead = load_ahead(card, model, build, PAGE)
+
+    def open_drafter(open_beside) -> HiddenDrafter:
+        beside = open_beside()
+        return HiddenDrafter(beside, Grower(beside, *tree) if tree else None)
+
     runner = ModelRunner(
         *(model, build, sizes),
-        open_drafter=lambda beside: HiddenDrafter(beside()),
+        open_drafter=open_drafter,
         draft=DraftModel(ahead, mine, ahead),
     )
     assert runner.is_recorded == is_recorded
