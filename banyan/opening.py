@@ -102,16 +102,16 @@ def open_model(
     traits = platform.traits
     if config.speculative.drafts and not traits.is_host:
         check_drafts(config.speculative, traits)
-    if parallel.is_joined and not traits.is_host:
+    if parallel.is_joined and not traits.shares_steps:
         raise ConfigError(
-            f"--enable-dp-attention: replicas share feed-forward blocks on CPUs only, this is "
-            f"{traits.name}",
+            "--enable-dp-attention: replicas share feed-forward blocks on CPUs and Ascend NPUs "
+            f"only, this is {traits.name}",
             hint="leave the flag out; --data-parallel-size starts independent replicas",
         )
-    if parallel.cp > 1 and not traits.is_host:
+    if parallel.cp > 1 and not traits.shares_steps:
         raise ConfigError(
-            f"--attn-cp-size {parallel.cp}: prompts are divided among ranks on CPUs only, this is "
-            f"{traits.name}",
+            f"--attn-cp-size {parallel.cp}: prompts are divided among ranks on CPUs and Ascend "
+            f"NPUs only, this is {traits.name}",
             hint="leave it out; --tensor-parallel-size cuts the heads",
         )
     config, origins = settle(config, platform.defaults(card))

@@ -29,11 +29,13 @@ class NpuWishes:
         driver: "" = torch_npu's, "emulated" = the one of the tests.
         soc: the chip to emulate.
         is_checked: hold each operator call against its contract.
+        buffer: megabytes of each group of ranks; "" = the library's own choice.
     """
 
     driver: str = ""
     soc: str = "A3"
     is_checked: bool = False
+    buffer: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
             given.get("BANYAN_NPU", ""),
             given.get("BANYAN_NPU_SOC", "") or "A3",
             is_on("BANYAN_NPU_CHECKS"),
+            given.get("HCCL_BUFFSIZE", "").strip(),
         ),
         launch={name: given[name] for name in OF_LAUNCHES if given.get(name)},
         notes=notes_on(given),

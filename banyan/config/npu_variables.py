@@ -26,7 +26,7 @@ class Variable:
 _NO_EXPERTS = Variable(REFUSED, "tokens are not sent to the ranks of their experts")
 _NO_ENGINE = Variable(REFUSED, "MemFabric moves no pages of this build")
 _TORCH_NPU = "torch_npu, at its import"
-_HCCL = "HCCL, which one device without others does not use"
+_HCCL = "HCCL, for groups of several devices"
 
 VARIABLES = {
     "PYTORCH_NPU_ALLOC_CONF": Variable(READ, f"{_TORCH_NPU}; rules 13"),
@@ -36,7 +36,10 @@ VARIABLES = {
     "ASCEND_LAUNCH_BLOCKING": Variable(READ, _TORCH_NPU),
     "ASCEND_TOOLKIT_HOME": Variable(READ, "CANN; `banyan doctor` looks for it"),
     "ASCEND_HOME_PATH": Variable(READ, "CANN; `banyan doctor` looks for it"),
-    "HCCL_BUFFSIZE": Variable(READ, f"{_HCCL}; rule 9, `banyan check` prints what is needed"),
+    "HCCL_BUFFSIZE": Variable(
+        READ,
+        "HCCL, and told to each group of devices; rule 9, `banyan check` prints what is needed",
+    ),
     "HCCL_SOCKET_IFNAME": Variable(READ, f"{_HCCL}; rules 14"),
     "GLOO_SOCKET_IFNAME": Variable(SO, "a rank listens where it reaches the others; rules 14"),
     "HCCL_OP_EXPANSION_MODE": Variable(READ, f"{_HCCL}; rule 22"),

@@ -188,7 +188,10 @@ class Experts(nn.Module):
         if of_inner is not None and of_outer is not None:
             biases = (of_inner[0::2], of_inner[1::2], of_outer)
         self.packed = self.ops.pack_experts(
-            StoredExperts(self.first, gate, up, tuple(down), self.activation, biases, self.clamp)
+            StoredExperts(
+                *(self.first, gate, up, tuple(down), self.activation, biases, self.clamp),
+                total=self.gate_up.count,
+            )
         )
 
     def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -82,6 +82,7 @@ class StoredExperts:
         activation: Hugging Face name of the gate's function, as for `layers/mlp.py`.
         biases: of gate, up [experts, inner] and down [experts, dim], fp32.
         clamp: takes the place of the activation.
+        total: experts of the layer, on all ranks; 0 = those that are here.
     """
 
     first: int
@@ -91,6 +92,7 @@ class StoredExperts:
     activation: str
     biases: tuple[Tensor, Tensor, Tensor] | None = None
     clamp: Clamp | None = None
+    total: int = 0
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,11 @@ class Transport:
 
 COLLECTIVES: Table[Transport] = Table(
     "collective library",
-    {"shared": "banyan.parallel.shared:SHARED", "gloo": "banyan.parallel.gloo:GLOO"},
+    {
+        "shared": "banyan.parallel.shared:SHARED",
+        "gloo": "banyan.parallel.gloo:GLOO",
+        "hccl": "banyan.parallel.hccl:HCCL",
+    },
     "banyan.collectives",
 )
 

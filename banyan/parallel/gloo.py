@@ -5,19 +5,12 @@ Ranks that meet at a file are on one machine, and listen on its loopback alone.
 
 import socket
 from datetime import timedelta
-from typing import Any, cast
 from urllib.parse import urlsplit
 
-import torch
-import torch.distributed
-from torch import Tensor
-
-from banyan.ops.api import NotRecordable
 from banyan.parallel.collectives import Meeting, Transport
+from banyan.parallel.process_group import GroupCollectives, dist, open_store
 
 _LOOPBACK = "127.0.0.1"
-
-dist = cast(Any, torch.distributed)  # which types neither the group of gloo's own nor the stores
 
 
 def _own_address(host: str | None) -> str:
@@ -27,119 +20,13 @@ def _own_address(host: str | None) -> str:
         return probe.getsockname()[0]
 
 
-class Gloo:
-    """Implements `Collectives`; nothing here can be recorded."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        rank, size = meeting.rank, meeting.size
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=meeting.timeout_s)
-        if meeting.path:
-            device = dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)
-            store = dist.FileStore(meeting.path, size)
-            store.set_timeout(options._timeout)
-        else:
-            parts = urlsplit(meeting.address)
-            device = dist.ProcessGroupGloo.create_device(hostname=_own_address(parts.hostname))
-            store = dist.TCPStore(
-                *(str(parts.hostname), parts.port or 0),
-                # The ranks that meet first have the store that those of other groups meet at, too.
-                *(size, rank == 0 and not meeting.name, options._timeout),
-            )
-            store = dist.PrefixStore(meeting.name, store)
-        options._devices = [device]
-        self._group = dist.ProcessGroupGloo(store, rank, size, options)
-        self._rank, self._size = rank, size
-        self._recorder = meeting.recorder
-
-    def all_reduce(self, x: Tensor) -> None:
-        # gloo's own sum adds in an order that depends on the size of x.
-        x.copy_(_sum(self._parts(x)))
-
-    def all_gather(self, x: Tensor, columns: int) -> Tensor:
-        missing = -(-columns // self._size) - x.shape[1]
-        whole = torch.nn.functional.pad(x, (0, missing))
-        return torch.cat(self._parts(whole), dim=1)[:, :columns]
-
-    def reduce_scatter(self, x: Tensor) -> Tensor:
-        return _sum([part.chunk(self._size, 1)[self._rank] for part in self._parts(x)])
-
-    def all_to_all(self, x: Tensor) -> Tensor:
-        return torch.cat([part.chunk(self._size, 1)[self._rank] for part in self._parts(x)], dim=1)
-
-    def all_to_all_rows(self, x: Tensor, counts: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        table = torch.stack(self._parts(counts))  # [from, to]
-        received = table[:, self._rank].contiguous()
-        coming = table.sum(0).tolist()
-        for rank, rows in enumerate(coming):
-            if rows > room:
-                raise ValueError(f"rank {rank} would get {rows} rows, it has room for {room}")
-        out = x.new_empty((room, x.shape[1]))
-        self._group.alltoall_base(
-            out[: int(received.sum())],
-            x[: int(counts.sum())].contiguous(),
-            received.tolist(),
-            counts.tolist(),
-            dist.AllToAllOptions(),
-        ).wait()
-        return out, received
-
-    def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
-        given = rows[2:].tolist()
-        mine = given[self._rank]
-        whole = torch.nn.functional.pad(x[:mine], (0, 0, 0, max(given) - mine))
-        parts = self._parts(whole)
-        return torch.cat([part[:n] for part, n in zip(parts, given, strict=True)])
-
-    def reduce_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
-        return _sum([part[_mine(rows)] for part in self._parts(x)])
-
-    def gather_columns(self, x: Tensor, columns: int, rows: Tensor, count: int) -> Tensor:
-        return self.all_gather(x, columns)[_mine(rows)]
-
-    def broadcast(self, x: Tensor, source: int) -> None:
-        self._refuse_recording()
-        self._group.broadcast(x, source).wait()
-
-    def send(self, x: Tensor, to: int) -> None:
-        self._refuse_recording()
-        self._group.send([x], to, 0).wait()
-
-    def recv(self, x: Tensor, source: int) -> None:
-        self._refuse_recording()
-        self._group.recv([x], source, 0).wait()
-
-    def _parts(self, x: Tensor) -> list[Tensor]:
-        """The x of every rank, in the order of the ranks."""
-        self._refuse_recording()
-        x = x.contiguous()
-        if not x.numel():  # of no rank
-            return [x] * self._size
-        parts = [x.new_empty(x.shape) for _ in range(self._size)]
-        self._group.allgather([parts], [x]).wait()
-        return parts
-
-    def _refuse_recording(self) -> None:
-        """Its work goes past torch's dispatcher: a recording would not notice that it is missing.
-
-        Raises:
-            NotRecordable: something is being recorded.
-        """
-        if self._recorder is not None and self._recorder.is_recording:
-            raise NotRecordable("gloo's collectives are no compiled ops")
+def _open(meeting: Meeting) -> GroupCollectives:
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=meeting.timeout_s)
+    host = _LOOPBACK if meeting.path else _own_address(urlsplit(meeting.address).hostname)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    group = dist.ProcessGroupGloo(open_store(meeting), meeting.rank, meeting.size, options)
+    return GroupCollectives(group, meeting)
 
 
-def _mine(rows: Tensor) -> slice:
-    first, count = rows[:2].tolist()
-    return slice(first, first + count)
-
-
-def _sum(parts: list[Tensor]) -> Tensor:
-    """In fp32, rounded once."""
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(parts[0].dtype)
-
-
-GLOO = Transport(declines=lambda meeting: None, open=Gloo)
+GLOO = Transport(declines=lambda meeting: None, open=_open)

@@ -33,6 +33,8 @@ class Traits:
         programs: ANY_SIZE, BY_SHAPE, or "" where every step is launched anew.
         lengths_on_host: its kernels take the lengths of a step's rows from memory of the host.
         latents: (rank, rope_dim) of the latent attention that its kernels compute without waiting.
+        shares_steps: its ranks may work on the tokens of several replicas together, or divide those
+            of a step.
         verified: most tokens of a row that verifies drafts, where the device is not the host; 0 =
             drafts are not served there.
     """
@@ -48,6 +50,7 @@ class Traits:
     is_host: bool = True
     programs: str = ""
     lengths_on_host: bool = False
+    shares_steps: bool = False
     latents: tuple[tuple[int, int], ...] = ()
     verified: int = 0
 

@@ -38,6 +38,7 @@ class CpuPlatform(Host):
             features=_features(root),
             cores=self._cores(),
             programs=ANY_SIZE,
+            shares_steps=True,
         )
 
     def open(self, local_rank: int, threads: int) -> torch.device:

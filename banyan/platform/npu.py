@@ -40,6 +40,7 @@ class NpuPlatform(Accelerator):
             is_host=False,
             programs=BY_SHAPE,
             lengths_on_host=True,
+            shares_steps=True,
             latents=((512, 64),),
             verified=16,  # latent attention takes no longer rows
         )

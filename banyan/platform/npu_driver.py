@@ -4,18 +4,25 @@ Importing either makes torch know the device "npu" and the operators of `torch.o
 can have one of them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any, cast
 
 import torch
+import torch.distributed
 
 from banyan.base.errors import ConfigError
 from banyan.config.env import read_environment
 
 EMULATED = "emulated"
 _EMULATION = "tests.emulation.device"
+_BACKEND = "HCCL"
+
+distributed = cast(Any, torch.distributed)  # which types nothing of its backends
 
 
 @dataclass(frozen=True)
@@ -24,10 +31,34 @@ class Driver:
     Attributes:
         npu: streams, memory and graphs (`torch.npu`).
         is_checked: calls of operators are to be held against their contracts.
+        options: of a process group of its collectives.
+        buffer: megabytes of each group, as HCCL_BUFFSIZE says; "" = the library's own choice.
     """
 
     npu: ModuleType
     is_checked: bool
+    options: Callable[[], Any]
+    buffer: str
+
+    def group(self, store: Any, rank: int, size: int, timeout_s: float, name: str) -> Any:
+        """A process group of `size` ranks that meet at a store of torch's.
+
+        Raises:
+            ConfigError: no such buffer can be.
+        """
+        met = distributed.distributed_c10d._DistributedBackendOptions()
+        met.store, met.group_rank, met.group_size = store, rank, size
+        met.timeout, met.group_id = timedelta(seconds=timeout_s), name or "ranks"
+        met.global_ranks_in_group = []  # all of them: there is no larger group
+        options = self.options()
+        if self.buffer:
+            if not self.buffer.isdecimal() or not int(self.buffer):
+                raise ConfigError(
+                    f"HCCL_BUFFSIZE={self.buffer}: it is a whole number of megabytes, from 1 on",
+                    hint="set it to 200, or unset it",
+                )
+            options.hccl_config = {"hccl_buffer_size": int(self.buffer)}
+        return distributed.Backend._plugins[_BACKEND].creator_fn(met, options)
 
 
 def open_driver() -> Driver:
@@ -37,20 +68,20 @@ def open_driver() -> Driver:
     """
     wishes = read_environment().npu
     if wishes.driver == EMULATED:
-        _open_emulation(wishes.soc)
+        options = _open_emulation(wishes.soc)
     elif wishes.driver:
         raise ConfigError(
             f"BANYAN_NPU={wishes.driver}: no driver has that name",
             hint=f"leave it out for a real device, or set it to {EMULATED}",
         )
     else:
-        _open_real()
+        options = _open_real()
     npu = torch.get_device_module("npu")
     npu.config.allow_internal_format = True  # weights may have the device's fractal form
-    return Driver(npu, wishes.is_checked)
+    return Driver(npu, wishes.is_checked, options, wishes.buffer)
 
 
-def _open_real() -> None:
+def _open_real() -> Callable[[], Any]:
     if find_spec("torch_npu") is None:
         raise ConfigError(
             "--device npu: the package torch_npu is not installed",
@@ -61,15 +92,16 @@ def _open_real() -> None:
     if not npu.is_available():
         raise ConfigError("--device npu: torch_npu finds no device", hint="look at npu-smi info")
     npu.set_compile_mode(jit_compile=False)
+    return driver._C._distributed_c10d.ProcessGroupHCCL.Options
 
 
-def _open_emulation(soc: str) -> None:
+def _open_emulation(soc: str) -> Callable[[], Any]:
     if find_spec("tests") is None or find_spec("tests.emulation") is None:
         raise ConfigError(
             f"BANYAN_NPU={EMULATED}: the emulated device is not here",
             hint="it is a part of the tests: start from the folder of the source",
         )
     try:
-        import_module(_EMULATION).install(soc)
+        return import_module(_EMULATION).install(soc).group_options
     except (RuntimeError, ValueError) as error:
         raise ConfigError(f"BANYAN_NPU={EMULATED}: {error}") from None

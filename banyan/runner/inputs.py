@@ -361,6 +361,9 @@ class StepTensors:
         return found
 
     def _gather(self, batch: Batch) -> None:
+        if batch.everywhere is not None:
+            self._gather_share(batch, batch.everywhere)
+            return
         rows, count = len(batch.rows), len(batch.last)
         moves = np.array(self._table.moves(batch.rows), np.int64).reshape(-1, 2)
         parts = [
@@ -388,12 +391,32 @@ class StepTensors:
         self.chosen[:count] = last
         self.to_slots[:count] = slots[sampling]
         self.to_positions[:count] = contexts[sampling] + last - offsets[sampling] + 1
-        tokens, width = int(batch.offsets[-1]), int(batch.ends.max())
+        tokens, width = int(batch.offsets[-1]), max(batch.ends.tolist(), default=0)
         row_of = torch.arange(rows, device=self._device).repeat_interleave(
             counts, output_size=tokens
         )
         first = (contexts - offsets[:-1])[row_of]
         self.place(slots[row_of], torch.arange(tokens, device=self._device) + first, slots, width)
+
+    def _gather_share(self, batch: Batch, everywhere: Everywhere) -> None:
+        """The same of a share of a step, whose rows begin where the plan says."""
+        assert self._lengths_on_host, "the lengths on the device are those of whole rows"
+        rows, count = len(batch.slots), len(batch.last)
+        parts = [
+            *(batch.slots, np.repeat(batch.slots, batch.counts), batch.positions),
+            *(everywhere.slots, everywhere.positions),
+            *(batch.last, batch.to_slots, batch.to_positions),
+        ]
+        sizes = [len(part) for part in parts]
+        packed = self._platform.pinned((sum(sizes),), torch.int64)
+        np.concatenate(parts, out=packed.numpy())
+        there = packed.to(self._device, non_blocking=True).split(sizes)
+        slots, slot_of, positions, all_slots, all_positions = there[:5]
+        self.slots[:rows] = slots
+        self.chosen[:count], self.to_slots[:count], self.to_positions[:count] = there[5:]
+        self.enter_lengths(batch.offsets, batch.starts)
+        self.place(slot_of, positions, slots, max(batch.ends.tolist(), default=0))
+        self._locate(all_slots, all_positions)
 
     def enter_lengths(self, offsets: np.ndarray, starts: np.ndarray) -> None:
         """Lengths that kernels take from the host: what plans say of starts is true where nothing
@@ -413,8 +436,13 @@ class StepTensors:
         for index, layout in enumerate(self._groups):
             known, width = self._table.pages[index], layout.columns(longest)
             self.page_tables[index][:rows, :width] = known[slots, :width]
-            pages = known[slot_of, layout.column(positions)].long()
-            self.locations[index][:tokens] = layout.locate(pages, positions)
+        self._locate(slot_of, positions)
+
+    def _locate(self, slot_of: Tensor, positions: Tensor) -> None:
+        """Enter where keys and values of these positions go."""
+        for index, layout in enumerate(self._groups):
+            pages = self._table.pages[index][slot_of, layout.column(positions)].long()
+            self.locations[index][: len(pages)] = layout.locate(pages, positions)
 
 
 class _HostViews:

@@ -124,6 +124,8 @@ def _open(
     why = _obstacle(model, build.ops, platform)
     if stages.size > 1:
         why = "they go through several stages"
+    if joint is not None:
+        why = "ranks share out their tokens anew at every step"
     if sizes.taps or sizes.carried:
         why = "drafts are made of what layers read beside tokens"
     if why:

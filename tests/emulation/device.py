@@ -11,10 +11,10 @@ from types import ModuleType, SimpleNamespace
 
 import torch
 
-from tests.emulation import build, graph, operators
+from tests.emulation import build, graph, groups, operators
 
-MEMORY_BYTES = 1 << 30
-"""Of each device at first: `set_memory` changes it. A real one has 64 GiB."""
+MEMORY_BYTES = (64 << 30) // groups.SCALE
+"""Of each device at first: `set_memory` changes it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class EmulatedNpu:
     def __init__(self, core: ModuleType, soc: Soc) -> None:
         self.core = core
         self.soc = soc
+        self.group_options = groups.Options
 
     def counters(self) -> dict[str, int]:
         """to_host: copies to the host, of which to_host_late are not waited for; to_device; waits:
@@ -74,6 +75,7 @@ def install(soc: str) -> EmulatedNpu:
         core.set_limit(device, MEMORY_BYTES)
     torch._register_device_module("npu", _surface(npu))
     operators.register(core)
+    groups.Exchanges(core).register()
     return npu
 
 

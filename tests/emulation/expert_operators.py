@@ -1,6 +1,6 @@
 """What the NPU's operators of blocks of experts compute, and what they refuse."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -26,6 +26,8 @@ SCHEMAS = {
     "npu_moe_token_unpermute": "(Tensor permuted_tokens, Tensor sorted_indices, "
     "Tensor? probs=None, bool padded_mode=False, int[]? restore_shape=None) -> Tensor",
 }
+_ANYTHING = float("nan")
+"""What lies where an operator writes nothing."""
 
 
 class Experts:
@@ -36,16 +38,22 @@ class Experts:
         self._device: Callable[[Tensor, int], Tensor] = core.device_alias
 
     def npu_moe_init_routing_v2(
-        self, x: Tensor, expert_idx: Tensor, *, expert_num: int = -1, **given: object
+        self,
+        x: Tensor,
+        expert_idx: Tensor,
+        *,
+        expert_num: int = -1,
+        active_expert_range: Sequence[int] = (),
+        **given: object,
     ) -> tuple[Tensor, ...]:
         name = "npu_moe_init_routing_v2"
-        expert_contracts.init_routing(x, expert_idx, expert_num)
+        first, last = active_expert_range or (0, expert_num)
+        expert_contracts.init_routing(x, expert_idx, expert_num, first, last)
         wanted = {
             "active_num": expert_idx.numel(),
             "drop_pad_mode": 0,
             "expert_tokens_num_type": 1,
             "expert_tokens_num_flag": True,
-            "active_expert_range": [0, expert_num],
             "quant_mode": -1,
             "row_idx_type": 0,
         }
@@ -56,10 +64,13 @@ class Experts:
             name,
             f"experts must be 0 to {expert_num - 1}, they are {int(ids.min())} to {int(ids.max())}",
         )
-        order = ids.argsort(stable=True)
+        is_mine = (ids >= first) & (ids < last)
+        order = torch.where(is_mine, ids, expert_num).argsort(stable=True)
         rows = self._host(x)[order // expert_idx.shape[1]]
-        counts = torch.bincount(ids, minlength=expert_num)
-        found = (rows, order.argsort().int(), counts, torch.zeros(len(order)))
+        rows[int(is_mine.sum()) :] = _ANYTHING
+        counts = torch.bincount(ids, minlength=expert_num)[first:last]
+        places = torch.where(is_mine, order.argsort(), -1).int()
+        found = (rows, places, counts, torch.zeros(len(order)))
         return tuple(self._device(part, x.device.index) for part in found)
 
     def npu_grouped_matmul(
@@ -79,11 +90,11 @@ class Experts:
         rows, columns = self._host(x[0]), self._host(weight[0])
         counts = self._host(group_list).tolist()
         require(
-            sum(counts) == len(rows),
+            sum(counts) <= len(rows),
             name,
-            f"the groups must have {len(rows)} rows together, they have {sum(counts)}",
+            f"the groups have {sum(counts)} rows together, there are {len(rows)}",
         )
-        out = torch.empty(len(rows), columns.shape[2], dtype=rows.dtype)
+        out = torch.full((len(rows), columns.shape[2]), _ANYTHING, dtype=rows.dtype)
         start = 0
         for group, count in enumerate(counts):
             mine = slice(start, start + count)

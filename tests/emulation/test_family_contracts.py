@@ -89,7 +89,7 @@ def test_sinks(operators, on, sinks, why):
 )
 def test_routing(operators, on, x, ids, why):
     with pytest.raises(ContractError, match=why):
-        operators.init_routing(on(x), on(ids), 4)
+        operators.init_routing(on(x), on(ids), 0, 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_routing(operators, on, x, ids, why):
     [
         (random(3, 8), random(2, 4, 8), [1, 2], r"weight \[groups, in, out\]"),
         (random(3, 8), random(2, 8, 4).half(), [1, 2], "must have one dtype"),
-        (random(3, 8), random(2, 8, 4), [1, 1], "must have 3 rows together, they have 2"),
+        (random(3, 8), random(2, 8, 4), [3, 1], "have 4 rows together, there are 3"),
         (random(3, 8), random(2, 8, 4), [3], "a number for each of 2 groups"),
         (random(3, 8), random(1, 8, 4), [3], "2 to 1024"),
         (random(3, 8), random(2, 8, 65536), [1, 2], "must be less than 65536, one is 65536"),

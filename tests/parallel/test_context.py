@@ -198,9 +198,9 @@ def test_ranks_that_divide_steps_answer_as_one_does_and_company_changes_no_bit(s
 
 
 def test_devices_that_are_no_cpus_are_refused_by_name(monkeypatch):
-    traits = SimpleNamespace(is_host=False, name="an accelerator")
+    traits = SimpleNamespace(is_host=False, shares_steps=False, name="an accelerator")
     monkeypatch.setattr("banyan.opening.open_platform", lambda name: SimpleNamespace(traits=traits))
-    with pytest.raises(ConfigError, match="--attn-cp-size 2: .* CPUs only, this is an accelerator"):
+    with pytest.raises(ConfigError, match="--attn-cp-size 2: .* only, this is an accelerator"):
         config = config_of("--tp", "4", "--attn-cp-size", "2")
         open_model(config, CARD, 0, "", Phases(WallClock()))
 

@@ -362,7 +362,7 @@ def _experts(dtype: torch.dtype, kind: str) -> Iterator[Case]:
     yield Case(
         "npu_moe_init_routing_v2",
         kind,
-        lambda ops, place: ops.init_routing(place(x), place(ids), experts),
+        lambda ops, place: ops.init_routing(place(x), place(ids), 0, experts, experts),
         lambda: [rows, places, counts],
         0.0,
     )

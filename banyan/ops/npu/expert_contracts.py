@@ -8,7 +8,7 @@ from banyan.ops.npu.contracts import HALVES, placed, require, shape_of, typed
 _MOST_PER_TOKEN, _MOST_GROUPS, _WIDEST = 512, 1024, 65536
 
 
-def init_routing(x: Tensor, ids: Tensor, experts: int) -> None:
+def init_routing(x: Tensor, ids: Tensor, experts: int, first: int, last: int) -> None:
     """x: [tokens, dim]; ids: [tokens, per_token]."""
     name = "npu_moe_init_routing_v2"
     placed(name, x=x, expert_idx=ids)
@@ -25,6 +25,11 @@ def init_routing(x: Tensor, ids: Tensor, experts: int) -> None:
         name,
         f"a token goes through 1 to {min(_MOST_PER_TOKEN, experts)} of {experts} experts, "
         f"not {ids.shape[1]}",
+    )
+    require(
+        0 <= first < last <= experts,
+        name,
+        f"active_expert_range must be a part of the {experts} experts, it is {first} to {last}",
     )
 
 

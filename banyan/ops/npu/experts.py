@@ -25,7 +25,8 @@ class GroupedExperts:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        assert not experts.first, "experts on other devices need collectives of the NPU"
+        first, count = experts.first, len(experts.down)
+        self._range = (first, first + count, experts.total or count)
         self._operators = operators
         self._activation = experts.activation
         self._clamp = experts.clamp
@@ -39,17 +40,32 @@ class GroupedExperts:
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         operators, chosen = self._operators, ids.to(torch.int32)
-        rows, places, counts = operators.init_routing(x.contiguous(), chosen, len(self._down))
+        first, last, total = self._range
+        rows, places, counts = operators.init_routing(x.contiguous(), chosen, *self._range)
         inner = operators.grouped_matmul(rows, self._gate_up, counts)
         outer_bias = None
         if self._biases is not None:
-            of_row = chosen.flatten().sort().values  # the expert of each row
+            of_row = self._rows_of(chosen)
             inner = inner + self._biases[0][of_row]
             outer_bias = self._biases[1][of_row]
         outer = operators.grouped_matmul(self._gated(inner), self._down, counts)
         if outer_bias is not None:
             outer = outer + outer_bias
-        return operators.token_unpermute(outer, places, weights.to(x.dtype))
+        weights = weights.to(x.dtype)
+        if last - first < total:
+            # Behind the rows of the experts here lies anything: not even its zeroth part is added.
+            at = torch.arange(len(outer), device=outer.device)
+            outer = torch.where((at < counts.sum()).unsqueeze(1), outer, 0)
+            places = places.clamp(min=0)
+            weights = torch.where((chosen >= first) & (chosen < last), weights, 0)
+        return operators.token_unpermute(outer, places, weights)
+
+    def _rows_of(self, chosen: Tensor) -> Tensor:
+        """Of each row: its expert among those here; those of others come last."""
+        first, last, _ = self._range
+        mine = chosen.flatten() - first
+        mine = torch.where((mine >= 0) & (mine < last - first), mine, last - first)
+        return mine.sort().values.clamp(max=last - first - 1)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         if self._clamp is not None:

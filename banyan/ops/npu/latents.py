@@ -61,6 +61,8 @@ def _latent_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         first: int = 0,
     ) -> Tensor:
         assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
+        if not len(q):
+            return torch.empty_like(q)
         heads = q.shape[1]
         widths = (q.shape[2], q_turned.shape[2])
         is_served = widths == (LATENT_DIM, LATENT_ROPE_DIM) and heads <= LATENT_HEADS[-1]

@@ -217,13 +217,15 @@ class Operators:
             self._rows = (device, starts, lengths, there)
         return self._rows[3][0], self._rows[3][1]
 
-    def init_routing(self, x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows of x for each pair of a token and an expert, by expert; the row of each pair, token
-        after token; how many rows each expert has. x: [tokens, dim]; ids: [tokens, per_token] of
-        int32.
+    def init_routing(
+        self, x: Tensor, ids: Tensor, first: int, last: int, experts: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of x for each pair of a token and an expert from `first` to before `last`, by
+        expert, and then anything; the row of each pair, token after token, -1 of other experts; how
+        many rows each expert has. x: [tokens, dim]; ids: [tokens, per_token] of int32.
         """
         if self._is_checked:
-            expert_contracts.init_routing(x, ids, experts)
+            expert_contracts.init_routing(x, ids, experts, first, last)
         return self._npu.npu_moe_init_routing_v2(
             x,
             ids,
@@ -232,7 +234,7 @@ class Operators:
             drop_pad_mode=0,
             expert_tokens_num_type=1,
             expert_tokens_num_flag=True,
-            active_expert_range=[0, experts],
+            active_expert_range=[first, last],
             quant_mode=-1,
             row_idx_type=0,
         )[:3]

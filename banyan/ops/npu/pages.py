@@ -41,6 +41,8 @@ def _paged_attention(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         sinks: Tensor | None = None,
     ) -> Tensor:
         assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
+        if not len(q):
+            return torch.empty_like(q)
         starts = row_starts.tolist()
         lengths = lengths_of(starts, context_lengths.tolist())
         if soft_cap or window < 0:  # the operators have no such things

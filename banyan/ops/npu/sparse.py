@@ -42,6 +42,8 @@ def _choose_positions(toolkit: NpuToolkit) -> Callable[..., Tensor]:
         top: int,
     ) -> Tensor:
         assert row_starts.is_cpu and context_lengths.is_cpu, "lengths come from the host"
+        if not len(q):
+            return torch.empty((0, 1, top), dtype=torch.int32, device=q.device)
         width, heads = q.shape[2] + q_turned.shape[2], q.shape[1]
         if width != INDEX_DIM or heads > MOST_INDEX_HEADS or not is_count(top):
             return reference.choose_positions(

@@ -1,0 +1,142 @@
+"""Collectives over a process group of torch, whichever library is behind it.
+
+Ranks that meet at a file are on one machine.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from banyan.ops.api import NotRecordable
+from banyan.parallel.collectives import Meeting
+
+Check = Callable[[str, Tensor], None]
+"""Holds what a collective, by its name, is given against what its library takes."""
+
+dist = cast(Any, torch.distributed)  # which types neither the groups of libraries nor the stores
+
+
+def open_store(meeting: Meeting) -> Any:
+    """What the ranks find each other by."""
+    timeout = timedelta(seconds=meeting.timeout_s)
+    if meeting.path:
+        store = dist.FileStore(meeting.path, meeting.size)
+        store.set_timeout(timeout)
+        return store
+    parts = urlsplit(meeting.address)
+    store = dist.TCPStore(
+        *(str(parts.hostname), parts.port or 0),
+        # The ranks that meet first have the store that those of other groups meet at, too.
+        *(meeting.size, meeting.rank == 0 and not meeting.name, timeout),
+    )
+    return dist.PrefixStore(meeting.name, store)
+
+
+class GroupCollectives:
+    """Implements `Collectives`; nothing here can be recorded.
+
+    Args:
+        group: of the library.
+        check: None where anything is taken.
+    """
+
+    def __init__(self, group: Any, meeting: Meeting, check: Check | None = None) -> None:
+        self._group = group
+        self._rank, self._size = meeting.rank, meeting.size
+        self._recorder = meeting.recorder
+        self._check = check
+
+    def all_reduce(self, x: Tensor) -> None:
+        # The library's own sum adds in an order that depends on the size of x.
+        x.copy_(_sum(self._parts(x)))
+
+    def all_gather(self, x: Tensor, columns: int) -> Tensor:
+        missing = -(-columns // self._size) - x.shape[1]
+        whole = torch.nn.functional.pad(x, (0, missing))
+        return torch.cat(self._parts(whole), dim=1)[:, :columns]
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return _sum([part.chunk(self._size, 1)[self._rank] for part in self._parts(x)])
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        return torch.cat([part.chunk(self._size, 1)[self._rank] for part in self._parts(x)], dim=1)
+
+    def all_to_all_rows(self, x: Tensor, counts: Tensor, room: int) -> tuple[Tensor, Tensor]:
+        table = torch.stack(self._parts(counts))  # [from, to]
+        received = table[:, self._rank].contiguous()
+        coming = table.sum(0).tolist()
+        for rank, rows in enumerate(coming):
+            if rows > room:
+                raise ValueError(f"rank {rank} would get {rows} rows, it has room for {room}")
+        out = x.new_empty((room, x.shape[1]))
+        given = x[: int(counts.sum())].contiguous()
+        self._look("all_to_all", given)
+        self._group.alltoall_base(
+            *(out[: int(received.sum())], given, received.tolist(), counts.tolist()),
+            dist.AllToAllOptions(),
+        ).wait()
+        return out, received
+
+    def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        given = rows[2:].tolist()
+        mine = given[self._rank]
+        whole = torch.nn.functional.pad(x[:mine], (0, 0, 0, max(given) - mine))
+        parts = self._parts(whole)
+        return torch.cat([part[:n] for part, n in zip(parts, given, strict=True)])
+
+    def reduce_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
+        return _sum([part[_mine(rows)] for part in self._parts(x)])
+
+    def gather_columns(self, x: Tensor, columns: int, rows: Tensor, count: int) -> Tensor:
+        return self.all_gather(x, columns)[_mine(rows)]
+
+    def broadcast(self, x: Tensor, source: int) -> None:
+        self._look("broadcast", x)
+        self._group.broadcast(x, source).wait()
+
+    def send(self, x: Tensor, to: int) -> None:
+        self._look("send", x)
+        self._group.send([x], to, 0).wait()
+
+    def recv(self, x: Tensor, source: int) -> None:
+        self._look("recv", x)
+        self._group.recv([x], source, 0).wait()
+
+    def _parts(self, x: Tensor) -> list[Tensor]:
+        """The x of every rank, in the order of the ranks."""
+        x = x.contiguous()
+        self._look("all_gather", x)
+        if not x.numel():  # of no rank
+            return [x] * self._size
+        parts = [x.new_empty(x.shape) for _ in range(self._size)]
+        self._group.allgather([parts], [x]).wait()
+        return parts
+
+    def _look(self, name: str, x: Tensor) -> None:
+        """Its work goes past the compiled ops: a recording would not notice that it is missing.
+
+        Raises:
+            NotRecordable: something is being recorded.
+        """
+        if self._recorder is not None and self._recorder.is_recording:
+            raise NotRecordable("collectives of a process group are no compiled ops")
+        if self._check is not None:
+            self._check(name, x)
+
+
+def _mine(rows: Tensor) -> slice:
+    first, count = rows[:2].tolist()
+    return slice(first, first + count)
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    """In fp32, rounded once."""
+    total = parts[0].to(torch.float32, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(parts[0].dtype)
