@@ -10,7 +10,13 @@ from pathlib import Path
 from banyan.config.quantized import SPELLINGS
 from banyan.families import FAMILIES, GGUF
 from banyan.models.weights.quant import FORMS, overview
-from tests.models import quantised, test_gguf_experts, test_gguf_families, test_gguf_states
+from tests.models import (
+    quantised,
+    test_gguf_experts,
+    test_gguf_families,
+    test_gguf_hybrids,
+    test_gguf_states,
+)
 from tests.models.families import EXPERTS, STATES, VARIANTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +54,7 @@ def tests_of(name: str) -> list[str]:
     """Tests of a class or, as "gguf/…", of an architecture."""
     found = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
     if name.startswith(GGUF):
-        kits = (test_gguf_families, test_gguf_experts, test_gguf_states)
+        kits = (test_gguf_families, test_gguf_experts, test_gguf_states, test_gguf_hybrids)
         architecture = name.removeprefix(GGUF)
         cases = [(k, c) for k in kits for c, (a, _) in k.CASES.items() if a == architecture]
         found += [f"{kit.__name__.rpartition('.')[2]}.py[{case}]" for kit, case in cases]

@@ -90,6 +90,9 @@ class StateFacts:
         key_dim, value_dim: of a head: its state is [key_dim, value_dim].
         least_step, most_step: bounds of what a state moves on with one token.
         is_grouped: projections of a delta net hold all that belongs to a key head together.
+        has_grouped_rates: so do those of its rates.
+        is_tiled: value heads of its last projections lie in turns, one of each key head after
+            another (GGUF files of Qwen3.5).
         step_rank: of a "selective" one, width that steps are squeezed through.
         has_part_norms: its steps, keys and queries are normed.
         norm: of what a scan's heads give: "gated" (behind their gate) | "plain" (before it) | "".
@@ -110,6 +113,8 @@ class StateFacts:
     least_step: float = 0.0
     most_step: float = math.inf
     is_grouped: bool = True
+    has_grouped_rates: bool = True
+    is_tiled: bool = False
     step_rank: int = 0
     has_part_norms: bool = False
     norm: str = "gated"

@@ -23,7 +23,8 @@ def of_hub(facts: Facts, card: ModelCard) -> ModelCard:
     )
 
 
-def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    """The same factors in a GGUF file."""
     default = card.head_dim**-0.5
     return replace(
         card,
@@ -35,12 +36,12 @@ def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
 
 
 def _of_gguf_experts(facts: Facts, card: ModelCard) -> ModelCard:
-    return replace(_of_gguf(facts, card), experts=gguf_softmax(facts, card))
+    return replace(of_gguf(facts, card), experts=gguf_softmax(facts, card))
 
 
 GRANITE = Family(
     hub=HubForm(more=of_hub),
-    gguf=GgufForm("GraniteForCausalLM", more=_of_gguf),
+    gguf=GgufForm("GraniteForCausalLM", more=of_gguf),
     names={
         "safetensors": NameMap(HUB_NAMES),
         "gguf": NameMap(GGUF_NAMES, paired=QK, rope_divisors="rope_freqs.weight"),

@@ -1,7 +1,8 @@
 """Mamba-2, alone and beside attention: Bamba, Granite 4 (hybrid, with experts or without), and
 Falcon-H1, which has both in every layer.
 
-Source: the documented fields and defaults of the families' configuration classes.
+Source: the documented fields and defaults of the families' configuration classes. GGUF files of
+"granitehybrid" are Bamba's too; those whose attention rotates say so with rope.scaling.finetuned.
 """
 
 import math
@@ -10,11 +11,20 @@ from dataclasses import replace
 
 from banyan.config.card import BOTH, FULL, STATE, ModelCard, RopeFacts, StateFacts
 from banyan.config.facts import Facts
-from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds, state_where
-from banyan.families.experts import mixtral_experts
+from banyan.families.base import (
+    MAX_WIDTH,
+    Family,
+    GgufForm,
+    HubForm,
+    Kinds,
+    kinds_by_heads,
+    state_where,
+)
+from banyan.families.experts import gguf_softmax, mixtral_experts
+from banyan.families.granite import of_gguf as granite_gguf
 from banyan.families.granite import of_hub as granite
 from banyan.families.lfm import MAX_TAPS
-from banyan.families.names import GGUF_NAMES, HUB_NAMES, NameMap
+from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, QK, NameMap
 
 MAX_HEADS = 4096
 _MAX_STEP = 1e9
@@ -213,8 +223,24 @@ def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
     return replace(card, state=state)
 
 
-def _mamba2_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+def state_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    """Mamba-2, and attention without positions where there is any."""
     return replace(_of_gguf(facts, card), rope=RopeFacts(kind="none"), rotary_dim=0)
+
+
+def _granite_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    card = granite_gguf(facts, card)
+    turned = card.rotary_dim or card.head_dim
+    if not facts.flag("rope.scaling.finetuned", default=False):
+        card = state_of_gguf(facts, card)
+    elif turned != card.head_dim:
+        # Converters sort the rows of whole heads into pairs, whatever part of them rotates.
+        raise facts.error("rope.dimension_count", turned, f"{card.head_dim}, a whole head")
+    else:
+        card = _of_gguf(facts, card)
+    if facts.integer("expert_count", 0, 1 << 16, default=0) < 2:
+        return card
+    return replace(card, experts=gguf_softmax(facts, card))
 
 
 def of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
@@ -244,7 +270,7 @@ _GGUF_PARTS = {
 }
 
 
-def _gguf_mixer(place: str) -> dict[str, str]:
+def gguf_mixer(place: str) -> dict[str, str]:
     return {f"blk.{{}}.{name}": f"layers.{{}}.{place}.{to}" for name, to in _GGUF_PARTS.items()} | {
         "blk.{}.ssm_conv1d": f"layers.{{}}.{place}.conv:x+b+c",
     }
@@ -275,7 +301,7 @@ FALCON_H1 = Family(
     names={
         "gguf": NameMap(
             GGUF_NAMES
-            | _gguf_mixer("state")
+            | gguf_mixer("state")
             | {f"blk.{{}}.ffn_norm{end}": "layers.{}.mlp_norm.weight" for end in ("", ".weight")}
         ),
         "safetensors": NameMap(
@@ -303,11 +329,11 @@ MAMBA2 = Family(
     gguf=GgufForm(
         "Mamba2ForCausalLM",
         kinds=lambda facts, num_layers: ((STATE,) * num_layers, 0),
-        more=_mamba2_of_gguf,
+        more=state_of_gguf,
         of_tensors=of_tensors,
     ),
     names={
-        "gguf": NameMap(GGUF_NAMES | _gguf_mixer("attention")),
+        "gguf": NameMap(GGUF_NAMES | gguf_mixer("attention")),
         "safetensors": NameMap(
             _mixer("backbone.layers.{}.mixer")
             | {
@@ -327,7 +353,14 @@ BAMBA = Family(
 
 GRANITE_HYBRID = Family(
     hub=HubForm(kinds=_granite_kinds, more=_granite),
+    gguf=GgufForm(
+        "GraniteMoeHybridForCausalLM",
+        kinds=kinds_by_heads,
+        more=_granite_of_gguf,
+        of_tensors=of_tensors,
+    ),
     names={
+        "gguf": NameMap(GGUF_NAMES | GGUF_EXPERTS | gguf_mixer("attention"), paired=QK),
         "safetensors": NameMap(
             HUB_NAMES
             | _MIXER
@@ -341,6 +374,6 @@ GRANITE_HYBRID = Family(
                 "model.layers.{}.shared_mlp.output_linear": "layers.{}.mlp.shared.down",
             },
             alone=".shared",
-        )
+        ),
     },
 )

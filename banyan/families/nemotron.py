@@ -5,14 +5,22 @@ Source: the published configurations of nvidia/Nemotron-H and NVIDIA-Nemotron-3-
 state are bounded by `time_step_limit` alone, in prompts as in answers.
 """
 
+from collections.abc import Container
 from dataclasses import replace
 
 from banyan.config.card import FULL, NONE, STATE, ModelCard, RopeFacts
 from banyan.config.facts import Facts
-from banyan.families.base import MAX_WIDTH, Family, HubForm, Kinds
-from banyan.families.experts import corrected
-from banyan.families.mamba import MAX_HEADS, MIXER_PARTS, scan_of
-from banyan.families.names import NameMap
+from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds
+from banyan.families.experts import corrected, gguf_corrected, without_drafting_layers
+from banyan.families.mamba import (
+    MAX_HEADS,
+    MIXER_PARTS,
+    gguf_mixer,
+    of_tensors,
+    scan_of,
+    state_of_gguf,
+)
+from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, NameMap
 
 _EXPERTS = "moe"
 _NAMES = {
@@ -78,6 +86,74 @@ def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
     return replace(card, experts=found)
 
 
+def _gguf_kinds(facts: Facts, num_layers: int) -> Kinds:
+    """Layers with heads of keys attend, those with an inner width mix nothing."""
+    lists = [facts.listed(key) for key in ("attention.head_count_kv", "feed_forward_length")]
+    for key, listed in zip(("attention.head_count_kv", "feed_forward_length"), lists, strict=True):
+        if len(listed) != num_layers:
+            raise facts.error(key, listed, f"a number for each of {num_layers}")
+    last = num_layers - facts.integer("nextn_predict_layers", 0, num_layers - 1, default=0)
+    return tuple(
+        FULL if heads else NONE if inner else STATE for heads, inner in zip(*lists, strict=True)
+    )[:last], 0
+
+
+def _of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
+    """Each kind of layer says for itself whether it has biases."""
+    found = {kind: card.layer_kinds.index(kind) for kind in dict.fromkeys(card.layer_kinds)}
+
+    def has(kind: str, *names_of: str) -> bool:
+        at = found.get(kind)
+        return any(at is not None and f"blk.{at}.{name}.bias" in names for name in names_of)
+
+    return replace(
+        of_tensors(names, card),
+        attention_bias=has(FULL, "attn_q"),
+        output_bias=has(FULL, "attn_output"),
+        mlp_bias=has(NONE, "ffn_up", "ffn_up_shexp"),
+    )
+
+
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    return state_of_gguf(facts, without_drafting_layers(facts, card))
+
+
+def _moe_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    card = _of_gguf(facts, card)
+    latent = facts.integer("moe_latent_size", 0, MAX_WIDTH, default=0)
+    layers = range(card.num_layers)
+    experts = replace(
+        gguf_corrected(facts, card),
+        dense_layers=tuple(at for at in layers if card.kind_of(at) != NONE),
+        latent=latent,
+        is_gated=False,
+    )
+    return replace(card, experts=experts)
+
+
+_GGUF = NameMap(
+    {
+        name: place
+        for name, place in (GGUF_NAMES | GGUF_EXPERTS).items()
+        if "ffn_gate." not in name and "ffn_up" not in name
+    }
+    | gguf_mixer("attention")
+    | {
+        "blk.{}.ffn_up": "layers.{}.mlp.up",
+        "blk.{}.ffn_up_exps": "layers.{}.mlp.experts.gate_up:up*",
+        "blk.{}.ffn_up_shexp": "layers.{}.mlp.shared.up",
+        "blk.{}.ffn_latent_down": "layers.{}.mlp.into",
+        "blk.{}.ffn_latent_up": "layers.{}.mlp.back",
+    },
+    has_more_layers=True,
+)
+_GGUF_FORM = GgufForm(
+    "NemotronHForCausalLM",
+    activation="relu2",
+    kinds=_gguf_kinds,
+    more=_of_gguf,
+    of_tensors=_of_tensors,
+)
 _LAYER = "backbone.layers.{}.mixer"
 
 NEMOTRON_H = Family(
@@ -92,7 +168,9 @@ NEMOTRON_H = Family(
         num_layers=lambda facts: len(_listed(facts)),
         more=_of_hub,
     ),
+    gguf=_GGUF_FORM,
     names={
+        "gguf": _GGUF,
         "safetensors": NameMap(
             {f"{_LAYER}.{name}": f"layers.{{}}.attention.{to}" for name, to in MIXER_PARTS.items()}
             | {
@@ -116,8 +194,10 @@ NEMOTRON_H = Family(
                 f"{_LAYER}.fc2_latent_proj": "layers.{}.mlp.back",
             },
             unread=("mtp.",),
-        )
+        ),
     },
     gated=False,
     has_single_parts=True,
 )
+
+NEMOTRON_H_MOE = replace(NEMOTRON_H, gguf=replace(_GGUF_FORM, more=_moe_of_gguf))

@@ -1,17 +1,28 @@
 """Qwen3-Next and Qwen3.5: gated delta nets, gated attention in every fourth layer, and experts or
 one feed-forward block. Of Qwen3.5 that is the part for text; what sees is not read.
 
-Source: the published configurations of Qwen/Qwen3-Next-80B-A3B and Qwen/Qwen3.5.
+Source: the published configurations of Qwen/Qwen3-Next-80B-A3B and Qwen/Qwen3.5. GGUF files of
+Qwen3-Next hold the rates of a key head together, and older ones all of its projections; those of
+Qwen3.5 have value heads in turns.
 """
 
+from collections.abc import Container
 from dataclasses import replace
 
 from banyan.config.card import FULL, STATE, ModelCard, StateFacts
 from banyan.config.facts import Facts
-from banyan.families.base import MAX_WIDTH, Family, HubForm, Kinds, state_where
-from banyan.families.experts import qwen_moe
+from banyan.families.base import MAX_WIDTH, Family, GgufForm, HubForm, Kinds, state_where
+from banyan.families.experts import gguf_qwen2_moe, qwen_moe, without_drafting_layers
 from banyan.families.lfm import MAX_TAPS
-from banyan.families.names import HUB_EXPERTS, HUB_NAMES, HUB_QK_NORM, NameMap
+from banyan.families.names import (
+    GGUF_EXPERTS,
+    GGUF_NAMES,
+    GGUF_QK_NORM,
+    HUB_EXPERTS,
+    HUB_NAMES,
+    HUB_QK_NORM,
+    NameMap,
+)
 from banyan.families.qwen import HUB_SHARED
 
 _MAX_HEADS = 4096
@@ -39,13 +50,91 @@ def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
     )
     card = replace(card, state=state)
     if "Qwen3_5" in card.architecture:
-        card = replace(card, state=replace(state, is_grouped=False))
+        card = replace(card, state=replace(state, is_grouped=False, has_grouped_rates=False))
     if card.architecture.startswith("Qwen3_5For"):
         return card
     if facts.integer("num_experts", 0, 1 << 16, default=512) == 0:
         return card
     return qwen_moe(facts, card, has_shared=True, is_normalised=True)
 
+
+def _gguf_kinds(facts: Facts, num_layers: int) -> Kinds:
+    period = facts.integer("full_attention_interval", 1, 1 << 16, default=4)
+    last = num_layers - facts.integer("nextn_predict_layers", 0, num_layers - 1, default=0)
+    return tuple(STATE if (at + 1) % period else FULL for at in range(last)), 0
+
+
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    heads = facts.integer("ssm.time_step_rank", 1, _MAX_HEADS)
+    key_heads = facts.integer("ssm.group_count", 1, _MAX_HEADS)
+    inner = facts.integer("ssm.inner_size", 1, MAX_WIDTH)
+    if heads % key_heads or inner % heads:
+        rule = f"a multiple of {key_heads} key heads that divides {inner}"
+        raise facts.error("ssm.time_step_rank", heads, rule)
+    state = StateFacts(
+        mixer="delta",
+        taps=facts.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        heads=heads,
+        key_heads=key_heads,
+        key_dim=facts.integer("ssm.state_size", 1, MAX_WIDTH),
+        value_dim=inner // heads,
+        is_grouped=False,
+    )
+    return replace(without_drafting_layers(facts, card), state=state)
+
+
+def _next_of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    return _normalised(gguf_qwen2_moe(facts, _of_gguf(facts, card)), facts)
+
+
+def _of_gguf35(facts: Facts, card: ModelCard) -> ModelCard:
+    card = _of_gguf(facts, card)
+    assert card.state is not None
+    is_tiled = card.state.heads > card.state.key_heads
+    return replace(card, state=replace(card.state, has_grouped_rates=False, is_tiled=is_tiled))
+
+
+def _moe_of_gguf35(facts: Facts, card: ModelCard) -> ModelCard:
+    card = gguf_qwen2_moe(facts, _of_gguf35(facts, card))
+    return replace(_normalised(card, facts), architecture="Qwen3_5MoeForCausalLM")
+
+
+def _normalised(card: ModelCard, facts: Facts) -> ModelCard:
+    """Unless the file says otherwise."""
+    assert card.experts is not None
+    is_normalised = facts.flag("expert_weights_norm", default=True)
+    return replace(card, experts=replace(card.experts, is_normalised=is_normalised))
+
+
+def _of_tensors(names: Container[str], card: ModelCard) -> ModelCard:
+    """Older files have the projections of a key head together."""
+    assert card.state is not None
+    at = card.layer_kinds.index(STATE)
+    is_grouped = f"blk.{at}.ssm_in.weight" in names
+    return replace(card, state=replace(card.state, is_grouped=is_grouped))
+
+
+_GGUF_NAMES = NameMap(
+    GGUF_NAMES
+    | GGUF_QK_NORM
+    | GGUF_EXPERTS
+    | {
+        "blk.{}.post_attention_norm": "layers.{}.mlp_norm",
+        "blk.{}.ffn_gate_up_exps": "layers.{}.mlp.experts.gate_up:gate*+up*",
+        "blk.{}.attn_qkv": "layers.{}.attention.mix:q+k+v",
+        "blk.{}.attn_gate": "layers.{}.attention.mix:z",
+        "blk.{}.ssm_in": "layers.{}.attention.mix",
+        "blk.{}.ssm_ba": "layers.{}.attention.rates",
+        "blk.{}.ssm_beta": "layers.{}.attention.rates:b",
+        "blk.{}.ssm_alpha": "layers.{}.attention.rates:a",
+        "blk.{}.ssm_conv1d": "layers.{}.attention.conv:q+k+v",
+        "blk.{}.ssm_dt.bias": "layers.{}.attention.gates.bias",
+        "blk.{}.ssm_a": "layers.{}.attention.gates.rate",
+        "blk.{}.ssm_norm": "layers.{}.attention.norm",
+        "blk.{}.ssm_out": "layers.{}.attention.out",
+    },
+    has_more_layers=True,
+)
 
 _HUB = HubForm(head_dim=256, rotary=0.25, kinds=_kinds, more=_of_hub)
 _HUB_NAMES = (
@@ -72,7 +161,11 @@ _APART = _HUB_NAMES | {
 
 QWEN3_NEXT = Family(
     hub=_HUB,
+    gguf=GgufForm(
+        "Qwen3NextForCausalLM", kinds=_gguf_kinds, more=_next_of_gguf, of_tensors=_of_tensors
+    ),
     names={
+        "gguf": _GGUF_NAMES,
         "safetensors": NameMap(
             _HUB_NAMES
             | {
@@ -81,7 +174,7 @@ QWEN3_NEXT = Family(
             },
             norm_offset=1.0,
             unread=("mtp.",),
-        )
+        ),
     },
     qk_norm="head",
     has_attention_gate=True,
@@ -90,7 +183,9 @@ QWEN3_NEXT = Family(
 QWEN35 = replace(
     QWEN3_NEXT,
     hub=replace(_HUB, is_nested=True),
+    gguf=GgufForm("Qwen3_5ForCausalLM", kinds=_gguf_kinds, more=_of_gguf35),
     names={
+        "gguf": _GGUF_NAMES,
         "safetensors": NameMap(
             _APART
             | {
@@ -99,6 +194,10 @@ QWEN35 = replace(
             },
             norm_offset=1.0,
             unread=("mtp.", "model.visual."),
-        )
+        ),
     },
+)
+
+QWEN35_MOE = replace(
+    QWEN35, gguf=GgufForm("Qwen3_5MoeForCausalLM", kinds=_gguf_kinds, more=_moe_of_gguf35)
 )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from banyan.base.errors import ConfigError
 from banyan.config.card import STATE, StateFacts
 from banyan.layers.build import Build
 from banyan.layers.cache import Caching, LayerCache
@@ -42,9 +43,15 @@ class GatedDeltaNet(Caching):
         self.sizes = (keys, keys, values)
         widths = {"q": key, "k": key, "v": value}
         mixed, rates = widths | {"z": value}, {"b": shared, "a": shared}
-        self.mix, self.rates = (
-            _of_key_heads(dim, facts, parts, group, build) for parts in (mixed, rates)
-        )
+        self.mix = _of_key_heads(dim, facts, mixed, facts.is_grouped, group, build)
+        self.rates = _of_key_heads(dim, facts, rates, facts.has_grouped_rates, group, build)
+        self.tiles = shared if facts.is_tiled else 1
+        if self.tiles > 1 and group.size > 1:
+            raise ConfigError(
+                f"{group.size} ranks cannot share value heads that lie in turns, as GGUF files of "
+                f"{facts.heads} on {facts.key_heads} key heads have them",
+                hint="take the model's safetensors form, or one rank",
+            )
         self.conv = ShortConv(
             {part: facts.key_heads * width for part, width in widths.items()},
             {part: ShardRule(0, width) for part, width in widths.items()},
@@ -74,14 +81,27 @@ class GatedDeltaNet(Caching):
         v = v.unflatten(-1, (-1, facts.value_dim))  # [tokens, heads, value_dim]
         kept = self.gates(rates)[1]
         out = ops.scan(q, k, v, kept, strength, None, True, states[MATRIX], rows)
-        return self.out(ops.apply_gate(self.norm(out).flatten(1), z, "silu"))
+        out = self.norm(out)
+        if self.tiles > 1:
+            order = [
+                at for first in range(self.tiles) for at in range(first, facts.heads, self.tiles)
+            ]
+            out = ops.concat([out[:, at] for at in order])
+        else:
+            out = out.flatten(1)
+        return self.out(ops.apply_gate(out, z, "silu"))
 
 
 def _of_key_heads(
-    dim: int, facts: StateFacts, widths: Mapping[str, int], group: Group, build: Build
+    dim: int,
+    facts: StateFacts,
+    widths: Mapping[str, int],
+    is_grouped: bool,
+    group: Group,
+    build: Build,
 ) -> ColumnLinear:
     """A projection to parts that have so many numbers for each key head, one part after another."""
-    if not facts.is_grouped:
+    if not is_grouped:
         outputs = {part: facts.key_heads * width for part, width in widths.items()}
         rules = {part: ShardRule(0, width) for part, width in widths.items()}
         return ColumnLinear(dim, outputs, rules, False, group, build)

@@ -33,7 +33,7 @@ from banyan.models.weights.quant import open_method
 from banyan.models.weights.quant.base import Stored, restored
 from banyan.models.weights.reader import read_tensors, tensor_types
 from banyan.models.weights.shared import with_numbered_blocks
-from banyan.models.weights.states import with_plain_states
+from banyan.models.weights.states import with_heads_of_keys, with_plain_states
 from banyan.ops.bind import BoundOps
 from banyan.ops.stored import RawTensor, StoredWeight
 
@@ -120,6 +120,8 @@ def tensors_of(
         tensors = with_whole_expansions(tensors)
     elif card.format == "gguf" and card.state is not None:
         tensors = with_plain_states(tensors)
+        if card.state.is_tiled:
+            tensors = with_heads_of_keys(tensors, card.state)
     if card.architecture in FAMILIES and _names_of(card).has_gates_between:
         tensors = with_plain_experts(tensors)
     if card.shared is not None:

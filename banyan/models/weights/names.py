@@ -60,7 +60,7 @@ def is_ignored(name: str, names: NameMap, num_layers: int) -> bool:
     if names.unread and name.startswith(names.unread):
         return True
     template, numbers = split_numbers(name)
-    if names.has_more_layers and template.startswith("model.layers.{}."):
+    if names.has_more_layers and template.startswith(("model.layers.{}.", "blk.{}.")):
         return int(numbers[0]) >= num_layers
     return template in names.ignored
 

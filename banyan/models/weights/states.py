@@ -5,6 +5,9 @@ zero, where models take the logarithm of what is above.
 
 from collections.abc import Iterator
 
+import torch
+
+from banyan.config.card import StateFacts
 from banyan.models.weights.quant.base import Stored
 from banyan.ops.stored import RawTensor, StoredWeight
 
@@ -28,3 +31,26 @@ def with_plain_states(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[s
             yield name, StoredWeight.from_tensor(tensor.dense.unsqueeze(1))
         else:
             yield name, tensor
+
+
+_QUERIES_FIRST = (".attn_qkv.weight", ".ssm_conv1d.weight")
+_OF_HEADS = (".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_a", ".ssm_dt.bias")
+
+
+def with_heads_of_keys(
+    tensors: Iterator[tuple[str, Stored]], facts: StateFacts
+) -> Iterator[tuple[str, Stored]]:
+    """Value heads that lie in turns, one of each key head after another, in the order of the key
+    heads. Only rows are sorted, which no block spans; the gate and what reads the heads stay as
+    they are (`StateFacts.is_tiled`)."""
+    heads = torch.arange(facts.heads).view(-1, facts.key_heads).T.flatten()
+    of_values = (heads[:, None] * facts.value_dim + torch.arange(facts.value_dim)).flatten()
+    before = 2 * facts.key_heads * facts.key_dim
+    whole = torch.cat([torch.arange(before), before + of_values])
+    for name, tensor in tensors:
+        order = whole if name.endswith(_QUERIES_FIRST) else heads
+        if name.endswith(_QUERIES_FIRST + _OF_HEADS) and isinstance(tensor, StoredWeight):
+            is_vector = len(tensor.shape) == 1
+            sorted_vector = StoredWeight.from_tensor(tensor.dense[order]) if is_vector else None
+            tensor = sorted_vector or tensor.rows(order)
+        yield name, tensor
