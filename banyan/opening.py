@@ -14,6 +14,7 @@ from banyan.base.heap import give_back
 from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
 from banyan.config.defaults import settings_of, settle
+from banyan.config.dispatch import check_the_tokens, sends_rows, slot_bytes
 from banyan.config.drafts import card_of_the_draft, draft_of
 from banyan.config.flags.device import ATTENTION
 from banyan.config.kv_scales import read_kv_scales
@@ -100,20 +101,7 @@ def open_model(
     place_rank(config.device, replace(parallel, tp=here, pp=1, cp=1, is_joined=False), place)
     platform = open_platform(config.device.name)
     traits = platform.traits
-    if config.speculative.drafts and not traits.is_host:
-        check_drafts(config.speculative, traits)
-    if parallel.is_joined and not traits.shares_steps:
-        raise ConfigError(
-            "--enable-dp-attention: replicas share feed-forward blocks on CPUs and Ascend NPUs "
-            f"only, this is {traits.name}",
-            hint="leave the flag out; --data-parallel-size starts independent replicas",
-        )
-    if parallel.cp > 1 and not traits.shares_steps:
-        raise ConfigError(
-            f"--attn-cp-size {parallel.cp}: prompts are divided among ranks on CPUs and Ascend "
-            f"NPUs only, this is {traits.name}",
-            hint="leave it out; --tensor-parallel-size cuts the heads",
-        )
+    _check_the_device(config, traits)
     config, origins = settle(config, platform.defaults(card))
     sharers = 1 if is_placed(config.device) else here * parallel.dp
     threads = config.parallel.threads or max(1, traits.cores // sharers)
@@ -136,6 +124,7 @@ def open_model(
         is_dense_whole=parallel.dense_tp == 1,
         shares=parallel.cp,
         split=parallel.cp_split,
+        slot_bytes=slot_bytes(config, card),
     )
     if parallel.world > 1 or parallel.is_joined:
         phases.done("meeting")
@@ -147,7 +136,8 @@ def open_model(
     seats = open_seats(config.lora, traits, is_rounded, keeps_parts)
     watch = open_expert_watch(config.experts, rank, traits, ops.recorder)
     places = open_expert_map(config, card, groups, traits)
-    build = Build(ops, groups, dtype, device, units, seats, watch, places)
+    sends = sends_rows(config)
+    build = Build(ops, groups, dtype, device, units, seats, watch, places, sends)
     if config.device.memory_saver and not traits.is_host:
         raise ConfigError(
             f"--enable-memory-saver: memory of {traits.name} cannot be released while it runs",
@@ -273,6 +263,7 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
     chunk_tokens = config.schedule.chunk_tokens
     chunk = min(chunk_tokens if chunk_tokens > 0 else _WHOLE_PROMPTS, memory.max_request_tokens)
     draft_room = DRAFT_ROOM if config.speculative.drafts else 0
+    check_the_tokens(config, memory.max_running + draft_room)
     return RunnerSizes(
         max_slots=memory.max_running,
         max_length=memory.max_request_tokens,
@@ -290,6 +281,31 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
         burst=config.schedule.burst,
         branching=longest_branch(config.speculative),
     )
+
+
+def _check_the_device(config: Config, traits: Traits) -> None:
+    """Refuse what only some devices do, on others."""
+    parallel = config.parallel
+    if config.speculative.drafts and not traits.is_host:
+        check_drafts(config.speculative, traits)
+    if parallel.is_joined and not traits.shares_steps:
+        raise ConfigError(
+            "--enable-dp-attention: replicas share feed-forward blocks on CPUs and Ascend NPUs "
+            f"only, this is {traits.name}",
+            hint="leave the flag out; --data-parallel-size starts independent replicas",
+        )
+    if parallel.cp > 1 and not traits.shares_steps:
+        raise ConfigError(
+            f"--attn-cp-size {parallel.cp}: prompts are divided among ranks on CPUs and Ascend "
+            f"NPUs only, this is {traits.name}",
+            hint="leave it out; --tensor-parallel-size cuts the heads",
+        )
+    if sends_rows(config) and not traits.is_host:
+        raise ConfigError(
+            f"--moe-a2a-backend {config.experts.a2a}: rows go to the ranks of their experts on "
+            f"CPUs only, this is {traits.name}",
+            hint="leave it out",
+        )
 
 
 def check_drafts(speculative: SpeculativeConfig, traits: Traits) -> None:

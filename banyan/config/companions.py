@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from banyan.base.errors import ConfigError
+from banyan.config.dispatch import LIMIT
 from banyan.config.env import Environment
 from banyan.config.flags.device import ATTENTION
 from banyan.config.flags.flag import SWITCH
@@ -169,6 +170,16 @@ _RULES = (
         "nothing is recorded without --expert-distribution-recorder-mode",
     ),
     _Idle(
+        "moe-a2a-backend deepep-mode",
+        lambda c: c.parallel.tp == 1 and c.experts.a2a != "none",
+        "one rank has all experts",
+    ),
+    _Idle(
+        "deepep-mode",
+        lambda c: c.experts.a2a == "none",
+        "rows go to all ranks without --moe-a2a-backend deepep",
+    ),
+    _Idle(
         "eplb-algorithm eplb-rebalance-num-iterations eplb-rebalance-layers-per-chunk "
         "eplb-min-rebalancing-utilization-threshold",
         lambda c: not c.experts.balances,
@@ -184,6 +195,14 @@ def _remarks(config: Config) -> Iterator[str]:
         yield (
             "--enable-custom-logit-processor lets requests name processors that are installed "
             "(entry points banyan.logit_processors); code that a request brings is never run"
+        )
+
+    experts = config.experts
+    is_idle = experts.a2a == "none" or experts.a2a_mode == "normal"
+    if experts.a2a_tokens not in (0, Config().experts.a2a_tokens) and is_idle:
+        yield (
+            f"{LIMIT} is set without an effect: it bounds what travels at once under "
+            "--moe-a2a-backend deepep with --deepep-mode low_latency or auto"
         )
 
 

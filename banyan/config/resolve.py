@@ -18,6 +18,7 @@ from banyan.config.card import ModelCard
 from banyan.config.catalogue import recognise
 from banyan.config.checkpoint import read_card
 from banyan.config.context import check_the_context
+from banyan.config.dispatch import share_the_experts
 from banyan.config.disposal import Moment, check_disposal
 from banyan.config.drafts import find_the_draft, fits
 from banyan.config.encoders import read_pooling
@@ -410,6 +411,7 @@ RULES = (
     check_the_joined_replicas,
     check_the_context,
     check_the_dense_blocks,
+    share_the_experts,
     check_the_ranks,
     fill_the_stages,
     check_the_nodes,

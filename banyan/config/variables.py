@@ -28,7 +28,6 @@ _NO_ASCEND = "--kernels chooses the kernels of Ascend devices"
 _NO_TRANSFER = "no transfer engine of Ascend devices is used"
 _OWN_BEAT = "a server that computes prompts is taken for dead when it is silent for 5 s"
 _ONE_THREAD = "one thread carries what servers hand over"
-_NO_EXPERTS = "tokens are not sent to the ranks of their experts"
 _NO_POLLING = "a request is told when its grammar is compiled; --grammar-timeout bounds the wait"
 
 IDLE = {
@@ -36,7 +35,7 @@ IDLE = {
     "PYTORCH_NPU_ALLOC_CONF": OF_ASCEND,
     "STREAMS_PER_DEVICE": OF_ASCEND,
     "HCCL_BUFFSIZE": OF_ASCEND,
-    "DEEPEP_HCCL_BUFFSIZE": _NO_EXPERTS,
+    "DEEPEP_HCCL_BUFFSIZE": OF_ASCEND,
     "HCCL_SOCKET_IFNAME": OF_ASCEND,
     "HCCL_OP_EXPANSION_MODE": OF_ASCEND,
     "TASK_QUEUE_ENABLE": OF_ASCEND,
@@ -46,8 +45,7 @@ IDLE = {
     "SGLANG_NPU_FUSED_MOE_MODE": _NO_ASCEND,
     "SGLANG_USE_AG_AFTER_QLORA": _NO_ASCEND,
     "ASCEND_MF_STORE_URL": _NO_TRANSFER,
-    "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": _NO_EXPERTS,
-    "DEEP_NORMAL_MODE_USE_INT8_QUANT": _NO_EXPERTS,
+    "DEEP_NORMAL_MODE_USE_INT8_QUANT": "rows go to their experts with all their bits",
     "SGLANG_SCHEDULER_SKIP_ALL_GATHER": "one plan is broadcast, and nothing is gathered",
     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM": "a step is planned while another runs",
     "SGLANG_ENABLE_SPEC_V2": "drafts are verified in steps that overlap",
@@ -248,6 +246,16 @@ SETTINGS = {
             "folder of the files that /dump_expert_distribution_record writes",
             proof="tests/system/test_expert_record.py"
             "::test_what_is_recorded_equals_the_choices_of_the_routers",
+        ),
+        Flag(
+            "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+            "experts.a2a_tokens",
+            "with --moe-a2a-backend deepep: tokens of one rank whose rows travel at once; 0 = no "
+            "bound, with --deepep-mode normal",
+            kind=INT,
+            low=0,
+            high=1024,
+            proof="tests/config/test_dispatch.py::test_a_variable_is_the_bound",
         ),
         Flag(
             "SGLANG_SET_CPU_AFFINITY",

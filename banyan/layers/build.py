@@ -25,6 +25,7 @@ class Build:
         adapters: what may lie beside the projections; None = nothing ever does.
         watch: told of the experts that tokens choose; None = nobody is.
         places: where experts lie; None = in their order, and without copies.
+        sends_rows: rows go to the ranks of their experts alone, instead of to all ranks.
     """
 
     ops: Ops
@@ -35,3 +36,4 @@ class Build:
     adapters: "AdapterSeats | None" = None
     watch: "ExpertWatch | None" = None
     places: "ExpertMap | None" = None
+    sends_rows: bool = False

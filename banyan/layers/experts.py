@@ -58,14 +58,21 @@ class Router(Layer):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """returns: ids [tokens, per_token] int64, weights [tokens, per_token] fp32."""
+        ids, weights = self.choose(x)
+        self.tell(ids)
+        return ids, weights
+
+    def choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As forward, of rows beside which there are others: nobody is told."""
         chosen = (x, self.weight, self.correction, self.rule, self.bias)
         if self.adapted is None:
-            ids, weights = self.ops.route(*chosen)
-        else:
-            ids, weights = self.ops.route(*chosen, self.adapted.now())
+            return self.ops.route(*chosen)
+        return self.ops.route(*chosen, self.adapted.now())
+
+    def tell(self, ids: Tensor) -> None:
+        """ids: what the rows of all replicas have chosen."""
         if self.watch is not None:
             self.watch.saw(self.layer, ids)
-        return ids, weights
 
 
 class ExpertWeights(Layer):
@@ -175,6 +182,7 @@ class Experts(nn.Module):
             *(count, mine, (dim, inner), ("",), ShardRule(1), has_bias, build, filled)
         )
         self.groups = (build.groups.experts, build.groups.expert_ffn)
+        self.of_rank = len(mine)
         self.packed: PackedExperts | None = None
 
     def _pack(self) -> None:
@@ -219,6 +227,28 @@ class Experts(nn.Module):
             pairs = group.reduce_rows(pairs)
         return self.ops.combine_experts(pairs, *own, places.home)
 
+    def of_sent(self, x: Tensor, ids: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
+        """As forward and as anywhere, with the same bits, of rows that come to the ranks of their
+        experts alone.
+
+        x: this replica's [tokens, dim]; ids: of the rows of all replicas; own: ids and weights of
+        this one's.
+        """
+        assert self.packed is not None
+        group, places = self.groups[0], self.places
+        if places is None:
+            rows = group.dispatch_rows(x, ids, self.of_rank)
+            out = self.packed(rows, ids, group.gather_rows(own[1]))
+            return group.combine_rows(out, ids, self.of_rank)
+        table = places.tables[self.layer]
+        if places.is_fake:
+            ids = self.ops.place_experts(ids, table, "even")
+            own = (ids, own[1])
+        at = self.ops.place_experts(ids, table, places.dispatch)
+        pairs = self.packed.apart(group.dispatch_rows(x, at, self.of_rank), at)
+        pairs = group.combine_rows(pairs, at, self.of_rank, is_apart=True)
+        return self.ops.combine_experts(pairs, *own, places.home)
+
 
 class ExpertBlock(nn.Module):
     """Router, experts, and the block beside them that every token goes through.
@@ -240,6 +270,7 @@ class ExpertBlock(nn.Module):
             self.into = ColumnLinear(dim, {"": latent}, whole, False, Group(), build)
             self.back = ColumnLinear(latent, {"": dim}, whole, False, Group(), build)
         self.group = build.groups.ffn
+        self.sends_rows = build.sends_rows
         self.shared: GatedMLP | PlainMLP | None = None
         self.shared_gate: ColumnLinear | None = None
         if facts.shared_inner:
@@ -250,8 +281,9 @@ class ExpertBlock(nn.Module):
             self.shared_gate = ColumnLinear(dim, {"": 1}, {"": ShardRule()}, False, Group(), build)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.group.gather_rows(x)
-        routed = self._routed(x, rows)
+        is_for_all = self.shared is not None or not self.sends_rows
+        rows = self.group.gather_rows(x) if is_for_all else x
+        routed = self._sent(x) if self.sends_rows else self._routed(x, rows)
         if self.back is not None:
             routed = self.back(routed)
         if self.shared is None:
@@ -268,3 +300,9 @@ class ExpertBlock(nn.Module):
             return self.experts(inputs, ids, weights)
         own = (ids, weights) if rows is x else self.router(x)
         return self.experts.anywhere(inputs, ids, own)
+
+    def _sent(self, x: Tensor) -> Tensor:
+        own = self.router.choose(x)
+        ids = self.group.gather_rows(own[0])
+        self.router.tell(ids)
+        return self.experts.of_sent(x if self.into is None else self.into(x), ids, own)

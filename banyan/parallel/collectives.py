@@ -69,6 +69,34 @@ class Collectives(Protocol):
         """Of what `all_gather` gives the `count` rows that `rows` calls this rank's."""
         ...
 
+    def dispatch_rows(self, x: Tensor, places: Tensor, of_rank: int, rows: Tensor) -> Tensor:
+        """As `gather_rows`, but a row goes to the ranks alone that have one of its experts.
+
+        places: [count, per_token] int64, of the rows of all ranks: the place of each pair of a row
+        and an expert; places are numbered through all ranks, `of_rank` of them on each.
+        returns: [count, width]; what lies at rows that have not come means nothing.
+        """
+        ...
+
+    def combine_rows(
+        self,
+        x: Tensor,
+        places: Tensor,
+        of_rank: int,
+        rows: Tensor | None,
+        count: int,
+        is_apart: bool,
+    ) -> Tensor:
+        """The way back: the `count` rows that `rows` calls this rank's, from wherever their experts
+        are.
+
+        x: [n, width], of which the rows count that have an expert on this rank; or if `is_apart`
+        [n, per_token · width], of which those pairs count.
+        rows: None where all ranks have the same rows.
+        returns: [count, width], the sum over those ranks; if `is_apart` [count, per_token · width].
+        """
+        ...
+
     def broadcast(self, x: Tensor, source: int) -> None:
         """Replace x on every rank by that of rank `source`."""
         ...
@@ -91,6 +119,7 @@ class Meeting:
         recorder: of the ops beside which the collectives run; None where nothing is recorded.
         name: of the group, where several groups of a replica meet at one address.
         is_crowded: this machine's ranks have more threads than cores.
+        slot_bytes: what a rank can put before the others at once; 0 = as much as is usual.
     """
 
     rank: int
@@ -100,6 +129,7 @@ class Meeting:
     recorder: Recorder | None = None
     is_crowded: bool = False
     name: str = ""
+    slot_bytes: int = 0
 
     @property
     def path(self) -> str:

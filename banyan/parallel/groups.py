@@ -61,6 +61,25 @@ class Group:
         rows = self._joint
         return self._collectives.reduce_rows(x, rows.table, rows.own_of(len(x)))
 
+    def dispatch_rows(self, x: Tensor, places: Tensor, of_rank: int) -> Tensor:
+        """As gather_rows, but a row comes to the ranks of its experts alone; see
+        `Collectives.dispatch_rows`. places: [all, per_token], of the rows of all replicas."""
+        if self._joint is None or self._collectives is None:
+            return x
+        return self._collectives.dispatch_rows(x, places, of_rank, self._joint.table)
+
+    def combine_rows(
+        self, x: Tensor, places: Tensor, of_rank: int, is_apart: bool = False
+    ) -> Tensor:
+        """This replica's rows of what experts have made of those of all; see
+        `Collectives.combine_rows`."""
+        if self._collectives is None:
+            return x
+        rows, count = None, len(x)
+        if self._joint is not None:
+            rows, count = self._joint.table, self._joint.own_of(count)
+        return self._collectives.combine_rows(x, places, of_rank, rows, count, is_apart)
+
     def gather_columns(self, x: Tensor, columns: int) -> Tensor:
         """This replica's rows of all columns: [n, columns] from this rank's columns of [all, …]."""
         if self._joint is None or self._collectives is None:
@@ -253,6 +272,7 @@ def open_groups(
     is_dense_whole: bool = False,
     shares: int = 1,
     split: str = "",
+    slot_bytes: int = 0,
 ) -> Groups:
     """Meet the other ranks at `address`; returns when all have come.
 
@@ -271,12 +291,13 @@ def open_groups(
         is_dense_whole: in a model of experts, each rank has the blocks without any whole.
         shares: that a step's tokens are divided into; there is one stage, and one replica.
         split: how they are divided.
+        slot_bytes: what a rank can put before the others at once; 0 = as much as is usual.
     """
 
     def meet(name: str, place: int, of: int) -> Group:
         if of == 1:
             return Group()
-        meeting = Meeting(place, of, address, timeout_s, recorder, is_crowded, name)
+        meeting = Meeting(place, of, address, timeout_s, recorder, is_crowded, name, slot_bytes)
         return Group(place, of, open_collectives(meeting, libraries))
 
     if size * stages * replicas * shares == 1:

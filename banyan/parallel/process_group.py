@@ -95,6 +95,51 @@ class GroupCollectives:
     def gather_columns(self, x: Tensor, columns: int, rows: Tensor, count: int) -> Tensor:
         return self.all_gather(x, columns)[_mine(rows)]
 
+    def dispatch_rows(self, x: Tensor, places: Tensor, of_rank: int, rows: Tensor) -> Tensor:
+        given = rows[2:].tolist()
+        needs = _ranks_of(places, of_rank, self._size)  # [ranks, count]
+        of_giver = [part.split(given) for part in needs]
+        sent = [x[: given[self._rank]][part[self._rank]] for part in of_giver]
+        coming = [int(part.sum()) for part in of_giver[self._rank]]
+        out = x.new_zeros(len(places), x.shape[1])
+        out[needs[self._rank]] = self._exchange(sent, coming)
+        return out
+
+    def combine_rows(
+        self,
+        x: Tensor,
+        places: Tensor,
+        of_rank: int,
+        rows: Tensor | None,
+        count: int,
+        is_apart: bool,
+    ) -> Tensor:
+        all_rows = torch.tensor([0, len(x)]) if rows is None else rows[:2]
+        owned = [_mine(part) for part in self._parts(all_rows.view(1, 2))]
+        if is_apart:
+            pairs, ranks = x.unflatten(1, (places.shape[1], -1)), places // of_rank
+            has = torch.stack([ranks == r for r in range(self._size)])
+        else:
+            pairs, has = x, _ranks_of(places, of_rank, self._size)
+        sent = [pairs[part][has[self._rank, part]] for part in owned]
+        own = has[:, owned[self._rank]]
+        coming = [int(part.sum()) for part in own]
+        parts = self._exchange(sent, coming).split(coming)
+        out = x.new_zeros((count, *pairs.shape[1:]), dtype=torch.float32)
+        for mask, part in zip(own, parts, strict=True):
+            out[mask] += part.float()
+        return out.to(x.dtype).flatten(1)
+
+    def _exchange(self, sent: list[Tensor], coming: list[int]) -> Tensor:
+        """The rows that come to this rank, those of rank 0 first. sent: those for each rank."""
+        given = torch.cat(sent)
+        self._look("all_to_all", given)
+        out = sent[0].new_empty((sum(coming), *sent[0].shape[1:]))
+        counts = [len(part) for part in sent]
+        options = dist.AllToAllOptions()
+        self._group.alltoall_base(out, given, coming, counts, options).wait()
+        return out
+
     def broadcast(self, x: Tensor, source: int) -> None:
         self._look("broadcast", x)
         self._group.broadcast(x, source).wait()
@@ -130,8 +175,14 @@ class GroupCollectives:
 
 
 def _mine(rows: Tensor) -> slice:
-    first, count = rows[:2].tolist()
+    first, count = rows.flatten()[:2].tolist()
     return slice(first, first + count)
+
+
+def _ranks_of(places: Tensor, of_rank: int, size: int) -> Tensor:
+    """Which ranks have an expert of each row: [size, rows] bool."""
+    ranks = places // of_rank
+    return torch.stack([(ranks == rank).any(1) for rank in range(size)])
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

@@ -28,7 +28,7 @@ def declines(meeting: Meeting) -> str | None:
     return None
 
 
-def open_shared(meeting: Meeting, slot_bytes: int = SLOT_BYTES) -> SharedMemory:
+def open_shared(meeting: Meeting) -> SharedMemory:
     """
     Raises:
         DeviceError: a rank did not come, or the segment is not what it should be.
@@ -36,6 +36,7 @@ def open_shared(meeting: Meeting, slot_bytes: int = SLOT_BYTES) -> SharedMemory:
     """
     library = meeting.recorder
     assert isinstance(library, Library)
+    slot_bytes = meeting.slot_bytes or SLOT_BYTES
     link = f"{meeting.path}.segment"
     size_bytes = segment_bytes(library, meeting.size, slot_bytes)
     file = _make(size_bytes) if meeting.rank == 0 else _find(link, meeting.timeout_s)

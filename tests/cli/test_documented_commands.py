@@ -57,6 +57,10 @@ STARTS = (
     "--model-path M --enable-torch-compile",
     "--model-path M --enable-deterministic-inference",
     "--model-path M --attention-backend ascend --host 0.0.0.0 --port 30000",
+    GUIDE + "--enable-nsa-prefill-context-parallel --nsa-prefill-cp-mode in-seq-split "
+    "--attn-cp-size 32 --deepep-mode normal",
+    GUIDE + "--dp-size 8 --ep 32 --enable-dp-attention --enable-dp-lm-head "
+    "--cuda-graph-max-bs 4 --deepep-mode low_latency --mem-fraction-static 0.79",
 )
 
 REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
@@ -75,22 +79,7 @@ REFUSED: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
             "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "24",
             "SGLANG_NPU_USE_MLAPO": "1",
         },
-        (
-            "--disaggregation-transfer-backend ascend",
-            "--enable-deepep-moe (--moe-a2a-backend deepep)",
-        ),
-    ),
-    (
-        GUIDE + "--enable-nsa-prefill-context-parallel --nsa-prefill-cp-mode in-seq-split "
-        "--attn-cp-size 32 --deepep-mode normal",
-        {"SGLANG_USE_AG_AFTER_QLORA": "1", "TASK_QUEUE_ENABLE": "2"},
-        ("--moe-a2a-backend deepep",),
-    ),
-    (
-        GUIDE + "--dp-size 8 --ep 32 --enable-dp-attention --enable-dp-lm-head "
-        "--cuda-graph-max-bs 4 --deepep-mode low_latency --mem-fraction-static 0.79",
-        {"SGLANG_ENABLE_SPEC_V2": "1", "SGLANG_SCHEDULER_SKIP_ALL_GATHER": "1"},
-        ("--moe-a2a-backend deepep",),
+        ("--disaggregation-transfer-backend ascend",),
     ),
 )
 

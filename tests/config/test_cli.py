@@ -114,10 +114,7 @@ def test_a_replaced_switch_is_read_as_its_successor() -> None:
     (note, why) = notes("--enable-triton-kernel-moe")
     assert note == "--enable-triton-kernel-moe is an old name of --moe-runner-backend triton_kernel"
     assert "accepted without an effect" in why
-    with pytest.raises(
-        ConfigError, match=r"--enable-deepep-moe \(--moe-a2a-backend deepep\) is not"
-    ):
-        parse(["--enable-deepep-moe"], NOTHING)
+    assert parse(["--enable-deepep-moe"], NOTHING).experts.a2a == "deepep"
 
 
 def test_a_replaced_switch_and_its_successor_may_not_disagree() -> None:
@@ -140,7 +137,7 @@ def test_all_that_is_refused_is_told_at_once() -> None:
         ["--dcp-size", "1"],
         ["--disaggregation-decode-tp", "1"],
         ["--enable-double-sparsity=false"],
-        ["--moe-a2a-backend", "none"],
+        ["--elastic-ep-backend", "none"],
     ],
 )
 def test_a_value_that_asks_for_nothing_is_accepted_with_one_line(argv: list[str]) -> None:

@@ -52,7 +52,7 @@ def test_fake_choices_are_warned_of(caplog) -> None:
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (("--moe-a2a-backend", "deepep"), "each rank runs its own on all tokens"),
+        (("--enable-ep-moe",), "to those of their experts, over memory that ranks share"),
         (("--elastic-ep-backend", "mooncake"), "copies of experts do not stand in for those"),
     ],
 )

@@ -83,6 +83,8 @@ def outcome(argv: list[str], flag: Known) -> str:
         assert "is not available in this build: " in str(error)
         assert re.search(r" \(.{4,}\)$", str(error)), "it does not say what to use"
         return "refused"
+    if isinstance(flag, Replaced):
+        flag = find(flag.successor, abbreviate=False)
     if isinstance(flag, Flag):
         assert value_of(config, flag) != default_of(flag)
         return "works"

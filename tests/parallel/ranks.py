@@ -14,7 +14,6 @@ from banyan.ops.cpu.build import cached_library, compilers
 from banyan.ops.cpu.library import Library
 from banyan.parallel.collectives import COLLECTIVES, Meeting
 from banyan.parallel.groups import Group
-from banyan.parallel.shared import open_shared
 
 Work = Callable[..., Any]
 LIMIT_S = 100
@@ -70,7 +69,5 @@ def meet(
 ) -> Group:
     """Meet over a library by name; `slot_bytes`: of the shared one, 0 = its own."""
     library = Library(cached_library(), threads) if name == "shared" else None
-    meeting = Meeting(rank, size, address, timeout_s, library)
-    if slot_bytes and name == "shared":
-        return Group(rank, size, open_shared(meeting, slot_bytes))
+    meeting = Meeting(rank, size, address, timeout_s, library, slot_bytes=slot_bytes)
     return Group(rank, size, COLLECTIVES.load(name).open(meeting))

@@ -46,6 +46,7 @@ def exercise(rank: int, size: int, address: str, threads: int) -> tuple[list[str
                     wrong.append(f"{name}: {what.__name__} of {rows}x{columns} on rank {rank}")
         wrong += [f"{name}: rows, {text}" for text in send_rows(group)]
         wrong += [f"{name}: joint rows, {text}" for text in join_rows(group)]
+        wrong += [f"{name}: rows of experts, {text}" for text in send_to_experts(group)]
         sums[name] = add_in_batches(group)
     return wrong, sums
 
@@ -122,6 +123,40 @@ def send_rows(group: Group) -> list[str]:
             wrong.append(f"counts of pattern {pattern}")
         if not torch.equal(found[: len(wanted)], wanted):
             wrong.append(f"pattern {pattern}")
+    return wrong
+
+
+def send_to_experts(group: Group) -> list[str]:
+    """Rows to the ranks of their experts and back: summed, and each pair by itself."""
+    ranks = 2 if group.size == 4 else 1
+    replicas, mine = group.size // ranks, group.rank // ranks
+    joint, of_rank, wrong = JointRows(mine, replicas, ranks), 3, []
+    same, group = group, group.of_rows(joint)
+    for counts in ([5, 0, 2], [0, 33, 0], [1, 1, 1], [40, 3, 17]):
+        joint.enter(counts[:replicas])
+        total, first = sum(counts[:replicas]), sum(counts[:mine])
+        own = slice(first, first + counts[mine])
+        draw = torch.Generator().manual_seed(total)
+        places = torch.rand(total, of_rank * group.size, generator=draw).argsort(1)[:, :2]
+        places = places.contiguous()
+        is_on = [(places // of_rank == r) for r in range(group.size)]
+        whole = matrix(99, total, 29)
+        found = group.dispatch_rows(whole[own], places, of_rank)
+        needed = is_on[group.rank].any(1)
+        if not torch.equal(found[needed], whole[needed]):
+            wrong.append(f"to them, {counts}")
+        sums = [matrix(r, total, 29) for r in range(group.size)]
+        added = in_order([x * on.any(1, keepdim=True) for x, on in zip(sums, is_on, strict=True)])
+        pairs = [matrix(r, total, 58) for r in range(group.size)]
+        chosen = in_order(
+            [x * on.repeat_interleave(29, 1) for x, on in zip(pairs, is_on, strict=True)]
+        )
+        for who, rows, text in ((group, own, "joint"), (same, slice(None), "same")):
+            if not torch.equal(who.combine_rows(sums[who.rank], places, of_rank), added[rows]):
+                wrong.append(f"sums, {text} {counts}")
+            back = who.combine_rows(pairs[who.rank], places, of_rank, is_apart=True)
+            if not torch.equal(back, chosen[rows]):
+                wrong.append(f"pairs, {text} {counts}")
     return wrong
 
 

@@ -45,6 +45,7 @@ class Layout:
     are_experts_apart: bool = False
     is_dense_whole: bool = False
     is_eager: bool = False
+    sends_rows: bool = False
 
 
 TWO = (
@@ -63,6 +64,7 @@ MORE = (
     Layout("deepseek v3.2", "interleave", are_experts_apart=True),
     Layout("gpt-oss"),
     Layout("qwen3 moe, six of 21", are_experts_apart=True),
+    Layout("qwen3 moe, six of 21", are_experts_apart=True, sends_rows=True),
 )
 FOUR = (
     Layout("mistral"),
@@ -148,6 +150,7 @@ def answer(layout: Layout, folder: Path, rank: int, size: int, address: str) -> 
                 split=layout.split,
             ),
             0 if layout.is_eager else 300,
+            lambda groups: {"sends_rows": layout.sends_rows},
         )
     )
 
@@ -190,7 +193,7 @@ def test_ranks_that_divide_steps_answer_as_one_does_and_company_changes_no_bit(s
         assert sum(bool(failure) for _, _, failure in one["alone"]) == 1
     of_sums: dict[Layout, list] = {}
     for at, (layout, _) in enumerate(asked):
-        sums = replace(layout, split="", library="", is_eager=False)
+        sums = replace(layout, split="", library="", is_eager=False, sends_rows=False)
         for found in answers:
             bits = of_sums.setdefault(sums, found[at]["alone"])
             assert bits == found[at]["alone"], "who computes a token changes none of its bits"

@@ -19,12 +19,14 @@ from banyan.config.checkpoint import read_card
 from banyan.config.joined import of_replica
 from banyan.layers.build import Build
 from banyan.layers.cache import group_caches
+from banyan.layers.expert_map import ExpertMap
 from banyan.messages.plan import Load, StepPlan
 from banyan.messages.sampling import SamplingParams
 from banyan.models.weights.loader import load_model
 from banyan.opening import Phases, open_model
 from banyan.ops.bind import bind, open_toolkit
-from banyan.parallel.groups import ALONE, open_groups
+from banyan.parallel.expert_balance import trivial
+from banyan.parallel.groups import ALONE, Groups, open_groups
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.scheduler.sheet import PlanSheet
@@ -50,6 +52,9 @@ class Layout:
     are_experts_apart: bool = False
     are_heads_apart: bool = False
     is_dense_whole: bool = False
+    sends_rows: bool = False
+    copies: str = ""
+    """By which rule tokens choose among copies of experts; "" = there are none."""
     is_eager: bool = False
     """Of the first replica only: one that calls the model works with one that replays it."""
 
@@ -110,19 +115,33 @@ def outcome(asked: list[Request]) -> list[tuple]:
     return [(r.output, [r.scores[p] for p in sorted(r.scores)], r.failure) for r in asked]
 
 
-def open_runner(card: ModelCard, groups_of, max_tokens: int) -> tuple[ModelRunner, int]:
+def open_runner(
+    card: ModelCard, groups_of, max_tokens: int, beside=lambda groups: {}
+) -> tuple[ModelRunner, int]:
+    """beside: what else the build has."""
     ops = bind(
         *("cpu", torch.device("cpu"), torch.float32, frozenset(), card.head_dim),
         toolkit=open_toolkit("cpu", 1, {}),
         page_size=PAGE,
         exact=True,
     )
-    build = Build(ops, groups_of(ops.recorder))
+    groups = groups_of(ops.recorder)
+    build = Build(ops, groups, **beside(groups))
     model = load_model(card, build)
     kinds = group_caches(model.caches)
     layouts = tuple(GroupLayout(kind.kind, kind.window, PAGE, 128) for kind in kinds)
     runner = ModelRunner(model, build, RunnerSizes(16, 120, layouts, max_tokens=max_tokens))
     return runner, len(kinds)
+
+
+def beside(layout: Layout, card: ModelCard, groups: Groups) -> dict:
+    """What the build of a layout has, as `Build` names it."""
+    found: dict = {"sends_rows": layout.sends_rows}
+    if layout.copies and card.experts:
+        count, ranks = card.experts.count, groups.experts.size
+        lies = trivial(card.num_layers, count, count + 2 * ranks)[:, ::-1]
+        found["places"] = ExpertMap(lies, count, groups.experts.rank, ranks, layout.copies)
+    return found
 
 
 def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
@@ -136,8 +155,9 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
         heard = talk.all_gather(told, 3 * size).view(size, 3)[:: layout.ranks].int().tolist()
         return [Load(*one) for one in heard] if any(one[0] for one in heard) else []
 
+    card = read_card(str(folder))
     runner, num_groups = open_runner(
-        read_card(str(folder)),
+        card,
         lambda recorder: open_groups(
             *(place, layout.ranks, address, (layout.library,), 60),
             recorder=recorder,
@@ -148,6 +168,7 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
             is_dense_whole=layout.is_dense_whole,
         ),
         0 if layout.is_eager and replica == 0 else 300,
+        lambda groups: beside(layout, card, groups),
     )
     driver = Joined(runner, num_groups, agree)
     alone = []

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 import banyan
-from banyan.base.errors import ConfigError
+from banyan.base.errors import BanyanError, ConfigError
 from tests.models.families import tiny
 from tests.system.serving import CALL_S, status_of, wait_until
 from tests.system.test_processes import ENDLESS, ends_in_one_error, load
@@ -20,14 +20,14 @@ JOINED = {"dp_size": 2, "tp_size": 2, "enable_dp_attention": True}
 FLAGS = ("--enable-dp-attention", "--dp-size", "2")
 
 
-def answers(path, **flags) -> tuple[list[tuple[list[int], list[float]]], int]:
+def answers(path, prefill=16, **flags) -> tuple[list[tuple[list[int], list[float]]], int]:
     """Tokens and log-probabilities of the prompts, and how many processes gave them."""
     with banyan.Engine(
         model_path=str(path),
         skip_tokenizer_init=True,
         cpu_activations="fp32",
         threads=1,
-        chunked_prefill_size=16,
+        chunked_prefill_size=prefill,
         max_total_tokens=1024,
         max_running_requests=4,
         log_level="error",
@@ -61,6 +61,17 @@ def test_dense_blocks_that_cannot_be_cut_are_whole_on_every_rank(tmp_path):
     for flags in ({"tp_size": 2}, JOINED | {"ep_size": 2}):
         two, _ = answers(tmp_path, moe_dense_tp_size=1, **flags)
         assert [tokens for tokens, _ in two] == [tokens for tokens, _ in one]
+
+
+def test_rows_that_are_sent_to_their_experts_give_the_same_bits(tmp_path):
+    """Prompts in chunks, answers, and a replica that has nothing left to do."""
+    tiny("qwen2 moe, some dense", tmp_path)
+    plain, _ = answers(tmp_path, ep_size=2, **JOINED)
+    sent, _ = answers(tmp_path, moe_a2a_backend="deepep", deepep_mode="low_latency", **JOINED)
+    assert sent == plain
+    with pytest.raises(BanyanError, match="4096 tokens of prompts and 4 of answers, which is 4100"):
+        flags = {"moe_a2a_backend": "deepep", "deepep_mode": "low_latency", **JOINED}
+        answers(tmp_path, prefill=4096, **flags)
 
 
 def test_an_engine_in_a_thread_cannot_be_joined(tmp_path):

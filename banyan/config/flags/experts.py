@@ -37,6 +37,33 @@ FLAGS = (
         "::test_what_an_answer_tells_is_what_the_routers_of_transformers_choose",
     ),
     Flag(
+        "moe-a2a-backend",
+        "experts.a2a",
+        "how rows come to experts on other ranks: all of them to all ranks (none), or each to the "
+        "ranks that have one of its experts, and what these make of it back (deepep, which makes "
+        "--expert-parallel-size as large as --tensor-parallel-size)",
+        choices=("none", "deepep"),
+        elsewhere=(
+            Elsewhere(
+                "ascend_fuseep ascend_tp mooncake nixl mori flashinfer megamoe deepep_v2 pplx "
+                "flashinfer_megamoe",
+                "it is a library for other devices and links; rows travel over memory that ranks "
+                "share, or by gloo",
+                "use deepep",
+            ),
+        ),
+        proof="tests/parallel/test_dispatch.py::test_the_flags_decide_whether_rows_are_sent",
+    ),
+    Flag(
+        "deepep-mode",
+        "experts.a2a_mode",
+        "with --moe-a2a-backend deepep: rows travel piece by piece (normal), or at once, which "
+        "bounds the tokens of a step by SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK "
+        "(low_latency); auto: at once in steps within that bound",
+        choices=("normal", "low_latency", "auto"),
+        proof="tests/config/test_dispatch.py::test_a_step_of_low_latency_is_within_the_bound",
+    ),
+    Flag(
         "ep-num-redundant-experts",
         "experts.redundant",
         "with --expert-parallel-size: places of each layer for copies of its experts, a multiple "

@@ -133,6 +133,36 @@ class SharedMemory:
         )
         return out
 
+    def dispatch_rows(self, x: Tensor, places: Tensor, of_rank: int, rows: Tensor) -> Tensor:
+        count, per_token = places.shape
+        assert rows.is_contiguous() and places.is_contiguous() and places.dtype == torch.int64
+        out = self._library.empty((count, x.shape[1]), x.dtype)
+        self._library.call(
+            *("bn_dispatch_rows", count, self._group, *_rows(x), out.data_ptr(), rows.data_ptr()),
+            *(places.data_ptr(), x.shape[1] * x.element_size(), of_rank, per_token),
+        )
+        return out
+
+    def combine_rows(
+        self,
+        x: Tensor,
+        places: Tensor,
+        of_rank: int,
+        rows: Tensor | None,
+        count: int,
+        is_apart: bool,
+    ) -> Tensor:
+        per_token, width = places.shape[1], x.shape[1]
+        wide = x.float().contiguous()
+        assert places.is_contiguous() and places.dtype == torch.int64 and len(x) == len(places)
+        out = self._library.empty((count, width))
+        self._library.call(
+            *("bn_combine_rows", len(x), self._group, wide.data_ptr(), out.data_ptr()),
+            *(0 if rows is None else rows.data_ptr(), places.data_ptr()),
+            *(width * 4 // (per_token if is_apart else 1), of_rank, per_token, int(is_apart)),
+        )
+        return out.to(x.dtype)
+
     def broadcast(self, x: Tensor, source: int) -> None:
         self._whole("bn_broadcast", x, source)
 

@@ -40,12 +40,13 @@ namespace {
 
 enum Kind : uint64_t {
   MEET = 1, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ROWS, BROADCAST, GATHER_ROWS,
-  REDUCE_ROWS, GATHER_COLUMNS, SEND
+  REDUCE_ROWS, GATHER_COLUMNS, SEND, DISPATCH, COMBINE, NUM_KINDS
 };
 constexpr const char* KINDS[] = {"nothing",        "meet",       "all_reduce",
                                  "all_gather",     "reduce_scatter", "all_to_all",
                                  "all_to_all_rows", "broadcast", "gather_rows",
-                                 "reduce_rows",    "gather_columns", "send"};
+                                 "reduce_rows",    "gather_columns", "send",
+                                 "dispatch_rows",  "combine_rows"};
 
 int64_t now_ns() {
   timespec t;
@@ -197,7 +198,7 @@ bool Shared::agree(uint64_t mine, uint64_t theirs, int32_t whom) {
   std::snprintf(failure, sizeof failure,
                 "ranks are not in step: rank %d is in %s of %lld bytes, rank %d in %s of %lld bytes",
                 rank, KINDS[mine >> 56], (long long)(mine & BYTES), whom,
-                kind <= SEND ? KINDS[kind] : "?", (long long)(theirs & BYTES));
+                kind < NUM_KINDS ? KINDS[kind] : "?", (long long)(theirs & BYTES));
   uint32_t none = 0;
   header->lost.compare_exchange_strong(none, OUT_OF_STEP);
   return false;
@@ -649,6 +650,8 @@ const Kernel SEND_KERNEL = {"send", if_any, always, send, cost_of_whole};
 const Kernel RECV_KERNEL = {"recv", if_any, always, recv, cost_of_whole};
 const Kernel MEET_KERNEL = {"meet", always, always, meet_all, cost_of_nothing};
 
+#include "shared_experts.inl"
+
 template <class A>
 void add(Program* program, const Kernel& kernel, const A& args) {
   append(program, kernel, &args, sizeof args, ON_CALLER);
@@ -769,6 +772,28 @@ BN_EXPORT void bn_gather_columns(Program* program, int32_t size, Shared* group, 
   add(program, GATHER_COLUMNS_KERNEL,
       ColumnsArgs{{{group, size}, (const uint8_t*)x, (uint8_t*)out, x_stride, mine, room, total},
                   (const Joint*)rows});
+}
+// x: this rank's rows, of those of all; out: room for all of them, of which those get there that have
+// an expert on this rank. rows: as for bn_gather_rows. places: [size, per_token], the place of each
+// pair, `of_rank` of them on each rank.
+BN_EXPORT void bn_dispatch_rows(Program* program, int32_t size, Shared* group, const void* x,
+                                int64_t x_stride, void* out, const int64_t* rows,
+                                const int64_t* places, int64_t row_bytes, int64_t of_rank,
+                                int32_t per_token) {
+  add(program, DISPATCH_KERNEL,
+      ExpertRowsArgs{{group, size}, (const uint8_t*)x, (uint8_t*)out, (const Joint*)rows, places,
+                     row_bytes, x_stride, of_rank, per_token, 0});
+}
+// x: contiguous fp32 rows of all tokens, or if `is_apart` of all pairs, of which those count that have
+// an expert on this rank; out: this rank's rows of them, added in the order of the ranks, or of their
+// pairs. rows: null where all ranks have the same.
+BN_EXPORT void bn_combine_rows(Program* program, int32_t size, Shared* group, const void* x,
+                               void* out, const int64_t* rows, const int64_t* places,
+                               int64_t row_bytes, int64_t of_rank, int32_t per_token,
+                               int32_t is_apart) {
+  add(program, COMBINE_KERNEL,
+      ExpertRowsArgs{{group, size}, (const uint8_t*)x, (uint8_t*)out, (const Joint*)rows, places,
+                     row_bytes, row_bytes, of_rank, per_token, is_apart});
 }
 BN_EXPORT void bn_broadcast(Program* program, int32_t size, Shared* group, void* x,
                             int64_t row_bytes, int32_t source) {
