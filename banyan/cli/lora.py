@@ -77,6 +77,10 @@ def _lines(card: AdapterCard) -> Iterator[str]:
     for name, whole in card.saved.items():
         what = "the base's own, beside its matrices" if whole.is_copy else "in the base's place"
         yield f"{'whole':<10} {printable(name, 60)} {list(whole.shape)}, {what}"
+    for name, tokens in card.tokens.items():
+        first = ", ".join(map(str, tokens.ids[:5])) + (" …" if len(tokens.ids) > 5 else "")
+        count = len(tokens.ids)
+        yield f"{'tokens':<10} {printable(name, 60)}: {count} ({first}), in the base's place"
     if card.kinds:
         yield f"{'needs room':<10} for {', '.join(sorted(card.kinds))}, which the start makes"
     ranks = Counter(found.rank for found in modules)

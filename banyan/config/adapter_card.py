@@ -61,6 +61,20 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class TokenRows:
+    """Rows that take the place of the base's, of some tokens.
+
+    Attributes:
+        name: of the tensor, [tokens, width].
+        ids: of the tokens, in its order.
+    """
+
+    name: str
+    ids: tuple[int, ...]
+    width: int
+
+
+@dataclass(frozen=True)
 class AdapterCard:
     """
     Attributes:
@@ -71,6 +85,7 @@ class AdapterCard:
         targets: last parts of these names that it claims, each in every layer; () where it claims
             something else.
         stacked: the same of parameters that hold all experts of a layer (`target_parameters`).
+        tokens: module -> the rows that it brings of single tokens.
     """
 
     path: str
@@ -81,6 +96,7 @@ class AdapterCard:
     targets: tuple[str, ...] = ()
     saved: Mapping[str, Whole] = field(default_factory=dict[str, Whole])
     stacked: tuple[str, ...] = ()
+    tokens: Mapping[str, TokenRows] = field(default_factory=dict[str, TokenRows])
 
     @property
     def weights(self) -> str:
@@ -102,7 +118,7 @@ class AdapterCard:
     @property
     def kinds(self) -> frozenset[str]:
         """What room it needs beside that for projections: of KINDS."""
-        names = {name.rpartition(".")[2] for name in (*self.modules, *self.saved)}
+        names = {name.rpartition(".")[2] for name in (*self.modules, *self.saved, *self.tokens)}
         has_gains = any(found.magnitude for found in self.modules.values())
         names = {_GGUF_ENDS.get(name, name) for name in names}
         found = names & {EMBEDDING, HEAD, EXPANSION}

@@ -21,6 +21,7 @@ from banyan.config.adapter_card import (
     check_types,
 )
 from banyan.config.adapter_stacks import is_stack, named_stacks, stacked
+from banyan.config.adapter_tokens import module_of_tokens, token_rows
 from banyan.config.facts import Facts, read_json
 from banyan.formats.safetensors import SafetensorsFile
 
@@ -39,7 +40,6 @@ _ABSENT_FEATURES = {
     "use_qalora": "QA-LoRA pools the inputs of its matrices",
     "lora_bias": "its matrices have biases",
     "fan_in_fan_out": "its matrices are transposed",
-    "trainable_token_indices": "it brings rows of the embedding",
     "layer_replication": "it adds layers to the base",
     "alora_invocation_tokens": "it counts from some token of the prompt on only (aLoRA)",
     "megatron_config": "it belongs to Megatron's layers",
@@ -64,11 +64,12 @@ def read_peft(path: str) -> AdapterCard:
     facts = Facts(raw, os.path.join(path, CONFIG))
     _check_kind(facts, raw, folder)
     with SafetensorsFile.open(os.path.join(path, WEIGHTS)) as file:
-        modules, saved = _modules(file, _Scales(facts), folder, facts)
+        modules, saved, tokens = _modules(file, _Scales(facts), folder, facts)
+        tokens = token_rows(file, tokens, raw, folder)
         size = file.size_bytes
     base = facts.text("base_model_name_or_path", "")
     claimed, stacked = _claimed(raw), _stacked(raw)
-    card = AdapterCard(path, base, modules, size, "safetensors", claimed, saved, stacked)
+    card = AdapterCard(path, base, modules, size, "safetensors", claimed, saved, stacked, tokens)
     if raw.get("ensure_weight_tying") and card.kinds & {EMBEDDING, HEAD}:
         raise ConfigError(
             f"adapter {folder!r}: ensure_weight_tying is not available here: what it brings for "
@@ -177,8 +178,9 @@ def _matching(patterns: Mapping[str, float], module: str, default: float) -> flo
 
 def _modules(
     file: SafetensorsFile, scales: _Scales, folder: str, facts: Facts
-) -> tuple[dict[str, LowRank], dict[str, Whole]]:
+) -> tuple[dict[str, LowRank], dict[str, Whole], dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
+    tokens: dict[str, str] = {}
     whole: dict[str, Whole] = {}
     unknown: list[str] = []
     for name in file.tensors:
@@ -189,6 +191,8 @@ def _modules(
             found.setdefault(match.group(1), {})[match.group(2)] = name
         elif match := _MAGNITUDE.fullmatch(short):
             found.setdefault(match.group(1), {})["magnitude"] = name
+        elif module := module_of_tokens(short):
+            tokens[module] = name
         elif match := _WHOLE.fullmatch(short):
             is_copy = match.group(2) is not None
             whole[match.group(1)] = Whole(name, file.tensors[name].shape, is_copy)
@@ -201,7 +205,7 @@ def _modules(
             f"weights: {_first(unknown)}",
             hint="merge it into the weights",
         )
-    if not found and not whole:
+    if not found and not whole and not tokens:
         raise ConfigError(f"adapter {folder!r} has no tensors", hint="save it again")
     has_gains = facts.flag("use_dora", default=False)
     odd = [name for name, both in found.items() if ("magnitude" in both) != has_gains]
@@ -213,7 +217,7 @@ def _modules(
         )
     found = named_stacks(file, found, _parameters(facts), folder)
     modules = {name: _low_rank(file, name, both, scales, folder) for name, both in found.items()}
-    return modules, whole
+    return modules, whole, tokens
 
 
 def _low_rank(

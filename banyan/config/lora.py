@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
-from banyan.config.adapter_card import DORA, EXPERTS, KINDS, MAX_RANK, ROUTER, AdapterCard
+from banyan.config.adapter_card import DORA, EXPERTS, HEAD, KINDS, MAX_RANK, ROUTER, AdapterCard
 from banyan.config.adapters import named_adapters, read_adapter
 from banyan.config.card import ModelCard
 from banyan.config.env import Environment
@@ -82,6 +82,8 @@ def _kinds(
     have. It costs a little at each step, so that nobody has it who does not need it."""
     absent = () if model.experts else (EXPERTS, ROUTER)
     brought = {kind for card in cards for kind in card.kinds if kind not in absent}
+    if model.tie_embeddings and any(card.tokens for card in cards):
+        brought |= {HEAD}
     return tuple(kind for kind in KINDS if kind in targets or kind in brought)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from banyan.ops.adapters import AdapterTokens, bytes_of
 
-LOOKED_UP, PRODUCT, GAIN = 1, 2, 3
+LOOKED_UP, PRODUCT, GAIN, SOME_LOOKED_UP, SOME_OUTPUTS = 1, 2, 3, 4, 5
 """Kinds of parts; csrc/adapter_rows.cpp has the same numbers."""
 _WORDS = 8
 
@@ -21,12 +21,14 @@ class RowPart:
 
     LOOKED_UP: rows[token − first] is taken, and nothing happens to tokens that have none.
     PRODUCT: rows · x is taken. Of either, times `up` where there is one, is added to the row, or
-    replaces it. GAIN: the row becomes rows · row + shifts.
+    replaces it. GAIN: the row becomes rows · row + shifts. SOME_LOOKED_UP: rows[i] replaces the row
+    of a token that is ids[i]. SOME_OUTPUTS: rows[i] · x replaces the row's number ids[i].
 
     Attributes:
         rows: [ids, any], [any, inputs], or [outputs].
         up: [any, outputs].
         shifts: [outputs].
+        ids: int64, in growing order.
     """
 
     kind: int
@@ -35,10 +37,11 @@ class RowPart:
     shifts: Tensor | None = None
     first: int = 0
     replaces: bool = False
+    ids: Tensor | None = None
 
     @property
     def size_bytes(self) -> int:
-        return bytes_of(t for t in (self.rows, self.up, self.shifts) if t is not None)
+        return bytes_of(t for t in (self.rows, self.up, self.shifts, self.ids) if t is not None)
 
 
 class RowTable:
@@ -62,7 +65,8 @@ class RowTable:
             return
         given = [tensor for tensor in (part.rows, part.up, part.shifts) if tensor is not None]
         assert all(t.dtype == torch.float32 and t.is_contiguous() for t in given)
-        pointers = [0 if t is None else t.data_ptr() for t in (part.rows, part.up, part.shifts)]
+        last = part.shifts if part.ids is None else part.ids
+        pointers = [0 if t is None else t.data_ptr() for t in (part.rows, part.up, last)]
         rank = 0 if part.up is None else len(part.up)
         words = [*pointers, rank, part.first, len(part.rows), part.kind, int(part.replaces)]
         self.entries[number] = torch.tensor(words)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from banyan.ops.adapter_rows import GAIN, LOOKED_UP, RowTable
+from banyan.ops.adapter_rows import GAIN, LOOKED_UP, SOME_LOOKED_UP, SOME_OUTPUTS, RowTable
 from banyan.ops.adapters import AdapterTable, AdapterTokens
 from banyan.ops.expert_adapters import ExpertSides, ExpertTable
 from banyan.ops.experts_api import Clamp, ExpertPlaces, PackedExperts, Routing, StoredExperts
@@ -114,6 +114,14 @@ def adapt_rows(out: Tensor, x: Tensor, table: RowTable, tokens: AdapterTokens) -
             if part.kind == GAIN:
                 assert part.shifts is not None
                 out[at] = part.rows * out[at] + part.shifts
+                continue
+            if part.kind in (SOME_LOOKED_UP, SOME_OUTPUTS):
+                assert part.ids is not None
+                for k, token in enumerate(part.ids.tolist()):
+                    if part.kind == SOME_OUTPUTS:
+                        out[at, token] = part.rows[k] @ x[at].float()
+                    elif int(x[at]) == token:
+                        out[at] = part.rows[k]
                 continue
             if part.kind == LOOKED_UP:
                 row = int(x[at]) - part.first

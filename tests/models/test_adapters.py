@@ -76,7 +76,7 @@ def random_peft(model, folder, **config):
         for name, parameter in adapted.named_parameters():
             if "magnitude" in name:
                 parameter.mul_(torch.rand_like(parameter) + 0.5)
-            elif "lora_" in name or "modules_to_save" in name:
+            elif any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens")):
                 parameter.copy_(torch.randn_like(parameter) * 0.2)
     adapted.save_pretrained(folder)
     return adapted.eval()
@@ -109,6 +109,7 @@ def test_an_adapter_gives_the_logits_of_peft(variant, ops, paged, tmp_path):
     torch.testing.assert_close(without, plain, atol=2e-4, rtol=0)
 
 
+OF_BOTH = {"embed_tokens": [3, 96, 7], "lm_head": [5, 40]}
 KINDS_OF = {
     "kv_b": {"target_modules": ["kv_b_proj", "o_proj", "q_b_proj"], "use_rslora": True},
     "lm_head": {"target_modules": ["lm_head", "q_proj"]},
@@ -116,6 +117,8 @@ KINDS_OF = {
     "both": {"target_modules": ["embed_tokens", "lm_head"], "use_rslora": True},
     "saved": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
     "DoRA": {"target_modules": ["q_proj", "k_proj", "o_proj", "up_proj"], "use_dora": True},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [90, 3, 7]},
+    "tokens of both": {"target_modules": ["v_proj"], "trainable_token_indices": OF_BOTH},
 }
 
 
@@ -124,7 +127,8 @@ KINDS_OF = {
     [
         *((kind, "qwen2") for kind in KINDS_OF if kind != "kv_b"),
         ("kv_b", "deepseek v3"),
-        *((kind, "qwen2, tied") for kind in ("lm_head", "saved")),
+        *((kind, "qwen2, tied") for kind in ("lm_head", "saved", "tokens")),
+        ("tokens", "gemma3, tied"),
         ("both", "gemma3, tied"),
         ("both", "gemma3, untied"),
         ("saved", "gemma3, untied"),
@@ -241,6 +245,16 @@ def without_gains(tensors):
     del tensors[min(name for name in tensors if "magnitude" in name)]
 
 
+def fewer_rows(tensors):
+    (name,) = [name for name in tensors if "trainable_tokens" in name]
+    tensors[name] = tensors[name][:2]
+
+
+def without_rows(tensors):
+    del tensors[next(name for name in tensors if "trainable_tokens" in name)]
+
+
+TOKENS = {"target_modules": ["q_proj"], "trainable_token_indices": [90, 3, 7]}
 BOTH = {"target_modules": ["embed_tokens", "lm_head"]}
 TIED = {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}
 SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
@@ -254,6 +268,8 @@ SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
         ({}, {**BOTH, "use_dora": True}, None, "DoRA of it are not served"),
         ({}, {**SAVED, "modules_to_save": ["norm"]}, None, "only embed_tokens and lm_head may be"),
         ({}, {"target_modules": ["q_proj"], "use_dora": True}, without_gains, "have no magnitude"),
+        ({}, TOKENS, fewer_rows, r"has rows of tokens of \[2, 48\], and .* names 3 tokens of it"),
+        ({}, TOKENS, without_rows, "lacks the rows of the tokens .* of embed_tokens"),
     ],
 )
 def test_other_kinds_that_cannot_be_served_say_why(more, config, change, text, ops, tmp_path):
@@ -263,6 +279,16 @@ def test_other_kinds_that_cannot_be_served_say_why(more, config, change, text, o
         edited(folder, change)
     _, base = opened(tmp_path / "base", ops, kinds=KINDS)
     with pytest.raises(ConfigError, match=text):
+        load_adapter(str(folder), base)
+
+
+def test_rows_of_tokens_that_the_base_lacks_are_refused(ops, tmp_path):
+    folder = peft_of(tiny("qwen2", tmp_path / "base"), tmp_path / "a", **TOKENS)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["trainable_token_indices"] = [90, 3, 97]
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    _, base = opened(tmp_path / "base", ops, kinds=KINDS)
+    with pytest.raises(ConfigError, match="embed_tokens: it adds 1 tokens to the 97 of the base"):
         load_adapter(str(folder), base)
 
 

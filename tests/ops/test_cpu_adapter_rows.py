@@ -5,7 +5,15 @@ import pytest
 import torch
 
 from banyan.ops import reference
-from banyan.ops.adapter_rows import GAIN, LOOKED_UP, PRODUCT, RowPart, RowTable
+from banyan.ops.adapter_rows import (
+    GAIN,
+    LOOKED_UP,
+    PRODUCT,
+    SOME_LOOKED_UP,
+    SOME_OUTPUTS,
+    RowPart,
+    RowTable,
+)
 from banyan.ops.adapters import AdapterTokens
 from banyan.ops.cpu.adapter_rows import adapt_rows as kernel
 
@@ -16,11 +24,14 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+SOME = torch.tensor([15, 20, 25, 4097])
 PARTS = {
     "looked up": RowPart(LOOKED_UP, random(IDS, RANK, seed=1), random(RANK, OUTPUTS, seed=2)),
     "looked up whole": RowPart(LOOKED_UP, random(IDS, OUTPUTS, seed=3), first=4, replaces=True),
     "product": RowPart(PRODUCT, random(RANK, INPUTS, seed=4), random(RANK, OUTPUTS, seed=5)),
     "whole product": RowPart(PRODUCT, random(OUTPUTS, INPUTS, seed=6), replaces=True),
+    "some looked up": RowPart(SOME_LOOKED_UP, random(4, OUTPUTS, seed=3), ids=SOME),
+    "some outputs": RowPart(SOME_OUTPUTS, random(4, INPUTS, seed=6), ids=SOME),
     "gain": RowPart(GAIN, random(OUTPUTS, seed=7), shifts=random(OUTPUTS, seed=8)),
 }
 
@@ -30,7 +41,7 @@ def run(op, part, adapters):
     table.enter(2, part)
     tokens.fill(np.array(adapters))
     out = random(len(adapters), OUTPUTS, seed=9)
-    is_looked_up = part.kind == LOOKED_UP
+    is_looked_up = part.kind in (LOOKED_UP, SOME_LOOKED_UP)
     ids = torch.tensor([(5 * at) % 40 for at in range(len(adapters))])
     op(out, ids if is_looked_up else random(len(adapters), INPUTS), table, tokens)
     return out

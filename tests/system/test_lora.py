@@ -207,6 +207,10 @@ KINDS = {
     "ends": {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "r": 5},
     "saved": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
     "dora": {"target_modules": "all-linear", "use_dora": True, "r": 3},
+    "tokens": {
+        "target_modules": ["k_proj"],
+        "trainable_token_indices": {"embed_tokens": [300, 7, 20], "lm_head": [9, 350]},
+    },
 }
 
 
@@ -225,7 +229,7 @@ def wide(tmp_path_factory, tiny_model) -> dict[str, Path]:
             for key, parameter in adapted.named_parameters():
                 if "magnitude" in key:
                     parameter.mul_(torch.rand_like(parameter) + 0.5)
-                elif "lora_" in key or "modules_to_save" in key:
+                elif any(part in key for part in ("lora_", "modules_to_save", "tokens_delta")):
                     parameter.copy_(torch.randn_like(parameter) * 0.3)
         adapted.save_pretrained(root / name)
         found[name] = root / name
@@ -245,7 +249,7 @@ def test_adapters_of_embedding_head_and_whole_rows_answer_as_peft_merges_them(
     for name, model in {None: tiny_model, **{k: wide[f"merged {k}"] for k in KINDS}}.items():
         with engine(model, **exact) as merged:
             expected[name], told[name] = output(merged, None), scores(merged, None)
-    assert len({tuple(ids) for ids in expected.values()}) == 4
+    assert len({tuple(ids) for ids in expected.values()}) == 5
     paths = [f"{name}={wide[name]}" for name in KINDS]
     with engine(tiny_model, lora_paths=paths, **exact) as served:
         assert served.get_server_info()["facts"]["steps"] == "recorded"

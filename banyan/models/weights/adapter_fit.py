@@ -17,6 +17,7 @@ from banyan.config.adapter_card import (
     ROUTER,
     AdapterCard,
     LowRank,
+    TokenRows,
     Whole,
 )
 from banyan.config.card import ModelCard
@@ -167,6 +168,32 @@ class Fit:
             self._check_room(_END_KINDS[place.module], name)
         self._check_end(name, place.module, True, whole.shape)
         return place
+
+    def ends_of(self, name: str, tokens: TokenRows) -> list[str]:
+        """Where rows of single tokens go: where embedding and head are one weight, to both, as PEFT
+        has it, unless the adapter brings others for the head.
+
+        Raises:
+            ConfigError: the base has no such tokens there.
+        """
+        place = place_of(f"{name}.weight", self._names)
+        if place is None or place.module not in self._base.shares:
+            raise self._stranger(name, place)
+        ends = [place.module]
+        if self._base.card.tie_embeddings and len(self._card.tokens) == 1:
+            ends = [end for end in ("embedding", "head") if end in self._base.shares]
+        twice = {*self._card.modules, *self._card.saved}
+        if name in twice:
+            raise ConfigError(
+                f"adapter {self._folder!r} changes {printable(name, 100)} as a whole and by single "
+                "tokens",
+                hint=MERGE,
+            )
+        rows = max(self._base.card.vocab_size, max(tokens.ids) + 1)
+        for end in ends:
+            self._check_room(_END_KINDS[end], name)
+            self._check_end(name, end, True, (rows, tokens.width))
+        return ends
 
     def _end(self, name: str, place: Place, low_rank: LowRank) -> Place:
         is_looked_up = place.module == "embedding" or self._base.card.tie_embeddings

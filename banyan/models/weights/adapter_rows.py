@@ -2,7 +2,7 @@
 of DoRA, for which the base's weights are read once more.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,14 @@ from banyan.layers.slot import WeightSlot
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.loader import tensors_of
 from banyan.models.weights.names import Place
-from banyan.ops.adapter_rows import GAIN, LOOKED_UP, PRODUCT, RowPart
+from banyan.ops.adapter_rows import (
+    GAIN,
+    LOOKED_UP,
+    PRODUCT,
+    SOME_LOOKED_UP,
+    SOME_OUTPUTS,
+    RowPart,
+)
 from banyan.ops.stored import RawTensor, StoredWeight
 
 MERGE = "merge the adapter into the weights"
@@ -88,6 +95,19 @@ def whole_part(module: str, share: Share, weight: Tensor) -> RowPart:
     mine = (weight[share.first : share.last].float() * share.scale).contiguous()
     kind = LOOKED_UP if module == "embedding" else PRODUCT
     return RowPart(kind, mine, first=share.first, replaces=True)
+
+
+def token_part(module: str, share: Share, weight: Tensor, ids: Sequence[int]) -> RowPart | None:
+    """weight: [tokens, width], in the place of the base's rows of these ids; None where this rank
+    has none of them."""
+    mine = sorted((token, at) for at, token in enumerate(ids) if share.first <= token < share.last)
+    if not mine:
+        return None
+    rows = (weight[[at for _, at in mine]].float() * share.scale).contiguous()
+    if module == "embedding":
+        return RowPart(SOME_LOOKED_UP, rows, ids=torch.tensor([token for token, _ in mine]))
+    outputs = torch.tensor([token - share.first for token, _ in mine])
+    return RowPart(SOME_OUTPUTS, rows, ids=outputs)
 
 
 def own_rows(

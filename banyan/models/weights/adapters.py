@@ -43,6 +43,7 @@ from banyan.models.weights.adapter_rows import (
     end_part,
     own_rows,
     shares_of,
+    token_part,
     whole_part,
 )
 from banyan.models.weights.names import Place
@@ -161,6 +162,11 @@ def load_adapter(path: str, base: Base) -> LoadedAdapter:
             if not whole.is_copy:
                 weight = _stored(file, whole.name, card).dense
                 rows[place.module] = whole_part(place.module, base.shares[place.module], weight)
+        for name, tokens in card.tokens.items():
+            weight = _stored(file, tokens.name, card).dense
+            for end in fit.ends_of(name, tokens):
+                part = token_part(end, base.shares[end], weight, tokens.ids)
+                rows |= {} if part is None else {end: part}
     fit.check_claims()
     rows |= _gains(card, base, scaled)
     return LoadedAdapter(found, experts, rows, _digest(card), card.rank)
@@ -189,8 +195,8 @@ def check_numbers(card: AdapterCard) -> None:
         for low_rank in card.modules.values():
             for tensor in filter(None, (*low_rank.names, low_rank.magnitude)):
                 _stored(file, tensor, card)
-        for whole in card.saved.values():
-            _stored(file, whole.name, card)
+        for other in (*card.saved.values(), *card.tokens.values()):
+            _stored(file, other.name, card)
 
 
 def _opened(card: AdapterCard) -> MappedFile:
@@ -221,6 +227,8 @@ def check_fit(card: AdapterCard, base: Base) -> None:
             fit.place_of(name, low_rank)
     for name, whole in card.saved.items():
         fit.place_of_whole(name, whole)
+    for name, tokens in card.tokens.items():
+        fit.ends_of(name, tokens)
     fit.check_claims()
 
 

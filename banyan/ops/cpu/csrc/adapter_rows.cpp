@@ -13,11 +13,14 @@ namespace {
 
 constexpr int64_t BLOCK = 2048;  // outputs of one unit
 constexpr int SUMS = 16;         // partial sums of a product, so that it is computed in vectors
-enum Kind : int64_t { LOOKED_UP = 1, PRODUCT = 2, GAIN = 3 };
+enum Kind : int64_t {
+  LOOKED_UP = 1, PRODUCT = 2, GAIN = 3, SOME_LOOKED_UP = 4, SOME_OUTPUTS = 5
+};
 
 // What one adapter does; all zero where it does nothing. ops/adapter_rows.py writes it.
 struct RowEntry {
-  const float *rows, *up, *shifts;
+  const float *rows, *up;
+  const void* last;  // shifts of a GAIN, ids of SOME
   int64_t rank, first, count, kind, replaces;
 };
 struct Piece {
@@ -69,7 +72,7 @@ void one_row(const RowArgs& a, const RowEntry& entry, int64_t row, int64_t block
   int64_t begin = block * BLOCK, end = std::min(begin + BLOCK, a.outputs);
   float* out = a.out + row * a.out_stride;
   if (entry.kind == GAIN) {
-    for (int64_t o = begin; o < end; o++) out[o] = entry.rows[o] * out[o] + entry.shifts[o];
+    for (int64_t o = begin; o < end; o++) out[o] = entry.rows[o] * out[o] + ((const float*)entry.last)[o];
     return;
   }
   if (entry.kind == LOOKED_UP) {
@@ -80,7 +83,22 @@ void one_row(const RowArgs& a, const RowEntry& entry, int64_t row, int64_t block
     for (int64_t o = begin; o < end; o++) out[o] = entry.replaces ? found[o] : out[o] + found[o];
     return;
   }
+  const int64_t *ids = (const int64_t*)entry.last, *end_of_ids = ids + entry.count;
+  if (entry.kind == SOME_LOOKED_UP) {
+    int64_t token = ((const int64_t*)a.x)[row];
+    const int64_t* id = std::lower_bound(ids, end_of_ids, token);
+    if (id == end_of_ids || *id != token) return;
+    const float* found = entry.rows + (id - ids) * a.outputs;
+    for (int64_t o = begin; o < end; o++) out[o] = found[o];
+    return;
+  }
   const float* x = (const float*)a.x + row * a.x_stride;
+  if (entry.kind == SOME_OUTPUTS) {
+    const int64_t* id = std::lower_bound(ids, end_of_ids, begin);
+    for (; id < end_of_ids && *id < end; id++)
+      out[*id] = product(entry.rows + (id - ids) * a.inputs, x, a.inputs);
+    return;
+  }
   if (entry.up) {
     float* inner = (float*)worker.scratch(sizeof(float) * entry.rank);
     for (int64_t r = 0; r < entry.rank; r++)
@@ -111,6 +129,12 @@ void cost(const void* args, const Sizes& sizes, double* bytes, double* operation
   for (int32_t i = 0; i < num_pieces(a, sizes); i++) {
     const Piece& piece = pieces_of(a)[i];
     const RowEntry& entry = a.table[piece.adapter];
+    if (entry.kind == SOME_LOOKED_UP || entry.kind == SOME_OUTPUTS) {
+      double width = (double)(entry.kind == SOME_OUTPUTS ? entry.count * a.inputs : a.outputs);
+      *bytes += 4 * width * piece.count;
+      *operations += 2 * width * piece.count;
+      continue;
+    }
     double inputs = entry.kind == PRODUCT ? (double)a.inputs : 1;
     double weights = entry.up ? (double)entry.rank * (inputs + (double)a.outputs)
                               : (double)a.outputs * inputs;
