@@ -19,7 +19,6 @@ from banyan.formats.shards import files_of_weights
 from banyan.layers.build import Build
 from banyan.layers.cache import PageGroup
 from banyan.memory.groups import CacheGroup
-from banyan.memory.peers import can_be_handed_over
 from banyan.memory.tiers import can_be_stored
 from banyan.ops.bind import PLAIN_PAGES, BoundOps
 from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
@@ -181,11 +180,6 @@ def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: st
     from banyan.transfer.rooms.base import TRANSFERS, RoomOptions  # nobody else needs sockets
 
     handoff, host = served.config.handoff, served.config.server.host
-    if not can_be_handed_over(served.pools):
-        raise ConfigError(
-            f"--disaggregation-mode {handoff.mode}: no layer of this model keeps every position",
-            hint="leave it out",
-        )
     parallel, is_giver = served.config.parallel, handoff.mode == "prefill"
     options = RoomOptions(
         is_giver=is_giver,
@@ -213,7 +207,7 @@ def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: st
         if parallel.world > 1:
             links = links_at(meeting, parallel.world)
             waits = parallel.meet_timeout_s
-            pages = RankPages(store, links, layouts == {BY_HEAD}, waits, parallel.cp)
+            pages = RankPages(store, links, layouts == {BY_HEAD}, waits)
             shelves = pages.shelves
         layout = identity(layout_facts(shelves, store.groups)).hex()[:_SHOWN]
         facts = {**options.facts, "layout of the cache": layout}

@@ -63,20 +63,9 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
         )
     if card.pooling is not None or card.needs_whole_prompts or config.model.is_embedding:
         raise ConfigError(f"{flag}: this model generates nothing", hint="leave it out")
-    if card.has_states:
-        _check_the_states(flag, config)
     if handoff.mode == "prefill" and not is_loopback(config.server.host):
         _check_the_secret(flag, config.server.host, environment)
     return config
-
-
-def _check_the_states(flag: str, config: Config) -> None:
-    if config.parallel.tp > 1:
-        raise ConfigError(
-            f"{flag} and --tp-size {config.parallel.tp}: some layers of this model keep a state, "
-            "which is not cut for ranks on its way",
-            hint="use one rank",
-        )
 
 
 def _check_the_secret(flag: str, host: str, environment: Environment) -> None:

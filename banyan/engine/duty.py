@@ -40,8 +40,8 @@ class Duty:
         return f"{RANK}{self.rank}" if self.role == RANK else self.role
 
     def encode(self) -> bytes:
-        return msgspec.json.encode(self)
+        return msgspec.msgpack.encode(self)  # JSON has no infinity
 
     @staticmethod
-    def decode(text: bytes) -> "Duty":
-        return msgspec.json.decode(text, type=Duty)
+    def decode(body: bytes) -> "Duty":
+        return msgspec.msgpack.decode(body, type=Duty)

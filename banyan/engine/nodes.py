@@ -238,7 +238,7 @@ class Nodes:
     def start(self, duty: Duty, meeting: str) -> None:
         """Let every node start its ranks, which meet the others at `meeting`."""
         for node, identity in self._identity.items():
-            told = msgspec.json.encode((duty, meeting))
+            told = msgspec.msgpack.encode((duty, meeting))
             self._socket.send_multipart([identity, _START, told])
             log.info("node %d starts its ranks", node)
         self._thread = threading.Thread(target=self._run, name="nodes", daemon=True)
@@ -418,7 +418,7 @@ def _meet(leader: Leader, parallel: ParallelConfig, mine: Hello) -> tuple[Duty, 
             reason = printable(said[1].decode(errors="replace"), 300)
             raise DeviceError(f"the leader turned this node away: {reason}")
         if said[0] == _START:
-            return msgspec.json.decode(said[1], type=tuple[Duty, str])
+            return msgspec.msgpack.decode(said[1], type=tuple[Duty, str])
         if said[0] == _AGAIN:
             time.sleep(_BEAT_S)
     raise DeviceError(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from banyan.config.card import FULL, WINDOW
 from banyan.layers.build import Build
-from banyan.layers.cache import CacheTensor, Caching, LayerCache
+from banyan.layers.cache import CacheTensor, Caching, LayerCache, Shared
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.norm import RMSNorm, SpreadNorm
 from banyan.layers.rotary import Angles
@@ -141,6 +141,8 @@ def paged_cache(spec: AttentionSpec, build: Build, kv_heads: int) -> LayerCache:
         kv_heads: of all ranks.
     """
     dtype = build.ops.cache_dtype
-    kept = CacheTensor((spec.kv_heads, stored_width(spec.head_dim, dtype)), dtype, kv_heads)
+    span = ShardRule(0, replicate=True).span(kv_heads, build.groups.attention)
+    width = stored_width(spec.head_dim, dtype)
+    kept = CacheTensor((spec.kv_heads, width), dtype, (Shared(kv_heads, *span),))
     kind = WINDOW if spec.window else FULL
     return LayerCache(spec.layer, {"k": kept, "v": kept}, kind, spec.window)

@@ -14,16 +14,31 @@ from banyan.config.card import FULL, STATE, WINDOW, ModelCard
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Heads or channels that lie one behind another and that ranks share.
+
+    Attributes:
+        size: over all ranks.
+        first, last: those that are here, `last` left out.
+    """
+
+    size: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
 class CacheTensor:
     """
     Attributes:
         shape: of one token; in a STATE cache, of one page.
-        heads: over all ranks, of which shape[0] are here; 0 = each rank keeps all there is.
+        shared: what shape[axis] consists of; () = each rank keeps all there is.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    heads: int = 0
+    shared: tuple[Shared, ...] = ()
+    axis: int = 0
 
     @property
     def size_bytes(self) -> int:

@@ -5,9 +5,10 @@ from torch import Tensor
 
 from banyan.config.card import StateFacts
 from banyan.layers.build import Build
-from banyan.layers.cache import CacheTensor
+from banyan.layers.cache import CacheTensor, Shared
 from banyan.layers.slot import Layer, ShardRule, WeightSlot
 from banyan.ops.stored import StoredWeight
+from banyan.parallel.groups import Group
 
 MATRIX = "matrix"
 """Name of what a scan keeps: a matrix per head, [heads, key_dim, value_dim] fp32."""
@@ -47,5 +48,11 @@ class DecayGates(Layer):
         return self.ops.decay_gates(x, self.bias, self.rate, *self.bounds)
 
 
-def matrix_of(heads: int, facts: StateFacts) -> CacheTensor:
-    return CacheTensor((heads, facts.key_dim, facts.value_dim), torch.float32)
+def matrix_of(facts: StateFacts, rule: ShardRule, group: Group) -> CacheTensor:
+    """
+    Args:
+        rule: how the ranks of the group share the heads.
+    """
+    heads = Shared(facts.heads, *rule.span(facts.heads, group))
+    shape = (heads.last - heads.first, facts.key_dim, facts.value_dim)
+    return CacheTensor(shape, torch.float32, (heads,))

@@ -61,7 +61,7 @@ class GatedDeltaNet(Caching):
         self.norm = PlainNorm(facts.value_dim, norm_eps, build)
         width = facts.key_heads * value
         self.out = RowLinear(width, dim, ShardRule(1, value), False, group, build)
-        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(self.key_heads * shared, facts)}
+        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(facts, ShardRule(0, shared), group)}
         self.cache = LayerCache(layer, kept, STATE)
         # A norm of the root mean square, times this, has length one; q is scaled beside that.
         unit = torch.full((key,), key**-0.5, dtype=build.dtype, device=build.device)

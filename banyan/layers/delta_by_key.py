@@ -88,7 +88,7 @@ class DeltaByKey(Caching):
         self.decays = KeyDecays(facts, build)
         self.norm = PlainNorm(head, norm_eps, build)
         self.out = RowLinear(width, dim, ShardRule(1, head), False, group, build)
-        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(self.heads, facts)}
+        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(facts, ShardRule(0), group)}
         self.cache = LayerCache(layer, kept, STATE)
         # A norm of the root mean square, times this, has length one; q is scaled beside that.
         unit = torch.full((head,), head**-0.5, dtype=build.dtype, device=build.device)

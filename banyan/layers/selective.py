@@ -8,7 +8,7 @@ from torch import Tensor
 
 from banyan.config.card import STATE, StateFacts
 from banyan.layers.build import Build
-from banyan.layers.cache import CacheTensor, Caching, LayerCache
+from banyan.layers.cache import CacheTensor, Caching, LayerCache, Shared
 from banyan.layers.decay import MATRIX
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.norm import PlainNorm
@@ -63,7 +63,7 @@ class SelectiveState(Caching):
         super().__init__()
         group, inner, bias = build.groups.attention, facts.heads, facts.has_bias
         self.ops, self.layer = build.ops, layer
-        first, last = _RULE.span(inner, group)
+        channels = Shared(inner, *_RULE.span(inner, group))
         outputs, rules = {"x": inner, "z": inner}, {"x": _RULE, "z": _RULE}
         self.mix = ColumnLinear(dim, outputs, rules, bias, group, build)
         self.conv = ShortConv(
@@ -80,7 +80,8 @@ class SelectiveState(Caching):
         self.steps = ColumnLinear(facts.step_rank, {"": inner}, {"": _RULE}, False, group, build)
         self.rates = Rates(facts, build)
         self.out = RowLinear(inner, dim, ShardRule(1), bias, group, build)
-        matrix = CacheTensor((facts.key_dim, last - first), torch.float32)
+        shape = (facts.key_dim, channels.last - channels.first)
+        matrix = CacheTensor(shape, torch.float32, (channels,), axis=1)
         self.cache = LayerCache(layer, {INPUTS: self.conv.kept, MATRIX: matrix}, STATE)
 
     def forward(self, x: Tensor, angles: object, step: StepInputs) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from banyan.config.card import STATE, StateFacts
 from banyan.layers.build import Build
-from banyan.layers.cache import CacheTensor, Caching, LayerCache
+from banyan.layers.cache import CacheTensor, Caching, LayerCache, Shared
 from banyan.layers.linear import ColumnLinear, RowLinear
 from banyan.layers.slot import Layer, ShardRule, WeightSlot
 from banyan.layers.step import StepInputs
@@ -43,9 +43,9 @@ class ShortConv(Layer):
         self.channels, self.rules, self.taps = channels, rules, taps
         self.has_bias, self.has_silu = has_bias, has_silu
         self.group, self.ops = group, build.ops
-        spans = [rules[part].span(size, group) for part, size in channels.items()]
-        kept = (taps - 1, sum(last - first for first, last in spans))
-        self.kept = CacheTensor(kept, torch.float32)
+        shared = [Shared(size, *rules[part].span(size, group)) for part, size in channels.items()]
+        kept = (taps - 1, sum(part.last - part.first for part in shared))
+        self.kept = CacheTensor(kept, torch.float32, tuple(shared), axis=1)
         self.weight = torch.empty(0, device=build.device)  # [taps, channels] once filled
         self.bias: Tensor | None = None
 

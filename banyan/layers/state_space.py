@@ -86,7 +86,7 @@ class StateSpace(Caching):
         self.out = RowLinear(
             inner, dim, ShardRule(1, facts.value_dim), facts.has_bias, group, build
         )
-        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(here["dt"], facts)}
+        kept = {INPUTS: self.conv.kept, MATRIX: matrix_of(facts, ShardRule(0), group)}
         self.cache = LayerCache(layer, kept, STATE)
 
     def forward(self, x: Tensor, angles: object, step: StepInputs) -> Tensor:

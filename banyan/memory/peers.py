@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from banyan.base.ids import NO_STEP
-from banyan.memory.groups import FULL, CacheGroup
+from banyan.memory.groups import CacheGroup
 from banyan.memory.loads import Load, Loads
 from banyan.memory.radix import Node
 from banyan.memory.stamps import Horizon
@@ -125,8 +125,3 @@ class PeerTier:
     def _passed(self, load: Load, at: int, node: Node | None) -> None:
         if node is not None:
             self.came(node)
-
-
-def can_be_handed_over(groups: Sequence[CacheGroup]) -> bool:
-    """Whether prefixes of these groups consist of pages that another server can be given."""
-    return any(g.kind == FULL for g in groups)

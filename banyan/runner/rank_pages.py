@@ -2,13 +2,14 @@
 
 Every rank keeps the heads and layers that are its own, in memory that rank 0 maps. A page as it
 travels has all layers in order and all heads of each in order, whatever the number of ranks: so it
-is cut anew for as many as there are on the other side. What every rank keeps whole (a latent) is
-taken from one of them and given to all.
+is cut anew for as many as there are on the other side. So are the states of a page, by heads or by
+channels. What every rank keeps whole (a latent) is taken from one of them and given to all.
 
 Nothing here waits for a step: rank 0 takes pages whose steps are complete on all ranks, before
 any rank is told of a plan that may write to them (`Ahead`).
 """
 
+import math
 import mmap
 import os
 import time
@@ -18,13 +19,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
+import torch
 
 from banyan.base.errors import ConfigError, DeviceError
 from banyan.base.ids import PageId
 from banyan.config.card import STATE
-from banyan.layers.cache import LayerCache
+from banyan.layers.cache import LayerCache, Shared
 from banyan.messages.plan import CopyResult, Held, Lookup, PageCopy
 from banyan.messages.rooms import RoomNews, RoomOrder
+from banyan.parallel.groups import Group
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.transfer.mover import PageMover
 
@@ -36,8 +39,11 @@ class Shelf(msgspec.Struct, frozen=True):
 
     Attributes:
         at: where it begins in the rank's file.
-        page_bytes: of one page; heads_here of `heads` are in it, 0 of 0 where it is not cut.
-        dtype, width: of what is kept of one token, or of one head of it.
+        page_bytes: of one page.
+        dtype, shape: of what is kept of one token, or of one state.
+        shared: what ranks share of it, () where each of them has it whole: shape[axis] then counts
+            what all of them have.
+        is_state: it is kept once in a page, and not for each token.
     """
 
     group: int
@@ -45,15 +51,17 @@ class Shelf(msgspec.Struct, frozen=True):
     name: str
     at: int
     page_bytes: int
-    heads: int
-    heads_here: int
     dtype: str
-    width: tuple[int, ...]
+    shape: tuple[int, ...]
+    shared: tuple[Shared, ...]
+    axis: int
+    is_state: bool
 
     @property
     def fact(self) -> tuple[object, ...]:
         """What it is on any number of ranks."""
-        return self.group, self.layer, self.name, self.heads, self.dtype, self.width
+        sizes = tuple(part.size for part in self.shared)
+        return self.group, self.layer, self.name, self.dtype, self.shape, sizes, self.axis
 
 
 class Shelves(msgspec.Struct, frozen=True):
@@ -80,18 +88,21 @@ def _shelf(
     name: str,
     places: dict[int, dict[str, int]],
 ) -> Shelf:
-    tensor = cache.tensors[name]
-    here = tensor.shape[0] if tensor.heads else 0
+    tensor, is_state = cache.tensors[name], groups[group].kind == STATE
+    shape = list(tensor.shape)
+    if tensor.shared:
+        shape[tensor.axis] = sum(part.size for part in tensor.shared)
     return Shelf(
         group=group,
         layer=cache.layer,
         name=name,
         at=places[cache.layer].get(name, 0),
-        page_bytes=groups[group].page_size * tensor.size_bytes,
-        heads=tensor.heads,
-        heads_here=here,
+        page_bytes=tensor.size_bytes * (1 if is_state else groups[group].page_size),
         dtype=str(tensor.dtype),
-        width=tensor.shape[1:] if here else tensor.shape,
+        shape=tuple(shape),
+        shared=tensor.shared,
+        axis=tensor.axis,
+        is_state=is_state,
     )
 
 
@@ -120,13 +131,14 @@ class _Part:
 
     rows: np.ndarray
     """[num_pages, page_bytes] uint8."""
-    first: int
-    heads: int
+    runs: list[tuple[int, int, int]]
+    """Heads that lie one behind another: where in the whole, where here, and how many."""
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """One tensor of one layer over all ranks. A page of it is [outer, heads, bytes]."""
+    """One tensor of one layer over all ranks. A page of it is [outer, heads, bytes]; of some states
+    channels are what heads are of others."""
 
     outer: int
     heads: int
@@ -140,14 +152,16 @@ class _Whole:
     def take(self, page: PageId, into: np.ndarray) -> None:
         whole = into.reshape(self.outer, self.heads, self.width)
         for part in self.parts:
-            of = part.rows[page].reshape(self.outer, part.heads, self.width)
-            whole[:, part.first : part.first + part.heads] = of
+            of = part.rows[page].reshape(self.outer, -1, self.width)
+            for there, here, count in part.runs:
+                whole[:, there : there + count] = of[:, here : here + count]
 
     def put(self, page: PageId, payload: np.ndarray) -> None:
         whole = payload.reshape(self.outer, self.heads, self.width)
         for part in self.parts:
-            of = part.rows[page].reshape(self.outer, part.heads, self.width)
-            of[:] = whole[:, part.first : part.first + part.heads]
+            of = part.rows[page].reshape(self.outer, -1, self.width)
+            for there, here, count in part.runs:
+                of[:, here : here + count] = whole[:, there : there + count]
 
 
 class RankPages:
@@ -158,7 +172,6 @@ class RankPages:
         links: where the other ranks leave word of theirs, in their order.
         is_by_head: the heads of a page lie one behind another; else the tokens do.
         timeout_s: how long another rank is waited for.
-        shares: groups of ranks one behind another, each of which keeps the heads once.
 
     Raises:
         DeviceError: a rank does not come.
@@ -171,7 +184,6 @@ class RankPages:
         links: Sequence[str],
         is_by_head: bool,
         timeout_s: float,
-        shares: int = 1,
     ) -> None:
         self.groups = store.groups
         self._maps: list[mmap.mmap] = []
@@ -188,7 +200,7 @@ class RankPages:
         for layer, name in sorted(held, key=lambda key: (key[0], names.index(key[1]))):
             group = held[layer, name][0][0].group
             outer = 1 if is_by_head else self.groups[group].page_size
-            self._wholes[group].append(_whole(held[layer, name], outer, shares))
+            self._wholes[group].append(_whole(held[layer, name], outer))
 
     def page_bytes(self, group: int) -> int:
         return sum(whole.size_bytes for whole in self._wholes[group])
@@ -227,25 +239,38 @@ class RankPages:
         return found
 
 
-def _whole(held: Sequence[tuple[Shelf, np.ndarray]], outer: int, shares: int) -> _Whole:
-    """The tensor of one layer, from the ranks that have a share of it, in their order."""
+def _whole(held: Sequence[tuple[Shelf, np.ndarray]], page_outer: int) -> _Whole:
+    """The tensor of one layer, from the ranks that have a share of it, in their order.
+
+    Args:
+        page_outer: tokens of a page that lie before its heads; 1 where they lie in each head.
+    """
     first = held[0][0]
-    if not first.heads:
-        parts = [_Part(rows, 0, 1) for _, rows in held]
-        return _Whole(1, 1, first.page_bytes, parts)
-    parts, seen = list[_Part](), dict[int, None]()
-    ranks = len(held) // shares
-    for place, (shelf, rows) in enumerate(held):
-        here = shelf.heads_here
-        begin = 0 if here == shelf.heads else place % ranks * shelf.heads // ranks
-        parts.append(_Part(rows, begin, here))
-        seen |= dict.fromkeys(range(begin, begin + here))
-    if list(seen) != list(range(first.heads)):
+    if not first.shared:
+        return _Whole(1, 1, first.page_bytes, [_Part(rows, [(0, 0, 1)]) for _, rows in held])
+    outer = math.prod(first.shape[: first.axis]) * (1 if first.is_state else page_outer)
+    heads = first.shape[first.axis]
+    parts = [_Part(rows, _runs(shelf)) for shelf, rows in held]
+    seen = np.zeros(heads, bool)
+    for part in parts:
+        for there, _, count in part.runs:
+            seen[there : there + count] = True
+    if not seen.all():
         raise ConfigError(
-            f"layer {first.layer}: {len(held)} ranks have heads {list(seen)} of {first.heads}",
+            f"layer {first.layer}: {len(held)} ranks have {seen.sum()} of {heads} heads",
             hint="leave --disaggregation-mode out, or use one rank",
         )
-    return _Whole(outer, first.heads, first.page_bytes // outer // first.heads_here, parts)
+    here = sum(part.last - part.first for part in first.shared)
+    return _Whole(outer, heads, first.page_bytes // outer // here, parts)
+
+
+def _runs(shelf: Shelf) -> list[tuple[int, int, int]]:
+    runs, there, here = list[tuple[int, int, int]](), 0, 0
+    for part in shelf.shared:
+        count = part.last - part.first
+        runs.append((there + part.first, here, count))
+        there, here = there + part.size, here + count
+    return runs
 
 
 def links_at(meeting: str, world: int) -> list[str]:
@@ -269,6 +294,14 @@ def _hear(link: str, timeout_s: float) -> Shelves:
                 text = f"a rank said nothing of its pages at {link} within {timeout_s:g} s"
                 raise DeviceError(text) from None
         time.sleep(_LOOK_S)
+
+
+def copy_after(store: KVStore, copies: list[PageCopy], ranks: Group) -> None:
+    """The copies of a plan behind its rows. Rank 0 tells of a step that it has ended, and may read
+    the pages of the others then: so all ranks wait for one another, where it maps them."""
+    store.copy(copies, "after")
+    if store.file >= 0 and any(copy.when == "after" for copy in copies):
+        ranks.all_reduce(torch.zeros(1))
 
 
 class Ahead:

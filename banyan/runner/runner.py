@@ -58,6 +58,7 @@ from banyan.runner.open_forward import RunnerSizes, open_forward
 from banyan.runner.peers import Peers
 from banyan.runner.pending import Begun, PendingStep, failed
 from banyan.runner.pooling import Pooler
+from banyan.runner.rank_pages import copy_after
 from banyan.runner.sampling.logprobs import CHUNK_ELEMENTS, Scores, ScoreSheet
 from banyan.runner.sampling.processors import Processors
 from banyan.runner.sampling.sampler import ALL_BANNED, Sampled, Sampler
@@ -231,7 +232,7 @@ class ModelRunner:
     def _execute(self, plan: StepPlan, mask_of: MaskOf | None) -> Callable[[], StepResult]:
         begun = self.begin(plan)
         finish = self.end(begun, mask_of)
-        self.store.copy(plan.copies, "after")
+        copy_after(self.store, plan.copies, self._ranks)
         return finish
 
     def begin(self, plan: StepPlan, carry: Callable[[Batch], Tensor] | None = None) -> Begun:

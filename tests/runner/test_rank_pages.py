@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from banyan.base.errors import ConfigError, DeviceError
-from banyan.layers.cache import CacheTensor, LayerCache
+from banyan.base.ids import PageId
+from banyan.config.card import STATE
+from banyan.layers.cache import CacheTensor, LayerCache, Shared
+from banyan.messages.plan import PageCopy, device_page
+from banyan.parallel.groups import Group
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.rank_pages import (
     RankPages,
+    copy_after,
     layout_facts,
     links_at,
     shelves_of,
@@ -23,10 +28,11 @@ GROUPS = (GroupLayout("full", 0, 4, 6),)
 HEADS, WIDTH = 4, 3
 
 
-def layer(number: int, here: int, latent: bool = False) -> LayerCache:
+def layer(number: int, here: int, latent: bool = False, first: int = 0) -> LayerCache:
+    """Of one rank: a latent, or `here` of the heads from `first` on."""
     if latent:
         return LayerCache(number, {"latent": CacheTensor((5,), torch.float32)})
-    kept = CacheTensor((here, WIDTH), torch.float32, HEADS)
+    kept = CacheTensor((here, WIDTH), torch.float32, (Shared(HEADS, first, first + here),))
     return LayerCache(number, {"k": kept, "v": kept})
 
 
@@ -50,7 +56,8 @@ def test_a_page_is_the_same_on_any_number_of_ranks(
     """Above four ranks several of them keep the same head."""
     alone = KVStore(GROUPS, [layer(0, HEADS), layer(1, 0, latent=True)], CPU)
     here = max(1, HEADS // ranks)
-    stores = [shared(layer(0, here), layer(1, 0, latent=True)) for _ in range(ranks)]
+    firsts = [rank * HEADS // ranks for rank in range(ranks)]
+    stores = [shared(layer(0, here, first=at), layer(1, 0, latent=True)) for at in firsts]
     pages = opened(tmp_path, stores, is_by_head)
     assert pages.page_bytes(0) == alone.page_bytes(0)
     payload = np.random.default_rng(3).integers(0, 255, alone.page_bytes(0), np.uint8)
@@ -58,8 +65,7 @@ def test_a_page_is_the_same_on_any_number_of_ranks(
     assert (pages.take(0, 5) == payload).all() and not pages.take(0, 4).any()
     alone.put(0, 5, payload)
     whole = alone.tensors(0)["k"][5].numpy()
-    for rank, store in enumerate(stores):
-        first = rank * HEADS // ranks
+    for first, store in zip(firsts, stores, strict=True):
         mine = store.tensors(0)["k"][5].numpy()
         if is_by_head:  # one head after another, whatever the shape says
             of = whole.reshape(HEADS, -1)[first : first + here]
@@ -70,6 +76,54 @@ def test_a_page_is_the_same_on_any_number_of_ranks(
         assert torch.equal(*latents)
     facts = layout_facts(shelves_of(alone), GROUPS)
     assert layout_facts(pages.shelves, GROUPS) == facts
+
+
+STATES = (GroupLayout(STATE, 0, 64, 6),)
+VALUES, KEYS, TAPS, NUMBERS = 8, 2, 3, 5
+
+
+def kept(rank: int, ranks: int) -> LayerCache:
+    """What a convolution over values and keys has read last, and a matrix of numbers by channels.
+    Above two ranks several of them keep the same key."""
+
+    def span(size: int) -> Shared:
+        first = rank * size // ranks
+        return Shared(size, first, first + max(1, size // ranks))
+
+    parts = span(VALUES), span(KEYS)
+    channels = sum(part.last - part.first for part in parts)
+    inputs = CacheTensor((TAPS, channels), torch.float32, parts, axis=1)
+    matrix = CacheTensor((VALUES // ranks, 2, 3), torch.float32, parts[:1])
+    turned = CacheTensor((NUMBERS, VALUES // ranks), torch.float32, parts[:1], axis=1)
+    return LayerCache(0, {"inputs": inputs, "matrix": matrix, "turned": turned}, STATE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("is_by_head", [False, True])
+def test_states_are_cut_by_their_heads_and_channels(
+    ranks: int, is_by_head: bool, tmp_path: Path
+) -> None:
+    alone = KVStore(STATES, [kept(0, 1)], CPU)
+    stores = [KVStore(STATES, [kept(n, ranks)], CPU, is_shared=True) for n in range(ranks)]
+    pages = opened(tmp_path, stores, is_by_head)
+    payload = np.random.default_rng(3).integers(0, 255, alone.page_bytes(0), np.uint8)
+    pages.put(0, 5, payload)
+    alone.put(0, 5, payload)
+    assert (pages.take(0, 5) == payload).all() and not pages.take(0, 4).any()
+    whole = {name: pages[5].view(torch.int32) for name, pages in alone.tensors(0).items()}
+    for rank, store in enumerate(stores):
+        values = slice(rank * VALUES // ranks, (rank + 1) * VALUES // ranks)
+        key = VALUES + rank * KEYS // ranks
+        inputs = whole["inputs"]
+        keys = inputs[:, key : key + max(1, KEYS // ranks)]
+        right = {
+            "inputs": torch.cat([inputs[:, values], keys], 1),
+            "matrix": whole["matrix"][values],
+            "turned": whole["turned"][:, values],
+        }
+        for name, mine in store.tensors(0).items():
+            assert torch.equal(mine[5].view(torch.int32), right[name]), name
+    assert layout_facts(pages.shelves, STATES) == layout_facts(shelves_of(alone), STATES)
 
 
 def test_stages_hold_layers_one_after_another(tmp_path: Path) -> None:
@@ -94,13 +148,13 @@ def test_other_tensors_are_another_layout() -> None:
 
 def test_ranks_whose_heads_are_no_whole_are_refused(tmp_path: Path) -> None:
     stores = [shared(layer(0, 1)), shared(layer(0, 1))]
-    with pytest.raises(ConfigError, match="2 ranks have heads"):
+    with pytest.raises(ConfigError, match="2 ranks have 1 of 4 heads"):
         opened(tmp_path, stores, is_by_head=True)
 
 
 def test_a_rank_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
     link = str(tmp_path / "late")
-    other = shared(layer(0, 2))
+    other = shared(layer(0, 2, first=2))
     thread = threading.Thread(target=tell_rank_0, args=(other, link))
     thread.start()
     assert RankPages(shared(layer(0, 2)), [link], True, 5.0).page_bytes(0)
@@ -114,3 +168,29 @@ def test_shared_pages_are_given_back_and_are_zero() -> None:
     store.tensors(0)["k"][3] = 7.0
     store.release()
     assert not store.tensors(0)["k"].any()
+
+
+class Met(Group):
+    """Of several ranks that have come, each to the same place."""
+
+    def __init__(self, store: KVStore) -> None:
+        super().__init__()
+        self.store, self.found = store, list[float]()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.found.append(float(self.store.tensors(0)["turned"][2].sum()))
+        return x
+
+
+def test_ranks_wait_for_the_states_that_each_other_has_kept() -> None:
+    """Else rank 0 would give away what another rank has not copied yet."""
+    moved = PageCopy(1, 0, device_page(PageId(1)), device_page(PageId(2)), "after")
+    before = PageCopy(2, 0, device_page(PageId(1)), device_page(PageId(2)), "before")
+    for is_shared, met in ((True, [float(NUMBERS * VALUES)]), (False, [])):
+        store = KVStore(STATES, [kept(0, 1)], CPU, is_shared=is_shared)
+        store.tensors(0)["turned"][1] = 1.0
+        ranks = Met(store)
+        copy_after(store, [before], ranks)
+        copy_after(store, [moved, before], ranks)
+        assert ranks.found == met
+        assert (store.tensors(0)["turned"][2] == 1.0).all()

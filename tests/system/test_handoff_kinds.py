@@ -70,19 +70,37 @@ def test_all_kinds_of_caches_and_weights_are_handed_over(kind: str, tiny_model: 
         check(pair, single)
 
 
-FAMILIES = ("qwen3 next", "lfm2", "bamba", "falcon h1", "jamba", "nemotron h")
+FAMILIES = {
+    "qwen3 next": {},
+    "lfm2": {},
+    "bamba": {},
+    "falcon h1": {},
+    "jamba": {"mamba_dt_rank": 8},
+    "nemotron h": {"n_groups": 2},
+    "mamba2": {},
+    "mamba": {},
+}
+TP2 = {"tp_size": 2}
+LAYOUTS = {"1 to 1": ({}, {}), "1 to 2": ({}, TP2), "2 to 1": (TP2, {}), "2 to 2": (TP2, TP2)}
+"""Ranks of prefill, and of decode."""
+FEW = [("qwen3 next", "1 to 2"), ("mamba2", "1 to 1")]
+CUT = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
 
 
-@pytest.mark.parametrize("family", FAMILIES if ALL else FAMILIES[:1])
-def test_states_are_handed_over_with_the_pages(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "layout"), CUT if ALL else FEW)
+def test_states_are_handed_over_with_the_pages(family: str, layout: str, tmp_path: Path) -> None:
     """Prompts that end within a unit and with one, in pieces, and prefixes that either side has."""
-    tiny(family, tmp_path, max_position_embeddings=2048, eos_token_id=None)
+    sizes = {"max_position_embeddings": 2048, "eos_token_id": None}
+    tiny(family, tmp_path, **sizes, **FAMILIES[family])
     plain = {"skip_tokenizer_init": True, "cpu_activations": "fp32"}
+    prefill, decode = LAYOUTS[layout]
     prompts = [[2 + (7 * i * i + k) % 90 for i in range(n)] for k, n in enumerate((300, 256, 17))]
     longer = [*prompts[0][:280], *range(3, 60)]
     with (
         Engine(str(tmp_path), **FLAGS, **plain) as single,
-        engines(tmp_path, {**plain, "chunked_prefill_size": 128}, plain) as pair,
+        engines(
+            tmp_path, {**plain, **prefill, "chunked_prefill_size": 128}, {**plain, **decode}
+        ) as pair,
     ):
         for params in (GREEDY, SEEDED):
             for prompt in (*prompts, *prompts, longer):
