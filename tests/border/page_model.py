@@ -67,10 +67,16 @@ class PageModel:
         windows: by layer, positions that it sees; 0 = all; STATEFUL.
         groups: `stages` have the layers one part after another, `ffn` share the thresholds of
             remainders, and `head` the vocabulary of the logits.
+        certainty: factor on the logits.
     """
 
     def __init__(
-        self, card: ModelCard, ops: Ops, windows: tuple[int, ...], groups: Groups = ALONE
+        self,
+        card: ModelCard,
+        ops: Ops,
+        windows: tuple[int, ...],
+        groups: Groups = ALONE,
+        certainty: float = 1.0,
     ) -> None:
         self.card = card
         self._stages, self._ffn, self._heads = groups.stages, groups.ffn, groups.head
@@ -101,7 +107,7 @@ class PageModel:
         self._units = pack.staircase(np.arange(1, BASE))
         self._count = pack.linear(_total(BASE - 1, 0.5))
         self._count_bias = torch.full((WIDTH,), (BASE - 1) / 2)
-        self._head = pack.linear(_part(HEAD, self._heads) * LOGIT_UNIT)
+        self._head = pack.linear(_part(HEAD, self._heads) * LOGIT_UNIT * certainty)
 
     def forward(self, step: StepInputs) -> Tensor:
         """returns: [tokens, UNITS], each position's last code as a thermometer."""

@@ -1,6 +1,8 @@
 """The one place that makes a real ModelRunner for the border kit."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,13 +14,19 @@ from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.parallel.groups import ALONE, Groups
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
-from banyan.runner.speculative.base import Drafter
+from banyan.runner.speculative.base import Beside, Drafter
+from banyan.runner.speculative.beside import DraftModel
+from banyan.runner.speculative.growth import Grower
+from banyan.runner.speculative.standalone import ModelDrafter
 from tests.border.page_model import HEAD_DIM, HEADS, KV_HEADS, PageModel, kind_of
 from tests.border.page_numbers import LAYERS, STATEFUL, UNITS, VOCAB
 
 CPU = torch.device("cpu")
 COMPILED_PAGE = 16
 """The smallest page that the compiled attention reads."""
+BREADTH, CERTAINTY = 2, 6.0
+"""Ways in which a draft model goes on behind a token, and how sure of them it is: the trees of one
+that is not are wide and near."""
 DRAFT_ROOM = 5
 """Small enough that some steps verify more than what was recorded holds."""
 
@@ -35,6 +43,8 @@ class Shape:
         drafts: drafted after each sampled token.
         burst: decode steps of one plan.
         branches: drafts are trees.
+        levels: of trees that a model like the one that answers drafts, over pages of its own; 0 =
+            no model drafts.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -46,6 +56,7 @@ class Shape:
     drafts: int = 0
     burst: int = 1
     branches: bool = False
+    levels: int = 0
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -100,7 +111,16 @@ def build_runner(
         burst=shape.burst,
         branching=shape.drafts + 1 if shape.branches else 0,
     )
-    open_drafter = None if drafter is None else lambda _: drafter
-    runner = ModelRunner(model, Build(ops, groups), sizes, None, open_mover, open_drafter)
+    draft, open_drafter = None, None if drafter is None else lambda _: drafter
+    if shape.levels:
+        its = PageModel(card, ops, shape.windows, groups, CERTAINTY)
+        draft = DraftModel(its, Build(ops, groups))
+        open_drafter = partial(_open_drafter, shape)
+    runner = ModelRunner(model, Build(ops, groups), sizes, None, open_mover, open_drafter, draft)
     assert runner.is_recorded == shape.is_recorded
     return runner
+
+
+def _open_drafter(shape: Shape, open_beside: Callable[[], Beside]) -> ModelDrafter:
+    beside = open_beside()
+    return ModelDrafter(beside, Grower(beside, BREADTH, shape.levels))

@@ -60,6 +60,7 @@ class RealWorld(World):
             self.core.limits.drafts,
             self.core.limits.burst,
             self.branches,
+            self.core.limits.draft_levels,
         )
 
 
@@ -70,11 +71,14 @@ class RealKit:
         recorded: share of the worlds with compiled ops and recorded steps.
         stored: folder of pages that outlive the runners; None for worlds without a store.
         branches: drafts of every row, all of which branch; 0 = worlds of all kinds.
+        levels: of the trees, where a model drafts them beside the one that answers; 0 = what drafts
+            knows most answers.
     """
 
     recorded: float = 0.75
     stored: Path | None = None
     branches: int = 0
+    levels: int = 0
 
     def world(self, random: Random) -> RealWorld:
         is_recorded = random.random() < self.recorded
@@ -87,6 +91,8 @@ class RealKit:
             world = random_world(random, abilities, scale)
         if self.branches:
             limits = replace(world.core.limits, drafts=self.branches, fixed_drafts=True)
+            paid = {"paid_drafts": self.levels > 0, "draft_levels": self.levels}
+            limits = replace(limits, **paid)
             core, device = msgspec.structs.replace(world.core, limits=limits), world.device
             world = replace(world, core=core, device=replace(device, drafts=self.branches))
         if self.stored is not None:

@@ -120,6 +120,9 @@ class RealRunner:
         self._rows: list[Row] = []
         """Of the step that is being started, as they run."""
         self._broken: Exception | None = None
+        self._unread: dict[int, int] = {}
+        """By life of a slot: the first position that a model which drafts may have yet to read."""
+        self._has_draft_model = runner.store.num_layers > LAYERS
         for group in range(len(device.groups)):
             for pages in self._pages(group):
                 pages.fill_(poison)
@@ -245,6 +248,10 @@ class RealRunner:
             self._follow(launched, rows, pending.result())
         if before is not None:
             self._check_writes(launched, before, sheet.copies)
+        for row, slot in zip(self._rows, launched.rows, strict=True):
+            self._unread.setdefault(slot.life, row.start)
+            if row.propose or not self._has_draft_model:
+                del self._unread[slot.life]
         self._injector.step, self._injector.nan_tokens = "", ()
         self._settle_copies(pending, copies, out, [c for c in plan.copies if c.is_on_device])
 
@@ -387,7 +394,7 @@ class RealRunner:
         """The page tensors of one group's layers, of which no step has more to write."""
         self._wait_for_device()
         store = self._runner.store
-        layers = [layer for layer in range(LAYERS) if store.group_of(layer) == group]
+        layers = [layer for layer in range(store.num_layers) if store.group_of(layer) == group]
         return [pages for layer in layers for pages in store.tensors(layer).values()]
 
     def _wait_for_device(self) -> None:
@@ -419,7 +426,7 @@ class RealRunner:
         for index, (row, slot) in enumerate(zip(self._rows, launched.rows, strict=True)):
             where = launched.where(index)
             for g in range(len(self._device.groups)):
-                for at in self._indices(g, row.start, row.start + row.count):
+                for at in self._indices(g, row.start, self._end(row)):
                     page = self.laws.page_at(where, slot, g, at)
                     self.laws.use(launched, g, page, slot.life, is_write=True)
         for index, (row, slot) in enumerate(zip(self._rows, launched.rows, strict=True)):
@@ -438,7 +445,7 @@ class RealRunner:
             for row, slot in zip(self._rows, launched.rows, strict=True)
             for at in self._indices(
                 *(g, self.laws.first_read(g, row.start) if reads else self._lowest(row, slot)),
-                row.start + row.count,
+                self._end(row),
             )
         }
 
@@ -451,7 +458,12 @@ class RealRunner:
 
     def _lowest(self, row: Row, slot: Tenancy) -> int:
         """The first position that the row may write; of a lost slot, any of its output."""
-        return min(row.start, slot.known - 1) if slot.is_lost else row.start
+        first = min(row.start, slot.known - 1) if slot.is_lost else row.start
+        return min(first, self._unread.get(slot.life, first))
+
+    def _end(self, row: Row) -> int:
+        """Behind all positions that a row writes, with those of what a model drafts behind it."""
+        return row.start + row.count + row.propose * self._has_draft_model
 
     def _trespass(self, step: StepId) -> None:
         """A request that takes a free slot has no pages, whoever held the slot before."""

@@ -10,6 +10,7 @@ import pytest
 
 from banyan.runner import branches, inputs, runner
 from banyan.runner.branches import Compaction
+from banyan.runner.speculative.growth import Growing
 from tests.border.driver import play, random_actions
 from tests.border.faults import FaultyOps
 from tests.border.real_kit import RealKit
@@ -29,6 +30,24 @@ def played(seed: int) -> Counter:
 def test_worlds_in_which_all_drafts_branch_give_the_oracles_answers():
     seen = sum(map(played, WORLDS), Counter())
     assert seen["moved drafts"] > 20, seen
+
+
+def test_trees_of_a_model_give_the_oracles_answers_and_it_foresees_them(monkeypatch):
+    """It is the model that answers, once more: so it foresees less where its own pages do not hold
+    what they should, and no answer shows that either."""
+    kit = RealKit(branches=5, levels=4)
+
+    def seen() -> Counter:
+        worlds = (play(seed, random_actions(Random(seed), ACTIONS), kit=kit) for seed in WORLDS)
+        return sum((world.runner.seen for world in worlds), Counter())
+
+    right = seen()
+    assert right["moved drafts"] > 10, right
+    beside = Growing.paths.fget
+    monkeypatch.setattr(  # what leads to a token is not read
+        Growing, "paths", property(lambda self: [[0] * len(p[1:]) + p[-1:] for p in beside(self)])
+    )
+    assert seen()["accepted drafts"] < right["accepted drafts"]
 
 
 def _previous(original, paths, batch):
