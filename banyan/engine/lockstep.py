@@ -186,12 +186,12 @@ def open_step_clock(meeting: str, replica: int, replicas: int, timeout_s: float)
     last = time.monotonic() + timeout_s
     peers: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        path = Path(f"{place}.clock{replica}")
-        door.bind(f"{path}.new")
+        path = Path(f"{place}.c{replica}")  # short: paths of sockets have a limit
+        door.bind(f"{path}~")
         door.listen(replicas)
-        os.rename(f"{path}.new", path)  # whoever finds it can connect
+        os.rename(f"{path}~", path)  # whoever finds it can connect
         for number in range(replica):
-            peers[number] = _connect(f"{place}.clock{number}", replica, number, last, timeout_s)
+            peers[number] = _connect(f"{place}.c{number}", replica, number, last, timeout_s)
         while len(peers) < replicas - 1:
             door.settimeout(max(0.0, last - time.monotonic()) or _LOOK_S)
             try:

@@ -23,6 +23,7 @@ from typing import Generic, Protocol, TypeVar
 
 import zmq
 
+from banyan.base.errors import ConfigError
 from banyan.base.log import logger
 from banyan.messages.events import Event
 from banyan.messages.repeats import Receiver, Sender
@@ -43,6 +44,12 @@ _LINGER_MS = 1000
 """How long a closing engine waits for its last words (Fatal) to leave."""
 
 _FOLDER = "banyan-link-"
+_MAX_PATH = 107
+"""Bytes of the path of a socket (Linux: unix(7), sun_path)."""
+_MAX_NAME = len("joined.c99~")
+"""The longest name of a socket in a folder (engine/lockstep.py)."""
+_SHORT = "/tmp"
+"""Where folders lie where that of temporary files is too deep for sockets."""
 _FRESH_S = 60.0
 """A folder younger than this may be one that is about to be locked."""
 
@@ -183,10 +190,16 @@ class PrivateFolder:
 
     It is locked while its process lives. A process that was killed leaves it; whoever knows that
     takes it away (`remove_folders_of`), or else the next one to make a folder.
+
+    Raises:
+        ConfigError: there is no place whose path is short enough for sockets.
     """
 
     def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-")
+        place = _place()
+        if place != tempfile.gettempdir():
+            log.info("sockets lie in %s: %s is too deep for them", place, tempfile.gettempdir())
+        self.path = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-", dir=place)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         _sweep(Path(self.path).parent)
@@ -204,7 +217,22 @@ class PrivateFolder:
 
 def remove_folders_of(pid: int) -> None:
     """Remove the private folders of a process of this machine that has ended."""
-    _sweep(Path(tempfile.gettempdir()), str(pid), 0.0)
+    _sweep(Path(_place()), str(pid), 0.0)
+
+
+def _place() -> str:
+    """The folder of temporary files, or another one if sockets in it had too long a path."""
+    usual = tempfile.gettempdir()
+    most = _MAX_PATH - _MAX_NAME - len(f"/{_FOLDER}4194304-12345678/")
+    if len(os.fsencode(usual)) <= most:
+        return usual
+    if os.access(_SHORT, os.W_OK | os.X_OK):
+        return _SHORT
+    raise ConfigError(
+        f"the folder of temporary files, {usual}, has a path of {len(os.fsencode(usual))} bytes: "
+        f"sockets in it have at most {_MAX_PATH}, which leaves {most}, and {_SHORT} cannot be used",
+        hint="set TMPDIR to a folder with a shorter path",
+    )
 
 
 def _sweep(place: Path, pid: str = "[0-9]*", fresh_s: float = _FRESH_S) -> None:

@@ -4,6 +4,8 @@ import asyncio
 import os
 import random
 import select
+import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import msgspec
 import pytest
 import zmq
 
+from banyan.base.errors import ConfigError
 from banyan.base.ids import RequestId
 from banyan.messages import link as links
 from banyan.messages.events import Fatal, Stats, Tokens
@@ -285,6 +288,36 @@ def test_closing_the_folder_removes_it():
     folder = PrivateFolder()
     folder.close()
     assert not os.path.exists(folder.path)
+
+
+@pytest.mark.parametrize("length", [40, 66, 67, 200])
+def test_sockets_have_a_path_that_is_short_enough_wherever_temporary_files_lie(
+    request, monkeypatch, length
+):
+    """A path of a socket has at most 107 bytes."""
+    base = tempfile.mkdtemp(prefix="d", dir="/tmp")
+    request.addfinalizer(lambda: shutil.rmtree(base))
+    deep = f"{base}/{'d' * (length - len(base) - 1)}"
+    os.makedirs(deep)
+    monkeypatch.setattr(tempfile, "tempdir", deep)
+    folder = PrivateFolder()
+    try:
+        assert folder.path.startswith(f"{deep}/") == (len(deep) <= 66)
+        assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
+        for name in ("front9", "joined.c99~"):
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(f"{folder.path}/{name}")
+    finally:
+        folder.close()
+
+
+def test_where_no_place_is_short_enough_the_numbers_are_told(tmp_path, monkeypatch):
+    deep = f"{tmp_path}/{'d' * 100}"
+    os.makedirs(deep)
+    monkeypatch.setattr(tempfile, "tempdir", deep)
+    monkeypatch.setattr(links, "_SHORT", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=rf"has a path of {len(deep)} bytes: .* at most 107"):
+        PrivateFolder()
 
 
 def test_a_mailbox_descriptor_outlives_a_front_that_closed_first():
