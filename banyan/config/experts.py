@@ -72,7 +72,8 @@ def _check_the_places(config: Config, card: ModelCard, flag: str) -> None:
         )
     if config.parallel.nodes > 1 and experts.location != TRIVIAL:
         raise ConfigError(
-            f"{_LOCATION} and --nnodes do not go together", hint="start all ranks on one machine"
+            f"{_LOCATION} and {config.parallel.nodes_flag} do not go together",
+            hint="start all ranks on one machine",
         )
     if experts.dispatch == "fake":
         _check_the_fake(config, facts)
@@ -154,7 +155,8 @@ def _check_the_sums(config: Config, flag: str) -> None:
 def _check_the_balance(config: Config) -> None:
     if config.parallel.nodes > 1:
         raise ConfigError(
-            f"{_BALANCE} and --nnodes do not go together", hint="start all ranks on one machine"
+            f"{_BALANCE} and {config.parallel.nodes_flag} do not go together",
+            hint="start all ranks on one machine",
         )
     if config.experts.dispatch == "fake":
         raise ConfigError(

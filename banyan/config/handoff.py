@@ -33,7 +33,7 @@ def check_the_handoff(config: Config, card: ModelCard, environment: Environment)
         )
     if parallel.nodes > 1:
         raise ConfigError(
-            f"{flag} is not available with --nnodes {parallel.nodes}: pages are taken from, and "
+            f"{flag} is not available with {parallel.nodes_flag}: pages are taken from, and "
             "put into, memory that the ranks of one machine share",
             hint="let the ranks of a server be on one machine",
         )

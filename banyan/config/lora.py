@@ -139,7 +139,7 @@ def _check(config: Config, card: ModelCard) -> None:
             "leave --model-impl at auto",
         ),
         (config.parallel.is_joined, "--enable-dp-attention", "use --data-parallel-size alone"),
-        (config.parallel.nodes > 1, "--nnodes", "start all ranks on one machine"),
+        (config.parallel.nodes > 1, config.parallel.nodes_flag, "start all ranks on one machine"),
     ):
         if is_there:
             raise ConfigError(f"{_FLAG} and {other} do not go together", hint=hint)

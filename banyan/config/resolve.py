@@ -59,14 +59,9 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
         ConfigError, ModelError: named after the flag or the key of the checkpoint that is wrong.
     """
     began = Moment.now()
-    is_foreign = config.model.implementation == "transformers"
-    if is_foreign:
+    if config.model.implementation == "transformers":
         _check_the_library(config)
-    path = fetch(config.model, environment)
-    config = serve_what_is_meant(config, path)
-    card = read_card(path, config.model.load_format, config.model.overrides, is_foreign=is_foreign)
-    if config.model.is_embedding and card.pooling is None:
-        card = replace(card, pooling=read_pooling(card), tie_embeddings=False)
+    config, card = find_the_model(config, environment)
     check_disposal(config, card, began)
     reads_mapped = config.model.load_format != "dummy" and not config.model.disable_mmap
     if card.format == "safetensors" and reads_mapped:
@@ -75,6 +70,18 @@ def prepare(config: Config, environment: Environment) -> tuple[Config, ModelCard
     located = find_the_draft(located, card, environment, check_the_quantization)
     resolved, rules = resolve_with_origins(located, card, environment)
     return resolved, card, rules
+
+
+def find_the_model(config: Config, environment: Environment) -> tuple[Config, ModelCard]:
+    """The facts of the model that `config` names, as it lies on this machine: fetched, perhaps."""
+    model = config.model
+    path = fetch(model, environment)
+    config = serve_what_is_meant(config, path)
+    is_foreign = model.implementation == "transformers"
+    card = read_card(path, model.load_format, model.overrides, is_foreign=is_foreign)
+    if config.model.is_embedding and card.pooling is None:
+        card = replace(card, pooling=read_pooling(card), tie_embeddings=False)
+    return config, card
 
 
 def serve_what_is_meant(config: Config, path: str) -> Config:
@@ -287,6 +294,8 @@ def check_the_nodes(config: Config, card: ModelCard, environment: Environment) -
             "--data-parallel-size and --nnodes do not go together",
             hint="start a server on each machine, and a router before them",
         )
+    if parallel.by_ray and not parallel.meeting:
+        return config  # Ray knows an address
     host, _, port = parallel.meeting.rpartition(":")
     if not host or not port.isdecimal() or not 1 <= int(port) <= 65534:
         raise ConfigError(
@@ -295,6 +304,33 @@ def check_the_nodes(config: Config, card: ModelCard, environment: Environment) -
             hint="name an address of node 0 that the others reach, and a free port",
         )
     return config
+
+
+def let_ray_start_the_nodes(config: Config, card: ModelCard, environment: Environment) -> Config:
+    """Without --nnodes every rank beside the first is a node, wherever Ray has room."""
+    parallel = config.parallel
+    if not parallel.by_ray:
+        return config
+    if find_spec("ray") is None:
+        raise ConfigError("--use-ray needs the package ray", hint="run: pip install 'banyan[ray]'")
+    if parallel.node:
+        raise ConfigError(
+            f"--use-ray and --node-rank {parallel.node} do not go together",
+            hint="start the first node alone: Ray starts the others",
+        )
+    if parallel.dp > 1:
+        raise ConfigError(
+            "--data-parallel-size and --use-ray do not go together",
+            hint="start a server on each machine, and a router before them",
+        )
+    if parallel.world == 1:
+        raise ConfigError(
+            "--use-ray: there is one rank, and nothing for Ray to start",
+            hint="raise --tp, --pp or --attn-cp-size, or leave it out",
+        )
+    if parallel.nodes > 1:
+        return config
+    return replace(config, parallel=replace(parallel, nodes=parallel.world, are_by_rank=True))
 
 
 def fill_the_stages(config: Config, card: ModelCard, environment: Environment) -> Config:
@@ -408,6 +444,7 @@ RULES = (
     check_the_torchao,
     check_the_chunk,
     bound_the_prompts,
+    let_ray_start_the_nodes,
     check_the_joined_replicas,
     check_the_context,
     check_the_dense_blocks,

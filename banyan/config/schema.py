@@ -219,6 +219,10 @@ class ParallelConfig:
     meeting: str = ""
     """host:port where node 0 listens for the others; the port above is taken too. Of replicas that
     are joined, the file where all their ranks meet."""
+    by_ray: bool = False
+    """A Ray cluster starts the nodes beside the first."""
+    are_by_rank: bool = False
+    """It starts every rank as a node of its own."""
     replica: int = 0
     """Which of them this is; every engine is told its own."""
     load_balance: str = "round_robin"
@@ -241,6 +245,11 @@ class ParallelConfig:
     def local_world(self) -> int:
         """Those of them on one machine."""
         return self.world // self.nodes
+
+    @property
+    def nodes_flag(self) -> str:
+        """What has spread the ranks over several nodes."""
+        return "--use-ray" if self.by_ray else "--nnodes"
 
 
 @dataclass(frozen=True)

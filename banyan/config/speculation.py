@@ -156,7 +156,7 @@ def _check_beside(config: Config, flag: str) -> None:
     """Refuse what a draft model does not go with."""
     if config.parallel.nodes > 1:
         raise ConfigError(
-            f"{flag} and --nnodes {config.parallel.nodes}: a draft model is not looked for on "
+            f"{flag} and {config.parallel.nodes_flag}: a draft model is not looked for on "
             "other machines",
             hint=_ANOTHER_DRAFT,
         )

@@ -172,8 +172,11 @@ class Nodes:
         self._thread: threading.Thread | None = None
         self._is_closing = False
 
-    def gather(self) -> None:
+    def gather(self, check: Callable[[], None] = lambda: None) -> None:
         """Wait until every node has come.
+
+        Args:
+            check: called meanwhile; raises when one of them will never come.
 
         Raises:
             DeviceError: some did not come in time.
@@ -181,6 +184,7 @@ class Nodes:
         wanted = set(range(1, self._parallel.nodes))
         deadline = time.monotonic() + self._parallel.meet_timeout_s
         while wanted - self._identity.keys():
+            check()
             left = deadline - time.monotonic()
             if left <= 0:
                 missing = ", ".join(map(str, sorted(wanted - self._identity.keys())))

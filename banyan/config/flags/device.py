@@ -226,6 +226,15 @@ FLAGS = (
         proof="tests/system/test_nodes.py::test_two_nodes_give_the_tokens_of_one_rank",
     ),
     Flag(
+        "use-ray",
+        "parallel.by_ray",
+        "the Ray cluster that this machine belongs to starts the ranks beside the first: a node of "
+        "--nnodes on each of its machines, or every rank by itself; needs the package ray",
+        kind=SWITCH,
+        documented=False,
+        proof="tests/config/test_ray.py::test_ranks_that_ray_is_to_start_are_nodes",
+    ),
+    Flag(
         "dist-timeout",
         "parallel.meet_timeout_s",
         "seconds that a rank waits for the others",

@@ -1,0 +1,4 @@
+class RayActorError(Exception): ...
+
+class RayTaskError(Exception):
+    cause: Exception
