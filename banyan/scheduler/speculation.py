@@ -174,7 +174,8 @@ class Speculation:
                 return at
             tokens += chances[-1]
             seconds += cost
-        return self._most
+        # What a larger tree would look like is not known where a model was asked for no more.
+        return min(self._most, len(parents) + 1) if self._levels else self._most
 
     def saw(
         self, request: Request, drafts: Sequence[int], verified: int, sampled: Sequence[int]

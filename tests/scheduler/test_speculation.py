@@ -3,11 +3,12 @@
 from array import array
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 
 from banyan.messages.plan import SAMPLE, StepPlan, StepResult
-from banyan.scheduler.speculation import StepTimes
+from banyan.scheduler.speculation import Speculation, StepTimes
 from tests.flags import config_of
 from tests.scheduler.driver import Driver, continuation, next_token
 
@@ -190,6 +191,23 @@ def test_drafts_that_are_paid_are_made_again_once_they_come_true():
     driver.good = 1.0
     driver.run()
     assert len(driver.plans) - before < 420
+
+
+@pytest.mark.parametrize(
+    ("levels", "parents", "made"),
+    [(2, [-1] * MOST, MOST), (2, [-1, -1, 0, 0, 1, 1], 2), (2, [-1, -1], 3), (0, [], 1)],
+)
+def test_a_pass_makes_a_level_of_a_tree_and_its_first_draft_pays_for_it(levels, parents, made):
+    """A pass takes 0.4 steps, a token next to nothing, and seven of ten drafts come true."""
+    speculation = Speculation(MOST, is_paid=True, levels=levels)
+    drafting = 0.4 * (levels or MOST)
+    flight = SimpleNamespace(ahead=MOST, is_abreast=True)
+    for tokens in [1, 7] * 20:
+        seconds = 1 + 0.01 * tokens + drafting
+        result = SimpleNamespace(seconds=seconds, draft_seconds=drafting)
+        speculation.learn(tokens, [flight], result)
+    request = SimpleNamespace(next_parents=parents, draft_share=0.7, watched=0, ahead=MOST)
+    assert speculation.to_make(request, 1) == made
 
 
 def test_a_row_has_pages_for_the_drafts_that_are_made_behind_it():

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
 from banyan.llm import Engine
 from tests.models.families import tiny
@@ -95,3 +97,39 @@ def test_trees_that_are_as_large_as_they_are_worth_change_no_answer(tiny_model, 
             found = answers(engine, prompt=[REPEATS, "The banyan"])
             assert [told(each) for each in found] == right
         assert engine.stats().leaked == 0
+
+
+@pytest.mark.parametrize("variant", [pytest.param("qwen3", marks=SLOW)])
+def test_behind_a_cached_prefix_trees_are_those_behind_a_new_one(tiny_model, tmp_path, variant):
+    body = {"input_ids": [3 + 7 * i % 400 for i in range(75)], "sampling_params": LONG}
+    # One step after another: how many drafts the last row may bring is known to the planner then.
+    flags = {"chunked_prefill_size": 16, "disable_overlap_schedule": True}
+    with branching(variant, model_of(variant, tmp_path, tiny_model), **flags) as engine:
+        (first,), (second,) = (
+            answers(engine, **body, prompt=None),
+            answers(engine, **body, prompt=None),
+        )
+    assert second["meta_info"]["cached_tokens"] >= 64
+    assert second["output_ids"] == first["output_ids"]
+    counts = [
+        {key: value for key, value in each["meta_info"].items() if key.startswith("spec_")}
+        for each in (first, second)
+    ]
+    assert counts[0] == counts[1] and counts[0]["spec_num_correct_drafts"] > 0
+
+
+@pytest.mark.parametrize("variant", [pytest.param("qwen3", marks=SLOW)])
+def test_adapters_of_the_model_answer_alike_with_trees(tiny_model, tmp_path, variant):
+    peft = pytest.importorskip("peft")
+    model = model_of(variant, tmp_path, tiny_model)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    config = peft.LoraConfig(init_lora_weights=False, target_modules=["o_proj"], r=4)
+    peft.get_peft_model(reference, config).save_pretrained(tmp_path / "adapter")
+    flags = {"lora_paths": [f"a={tmp_path / 'adapter'}"]}
+    asked = [{}, {"lora_path": "a"}, REQUESTS["drawn"] | {"lora_path": "a"}]
+    with start(model, is_drafting=False, **flags) as engine:
+        right = [told(answers(engine, **body)[0]) for body in asked]
+    with branching(variant, model, **flags) as engine:
+        found = [answers(engine, **body)[0] for body in asked]
+        assert [told(answer) for answer in found] == right
+        assert sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found) > 0

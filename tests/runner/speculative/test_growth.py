@@ -11,9 +11,9 @@ from banyan.messages.plan import SAMPLE, Row
 from banyan.messages.sampling import SamplingParams
 from banyan.runner.branches import Branches
 from banyan.runner.speculative.growth import Growing, Ways, row_of
-from tests.models.drafting import PlainAhead, PlainTree
+from tests.models.drafting import PlainAhead, PlainTree, tiny_eagle
 from tests.runner.driver import Driver, Request, greedy
-from tests.runner.speculative.test_hidden import one_thread, pair, prompt_of, runner_of
+from tests.runner.speculative.test_hidden import EAGLE, one_thread, pair, prompt_of, runner_of
 
 __all__ = ["one_thread", "pair"]
 NEW = 20
@@ -118,6 +118,18 @@ def test_beside_others_a_tree_grows_as_alone_bit_for_bit(pair):
         mine = together.given[request.slot]
         both = min(len(mine), len(given))
         assert request.output[:NEW] == output[:NEW] and mine[:both] == given[:both]
+
+
+def test_a_tree_holds_tokens_of_the_token_map_alone(tmp_path):
+    plain = tiny_eagle("mistral", tmp_path, tmp_path / EAGLE)
+    known = [token for token in range(97) if token % 6]
+    plain.forbidden = torch.arange(0, 97, 6)
+    runner = runner_of(tmp_path, True, tuple(known), tree=(3, 3))
+    loop = Branching(runner, [prompt_of(20, 1)], 6)
+    loop.run()
+    (request,) = loop.requests
+    right = by_plain_loop(plain, request.prompt, 6, 3, 3)
+    assert (request.output, loop.given[request.slot]) == right
 
 
 class Guesses:

@@ -17,6 +17,7 @@ from banyan.ops.bind import NO_TOOLKIT, bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative.beside import DraftModel
+from banyan.runner.speculative.growth import Grower
 from banyan.runner.speculative.standalone import ModelDrafter
 from tests.runner.driver import PAGE, Driver, Request, greedy, ids
 
@@ -50,7 +51,7 @@ def runners(card, similar, tmp_path_factory):
     similar.save_pretrained(folder)
     draft_card = read_card(str(folder))
 
-    def make(is_recorded: bool) -> ModelRunner:
+    def make(is_recorded: bool, tree: tuple[int, ...] = ()) -> ModelRunner:
         toolkit = open_toolkit("cpu", 1, {}) if is_recorded else NO_TOOLKIT
         ops = bind(
             *("cpu", CPU, torch.float32, frozenset(), card.head_dim),
@@ -64,12 +65,18 @@ def runners(card, similar, tmp_path_factory):
             *(4, MAX_LENGTH, (GroupLayout(FULL, 0, PAGE, NUM_PAGES),)),
             max_tokens=48 if is_recorded else 0,
             draft_room=16,
+            branching=tree[1] + 1 if tree else 0,
         )
+
+        def open_drafter(open_beside) -> ModelDrafter:
+            beside = open_beside()
+            return ModelDrafter(beside, Grower(beside, *tree) if tree else None)
+
         runner = ModelRunner(
             load_model(card, build),
             build,
             sizes,
-            open_drafter=lambda beside: ModelDrafter(beside()),
+            open_drafter=open_drafter,
             draft=DraftModel(load_model(draft_card, build), build),
         )
         assert runner.is_recorded == is_recorded
@@ -191,3 +198,44 @@ def test_what_was_not_read_for_a_while_is_read_when_a_draft_is_asked_for(llama, 
             chain.append(next_of(similar, chain))
         assert result.drafts[0] == ids(chain[request.known :])
     assert request.output[:new] == right[:new]
+
+
+@torch.no_grad()
+def plain_tree(model: nn.Module, tokens: Sequence[int], count: int, steps: int, ways: int):
+    """By the published rule: tokens, and which of them each follows."""
+    front: list[tuple[float, int, list[int]]] = [(0.0, -1, [])]
+    seen: list[tuple[float, int, int]] = []
+    for _ in range(steps):
+        level: list[tuple[float, int, list[int]]] = []
+        for score, at, path in front:
+            logits = model(torch.tensor([[*tokens, *path]])).logits[0, -1]
+            for gain, token in zip(*map(list, logits.log_softmax(-1).topk(ways)), strict=True):
+                seen.append((score + float(gain), int(token), at))
+                level.append((seen[-1][0], len(seen) - 1, [*path, int(token)]))
+        front = sorted(level, key=lambda node: -node[0])[:ways]
+    best = sorted(range(len(seen)), key=lambda at: -seen[at][0])[:count]
+    places = {at: place for place, at in enumerate(best)} | {-1: -1}
+    return [seen[at][1] for at in best], [places[seen[at][2]] for at in best]
+
+
+def test_trees_are_those_of_the_published_rule_and_what_stands_is_read_again(
+    llama, similar, runners
+):
+    runner, count, prompt = runners(True, (3, 4)), 6, list(range(5, 20))
+    right, _ = plain_loop(llama, similar, prompt, 1, 24)
+    driver, request = Driver(runner), Request(prompt, greedy(24 + count))
+    join, grant = driver.enter(request)
+    parts, most = {"joins": [join], "grants": [grant]}, 0
+    while len(request.output) < 16:
+        many = count if request.output else 0
+        start = request.known - 1 if many else 0
+        row = Row(
+            *(request.slot, start, request.known + many - start, many), want=SAMPLE, propose=count
+        )
+        result = runner.launch(driver.plan(rows=[row], **parts)).result()
+        parts, found = {}, np.frombuffer(result.tokens[0], np.int32).tolist()
+        request.output += found
+        most = max(most, len(found))
+        tokens, parents = plain_tree(similar, [*prompt, *request.output], count, 4, 3)
+        assert result.drafts[0] == ids(tokens) and result.parents[0] == ids(parents)
+    assert most > 1 and request.output[:16] == right[:16]
