@@ -108,6 +108,7 @@ FAMILIES: Table[Family] = Table(
         "gguf/granitehybrid": "banyan.families.mamba:GRANITE_HYBRID",
         "gguf/nemotron_h": "banyan.families.nemotron:NEMOTRON_H",
         "gguf/nemotron_h_moe": "banyan.families.nemotron:NEMOTRON_H_MOE",
+        "gguf/kimi-linear": "banyan.families.kimi:KIMI_LINEAR",
         "gguf/qwen3next": "banyan.families.qwen_next:QWEN3_NEXT",
         "gguf/qwen35": "banyan.families.qwen_next:QWEN35",
         "gguf/qwen35moe": "banyan.families.qwen_next:QWEN35_MOE",

@@ -247,6 +247,10 @@ def gguf_deepseek(facts: Facts, card: ModelCard) -> ModelCard:
     return _with_latent(replace(card, architecture=name, experts=experts, rope=rope), latent)
 
 
+def gguf_latent_of(facts: Facts, card: ModelCard) -> ModelCard:
+    return _with_latent(card, _gguf_latent(facts))
+
+
 def _gguf_latent(facts: Facts) -> LatentFacts:
     """Newer files give the widths of heads under keys of their own, beside those of the latent."""
     rope_dim = facts.integer("rope.dimension_count", 2, _MAX_WIDTH)

@@ -8,12 +8,23 @@ from dataclasses import replace
 
 from banyan.config.card import FULL, STATE, ExpertFacts, ModelCard, RopeFacts, StateFacts
 from banyan.config.facts import Facts
-from banyan.families.base import MAX_LENGTH, MAX_WIDTH, Family, HubForm, Kinds, state_where
-from banyan.families.experts import MAX_EXPERTS, latent_of
+from banyan.families.base import (
+    MAX_LENGTH,
+    MAX_WIDTH,
+    Family,
+    GgufForm,
+    HubForm,
+    Kinds,
+    kinds_by_heads,
+    state_where,
+)
+from banyan.families.experts import MAX_EXPERTS, gguf_corrected, gguf_latent_of, latent_of
 from banyan.families.lfm import MAX_TAPS
-from banyan.families.names import HUB_NAMES, NameMap
+from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
 
 _MAX_HEADS = 4096
+_LATENT_EPS = 1e-6
+"""Of the norm of latents, which no file names."""
 
 
 def _kinds(facts: Facts, num_layers: int) -> Kinds:
@@ -95,8 +106,29 @@ def _of_hub(facts: Facts, card: ModelCard) -> ModelCard:
         card,
         state=_state(facts),
         experts=_experts(facts, card),
-        latent=replace(card.latent, norm_eps=1e-6),
+        latent=replace(card.latent, norm_eps=_LATENT_EPS),
         context_length=longest,
+    )
+
+
+def _of_gguf(facts: Facts, card: ModelCard) -> ModelCard:
+    """Both kinds of attention have as many heads."""
+    card = gguf_latent_of(facts, replace(card, rope=RopeFacts(kind="none")))
+    head_dim = facts.integer("kda.head_dim", 1, MAX_WIDTH)
+    state = StateFacts(
+        mixer="delta by key",
+        taps=facts.integer("ssm.conv_kernel", 2, MAX_TAPS),
+        heads=card.num_heads,
+        key_heads=card.num_heads,
+        key_dim=head_dim,
+        value_dim=head_dim,
+    )
+    assert card.latent is not None
+    return replace(
+        card,
+        state=state,
+        experts=gguf_corrected(facts, card),
+        latent=replace(card.latent, norm_eps=_LATENT_EPS),
     )
 
 
@@ -147,7 +179,36 @@ _NAMES = (
     }
 )
 
+_GGUF = {
+    "attn_q": "query",
+    "attn_q_a": "squeeze",
+    "attn_q_a_norm": "query_norm",
+    "attn_q_b": "query",
+    "attn_k": "mix:k",
+    "attn_v": "mix:v",
+    "attn_kv_a_mqa": "latent",
+    "attn_kv_a_norm": "latent_norm",
+    "attn_kv_b": "expansion",
+    "ssm_beta": "mix:b",
+    **{f"ssm_conv1d_{part}": f"conv:{part}" for part in "qkv"},
+    "ssm_f_a": "squeeze:forget",
+    "ssm_g_a": "squeeze:gate",
+    "ssm_f_b": "forget",
+    "ssm_g_b": "gate",
+    "ssm_dt.bias": "decays.bias",
+    "ssm_a": "decays.rate",
+    "ssm_norm": "norm",
+}
+
 KIMI_LINEAR = Family(
     hub=HubForm(eps=1e-5, context=1 << 20, kinds=_kinds, more=_of_hub),
-    names={"safetensors": NameMap(_NAMES)},
+    gguf=GgufForm("KimiLinearForCausalLM", kinds=kinds_by_heads, more=_of_gguf),
+    names={
+        "safetensors": NameMap(_NAMES),
+        "gguf": NameMap(
+            GGUF_NAMES
+            | GGUF_EXPERTS
+            | {f"blk.{{}}.{name}": f"{_PLACE}.{to}" for name, to in _GGUF.items()}
+        ),
+    },
 )

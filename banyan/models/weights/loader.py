@@ -116,18 +116,26 @@ def tensors_of(
     if card.quant is not None:
         method = open_method(card.quant, card.path, rounds)
         tensors = restored(tensors, tensor_types(card), method, card.quant.method)
-    elif card.format == "gguf" and card.latent is not None:
-        tensors = with_whole_expansions(tensors)
-    elif card.format == "gguf" and card.state is not None:
-        tensors = with_plain_states(tensors)
-        if card.state.is_tiled:
-            tensors = with_heads_of_keys(tensors, card.state)
+    elif card.format == "gguf":
+        tensors = _of_gguf(tensors, card)
     if card.architecture in FAMILIES and _names_of(card).has_gates_between:
         tensors = with_plain_experts(tensors)
     if card.shared is not None:
         tensors = with_numbered_blocks(tensors, card)
     for transform in transforms:
         tensors = transform(tensors)
+    return tensors
+
+
+def _of_gguf(
+    tensors: Iterator[tuple[str, Stored]], card: ModelCard
+) -> Iterator[tuple[str, Stored]]:
+    if card.latent is not None:
+        tensors = with_whole_expansions(tensors)
+    if card.state is not None:
+        tensors = with_plain_states(tensors, card.state)
+        if card.state.is_tiled:
+            tensors = with_heads_of_keys(tensors, card.state)
     return tensors
 
 

@@ -16,7 +16,9 @@ _FLAT = (".ssm_d", ".ssm_norm.weight")
 _CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 
 
-def with_plain_states(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
+def with_plain_states(
+    tensors: Iterator[tuple[str, Stored]], facts: StateFacts
+) -> Iterator[tuple[str, Stored]]:
     for name, tensor in tensors:
         if isinstance(tensor, RawTensor):
             yield name, tensor
@@ -24,6 +26,8 @@ def with_plain_states(tensors: Iterator[tuple[str, Stored]]) -> Iterator[tuple[s
             logarithms = (-tensor.dense.float()).log()
             is_column = tensor.shape[-1] == 1
             rate = logarithms.flatten() if is_column else logarithms
+            if facts.mixer == "delta by key":  # some files drop dimensions of one
+                rate = rate.view(1, 1, -1, 1)
             yield name, StoredWeight.from_tensor(rate)
         elif name.endswith(_FLAT):
             yield name, StoredWeight.from_tensor(tensor.dense.flatten())
