@@ -135,18 +135,27 @@ def mover_of(
 
 
 def _check_the_device(config: Config, traits: Traits) -> None:
-    """Pages are moved from and to the memory of the host only."""
-    flags = {
-        "--enable-hierarchical-cache": config.cache.hierarchical,
-        f"--disaggregation-mode {config.handoff.mode}": bool(config.handoff.role),
-    }
-    for flag, is_given in flags.items():
-        if is_given and not traits.is_host:
-            raise ConfigError(
-                f"{flag} is not available on {traits.name}: pages are moved from and to the memory "
-                "of the host only",
-                hint="leave it out",
-            )
+    """Stores know the memory of the host only; rooms other devices too, one rank at a time."""
+    if config.cache.hierarchical and not traits.is_host:
+        raise ConfigError(
+            f"--enable-hierarchical-cache is not available on {traits.name}: pages are moved from "
+            "and to the memory of the host only",
+            hint="leave it out",
+        )
+    mode, world = f"--disaggregation-mode {config.handoff.mode}", config.parallel.world
+    if not config.handoff.role or traits.is_host:
+        return
+    if not traits.moves_pages:
+        raise ConfigError(
+            f"{mode} is not available on {traits.name}: pages are not taken from its memory",
+            hint="leave it out",
+        )
+    if world > 1:
+        raise ConfigError(
+            f"{mode} with {world} ranks is not available on {traits.name}: one process hands over "
+            "the pages of all ranks, and sees those of its own device only",
+            hint="use one rank for each server, and several servers",
+        )
 
 
 def _store_of(served: Served, wake: Callable[[], None]) -> OpenMover:

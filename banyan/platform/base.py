@@ -37,6 +37,8 @@ class Traits:
             of a step.
         verified: most tokens of a row that verifies drafts, where the device is not the host; 0 =
             drafts are not served there.
+        moves_pages: pages may be taken from it and put there, for another server; so they may where
+            its memory is the host's.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Traits:
     shares_steps: bool = False
     latents: tuple[tuple[int, int], ...] = ()
     verified: int = 0
+    moves_pages: bool = False
 
 
 @dataclass(frozen=True)

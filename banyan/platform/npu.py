@@ -43,6 +43,7 @@ class NpuPlatform(Accelerator):
             shares_steps=True,
             latents=((512, 64),),
             verified=16,  # latent attention takes no longer rows
+            moves_pages=True,
         )
         graphs = Graphs(npu.NPUGraph, _LengthGraph, {"auto_dispatch_capture": True})
         super().__init__(npu, traits, graphs)

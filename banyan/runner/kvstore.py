@@ -85,7 +85,7 @@ class KVStore:
         self._tensors: dict[int, dict[str, Tensor]] = {}
         self._maps: list[mmap.mmap] = []
         """Memory of the host that the pages lie in."""
-        self._bytes: dict[int, list[np.ndarray]] = {}
+        self._bytes: dict[int, list[Tensor]] = {}
         for cache in self.caches:
             index = next(i for i, group in enumerate(groups) if group.holds(cache))
             group = groups[index]
@@ -129,28 +129,30 @@ class KVStore:
                     pages[copy.dst.page].copy_(pages[copy.src.page])
 
     def page_bytes(self, group: int) -> int:
-        """Bytes of one page over all layers and tensors of a group. Host memory only."""
+        """Bytes of one page over all layers and tensors of a group."""
         return sum(rows.shape[1] for rows in self._bytes_of(group))
 
     def take(self, group: int, page: PageId) -> np.ndarray:
-        """The bytes of a page as they are now: layers in order, tensors as declared."""
+        """The bytes of a page as they are now: layers in order, tensors as declared. On a device
+        that is not the host it waits for what the stream has been told before."""
         parts = [rows[page] for rows in self._bytes_of(group)]
-        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+        # sync: whoever carries the page elsewhere reads it in memory of the host
+        return torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.uint8)
 
     def put(self, group: int, page: PageId, payload: np.ndarray) -> None:
         """Fill a page with what `take` gave. Nobody else may use the page meanwhile."""
         at = 0
+        whole = torch.from_numpy(payload if payload.flags.writeable else payload.copy())
         for rows in self._bytes_of(group):
-            rows[page] = payload[at : at + rows.shape[1]]
+            rows[page] = whole[at : at + rows.shape[1]]
             at += rows.shape[1]
         assert at == len(payload)
 
-    def _bytes_of(self, group: int) -> list[np.ndarray]:
+    def _bytes_of(self, group: int) -> list[Tensor]:
         """The memory of a group's tensors: [num_pages, bytes of a page] each."""
         if group not in self._bytes:
             self._bytes[group] = [
-                pages.view(torch.uint8).numpy().reshape(len(pages), -1)
-                for pages in self._pages_of(group)
+                pages.flatten(1).view(torch.uint8) for pages in self._pages_of(group)
             ]
         return self._bytes[group]
 

@@ -167,7 +167,8 @@ class ModelRunner:
     def launch(self, plan: StepPlan, mask_of: MaskOf | None = None) -> PendingStep:
         """Run a plan: leaves, joins, grants, copies before, rows, copies after. Never raises."""
         began = time.perf_counter()
-        copies = self.begin_copies(plan.copies)
+        with self._platform.stream():
+            copies = self.begin_copies(plan.copies)
         try:
             with self._platform.stream():
                 finish = self._execute(plan, mask_of)

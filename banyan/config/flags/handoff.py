@@ -25,7 +25,7 @@ FLAGS = (
             Elsewhere(
                 "ascend mori mooncake_tcp",
                 "pages travel over plain connections, from memory of the host",
-                "use tcp with --device cpu; other devices hand over no pages",
+                "use tcp, or mooncake or nixl",
             ),
         ),
         proof="tests/system/test_handoff.py::test_a_fake_transfer_needs_no_other_server",
