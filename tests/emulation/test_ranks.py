@@ -15,6 +15,8 @@ from banyan.ops.npu.contracts import ContractError
 from banyan.platform.npu_driver import open_driver
 from tests.emulation.device import EmulatedNpu
 from tests.emulation.groups import SCALE, ProcessGroup
+from tests.emulation.test_drafts import answers as repeating
+from tests.emulation.test_drafts import made
 from tests.emulation.test_families import LATENT, NEAR, compare
 from tests.models.families import tiny
 
@@ -89,6 +91,19 @@ def test_ranks_say_what_one_says_on_the_cpu(npu: EmulatedNpu, tmp_path, layout, 
         wanted = answers(engine)
     with start(tmp_path, **flags, **steps) as engine:
         assert compare(answers(engine), wanted, near) >= len(TOKENS)
+
+
+@IN_ALL
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, DIVIDED], ids=["tp", "cp"])
+@pytest.mark.parametrize("drafter", ["NEXTN", "NGRAM128"])
+def test_ranks_verify_drafts_and_say_the_same(npu: EmulatedNpu, tmp_path, drafter, layout) -> None:
+    named = made(drafter, tmp_path)
+    with start(tmp_path, **CAPTURED) as engine:
+        alone = [each["output_ids"] for each in repeating(engine)]
+    with start(tmp_path, **CAPTURED, **named, **layout) as engine:
+        found = repeating(engine)
+    assert [each["output_ids"] for each in found] == alone
+    assert sum(each["meta_info"]["spec_num_correct_drafts"] for each in found) > 0
 
 
 def met(name: str = "", **variables: str) -> ProcessGroup:
