@@ -28,8 +28,8 @@ _STORE = {
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     "ASCEND_MF_STORE_URL": "tcp://192.0.2.7:6670",
 }
-_DISPATCH = "tokens are not sent to the ranks of their experts"
-_HANDOFF = "pages are not handed over from or to an NPU"
+_DISPATCH = "rows go to the ranks of their experts alone on CPUs only"
+_HANDOFF = "MemFabric carries no pages, and servers of several ranks on NPUs hand over none"
 _DRAFTS = "the layer of DeepSeek V3.2 that drafts is not run, and joined replicas verify no drafts"
 DRAFTING = ("algorithm", "eagle-topk", "num-steps", "num-draft-tokens")
 NOT_YET = {

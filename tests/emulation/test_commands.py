@@ -28,9 +28,12 @@ SIZES = LATENT | {
     **{"num_attention_heads": 8, "num_key_value_heads": 8, "n_routed_experts": 16},
     **{"index_head_dim": 128, "moe_intermediate_size": 32},
 }
-AT_START = ("--disaggregation-mode", "--disaggregation-bootstrap-port", "--deepep-mode")
+AT_START = (
+    *("--disaggregation-mode", "--disaggregation-bootstrap-port"),
+    *("--moe-a2a-backend", "--enable-deepep-moe", "--deepep-mode"),
+)
 """What is refused when a device is opened, or belongs to what is refused; drafts are refused when
-the model is known."""
+the model is known. `test_ranks.py` and `test_handoff.py` see to it."""
 
 
 @pytest.fixture(scope="module")

@@ -226,7 +226,6 @@ def test_the_cache_is_as_large_as_the_memory_of_the_device_allows(start, npu: Em
     [
         ({"dtype": "float32"}, "no kernel of npu computes on such activations"),
         ({"quantization": "int8"}, "does not exist on npu"),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode decode is not available on npu"),
         ({"page_size": 16}, "multiples of 128 from 128 to 512"),
         ({"base_gpu_id": 16}, r"takes npu 16, and it has (8|16) from 0 on"),
         ({"device": "cpu", "base_gpu_id": 1}, "on cpu: it has no devices by number"),

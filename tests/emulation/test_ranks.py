@@ -10,7 +10,7 @@ import torch
 import torch.distributed
 
 import banyan
-from banyan.base.errors import ConfigError
+from banyan.base.errors import BanyanError, ConfigError
 from banyan.ops.npu.contracts import ContractError
 from banyan.platform.npu_driver import open_driver
 from tests.emulation.device import EmulatedNpu
@@ -104,6 +104,32 @@ def test_ranks_verify_drafts_and_say_the_same(npu: EmulatedNpu, tmp_path, drafte
         found = repeating(engine)
     assert [each["output_ids"] for each in found] == alone
     assert sum(each["meta_info"]["spec_num_correct_drafts"] for each in found) > 0
+
+
+REFUSED_TOGETHER = {
+    "--moe-a2a-backend deepep: .* CPUs only, this is npu": (
+        "qwen3 moe",
+        {"tp_size": 2, "moe_a2a_backend": "deepep", "ep_size": 2},
+    ),
+    "--speculative-algorithm NEXTN: the layer for drafting of DeepseekV32ForCausalLM is not run": (
+        "deepseek v3.2",
+        {"tp_size": 2, "speculative_algorithm": "NEXTN", "num_nextn_predict_layers": 1},
+    ),
+    "--enable-dp-attention and --speculative-algorithm do not go together": (
+        "qwen3 moe",
+        JOINED | {"speculative_algorithm": "NGRAM"},
+    ),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED_TOGETHER)
+def test_what_ranks_do_not_do_on_a_device_is_refused(npu: EmulatedNpu, tmp_path, why: str) -> None:
+    variant, flags = REFUSED_TOGETHER[why]
+    sizes = SIZES[variant] | {k: v for k, v in flags.items() if k.startswith("num_")}
+    tiny(variant, tmp_path, num_hidden_layers=2, max_position_embeddings=256, **sizes)
+    flags = {key: value for key, value in flags.items() if not key.startswith("num_")}
+    with pytest.raises(BanyanError, match=why), start(tmp_path, **flags):
+        pass
 
 
 def met(name: str = "", **variables: str) -> ProcessGroup:
