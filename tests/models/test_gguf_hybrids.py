@@ -10,9 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from banyan.base.errors import ConfigError, ModelError
+from banyan.config.card import StateFacts
 from banyan.config.checkpoint import read_card
 from banyan.layers.build import Build
 from banyan.models.weights.loader import load_model
+from banyan.models.weights.states import with_heads_of_keys
+from banyan.ops.stored import StoredWeight
 from tests.models.families import tiny
 from tests.models.test_families import PROMPT, expected_logits
 from tests.models.test_gguf import interleave
@@ -324,6 +327,21 @@ def test_ranks_cannot_share_value_heads_that_lie_in_turns(ops, tmp_path):
 
     with pytest.raises(ConfigError, match="2 ranks cannot share value heads that lie in turns"):
         load_model(card, shared_by_two(ops))
+
+
+def test_rows_that_lie_in_turns_are_sorted_within_their_blocks():
+    facts = StateFacts("delta", 3, heads=4, key_heads=2, key_dim=3, value_dim=5, is_tiled=True)
+    values = np.random.default_rng(1).normal(size=(12 + 20, 64)).astype(np.float32)
+    blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    raw = torch.from_numpy(blocks).flatten()
+    weight = StoredWeight.from_bytes("Q8_0", values.shape, raw)
+
+    ((_, found),) = with_heads_of_keys(iter([("blk.0.attn_qkv.weight", weight)]), facts)
+
+    heads = weight.dense[12:].view(4, 5, 64)
+    assert found.type == "Q8_0"
+    assert torch.equal(found.dense[:12], weight.dense[:12])
+    assert torch.equal(found.dense[12:].view(4, 5, 64), heads[[0, 2, 1, 3]])
 
 
 @pytest.mark.parametrize(

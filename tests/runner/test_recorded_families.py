@@ -12,6 +12,7 @@ from banyan.models.weights.loader import load_model
 from banyan.ops.bind import bind, open_toolkit
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
+from tests.models import test_gguf_hybrids
 from tests.models.families import tiny
 from tests.models.test_families import expected_logits
 from tests.runner.driver import PAGE, Driver, Request, greedy
@@ -126,3 +127,20 @@ def test_recorded_steps_give_the_numbers_of_transformers(made):
         logprobs = expected_logits(model, tokens).log_softmax(-1)
         want = [float(logprobs[p - 1, tokens[p]]) for p in range(1, len(tokens))]
         np.testing.assert_allclose(scores(request), want, atol=1e-4)
+
+
+def test_value_heads_that_lie_in_turns_are_recorded_too(tmp_path):
+    """As GGUF files of Qwen3.5 have them."""
+    model, path = test_gguf_hybrids.made("qwen3.5", tmp_path)
+    recorded, eager = open_runner(path), open_runner(path, max_tokens=0)
+    assert (recorded.how, eager.how) == ("recorded", "eager")
+    mine, theirs = requests(3), requests(3)
+
+    Driver(recorded).run(mine, chunk=16)
+    Driver(eager).run(theirs)
+
+    assert [scores(request) for request in mine] == [scores(request) for request in theirs]
+    tokens = mine[0].prompt + mine[0].output
+    logprobs = expected_logits(model, tokens).log_softmax(-1)
+    want = [float(logprobs[p - 1, tokens[p]]) for p in range(1, len(tokens))]
+    np.testing.assert_allclose(scores(mine[0]), want, atol=1e-4)
