@@ -10,10 +10,8 @@ TORCH_INDEX = https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS =
 TESTS = tests
-# Tests that start no engine in a process of its own, or few: two at a time. All others, one at a time.
-PAIRED = tests/test_architecture.py $(patsubst %,tests/%/,base bench border cli config console deploy engine formats \
-  frontend grammar launch layers memory messages models ops platform router runner scheduler server sim)
-SINGLE = $(filter-out $(PAIRED),$(wildcard tests/*/ tests/test_*.py))
+# Tests of real servers, one file at a time; all others, two.
+ALONE = $(shell grep -rl --include='test_*.py' 'system\.serving' tests/system tests/clients tests/transfer)
 NPU_RELEASES = 2.13.0 2.14.0
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
@@ -27,7 +25,7 @@ serve: $(VENV)/.demo
 test: $(VENV)/.test $(VENV)/.demo
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@failed=0; run() { $(BIN)/python -m pytest "$$@" $(ARGS) || test $$? = 5 || failed=1; }; \
-	if test "$(TESTS)" = tests; then run -n 2 --dist loadfile $(PAIRED); run $(SINGLE); else run $(TESTS); fi; \
+	if test "$(TESTS)" = tests; then run -n 2 --dist loadfile tests $(ALONE:%=--ignore=%); run $(ALONE); else run $(TESTS); fi; \
 	exit $$failed
 
 # The border kit at ten times its usual length, with both runners, and on the emulated device.
