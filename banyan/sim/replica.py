@@ -19,8 +19,8 @@ from banyan.messages.requests import Generate
 from banyan.messages.rooms import RoomNews, RoomOrder
 from banyan.messages.sampling import SamplingParams
 from banyan.scheduler.stats import Counters
+from banyan.sim.device import Device
 from banyan.sim.report import Visit
-from banyan.sim.steptime import StepTime
 from banyan.sim.workload import Arrival
 from banyan.sim.world import World
 
@@ -52,7 +52,7 @@ class Replica:
         self,
         world: World,
         core: EngineCore,
-        step_time: StepTime,
+        device: Device,
         host_s: float = 0.0,
         carrier: Carrier | None = None,
     ) -> None:
@@ -61,9 +61,8 @@ class Replica:
         """Of plans in flight, those that end with the step."""
         self._world = world
         self._core = core
-        self._step_time = step_time
+        self._device = device
         self._host_s = host_s
-        self._device_free_s = 0.0
         self._host_free_s = 0.0
         self._flying: deque[StepPlan] = deque()
         self._seeds: dict[SlotId, int] = {}
@@ -81,11 +80,6 @@ class Replica:
     @property
     def counters(self) -> Counters:
         return self._core.scheduler.counters
-
-    @property
-    def tokens_in_flight(self) -> int:
-        """Of the rows of the newest step that is not over."""
-        return sum(row.count for row in self._flying[-1].rows) if self._flying else 0
 
     def submit(self, arrival: Arrival, room: bytes = b"") -> None:
         """A request comes, now.
@@ -109,12 +103,12 @@ class Replica:
             peer=_PEER if room else "",
         )
         self._core.receive(generate, now)
-        self._turn()
+        self.turn()
 
     def hear(self, news: CopyResult | RoomNews) -> None:
         """Something that another replica has to do with has happened."""
         self._core.receive(news, self._world.clock.now())
-        self._turn()
+        self.turn()
 
     def take_room_orders(self) -> list[RoomOrder]:
         return self._core.take_room_orders()
@@ -128,16 +122,14 @@ class Replica:
         """Of the open requests: their prompts, and the most that they may produce."""
         return sum(self._open.values())
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """Launch what may be launched."""
         now = self._world.clock.now()
         while (plan := self._core.launch(now)) is not None:
             self.plan_hashes.append(plan_hash(plan))
             self._flying.append(plan)
             self._host_free_s = max(now, self._host_free_s) + self._host_s
-            start_s = max(self._host_free_s, self._device_free_s)
-            self._device_free_s = start_s + self._step_time.seconds(plan)
-            self._world.at(self._device_free_s, self._complete)
+            self._device.begin(plan, self._host_free_s, self._complete)
             self._copies[plan.step] = (
                 [copy.id for copy in plan.copies]
                 if self._carrier is None
@@ -158,7 +150,7 @@ class Replica:
             self._core.receive(CopyResult(copies), now)
         events, _ = self._core.complete(StepResult(step=plan.step, tokens=tokens), now)
         self._hear(events)
-        self._turn()
+        self.turn()
 
     def _sample(self, row: Row) -> bytes:
         """A token that no other request samples at the same place, so that only prompts share."""

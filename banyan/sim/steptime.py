@@ -2,10 +2,10 @@
 
 A part of a step moves every weight and every cached key and value that its rows read, and does two
 floating operations per weight and token; the slower of the two decides (Williams et al.,
-"Roofline", 2009). Collectives come on top; stages run one after another.
+"Roofline", 2009). Collectives come on top.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Protocol
 
 from banyan.config.card import WINDOW, ModelCard
@@ -29,7 +29,6 @@ class Roofline:
     Args:
         weight_bytes, cache_bytes, stream_bytes: bytes per stored weight, per cached key or value
             element, and per element of what goes from device to device.
-        others: tokens that the other replicas have in their steps, where they are joined.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class Roofline:
         weight_bytes: float = 2.0,
         cache_bytes: float = 2.0,
         stream_bytes: float = 2.0,
-        others: Callable[[], int] = lambda: 0,
     ) -> None:
         self._card = card
         self._hardware = hardware
@@ -49,7 +47,6 @@ class Roofline:
         self._weights = Weights.of(card)
         self._weight_bytes = weight_bytes
         self._stream_bytes = stream_bytes
-        self._others = others
         ranks = layout.attention_ranks
         self._position_bytes = card.kept_per_token * cache_bytes * kept_share(card, ranks)
         self._position_flops = 4 * card.num_heads * card.head_dim / ranks
@@ -59,17 +56,36 @@ class Roofline:
         self._full_layers = sum(card.kind_of(i) != WINDOW for i in range(card.num_layers))
 
     def seconds(self, plan: StepPlan) -> float:
+        """Of a step by itself, through all stages."""
         if not plan.rows:
             return self._hardware.overhead_s
-        tokens = sum(row.count for row in plan.rows)
-        together = tokens + self._others()
-        return (
-            self._hardware.overhead_s
-            + self._attention_s(plan, tokens)
-            + self._feed_forward_s(together)
-            + self._product_s(self._weights.head / self._layout.tp, len(plan.rows))
-            + self._links_s(tokens, together)
-        )
+        return self._layout.pp * self.stage_s(plan) + self.head_s(plan)
+
+    def stage_s(self, plan: StepPlan) -> float:
+        """Of one stage of a step, without the logits. Each passes on what it has made."""
+        if not plan.rows:
+            return self._hardware.overhead_s
+        return self._hardware.overhead_s + self._layers_s([plan]) / self._layout.pp
+
+    def head_s(self, plan: StepPlan) -> float:
+        """Of the logits, which all ranks make together."""
+        ranks = self._layout.tp * self._layout.pp
+        return self._product_s(self._weights.head / ranks, len(plan.rows))
+
+    def joint_s(self, plans: Sequence[StepPlan]) -> float:
+        """Of a step that consists of one of each joined replica. They attend at the same time, so
+        whoever has most to read holds up the others, and share all else."""
+        rows = sum(len(plan.rows) for plan in plans)
+        head = self._product_s(self._weights.head / self._layout.tp, rows)
+        return self._hardware.overhead_s + self._layers_s(plans) + head
+
+    def _layers_s(self, plans: Sequence[StepPlan]) -> float:
+        """All layers, and what is sent between their stages."""
+        counts = [sum(row.count for row in plan.rows) for plan in plans]
+        pairs = zip(plans, counts, strict=True)
+        attention = max(self._attention_s(plan, count) for plan, count in pairs)
+        together = sum(counts)
+        return attention + self._feed_forward_s(together) + self._links_s(max(counts), together)
 
     def _product_s(self, weights: float, tokens: float, active: float = 1.0) -> float:
         """Of `weights` numbers of which a token meets a share of `active`."""

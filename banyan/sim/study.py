@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from banyan.base.errors import CapacityError, ConfigError
 from banyan.base.ids import SlotId, StepId
 from banyan.config.card import ModelCard
-from banyan.config.schema import Config
+from banyan.config.schema import Config, ScheduleConfig
 from banyan.engine.spec import core_spec
 from banyan.memory.sizing import MemoryPlan
 from banyan.messages.plan import Row, StepPlan
 from banyan.scheduler.routing import ROUTES
+from banyan.sim.device import Device, JoinedDevices, OneDevice, OneOfJoined, StagesInLine
 from banyan.sim.fleet import Fleet, Pairs
 from banyan.sim.handover import Handover
 from banyan.sim.hardware import Hardware
@@ -100,30 +101,19 @@ def study(question: Question, layout: Layout, rows: Sequence[int] = (1, 8, 64)) 
     weights = question.weight_bits / 8 or weight_bytes_of(card)
     cache = _CACHE_BYTES.get(config.cache.dtype, 2.0)
     world = World()
-    replicas: list[Replica] = []
-
-    def roofline(number: int) -> Roofline:
-        def others() -> int:
-            return sum(r.tokens_in_flight for i, r in enumerate(replicas) if i != number)
-
-        alone = (lambda: 0) if not layout.is_joined else others
-        return Roofline(
-            card, hardware, layout, weight_bytes=weights, cache_bytes=cache, others=alone
-        )
-
-    on_paper = roofline(0)
-    decode_s = {n: on_paper.seconds(_plan(n, question.context, 1)) for n in rows}
-    prefill_s = on_paper.seconds(_plan(1, 0, max(1, config.schedule.chunk_tokens)))
+    config = for_layout(config, layout)
+    roofline = Roofline(card, hardware, layout, weight_bytes=weights, cache_bytes=cache)
+    decode_s = {n: roofline.seconds(_plan(n, question.context, 1)) for n in rows}
+    prefill_s = roofline.seconds(_plan(1, 0, max(1, config.schedule.chunk_tokens)))
     try:
         memory = room_for_cache(config, card, hardware, layout, weights, cache)
     except CapacityError as error:
         return Study(layout, None, decode_s, prefill_s, None, error.text)
+    question = replace(question, config=config)
     if layout.prefill:
-        fleet = _pairs(question, layout, memory, world, on_paper, cache)
+        fleet = _pairs(question, layout, memory, world, roofline, cache)
     else:
-        spec = core_spec(config, card, memory)
-        for number in range(layout.dp):
-            replicas.append(Replica(world, spec.build(), roofline(number), question.host_s))
+        replicas = _replicas(question, layout, memory, world, roofline)
         fleet = Fleet(world, replicas, ROUTES.load(config.parallel.load_balance))
     if question.concurrency:
         fleet.play_at_concurrency(question.arrivals, question.concurrency)
@@ -133,12 +123,44 @@ def study(question: Question, layout: Layout, rows: Sequence[int] = (1, 8, 64)) 
     return Study(layout, memory, decode_s, prefill_s, fleet.report())
 
 
+def for_layout(config: Config, layout: Layout) -> Config:
+    """With as many steps in flight as the stages of this layout have, whatever the flags named."""
+    schedule, pp = config.schedule, layout.pp
+    if schedule.depth > 1:
+        depth = pp + schedule.async_depth if pp > 1 else ScheduleConfig.depth
+        schedule = replace(schedule, depth=depth, token_gap=pp - 1)
+    return replace(config, schedule=schedule)
+
+
+def _replicas(
+    question: Question, layout: Layout, memory: MemoryPlan, world: World, roofline: Roofline
+) -> list[Replica]:
+    """Replicas that do all, side by side or joined."""
+    spec = core_spec(question.config, question.card, memory)
+    if not layout.is_joined:
+        devices = [_device(world, roofline, layout) for _ in range(layout.dp)]
+        return [Replica(world, spec.build(), device, question.host_s) for device in devices]
+    joined = JoinedDevices(world, roofline, layout.dp)
+    found: list[Replica] = []
+    for number in range(layout.dp):
+        mine = OneOfJoined(joined, number)
+        found.append(Replica(world, spec.build(lockstep=mine), mine, question.host_s))
+        joined.wake.append(found[-1].turn)
+    return found
+
+
+def _device(world: World, roofline: Roofline, layout: Layout) -> Device:
+    if layout.pp > 1:
+        return StagesInLine(world, roofline, layout.pp)
+    return OneDevice(world, roofline)
+
+
 def _pairs(
     question: Question,
     layout: Layout,
     memory: MemoryPlan,
     world: World,
-    step_time: Roofline,
+    roofline: Roofline,
     cache_bytes: float,
 ) -> Pairs:
     """Servers of two kinds, and rooms between them."""
@@ -151,7 +173,11 @@ def _pairs(
         role = replace(config, handoff=replace(config.handoff, mode=mode))
         spec = core_spec(role, question.card, memory)
         return [
-            Replica(world, spec.build(), step_time, question.host_s, carrier) for _ in range(count)
+            Replica(
+                *(world, spec.build(), _device(world, roofline, layout)),
+                *(question.host_s, carrier),
+            )
+            for _ in range(count)
         ]
 
     route = ROUTES.load(config.parallel.load_balance)

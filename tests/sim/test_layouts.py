@@ -12,11 +12,13 @@ from banyan.config.checkpoint import read_card
 from banyan.config.defaults import Defaults, settle
 from banyan.config.schema import Config
 from banyan.messages.plan import Row, StepPlan
+from banyan.sim.device import StagesInLine
 from banyan.sim.hardware import SHEETS, Hardware, read_hardware
 from banyan.sim.layout import Layout, Weights, read_layout, weights_per_device
 from banyan.sim.steptime import Roofline
 from banyan.sim.study import Question, study
-from banyan.sim.workload import poisson
+from banyan.sim.workload import Arrival, poisson
+from banyan.sim.world import World
 from tests.models.families import EXPERTS, tiny
 from tests.sim.test_replica import CARD
 
@@ -106,6 +108,57 @@ def test_a_model_that_does_not_fit_says_so_and_fits_on_more_devices():
     alone, two = study(question(tight), Layout()), study(question(tight), Layout(tp=2))
     assert alone.report is None and "MiB" in alone.why
     assert two.report.finished == 40
+
+
+class Fixed:
+    """A stage takes as many seconds as the step has rows; its logits take a tenth of one."""
+
+    def stage_s(self, plan):
+        return float(len(plan.rows))
+
+    def head_s(self, plan):
+        return 0.1
+
+
+def test_stages_take_their_turns_together_and_the_longest_decides():
+    world, ended = World(), {}
+    line = StagesInLine(world, Fixed(), 2)
+    for number, rows in enumerate((1, 3, 1)):
+        line.begin(decoding(rows), 0.0, lambda n=number: ended.update({n: world.clock.now()}))
+    world.run()
+    # Turns of 1; of max(3, 1) and the first step's logits; of max(1, 3) and …; of 1 and …
+    assert ended == pytest.approx({0: 4.1, 1: 7.2, 2: 8.3})
+
+
+def test_a_step_that_comes_late_is_waited_for_and_none_makes_the_others_wait():
+    world, ended = World(), []
+    line = StagesInLine(world, Fixed(), 2)
+    line.begin(decoding(1), 0.0, lambda: ended.append(world.clock.now()))
+    line.begin(decoding(1), 5.0, lambda: ended.append(world.clock.now()))
+    world.run()
+    assert ended == pytest.approx([6.1, 7.2])
+
+
+def test_stages_are_as_quick_as_their_steps_side_by_side():
+    """Many requests: two stages give nearly twice what one device gives, where steps overlap."""
+    heavy = question(rate=1000.0, count=60)
+    apart = replace(heavy.config.schedule, depth=1)
+    by_itself = replace(heavy, config=replace(heavy.config, schedule=apart))
+    one, two = (study(heavy, Layout(pp=n)).report for n in (1, 2))
+    slow = study(by_itself, Layout(pp=2)).report
+    assert one.finished == two.finished == slow.finished == 60
+    assert two.seconds < 0.6 * one.seconds
+    assert slow.seconds > 0.9 * one.seconds, "one step in flight goes through all stages alone"
+
+
+def test_joined_replicas_take_every_step_together():
+    """One has a long prompt, and the other one's tokens come as late; alone they come sooner."""
+    arrivals = [Arrival(0.0, bytes(4 * 9000), 40), Arrival(0.0, bytes(4 * 8), 40)]
+    asked = replace(question(), arrivals=arrivals)
+    joined = study(asked, Layout(tp=2, dp=2, is_joined=True)).report
+    apart = study(asked, Layout(tp=1, dp=2)).report
+    assert joined.finished == apart.finished == 2
+    assert joined.itl.p99 > 2 * apart.itl.p50
 
 
 def test_divided_prompts_save_what_sums_of_attention_cost_and_decode_no_sooner():

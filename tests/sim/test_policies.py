@@ -8,6 +8,7 @@ from banyan.engine.spec import CoreSpec
 from banyan.memory.groups import FULL, CacheGroup
 from banyan.scheduler.budget import Limits, Priorities
 from banyan.scheduler.routing import round_robin
+from banyan.sim.device import OneDevice
 from banyan.sim.fleet import Fleet
 from banyan.sim.replica import Replica
 from banyan.sim.report import spread
@@ -27,7 +28,7 @@ def play(arrivals, *, order="fcfs", pages=4000, running=16, conservativeness=1.0
     )
     core = CoreSpec(groups=(CacheGroup(FULL, 16, pages),), limits=limits, order=order).build()
     world = World()
-    replica = Replica(world, core, Roofline(CARD, DEVICE))
+    replica = Replica(world, core, OneDevice(world, Roofline(CARD, DEVICE)))
     fleet = Fleet(world, [replica], round_robin)
     fleet.play(arrivals)
     world.run()

@@ -13,6 +13,7 @@ from banyan.memory.groups import FULL, CacheGroup
 from banyan.messages.plan import Row, StepPlan
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.routing import round_robin
+from banyan.sim.device import OneDevice
 from banyan.sim.fleet import Fleet
 from banyan.sim.hardware import Hardware
 from banyan.sim.replica import Replica
@@ -44,7 +45,7 @@ def simulate(arrivals, *, depth=1, pages=4000, host_s=0.0, concurrency=0, order=
     groups = (CacheGroup(FULL, 16, pages),)
     core = CoreSpec(groups=groups, limits=limits, order=order).build()
     world = World()
-    replica = Replica(world, core, Roofline(CARD, DEVICE), host_s)
+    replica = Replica(world, core, OneDevice(world, Roofline(CARD, DEVICE)), host_s)
     fleet = Fleet(world, [replica], round_robin)
     if concurrency:
         fleet.play_at_concurrency(arrivals, concurrency)
