@@ -55,7 +55,7 @@ class LightningAttention(Caching):
         self.zeros = torch.zeros_like(self.rates)
         here = 3 * self.heads * facts.value_dim
         self.ones = torch.ones(here, dtype=build.dtype, device=build.device)
-        self.cache = LayerCache(layer, {MATRIX: matrix_of(self.heads, facts)}, STATE)
+        self.cache = LayerCache(layer, {MATRIX: matrix_of(facts, ShardRule(0), group)}, STATE)
 
     def forward(self, x: Tensor, angles: object, step: StepInputs) -> Tensor:
         """x: [tokens, dim]; nothing rotates; returns [tokens, dim]."""
