@@ -68,7 +68,7 @@ from banyan.opening import (
 )
 from banyan.ops.bind import PROBES
 from banyan.runner.adapters import AdapterRack, open_rack
-from banyan.runner.expert_balancer import open_balancer
+from banyan.runner.expert_balancer import balance_between_steps, open_balancer
 from banyan.runner.expert_mover import ExpertMover
 from banyan.runner.expert_record import open_expert_record, prepare_nothing, refuse_to_record
 from banyan.runner.kvstore import KVStore
@@ -283,6 +283,7 @@ def _with_orders(
         carriers[RecordExperts] = refuse_to_record
     if opened.build.places is not None:
         carriers[PlaceExperts] = ExpertMover(opened.build, lambda: runner.model).prepare
+        balance_between_steps(config, card, opened.build, lambda: runner.model)
     if runner.drafting is not None:
         carriers[ForgetDrafts] = runner.drafting.prepare_flush
     if rack is not None:

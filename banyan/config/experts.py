@@ -28,7 +28,7 @@ def check_the_expert_flags(config: Config, card: ModelCard, environment: Environ
         _check_the_watch(config, card, _MODE)
         _check_the_sums(config, _MODE)
     if config.experts.balances:
-        _check_the_watch(config, card, _BALANCE)
+        _check_the_library(config, card, _BALANCE)
         _check_the_sums(config, _BALANCE)
         _check_the_balance(config)
         groups_and_nodes(config, card.experts or ExpertFacts(1, 1, 1))
@@ -40,6 +40,12 @@ def check_the_expert_flags(config: Config, card: ModelCard, environment: Environ
 def are_placed(config: Config) -> bool:
     """Whether experts may lie elsewhere than in their order."""
     return config.parallel.ep > 1 and any(_placing(config))
+
+
+def balances_by_itself(config: Config) -> bool:
+    """Whether every rank counts choices and moves experts between its own steps: those of several
+    replicas and stages have no plan in common that an order could be."""
+    return config.experts.balances and (config.parallel.is_joined or config.parallel.pp > 1)
 
 
 def _placing(config: Config) -> Iterator[str]:
@@ -111,17 +117,21 @@ def _check_the_location(location: str) -> None:
 
 def _check_the_watch(config: Config, card: ModelCard, flag: str) -> None:
     """Refuse what choices cannot be recorded beside, by name."""
+    _check_the_library(config, card, flag)
     for is_there, other, hint in (
-        (
-            config.model.implementation == "transformers",
-            "--model-impl transformers",
-            "leave --model-impl at auto",
-        ),
         (config.parallel.is_joined, "--enable-dp-attention", "use --data-parallel-size alone"),
         (config.parallel.pp > 1, "--pipeline-parallel-size", "use --tensor-parallel-size"),
     ):
         if is_there:
             raise ConfigError(f"{flag} and {other} do not go together", hint=hint)
+
+
+def _check_the_library(config: Config, card: ModelCard, flag: str) -> None:
+    if config.model.implementation == "transformers":
+        raise ConfigError(
+            f"{flag} and --model-impl transformers do not go together",
+            hint="leave --model-impl at auto",
+        )
     if card.experts is None:
         raise ConfigError(f"{flag}: this model has no experts", hint="leave it out")
 

@@ -10,9 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from banyan.ops.api import Recorder
+from banyan.parallel.joint import JointRows
 
 Heard = Callable[[np.ndarray, np.ndarray], None]
-"""Told of each pass: choices [layers, tokens, per_token] int32, and the tokens' positions."""
+"""Told of each pass: choices [layers, tokens, per_token] int32, and the tokens' positions; where
+several replicas work on one batch, the choices of all of them, and the positions of this one's."""
 
 
 class ExpertWatch:
@@ -20,10 +22,11 @@ class ExpertWatch:
 
     Args:
         recorder: of the ops that route; None where steps are never recorded.
+        joint: whose rows are routed; None where they are those of one replica.
     """
 
-    def __init__(self, recorder: Recorder | None) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recorder | None, joint: JointRows | None = None) -> None:
+        self._recorder, self._joint = recorder, joint
         self._recorded: dict[int, Tensor] = {}
         """Layer -> ids [most tokens, per_token] of the recorded step."""
         self._called: dict[int, Tensor] = {}
@@ -40,9 +43,10 @@ class ExpertWatch:
     def ran(self, positions: np.ndarray) -> None:
         """A step has run with tokens of these positions."""
         seen, self._called = self._called or self._recorded, {}
-        if not seen or not len(positions):
+        count = len(positions) if self._joint is None else self._joint.total
+        if not seen or not count:
             return
-        chosen = [seen[layer][: len(positions)].numpy() for layer in sorted(seen)]
+        chosen = [seen[layer][:count].numpy() for layer in sorted(seen)]
         self.chosen = np.stack(chosen).astype(np.int32)
         for told in self.heard:
             told(self.chosen, positions)

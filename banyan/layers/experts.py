@@ -298,7 +298,7 @@ class ExpertBlock(nn.Module):
         inputs = rows if self.into is None else self.into(rows)
         if self.experts.places is None:
             return self.experts(inputs, ids, weights)
-        own = (ids, weights) if rows is x else self.router(x)
+        own = (ids, weights) if rows is x else self.router.choose(x)
         return self.experts.anywhere(inputs, ids, own)
 
     def _sent(self, x: Tensor) -> Tensor:

@@ -1,22 +1,29 @@
 """ExpertBalancer: counts the choices of experts and says when, and how, they should move.
 
 On rank 0, which routes as all ranks do. It gives orders, one chunk of layers at a time, with a step
-between two of them; what an order does is `expert_mover.py`'s.
+between two of them; what an order does is `expert_mover.py`'s. Where replicas work on one batch, or
+stages on several plans, there is one on every rank: the ranks that share experts run the same steps
+and count the same, so each carries out between two of them what the others do at that moment.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
 import numpy as np
+from torch import nn
 
 from banyan.base.log import logger
 from banyan.config.card import ModelCard
-from banyan.config.experts import groups_and_nodes
+from banyan.config.experts import balances_by_itself, groups_and_nodes
 from banyan.config.schema import Config, ExpertsConfig
 from banyan.layers.build import Build
 from banyan.layers.expert_map import ExpertMap
+from banyan.layers.experts import Experts
 from banyan.messages.orders import Order, PlaceExperts
+from banyan.models.base import Model
 from banyan.parallel.expert_balance import balanced, kept_in_place, unevenness
+from banyan.runner.expert_mover import ExpertMover
 from banyan.runner.expert_record import ExpertLayers, counts_of
 
 log = logger(__name__)
@@ -33,6 +40,8 @@ def open_balancer(
     facts = card.experts
     if not config.experts.balances or facts is None or build.watch is None or build.places is None:
         return None
+    if balances_by_itself(config):
+        return None
     layers = ExpertLayers.of(facts, card.num_layers)
     groups = groups_and_nodes(config, facts)
     balancer = ExpertBalancer(config.experts, layers, build.places, groups, ring)
@@ -40,11 +49,40 @@ def open_balancer(
     return balancer
 
 
+def balance_between_steps(
+    config: Config, card: ModelCard, build: Build, model: Callable[[], Model | None]
+) -> None:
+    """Let this rank move experts by itself, where that is how they move. model: the one that runs.
+
+    All ranks that share experts do so.
+    """
+    facts, watch, places, loaded = card.experts, build.watch, build.places, model()
+    if not balances_by_itself(config) or facts is None or watch is None or places is None:
+        return
+    assert isinstance(loaded, nn.Module)
+    mine = tuple(sorted(m.layer for m in loaded.modules() if isinstance(m, Experts)))
+    layers = ExpertLayers(facts.count, facts.per_token, card.num_layers, mine)
+    balancer = ExpertBalancer(
+        *(config.experts, layers, places, groups_and_nodes(config, facts)),
+        tells=not build.groups.experts.rank,
+    )
+    mover = ExpertMover(build, model)
+
+    def ran(chosen: np.ndarray, positions: np.ndarray) -> None:
+        balancer.ran(chosen, positions)
+        for order in balancer.due():
+            mover.prepare(order)()
+
+    if mine:  # a stage may have none
+        watch.heard.append(ran)
+
+
 class ExpertBalancer:
     """
     Args:
         places: where experts are; read here, changed by orders.
         groups: of experts that stay together, and the nodes that they stay on.
+        tells: what it finds stands in the log.
     """
 
     def __init__(
@@ -54,7 +92,9 @@ class ExpertBalancer:
         places: ExpertMap,
         groups: tuple[int, int] = (1, 1),
         ring: Callable[[], None] = lambda: None,
+        tells: bool = True,
     ) -> None:
+        self._level = logging.INFO if tells else logging.DEBUG
         self._experts, self._layers, self._places = experts, layers, places
         self._groups, self._ring = groups, ring
         self._waiting: deque[PlaceExperts] = deque()
@@ -102,7 +142,7 @@ class ExpertBalancer:
     def _plan(self) -> None:
         busy, places, experts = self._busy / self._passes, self._places, self._experts
         if busy > experts.threshold:
-            log.info("experts stay: utilization=%.3f passes=%d", busy, self._passes)
+            log.log(self._level, "experts stay: utilization=%.3f passes=%d", busy, self._passes)
             return
         sparse = list(self._layers.sparse)
         present, count = places.logical[sparse], places.logical.shape[1]
@@ -115,7 +155,8 @@ class ExpertBalancer:
         )
         before, after = (unevenness(self._sum, at, places.ranks) for at in (present, wanted))
         changed = [i for i in range(len(sparse)) if not np.array_equal(wanted[i], present[i])]
-        log.info(
+        log.log(
+            self._level,
             "experts move: layers=%d utilization=%.3f passes=%d busiest rank %.2f -> %.2f of mean",
             *(len(changed), busy, self._passes, before, after),
         )

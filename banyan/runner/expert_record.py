@@ -14,12 +14,14 @@ import numpy as np
 from banyan.base.errors import ConfigError, RequestError
 from banyan.base.log import logger
 from banyan.config.card import ExpertFacts, ModelCard
-from banyan.config.schema import ExpertsConfig
+from banyan.config.experts import balances_by_itself
+from banyan.config.schema import Config, ExpertsConfig
 from banyan.formats.arrays import write_arrays
 from banyan.layers.build import Build
 from banyan.layers.expert_watch import ExpertWatch
 from banyan.messages.orders import Order, RecordExperts
 from banyan.ops.api import Recorder
+from banyan.parallel.joint import JointBatch
 from banyan.platform.base import Traits
 from banyan.runner.orders import Finish, Said
 
@@ -29,14 +31,19 @@ USUAL_PASSES = 1000
 
 
 def open_expert_watch(
-    experts: ExpertsConfig, rank: int, traits: Traits, recorder: Recorder | None
+    config: Config, rank: int, traits: Traits, recorder: Recorder | None, joint: JointBatch | None
 ) -> ExpertWatch | None:
     """What is told of choices in the model that is loaded next; None where nobody asks.
+
+    Args:
+        joint: the batch of several replicas; None for one by itself.
 
     Raises:
         ConfigError: the device keeps them to itself.
     """
-    if not (experts.recorder or experts.balances or experts.are_told) or rank:
+    experts = config.experts
+    is_asked = experts.recorder or experts.balances or experts.are_told
+    if not is_asked or (rank and not balances_by_itself(config)):
         return None
     if not traits.is_host:
         raise ConfigError(
@@ -44,7 +51,7 @@ def open_expert_watch(
             f"on {traits.name}: choices of experts are read on CPUs only",
             hint="leave them out, or use --device cpu",
         )
-    return ExpertWatch(recorder)
+    return ExpertWatch(recorder, None if joint is None else joint.tokens)
 
 
 def refuse_to_record(order: Order) -> Finish:

@@ -150,7 +150,7 @@ def answer(layout: Layout, folder: Path, rank: int, size: int, address: str) -> 
                 split=layout.split,
             ),
             0 if layout.is_eager else 300,
-            lambda groups: {"sends_rows": layout.sends_rows},
+            lambda groups, recorder: {"sends_rows": layout.sends_rows},
         )
     )
 

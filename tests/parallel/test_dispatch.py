@@ -32,25 +32,39 @@ from tests.parallel.test_joined import Layout, answer_all
 IS_ALL = os.environ.get("PARALLEL") == "all"
 EIGHT = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 SIX, DENSE = "qwen3 moe, six of 21", "qwen2 moe, some dense"
-TWO = (Layout(SIX), Layout(DENSE, is_eager=True), Layout(DENSE, copies="dynamic"))
+TWO = (
+    Layout(SIX),
+    Layout(DENSE, is_eager=True),
+    Layout(DENSE, copies="dynamic"),
+    Layout(DENSE, copies="static", balances=True),
+)
 GLOO = (Layout(SIX, library="gloo"), Layout(DENSE, library="gloo", copies="static"))
-FOUR = (Layout(DENSE, ranks=2), Layout(DENSE, ranks=2, copies="static"), Layout(DENSE, replicas=4))
+FOUR = (
+    Layout(DENSE, ranks=2),
+    Layout(DENSE, ranks=2, copies="static", balances=True),
+    Layout(DENSE, replicas=4),
+)
 WORLDS = {2: (TWO + GLOO, {}), 4: (FOUR, EIGHT)}
 
 
 @needs_compiler
 @pytest.mark.parametrize("size", WORLDS if IS_ALL else [2])
 def test_rows_that_are_sent_change_no_bit(size, tmp_path):
-    """Replicas with many rows, few and none: prompts in chunks, and answers."""
+    """Replicas with many rows, few and none: prompts in chunks, and answers; and experts that move
+    while both have requests."""
     layouts, sizes = WORLDS[size]
     for variant in {layout.variant for layout in layouts}:
         tiny(variant, tmp_path / variant, **sizes)
-    layouts = layouts if IS_ALL else layouts[:3]
+    layouts = layouts if IS_ALL else TWO
     both = [replace(x, are_experts_apart=True, sends_rows=s) for x in layouts for s in (0, 1)]
     asked = [(layout, tmp_path / layout.variant) for layout in both]
     for rank, found in enumerate(together(size, tmp_path, answer_all, asked)):
         assert isinstance(found, list), found
+        usual = found[2 * layouts.index(Layout(DENSE, copies="dynamic"))] if size == 2 else found[0]
         for layout, plain, sent in zip(layouts, found[::2], found[1::2], strict=True):
+            assert bool(plain["moves"] and sent["moves"]) == layout.balances
+            if layout.balances:
+                assert plain["together"] == usual["together"]
             assert sent["how"] == plain["how"]
             assert sent["empty steps"] > 20
             assert sent["alone"] == sent["together"] or layout.library == "gloo"

@@ -5,6 +5,7 @@ replicas nor on whether these have any.
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +21,16 @@ from banyan.config.joined import of_replica
 from banyan.layers.build import Build
 from banyan.layers.cache import group_caches
 from banyan.layers.expert_map import ExpertMap
+from banyan.layers.expert_watch import ExpertWatch
 from banyan.messages.plan import Load, StepPlan
 from banyan.messages.sampling import SamplingParams
 from banyan.models.weights.loader import load_model
 from banyan.opening import Phases, open_model
+from banyan.ops.api import Recorder
 from banyan.ops.bind import bind, open_toolkit
 from banyan.parallel.expert_balance import trivial
 from banyan.parallel.groups import ALONE, Groups, open_groups
+from banyan.runner.expert_balancer import balance_between_steps
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.scheduler.sheet import PlanSheet
@@ -55,6 +59,8 @@ class Layout:
     sends_rows: bool = False
     copies: str = ""
     """By which rule tokens choose among copies of experts; "" = there are none."""
+    balances: bool = False
+    """Experts move every third step."""
     is_eager: bool = False
     """Of the first replica only: one that calls the model works with one that replays it."""
 
@@ -116,7 +122,7 @@ def outcome(asked: list[Request]) -> list[tuple]:
 
 
 def open_runner(
-    card: ModelCard, groups_of, max_tokens: int, beside=lambda groups: {}
+    card: ModelCard, groups_of, max_tokens: int, beside=lambda groups, recorder: {}
 ) -> tuple[ModelRunner, int]:
     """beside: what else the build has."""
     ops = bind(
@@ -126,7 +132,7 @@ def open_runner(
         exact=True,
     )
     groups = groups_of(ops.recorder)
-    build = Build(ops, groups, **beside(groups))
+    build = Build(ops, groups, **beside(groups, ops.recorder))
     model = load_model(card, build)
     kinds = group_caches(model.caches)
     layouts = tuple(GroupLayout(kind.kind, kind.window, PAGE, 128) for kind in kinds)
@@ -134,13 +140,15 @@ def open_runner(
     return runner, len(kinds)
 
 
-def beside(layout: Layout, card: ModelCard, groups: Groups) -> dict:
+def beside(layout: Layout, card: ModelCard, groups: Groups, recorder: Recorder | None) -> dict:
     """What the build of a layout has, as `Build` names it."""
     found: dict = {"sends_rows": layout.sends_rows}
     if layout.copies and card.experts:
         count, ranks = card.experts.count, groups.experts.size
         lies = trivial(card.num_layers, count, count + 2 * ranks)[:, ::-1]
         found["places"] = ExpertMap(lies, count, groups.experts.rank, ranks, layout.copies)
+    if layout.balances and groups.joint is not None:
+        found["watch"] = ExpertWatch(recorder, groups.joint.tokens)
     return found
 
 
@@ -168,9 +176,10 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
             is_dense_whole=layout.is_dense_whole,
         ),
         0 if layout.is_eager and replica == 0 else 300,
-        lambda groups: beside(layout, card, groups),
+        lambda groups, recorder: beside(layout, card, groups, recorder),
     )
     driver = Joined(runner, num_groups, agree)
+    lay = let_experts_move(layout, card, runner)
     alone = []
     for turn in range(layout.replicas):
         if turn == replica:
@@ -186,7 +195,22 @@ def answer(layout: Layout, folder: Path, rank: int, address: str) -> dict:
         "alone": outcome(alone),
         "together": outcome(crowd),
         "empty steps": driver.empty_steps,
+        "moves": lay(),
     }
+
+
+def let_experts_move(layout: Layout, card: ModelCard, runner: ModelRunner) -> Callable[[], int]:
+    """What then says how many places hold another expert than at the start."""
+    build = runner._build
+    if not layout.balances or build.places is None:
+        return lambda: 0
+    config = config_of(
+        *("--tp", "4", "--dp", "2", "--enable-dp-attention", "--enable-eplb"),
+        *("--eplb-rebalance-num-iterations", "3", "--eplb-rebalance-layers-per-chunk", "1"),
+    )
+    before, places = build.places.logical.copy(), build.places
+    balance_between_steps(config, card, build, lambda: runner.model)
+    return lambda: int((places.logical != before).sum())
 
 
 def answer_all(rank: int, size: int, address: str, asked: list) -> list[dict]:

@@ -99,7 +99,10 @@ def test_an_expert_comes_from_its_own_rank_where_it_can():
     ("flags", "match"),
     [
         (("--enable-eplb",), "one rank has all experts"),
-        ((*SHARED, "--enable-eplb", "--pp", "2"), "--enable-eplb and --pipeline-parallel-size"),
+        (
+            (*SHARED, "--enable-eplb", "--model-impl", "transformers"),
+            "--enable-eplb and --model-impl transformers do not go together",
+        ),
         (
             (*SHARED, "--enable-eplb", "--ep-dispatch-algorithm", "fake"),
             "those choices are even already",

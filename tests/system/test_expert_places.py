@@ -65,5 +65,19 @@ def test_experts_that_move_amid_64_running_requests_change_no_bit(model, plain, 
     assert found == plain
 
 
+def test_experts_that_move_within_each_stage_change_no_bit(model, plain, caplog):
+    with caplog.at_level(logging.INFO):
+        found = answers(
+            model,
+            pp_size=2,
+            ep_num_redundant_experts=2,
+            enable_eplb=True,
+            eplb_rebalance_num_iterations=3,
+        )
+
+    assert re.findall(r"experts moved: layers=\d experts=[1-9]", caplog.text)
+    assert found == plain
+
+
 def test_fake_choices_are_even_and_change_the_tokens(model, plain):
     assert answers(model, ep_dispatch_algorithm="fake") != plain
