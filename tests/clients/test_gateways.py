@@ -15,6 +15,7 @@ import pytest
 from tests.clients.conftest import CLIENTS
 from tests.system.checkpoint import write_tiny_model
 from tests.system.conftest import with_tiny_model
+from tests.system.handing import Servers, servers
 from tests.system.serving import Server, free_port, serving, settled, wait_until
 
 START_S = 90.0
@@ -47,17 +48,23 @@ def gateway(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[httpx.Client]:
     """One gateway over both servers, once it lists them as healthy."""
-    folder = CLIENTS / request.param
-    if not (folder / ".installed").exists():
-        pytest.skip(f"{request.param} is not installed: make test-clients")
+    words = ["--worker-urls", *(server.url for server in pair)]
+    with started(request.param, words, tmp_path_factory.mktemp("gateway")) as http:
+        yield http
+
+
+@contextlib.contextmanager
+def started(gateway: str, words: list[str], folder: Path) -> Iterator[httpx.Client]:
+    home = CLIENTS / gateway
+    if not (home / ".installed").exists():
+        pytest.skip(f"{gateway} is not installed: make test-clients")
     port = free_port()
-    words = [str(folder / "bin" / "python"), *GATEWAYS[request.param]]
-    words += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-    words += ["--worker-urls", *(server.url for server in pair)]
-    words += ["--prometheus-port", str(free_port())]
-    log = tmp_path_factory.mktemp("gateway") / "log"
+    command = [str(home / "bin" / "python"), *GATEWAYS[gateway], *words]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
+    command += ["--prometheus-port", str(free_port())]
+    log = folder / "log"
     with log.open("wb") as out:
-        process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
     try:
         wait_until(lambda: _healthy(http, process, log) == 2, START_S, "the gateway's workers")
@@ -108,6 +115,35 @@ def test_both_servers_get_requests(gateway: httpx.Client, pair: tuple[Server, Se
         settled(server.stats, had + 1)["finished"] for server, had in zip(pair, before, strict=True)
     ]
     assert sum(after) - sum(before) == 6
+
+
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """One that computes prompts, and one that continues them."""
+    folder = tmp_path_factory.mktemp("sharing")
+    model = write_tiny_model(folder / "model")
+    with servers(folder, model, "--served-model-name", "default") as found:
+        yield found
+
+
+def test_prompts_and_answers_have_servers_of_their_own(
+    sharing: Servers, pair: tuple[Server, Server], tmp_path: Path
+) -> None:
+    words = ["--pd-disaggregation", "--prefill", sharing.prefill.url, str(sharing.port)]
+    words += ["--decode", sharing.decode.url]
+    long = {"text": "one two " * 40, "sampling_params": GREEDY}
+    with started("sglang-router", words, tmp_path) as http:
+        before = settled(sharing.decode.stats, 0)["finished"]
+        for path, body, answer_of in (
+            ("/generate", long, lambda a: a["text"]),
+            ("/v1/chat/completions", CHAT, lambda a: a["choices"][0]["message"]["content"]),
+        ):
+            direct = pair[0].http.post(path, json=body).json()
+            for _ in range(2):
+                routed = http.post(path, json=body)
+                assert routed.status_code == 200, routed.text
+                assert answer_of(routed.json()) == answer_of(direct)
+        assert settled(sharing.decode.stats, before + 4)["finished"] == before + 4
 
 
 def _healthy(http: httpx.Client, process: "subprocess.Popen[bytes]", log: Path) -> int:
