@@ -6,6 +6,7 @@ import torch
 
 from banyan.ops import reference
 from banyan.ops.adapters import AdapterTable, AdapterTokens, Part
+from banyan.ops.arena import HUGE_PAGE, Arena
 from banyan.ops.bind import OpSpec
 from banyan.ops.cpu.adapters import adapt as kernel
 from banyan.ops.cpu.linear import pack_linear
@@ -90,6 +91,17 @@ def test_recorded_work_takes_other_adapters_and_tokens_later(library, table):
     before = out.clone()
     recording.run(0, 0, 1)  # logits of the step before: its tokens are not taken again
     assert torch.equal(out, before)
+
+
+def test_matrices_lie_in_memory_once_where_the_compiled_op_alone_reads_them():
+    given = [part(0, 130, 4, 10), part(200, 33, 19, 12)]
+    whole = sum(matrix.nbytes for one in given for matrix in (one.down, one.up))
+    for keeps_parts in (False, True):
+        table = AdapterTable(given[0].down.shape[1], 32, 1, keeps_parts=keeps_parts)
+        placed = table.place(given, Arena(HUGE_PAGE))
+        table.enter(1, placed)
+        assert placed.loose_bytes == (whole if keeps_parts else 0)
+        assert table.parts[1] == (tuple(given) if keeps_parts else ())
 
 
 def test_an_adapter_that_has_left_adds_nothing(adapt, table):
