@@ -87,12 +87,13 @@ def test_layers_with_a_window_draft_trees_too(tmp_path, variant):
         assert engine.stats().leaked == 0
 
 
-def test_trees_that_are_as_large_as_they_are_worth_change_no_answer(tiny_model, tmp_path):
+@pytest.mark.parametrize("variant", [pytest.param("mistral", marks=SLOW)])
+def test_trees_that_are_as_large_as_they_are_worth_change_no_answer(tiny_model, tmp_path, variant):
     """How many drafts are made is what steps have taken, and may be anything."""
-    model = model_of("mistral", tmp_path, tiny_model)
+    model = model_of(variant, tmp_path, tiny_model)
     with start(model, is_drafting=False) as engine:
         right = [told(each) for each in answers(engine, prompt=[REPEATS, "The banyan"])]
-    with branching("mistral", model, disable_adaptive_drafts=False) as engine:
+    with branching(variant, model, disable_adaptive_drafts=False) as engine:
         for _ in range(3):
             found = answers(engine, prompt=[REPEATS, "The banyan"])
             assert [told(each) for each in found] == right
