@@ -101,6 +101,7 @@ def _refuse_what_is_not_simulated(config: Config) -> None:
     for flag, is_there in (
         ("--speculative-algorithm", bool(config.speculative.algorithm)),
         ("--hicache-storage-backend", bool(config.cache.store)),
+        ("--lora-paths", bool(config.lora.paths)),
         ("--num-continuous-decode-steps", config.schedule.burst > 1),
     ):
         if is_there:

@@ -1,9 +1,11 @@
 """Adapters of experts and routers beside what drafts, and handed over between two servers."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from banyan.llm import Engine
 from tests.models.drafting import tiny_ahead
@@ -79,3 +81,30 @@ def test_adapters_of_experts_are_handed_over_with_their_prompts(tmp_path: Path) 
     own = {key: flags[key] for key in ("cpu_activations", "skip_tokenizer_init", "lora_paths")}
     with engines(tmp_path / "base", {**own, "chunked_prefill_size": 16}, own) as pair:
         assert [told(pair.ask(**body)) for body in asked(return_logprob=True)] == right
+
+
+@OUTER
+def test_rows_sent_to_their_experts_go_with_adapters_other_weights_and_pairs(
+    tmp_path: Path,
+) -> None:
+    base, other = tmp_path / "base", tmp_path / "other"
+    reference = tiny("qwen2 moe, some dense", base)
+    shutil.copytree(base, other)
+    weights = load_file(other / "model.safetensors")
+    changed = {name: w * 3 if "experts" in name else w for name, w in weights.items()}
+    save_file(changed, other / "model.safetensors", {"format": "pt"})
+    path = random_adapter(reference, tmp_path / "a", "o_proj", *EXPERTS, "gate.weight")
+    own = {key: FLAGS[key] for key in ("cpu_activations", "skip_tokenizer_init")}
+    flags = {**own, "lora_paths": [f"a={path}"], "tp_size": 2}
+    bodies, found = asked(return_logprob=True), {}
+    for backend in ("none", "deepep"):
+        there = {**flags, "ep_size": 2, "moe_a2a_backend": backend}
+        with Engine(str(base), **there, max_total_tokens=4096) as engine:
+            before = [told(engine.generate(**body)) for body in bodies]
+            assert engine.update_weights_from_disk(str(other))[0]
+            found[backend] = before, [told(engine.generate(**body)) for body in bodies]
+    before, after = found["none"]
+    assert found["deepep"] == found["none"] and before != after
+    sends = {**flags, "moe_a2a_backend": "deepep"}
+    with engines(base, {**sends, "chunked_prefill_size": 16}, sends) as pair:
+        assert [told(pair.ask(**body)) for body in bodies] == before
