@@ -44,15 +44,6 @@ class Collectives(Protocol):
         """Block r of x's columns goes to rank r; that of the result came from rank r."""
         ...
 
-    def all_to_all_rows(self, x: Tensor, counts: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Rows of x, those for rank 0 first, to their ranks; x may have more rows than are sent.
-
-        counts: [ranks] int64, rows for each rank; room: rows of the result, the same everywhere.
-        returns: [room, width], filled with the rows from rank 0, then from rank 1 …; and how many
-        of each, [ranks] int64.
-        """
-        ...
-
     def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
         """The rows that the ranks give, those of rank 0 first: [count, width].
 

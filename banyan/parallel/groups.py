@@ -107,12 +107,6 @@ class Group:
         """Block r of x's columns goes to rank r; that of the result came from rank r."""
         return x if self._collectives is None else self._collectives.all_to_all(x)
 
-    def all_to_all_rows(self, x: Tensor, counts: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        """Rows to the ranks that shall have them; see `Collectives.all_to_all_rows`."""
-        if self._collectives is None:
-            return x, counts
-        return self._collectives.all_to_all_rows(x, counts, room)
-
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """x of rank `source`, written into x on every rank."""
         if self._collectives is not None:

@@ -66,22 +66,6 @@ class GroupCollectives:
     def all_to_all(self, x: Tensor) -> Tensor:
         return torch.cat([part.chunk(self._size, 1)[self._rank] for part in self._parts(x)], dim=1)
 
-    def all_to_all_rows(self, x: Tensor, counts: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        table = torch.stack(self._parts(counts))  # [from, to]
-        received = table[:, self._rank].contiguous()
-        coming = table.sum(0).tolist()
-        for rank, rows in enumerate(coming):
-            if rows > room:
-                raise ValueError(f"rank {rank} would get {rows} rows, it has room for {room}")
-        out = x.new_empty((room, x.shape[1]))
-        given = x[: int(counts.sum())].contiguous()
-        self._look("all_to_all", given)
-        self._group.alltoall_base(
-            *(out[: int(received.sum())], given, received.tolist(), counts.tolist()),
-            dist.AllToAllOptions(),
-        ).wait()
-        return out, received
-
     def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
         given = rows[2:].tolist()
         mine = given[self._rank]

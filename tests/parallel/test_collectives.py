@@ -44,7 +44,6 @@ def exercise(rank: int, size: int, address: str, threads: int) -> tuple[list[str
                 found, wanted = what(group, rows, columns)
                 if found.shape != wanted.shape or not torch.equal(found, wanted):
                     wrong.append(f"{name}: {what.__name__} of {rows}x{columns} on rank {rank}")
-        wrong += [f"{name}: rows, {text}" for text in send_rows(group)]
         wrong += [f"{name}: joint rows, {text}" for text in join_rows(group)]
         wrong += [f"{name}: rows of experts, {text}" for text in send_to_experts(group)]
         sums[name] = add_in_batches(group)
@@ -104,26 +103,6 @@ def pass_on(group: Group, rows: int, columns: int) -> tuple[torch.Tensor, torch.
             group.send(x, after)
             group.recv(found[i], before)
     return found, matrix(before, rows, columns).expand(2, -1, -1)
-
-
-def send_rows(group: Group) -> list[str]:
-    """all_to_all_rows in five patterns, the first without any row."""
-    size, wrong = group.size, []
-    for pattern in range(5):
-        table = torch.tensor(
-            [[(3 * a + 5 * b + pattern * a * b) % 9 for b in range(size)] for a in range(size)]
-        ) * min(pattern, 1)
-        sent = [
-            torch.split(matrix(a, 70, 37)[: table[a].sum()], table[a].tolist()) for a in range(size)
-        ]
-        counts = table[group.rank].contiguous()
-        found, received = group.all_to_all_rows(matrix(group.rank, 70, 37), counts, 60)
-        wanted = torch.cat([sent[a][group.rank] for a in range(size)])
-        if not torch.equal(received, table[:, group.rank]):
-            wrong.append(f"counts of pattern {pattern}")
-        if not torch.equal(found[: len(wanted)], wanted):
-            wrong.append(f"pattern {pattern}")
-    return wrong
 
 
 def send_to_experts(group: Group) -> list[str]:
@@ -238,18 +217,6 @@ def test_a_rank_that_does_not_come_is_named_by_all_others(how, victim, all_say, 
     assert any(one_says in answer for answer in told), told
     assert sorted(os.listdir(tmp_path)) == [f"over{r}" for r in range(3) if answers[r] is not None]
     assert set(os.listdir("/dev/shm")) <= shared
-
-
-def too_many_rows(rank: int, size: int, address: str) -> None:
-    group = meet("shared", rank, size, address)
-    counts = torch.tensor([3, 3] if rank else [2, 0])
-    group.all_to_all_rows(torch.ones(6, 4), counts, 4)
-
-
-@needs_compiler
-def test_more_rows_than_there_is_room_for_fail_on_every_rank(tmp_path):
-    for answer in together(2, tmp_path, too_many_rows):
-        assert "rank 0 would get 5 rows, it has room for 4" in answer
 
 
 def files_and_ports(rank: int, size: int, address: str, name: str) -> tuple[list[str], list[str]]:

@@ -94,17 +94,6 @@ class SharedMemory:
         self._library.call("bn_all_to_all", len(x), self._group, *_rows(x), out.data_ptr(), share)
         return out
 
-    def all_to_all_rows(self, x: Tensor, counts: Tensor, room: int) -> tuple[Tensor, Tensor]:
-        assert x.is_contiguous() and counts.dtype == torch.int64 and counts.is_contiguous()
-        assert counts.shape == (self._size,), f"{counts.shape} counts for {self._size} ranks"
-        out = self._library.empty((room, x.shape[1]), x.dtype)
-        received = self._library.empty((self._size,), torch.int64)
-        self._library.call(
-            *("bn_all_to_all_rows", len(x), self._group, x.data_ptr(), counts.data_ptr()),
-            *(out.data_ptr(), received.data_ptr(), x.shape[1] * x.element_size(), room),
-        )
-        return out, received
-
     def gather_rows(self, x: Tensor, rows: Tensor, count: int) -> Tensor:
         assert rows.is_contiguous()
         out = self._library.empty((count, x.shape[1]), x.dtype)

@@ -39,14 +39,14 @@ constexpr int64_t SUM_BLOCK = 2048;  // floats that stay in the first cache whil
 namespace {
 
 enum Kind : uint64_t {
-  MEET = 1, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, ROWS, BROADCAST, GATHER_ROWS,
+  MEET = 1, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, GATHER_ROWS,
   REDUCE_ROWS, GATHER_COLUMNS, SEND, DISPATCH, COMBINE, NUM_KINDS
 };
-constexpr const char* KINDS[] = {"nothing",        "meet",       "all_reduce",
+constexpr const char* KINDS[] = {"nothing",        "meet",          "all_reduce",
                                  "all_gather",     "reduce_scatter", "all_to_all",
-                                 "all_to_all_rows", "broadcast", "gather_rows",
-                                 "reduce_rows",    "gather_columns", "send",
-                                 "dispatch_rows",  "combine_rows"};
+                                 "broadcast",      "gather_rows",   "reduce_rows",
+                                 "gather_columns", "send",          "dispatch_rows",
+                                 "combine_rows"};
 
 int64_t now_ns() {
   timespec t;
@@ -87,7 +87,6 @@ struct alignas(LINE) Seat {
   Signal arrived;  // the newest turn
   std::atomic<uint32_t> is_taken;
   uint64_t what[2];                // by parity of the turn: what this rank is doing
-  int64_t counts[2][MAX_RANKS];    // rows for each rank, in all_to_all_rows
 };
 
 // From one rank to another.
@@ -243,13 +242,6 @@ struct BlockArgs : Args {  // bytes; one block of a row is what one rank gives o
   uint8_t* out;
   int64_t x_stride, mine, room, total;
 };
-struct RowsArgs : Args {
-  const uint8_t* x;
-  const int64_t* counts;
-  uint8_t* out;
-  int64_t* received;
-  int64_t row_bytes, room;
-};
 // Whose rows a batch of several replicas consists of, in memory that changes from step to step.
 struct Joint {
   int64_t first, mine;  // this rank's rows
@@ -375,75 +367,6 @@ void all_to_all(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& 
                     g.slot_of(r) + (i * g.ranks + g.rank) * wide, wide);
     return true;
   });
-}
-
-// Who sends how many rows to whom; every rank leaves with the same table.
-struct Traffic {
-  int64_t rows[MAX_RANKS][MAX_RANKS];  // [from][to]
-};
-
-bool exchange_counts(const RowsArgs& a, int64_t mine, Traffic& traffic, Worker& worker) {
-  Shared& g = *a.group;
-  int64_t sum = 0;
-  g.open_turn();
-  int64_t* counts = g.seat(g.rank).counts[g.turn & 1];
-  bool good = true;
-  for (int32_t r = 0; r < g.ranks; r++) {
-    counts[r] = a.counts[r];
-    good = good && counts[r] >= 0 && counts[r] <= mine - sum;
-    sum += good ? counts[r] : 0;
-  }
-  if (!good) counts[0] = -1;
-  if (!g.meet(what_of(ROWS, a.room * a.row_bytes), worker)) return false;
-  for (int32_t r = 0; r < g.ranks; r++) {
-    std::memcpy(traffic.rows[r], g.seat(r).counts[g.turn & 1], g.ranks * sizeof(int64_t));
-    if (traffic.rows[r][0] >= 0) continue;
-    std::snprintf(g.failure, sizeof g.failure, "rank %d would send other rows than it has", r);
-    worker.failure = g.failure;
-    return false;
-  }
-  for (int32_t to = 0; to < g.ranks; to++) {
-    int64_t coming = 0;
-    for (int32_t r = 0; r < g.ranks; r++) coming += traffic.rows[r][to];
-    if (coming <= a.room) continue;
-    std::snprintf(g.failure, sizeof g.failure, "rank %d would get %lld rows, it has room for %lld",
-                  to, (long long)coming, (long long)a.room);
-    worker.failure = g.failure;
-    return false;
-  }
-  return true;
-}
-
-void all_to_all_rows(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
-  const RowsArgs& a = *(const RowsArgs*)args;
-  Shared& g = *a.group;
-  Traffic t;
-  if (!g.begin(worker) || !exchange_counts(a, sizes.n[a.size], t, worker)) return;
-  int64_t longest = 0, mine = 0, next = 0;  // bytes of the longest stream, of my own; rows so far
-  int64_t first[MAX_RANKS], to[MAX_RANKS];  // where my part of a stream begins, where it goes
-  for (int32_t r = 0; r < g.ranks; r++) {
-    int64_t all = 0;
-    for (int32_t d = 0; d < g.ranks; d++) {
-      if (d == g.rank) first[r] = all;
-      all += t.rows[r][d] * a.row_bytes;
-    }
-    if (r == g.rank) mine = all;
-    if (all > longest) longest = all;
-    a.received[r] = t.rows[r][g.rank];
-    to[r] = next * a.row_bytes;
-    next += t.rows[r][g.rank];
-  }
-  for (int64_t at = 0; at < longest; at += g.slot) {
-    uint8_t* slot = g.open_turn();
-    if (at < mine) std::memcpy(slot, a.x + at, least(g.slot, mine - at));
-    if (!g.meet(what_of(ROWS, longest), worker)) return;
-    for (int32_t r = 0; r < g.ranks; r++) {
-      int64_t last = least(first[r] + t.rows[r][g.rank] * a.row_bytes, at + g.slot);
-      int64_t from = first[r] > at ? first[r] : at;
-      if (from < last)
-        std::memcpy(a.out + to[r] + from - first[r], g.slot_of(r) + from - at, last - from);
-    }
-  }
 }
 
 void broadcast(const void* args, const Sizes& sizes, int64_t, int64_t, Worker& worker) {
@@ -626,11 +549,6 @@ void cost_of_joint_sums(const void* args, const Sizes& sizes, double* bytes, dou
   *bytes = (double)(sizes.n[a.size] * a.row_bytes) * 2 + own * (a.group->ranks + 1);
   *operations = own / 4 * (a.group->ranks - 1);
 }
-void cost_of_rows(const void* args, const Sizes& sizes, double* bytes, double* operations) {
-  const RowsArgs& a = *(const RowsArgs*)args;
-  *bytes = (double)(sizes.n[a.size] * a.row_bytes) * 4;
-  *operations = 0;
-}
 void cost_of_nothing(const void*, const Sizes&, double* bytes, double* operations) {
   *bytes = *operations = 0;
 }
@@ -640,7 +558,6 @@ const Kernel ALL_GATHER_KERNEL = {"all_gather", if_any, always, all_gather, cost
 const Kernel REDUCE_SCATTER_KERNEL = {"reduce_scatter", if_any, always, reduce_scatter,
                                       cost_of_sums};
 const Kernel ALL_TO_ALL_KERNEL = {"all_to_all", if_any, always, all_to_all, cost_of_blocks};
-const Kernel ROWS_KERNEL = {"all_to_all_rows", always, always, all_to_all_rows, cost_of_rows};
 const Kernel BROADCAST_KERNEL = {"broadcast", if_any, always, broadcast, cost_of_whole};
 const Kernel GATHER_ROWS_KERNEL = {"gather_rows", if_any, always, gather_rows, cost_of_joint};
 const Kernel REDUCE_ROWS_KERNEL = {"reduce_rows", if_any, always, reduce_rows, cost_of_joint_sums};
@@ -740,14 +657,6 @@ BN_EXPORT void bn_all_to_all(Program* program, int32_t size, Shared* group, cons
   add(program, ALL_TO_ALL_KERNEL,
       BlockArgs{{group, size}, (const uint8_t*)x, (uint8_t*)out, x_stride, room, room,
                 room * group->ranks});
-}
-// x: contiguous rows, those for rank 0 first; counts: [ranks], rows for each; out: room for `room`
-// rows, those of rank 0 first; received: [ranks], rows of each.
-BN_EXPORT void bn_all_to_all_rows(Program* program, int32_t size, Shared* group, const void* x,
-                                  const int64_t* counts, void* out, int64_t* received,
-                                  int64_t row_bytes, int64_t room) {
-  add(program, ROWS_KERNEL,
-      RowsArgs{{group, size}, (const uint8_t*)x, counts, (uint8_t*)out, received, row_bytes, room});
 }
 // rows: two numbers, the first of this rank's rows and how many it has; then how many each rank
 // gives. x: contiguous rows; out: those of all ranks, [size, row_bytes].
