@@ -26,6 +26,7 @@ VERBS: Table[Callable[[Sequence[str]], int]] = Table(
         "plan": "banyan.cli.plan:plan",
         "replay": "banyan.cli.replay:replay",
         "explain": "banyan.cli.explain:explain",
+        "cache": "banyan.cli.explain:cache",
         "batch": "banyan.cli.batch:batch",
         "bench": "banyan.cli.bench:main",
         "profile": "banyan.cli.profile:profile",
@@ -57,6 +58,7 @@ HELP = """banyan VERB [flags]
   simulate MODEL  what a layout of devices would give, before it is bought
   replay FILE     check a journal against this build, or send its requests once more
   explain REQUEST why it waited, what it hit in the cache, where its time went
+  cache explain R what a request found in the prefix cache, and why no more
   profile [URL]   record what a running server's steps do, as a trace file
   config [MODEL]  show the resolved configuration, and where each value came from
   check [MODEL]   hold a launch on Ascend NPUs against the rules, without starting it

@@ -68,6 +68,7 @@ class Outbox:
             b"".join(event.tokens for event in held),
             cached_tokens=last.cached_tokens,
             stored_tokens=last.stored_tokens,
+            cache_miss=last.cache_miss,
         )
         self._num_held -= len(held)
         held.clear()

@@ -61,7 +61,7 @@ _MODULES: tuple[ModuleType, ...] = (
     *(adapters, answers, budget, fetch, handoff, one_request, roster, rows, scheduler, sheet),
     *(speculation, stages, stats, turns),
 )
-_KEPT = ("recorder", "_lockstep", "_grammars")
+_KEPT = ("recorder", "_lockstep", "_grammars", "misses")
 """Attributes that are none of the state: a fresh core has its own."""
 _GROWN = "grammar"
 """Attribute that is made anew."""

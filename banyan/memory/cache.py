@@ -21,6 +21,7 @@ from banyan.base.ids import NO_STEP, PADDING_PAGE, PageId, SlotId, StepId
 from banyan.memory.eviction import EvictionKey
 from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup, unit_tokens
 from banyan.memory.loads import Loads
+from banyan.memory.misses import Misses
 from banyan.memory.news import CacheNews
 from banyan.memory.partial import Part, PartialUnits
 from banyan.memory.peers import PeerTier
@@ -120,14 +121,21 @@ class KVCache:
         """Name of those that pages are computed with from here on, in front of every namespace:
         pages of different weights are never shared."""
         self.pools = [PagePool(g.num_pages, self.horizon) for g in groups]
+
+        def leaving(node: Node) -> None:
+            self.misses.leaving(node)
+            if self.tier is not None:
+                self.tier.leaving(node)
+
         self.tree = RadixTree(
             groups,
             eviction_key,
             lambda g, pages, stamp: self.pools[g].release(pages, stamp),
-            lambda node: None if self.tier is None else self.tier.leaving(node),
+            leaving,
             lambda node: None if self.news is None else self.news.gone(node),
         )
         self.news = CacheNews() if tells else None
+        self.misses = Misses(self.tree, self.unit, share)
         self._share = share
         self._loads = Loads(self.pools, self.tree, self.horizon, self._make_room)
         self.tier: StoreTier | None = None

@@ -167,7 +167,7 @@ class PartialUnits:
         for node in self._tree.neighbours(parent, wanted):
             if node is None or node.promised != NO_STEP or not all(node.pages):
                 continue
-            shared = _shared_tokens(node.key, wanted)
+            shared = shared_tokens(node.key, wanted)
             if shared and (best is None or shared > best.tokens):
                 best = Part(node, shared)
         return best
@@ -185,7 +185,7 @@ class PartialUnits:
             self._tree.unlock(node, g, self._horizon.now())
 
 
-def _shared_tokens(one: bytes, other: bytes) -> int:
+def shared_tokens(one: bytes, other: bytes) -> int:
     """How many first tokens are alike."""
     low, high = 0, min(len(one), len(other)) // _TOKEN_BYTES
     while low < high:

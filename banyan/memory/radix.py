@@ -34,6 +34,7 @@ class Node:
         "order",
         "pages",
         "parent",
+        "place",
         "priority",
         "promised",
         "stamps",
@@ -59,6 +60,8 @@ class Node:
         """The keys of `children`, sorted; None while nobody has asked for neighbours."""
         self.is_stored = False
         """The pages are in the store, or on their way there (memory/tiers.py)."""
+        self.place = b""
+        """What memory/misses.py knows it by; b"" while nobody has asked."""
         self.key_hash = b""
         """What the store calls them; b"" while nobody has asked."""
 

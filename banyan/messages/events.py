@@ -28,6 +28,8 @@ class Tokens(msgspec.Struct, frozen=True, omit_defaults=True, tag="tokens"):
     """Absolute position of the first of them."""
     stored_tokens: int = 0
     """How many of the cached tokens came from the store."""
+    cache_miss: str = ""
+    """Why there were no more cached tokens (memory/misses.py); "" = there were all."""
 
 
 class DraftReport(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -55,6 +57,7 @@ class Finished(msgspec.Struct, frozen=True, omit_defaults=True, tag="finished"):
     retractions: int = 0
     queue_s: float = 0.0
     stored_tokens: int = 0
+    cache_miss: str = ""
     drafts: DraftReport | None = None
     """None when nothing drafts."""
 

@@ -25,6 +25,12 @@ def prefix_of(request: Request, cache: KVCache) -> Match:
     return cache.probe(request.generate.namespace, request.tokens, prefix_limit(request))
 
 
+def why_no_more(request: Request, cache: KVCache, match: Match) -> str:
+    """Why the cache gives no more of a request that begins: of memory/misses.py."""
+    found = (cache.weights + request.generate.namespace, match.path, match.tokens)
+    return cache.misses.why(*found, request.tokens, prefix_limit(request), request.known - 1)
+
+
 def reserve(running: list[Request], cache: KVCache, ratio: NewTokenRatio) -> list[int]:
     """Pages per group that running requests are expected to take yet."""
     pages = [0] * len(cache.groups)

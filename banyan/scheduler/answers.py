@@ -64,6 +64,7 @@ class Answers:
                     hidden,
                     hidden_first,
                     request.stored_tokens,
+                    request.cache_miss,
                 )
             )
         if request.lease is not None and tokens:

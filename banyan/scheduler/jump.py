@@ -68,8 +68,15 @@ def jump(request: Request, grammar: Grammar, roster: Roster) -> None:
     request.has_jumped, request.has_sampled = True, False
     request.next_drafts, request.next_parents = [], []
     roster.counters.output_tokens += len(tokens)
-    cached = request.cached_tokens
-    roster.events.append(Tokens(request.id, first, tokens.tobytes(), cached_tokens=cached))
+    roster.events.append(
+        Tokens(
+            request.id,
+            first,
+            tokens.tobytes(),
+            cached_tokens=request.cached_tokens,
+            cache_miss=request.cache_miss,
+        )
+    )
 
 
 def _certain(request: Request, grammar: Grammar, known: int) -> list[int]:

@@ -172,6 +172,8 @@ class Request:
         self.submitted_s = now
         self.admitted_s = -1.0
         self.cached_tokens = 0
+        self.cache_miss = ""
+        """Why there were no more of them (memory/misses.py)."""
         self.stored_tokens = 0
         """How many of the cached ones came from the store."""
         self.fetch: Fetch | None = None

@@ -123,6 +123,7 @@ class Roster:
                 retractions=request.retractions,
                 queue_s=max(0.0, queued_until - request.submitted_s),
                 stored_tokens=request.stored_tokens,
+                cache_miss=request.cache_miss,
                 drafts=_report(request.drafts) if self.is_drafting else None,
             )
         )

@@ -20,7 +20,7 @@ from banyan.messages.plan import (
 from banyan.messages.requests import Generate
 from banyan.messages.rooms import HandOff, RoomLost, RoomNews
 from banyan.scheduler.adapters import Adapters, has_place
-from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims
+from banyan.scheduler.admit import may_enter, prefix_of, reserve, victims, why_no_more
 from banyan.scheduler.answers import Answers
 from banyan.scheduler.budget import Limits, NewTokenRatio
 from banyan.scheduler.burst import steps_of_a_burst
@@ -323,6 +323,8 @@ class Scheduler:
             match = match.whole  # what it would copy may have to go for it
             if not may_enter(request, match, self.cache, self.limits, self._ratio, reserved):
                 return False
+        if request.admitted_s < 0 and request.taking is None:
+            request.cache_miss = why_no_more(request, self.cache, match)
         slot = self.roster.free_slots.pop()
         generate = request.generate
         lease, grants = self.cache.lease(slot, generate.namespace, match, generate.priority)

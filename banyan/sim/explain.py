@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from banyan.base.errors import ModelError
 from banyan.engine.core import EngineCore
 from banyan.engine.journal import Began, Full, Launched
+from banyan.memory import misses
+from banyan.memory.cache import unit_keys
+from banyan.memory.radix import Node
 from banyan.messages.events import DraftReport, Failed, Finished, Tokens
 from banyan.messages.plan import StepPlan
 from banyan.scheduler.request import RUNNING, Request
@@ -19,6 +22,17 @@ STORE = "it looked for its prefix in the store"
 BUDGET = "the step took no more prompt tokens (--chunked-prefill-size)"
 PAUSED = "the engine was paused"
 MEMORY = "memory was released"
+_MISSES = {
+    misses.OFF: "nothing: prompts are not shared here (--disable-radix-cache, or such a model)",
+    misses.ASKED: "log-probabilities or hidden states were asked for, which are computed",
+    misses.APART: "layers that keep a window or a state had none to go on with; "
+    "--mamba-track-interval and --swa-full-tokens-ratio say how much they keep",
+    misses.EVICTED: "tokens whose pages had made room for others; more memory "
+    "(--mem-fraction-static), a pin (/pin_prefix) or a store would have kept them",
+    misses.PAGE: "tokens that share a part of a page, where whole ones alone are shared; a smaller "
+    "--page-size shares more",
+    misses.UNSEEN: "tokens that no request before it has had there",
+}
 IN_FLIGHT = "a step with its last token was still running"
 
 
@@ -35,6 +49,12 @@ class Explanation:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     stored_tokens: int = 0
+    miss: str = ""
+    """Why there were no more cached tokens: of memory/misses.py."""
+    elsewhere_tokens: int = 0
+    """How much of the prompt the cache had of somebody with whom nothing is shared."""
+    is_late: bool = False
+    """The recording begins when the cache had evicted pages already."""
     output_tokens: int = 0
     end: str = ""
     """Why it ended; "" = it had not."""
@@ -52,6 +72,11 @@ class Explanation:
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
+    @property
+    def of_the_cache(self) -> str:
+        """What the prompt found there, why no more, and what would help."""
+        return "\n".join([f"request {self.request}", *_cache_lines(self)])
+
 
 def explain(path: str, request: str) -> Explanation:
     """What the recording at `path` tells of a request, named as by the server or its end of it.
@@ -62,15 +87,18 @@ def explain(path: str, request: str) -> Explanation:
     found: Explanation | None = None
     watcher: _Watcher | None = None
     difference, names = "", dict[str, None]()
+    is_late: bool | None = None
     for played in play(path):
         difference = played.difference
         if difference:
             break
+        if is_late is None:
+            is_late = played.core.scheduler.cache.tree.evicted > 0
         if watcher is None:
             for one in played.core.scheduler.roster.alive():
                 names[one.id] = None
                 if _is_meant(one.id, request):
-                    found = Explanation(one.id, prompt_tokens=one.prompt_len)
+                    found = Explanation(one.id, prompt_tokens=one.prompt_len, is_late=is_late)
                     watcher = _Watcher(found, one, isinstance(played.record, Began))
         if watcher is not None and watcher.see(played):
             break
@@ -110,8 +138,10 @@ class _Watcher:
         if request.retractions > self._retractions:
             self._retractions = request.retractions
             told.retracted_s.append(now)
-        if request.admitted_s >= 0:
+        if request.admitted_s >= 0 and told.entered_s < 0:
             told.entered_s = request.admitted_s
+            told.miss = request.cache_miss
+            told.elsewhere_tokens = _elsewhere(played.core, request)
         told.cached_tokens, told.stored_tokens = request.cached_tokens, request.stored_tokens
         told.output_tokens = request.output_len
         if played.plan is not None:
@@ -168,8 +198,44 @@ def why_waiting(core: EngineCore, request: Request, plan: StepPlan | None) -> st
     return PAGES if roster.waiting and roster.waiting[0] is request else OTHERS
 
 
+def _elsewhere(core: EngineCore, request: Request) -> int:
+    """Tokens of its prompt that namespaces beside its own have: of other tenants, adapters,
+    weights or salts."""
+    cache = core.scheduler.cache
+    own = cache.weights + request.generate.namespace
+    tops = {top.key for node in cache.tree.nodes() if (top := _top_of(node)) is not None}
+    units, found = request.prompt_len // cache.unit, 0
+    for namespace in tops - {own}:
+        keys = unit_keys(request.tokens, cache.unit, 0, units)
+        found = max(found, sum(1 for _ in cache.tree.walk(namespace, keys)))
+    return found * cache.unit
+
+
+def _top_of(node: Node) -> Node | None:
+    """The node of its namespace, if it is the first unit there."""
+    top = node.parent
+    return top if top is not None and top.parent is not None and top.parent.parent is None else None
+
+
 def _moment(played: Played) -> float:
     return 0.0 if isinstance(played.record, Full) else played.record.now
+
+
+def _cache_lines(x: Explanation) -> list[str]:
+    store = f" ({x.stored_tokens} came from the store)" if x.stored_tokens else ""
+    lines = [
+        f"  prompt   {x.prompt_tokens} tokens, {x.cached_tokens} of them from the cache{store}"
+    ]
+    if x.miss:
+        lines.append(f"           then {_MISSES[x.miss]}")
+    if x.miss == misses.UNSEEN and x.is_late:
+        lines.append("           (or they were evicted before the recording begins)")
+    if x.elsewhere_tokens > x.cached_tokens:
+        lines.append(
+            f"           another tenant, adapter, salt or version of the weights has "
+            f"{x.elsewhere_tokens} of them, which are not shared"
+        )
+    return lines
 
 
 def _lines(x: Explanation) -> list[str]:
@@ -177,10 +243,7 @@ def _lines(x: Explanation) -> list[str]:
     since = x.came_s
     if since < 0:
         lines.append("  came before the recording begins: times before that are not known")
-    lines.append(
-        f"  prompt   {x.prompt_tokens} tokens, {x.cached_tokens} of them from the cache"
-        + (f" ({x.stored_tokens} came from the store)" if x.stored_tokens else "")
-    )
+    lines += _cache_lines(x)
     if x.entered_s >= 0 and since >= 0:
         lines.append(f"  queue    {x.entered_s - since:.3f} s until it first ran")
     for why, seconds in sorted(x.waits.items(), key=lambda item: -item[1]):

@@ -1,9 +1,13 @@
 """A recording tells why a request waited, what it found in the cache and where its time went."""
 
+from array import array
+
 import pytest
 
 from banyan.base.errors import ModelError
 from banyan.engine.journal import Journal
+from banyan.messages.requests import Generate
+from banyan.messages.sampling import SamplingParams
 from banyan.sim.explain import PAGES, PAUSED, PLACES, explain
 from tests.scheduler.driver import Driver
 
@@ -81,3 +85,34 @@ def test_one_that_has_not_ended_is_told_as_far_as_it_got(recorded):
         driver.now += 1.0
         driver.complete()
     assert "it had not ended when this was recorded" in str(explain(path, "request-one"))
+
+
+def test_why_no_more_came_from_the_cache_is_told_and_what_would_help(recorded):
+    driver, path = recorded(pages=9)
+    prompt = list(range(20, 32))
+    for name, tokens in (
+        ("request-one", prompt),
+        ("request-two", prompt),
+        ("request-large", list(range(40, 68))),
+        ("request-late", prompt),
+    ):
+        driver.submit(name, tokens, new=2, ignore_eos=True)
+        run(driver)
+    assert "that no request before it has had there" in explain(path, "request-one").of_the_cache
+    assert "then" not in explain(path, "request-two").of_the_cache
+    late = explain(path, "request-late")
+    assert late.miss == "evicted" and "/pin_prefix" in late.of_the_cache
+    assert late.of_the_cache.splitlines()[1:] == str(late).splitlines()[1:3]
+
+
+def test_what_others_have_of_a_prompt_is_told_to_whoever_may_read_the_recording(recorded):
+    driver, path = recorded()
+    tokens = array("i", range(20, 32)).tobytes()
+    for name, namespace in (("request-one", b"one"), ("request-two", b"two")):
+        sampling = SamplingParams(max_new_tokens=2, ignore_eos=True)
+        driver.receive(
+            Generate(request=name, tokens=tokens, sampling=sampling, namespace=namespace)
+        )
+        run(driver)
+    assert "has 12 of them, which are not shared" in explain(path, "request-two").of_the_cache
+    assert "not shared" not in explain(path, "request-one").of_the_cache

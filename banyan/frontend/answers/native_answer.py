@@ -144,6 +144,8 @@ class NativeService:
             "num_retractions": usage.retractions,
             "weight_version": self._weight_version,
         }
+        if usage.cache_miss:
+            meta["cache_miss"] = usage.cache_miss
         if self._store:
             meta["cached_tokens_details"] = {
                 "device": usage.cached_tokens - usage.stored_tokens,

@@ -228,6 +228,7 @@ class OutputReader:
         self._vector = b""
         self._hidden = ToldPositions(request, width)
         self._cached_tokens = self._stored_tokens = 0
+        self._cache_miss = ""
         self._retractions = 0
         self._queue_s = 0.0
         self._drafts: DraftReport | None = None
@@ -241,6 +242,7 @@ class OutputReader:
             case Tokens():
                 self._cached_tokens = event.cached_tokens
                 self._stored_tokens = event.stored_tokens
+                self._cache_miss = event.cache_miss
                 self._vector = event.vector or self._vector
                 self._take_tokens(event)
                 if event.hidden:
@@ -248,6 +250,7 @@ class OutputReader:
             case Finished():
                 self._cached_tokens = event.cached_tokens
                 self._stored_tokens = event.stored_tokens
+                self._cache_miss = event.cache_miss
                 self._retractions = event.retractions
                 self._queue_s, self._drafts = event.queue_s, event.drafts
                 self._end(Finish(event.reason, event.matched if event.matched >= 0 else None))
@@ -362,7 +365,7 @@ class OutputReader:
     def _usage(self) -> Usage:
         num_prompt = len(self._request.prompt)
         cached, stored = self._cached_tokens, self._stored_tokens
-        told = (cached, self._retractions, stored, self._queue_s, self._drafts)
+        told = (cached, self._retractions, stored, self._cache_miss, self._queue_s, self._drafts)
         return Usage(num_prompt, self.num_tokens, *told)
 
 

@@ -132,6 +132,8 @@ class Usage:
     retractions: int = 0
     stored_tokens: int = 0
     """How many of the cached tokens came from a store."""
+    cache_miss: str = ""
+    """Why there were no more cached tokens (memory/misses.py)."""
     queue_s: float = 0.0
     """How long it waited for a place among those that run; known in the last chunk."""
     drafts: DraftReport | None = None
