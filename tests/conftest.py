@@ -1,6 +1,8 @@
 """Options of the test suite."""
 
+import logging
 import re
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,6 +31,16 @@ LIVE = re.compile(
     "tests/(cli|clients|engine|frontend|launch|parallel|proofs|router|server|system|transfer)/"
 )
 """Rings whose tests start processes and talk over sockets."""
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """What a test does to the package's log (a command that shows warnings alone) ends with it."""
+    log = logging.getLogger("banyan")
+    handlers, level, propagates = log.handlers[:], log.level, log.propagate
+    yield
+    log.handlers[:], log.propagate = handlers, propagates
+    log.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -332,23 +332,30 @@ def test_a_mailbox_descriptor_outlives_a_front_that_closed_first():
         os.fstat(fd)
 
 
-def test_the_folder_of_a_killed_process_goes_with_the_next_and_no_other_does(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.fixture
+def place(monkeypatch):
+    """The folder of temporary files, no deeper than sockets in it may lie."""
+    with tempfile.TemporaryDirectory(prefix="b", dir="/tmp") as path:
+        monkeypatch.setattr(tempfile, "tempdir", path)
+        yield Path(path)
+
+
+def test_the_folder_of_a_killed_process_goes_with_the_next_and_no_other_does(place):
     alive = PrivateFolder()
     code = "from banyan.messages.link import PrivateFolder as F; import os; f = F(); os._exit(9)"
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    environment = os.environ | {"TMPDIR": str(place)}
     assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 9
     for name in ("banyan-link-notes", "banyan-linkabcdefgh", "banyan-checkpoints"):
-        (tmp_path / name).mkdir()
-    (left,) = set(tmp_path.glob("banyan-link-[0-9]*-????????")) - {Path(alive.path)}
+        (place / name).mkdir()
+    (left,) = set(place.glob("banyan-link-[0-9]*-????????")) - {Path(alive.path)}
     fresh = PrivateFolder()
     assert left.exists(), "it is too young to be sure"
     fresh.close()
-    for path in tmp_path.iterdir():
+    for path in place.iterdir():
         os.utime(path, (1, 1))
     last = PrivateFolder()
     assert not left.exists()
-    assert {p.name for p in tmp_path.iterdir()} == {
+    assert {p.name for p in place.iterdir()} == {
         Path(alive.path).name,
         Path(last.path).name,
         "banyan-link-notes",
@@ -359,16 +366,15 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_and_no_other_does(tmp
     last.close()
 
 
-def test_the_folders_of_a_process_that_has_ended_can_be_removed_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_the_folders_of_a_process_that_has_ended_can_be_removed_at_once(place):
     alive = PrivateFolder()
     code = """
 from banyan.messages.link import PrivateFolder as F
 import os; print(os.getpid(), flush=True); f, g = F(), F(); os._exit(9)"""
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    environment = os.environ | {"TMPDIR": str(place)}
     ended = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE)
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(place.iterdir())) == 3
     remove_folders_of(int(ended.stdout))
     remove_folders_of(os.getpid())
-    assert list(tmp_path.iterdir()) == [Path(alive.path)], "its process lives"
+    assert list(place.iterdir()) == [Path(alive.path)], "its process lives"
     alive.close()

@@ -154,8 +154,6 @@ def test_four_ranks_move_their_experts_and_change_no_bit(tmp_path, caplog):
     ("flags", "match"),
     [
         ({"model_impl": "transformers"}, "--model-impl transformers cannot share a model"),
-        (JOINED, "--enable-eplb and --enable-dp-attention do not"),
-        ({"pp_size": 2}, "--enable-eplb and --pipeline-parallel-size do not"),
         (
             {"model_impl": "transformers", "tp_size": 1, "ep_size": 1},
             "--enable-eplb and --model-impl transformers do not",
