@@ -26,10 +26,8 @@ def explain(argv: Sequence[str]) -> int:
 def cache(argv: Sequence[str]) -> int:
     """What it found in the prefix cache."""
     if not argv or argv[0] not in ("explain", "-h", "--help"):
-        raise ConfigError(
-            f"banyan cache {argv[0] if argv else ''} is no command",
-            hint="use: banyan cache explain REQUEST",
-        )
+        given = " ".join(["banyan cache", *argv[:1]])
+        raise ConfigError(f"{given!r} is no command", hint="use: banyan cache explain REQUEST")
     about = "What a request found in the prefix cache, why no more, and what would help."
     words = argv[1:] if argv[0] == "explain" else argv
     print(_explained("banyan cache explain", about, words).of_the_cache)

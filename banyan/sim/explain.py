@@ -33,6 +33,8 @@ _MISSES = {
     "--page-size shares more",
     misses.UNSEEN: "tokens that no request before it has had there",
 }
+_SHOWN_S = 0.0005
+"""A shorter wait is the moment between two calls of the engine's loop."""
 IN_FLIGHT = "a step with its last token was still running"
 
 
@@ -247,7 +249,8 @@ def _lines(x: Explanation) -> list[str]:
     if x.entered_s >= 0 and since >= 0:
         lines.append(f"  queue    {x.entered_s - since:.3f} s until it first ran")
     for why, seconds in sorted(x.waits.items(), key=lambda item: -item[1]):
-        lines.append(f"           {seconds:.3f} s: {why}")
+        if seconds >= _SHOWN_S:
+            lines.append(f"           {seconds:.3f} s: {why}")
     if x.first_s >= 0 and x.entered_s >= 0:
         lines.append(
             f"  prefill  {x.first_s - x.entered_s:.3f} s in {x.prompt_steps} steps with its prompt"

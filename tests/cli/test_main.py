@@ -59,6 +59,7 @@ def test_the_server_process_computes_nothing_so_it_loads_nothing_for_that() -> N
         (["serve", "--prot", "1"], 2, "--port"),
         (["serve", "--port", "0", "no-such-model"], 3, "'no-such-model'"),
         (["chat", "--url", "nonsense"], 2, "--url 'nonsense'"),
+        (["cache", "ls"], 2, "'banyan cache ls'"),
     ],
 )
 def test_a_mistake_ends_in_one_line_that_names_it(

@@ -5,6 +5,7 @@ from array import array
 import pytest
 
 from banyan.base.errors import ModelError
+from banyan.cli.explain import cache
 from banyan.engine.journal import Journal
 from banyan.messages.requests import Generate
 from banyan.messages.sampling import SamplingParams
@@ -87,7 +88,7 @@ def test_one_that_has_not_ended_is_told_as_far_as_it_got(recorded):
     assert "it had not ended when this was recorded" in str(explain(path, "request-one"))
 
 
-def test_why_no_more_came_from_the_cache_is_told_and_what_would_help(recorded):
+def test_why_no_more_came_from_the_cache_is_told_and_what_would_help(recorded, capsys):
     driver, path = recorded(pages=9)
     prompt = list(range(20, 32))
     for name, tokens in (
@@ -103,6 +104,8 @@ def test_why_no_more_came_from_the_cache_is_told_and_what_would_help(recorded):
     late = explain(path, "request-late")
     assert late.miss == "evicted" and "/pin_prefix" in late.of_the_cache
     assert late.of_the_cache.splitlines()[1:] == str(late).splitlines()[1:3]
+    assert cache(["explain", "request-late", "--file", path]) == 0
+    assert capsys.readouterr().out == f"{late.of_the_cache}\n"
 
 
 def test_what_others_have_of_a_prompt_is_told_to_whoever_may_read_the_recording(recorded):
