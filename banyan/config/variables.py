@@ -7,7 +7,7 @@ never shown.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from banyan.config.flags.flag import FLOAT, INT, SWITCH, Flag
+from banyan.config.flags.flag import FLOAT, FOREVER_S, INT, SWITCH, Flag
 
 _PREFIXES = ("SGLANG_", "SGL_", "HCCL_", "ASCEND_")
 _OFF = ("", "0", "false", "no", "off")
@@ -178,6 +178,7 @@ SETTINGS = {
             "seconds that a request may wait until it runs, then it ends with 503; -1 = any time",
             kind=FLOAT,
             low=-1.0,
+            high=FOREVER_S,
             proof="tests/scheduler/test_turns.py::test_who_waits_too_long_for_a_place_ends_alone",
         ),
         Flag(
@@ -186,6 +187,7 @@ SETTINGS = {
             "seconds that a request may run, then it ends with 503; -1 = any time",
             kind=FLOAT,
             low=-1.0,
+            high=FOREVER_S,
             proof="tests/scheduler/test_turns.py::test_who_runs_too_long_ends_alone",
         ),
         Flag(
@@ -202,6 +204,7 @@ SETTINGS = {
             "seconds that a connection without a request stays open",
             kind=INT,
             low=1,
+            high=FOREVER_S,
             proof="tests/server/test_serve.py::test_idle_connections_end_after_the_seconds_given",
         ),
         Flag(
@@ -210,6 +213,7 @@ SETTINGS = {
             "seconds of the engine's silence after which /health is 503",
             kind=FLOAT,
             low=0.5,
+            high=FOREVER_S,
             proof="tests/server/test_serve.py::test_an_engine_may_be_silent_for_the_seconds_given",
         ),
         Flag(
@@ -224,6 +228,7 @@ SETTINGS = {
             "seconds that a prompt which another server computes is waited for",
             kind=FLOAT,
             low=0.1,
+            high=FOREVER_S,
             proof="tests/system/test_handoff.py::test_a_room_that_never_comes_fails_in_time",
         ),
         Flag(
@@ -232,6 +237,7 @@ SETTINGS = {
             "seconds that a computed prompt is kept for the server that continues it",
             kind=FLOAT,
             low=0.1,
+            high=FOREVER_S,
             proof="tests/system/test_handoff.py::test_a_room_that_nobody_takes_is_given_back",
         ),
         Flag(

@@ -5,6 +5,7 @@ Layout: magic, then two halves of equal size. Each: uint64 number (0 = not valid
 the newer), uint64 whether it goes on where the other one ends, then records as in a journal.
 """
 
+import errno
 import mmap
 import os
 import struct
@@ -33,7 +34,10 @@ class RecordingMemory:
         Raises:
             CapacityError: the machine has not so much.
         """
+        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
         try:
+            if size > pages * page_bytes:  # the system would try until it has none left
+                raise OSError(errno.ENOMEM, f"this machine has {pages * page_bytes} bytes")
             os.posix_fallocate(self.descriptor, 0, size)
         except OSError as error:
             raise CapacityError(

@@ -123,6 +123,11 @@ def test_every_owned_field_is_read_where_work_is_done() -> None:
         ("preferred-sampling-params", "{"),
         ("preferred-sampling-params", '{"top_k": 1, "top_k": 2}'),
         ("drain-timeout", "inf"),
+        ("drain-timeout", "1e10"),
+        ("max-total-tokens", "9" * 20),
+        ("max-queued-requests", "9" * 400),
+        ("stream-interval", "9" * 4000),
+        ("lora-memory-gib", "1e300"),
     ],
 )
 def test_an_illegal_value_is_refused_with_the_flag_and_the_value(name: str, text: str) -> None:

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from banyan.base.errors import ModelError
+from banyan.base.errors import CapacityError, ModelError
 from banyan.engine import snapshot
 from banyan.engine.journal import Began, Received, read_journal
 from banyan.engine.recorder import FlightRecorder, Recorders
@@ -207,3 +207,10 @@ def test_journal_and_flight_recorder_hold_the_same_life(tmp_path):
     reports = [check(str(tmp_path / name)) for name in ("journal", "recording")]
     assert reports[0].plans == reports[1].plans == len(driver.plans)
     assert reports[0].records + 1 == reports[1].records
+
+
+def test_more_memory_than_the_machine_has_is_refused_before_any_is_taken():
+    made = RecordingMemory()
+    with pytest.raises(CapacityError, match="this machine has"):
+        made.give_size(1 << 60)
+    made.close()

@@ -247,7 +247,7 @@ def test_servers_whose_pages_differ_say_what_differs(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "127.0.0.1:9"}, "--nnodes 2"),
+        ({"nnodes": 2, "tp_size": 2, "dist_init_addr": "127.0.0.1:9"}, "--nnodes"),
         (
             {"dp_size": 2, "disaggregation_bootstrap_port": 65535},
             "the last would be 65536",

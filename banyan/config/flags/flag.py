@@ -26,6 +26,10 @@ FLOATS = "floats"
 COMMAS = "commas"
 LISTS = (WORDS, INTS, FLOATS)
 
+MOST_INT = (1 << 53) - 1
+FOREVER_S = 1e9
+"""Seconds that nobody waits to the end of; the system's clocks still count so many."""
+
 IDLE = "idle"
 BELONGS = "belongs"
 REFUSED = "refused"
@@ -142,8 +146,11 @@ class Form:
         wanted = int if kind == INT else int | float
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise _illegal(spelled, value, what)
-        if not self.low <= value <= self.high or not math.isfinite(value):
-            raise _illegal(spelled, value, _bounds(self.low, self.high))
+        low, high = self.low, self.high
+        if kind == INT:  # which without a bound of its own still goes through JSON, and through C
+            low, high = max(low, -MOST_INT), high if high < math.inf else MOST_INT
+        if not low <= value <= high or (kind == FLOAT and not math.isfinite(value)):
+            raise _illegal(spelled, value, _bounds(low, high))
         return value if kind == INT else float(value)
 
     def _check_word(self, value: object, spelled: str) -> object:

@@ -1,6 +1,6 @@
 """Flags of structured output: which library constrains answers, and what compiling may cost."""
 
-from banyan.config.flags.flag import FLOAT, SWITCH, Flag
+from banyan.config.flags.flag import FLOAT, FOREVER_S, SWITCH, Flag
 
 FLAGS = (
     Flag(
@@ -31,6 +31,7 @@ FLAGS = (
         "seconds that compiling one constraint may take before its requests get 400",
         kind=FLOAT,
         low=0.1,
+        high=FOREVER_S,
         documented=False,
         proof="tests/grammar/test_compiler.py::test_what_takes_too_long_is_refused_alone",
     ),

@@ -62,6 +62,7 @@ FLAGS = (
         "nobody uses; default: half of what the cache leaves free",
         kind=FLOAT,
         low=0.001,
+        high=1 << 20,
         documented=False,
         proof="tests/scheduler/test_adapters.py"
         "::test_adapters_make_room_until_what_the_next_one_needs_is_free",

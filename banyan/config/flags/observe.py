@@ -1,7 +1,7 @@
 """Flags of what people see: logs and the journal."""
 
 from banyan.base.named_code import PATTERN
-from banyan.config.flags.flag import FLOAT, FLOATS, INT, JSON, SWITCH, WORDS, Flag
+from banyan.config.flags.flag import FLOAT, FLOATS, FOREVER_S, INT, JSON, SWITCH, WORDS, Flag
 
 FLAGS = (
     Flag(
@@ -223,6 +223,7 @@ FLAGS = (
         "report collections of garbage that take longer; 0 = none",
         kind=FLOAT,
         low=0.0,
+        high=FOREVER_S,
         proof="tests/engine/test_slow_gc.py::test_a_collection_that_takes_long_is_reported",
     ),
 )

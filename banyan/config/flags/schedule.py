@@ -1,6 +1,6 @@
 """Flags of the scheduler: how many requests run, in which order, in which chunks."""
 
-from banyan.config.flags.flag import FLOAT, INT, SWITCH, Elsewhere, Flag
+from banyan.config.flags.flag import FLOAT, FOREVER_S, INT, SWITCH, Elsewhere, Flag
 from banyan.config.schema import UNSAID
 
 FLAGS = (
@@ -10,6 +10,7 @@ FLAGS = (
         "requests that run at once; default: from the cache size",
         kind=INT,
         low=1,
+        high=1 << 16,
         proof="tests/scheduler/test_scheduler.py::test_no_more_requests_run_at_once_than_told",
     ),
     Flag(
@@ -118,6 +119,7 @@ FLAGS = (
         "waits for ever; 0 = priorities alone decide",
         kind=FLOAT,
         low=0.0,
+        high=FOREVER_S,
         documented=False,
         proof="tests/scheduler/test_turns.py"
         "::test_who_has_waited_longest_goes_before_those_of_higher_priority",
@@ -165,6 +167,7 @@ FLAGS = (
         "seconds after which a step that does not end counts as stuck",
         kind=FLOAT,
         low=0.1,
+        high=FOREVER_S,
         proof="tests/system/test_processes.py"
         "::test_a_stopped_engine_is_unhealthy_after_the_deadline_and_is_replaced",
     ),
@@ -174,6 +177,7 @@ FLAGS = (
         "seconds after which the log is told where a step that does not end stands; 0 = never",
         kind=FLOAT,
         low=0.0,
+        high=FOREVER_S,
         proof="tests/system/test_processes.py::test_a_slow_step_is_told_to_the_log_and_ends_nothing",
     ),
     Flag(

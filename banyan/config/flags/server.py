@@ -1,6 +1,6 @@
 """Flags of the HTTP server: where it listens, who may ask, how answers look."""
 
-from banyan.config.flags.flag import COMMAS, FLOAT, INT, JSON, SWITCH, Flag
+from banyan.config.flags.flag import COMMAS, FLOAT, FOREVER_S, INT, JSON, SWITCH, Flag
 
 FLAGS = (
     Flag(
@@ -220,6 +220,7 @@ FLAGS = (
         "seconds that the first of them waits for others",
         kind=FLOAT,
         low=0.0,
+        high=FOREVER_S,
         proof="tests/frontend/test_encode.py::test_a_text_waits_for_others_as_long_as_asked_for",
     ),
     Flag(
@@ -325,6 +326,7 @@ FLAGS = (
         "seconds that an engine has to serve for its restarts to be forgotten",
         kind=FLOAT,
         low=0.0,
+        high=FOREVER_S,
         documented=False,
         proof="tests/server/test_supervisor.py"
         "::test_an_engine_that_has_served_for_the_time_given_begins_the_count_anew",
@@ -335,6 +337,7 @@ FLAGS = (
         "seconds that open requests get after SIGTERM; the process ends 30 s later at the latest",
         kind=FLOAT,
         low=0.0,
+        high=FOREVER_S,
         documented=False,
         proof="tests/system/test_processes.py"
         "::test_a_stream_that_outlives_the_drain_timeout_gets_a_final_event",
