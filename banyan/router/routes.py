@@ -54,7 +54,8 @@ _EACH_FOR_ITSELF: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/update_weights_from_disk", "/update_weight_version"), _POST),
     **dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), _BOTH),
     **dict.fromkeys(("/start_profile", "/stop_profile", "/get_weights_by_name"), _BOTH),
-    **dict.fromkeys(("/flight_recorder",), _GET),
+    **dict.fromkeys(("/pin_prefix", "/unpin_prefix"), _POST),
+    **dict.fromkeys(("/flight_recorder", "/pinned_prefixes"), _GET),
     **{f"/{verb}_expert_distribution_record": _BOTH for verb in ("start", "stop", "dump")},
 }
 """Paths that change how one worker works, or look into it."""
