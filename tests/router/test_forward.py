@@ -398,11 +398,11 @@ async def test_a_routing_key_binds_a_client_to_a_worker() -> None:
         workers(*[says(whole(b"{}"))] * 3) as some,
         router(specs(some), replace(BASE, policy=PolicyConfig(name="consistent_hashing"))) as it,
     ):
-        for at in range(40):
-            key = {"x-smg-routing-key": f"client {at % 10}"}
+        for at in range(80):
+            key = {"x-smg-routing-key": f"client {at % 40}"}
             await it.http.post("/generate", json={}, headers=key)
         homes = [{r.headers["x-smg-routing-key"] for r in worker.requests} for worker in some]
-        assert sum(map(len, homes)) == 10 and all(homes)
+        assert sum(map(len, homes)) == 40 and all(homes)
 
 
 async def test_a_connection_is_used_again_and_a_stale_one_is_no_error() -> None:
