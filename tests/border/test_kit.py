@@ -120,12 +120,12 @@ def test_a_state_restored_from_the_wrong_prefix_is_noticed() -> None:
 
 def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
     """A request believes one token more of a unit to be its own."""
-    shared = partial._shared_tokens
+    shared = partial.shared_tokens
 
     def wrong(one: bytes, other: bytes) -> int:
         return min(shared(one, other) + 1, len(other) // TOKEN_BYTES)
 
-    patch.setattr(partial, "_shared_tokens", wrong)
+    patch.setattr(partial, "shared_tokens", wrong)
 
 
 def unlocked_sources(patch: pytest.MonkeyPatch) -> None:
