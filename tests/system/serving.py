@@ -191,13 +191,15 @@ def settled(stats: Callable[[], dict], finished: int) -> dict:
     An answer comes with counters that know of it, but what was in flight behind it may still run.
     """
 
+    seen: list[dict] = []
+
     def is_settled() -> bool:
-        now = stats()
+        seen.append(now := stats())
         is_idle = now["in_flight_pages"] == 0 == now["held_pages"] and now["running"] == 0
         return is_idle and now["finished"] >= finished
 
     wait_until(is_settled, CALL_S, f"{finished} requests to end")
-    return stats()
+    return seen[-1]
 
 
 def open_files(pid: int) -> int:

@@ -121,6 +121,11 @@ def test_a_client_that_leaves_ends_its_request_at_the_server(
     body = {"input_ids": MANY, "sampling_params": LONG, "stream": True}
     with router.http.stream("POST", "/generate", json=body) as response:
         next(response.iter_bytes())
+
+    def made_here() -> int:
+        return sum(server.stats()["output_tokens"] for server in pair) - before
+
+    wait_until(lambda: made_here() > 0, 30, "counters that know of it")
     after = [settled(server.stats, 0) for server in pair]
     assert all(stats["held_pages"] == 0 for stats in after)
     made = sum(stats["output_tokens"] for stats in after) - before
@@ -328,6 +333,7 @@ _CHANGES = (
     "queue_time",
     "ttft",
     "cached_tokens",
+    "cache_miss",
     "decode_throughput",
 )
 
