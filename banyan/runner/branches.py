@@ -4,9 +4,7 @@ stand below each other: where each stands, what it follows, and what lies where 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,9 +15,6 @@ from banyan.ops.api import Ops
 from banyan.ops.paths import move_tokens
 from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable
-
-if TYPE_CHECKING:
-    from banyan.runner.inputs import Batch
 
 
 @dataclass(frozen=True)
@@ -56,33 +51,6 @@ def branches_of(
         if not is_chain(mine):
             assert row.count == row.drafts + 1, "drafts branch behind the newest token"
             found[at] = Branches(row.start, paths_of(mine))
-    return found
-
-
-def enter_paths(paths: np.ndarray, batch: "Batch") -> None:
-    """Fill in what `paged_attention` takes; paths: [tokens, 2 + most] int32."""
-    paths[: batch.offsets[-1], 1] = 0
-    for at, branches in batch.branches.items():
-        for line, path in enumerate(branches.paths, int(batch.offsets[at])):
-            paths[line, :2] = branches.base, len(path)
-            paths[line, 2 : 2 + len(path)] = np.add(path, branches.base)
-
-
-def histories(batch: "Batch", table: SlotTable) -> Tensor | None:
-    """What each output of the batch comes behind, where the slot table alone does not tell: rows
-    that branch and whose requests look back. [outputs, longest + 1] int32, on the host."""
-    looks_back = table.params["penalised"]
-    if not any(looks_back[s] or s in table.processed for s in batch.branching_slots):
-        return None
-    known = table.tokens
-    found = torch.zeros(len(batch.last), int(batch.to_positions.max()) + 1, dtype=torch.int32)
-    for output, at in enumerate(batch.sampling.tolist()):
-        slot, length = batch.rows[at].slot, int(batch.to_positions[output])
-        found[output, :length] = known[slot, :length]
-        branches = batch.branches.get(at)
-        if branches is not None:
-            path = branches.paths[int(batch.last[output] - batch.offsets[at])]
-            found[output, branches.base : length] = known[slot, np.add(path, branches.base)]
     return found
 
 

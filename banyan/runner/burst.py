@@ -10,7 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from banyan.ops.api import BurstInputs, Recording
-from banyan.runner.inputs import Batch, StepTensors
+from banyan.runner.batch import Batch
+from banyan.runner.inputs import StepTensors
 from banyan.runner.slots import SlotTable
 
 

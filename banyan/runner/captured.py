@@ -21,8 +21,9 @@ from banyan.models.base import Model
 from banyan.ops.api import OpTime
 from banyan.platform.base import Graph, Platform
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
+from banyan.runner.batch import Batch
 from banyan.runner.forward import EagerForward, is_sampled_plainly
-from banyan.runner.inputs import Batch, StepTensors, has_embedded
+from banyan.runner.inputs import StepTensors, has_embedded
 from banyan.runner.kvstore import KVStore
 from banyan.runner.sampling.sampler import Sampled
 from banyan.runner.slots import SlotTable

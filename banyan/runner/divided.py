@@ -10,9 +10,9 @@ from torch import Tensor
 
 from banyan.ops.api import OpTime
 from banyan.parallel.joint import DividedBatch
+from banyan.runner.batch import Batch
 from banyan.runner.division import Division, divide
 from banyan.runner.forward import Forward
-from banyan.runner.inputs import Batch
 from banyan.runner.sampling.sampler import Sampled
 
 

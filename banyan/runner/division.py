@@ -12,7 +12,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from banyan.runner.inputs import Batch, Everywhere
+from banyan.runner.batch import Batch, Everywhere
 
 Pieces = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """Of each piece: its row, its first token within that, its tokens, and the share it belongs to; in

@@ -7,7 +7,7 @@ from torch import Tensor
 from banyan.config.card import ModelCard
 from banyan.layers.expert_watch import ExpertWatch
 from banyan.messages.plan import EXPERTS
-from banyan.runner.inputs import Batch
+from banyan.runner.batch import Batch
 
 
 def told_experts(watch: ExpertWatch, batch: Batch, card: ModelCard) -> dict[int, Tensor]:

@@ -21,8 +21,9 @@ from banyan.ops.sampling import SampleRows
 from banyan.parallel.groups import Group
 from banyan.parallel.joint import JointBatch
 from banyan.runner.attention.base import AttentionBackend
+from banyan.runner.batch import Batch
 from banyan.runner.burst import Burst, Bursts
-from banyan.runner.inputs import Batch, StepTensors, has_embedded
+from banyan.runner.inputs import StepTensors, has_embedded
 from banyan.runner.sampling.sampler import Sampled
 from banyan.runner.slots import SlotTable
 

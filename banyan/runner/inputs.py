@@ -3,169 +3,18 @@
 One pass over the rows, and one copy to the device.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import reduce
-from itertools import accumulate
-from operator import or_
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from banyan.layers.step import Embedded, StepInputs, Taps
-from banyan.messages.plan import SAMPLE, Row
 from banyan.ops.adapters import AdapterTokens
 from banyan.platform.base import Platform
 from banyan.runner.attention.base import AttentionBackend, GroupView, StepGeometry
-from banyan.runner.branches import Branches, enter_paths
+from banyan.runner.batch import Batch, Everywhere
 from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable
 from banyan.runner.states import BoundStates
-
-
-@dataclass(frozen=True)
-class Everywhere:
-    """The tokens of all shares of a step, those of the first one in front.
-
-    Attributes:
-        slots, positions: [tokens] int64.
-        most_tokens, most_rows: of the largest share.
-    """
-
-    slots: np.ndarray
-    positions: np.ndarray
-    most_tokens: int
-    most_rows: int
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The rows of a plan that run, as host arrays of one entry per row.
-
-    Attributes:
-        wanted: what any row wants, or-ed.
-        indices: index into StepPlan.rows.
-        offsets: [rows + 1], first token of each row along the step's tokens.
-        sampling: the row of each output, as an index into the others. A row that samples has an
-            output for its last token, and one for each draft before that.
-        last: the token of each output, along the step's tokens.
-        to_slots: slot of each output; to_positions: where its token goes.
-        carried: [tokens, width], `StepInputs.carried`.
-        everywhere: of a batch that is a rank's share of a step: all tokens of that, which `last`
-            refers to. None of a whole step.
-        branches: the rows whose drafts branch.
-    """
-
-    rows: list[Row]
-    wanted: int
-    indices: np.ndarray
-    slots: np.ndarray
-    starts: np.ndarray
-    counts: np.ndarray
-    ends: np.ndarray
-    """Position after the last one of each row."""
-    offsets: np.ndarray
-    sampling: np.ndarray
-    last: np.ndarray
-    to_slots: np.ndarray
-    to_positions: np.ndarray
-    carried: Tensor | None = field(default=None, kw_only=True)
-    everywhere: Everywhere | None = field(default=None, kw_only=True)
-    branches: Mapping[int, Branches] = field(default_factory=dict[int, Branches], kw_only=True)
-
-    @classmethod
-    def of(
-        cls, rows: list[tuple[int, Row]], branches: Mapping[int, Branches] | None = None
-    ) -> "Batch":
-        ends = [row.start + row.count for _, row in rows]
-        offsets = [0, *accumulate(row.count for _, row in rows)]
-        back = [
-            (at, back)
-            for at, (_, row) in enumerate(rows)
-            if row.want & SAMPLE
-            for back in range(row.drafts, -1, -1)
-        ]
-        found = cls(
-            [row for _, row in rows],
-            reduce(or_, (row.want for _, row in rows), 0),
-            *_arrays(
-                [index for index, _ in rows],
-                [row.slot for _, row in rows],
-                [row.start for _, row in rows],
-                [row.count for _, row in rows],
-                ends,
-                offsets,
-                [at for at, _ in back],
-                [offsets[at + 1] - 1 - back for at, back in back],
-                [rows[at][1].slot for at, _ in back],
-                [ends[at] - back for at, back in back],
-            ),
-        )
-        return replace(found, branches=branches)._standing() if branches else found
-
-    def _standing(self) -> "Batch":
-        """With the tokens of what branches going to where they stand."""
-        return replace(self, to_positions=self.positions[self.last] + 1)
-
-    def outputs_at(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """The outputs whose tokens go to these positions of these rows; all [n] int64."""
-        drafts = np.array([row.drafts for row in self.rows], np.int64)
-        first = np.searchsorted(self.sampling, rows)
-        return first + positions - (self.ends[rows] - drafts[rows])
-
-    @property
-    def positions(self) -> np.ndarray:
-        """Of each of the step's tokens; [tokens]."""
-        found = self._in_rows()
-        for at, branches in self.branches.items():
-            found[self.offsets[at] : self.offsets[at + 1]] = branches.positions
-        return found
-
-    @property
-    def places(self) -> np.ndarray:
-        """Where each of the step's tokens lies; [tokens]."""
-        found = self._in_rows()
-        for at, branches in self.branches.items():
-            found[self.offsets[at] : self.offsets[at + 1]] = branches.places
-        return found
-
-    def _in_rows(self) -> np.ndarray:
-        """One behind another from where each row starts; [tokens]."""
-        shifts = np.repeat(self.starts - self.offsets[:-1], self.counts)
-        return np.arange(self.offsets[-1], dtype=np.int64) + shifts
-
-    @property
-    def branching_slots(self) -> list[int]:
-        return [self.rows[at].slot for at in self.branches]
-
-    @property
-    def largest(self) -> tuple[int, int]:
-        """Tokens and rows that every rank needs room for."""
-        if self.everywhere is None:
-            return int(self.offsets[-1]), len(self.slots)
-        return self.everywhere.most_tokens, self.everywhere.most_rows
-
-    @property
-    def written(self) -> int:
-        """Tokens that go into the cache."""
-        return int(self.offsets[-1]) if self.everywhere is None else len(self.everywhere.slots)
-
-    def wanting(self, what: int) -> list[int]:
-        """The rows that want it."""
-        return [at for at, row in enumerate(self.rows) if row.want & what]
-
-
-def _arrays(*columns: list[int]) -> Iterator[np.ndarray]:
-    """Each list as int64, all in one piece of memory.
-
-    A step's weights sweep the code of numpy out of the caches, so that in a short step each kind
-    of array operation costs tens of microseconds; plain numbers cost less.
-    """
-    packed, at = np.array([value for column in columns for value in column], np.int64), 0
-    for column in columns:
-        yield packed[at : at + len(column)]
-        at += len(column)
 
 
 class StepTensors:
@@ -485,3 +334,12 @@ def has_embedded(batch: Batch, table: SlotTable) -> bool:
         slot in embeds and start < len(embeds[slot])
         for slot, start in zip(*(array.tolist() for array in where), strict=True)
     )
+
+
+def enter_paths(paths: np.ndarray, batch: Batch) -> None:
+    """Fill in what `paged_attention` takes; paths: [tokens, 2 + most] int32."""
+    paths[: batch.offsets[-1], 1] = 0
+    for at, branches in batch.branches.items():
+        for line, path in enumerate(branches.paths, int(batch.offsets[at])):
+            paths[line, :2] = branches.base, len(path)
+            paths[line, 2 : 2 + len(path)] = np.add(path, branches.base)

@@ -18,7 +18,7 @@ from torch import Tensor
 from banyan.base.errors import DeviceError
 from banyan.messages.plan import CopyResult, StepPlan
 from banyan.parallel.groups import Group
-from banyan.runner.inputs import Batch
+from banyan.runner.batch import Batch
 from banyan.runner.orders import OrderTaker
 from banyan.runner.orders import PendingStep as Pending
 from banyan.runner.pending import Begun, PendingStep

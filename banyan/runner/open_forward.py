@@ -12,11 +12,12 @@ from banyan.ops.bind import BoundOps
 from banyan.platform.base import BY_SHAPE, Platform
 from banyan.runner.attention.base import AttentionBackend
 from banyan.runner.attention.gathered import GatheredAttention
+from banyan.runner.batch import Batch
 from banyan.runner.captured import CapturedForward
 from banyan.runner.divided import DividedForward
 from banyan.runner.division import room_for
 from banyan.runner.forward import EagerForward, Forward, RecordedForward
-from banyan.runner.inputs import Batch, StepTensors
+from banyan.runner.inputs import StepTensors
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.slots import SlotTable
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from banyan.base.log import logger
 from banyan.messages.plan import CopyResult, StepPlan, StepResult
+from banyan.runner.batch import Batch
 from banyan.runner.burst import Burst
-from banyan.runner.inputs import Batch
 
 log = logger(__name__)
 

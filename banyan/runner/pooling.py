@@ -7,8 +7,8 @@ from torch import Tensor
 from banyan.config.card import CLS, MEAN, Pooling
 from banyan.messages.plan import POOL
 from banyan.models.base import Model
+from banyan.runner.batch import Batch
 from banyan.runner.forward import Forward
-from banyan.runner.inputs import Batch
 
 
 class Pooler:

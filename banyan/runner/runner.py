@@ -48,11 +48,11 @@ from banyan.platform.cpu import CpuPlatform
 from banyan.runner.abilities import Abilities
 from banyan.runner.adapters import AdapterRack, AdapterSlots
 from banyan.runner.attention import BACKENDS
-from banyan.runner.branches import Compaction, branches_of, histories
+from banyan.runner.batch import Batch, histories
+from banyan.runner.branches import Compaction, branches_of
 from banyan.runner.burst import Burst
 from banyan.runner.expert_told import told_experts
 from banyan.runner.forward import Forward
-from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import KVStore
 from banyan.runner.open_forward import RunnerSizes, open_forward
 from banyan.runner.peers import Peers

@@ -13,8 +13,8 @@ from banyan.base.errors import RequestError
 from banyan.messages.orders import OrderReply, StopProfile
 from banyan.runner import runner
 from banyan.runner.attention import reference
+from banyan.runner.batch import Batch
 from banyan.runner.forward import RecordedForward
-from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import GroupLayout, KVStore
 from banyan.runner.orders import OrderTaker
 from banyan.runner.pooling import Pooler

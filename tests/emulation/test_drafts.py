@@ -10,8 +10,8 @@ import banyan
 from banyan.base.errors import BanyanError
 from banyan.ops.npu.contracts import ContractError
 from banyan.platform.npu import _LengthGraph
+from banyan.runner.batch import Batch
 from banyan.runner.captured import CapturedForward
-from banyan.runner.inputs import Batch
 from tests.emulation.device import EmulatedNpu
 from tests.emulation.test_families import IS_WHOLE, LATENT, ROOM, compare, start
 from tests.models.drafting import tiny_ahead, tiny_eagle, tiny_eagle3

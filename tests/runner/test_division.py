@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from banyan.messages.plan import SAMPLE, Row
+from banyan.runner.batch import Batch
 from banyan.runner.division import INTERLEAVE, SPLITS, ZIGZAG, divide, room_for
-from banyan.runner.inputs import Batch
 
 STEPS = {
     "decode": [(1, 40, 1), (2, 7, 1), (3, 0, 1), (4, 9, 1), (5, 100, 1)],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from banyan.messages.plan import SAMPLE, SCORE, RowScores
 from banyan.ops.api import Ops
-from banyan.runner.inputs import Batch
+from banyan.runner.batch import Batch
 from banyan.runner.slots import SlotTable
 
 CHUNK_ELEMENTS = 1 << 24

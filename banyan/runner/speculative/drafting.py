@@ -14,8 +14,8 @@ from torch import Tensor
 from banyan.base.branches import is_chain
 from banyan.messages.orders import Order
 from banyan.messages.plan import Row, StepPlan
+from banyan.runner.batch import Batch
 from banyan.runner.branches import Compaction
-from banyan.runner.inputs import Batch
 from banyan.runner.orders import Finish, Said
 from banyan.runner.slots import SlotTable
 from banyan.runner.speculative.base import Drafter, Tree

@@ -17,8 +17,8 @@ from torch import Tensor
 from banyan.base.ids import SlotId
 from banyan.config.schema import SpeculativeConfig
 from banyan.messages.plan import SAMPLE, Row
+from banyan.runner.batch import Batch
 from banyan.runner.branches import Branches
-from banyan.runner.inputs import Batch
 from banyan.runner.speculative.base import Beside, Guess, Tree
 from banyan.runner.speculative.passes import in_steps
 

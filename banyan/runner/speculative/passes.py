@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from banyan.messages.plan import SAMPLE, Row
-from banyan.runner.inputs import Batch
+from banyan.runner.batch import Batch
 from banyan.runner.speculative.base import Beside
 
 

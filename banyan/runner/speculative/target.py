@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from banyan.runner.batch import Batch
 from banyan.runner.forward import Forward
-from banyan.runner.inputs import Batch
 from banyan.runner.kvstore import KVStore
 from banyan.runner.slots import SlotTable
 

@@ -10,7 +10,7 @@ from banyan.messages.plan import SAMPLE, Join, PageGrant, Row, StepPlan
 from banyan.messages.sampling import SamplingParams
 from banyan.ops.bind import bind
 from banyan.ops.sampling import support
-from banyan.runner.inputs import Batch
+from banyan.runner.batch import Batch
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.sampling.sampler import Sampler
 from banyan.runner.slots import SlotTable
