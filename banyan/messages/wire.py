@@ -9,7 +9,7 @@ from typing import Generic, TypeVar, cast
 import msgspec
 
 from banyan.messages.events import Event
-from banyan.messages.plan import CopyResult, StepPlan, StepResult
+from banyan.messages.plan import StepPlan
 from banyan.messages.requests import Message
 
 T = TypeVar("T")
@@ -67,11 +67,3 @@ def event_codec() -> Codec[Event]:
 def plan_codec() -> Codec[StepPlan]:
     """Rank 0 to the other ranks."""
     return Codec(StepPlan)
-
-
-def result_codec() -> Codec[StepResult]:
-    return Codec(StepResult)
-
-
-def copies_codec() -> Codec[CopyResult]:
-    return Codec(CopyResult)

@@ -205,10 +205,6 @@ def unpack_wants(body: bytes) -> list[tuple[int, int, int]]:
     return [(unit, part, group) for unit, part, group in _WANT.iter_unpack(body)]
 
 
-def wants_bytes(pages: int) -> int:
-    return pages * _WANT.size
-
-
 def read_handoff(body: bytes, room: bytes, prompt_len: int, vocab_size: int) -> HandOff:
     """What was handed over, checked: nothing in it may be what no engine says.
 
