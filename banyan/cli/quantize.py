@@ -169,7 +169,7 @@ def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[s
     before = sum(tensor.size_bytes for tensor in source.tensors.values())
     if written < plan.size_bytes:
         yield f"went on    {megabytes(plan.size_bytes - written)} were whole already"
-    yield f"rounded    {rounded} of {len(source.tensors)} tensors to {options.type}"
+    yield f"rounded    {rounded} of {plan.num_units} tensors to {options.type}"
     for why, count in plan.kept.items():
         yield f"kept       {count} projections {why}"
     sizes = f"{megabytes(before)} -> {megabytes(plan.size_bytes)}"

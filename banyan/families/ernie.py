@@ -78,9 +78,10 @@ ERNIE45_MOE = Family(
             HUB_NAMES
             | HUB_CORRECTED_EXPERTS
             | {
-                "model.layers.{}.mlp.moe_statics.e_score_correction_bias": (
+                f"model.layers.{{}}.mlp.{gate}moe_statics.e_score_correction_bias": (
                     "layers.{}.mlp.router.correction"
                 )
+                for gate in ("", "gate.")
             },
             paired=QK,
             has_more_layers=True,

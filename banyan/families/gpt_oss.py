@@ -10,7 +10,13 @@ from banyan.config.card import ExpertFacts, ModelCard
 from banyan.config.facts import Facts
 from banyan.families.base import Biases, Family, GgufForm, HubForm, Kinds, window_where
 from banyan.families.experts import gguf_experts, mixtral_experts
-from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, NameMap
+from banyan.families.names import (
+    GGUF_EXPERTS,
+    GGUF_NAMES,
+    HUB_EACH_EXPERT,
+    HUB_NAMES,
+    NameMap,
+)
 
 _ALPHA, _LIMIT = 1.702, 7.0
 
@@ -49,6 +55,7 @@ GPT_OSS = Family(
     names={
         "safetensors": NameMap(
             HUB_NAMES
+            | HUB_EACH_EXPERT
             | {
                 "model.layers.{}.self_attn.sinks": "layers.{}.attention.sinks.weight",
                 "model.layers.{}.mlp.router": "layers.{}.mlp.router",

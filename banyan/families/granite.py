@@ -10,7 +10,14 @@ from banyan.config.card import ModelCard
 from banyan.config.facts import Facts
 from banyan.families.base import Family, GgufForm, HubForm
 from banyan.families.experts import gguf_softmax, mixtral
-from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, QK, NameMap
+from banyan.families.names import (
+    GGUF_EXPERTS,
+    GGUF_NAMES,
+    HUB_GRANITE_EXPERTS,
+    HUB_NAMES,
+    QK,
+    NameMap,
+)
 
 
 def of_hub(facts: Facts, card: ModelCard) -> ModelCard:
@@ -53,15 +60,6 @@ GRANITE_MOE = Family(
     gguf=GgufForm("GraniteMoeForCausalLM", more=_of_gguf_experts),
     names={
         "gguf": NameMap(GGUF_NAMES | GGUF_EXPERTS, paired=QK, rope_divisors="rope_freqs.weight"),
-        "safetensors": NameMap(
-            HUB_NAMES
-            | {
-                "model.layers.{}.block_sparse_moe.router.layer": "layers.{}.mlp.router",
-                "model.layers.{}.block_sparse_moe.input_linear": (
-                    "layers.{}.mlp.experts.gate_up:gate*+up*"
-                ),
-                "model.layers.{}.block_sparse_moe.output_linear": "layers.{}.mlp.experts.down:*",
-            }
-        ),
+        "safetensors": NameMap(HUB_NAMES | HUB_GRANITE_EXPERTS),
     },
 )

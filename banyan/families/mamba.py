@@ -24,7 +24,14 @@ from banyan.families.experts import gguf_softmax, mixtral_experts
 from banyan.families.granite import of_gguf as granite_gguf
 from banyan.families.granite import of_hub as granite
 from banyan.families.lfm import MAX_TAPS
-from banyan.families.names import GGUF_EXPERTS, GGUF_NAMES, HUB_NAMES, QK, NameMap
+from banyan.families.names import (
+    GGUF_EXPERTS,
+    GGUF_NAMES,
+    HUB_GRANITE_EXPERTS,
+    HUB_NAMES,
+    QK,
+    NameMap,
+)
 
 MAX_HEADS = 4096
 _MAX_STEP = 1e9
@@ -364,12 +371,8 @@ GRANITE_HYBRID = Family(
         "safetensors": NameMap(
             HUB_NAMES
             | _MIXER
+            | HUB_GRANITE_EXPERTS
             | {
-                "model.layers.{}.block_sparse_moe.router.layer": "layers.{}.mlp.router",
-                "model.layers.{}.block_sparse_moe.input_linear": (
-                    "layers.{}.mlp.experts.gate_up:gate*+up*"
-                ),
-                "model.layers.{}.block_sparse_moe.output_linear": "layers.{}.mlp.experts.down:*",
                 "model.layers.{}.shared_mlp.input_linear": "layers.{}.mlp.shared.gate_up:gate+up",
                 "model.layers.{}.shared_mlp.output_linear": "layers.{}.mlp.shared.down",
             },

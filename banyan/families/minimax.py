@@ -137,9 +137,10 @@ MINIMAX_M2 = Family(
             | HUB_QK_NORM
             | HUB_MIXTRAL_EXPERTS
             | {
-                "model.layers.{}.block_sparse_moe.e_score_correction_bias": (
+                f"model.layers.{{}}.{block}.e_score_correction_bias": (
                     "layers.{}.mlp.router.correction"
                 )
+                for block in ("block_sparse_moe", "mlp")
             },
             has_more_layers=True,
         ),

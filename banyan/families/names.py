@@ -36,11 +36,20 @@ GGUF_NAMES = {
 }
 """Names that most families share in GGUF (gguf-py constants)."""
 
-HUB_EXPERTS = {
-    "model.layers.{}.mlp.gate": "layers.{}.mlp.router",
+HUB_EACH_EXPERT = {
     "model.layers.{}.mlp.experts.{}.gate_proj": "layers.{}.mlp.experts.gate_up:gate{}",
     "model.layers.{}.mlp.experts.{}.up_proj": "layers.{}.mlp.experts.gate_up:up{}",
     "model.layers.{}.mlp.experts.{}.down_proj": "layers.{}.mlp.experts.down:{}",
+}
+HUB_STACKS = {
+    "model.layers.{}.mlp.experts.gate_up_proj": "layers.{}.mlp.experts.gate_up:gate*+up*.weight",
+    "model.layers.{}.mlp.experts.down_proj": "layers.{}.mlp.experts.down:*.weight",
+}
+"""How transformers 5 holds experts, and saves them when asked for its own form."""
+HUB_EXPERTS = {
+    "model.layers.{}.mlp.gate": "layers.{}.mlp.router",
+    **HUB_EACH_EXPERT,
+    **HUB_STACKS,
 }
 """Names that most families of experts share in Hugging Face's form."""
 
@@ -65,8 +74,22 @@ HUB_MIXTRAL_EXPERTS = {
     "model.layers.{}.block_sparse_moe.experts.{}.w1": "layers.{}.mlp.experts.gate_up:gate{}",
     "model.layers.{}.block_sparse_moe.experts.{}.w3": "layers.{}.mlp.experts.gate_up:up{}",
     "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.down:{}",
+    "model.layers.{}.mlp.gate": "layers.{}.mlp.router",
+    **HUB_STACKS,
 }
 """Those of families that follow Mixtral's."""
+
+HUB_GRANITE_EXPERTS = {
+    "model.layers.{}.block_sparse_moe.router.layer": "layers.{}.mlp.router",
+    "model.layers.{}.block_sparse_moe.router": "layers.{}.mlp.router",
+    "model.layers.{}.block_sparse_moe.input_linear": "layers.{}.mlp.experts.gate_up:gate*+up*",
+    "model.layers.{}.block_sparse_moe.output_linear": "layers.{}.mlp.experts.down:*",
+    "model.layers.{}.block_sparse_moe.experts.{}.w1": "layers.{}.mlp.experts.gate_up:gate{}",
+    "model.layers.{}.block_sparse_moe.experts.{}.w3": "layers.{}.mlp.experts.gate_up:up{}",
+    "model.layers.{}.block_sparse_moe.experts.{}.w2": "layers.{}.mlp.experts.down:{}",
+    **{name.replace(".mlp.", ".block_sparse_moe."): place for name, place in HUB_STACKS.items()},
+}
+"""Granite's: a tensor for all experts of a layer, or one for each as quantised checkpoints have."""
 
 GGUF_EXPERTS = {
     "blk.{}.ffn_gate_inp": "layers.{}.mlp.router",

@@ -61,10 +61,12 @@ PHI3 = Family(
     },
 )
 
+_ROUTER = {"model.layers.{}.mlp.router": "layers.{}.mlp.router"}
+
 PHI_MOE = Family(
     hub=HubForm(
         eps=1e-5, rope_theta=1e6, rope_kinds={"su": "longrope"}, biases=_moe_biases, more=_moe
     ),
-    names={"safetensors": NameMap(HUB_NAMES | HUB_MIXTRAL_EXPERTS)},
+    names={"safetensors": NameMap(HUB_NAMES | HUB_MIXTRAL_EXPERTS | _ROUTER)},
     norm="layer+bias",
 )

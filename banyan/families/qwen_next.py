@@ -155,8 +155,6 @@ _APART = _HUB_NAMES | {
     "model.layers.{}.linear_attn.in_proj_z": "layers.{}.attention.mix:z",
     "model.layers.{}.linear_attn.in_proj_b": "layers.{}.attention.rates:b",
     "model.layers.{}.linear_attn.in_proj_a": "layers.{}.attention.rates:a",
-    "model.layers.{}.mlp.experts.gate_up_proj": ("layers.{}.mlp.experts.gate_up:gate*+up*.weight"),
-    "model.layers.{}.mlp.experts.down_proj": "layers.{}.mlp.experts.down:*.weight",
 }
 
 QWEN3_NEXT = Family(

@@ -131,6 +131,18 @@ def test_longrope_serves_long_requests_with_its_long_factors(ops, paged, tmp_pat
     torch.testing.assert_close(logits, expected_logits(reference, prompt), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("variant", [name for name in EXPERTS if "," not in name])
+def test_experts_are_read_as_transformers_holds_them_too(variant, ops, paged, tmp_path):
+    """One tensor for all experts of a layer: what it saves when asked for its own form."""
+    reference = tiny(variant, tmp_path / "published")
+    reference.save_pretrained(tmp_path / "own", save_original_format=False)
+
+    (logits,) = paged(load(tmp_path / "own", ops)).step([(0, PROMPT)])
+
+    (expected,) = paged(load(tmp_path / "published", ops)).step([(0, PROMPT)])
+    assert torch.equal(logits, expected)
+
+
 def test_the_text_part_of_a_checkpoint_that_sees_is_read(ops, paged, tmp_path):
     reference = tiny("qwen3.5 moe", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")

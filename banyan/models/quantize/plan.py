@@ -4,7 +4,7 @@ tensor of the source what becomes of it. The same source and wishes give the sam
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from banyan.formats.headers import (
     Entry,
@@ -16,11 +16,12 @@ from banyan.formats.headers import (
     size_in_safetensors,
     without_keys,
 )
+from banyan.formats.mapped import TensorInfo
 from banyan.models.quantize.layouts import Layout, Rounded
 from banyan.models.quantize.source import Source
 from banyan.models.weights.names import split_numbers
 from banyan.models.weights.quant.patterns import Modules
-from banyan.ops.stored import STORAGE_TYPES
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 _QUANTIZATION_VERSION = 2
 _FILE_TYPES = {
@@ -32,16 +33,18 @@ _FILE_TYPES = {
 
 @dataclass(frozen=True)
 class Unit:
-    """One tensor of the source.
+    """One tensor of the source, or what a module takes of it.
 
     Attributes:
         entries: what it becomes.
         rounded: how; None when it is copied as it is.
+        take: what is taken of the tensor; None = all of it.
     """
 
     source: str
     entries: tuple[Entry, ...]
     rounded: Rounded | None
+    take: Callable[[StoredWeight], StoredWeight] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,9 @@ def make_plan(
     """
     plan = Plan()
     left_out = Modules(ignore, "--ignore")
-    units = [_unit(plan, source, layout, left_out, tensor) for tensor in source.tensors]
+    units = [
+        unit for name in source.tensors for unit in _units(plan, source, layout, left_out, name)
+    ]
     if layout.container == "gguf":
         plan.files.append(_gguf_file(name, source, layout, units, most_bytes))
         return plan
@@ -118,26 +123,44 @@ def make_plan(
     return plan
 
 
-def _unit(plan: Plan, source: Source, layout: Layout, left_out: Modules, name: str) -> Unit:
-    tensor, stem = source.tensors[name], name.removesuffix(".weight")
-    copied = Unit(name, (Entry(name, tensor.type, tensor.shape),), None)
-    is_matrix = name.endswith(".weight") and len(tensor.shape) == 2
-    if not source.is_projection(name) or left_out.names_it(stem):
-        if source.is_projection(name):
+def _units(
+    plan: Plan, source: Source, layout: Layout, left_out: Modules, name: str
+) -> Iterator[Unit]:
+    tensor = source.tensors[name]
+    slices = source.slices(name) if layout.container == "safetensors" else []
+    if not slices:
+        yield _unit(plan, source, layout, left_out, Unit(name, (_as_it_is(tensor),), None))
+    for each in slices:
+        entry = Entry(each.name, tensor.type, each.shape)
+        yield _unit(plan, source, layout, left_out, Unit(name, (entry,), None, each.take))
+
+
+def _as_it_is(tensor: TensorInfo) -> Entry:
+    return Entry(tensor.name, tensor.type, tensor.shape)
+
+
+def _unit(plan: Plan, source: Source, layout: Layout, left_out: Modules, copied: Unit) -> Unit:
+    """What becomes of a unit that may be rounded."""
+    (whole,) = copied.entries
+    name, stem = whole.name, whole.name.removesuffix(".weight")
+    is_projection = source.is_projection(whole)
+    is_matrix = name.endswith(".weight") and len(whole.shape) == 2
+    if not is_projection or left_out.names_it(stem):
+        if is_projection:
             plan.kept["named by --ignore"] += 1
         if is_matrix:
             plan.floats.append(stem)
         return copied
-    rounded = layout.plan(name, tensor.shape, tensor.type)
+    rounded = layout.plan(name, whole.shape, whole.type)
     if rounded is None:
-        plan.kept[f"of shape {list(tensor.shape)}, which the form does not hold"] += 1
+        plan.kept[f"of shape {list(whole.shape)}, which the form does not hold"] += 1
         if is_matrix:
             plan.floats.append(stem)
         return copied
     plan.kinds.setdefault(rounded.kind, []).append(stem)
     if rounded.entries == copied.entries:
         return copied
-    return Unit(name, rounded.entries, rounded)
+    return replace(copied, entries=rounded.entries, rounded=rounded)
 
 
 def _entries(units: Sequence[Unit]) -> list[Entry]:

@@ -8,9 +8,11 @@ from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.families.names import NameMap
 from banyan.formats.gguf import GGUFFile
+from banyan.formats.headers import Entry
 from banyan.formats.mapped import MappedFile, TensorInfo
 from banyan.formats.safetensors import SafetensorsFile
 from banyan.formats.shards import files_of_weights
+from banyan.models.quantize.stacks import Slice, slices_of
 from banyan.models.weights.projections import is_projection
 from banyan.models.weights.reader import as_tensor
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
@@ -39,12 +41,20 @@ class Source:
                 self.tensors[tensor.name] = tensor
                 self._files[tensor.name] = path
 
-    def is_projection(self, name: str) -> bool:
-        """Whether a tensor is the matrix of a projection within a layer that answers."""
-        tensor = self.tensors[name]
-        if tensor.type not in STORAGE_TYPES:
+    def is_projection(self, entry: Entry) -> bool:
+        """Whether a tensor, or a slice of one, is the matrix of a projection within a layer that
+        answers."""
+        if entry.type not in STORAGE_TYPES:
             return False
-        return is_projection(name, tensor.shape, self._names, self.card.num_layers)
+        return is_projection(entry.name, entry.shape, self._names, self.card.num_layers)
+
+    def slices(self, name: str) -> list[Slice]:
+        """What modules of their own take of a tensor that holds all experts of a layer; none when
+        it does not, or holds no floats."""
+        tensor = self.tensors[name]
+        if tensor.type not in STORAGE_TYPES or not STORAGE_TYPES[tensor.type].is_float:
+            return []
+        return slices_of(name, tensor.shape, self._names)
 
     def weight(self, name: str) -> StoredWeight:
         tensor = self.tensors[name]

@@ -201,11 +201,14 @@ class _Written:
 
 
 def _write_unit(written: _Written, unit: Unit, offsets: Iterator[int], source: Source) -> None:
-    if unit.rounded is None:
-        made = {unit.entries[0].name: source.octets(unit.source)}
-    else:
-        with torch.inference_mode():
-            made = unit.rounded.make(source.weight(unit.source))
+    with torch.inference_mode():
+        if unit.rounded is None and unit.take is None:
+            made = {unit.entries[0].name: source.octets(unit.source)}
+        else:
+            whole = source.weight(unit.source)
+            mine = whole if unit.take is None else unit.take(whole)
+            copied = {unit.entries[0].name: mine.raw.flatten()}
+            made = copied if unit.rounded is None else unit.rounded.make(mine)
     for entry in unit.entries:
         written.pad(next(offsets))
         for piece in made[entry.name].split(_COPY_BYTES):

@@ -8,6 +8,7 @@ tensors of gate, up and down with outputs first, "….weight" and "….bias".
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from banyan.base.errors import ModelError
 from banyan.base.log import printable
@@ -56,3 +57,38 @@ def _every_other(tensor: StoredWeight, first: int) -> StoredWeight:
         return StoredWeight.from_tensor(tensor.dense[:, first::2])
     shape = (tensor.shape[0], tensor.shape[1] // 2, tensor.shape[2])
     return StoredWeight(tensor.type, shape, tensor.raw[:, first::2])
+
+
+@dataclass(frozen=True)
+class Half:
+    """Of a stack: the gates, the ups, or the whole of one that does not take turns.
+
+    Attributes:
+        name: of the tensor with outputs first that `with_plain_experts` makes of it.
+        first, step: outputs that are taken.
+        is_turned: outputs come last in the file.
+    """
+
+    name: str
+    first: int
+    step: int
+    is_turned: bool
+
+    def take(self, expert: StoredWeight) -> StoredWeight:
+        """What it is of one expert: [in, out] or [out] floats -> [out, in] or [out]."""
+        values = expert.dense[..., self.first :: self.step]
+        return StoredWeight.from_tensor(values.T if self.is_turned else values)
+
+
+def halves_of(name: str, dims: int) -> list[Half]:
+    """Of a stack of floats in a checkpoint; none when the tensor is none."""
+    block, stem, last = name.rpartition(_STEM)
+    kind = last.removesuffix("_bias")
+    if not stem or kind not in (_PAIR, _DOWN) or dims != (2 if last != kind else 3):
+        return []
+    slot = "bias" if last != kind else "weight"
+    parts = ("gate_proj", "up_proj") if kind == _PAIR else (_DOWN,)
+    return [
+        Half(f"{block}{stem}{part}.{slot}", first, len(parts), dims == 3)
+        for first, part in enumerate(parts)
+    ]

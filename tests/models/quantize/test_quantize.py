@@ -129,6 +129,90 @@ def test_experts_and_latent_attention_are_rounded_and_routers_are_not(
     assert reference.config.num_hidden_layers == 4
 
 
+STACK_SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+NUM_EXPERTS = 5
+STACKED = {
+    "granite moe": ("block_sparse_moe", ("w1", "w3", "w2"), {"intermediate_size": 64}),
+    "gpt-oss": ("mlp", ("gate_proj", "up_proj", "down_proj"), {"intermediate_size": 64}),
+    "qwen3 moe": ("mlp", ("gate_proj", "up_proj", "down_proj"), {"moe_intermediate_size": 64}),
+    "mixtral": (
+        "block_sparse_moe",
+        ("w1", "w3", "w2"),
+        {"intermediate_size": 64, "num_local_experts": NUM_EXPERTS},
+    ),
+}
+"""Families that have a tensor for all experts of a layer, or have one when transformers saves its
+own form -> the block of a quantised folder, and what each expert's gate, up and down are called."""
+
+
+def experts_of(model, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of gate, up and down, outputs first, in the tensors of transformers."""
+    block = model.model.layers[layer]
+    experts = (getattr(block, "block_sparse_moe", None) or block.mlp).experts
+    both, down = experts.gate_up_proj.detach()[expert], experts.down_proj.detach()[expert]
+    if "GptOss" in type(model).__name__:
+        return both[:, ::2].T, both[:, 1::2].T, down.T
+    return both[: len(both) // 2], both[len(both) // 2 :], down
+
+
+@pytest.mark.parametrize("variant", STACKED)
+@pytest.mark.parametrize("type", ["w4a16", "int8"])
+def test_stacks_of_experts_become_a_module_for_each(variant, type, ops, paged, tmp_path):
+    block, names, sizes = STACKED[variant]
+    reference = tiny(variant, tmp_path / "whole", **STACK_SIZES, **sizes)
+    reference.save_pretrained(tmp_path / "in", save_original_format=False)
+    before = load_file(tmp_path / "in" / "model.safetensors")
+    assert not any(".experts.0." in name for name in before)
+
+    out = made(tmp_path / "in", tmp_path / "out", type)
+
+    theirs, rest = read_by_the_tool(out), dict(reference.state_dict())
+    for layer in range(2):
+        for expert in range(NUM_EXPERTS):
+            for name, mine in zip(names, experts_of(reference, layer, expert), strict=True):
+                stem = f"model.layers.{layer}.{block}.experts.{expert}.{name}"
+                weight = theirs.pop(f"{stem}.weight")
+                lost = (weight - mine).square().mean().sqrt()
+                assert 0 < lost < NEAR[type] * mine.square().mean().sqrt(), stem
+                mine.copy_(weight)
+    assert {name.split(".")[3] for name in theirs} == {"self_attn"}
+    reference.load_state_dict(rest | theirs)
+    (logits,) = paged(load(out, ops)).step([(0, PROMPT)])
+    with torch.no_grad():
+        expected = reference(torch.tensor([PROMPT])).logits[0]
+    assert (logits - expected).std() < 0.01 * expected.std()
+
+
+def test_biases_of_stacks_and_stacks_that_do_not_fit_are_copied(ops, paged, tmp_path):
+    """Inner widths of 80 have no group of 32 inputs: down stays, expert by expert."""
+    reference = tiny("gpt-oss", tmp_path / "in", **STACK_SIZES)
+    source = load_file(tmp_path / "in" / "model.safetensors")
+
+    out = tensors_of(made(tmp_path / "in", tmp_path / "out", "w4a16"))
+
+    stem = "model.layers.1.mlp.experts"
+    for expert in range(NUM_EXPERTS):
+        bias = source[f"{stem}.gate_up_proj_bias"][expert]
+        assert torch.equal(out[f"{stem}.{expert}.gate_proj.bias"], bias[::2])
+        assert torch.equal(out[f"{stem}.{expert}.up_proj.bias"], bias[1::2])
+        down = source[f"{stem}.down_proj"][expert]
+        assert torch.equal(out[f"{stem}.{expert}.down_proj.weight"], down.T)
+        assert torch.equal(
+            out[f"{stem}.{expert}.down_proj.bias"], source[f"{stem}.down_proj_bias"][expert]
+        )
+        assert f"{stem}.{expert}.up_proj.weight_packed" in out
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert r"re:model\.layers\.\d+\.mlp\.experts\.\d+\.down_proj$" in settings["ignore"]
+    (logits,) = paged(load(tmp_path / "out", ops)).step([(0, PROMPT)])
+    with torch.no_grad():
+        assert (logits - reference(torch.tensor([PROMPT])).logits[0]).std() < 0.5
+
+
 @pytest.fixture(scope="module")
 def gguf_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
