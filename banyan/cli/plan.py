@@ -1,5 +1,6 @@
 """`banyan plan MODEL`: weights, cache, and what fits this machine, before anything is loaded."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,8 @@ from banyan.sim.study import weight_bytes_of
 log = logger(__name__)
 
 GIB = 1 << 30
+MOST_GIB, MOST_BITS = 1 << 30, 64
+"""Beyond any machine and any format."""
 TOO_LITTLE = 1
 _SHORTEST = 1024
 _HUB_KINDS = ("catalogue", "hub file", "hub", "modelscope")
@@ -86,14 +89,16 @@ def _refuse_what_is_not_here(config: Config, environment: Environment) -> None:
 
 
 def _check(options: PlanOptions) -> None:
-    for flag, value in (
-        ("--context", options.context),
-        ("--requests", options.requests),
-        ("--memory-gib", options.memory_gib),
-        ("--weight-bits", options.weight_bits),
+    for flag, value, most in (
+        ("--context", options.context, math.inf),
+        ("--requests", options.requests, math.inf),
+        ("--memory-gib", options.memory_gib, MOST_GIB),
+        ("--weight-bits", options.weight_bits, MOST_BITS),
     ):
-        if value < 0:
-            raise ConfigError(f"{flag} must not be below 0, and is {value:g}")
+        if math.isnan(value) or value < 0:
+            raise ConfigError(f"{flag} must be a number that is not below 0, and is {value:g}")
+        if value > most:
+            raise ConfigError(f"{flag} must be at most {most}, and is {value:g}")
     if options.requests and not options.context:
         raise ConfigError(
             "--requests says how many, and nothing how long they are", hint="give --context too"

@@ -69,8 +69,8 @@ def _check(options: VerifyOptions) -> None:
         raise ConfigError(
             f"--output-len must be from 1 to {MOST_TOKENS}, and is {options.output_len}"
         )
-    if min(options.mean, options.margin) < 0:
-        raise ConfigError("--mean and --margin must not be below 0")
+    if not (options.mean >= 0 and options.margin >= 0):  # nor without a value, as nan is
+        raise ConfigError("--mean and --margin must be numbers that are not below 0")
     if find_spec("transformers") is None:
         raise ConfigError(
             "the reference is the package transformers, which is not here",

@@ -140,7 +140,10 @@ def test_what_is_not_here_is_not_fetched() -> None:
     ("words", "told"),
     [
         (("--requests", "2"), "Give --context too"),
-        (("--context", "-1"), "must not be below 0"),
+        (("--context", "-1"), "a number that is not below 0"),
+        (("--memory-gib", "nan"), "below 0, and is nan"),
+        (("--memory-gib", "1e300"), "must be at most"),
+        (("--weight-bits", "inf"), "must be at most"),
         (("--quantization", "int8"), "--weight-bits"),
     ],
 )

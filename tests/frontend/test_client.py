@@ -119,6 +119,38 @@ async def test_more_requests_than_may_be_open_are_refused_with_429():
 
 
 @asynchronous
+async def test_a_queue_that_is_full_is_known_before_the_engine_is_asked():
+    async with serving(counting, max_queued=2) as (client, engine):  # and 8 run
+        engine.hold = True
+        open_ = [client.submit(generate(f"r{i}")) for i in range(10)]
+        for ask in (client.refuse_if_full, lambda: client.submit(generate("more"))):
+            with pytest.raises(RequestError, match="queue is full") as caught:
+                ask()
+            assert (caught.value.status, caught.value.code) == (503, "queue_full")
+        open_[3].close()  # what the engine is told from here on comes behind that
+        client.submit(generate("next"))
+        with pytest.raises(RequestError, match="queue is full"):
+            client.submit(generate("more"))
+        await until(lambda: len(engine.received) == 12)
+        assert "more" not in [message.request for message in engine.received]
+        engine.hold = False
+        await events_of(open_[0])
+        client.refuse_if_full()
+
+
+@asynchronous
+async def test_what_may_wait_for_its_constraint_fills_no_queue():
+    async with serving(counting, max_queued=2) as (client, engine):
+        engine.hold = True
+        for i in range(20):
+            client.submit(structs.replace(generate(f"c{i}"), grammar="root ::= 'a'"))
+        for i in range(10):
+            client.submit(generate(f"r{i}"))
+        with pytest.raises(RequestError, match="queue is full"):
+            client.refuse_if_full()
+
+
+@asynchronous
 async def test_a_request_larger_than_a_frame_is_refused(monkeypatch):
     monkeypatch.setattr("banyan.messages.wire.MAX_FRAME_BYTES", 1000)
     async with serving(counting) as (client, _):

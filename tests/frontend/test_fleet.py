@@ -28,8 +28,11 @@ def generate(id, max_new_tokens=4):
     )
 
 
-async def open_fleet(stack, count=2, route=least):
-    pairs = [await stack.enter_async_context(serving(lambda _: [7] * 99)) for _ in range(count)]
+async def open_fleet(stack, count=2, route=least, **options):
+    pairs = [
+        await stack.enter_async_context(serving(lambda _: [7] * 99, **options))
+        for _ in range(count)
+    ]
     clients, engines = zip(*pairs, strict=True)
     return Fleet(clients, route), clients, engines
 
@@ -48,6 +51,26 @@ async def test_requests_go_where_the_route_says_and_all_end():
         ends = [(await events_of(stream))[-1] for stream in streams]
         assert all(isinstance(end, Finished) for end in ends)
         assert [client.open_tokens for client in clients] == [0, 0]
+
+
+@asynchronous
+async def test_a_fleet_is_full_when_all_of_it_is():
+    async with AsyncExitStack() as stack:
+        fleet, clients, engines = await open_fleet(stack, max_queued=1)  # and 8 run
+        for engine in engines:
+            engine.hold = True
+        for i in range(17):
+            fleet.refuse_if_full()
+            fleet.submit(generate(str(i)))
+        clients[0].refuse_if_full() if clients[0].num_open == 8 else clients[1].refuse_if_full()
+        fleet.submit(generate("last"))
+        with pytest.raises(RequestError, match="queue is full"):
+            fleet.refuse_if_full()
+        clients[0].engine_lost("it died")
+        with pytest.raises(RequestError, match="queue is full"):
+            fleet.refuse_if_full()
+        clients[1].engine_lost("it died too")
+        fleet.refuse_if_full()  # there are other words for that
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def site(shared_site: Site) -> Site:
     client.now = Health(True, True, True)
     client.calls.clear()
     client.others, client.reply = [], Reply(1, True, "Cache flushed.")
+    client.is_full = False
     shared_site.state.released.clear()
     client.aborted.clear()
     shared_site.state.service = shared_site.service

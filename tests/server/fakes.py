@@ -12,6 +12,7 @@ import tokenizers
 import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
 
+from banyan.base.errors import RequestError
 from banyan.base.ids import RequestId
 from banyan.config.card import ModelCard
 from banyan.config.schema import CacheConfig, Config, ModelConfig
@@ -150,6 +151,11 @@ class FakeClient:
         self.aborted: list[RequestId] = []
         self.reply = Reply(1, True, "Cache flushed.")
         self.others: list[Replica] = []
+        self.is_full = False
+
+    def refuse_if_full(self) -> None:
+        if self.is_full:
+            raise RequestError("The request queue is full.", status=503, code="queue_full")
 
     def health(self) -> Health:
         return self.now

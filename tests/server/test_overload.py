@@ -8,6 +8,7 @@ import pytest
 
 from banyan.base.clock import VirtualClock
 from banyan.frontend.link.client import Replica
+from banyan.frontend.link.meter import Course
 from banyan.frontend.link.pace import MOST_WAIT_S, UNKNOWN_S, Pace, wait_s
 from banyan.frontend.requests.generation import Finish
 from banyan.messages.events import Stats
@@ -58,6 +59,58 @@ def test_a_refusal_for_the_load_says_when_the_queue_will_have_gone(site: Site) -
     site.client.stats = Stats(waiting=0)
     answer = ask(site, "30")
     assert answer.status_code == 503 and answer.headers["retry-after"] == "20"
+
+
+class Ends:
+    """A meter."""
+
+    def __init__(self) -> None:
+        self.courses: list[Course] = []
+
+    def first_tokens(self, seconds: float) -> None:
+        raise AssertionError
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        raise AssertionError
+
+    def ended(self, course: Course) -> None:
+        self.courses.append(course)
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "a"}),
+        ("/v1/completions", {"model": "tiny", "prompt": "a"}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/messages", CHAT),
+        ("/v1/responses", {"model": "tiny", "input": "a"}),
+        ("/v1/embeddings", {"model": "tiny", "input": "a"}),
+        ("/vertex_generate", {"instances": [{"text": "a"}]}),
+    ],
+)
+def test_a_full_queue_refuses_a_request_before_it_is_read(
+    site: Site, path: str, body: dict[str, object]
+) -> None:
+    meter = Ends()
+    assert site.state.service is not None
+    site.state.service = replace(site.state.service, meters=(meter,))
+    site.client.others = [Replica(0, True, READY, Stats(waiting=30), ends_per_s=2.0)]
+    site.client.stats = Stats()
+    site.client.is_full = True
+    answer = site.http.post(path, json=body)
+    unread = site.http.post(path, content=b"{")
+    for each in (answer, unread):
+        assert each.status_code in (503, 529) and each.headers["retry-after"] == "15"
+        assert "The request queue is full." in each.text
+    assert not site.generator.asked
+    assert [course.reason for course in meter.courses] == ["queue_full"] * 2
+    assert meter.courses[0].request.id == answer.headers["x-request-id"]
+    site.client.is_full = False
+    assert site.http.post(path, content=b"{").status_code == 400
 
 
 def test_refusals_for_other_reasons_keep_to_what_is_usual(site: Site) -> None:

@@ -31,7 +31,7 @@ def test_a_served_model_differs_from_other_weights(
     assert "DIFFERS" in out and "--cpu-activations fp32" in out
 
 
-@pytest.mark.parametrize("words", [("--output-len", "0"), ("--mean", "-1")])
+@pytest.mark.parametrize("words", [("--output-len", "0"), ("--mean", "-1"), ("--margin", "nan")])
 def test_a_question_that_is_none_is_refused(words: tuple[str, ...], tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=words[0]):
         VERBS.load("verify")([str(tiny_model), *words])

@@ -71,6 +71,7 @@ class Engines(Protocol):
     def num_open(self) -> int: ...
     async def ready(self) -> Ready: ...
     def submit(self, generate: Generate) -> EventStream: ...
+    def refuse_if_full(self) -> None: ...
     def abort(self, request: RequestId) -> None: ...
     def stop_at(self, request: RequestId, length: int) -> None: ...
     async def control(
@@ -97,6 +98,7 @@ class EngineClient:
         heartbeat_timeout_s: silence of the engine or of one of its ranks after which it counts as
             stuck, and its streams end.
         max_open: requests that may be open at once, running or waiting; 0 = any number.
+        max_queued: waiting requests before the engine refuses any other; 0 = it may not.
         watchdog_s: age of a step after which it does; no silence may be longer.
         is_kept_up: another engine will come in the place of a lost one, or `give_up` be called;
             one that is stuck counts as lost.
@@ -112,6 +114,7 @@ class EngineClient:
         watchdog_s: float = 300.0,
         max_waiting_events: int = MAX_WAITING_EVENTS,
         max_open: int = 0,
+        max_queued: int = 0,
         is_kept_up: bool = False,
     ) -> None:
         self.stats = Stats()
@@ -132,6 +135,7 @@ class EngineClient:
         self._watchdog_s = watchdog_s
         self._max_waiting_events = max_waiting_events
         self._max_open = max_open
+        self._max_queued = max_queued
         self._is_kept_up = is_kept_up
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_numbers = itertools.count(1)
@@ -190,18 +194,28 @@ class EngineClient:
                 code="too_many_requests",
                 hint="Try again later",
             )
+        self.refuse_if_full()
         self._refuse_unless_sendable(generate)
         stream = EventStream(self, generate, self._max_waiting_events, self._is_kept_up)
-        self.streams.add(stream)
+        self.streams.add(stream, is_queued=not generate.grammar)
         self._line.post(generate)
         return stream
+
+    def refuse_if_full(self) -> None:
+        """RequestError 503 when the engine would refuse whatever it is sent now: so many requests
+        are open that its queue is full even if all places are taken (scheduler/door.py). Spares it
+        the work, and whoever calls this first the reading of the request."""
+        if not self._max_queued or self._ready is None:
+            return
+        if self.streams.num_queued >= self._ready.max_running + self._max_queued:
+            raise RequestError("The request queue is full.", status=503, code="queue_full")
 
     def take_over(self, stream: EventStream) -> None:
         """Run a request of which another engine has answered nothing, once."""
         generate, stream.unanswered = stream.unanswered, None
         assert generate is not None
         stream.owner = self
-        self.streams.add(stream)
+        self.streams.add(stream, is_queued=not generate.grammar)
         self._line.post(generate)
 
     def abort(self, request: RequestId) -> None:
@@ -210,11 +224,13 @@ class EngineClient:
             if stream := self.streams.remove(request):
                 stream.put(Finished(request, "abort", stream.num_prompt, 0, 0))
         elif request in self.streams:
+            self.streams.told_to_end(request)
             self._line.post(Abort(request))
 
     def stop_at(self, request: RequestId, length: int) -> None:
         """Keep `length` output tokens and finish; its stream ends with Finished("stop")."""
         if request in self.streams:
+            self.streams.told_to_end(request)
             self._line.post(StopAt(request, length))
 
     async def control(
@@ -265,7 +281,7 @@ class EngineClient:
         self.streams.end(answered, self._lost, code)
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(self._gone())
+                answer.set_exception(_gone(self.remedy or self._lost))
 
     def give_up(self, reason: str) -> None:
         """No other engine will come."""
@@ -344,7 +360,7 @@ class EngineClient:
 
     def _refuse_unless_ready(self) -> None:
         if self._lost:
-            raise self._gone()
+            raise _gone(self.remedy or self._lost)
         if self._ready is None:
             raise RequestError(self.health().reason, status=503, code="engine_starting")
 
@@ -360,9 +376,6 @@ class EngineClient:
             raise RequestError(f"The request cannot be sent to the engine: {error}") from None
         if isinstance(message, Generate):
             self._sendable_text = message.grammar
-
-    def _gone(self) -> RequestError:
-        return RequestError(self.remedy or self._lost, status=503, code="engine_unavailable")
 
     async def _watch(self) -> None:
         """End what is open once the engine is stuck. It has to be so at two looks in a row: after
@@ -414,3 +427,7 @@ class EngineClient:
                 self._decided.set()
             case Fatal():
                 self.engine_lost(event.text, event.exit_code)
+
+
+def _gone(reason: str) -> RequestError:
+    return RequestError(reason, status=503, code="engine_unavailable")

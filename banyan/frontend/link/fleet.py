@@ -94,6 +94,19 @@ class Fleet:
         self._sent += 1
         return stream
 
+    def refuse_if_full(self) -> None:
+        """RequestError 503 when every engine that works would refuse whatever it is sent now."""
+        refusal: RequestError | None = None
+        for engine in self._working():
+            try:
+                engine.refuse_if_full()
+            except RequestError as error:
+                refusal = error
+            else:
+                return
+        if refusal is not None:
+            raise refusal
+
     def abort(self, request: RequestId) -> None:
         for engine in self._engines:
             engine.abort(request)

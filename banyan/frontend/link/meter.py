@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from banyan.base.errors import RequestError
+from banyan.base.ids import RequestId
 from banyan.frontend.requests.generation import Generator, TextChunk, TextRequest, Usage
+from banyan.messages.sampling import SamplingParams
 
 CLOSED = "closed"
 """Whoever asked went away before the end."""
@@ -52,6 +54,13 @@ class Metrics(Meter, Protocol):
     """Media type of what is shown."""
 
     def show(self) -> bytes: ...
+
+
+def tell_refused(meters: Sequence[Meter], request: RequestId, code: str) -> None:
+    """One request ended before it was read."""
+    unread = TextRequest(request, [], SamplingParams(max_new_tokens=0))
+    for meter in meters:
+        meter.ended(Course(unread, None, code, 0.0))
 
 
 OWN = ("probe", "warm-up")

@@ -114,6 +114,7 @@ class OpenStreams:
 
     def __init__(self) -> None:
         self._open: dict[RequestId, EventStream] = {}
+        self._queued: set[RequestId] = set()
         self.tokens = 0
         """Their prompts, and the most that may follow."""
 
@@ -129,14 +130,27 @@ class OpenStreams:
     def find(self, request: RequestId) -> EventStream | None:
         return self._open.get(request)
 
-    def add(self, stream: EventStream) -> None:
+    @property
+    def num_queued(self) -> int:
+        """Those that run or wait in the engine's queue for certain: neither may they wait for their
+        constraint, nor has the engine been told to end them."""
+        return len(self._queued)
+
+    def add(self, stream: EventStream, is_queued: bool = True) -> None:
         self._open[stream.request] = stream
         self.tokens += stream.tokens
+        if is_queued:
+            self._queued.add(stream.request)
+
+    def told_to_end(self, request: RequestId) -> None:
+        """The engine lets go of it before it takes in what it is sent from here on."""
+        self._queued.discard(request)
 
     def remove(self, request: RequestId) -> EventStream | None:
         stream = self._open.pop(request, None)
         if stream is not None:
             self.tokens -= stream.tokens
+            self._queued.discard(request)
         return stream
 
     def end(self, ended: Sequence[EventStream], text: str, code: str) -> None:
@@ -148,4 +162,5 @@ class OpenStreams:
     def release(self) -> list[EventStream]:
         """Let go of all of them: the requests go to another engine."""
         released, self._open, self.tokens = self.all(), {}, 0
+        self._queued.clear()
         return released

@@ -36,7 +36,7 @@ R = TypeVar("R", bound=CountRequest)
 
 
 async def messages(exchange: Exchange, state: ServerState) -> None:
-    service = state.admit()
+    service = state.take_in(exchange.id)
     server = state.config.server
     report = _reporter(exchange, server.strict_requests)
 

@@ -20,7 +20,7 @@ from banyan.config.schema import Config
 from banyan.frontend.answers.parser_choice import Parsers
 from banyan.frontend.answers.tools.as_text import Tag
 from banyan.frontend.link.client import Replicas
-from banyan.frontend.link.meter import Metrics
+from banyan.frontend.link.meter import Meter, Metrics, tell_refused
 from banyan.frontend.link.pace import UNKNOWN_S, wait_s
 from banyan.frontend.link.records import Recent
 from banyan.frontend.requests.adapters import AdapterNames
@@ -64,6 +64,8 @@ class Service:
     chat_defaults: Mapping[str, object] = field(default_factory=dict)
     """The same for chat, where the model may recommend some; max_new_tokens null = what fits."""
     draw_seed: DrawSeed = fresh_seed
+    meters: Sequence[Meter] = ()
+    """Told of requests that `generator`, which has the like, does not get."""
 
     @property
     def tool_tag(self) -> Tag | None:
@@ -211,6 +213,21 @@ class ServerState:
             raise unavailable(
                 health.reason, "engine_stuck" if health.ready else "engine_restarting"
             )
+        return service
+
+    def take_in(self, request: str) -> Service:
+        """As `admit`, for a request that has to wait in the queue: nothing of it need be read to
+        know that this is full. Whoever counts requests is told.
+
+        Args:
+            request: the id under which it is told.
+        """
+        service = self.admit()
+        try:
+            service.client.refuse_if_full()
+        except RequestError as error:
+            tell_refused(service.meters, RequestId(request), error.code)
+            raise
         return service
 
     def started(self) -> Service:

@@ -17,7 +17,8 @@ from banyan.config.disposal import dispose
 from banyan.config.schema import DEMO, DEMO_LINE, Config
 from banyan.frontend.answers.parser_choice import NONE, Parsers, choose_parsers
 from banyan.frontend.link.client import Replicas
-from banyan.frontend.link.records import Recent
+from banyan.frontend.link.meter import Meter
+from banyan.frontend.link.records import Recent, meters_of
 from banyan.frontend.link.request_log import WITH_BEGINNINGS
 from banyan.frontend.link.text_generator import open_generator
 from banyan.frontend.requests.settings import limits_of, sampling_defaults, seed_source
@@ -68,13 +69,14 @@ async def open_service(state: ServerState, card: ModelCard, client: Replicas) ->
         state.recent = Recent(Path(config.observe.dumps))
     state.traces = open_traces(config.observe, state.served_name, state.version)
     watch = None if state.traces is None else state.traces.watch
+    meters: list[Meter] = [meter for meter in (state.metrics, state.recent) if meter is not None]
     service = Service(
         card=card,
         ready=ready,
         client=client,
         generator=open_generator(
             *(client, words.tokenizer, limits, config.observe),
-            [meter for meter in (state.metrics, state.recent) if meter is not None],
+            meters,
             state.keys.weight_of,
             watch,
         ),
@@ -91,6 +93,7 @@ async def open_service(state: ServerState, card: ModelCard, client: Replicas) ->
             **config.server.preferred_sampling,
         },
         draw_seed=seed_source(config.server),
+        meters=(*meters, *meters_of(config.observe)),
     )
     await warm_up(service, config)
     end_phase(state.phases, "warm-up")

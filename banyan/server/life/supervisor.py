@@ -70,11 +70,13 @@ unasked."""
 
 def open_client(config: Config, address: str) -> EngineClient:
     """The front's end of the link to the engine that will connect to `address`."""
+    schedule = config.schedule
     return EngineClient(
         ZmqFrontLink(address),
         heartbeat_timeout_s=config.server.heartbeat_timeout_s,
-        watchdog_s=config.schedule.watchdog_s,
+        watchdog_s=schedule.watchdog_s,
         max_open=MAX_OPEN,
+        max_queued=0 if schedule.priorities else schedule.max_queued,  # higher ones may push in
         is_kept_up=config.server.engine_restarts > 0,
     )
 

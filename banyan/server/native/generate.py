@@ -43,7 +43,7 @@ def native_service(service: Service, state: ServerState) -> NativeService:
 
 
 async def generate(exchange: Exchange, state: ServerState) -> None:
-    service = state.admit()
+    service = state.take_in(exchange.id)
     native = native_service(service, state)
     size = len(exchange.body)
     body = await exchange.json_object()
@@ -105,7 +105,7 @@ async def close_session(exchange: Exchange, state: ServerState) -> None:
 
 async def vertex(exchange: Exchange, state: ServerState) -> None:
     """Vertex AI: `instances` are the prompts, `parameters` the fields that they have in common."""
-    native = native_service(state.admit(), state)
+    native = native_service(state.take_in(exchange.id), state)
     limits = native.limits
     request = await exchange.read(
         lambda body: native.parse(_from_vertex(body, limits), exchange.tenant)

@@ -45,7 +45,7 @@ MAX_LOGPROBS = 20
 
 
 async def completions(exchange: Exchange, state: ServerState) -> None:
-    service = state.admit()
+    service = state.take_in(exchange.id)
     server = state.config.server
 
     def read(raw: Json) -> tuple[CompletionRequest, str, Origin, Plan]:

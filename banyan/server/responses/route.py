@@ -76,7 +76,7 @@ class _Asked:
 
 
 async def create(exchange: Exchange, state: ServerState) -> None:
-    service = state.admit()
+    service = state.take_in(exchange.id)
     server = state.config.server
     report = _reporter(exchange, server.strict_requests)
 

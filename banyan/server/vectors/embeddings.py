@@ -30,7 +30,7 @@ class EmbeddingRequest(VectorRequest, frozen=True, kw_only=True):
 
 
 async def create_embeddings(exchange: Exchange, state: ServerState) -> None:
-    service = state.admit()
+    service = state.take_in(exchange.id)
     strict = state.config.server.strict_requests
 
     def read(raw: Json) -> tuple[EmbeddingRequest, str, list[TextRequest]]:

@@ -48,7 +48,7 @@ class ClassifyRequest(VectorRequest, frozen=True, kw_only=True):
 
 async def encode(exchange: Exchange, state: ServerState) -> None:
     """The vector, or the scores of the model's classes, of each prompt."""
-    service = state.admit()
+    service = state.take_in(exchange.id)
     vectors = vector_service(service, state)
 
     def read(raw: Json) -> tuple[NativeRequest, list[TextRequest], bool]:
@@ -70,7 +70,7 @@ async def encode(exchange: Exchange, state: ServerState) -> None:
 
 async def classify(exchange: Exchange, state: ServerState) -> None:
     """The likeliest class of each input and the probabilities of all."""
-    service = state.admit()
+    service = state.take_in(exchange.id)
     labels = labels_of(service)
 
     def read(raw: Json) -> tuple[str, list[TextRequest]]:

@@ -63,7 +63,7 @@ _RERANK_FIELDS = frozenset((*COMMON, *RerankRequest.__struct_fields__))
 
 
 async def score(exchange: Exchange, state: ServerState) -> None:
-    service = state.admit()
+    service = state.take_in(exchange.id)
     strict = state.config.server.strict_requests
 
     def read(raw: Json) -> tuple[ScoreRequest, str, list[TextRequest]]:
@@ -95,7 +95,7 @@ async def score(exchange: Exchange, state: ServerState) -> None:
 
 async def rerank(exchange: Exchange, state: ServerState) -> None:
     """Documents by the score that a cross-encoder gives them with the query, best first."""
-    service = state.admit()
+    service = state.take_in(exchange.id)
 
     def read(raw: Json) -> tuple[RerankRequest, list[TextRequest]]:
         refuse_fields(raw, _RERANK_FIELDS, exchange, state.config.server.strict_requests)

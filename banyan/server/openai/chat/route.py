@@ -20,7 +20,7 @@ from banyan.server.openai.schema import ChatRequest
 
 
 async def chat_completions(exchange: Exchange, state: ServerState) -> None:
-    service = state.admit()
+    service = state.take_in(exchange.id)
     server = state.config.server
 
     def report(field: str, why: str) -> None:
