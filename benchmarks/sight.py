@@ -9,6 +9,7 @@ that what else the machine does falls on both:
 import argparse
 import http.client
 import json
+import math
 import os
 import platform
 import subprocess
@@ -106,6 +107,14 @@ def load(
     return got / (time.monotonic() - began_s), (cpu_s(process) - cpu_before) / got
 
 
+def middle(ratios: list[float]) -> str:
+    """The median, and the two values between which that of all pairs lies (order statistics)."""
+    rising, half = sorted(ratios), 0.98 * len(ratios) ** 0.5
+    low = max(0, math.floor(len(ratios) / 2 - half))
+    high = min(len(ratios) - 1, math.ceil(len(ratios) / 2 + half) - 1)
+    return f"{median(ratios):.3f} ({rising[low]:.3f} – {rising[high]:.3f})"
+
+
 def processor() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -142,8 +151,8 @@ def main() -> None:
             )
     print(
         f"{processor()}; {options.model}, {options.streams} streams, {options.pairs} pairs: with "
-        f"sight {median(speeds):.3f} of the tokens/s without, {median(costs):.3f} of the "
-        "processor time a token (medians)"
+        f"sight {middle(speeds)} of the tokens/s without, {middle(costs)} of the processor time a "
+        "token (medians, and where these lie with 95 %)"
     )
 
 

@@ -5,6 +5,7 @@ set already stays as it is, so that a line can be shorter or longer: FAULTS=10 m
 """
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -12,13 +13,18 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+
+import psutil
 
 from tests.trust.battery import BATTERY, LEFT_OUT, Line
 from tests.trust.scorecard import Outcome, load, page, read_page, save
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / ".trust"
+PATIENCE_S = 30.0
+"""For tests to end what they have started."""
 
 
 class Run:
@@ -58,16 +64,23 @@ class Run:
             text += f"\nfigure: not done after {self.line.limit_s} s\n"
         loads = f"{self._load:.1f} – {os.getloadavg()[0]:.1f}"
         found = outcome(self.line.id, code, text, took_s)
-        return replace(found, command=self.line.command, loads=loads)
+        day = f"{datetime.now(UTC):%Y-%m-%d}"
+        return replace(found, command=self.line.command, loads=loads, day=day)
 
     def stop(self) -> None:
-        """Servers that tests start end with the pipes and parents that they watch."""
-        os.killpg(self._process.pid, signal.SIGTERM)
+        """Interrupt it, so that tests end what they have started; what is left after that, in
+        whatever session, is killed."""
+        below = psutil.Process(self._process.pid).children(recursive=True)
+        os.killpg(self._process.pid, signal.SIGINT)
         try:
-            self._process.wait(30)
+            self._process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        for left in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+        psutil.wait_procs(below, timeout=PATIENCE_S)
 
 
 def outcome(id: str, code: int, text: str, took_s: float) -> Outcome:

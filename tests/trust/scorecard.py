@@ -6,7 +6,6 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -18,9 +17,10 @@ HEAD = """# Trust
 
 What must hold whatever happens to a server, and what came out when it was tried. `make trust`
 wrote this page: each line is a command that anybody can repeat, its verdict is the command's exit
-status, and its figure is what the command printed. A line that fails says so. The load is that of
-the machine (average over a minute) when the line began and when it ended: times of a machine that
-has more to do than it has processors say little about the server.
+status, and its figure is what the command printed. A line that fails says so. Lines need not be of
+one day, and each says its own. The load is that of the machine (average over a minute) when the
+line began and when it ended: times of a machine that has more to do than it has processors say
+little about the server.
 
 """
 
@@ -39,6 +39,8 @@ class Outcome:
     """As it was run; "" = the line's own."""
     loads: str = ""
     """Load of the machine, one minute's, before and at its end."""
+    day: str = ""
+    """Of its end, UTC, as 2026-11-23; "" = that is not known."""
 
     @property
     def figure(self) -> str:
@@ -61,10 +63,10 @@ def read_page(path: Path) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
     for row in path.read_text().splitlines() if path.exists() else ():
         cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
-        if len(cells) == 7 and cells[4].startswith("**") and cells[4] != f"**{NOT_TRIED}**":
-            id, _, _, figure, verdict, loads, command = cells
+        if len(cells) == 8 and cells[4].startswith("**") and cells[4] != f"**{NOT_TRIED}**":
+            id, _, _, figure, verdict, loads, day, command = cells
             found[id] = Outcome(
-                id, verdict.split("**")[1], [figure], [], 0.0, command.strip("`"), loads
+                id, verdict.split("**")[1], [figure], [], 0.0, command.strip("`"), loads, day
             )
     return found
 
@@ -73,7 +75,7 @@ def page(lines: Sequence[Line], found: Mapping[str, Outcome], left_out: Mapping[
     holding = [line for line in lines if line.id in found and found[line.id].verdict == "holds"]
     cut = sum(_is_of_another_length(line, found[line.id]) for line in holding)
     cut_words = f" ({cut} of them tried at another length than the line asks for)" if cut else ""
-    heads = ("line", "what is done", "target", "figure", "verdict", "load", "command")
+    heads = ("line", "what is done", "target", "figure", "verdict", "load", "day", "command")
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for line in lines:
         outcome = found.get(line.id)
@@ -88,6 +90,7 @@ def page(lines: Sequence[Line], found: Mapping[str, Outcome], left_out: Mapping[
             figure,
             verdict,
             outcome.loads if outcome else "",
+            outcome.day if outcome else "",
             f"`{_cell((outcome.command if outcome else '') or line.command)}`",
         )
         rows.append("| " + " | ".join(cells) + " |")
@@ -107,13 +110,13 @@ def _is_of_another_length(line: Line, outcome: Outcome) -> bool:
 
 
 def machine() -> str:
-    """Where it ran, and when."""
+    """Where it ran."""
     cpu = Path("/proc/cpuinfo")
     names = [x.partition(":")[2].strip() for x in cpu.read_text().splitlines() if "model name" in x]
     memory = psutil.virtual_memory().total / 2**30
     return (
         f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, "
-        f"Python {platform.python_version()}, {datetime.now(UTC):%d %B %Y}"
+        f"Python {platform.python_version()}"
     )
 
 

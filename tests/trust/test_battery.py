@@ -1,12 +1,14 @@
 """The battery and the security checklist name tests that exist, and report what those said."""
 
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.trust.__main__ import outcome
+from tests.trust.__main__ import Run, outcome
 from tests.trust.battery import BATTERY, LEFT_OUT, Line
 from tests.trust.names import SECURITY, missing, named_in
 from tests.trust.scorecard import load, page, read_page, save
@@ -67,16 +69,52 @@ def test_the_verdict_is_that_of_the_tests(code: int, said: str, verdict: str, to
 
 
 def test_a_page_shows_what_fails_and_what_was_not_tried(tmp_path: Path) -> None:
-    found = {"A": outcome("A", 1, "figure: 4 | 5\n1 failed in 1.0s", 1.0)}
+    failed = outcome("A", 1, "figure: 4 | 5\n1 failed in 1.0s", 1.0)
+    found = {"A": replace(failed, day="2026-11-23", loads="0.5 – 0.7")}
     save(tmp_path / "outcomes.json", found)
     assert load(tmp_path / "outcomes.json") == found
     shown = page(LINES, found, {"C": "why"})
     assert "| A | what | target | 4 \\| 5; 1 failed | **FAILS** |" in shown
-    assert "| B | what | target |  | **not tried** |  | `N=5 python -m pytest -s tests` |" in shown
+    assert (
+        "| B | what | target |  | **not tried** |  |  | `N=5 python -m pytest -s tests` |" in shown
+    )
     written = tmp_path / "trust.md"
     written.write_text(shown)
+    assert "| 0.5 – 0.7 | 2026-11-23 | `" in shown
     assert page(LINES, read_page(written), {"C": "why"}) == shown
     assert "0 of 2 lines hold" in shown and "- **C**: why" in shown
+
+
+SLOW = """
+import pathlib, signal, subprocess, sys, time
+
+def test_a():
+    signal.signal(signal.SIGINT, signal.SIG_IGN if {ignores} else signal.default_int_handler)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"],
+                             start_new_session=True)
+    pathlib.Path({note!r}).write_text(str(child.pid))
+    try:
+        time.sleep(99)
+    finally:
+        child.kill()
+        child.wait()
+"""
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_line_past_its_limit_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ignores: bool
+) -> None:
+    monkeypatch.setattr("tests.trust.__main__.KEPT", tmp_path)
+    monkeypatch.setattr("tests.trust.__main__.PATIENCE_S", 2.0 if ignores else 30.0)
+    note = tmp_path / "pid"
+    test = tmp_path / "test_slow.py"
+    test.write_text(SLOW.format(ignores=ignores, note=str(note)))
+    run = Run(Line("A", "what", "target", str(test)))
+    while not note.exists() or not note.read_text():
+        time.sleep(0.05)
+    run.stop()
+    assert not psutil.pid_exists(int(note.read_text()))
 
 
 def test_a_variable_that_is_set_already_stays() -> None:

@@ -109,11 +109,18 @@ class _Watched:
     def check(self, requests: Sequence[TextRequest]) -> None:
         self._inner.check(requests)
 
-    async def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+    def generate(self, request: TextRequest) -> AsyncGenerator[TextChunk, None]:
+        if request.route in OWN:
+            return self._inner.generate(request)
         course = _Course(time.time_ns())
-        span = trace.INVALID_SPAN
-        if request.route not in OWN:
-            span = self._tracer.start_span("generate", start_time=course.began_ns)
+        span = self._tracer.start_span("generate", start_time=course.began_ns)
+        if not span.is_recording():  # not even a step for each token
+            return self._inner.generate(request)
+        return self._watched(request, span, course)
+
+    async def _watched(
+        self, request: TextRequest, span: Span, course: _Course
+    ) -> AsyncGenerator[TextChunk, None]:
         try:
             async with aclosing(self._inner.generate(request)) as chunks:
                 async for chunk in chunks:
@@ -129,8 +136,7 @@ class _Watched:
             course.reason, course.is_error = error.code, error.status >= 500
             raise
         finally:
-            if span.is_recording():
-                self._tell(span, request, course)
+            self._tell(span, request, course)
 
     def _tell(self, span: Span, request: TextRequest, course: _Course) -> None:
         """End the span with what is known now, and make those of its phases."""
