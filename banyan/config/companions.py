@@ -112,7 +112,16 @@ _RULES = (
         lambda c: c.handoff.mode == "decode",
         "requests say where their prompts are",
     ),
-    _Idle("radix-eviction-policy", lambda c: c.cache.disable_radix, "no prefix is cached"),
+    _Idle(
+        "radix-eviction-policy radix-eviction-policy-config",
+        lambda c: c.cache.disable_radix,
+        "no prefix is cached",
+    ),
+    _Idle(
+        "radix-eviction-policy",
+        lambda c: c.cache.eviction == "priority" and not c.schedule.priorities,
+        "all requests are equal without --enable-priority-scheduling, which leaves lru",
+    ),
     _Idle(
         "constrained-json-disable-any-whitespace constrained-json-whitespace-pattern "
         "grammar-timeout",

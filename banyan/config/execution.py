@@ -71,15 +71,6 @@ def check_the_white_space(config: Config, card: ModelCard, environment: Environm
     return config
 
 
-def rank_what_is_cached(config: Config, card: ModelCard, environment: Environment) -> Config:
-    if config.cache.eviction == "priority" and not config.schedule.priorities:
-        raise ConfigError(
-            "--radix-eviction-policy priority: all requests are equal",
-            hint="give --enable-priority-scheduling as well, or choose another policy",
-        )
-    return config
-
-
 def choose_the_attention(config: Config, card: ModelCard, environment: Environment) -> Config:
     device = config.device
     if device.attention != TORCH_NATIVE or "paged_attention" in device.kernels:
@@ -107,7 +98,6 @@ EXECUTION_RULES = (
     check_kv_scales,
     check_the_delimiter,
     check_the_white_space,
-    rank_what_is_cached,
     choose_the_attention,
     keep_tokens_apart,
     see_the_layers,

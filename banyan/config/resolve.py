@@ -23,6 +23,7 @@ from banyan.config.disposal import Moment, check_disposal
 from banyan.config.drafts import find_the_draft, fits
 from banyan.config.encoders import read_pooling
 from banyan.config.env import Environment
+from banyan.config.eviction import check_the_eviction
 from banyan.config.execution import EXECUTION_RULES
 from banyan.config.experts import check_the_expert_flags
 from banyan.config.handoff import check_the_handoff
@@ -457,6 +458,7 @@ RULES = (
     sample_as_the_makers_advise,
     choose_the_grammar_backend,
     check_the_states,
+    check_the_eviction,
     check_the_store,
     check_the_handoff,
     check_the_bounds,

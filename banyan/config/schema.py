@@ -100,6 +100,8 @@ class CacheConfig:
     """File of what K and V in floats of 8 bits are kept in units of; "" = 1."""
     disable_radix: bool = False
     eviction: str = "lru"
+    eviction_numbers: dict[str, int] = field(default_factory=dict[str, int])
+    """Checked by `config/eviction.py`."""
     window_ratio: float = 0.0
     """Tokens that groups of window layers hold, per token of the others; 0 = what all running
     requests need at their peak, and a quarter beyond."""

@@ -73,7 +73,7 @@ value is a list."""
 
 _OF_NODE = (
     *("key", "promised", "writer", "born", "last_used", "hits", "priority"),
-    *("is_stored", "is_tail", "key_hash"),
+    *("is_stored", "is_tail", "key_hash", "end", "history"),
 )
 """Attributes of a node that are plain."""
 

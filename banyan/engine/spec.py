@@ -16,7 +16,7 @@ from banyan.engine.core import EngineCore, Recorder
 from banyan.engine.lockstep import Lockstep
 from banyan.grammar.base import GrammarFactory
 from banyan.memory.cache import KVCache
-from banyan.memory.eviction import EVICTION
+from banyan.memory.eviction import eviction_key
 from banyan.memory.groups import CacheGroup
 from banyan.memory.sizing import MIB, MemoryPlan
 from banyan.memory.tiers import StoreRules
@@ -39,6 +39,8 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits
     order: str = "fcfs"
     eviction: str = "lru"
+    eviction_numbers: dict[str, int] = {}
+    """What that policy takes by name (config/eviction.py)."""
     share: bool = True
     store: StoreRules | None = None
     role: str = ""
@@ -60,7 +62,7 @@ class CoreSpec(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: a policy has no such name.
         """
-        eviction, has_peers = EVICTION.load(self.eviction), bool(self.role)
+        eviction, has_peers = eviction_key(self.eviction, self.eviction_numbers), bool(self.role)
         # What a draft model keeps of a token depends on the next one, so units are whole for it.
         cache = KVCache(
             *(self.groups, eviction, self.share, self.store, tells, has_peers),
@@ -123,6 +125,7 @@ def core_spec(
         ),
         order=schedule.policy,
         eviction=config.cache.eviction,
+        eviction_numbers=config.cache.eviction_numbers,
         share=not (config.cache.disable_radix or card.needs_whole_prompts),
         store=_store_rules(config.cache, memory) if config.cache.store else None,
         role=config.handoff.role,

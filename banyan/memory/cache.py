@@ -133,6 +133,7 @@ class KVCache:
             lambda g, pages, stamp: self.pools[g].release(pages, stamp),
             leaving,
             lambda node: None if self.news is None else self.news.gone(node),
+            self.unit,
         )
         self.news = CacheNews() if tells else None
         self.misses = Misses(self.tree, self.unit, share)

@@ -24,6 +24,8 @@ class Node:
     __slots__ = (
         "born",
         "children",
+        "end",
+        "history",
         "hits",
         "is_stored",
         "is_tail",
@@ -54,6 +56,9 @@ class Node:
         self.writer = ""
         """Request whose row writes the pages, while promised."""
         self.born = self.last_used = self.hits = self.priority = 0
+        self.end = self.history = 0
+        """Tokens of the prefix with this unit, and of the longest that ever went on from here and
+        is gone; a unit counts as whole."""
         self.is_tail = False
         """A request ended within the unit: the key is shorter than others (memory/partial.py)."""
         self.order: list[bytes] | None = None
@@ -76,6 +81,7 @@ class RadixTree:
     Args:
         groups: cache groups in plan order.
         eviction_key: see memory/eviction.py.
+        unit: tokens of a node.
         give_back: called with (group, pages, stamp) when the tree lets pages go.
         leaving: called with a node before its pages are evicted, while all of them are there.
         gone: called with a node that has left the tree.
@@ -88,12 +94,14 @@ class RadixTree:
         give_back: Callable[[int, list[PageId], Stamp], None],
         leaving: Callable[[Node], None] = lambda node: None,
         gone: Callable[[Node], None] = lambda node: None,
+        unit: int = 1,
     ) -> None:
         self._groups = groups
         self._key_of = eviction_key
         self._give_back = give_back
         self._leaving = leaving
         self._gone = gone
+        self._unit = unit
         self._root = Node(b"", None, len(groups))
         self._heaps: list[list[tuple[tuple[int, ...], int, Node]]] = [[] for _ in groups]
         self._ticks = 0
@@ -134,6 +142,7 @@ class RadixTree:
             return found, False
         node = Node(key, parent, len(self._groups))
         node.born = node.last_used = self._tick()
+        node.end = node.history = parent.end + self._unit
         parent.children[key] = node
         if parent.order is not None:
             insort(parent.order, key)
@@ -191,9 +200,13 @@ class RadixTree:
 
     def touch(self, node: Node, priority: int) -> None:
         """Note a hit."""
+        before = self._key_of(node)
         node.last_used = self._tick()
         node.hits += 1
         node.priority = max(node.priority, priority)
+        if self._key_of(node) < before:  # heaps find a key that grows by themselves
+            for group in range(len(self._groups)):
+                self._offer(node, group)
 
     def evict(self, group: int, count: int) -> None:
         """Let at least `count` pages of `group` go, or all that may go."""
@@ -323,6 +336,7 @@ class RadixTree:
         del parent.children[node.key]
         if parent.order is not None:
             del parent.order[bisect_left(parent.order, node.key)]
+        parent.history = max(parent.history, node.history)
         node.parent = None
         self._gone(node)
         self.num_nodes -= 1

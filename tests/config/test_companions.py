@@ -43,6 +43,7 @@ def test_a_flag_without_the_one_it_needs_is_told(lonely: str, needs: str) -> Non
         ("--weight-loader-disable-mmap", "--model-impl transformers"),
         ("--weight-loader-disable-mmap", "--load-format dummy"),
         ("--radix-eviction-policy lfu", "--disable-radix-cache"),
+        ('--radix-eviction-policy-config {"a":1}', "--disable-radix-cache"),
         ("--constrained-json-disable-any-whitespace", "--grammar-backend none"),
         ("--abort-on-priority-when-disabled", "--enable-priority-scheduling"),
     ],

@@ -26,13 +26,6 @@ def test_a_promise_that_cannot_be_kept_is_refused_with_the_reason() -> None:
         resolved(*flags, "--enable-deterministic-inference")
 
 
-def test_priorities_decide_on_evictions_only_where_they_count() -> None:
-    with pytest.raises(ConfigError, match="all requests are equal.*--enable-priority-scheduling"):
-        resolved("--radix-eviction-policy", "priority")
-    priorities = ("--radix-eviction-policy", "priority", "--enable-priority-scheduling")
-    assert resolved(*priorities).cache.eviction == "priority"
-
-
 def test_a_promise_that_can_be_kept_is_accepted() -> None:
     assert resolved("--enable-deterministic-inference", "--tp", "3").device.is_deterministic
 

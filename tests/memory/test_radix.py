@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from banyan.memory.eviction import EVICTION, lru
+from banyan.memory.eviction import EVICTION, eviction_key, lru
 from banyan.memory.groups import FULL, WINDOW, CacheGroup
 from banyan.memory.radix import RadixTree
 from banyan.memory.stamps import NEVER_USED
@@ -119,7 +119,8 @@ def test_hits_without_eviction_do_not_grow_the_heaps():
 
 @pytest.mark.parametrize("policy", EVICTION.names())
 def test_every_policy_evicts_down_to_nothing(policy):
-    tree, given_back = make_tree(policy=EVICTION.load(policy))
+    numbers = {"threshold": 2, "next_prompt_estimate": 1} if policy == "tlru" else {}
+    tree, given_back = make_tree(policy=eviction_key(policy, numbers))
     put(tree, b"a", b"b", first_page=1)
     put(tree, b"a", b"c", first_page=3)
     tree.evict(0, 100)

@@ -285,33 +285,6 @@ def test_longest_prefix_first_serves_cached_prompts_first():
     assert list(driver.outputs) == ["warm", "hot", "cold"]
 
 
-@pytest.mark.parametrize(("policy", "kept"), [("lru", [0, 16]), ("lfu", [16, 0])])
-def test_the_eviction_policy_decides_what_stays_in_the_cache(policy, kept):
-    """Two prompts, one used twice, the other later: there is room for one of them only."""
-    flags = ("--max-total-tokens", "64", "--radix-eviction-policy", policy)
-    driver = Driver(spec=asked(*flags))
-    often, lately = [1] * 17, [2] * 17
-    for number, prompt in enumerate((often, often, lately, [3] * 33)):
-        driver.submit(str(number), prompt, new=1)
-        driver.run()
-    cache = driver.core.scheduler.cache
-    found = [cache.probe(b"", array("i", p).tobytes(), 16).tokens for p in (often, lately)]
-    assert found == kept
-
-
-@pytest.mark.parametrize(("policy", "kept"), [("lru", [0, 16]), ("priority", [16, 0])])
-def test_prefixes_of_important_requests_stay_when_priorities_decide(policy, kept):
-    flags = ("--enable-priority-scheduling", "--max-total-tokens", "64")
-    driver = Driver(spec=asked(*flags, "--radix-eviction-policy", policy))
-    important, lately = [1] * 17, [2] * 17
-    for number, (prompt, priority) in enumerate(((important, 5), (lately, 0), ([3] * 33, 0))):
-        driver.submit(str(number), prompt, new=1, priority=priority)
-        driver.run()
-    cache = driver.core.scheduler.cache
-    found = [cache.probe(b"", array("i", p).tobytes(), 16).tokens for p in (important, lately)]
-    assert found == kept
-
-
 def test_the_conservative_admit_fewer_requests():
     """Neither is ever wrong: what was admitted in vain is retracted."""
 

@@ -66,11 +66,20 @@ FLAGS = (
     Flag(
         "radix-eviction-policy",
         "cache.eviction",
-        "which cached prefix goes first when room is needed; priority = of the lowest request",
-        choices=("lru", "lfu", "fifo", "priority"),
-        elsewhere=(Elsewhere("slru tlru", "there is no such order here", "use lru, lfu or fifo"),),
-        proof="tests/scheduler/test_scheduler.py"
+        "which cached prefix goes first when room is needed (docs/cache.md)",
+        choices=("lru", "lfu", "slru", "tlru", "priority", "fifo", "filo", "mru"),
+        proof="tests/scheduler/test_evictions.py"
         "::test_the_eviction_policy_decides_what_stays_in_the_cache",
+    ),
+    Flag(
+        "radix-eviction-policy-config",
+        "cache.eviction_numbers",
+        "JSON object: numbers of the policy; slru takes protected_threshold, tlru threshold and "
+        "next_prompt_estimate",
+        kind=JSON,
+        documented=False,
+        proof="tests/scheduler/test_evictions.py"
+        "::test_the_numbers_of_a_policy_decide_what_stays_in_the_cache",
     ),
     Flag(
         "swa-full-tokens-ratio",
