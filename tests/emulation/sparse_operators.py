@@ -60,7 +60,7 @@ class Sparse:
                 seen = length - count + at + 1
                 best = scores[at, :seen].sort(descending=True, stable=True).indices[:sparse_count]
                 chosen[tokens.start + at, 0, : len(best)] = best.int()
-        return self._given(query, chosen), self._given(query, torch.zeros(0))
+        return self._given(query, chosen), self._given(query, torch.zeros(0, dtype=query.dtype))
 
     def npu_sparse_flash_attention(
         self,

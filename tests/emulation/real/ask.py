@@ -1,20 +1,26 @@
-"""Runs beside the real torch_npu: tells its schemas and what its meta kernels give, as JSON."""
+"""Runs beside the real torch_npu: tells its schemas, which operators have no meta kernels, and what
+those of the others give, as JSON."""
 
 import json
 import sys
 
 import torch
 
+_has = torch._C._dispatch_has_kernel_for_dispatch_key
+_FOR_META = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+
 
 def main() -> None:
     import torch_npu  # noqa: F401  registers the operators
 
-    from tests.emulation.real.calls import results
+    from tests.emulation.real.calls import called, results
 
     schemas = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith(("npu::", "atb::"))]
+    absent = [name for name in called() if not any(_has(name, key) for key in _FOR_META)]
     told = {
+        "absent": absent,
         "schemas": sorted({str(schema) for schema in schemas}),
-        "results": results(lambda tensor: tensor.to("meta")),
+        "results": results(lambda tensor: tensor.to("meta"), absent),
     }
     sys.stdout.write("\n" + json.dumps(told))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from banyan.ops.npu.cases import cases
 from tests.emulation.operators import SCHEMAS
-from tests.emulation.real.lists import LISTS, schemas, versions
+from tests.emulation.real.lists import LISTS, schemas, versions, without_meta
 
 START = "<!-- printed by python -m tests.emulation.real.table -->"
 END = "<!-- end -->"
@@ -36,7 +36,7 @@ def _lines() -> Iterator[str]:
         emulated = f"{count} cases" if operator in SCHEMAS else "no"
         known = [v for v in versions() if f"npu::{operator}" in schemas(v)]
         checked = ", ".join(known)
-        both = [v for v in loaded if v in known]
+        both = [v for v in loaded if v in known and f"npu::{operator}" not in without_meta(v)]
         checked += f"; meta kernels of {', '.join(both)}" if both else ""
         yield f"| `{operator}` | {emulated} | {checked or 'no'} | `banyan npu-selfcheck` |"
     for each in HARDWARE:
