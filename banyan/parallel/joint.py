@@ -40,6 +40,11 @@ class JointRows:
         self._host[1] = self.mine
         self._host[2 :: self._ranks] = counts
 
+    @property
+    def counts(self) -> list[int]:
+        """The rows of each replica."""
+        return self._host[2 :: self._ranks].tolist()
+
     def all_of(self, mine: int) -> int:
         """Rows of all replicas, where this one has `mine`."""
         if self._is_recording:

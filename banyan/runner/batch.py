@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from banyan.base.ids import PADDING_SLOT
 from banyan.messages.plan import SAMPLE, Row
 from banyan.runner.branches import Branches
 from banyan.runner.slots import SlotTable
@@ -98,6 +99,21 @@ class Batch:
     def _standing(self) -> "Batch":
         """With the tokens of what branches going to where they stand."""
         return replace(self, to_positions=self.positions[self.last] + 1)
+
+    def filled_up(self, rows: int) -> "Batch":
+        """With rows of padding behind the others, `rows` of one token each in all."""
+        missing = rows - len(self.slots)
+        none, one = np.zeros(missing, np.int64), np.ones(missing, np.int64)
+        return replace(
+            self,
+            rows=[*self.rows, *[Row(PADDING_SLOT, 0, 1)] * missing],
+            indices=np.concatenate([self.indices, none]),
+            slots=np.concatenate([self.slots, none + PADDING_SLOT]),
+            starts=np.concatenate([self.starts, none]),
+            counts=np.concatenate([self.counts, one]),
+            ends=np.concatenate([self.ends, one]),
+            offsets=np.arange(rows + 1),
+        )
 
     def outputs_at(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """The outputs whose tokens go to these positions of these rows; all [n] int64."""

@@ -71,7 +71,7 @@ class StepTensors:
         self.locations = [zeros(max_tokens * shares) for _ in store.groups]
         self.chosen = zeros(max_outputs)
         self.to_slots, self.to_positions = zeros(max_outputs), zeros(max_outputs)
-        self._carried = zeros(max_tokens, carried, dtype=dtype) if carried else None
+        self.carried = zeros(max_tokens, carried, dtype=dtype) if carried else None
         self._taps = taps
         self.paths = zeros(max_tokens, 2 + branching, dtype=torch.int32) if branching else None
         self._adapters = None if table.adapters is None else AdapterTokens(max_tokens)
@@ -93,8 +93,12 @@ class StepTensors:
     def fill(self, batch: Batch) -> None:
         """Enter a batch; one without rows takes part in what other replicas do."""
         self._fill(batch)
-        if batch.carried is not None and self._carried is not None:
-            self._carried[: len(batch.carried)] = batch.carried
+        self.carry(batch)
+
+    def carry(self, batch: Batch) -> None:
+        """Enter what comes with a batch's tokens beside their ids."""
+        if batch.carried is not None and self.carried is not None:
+            self.carried[: len(batch.carried)] = batch.carried
 
     def whole(self, attention: AttentionBackend) -> StepInputs:
         """Inputs of the full size."""
@@ -106,7 +110,7 @@ class StepTensors:
             self.row_starts, self.context_lengths, tuple(views), paths=self.paths
         )
         states = BoundStates(self._store, geometry)
-        bound, carried = attention.bind(geometry), self._carried
+        bound, carried = attention.bind(geometry), self.carried
         return StepInputs(
             *(self.tokens, self.positions, bound, states), carried=carried, taps=self._new_taps()
         )
@@ -130,7 +134,7 @@ class StepTensors:
             attention=attention.bind(geometry),
             states=BoundStates(self._store, geometry),
             embedded=_embedded(batch, self._table),
-            carried=None if self._carried is None else self._carried[:tokens],
+            carried=None if self.carried is None else self.carried[:tokens],
             taps=self._new_taps(),
         )
 
@@ -265,7 +269,7 @@ class StepTensors:
         self.chosen[:count], self.to_slots[:count], self.to_positions[:count] = there[5:]
         self.enter_lengths(batch.offsets, batch.starts)
         self.place(slot_of, positions, slots, max(batch.ends.tolist(), default=0))
-        self._locate(all_slots, all_positions)
+        self.locate(all_slots, all_positions)
 
     def enter_lengths(self, offsets: np.ndarray, starts: np.ndarray) -> None:
         """Lengths that kernels take from the host: what plans say of starts is true where nothing
@@ -285,9 +289,9 @@ class StepTensors:
         for index, layout in enumerate(self._groups):
             known, width = self._table.pages[index], layout.columns(longest)
             self.page_tables[index][:rows, :width] = known[slots, :width]
-        self._locate(slot_of, positions)
+        self.locate(slot_of, positions)
 
-    def _locate(self, slot_of: Tensor, positions: Tensor) -> None:
+    def locate(self, slot_of: Tensor, positions: Tensor) -> None:
         """Enter where keys and values of these positions go."""
         for index, layout in enumerate(self._groups):
             pages = self._table.pages[index][slot_of, layout.column(positions)].long()

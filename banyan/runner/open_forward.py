@@ -123,18 +123,15 @@ def _open(
     if platform.traits.programs != BY_SHAPE or not sizes.shapes or model.card.pooling is not None:
         return eager
     why = _obstacle(model, build.ops, platform)
-    if stages.size > 1:
-        why = "they go through several stages"
-    if joint is not None:
-        why = "ranks share out their tokens anew at every step"
     if sizes.taps or sizes.carried:
         why = "drafts are made of what layers read beside tokens"
     if why:
         log.info("steps are not captured: %s", why)
         return eager
-    shapes = tuple(shape for shape in sizes.shapes if shape <= max_rows)
+    shapes = sorted({-(-shape // shares) for shape in sizes.shapes})
+    shapes = tuple(shape for shape in shapes if shape <= max_rows)
     captured = (model, table, store, attention, platform, step, shapes or (max_rows,))
-    return CapturedForward(eager, *captured, sizes.is_unpadded, sizes.verified)
+    return CapturedForward(eager, *captured, sizes.is_unpadded, sizes.verified, build.groups)
 
 
 def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:
