@@ -15,7 +15,7 @@ ALONE = $(shell grep -rl --include='test_*.py' 'system\.serving' tests/system te
 NPU_RELEASES = 2.13.0 2.14.0
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
-  .clients/sglang-router/.installed .clients/smg/.installed
+  .clients/sglang-router/.installed .clients/smg/.installed .clients/vllm-router/.installed
 
 .PHONY: serve test test-parallel test-long test-hostile test-border test-faults test-rank-faults test-pair-faults test-schemas test-npu test-npu-real test-parsers test-lora test-drafts test-proofs test-clients test-console test-ray test-transfer test-security trust bench bench-fidelity bench-cpu bench-pairs lint format types clean wheel test-wheel
 
@@ -84,7 +84,7 @@ test-parsers: $(VENV)/.test
 test-hostile: $(VENV)/.test
 	@HOSTILE=all $(BIN)/python -m pytest tests/system/test_hostile_requests.py $(ARGS)
 
-# Clients of others against a real server, each in an environment of its own (900 MB in all).
+# Clients of others against a real server, each in an environment of its own (1 GB in all).
 test-clients: $(VENV)/.test $(VENV)/.demo $(CLIENTS)
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@exec $(BIN)/python -m pytest tests/clients tests/system/test_openai_client.py $(ARGS)
@@ -259,6 +259,7 @@ $(VENV)/.dev: $(VENV)/.installed
 .clients/sglang-router/.installed: PACKAGES = sglang-router
 .clients/schemathesis/.installed: PACKAGES = schemathesis
 .clients/smg/.installed: PACKAGES = smg
+.clients/vllm-router/.installed: PACKAGES = vllm-router
 
 .clients/%/.installed: | $(BIN)/python
 	@echo "Installing $(PACKAGES) into $(@D)"

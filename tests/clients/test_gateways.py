@@ -23,6 +23,7 @@ GREEDY = {"max_new_tokens": 8, "temperature": 0}
 GATEWAYS = {
     "sglang-router": ("-m", "sglang_router.launch_router"),
     "smg": ("-m", "smg.cli", "launch"),
+    "vllm-router": ("-m", "vllm_router.launch_router"),
 }
 CHAT = {
     "model": "default",
