@@ -240,6 +240,10 @@ def _cache_lines(x: Explanation) -> list[str]:
     return lines
 
 
+def _steps(number: int) -> str:
+    return f"{number} step" + "s" * (number != 1)
+
+
 def _lines(x: Explanation) -> list[str]:
     lines = [f"request {x.request}"]
     since = x.came_s
@@ -253,12 +257,13 @@ def _lines(x: Explanation) -> list[str]:
             lines.append(f"           {seconds:.3f} s: {why}")
     if x.first_s >= 0 and x.entered_s >= 0:
         lines.append(
-            f"  prefill  {x.first_s - x.entered_s:.3f} s in {x.prompt_steps} steps with its prompt"
+            f"  prefill  {x.first_s - x.entered_s:.3f} s in {_steps(x.prompt_steps)} with its "
+            "prompt"
         )
     if x.decode_steps and x.ended_s >= 0 and x.first_s >= 0:
         lines.append(
-            f"  decode   {x.ended_s - x.first_s:.3f} s in {x.decode_steps} steps for "
-            f"{x.output_tokens} tokens; {x.prompt_rows_beside} of them took prompts of others too"
+            f"  decode   {x.ended_s - x.first_s:.3f} s in {_steps(x.decode_steps)} for "
+            f"{x.output_tokens} tokens; {_steps(x.prompt_rows_beside)} took prompts of others too"
         )
     if steps := x.prompt_steps + x.decode_steps:
         lines.append(f"  beside   {x.rows / steps - 1:.1f} rows of others in a step, on average")

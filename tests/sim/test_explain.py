@@ -45,6 +45,7 @@ def test_a_request_that_waits_for_a_place_says_so_and_for_how_long(recorded):
     assert (told.prompt_tokens, told.output_tokens, told.end) == (3, 3, "length")
     assert (told.prompt_steps, told.decode_steps) == (1, 2)
     assert "4.000 s: every place was taken (--max-running-requests)" in str(told)
+    assert "in 1 step with its prompt" in str(told) and "in 2 steps for 3 tokens" in str(told)
     assert explain(path, "first-request").waits == {}
 
 
