@@ -35,7 +35,8 @@ _RULES = (
     _Idle(
         "collect-tokens-histogram bucket-time-to-first-token bucket-inter-token-latency "
         "bucket-e2e-request-latency prompt-tokens-buckets generation-tokens-buckets "
-        "tokenizer-metrics-allowed-custom-labels tokenizer-metrics-custom-labels-header",
+        "tokenizer-metrics-allowed-custom-labels tokenizer-metrics-custom-labels-header "
+        "metrics-compat",
         lambda c: not c.observe.metrics,
         "nothing is counted without --enable-metrics",
     ),

@@ -107,6 +107,9 @@ class ServerConfig:
         return workers + (self.gathered_texts if self.gathers_texts else 0)
 
 
+VLLM = "vllm"
+
+
 @dataclass(frozen=True)
 class ObserveConfig:
     log_level: str = "info"
@@ -127,6 +130,8 @@ class ObserveConfig:
     """Folder of profiles; "" = that of temporary files."""
     metrics: bool = False
     """Count requests and tokens, and tell them at /metrics."""
+    metrics_names: str = "sglang"
+    """Whose names they have there: "sglang" or VLLM."""
     labels_header: str = "x-custom-labels"
     label_names: tuple[str, ...] = ()
     """Labels of those figures that requests may bring, as a JSON object in that header."""

@@ -86,6 +86,7 @@ def run(metrics, generator, request=None, take=99):
 
 
 STOP = Finish("stop")
+ENDS = ("stop", "length", "abort", "error")
 
 
 def test_metrics_are_there_when_they_are_asked_for() -> None:
@@ -137,6 +138,50 @@ def test_what_did_not_end_in_order_is_counted_as_that() -> None:
     assert found["generation_tokens_total", ()] == 3
     assert found["prompt_tokens_total", ()] == 20
     assert found["e2e_request_latency_seconds_count", ()] == 2
+
+
+@pytest.mark.parametrize("names", ["sglang", "vllm"])
+def test_figures_have_the_names_that_are_asked_for(names: str) -> None:
+    words = ("--metrics-compat", names, "--collect-tokens-histogram", "--page-size", "16")
+    replicas = [Replica(0, True, READY, STATS), Replica(1, True, READY, STATS)]
+    metrics = metrics_of("--enable-metrics", *words, replicas=lambda: replicas)
+    run(
+        metrics,
+        Scripted(
+            chunk(1, cached_tokens=8, stored_tokens=3),
+            chunk(4, Finish("length"), cached_tokens=8, stored_tokens=3),
+        ),
+    )
+    with pytest.raises(RequestError):
+        run(metrics, Scripted(error=RequestError("no", code="queue_full")))
+    run(metrics, Scripted(chunk(1), chunk(2)), take=1)
+    found = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(metrics.show().decode())
+        for sample in family.samples
+    }
+    assert {name.partition(":")[0] for name, *_ in found} == {names}
+    if names == "sglang":
+        return
+    model = ("model_name", "tiny")
+    first, second = (("engine", "0"), model), (("engine", "1"), model)
+    assert found["vllm:num_requests_running", *first] == STATS.running
+    assert found["vllm:num_requests_waiting", *second] == STATS.waiting
+    assert found["vllm:num_preemptions_total", *first] == STATS.retractions
+    assert 0 < found["vllm:kv_cache_usage_perc", *first] < 1
+    assert found["vllm:prompt_tokens_total", model] == 20
+    assert found["vllm:prefix_cache_queries_total", model] == 20
+    assert found["vllm:prefix_cache_hits_total", model] == 8, "from the store too"
+    assert found["vllm:generation_tokens_total", model] == 5
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert found[f"vllm:{name}_seconds_count", model] >= 2
+    assert found["vllm:inter_token_latency_seconds_count", model] == 3
+    assert found["vllm:request_prompt_tokens_count", model] == 2
+    assert found["vllm:request_generation_tokens_sum", model] == 5
+    ends = {
+        end: found["vllm:request_success_total", ("finished_reason", end), model] for end in ENDS
+    }
+    assert ends == {"stop": 0, "length": 1, "abort": 1, "error": 1}
 
 
 @pytest.mark.parametrize("route", ["probe", "warm-up"])

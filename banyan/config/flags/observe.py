@@ -134,6 +134,14 @@ FLAGS = (
         proof="tests/server/test_metrics.py::test_metrics_are_there_when_they_are_asked_for",
     ),
     Flag(
+        "metrics-compat",
+        "observe.metrics_names",
+        "whose names the figures at /metrics have",
+        choices=("sglang", "vllm"),
+        documented=False,
+        proof="tests/server/test_metrics.py::test_figures_have_the_names_that_are_asked_for",
+    ),
+    Flag(
         "tokenizer-metrics-allowed-custom-labels",
         "observe.label_names",
         "labels that requests may bring for what is counted of them, in a header; at most 100 sets "

@@ -21,12 +21,13 @@ from prometheus_client.registry import Collector
 
 from banyan.config.buckets import bounds_of
 from banyan.config.schema import Config
-from banyan.config.serving import ObserveConfig
+from banyan.config.serving import VLLM, ObserveConfig
 from banyan.frontend.link.client import Replica
 from banyan.frontend.link.meter import CLOSED, Course
 from banyan.messages.events import accept_length
 from banyan.server.admin.histogram import QuickHistogram
 from banyan.server.admin.metric_labels import CustomLabels
+from banyan.server.admin.vllm_names import VllmView
 
 Replicas = Callable[[], list[Replica]]
 
@@ -39,6 +40,8 @@ _GAPS = (
     *(0.080, 0.100, 0.200, 0.400, 0.600, 0.800, 1, 2, 4, 6, 8),
 )
 _GIB = 1 << 30
+_ENDS = ("stop", "length", "abort", "error")
+"""In vLLM's words."""
 
 
 class PrometheusMetrics:
@@ -55,6 +58,8 @@ class PrometheusMetrics:
         self, config: Config, name: str, replicas: Replicas, labels: CustomLabels | None = None
     ) -> None:
         self._registry = CollectorRegistry()
+        is_vllm = config.observe.metrics_names == VLLM
+        self._shown = VllmView(self._registry) if is_vllm else self._registry
         self._labels = labels
         custom = labels.names if labels else ()
         families = _Families(self._registry, config.observe, (*_LABELS, *custom))
@@ -73,7 +78,7 @@ class PrometheusMetrics:
         self._series.ended(course)
 
     def show(self) -> bytes:
-        return generate_latest(self._registry)
+        return generate_latest(self._shown)
 
     @property
     def _series(self) -> "_Series":
@@ -103,6 +108,11 @@ class _Families:
         self.queue = self._histogram("queue_time_seconds", "Wait for a place", _WAITS)
         self.requests = self._counter("num_requests", "Requests that have ended")
         self.aborted = self._counter("num_aborted_requests", "Requests that did not end in order")
+        self.ends: Counter | None = None
+        if observe.metrics_names == VLLM:
+            about = "Requests that have ended, by how"
+            labels = (*self._labels, "finished_reason")
+            self.ends = Counter("vllm:request_success", about, labels, registry=registry)
         self.structured = self._counter("num_so_requests", "Requests with a constrained output")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
         self.output_tokens = self._counter("generation_tokens", "Tokens that were generated")
@@ -153,6 +163,9 @@ class _Series:
         self._from_device, self._from_store = (
             families.cached.labels(*values, source) for source in ("device", "storage")
         )
+        self._ends: dict[str, Counter] = {}
+        if families.ends is not None:
+            self._ends = {end: families.ends.labels(*values, end) for end in _ENDS}
         self._prompts = self._outputs = None
         if families.prompts is not None and families.outputs is not None:
             self._prompts = families.prompts.labels(*values)
@@ -168,6 +181,9 @@ class _Series:
         self._requests.inc()
         if course.reason not in ("stop", "length"):
             self._aborted.inc()
+        if self._ends:
+            reason = "abort" if course.reason == CLOSED else course.reason
+            self._ends[reason if reason in _ENDS else "error"].inc()
         if course.request.grammar:
             self._structured.inc()
         if course.reason != CLOSED:
