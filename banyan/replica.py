@@ -128,6 +128,7 @@ def run_engine(
             *(opened.model, opened.build, sizes, opened.platform, open_mover),
             *(_open_drafter(config), opened.draft, rack),
         )
+        runner.bell = wake.fd
         kernels = opened.kernels
         marks = Marks("engine")
         obeying = _with_orders(config, card, opened, runner, [marks], rack)
@@ -161,6 +162,7 @@ def run_engine(
             publisher=_publisher(config, core, cleanup),
             crashes_on_nan=config.schedule.crashes_on_nan,
             hurry=_hurry_of(runner, config.schedule.burst),
+            so_far=runner.told,
             balancer=balancer,
             go_on=launcher.go_on if isinstance(launcher, Staged) else None,
         )

@@ -6,7 +6,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -27,11 +27,20 @@ from banyan.engine.outbox import Outbox
 from banyan.engine.step_log import StepLog
 from banyan.engine.watchdog import OtherRanks, Watchdog
 from banyan.memory.news import Removed, Stored
-from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Stats
+from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Stats, Tokens
 from banyan.messages.orders import Order
 from banyan.messages.plan import NOT_FINITE, CopyResult, Held, Lookup, Mask, StepPlan, StepResult
-from banyan.messages.requests import NO_CALL, Control, Generate, GiveOrders, Message
+from banyan.messages.requests import (
+    NO_CALL,
+    Abort,
+    Control,
+    Generate,
+    GiveOrders,
+    Message,
+    StopAt,
+)
 from banyan.messages.rooms import RoomNews, RoomOrder
+from banyan.scheduler.burst import so_far
 
 log = logger(__name__)
 
@@ -110,6 +119,8 @@ class EngineLoop:
         mover: of the runner, where pages go to a store; None without one.
         publisher: told what the cache holds; None = nobody is.
         hurry: ends the bursts of plans up to a step with the step that runs.
+        so_far: what the rows of the burst that runs have sampled (ModelRunner.told); None = what a
+            burst samples is known at its end.
         step_clock: by which the core agrees with the replicas that it shares batches with; they
             end together.
         crashes_on_nan: a row whose logits are not finite ends the engine, not its request alone.
@@ -137,12 +148,16 @@ class EngineLoop:
         step_clock: StepClock | None = None,
         publisher: Publisher | None = None,
         hurry: Callable[[StepId], None] | None = None,
+        so_far: Callable[[StepId], Mapping[int, bytes] | None] | None = None,
         crashes_on_nan: bool = False,
         balancer: Balancer | None = None,
         go_on: Callable[[int], None] | None = None,
     ) -> None:
         self._core = core
         self._hurry = hurry
+        self._so_far = so_far
+        self._ends: list[Abort | StopAt] = []
+        """Of requests of which more has been sent than is decided: they wait for that."""
         self._mover = mover
         self._publisher = publisher
         self._launcher = launcher
@@ -257,7 +272,7 @@ class EngineLoop:
         events += self._core.take_events()
         self._deliver(self._core.take_masks())
         self._beat(events)
-        events = self._outbox.pass_on(events, now)
+        events = self._outbox.pass_on(events, now) + self._outbox.foretell(self._foretold())
         if events:
             self._link.send(events)
         self._marks.end("send", events=len(events))
@@ -269,6 +284,11 @@ class EngineLoop:
             reply = answer(self._core, message, now)
             if reply is not None:
                 events.append(reply)
+            return
+        is_end = isinstance(message, Abort | StopAt)
+        if is_end and self._flying and self._outbox.is_ahead(message.request):
+            self._ends.append(message)
+            self._end_bursts()
             return
         self._admit(message, now)
 
@@ -282,6 +302,15 @@ class EngineLoop:
         """Something has come in that the next plan should know of."""
         if self._hurry is not None and any(plan.steps > 1 for plan in self._plans()):
             self._hurry(self._plans()[-1].step)
+
+    def _foretold(self) -> list[Tokens]:
+        """What the oldest plan in flight has come to so far."""
+        if self._so_far is None or not self._flying or not self._flying[0].plan.tell:
+            return []
+        step = self._flying[0].plan.step
+        tokens = self._so_far(step)
+        flights = self._core.scheduler.flights.get(step, [])
+        return [] if tokens is None else so_far(flights, tokens)
 
     def _collect(self, events: list[Event]) -> None:
         """Take in every step that is done, oldest first."""
@@ -301,6 +330,9 @@ class EngineLoop:
                 _check_rows(result)
             events += told
             self._deliver(masks)
+            ends, self._ends = self._ends, []
+            for message in ends:
+                self._admit(message, now)
             if handle.copies is not None:
                 self._core.receive(handle.copies, now)
             self._started_s = now

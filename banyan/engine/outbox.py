@@ -2,10 +2,12 @@
 
 A request whose reader takes nothing before its end (`Generate.stride` 0) has its tokens sent a few
 times a second instead of at every step: each event costs the front more than a small model's step.
-Knows no link.
+One whose tokens are told while their plan still runs does not get them again. Knows no link.
 """
 
 from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from banyan.base.ids import RequestId
 from banyan.messages.events import Event, Failed, Finished, Tokens
@@ -21,6 +23,8 @@ class Outbox:
     def __init__(self) -> None:
         self._patient: dict[RequestId, list[Tokens]] = {}
         """Live requests whose tokens may be held, with those that are."""
+        self._ahead: dict[RequestId, int] = {}
+        """Output tokens that have been sent of those whose plan still runs."""
         self._num_held = 0
         self._since_s = 0.0
         """When the first event that is held came."""
@@ -34,17 +38,45 @@ class Outbox:
         """What of `events`, and of earlier ones, is to be sent; of each request in order."""
         sent: list[Event] = []
         for event in events:
-            if isinstance(event, Tokens) and self._holds(event, now):
-                continue
+            if isinstance(event, Tokens):
+                event = self._rest_of(event)
+                if event is None or self._holds(event, now):
+                    continue
             if isinstance(event, Tokens | Finished | Failed):
                 sent += self._release(event.request)
             if isinstance(event, Finished | Failed):
                 self._patient.pop(event.request, None)
+                self._ahead.pop(event.request, None)
             sent.append(event)
         if self._num_held and now - self._since_s >= HOLD_S:
             for request in self._patient:
                 sent += self._release(request)
         return sent
+
+    def foretell(self, events: Sequence[Tokens]) -> list[Event]:
+        """What is new of tokens whose plan still runs; it is sent at once."""
+        sent: list[Event] = []
+        for event in events:
+            end = event.first + len(event.tokens) // 4
+            if end > (ahead := self._ahead.get(event.request, event.first)):
+                sent.append(_from(event, ahead))
+                self._ahead[event.request] = end
+        return sent
+
+    def is_ahead(self, request: RequestId) -> bool:
+        """Whether more has been sent of a request than is decided."""
+        return request in self._ahead
+
+    def _rest_of(self, event: Tokens) -> Tokens | None:
+        """What has not been sent of decided tokens; None when that is nothing."""
+        ahead = self._ahead.get(event.request)
+        if ahead is None:
+            return event
+        if event.first + len(event.tokens) // 4 >= ahead:
+            del self._ahead[event.request]
+        rest = _from(event, ahead)
+        has_more = rest.scores or rest.hidden or rest.vector
+        return rest if rest.tokens or has_more else None
 
     def _holds(self, event: Tokens, now: float) -> bool:
         """The first tokens go at once: they tell how long the prompt took."""
@@ -73,3 +105,10 @@ class Outbox:
         self._num_held -= len(held)
         held.clear()
         return (joined,)
+
+
+def _from(event: Tokens, first: int) -> Tokens:
+    """The same without the tokens before index `first` of the output."""
+    skipped = max(0, first - event.first)
+    tokens = event.tokens[4 * skipped :]
+    return msgspec.structs.replace(event, first=event.first + skipped, tokens=tokens)

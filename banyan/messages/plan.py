@@ -175,6 +175,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True)
     """A burst: at most so many decode steps, one after another and without a word in between. Each
     row is its request's newest token and steps - 1 drafts at most. All rows end together: with the
     shortest of them, where one samples a stop id or fails, or when the engine is in a hurry."""
+    tell: int = 0
+    """Of a burst: the engine is told after each so many of its steps; 0 = at its end alone."""
 
 
 class RowScores(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -52,6 +52,8 @@ class BurstInputs:
         first_stop: [rows + 1] int32, where the ids that end each row begin in `stops`.
         stops: int32.
         hurry: [1] int64; the burst ends after the step that sees `number` or more there.
+        told: [1] int32, set to how many steps have run when another one follows.
+        tell, bell: after each so many of these the eventfd `bell` is rung; 0 = never.
     """
 
     sampled: np.ndarray
@@ -66,6 +68,9 @@ class BurstInputs:
     stops: np.ndarray
     hurry: np.ndarray
     number: int
+    told: np.ndarray
+    tell: int
+    bell: int
 
 
 class Recording(Protocol):

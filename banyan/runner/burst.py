@@ -28,6 +28,20 @@ class Burst:
     earlier: np.ndarray
 
 
+@dataclass(frozen=True)
+class Running:
+    """A burst while it runs, as other threads see it.
+
+    Attributes:
+        number: of the plan.
+        told: [1] int32, steps whose tokens stand.
+    """
+
+    number: int
+    batch: Batch
+    told: np.ndarray
+
+
 class Bursts:
     """
     Args:
@@ -48,14 +62,24 @@ class Bursts:
         self._table = table
         self._sampled, self._best = sampled.numpy(), best.numpy()
         self._hurry = np.full(1, -1, np.int64)
+        self._running: Running | None = None
 
     def hurry(self, number: int) -> None:
         """Bursts of steps up to this number end with the step that runs; from any thread."""
         self._hurry[0] = number
 
-    def run(self, batch: Batch, steps: int, number: int) -> int:
+    def told(self, number: int) -> dict[int, bytes] | None:
+        """What the rows of plan `number` have sampled in steps that others have followed: index in
+        the plan -> int32 ids. None when its burst does not run. From any thread."""
+        now = self._running
+        if now is None or now.number != number or not now.told[0]:
+            return None
+        tokens = self.earlier(now.batch, int(now.told[0]) + 1)
+        return {int(i): row.tobytes() for i, row in zip(now.batch.indices, tokens, strict=True)}
+
+    def run(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> int:
         """Run up to `steps` decode steps of a batch that has been entered (`StepTensors.fill`);
-        returns how many have run. number: of the plan."""
+        returns how many have run. number: of the plan. tell, bell: as in BurstInputs."""
         at = self._step.foresee(batch, steps)
         stops = [self._table.join_of(row.slot).sampling.stop_ids for row in batch.rows]
         counts = np.cumsum([0, *map(len, stops)], dtype=np.int32)
@@ -69,8 +93,15 @@ class Bursts:
             np.array([id for ids in stops for id in ids], np.int32),
             self._hurry,
             number,
+            np.zeros(1, np.int32),
+            tell,
+            bell,
         )
-        return self._recording.burst(len(batch.rows), inputs)
+        self._running = Running(number, batch, inputs.told)
+        try:
+            return self._recording.burst(len(batch.rows), inputs)
+        finally:
+            self._running = None
 
     def earlier(self, batch: Batch, ran: int) -> np.ndarray:
         """The tokens of every row but the last one; [rows, ran - 1] int32."""

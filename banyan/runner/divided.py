@@ -40,7 +40,10 @@ class DividedForward:
         self._inner.watch = self.watch
         self._inner.run(division.part)
 
-    def burst(self, batch: Batch, steps: int, number: int) -> None:
+    def burst(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> None:
+        return None
+
+    def told(self, number: int) -> None:
         return None
 
     def hurry(self, number: int) -> None:

@@ -50,9 +50,14 @@ class Forward(Protocol):
         """Compute the hidden states of a batch."""
         ...
 
-    def burst(self, batch: Batch, steps: int, number: int) -> Burst | None:
+    def burst(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> Burst | None:
         """Run up to `steps` decode steps of a batch, one after another, and be as behind `run` with
-        the last of them; None (and nothing done) where this is not done. number: of the plan."""
+        the last of them; None (and nothing done) where this is not done. number: of the plan.
+        tell, bell: as in BurstInputs."""
+        ...
+
+    def told(self, number: int) -> dict[int, bytes] | None:
+        """What the burst of a plan has sampled so far, as `Bursts.told`; from any thread."""
         ...
 
     def hurry(self, number: int) -> None:
@@ -146,7 +151,10 @@ class EagerForward:
         inputs = self._step.part(batch, self._attention)
         self._hidden, self._taps = self._model.forward(inputs), inputs.taps
 
-    def burst(self, batch: Batch, steps: int, number: int) -> None:
+    def burst(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> None:
+        return None
+
+    def told(self, number: int) -> None:
         return None
 
     def hurry(self, number: int) -> None:
@@ -315,7 +323,7 @@ class RecordedForward:
         else:
             self.watch(self._step.times(*sizes))
 
-    def burst(self, batch: Batch, steps: int, number: int) -> Burst | None:
+    def burst(self, batch: Batch, steps: int, number: int, tell: int, bell: int) -> Burst | None:
         is_plain = not batch.wanted & SCORE and is_sampled_plainly(batch, self._table)
         if self._bursts is None or self.watch is not None or not is_plain:
             return None
@@ -325,9 +333,12 @@ class RecordedForward:
         self._is_eager, self._is_ready, self._is_sampled = False, True, True
         count = self._num_ready = len(batch.last)
         self._entered[:count] = batch.to_slots
-        ran = self._bursts.run(batch, steps, number)
+        ran = self._bursts.run(batch, steps, number, tell, bell)
         self._last = (count, count)
         return Burst(ran, self._bursts.earlier(batch, ran))
+
+    def told(self, number: int) -> dict[int, bytes] | None:
+        return None if self._bursts is None else self._bursts.told(number)
 
     def hurry(self, number: int) -> None:
         if self._bursts is not None:

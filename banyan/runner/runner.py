@@ -117,6 +117,8 @@ class ModelRunner:
         self._card = card
         taps = () if draft is None or draft.ahead is None else draft.ahead.taps
         self._sizes = replace(sizes, taps=taps)
+        self.bell: int | None = None
+        """An eventfd for plans that tell of their steps; None = nobody listens."""
         self.marks = Marks("runner")
         """Of the thread that launches; what a profiler records."""
         self._sampler = Sampler(self._table, card.vocab_size, build.ops)
@@ -218,6 +220,11 @@ class ModelRunner:
         """Bursts of plans up to this one end with the step that runs; from any thread."""
         self._forward.hurry(step)
 
+    def told(self, step: StepId) -> dict[int, bytes] | None:
+        """What the rows of the burst that runs have sampled so far: index in the plan -> int32 ids;
+        None when it is another plan's. From any thread."""
+        return self._forward.told(step)
+
     def op_times(self) -> list[OpTime]:
         """What the stages of the last step took; ConfigError where steps are not recorded."""
         return self._forward.op_times()
@@ -306,7 +313,8 @@ class ModelRunner:
         burst = None
         if plan.steps > 1:
             steps = min(row.count for row in plan.rows)
-            burst = self._forward.burst(batch, steps, plan.step)
+            bell = -1 if self.bell is None else self.bell
+            burst = self._forward.burst(batch, steps, plan.step, plan.tell, bell)
         if burst is None:
             self._forward.run(batch)
         if self._build.watch is not None:

@@ -67,7 +67,8 @@ class Scheduler:
         self._order = order
         self._turns = Turns(limits.priorities.max_wait_s)
         self._grammars = grammars
-        self._flights: dict[StepId, list[Flight]] = {}
+        self.flights: dict[StepId, list[Flight]] = {}
+        """In flight, by step."""
         self.fetcher = Fetcher(cache)
         self.rooms = open_rooms(role, cache, limits.chunk_tokens)
         if self.rooms is not None:
@@ -171,7 +172,7 @@ class Scheduler:
             self._run_alone(suspect, sheet)
         else:
             self._preempt()
-            sheet.steps = steps_of_a_burst(self.roster, limits)
+            sheet.steps, sheet.tell = steps_of_a_burst(self.roster, limits)
             self._plan_running(sheet)
             self._admit(sheet)
         # What goes elsewhere is read first: its page may be another's in this very plan.
@@ -182,7 +183,7 @@ class Scheduler:
             sheet.copies[:0] = self.cache.peers.take_copies()
         if sheet.has_work:
             self.roster.leaves = []
-            self._flights[step] = sheet.flights
+            self.flights[step] = sheet.flights
             self.counters.steps += 1
             self.counters.computed_tokens += sum(row.count for row in sheet.rows)
             if sheet.has_decode:
@@ -192,7 +193,7 @@ class Scheduler:
     def commit(self, result: StepResult, now: float) -> None:
         """Take in the outcome of the oldest step in flight."""
         self._now = now
-        flights = self._flights.pop(result.step, [])
+        flights = self.flights.pop(result.step, [])
         self.fetcher.computed(sum(f.tokens for f in flights), result.seconds)
         if result.error:
             self._fail_step(result, flights)
@@ -368,7 +369,7 @@ class Scheduler:
 
     def _run_alone(self, suspect: Request, sheet: PlanSheet) -> None:
         """After a step failed as a whole, run its requests one at a time to find the culprit."""
-        if self._flights:
+        if self.flights:
             return
         if suspect.state == RUNNING:
             if self._planner.plan(suspect, sheet) is Planned.STARVED:

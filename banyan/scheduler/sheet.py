@@ -51,6 +51,7 @@ class PlanSheet:
         """Pages per group that the last starved request lacks."""
         self.has_decode = False
         self.steps = 1
+        self.tell = 0
         """Of a burst."""
 
     @property
@@ -85,6 +86,7 @@ class PlanSheet:
             peers=peers,
             orders=self.orders,
             steps=self.steps if self.rows else 1,
+            tell=self.tell if self.rows and self.steps > 1 else 0,
         )
 
 

@@ -19,7 +19,7 @@ from banyan.memory.eviction import lru
 from banyan.memory.groups import FULL, CacheGroup
 from banyan.messages.events import Failed, Fatal, Finished, LiveRequest, Ready, Reply, Stats, Tokens
 from banyan.messages.plan import NOT_FINITE, SAMPLE, RowFailure, StepResult
-from banyan.messages.requests import Abort, Control, Generate
+from banyan.messages.requests import Abort, Control, Generate, StopAt
 from banyan.messages.sampling import SamplingParams
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.order import fcfs
@@ -103,6 +103,7 @@ def serving(check_ledger, burst=1, **options):
     cache = KVCache((CacheGroup(FULL, 4, 50),), lru)
     limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100, depth=2, burst=burst)
     core = EngineCore(Scheduler(cache, limits, fcfs))
+    link.told = wake
     launcher = Threaded(runner, wake.ring)
     loop = EngineLoop(core, launcher, link, wake, WallClock(), check_ledger, **options)
     thread = threading.Thread(target=loop.run, args=(READY,))
@@ -252,6 +253,7 @@ def nan_loop(*flags):
     limits = Limits(max_running=4, chunk_tokens=64, max_request_tokens=100)
     crashes = config_of(*flags).schedule.crashes_on_nan
     core = EngineCore(Scheduler(cache, limits, fcfs))
+    link.told = wake
     launcher = Threaded(runner, wake.ring)
     loop = EngineLoop(core, launcher, link, wake, WallClock(), crashes_on_nan=crashes)
     link.tell(generate("a"))
@@ -406,3 +408,24 @@ def test_who_comes_while_a_burst_runs_ends_it_with_the_step_that_runs():
         runner.holds_bursts.clear()
         runner.gate.set()
         assert link.hear(Finished).request == "b"
+
+
+def test_tokens_of_a_burst_go_out_while_it_runs_and_its_end_waits_for_the_decision():
+    told = {}
+    hurried = SimpleQueue()
+    options = {"hurry": hurried.put, "so_far": told.get}
+    with serving(check_ledger=True, burst=4, **options) as (link, runner, _):
+        runner.holds_bursts.set()
+        link.tell(generate("a", new=20))
+        step = runner.held.get(timeout=WAIT_S)
+        assert link.hear(Tokens).first == 0
+        told[step] = {0: array("i", [5]).tobytes()}
+        link.told.ring()
+        early = link.hear(Tokens)
+        assert (early.first, early.tokens) == (1, told[step][0])
+        link.tell(StopAt("a", 2))
+        assert hurried.get(timeout=WAIT_S) >= step
+        runner.holds_bursts.clear()
+        runner.gate.set()
+        finished = link.hear(Finished)
+        assert (finished.reason, finished.output_tokens) == ("stop", 2)

@@ -1,5 +1,7 @@
 """What goes to the front at once and what is held for a moment."""
 
+from array import array
+
 from banyan.base.ids import RequestId
 from banyan.engine.outbox import HOLD_S, Outbox
 from banyan.messages.events import Event, Failed, Finished, Stats, Tokens
@@ -64,3 +66,27 @@ def test_streams_and_scores_are_never_held():
     scored = Tokens(A, 2, b"2", [RowScores(-1, 2, b"")])
     held.pass_on([tokens(A, 1, b"1")], 10.0)
     assert held.pass_on([scored], 10.0) == [tokens(A, 1, b"1"), scored]
+
+
+def ids(request: RequestId, first: int, *tokens: int, **more) -> Tokens:
+    return Tokens(request, first, array("i", tokens).tobytes(), **more)
+
+
+def test_what_was_told_while_its_plan_ran_is_not_sent_again():
+    made = outbox(streamed=(A,))
+    assert made.foretell([ids(A, 3, 7)]) == [ids(A, 3, 7)]
+    assert made.foretell([ids(A, 3, 7, 8, 9)]) == [ids(A, 4, 8, 9)]
+    assert made.foretell([ids(A, 3, 7, 8, 9)]) == []
+    assert made.is_ahead(A)
+    decided = [ids(A, 3, 7, 8, 9, 10), Finished(A, "length", 1, 7, 0)]
+    assert made.pass_on(decided, 10.0) == [ids(A, 6, 10), decided[1]]
+    assert not made.is_ahead(A)
+
+
+def test_what_a_failed_plan_told_is_left_out_of_what_is_computed_again():
+    made = outbox(streamed=(A,))
+    made.foretell([ids(A, 3, 7, 8)])
+    assert made.pass_on([ids(A, 3, 7)], 10.0) == []
+    assert made.is_ahead(A), "8 has been sent and is not decided"
+    assert made.pass_on([ids(A, 4, 8)], 10.0) == []
+    assert made.pass_on([ids(A, 5, 9)], 10.0) == [ids(A, 5, 9)]

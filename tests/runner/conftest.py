@@ -72,6 +72,7 @@ def build_runner(
     wrap: Callable[[DecoderLM], DecoderLM] = lambda model: model,
     is_recorded: bool = False,
     platform: Platform | None = None,
+    burst: int = 1,
 ) -> ModelRunner:
     """A fresh runner, over compiled kernels whose steps are recorded or over torch's; `wrap` may
     spoil or watch the model."""
@@ -86,7 +87,8 @@ def build_runner(
     build = Build(ops if platform is None else SampledInTensors(ops), groups)
     model = wrap(load_model(card, build))
     layout = GroupLayout(FULL, 0, PAGE, NUM_PAGES)
-    sizes = RunnerSizes(40, MAX_LENGTH, (layout,), 64 if is_recorded else 0, SHAPES)
+    most = 64 if is_recorded else 0
+    sizes = RunnerSizes(40, MAX_LENGTH, (layout,), most, SHAPES, burst=burst)
     runner = ModelRunner(model, build, sizes, platform)
     assert runner.is_recorded == is_recorded
     for layer in (0, 1):  # whoever reads a page that its sequence did not write gets no number

@@ -5,8 +5,9 @@ from array import array
 import pytest
 
 from banyan.messages.plan import SAMPLE, StepPlan, StepResult
-from banyan.messages.requests import Generate
+from banyan.messages.requests import Abort, Generate
 from banyan.messages.sampling import SamplingParams
+from banyan.scheduler.burst import so_far
 from tests.scheduler.driver import Driver, continuation, next_token
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -82,17 +83,31 @@ def test_a_burst_does_not_go_past_the_end_of_a_request() -> None:
     assert [row.count for row in driver.first_burst().rows] == [2]
 
 
-def test_a_burst_is_no_longer_than_the_pieces_that_a_reader_gets() -> None:
+@pytest.mark.parametrize(("strides", "tell"), [([3, 0], 3), ([0, 3, 1], 1), ([0], 0), ([9], 0)])
+def test_a_burst_tells_of_its_steps_as_often_as_its_most_eager_reader_asks(strides, tell) -> None:
     driver = Bursting()
-    asked(driver, stride=3)
-    asked(driver, "b", stride=0)
-    assert driver.first_burst().steps == 3
+    for number, stride in enumerate(strides):
+        asked(driver, str(number), stride=stride)
+    plan = driver.first_burst()
+    assert (plan.steps, plan.tell) == (STEPS, tell)
+
+
+def test_what_a_burst_has_sampled_so_far_is_passed_on_and_changes_nothing() -> None:
+    driver = Bursting()
+    asked(driver, "eager", stride=1)
+    asked(driver, "patient", stride=0)
+    step = driver.first_burst().step
+    tokens = {0: array("i", [7, 8]).tobytes(), 1: array("i", [9]).tobytes()}
+    flights = driver.core.scheduler.flights
+    (told,) = so_far(flights[step], tokens)
+    assert (told.request, told.first, told.tokens) == ("eager", 1, tokens[0])
+    driver.receive(Abort("eager"))
+    assert so_far(flights[step], tokens) == []
 
 
 @pytest.mark.parametrize(
     "wishes",
     [
-        {"stride": 1},
         {"score_from": 0},
         {"hidden_from": 0},
         {"sampling": {"min_new_tokens": 2}},

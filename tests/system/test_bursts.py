@@ -67,12 +67,27 @@ def test_however_the_engine_runs_the_answers_are_the_same(tiny_model, plain, fla
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-def test_no_burst_is_longer_than_the_pieces_of_a_stream(bursting, interval: int):
+def test_a_stream_gets_the_tokens_of_bursts_piece_by_piece(plain, bursting, interval: int):
     sampling = LONG | {"stream_interval": interval}
     before = bursting.stats().steps
     pieces = list(bursting.generate(prompt=REPEATS, sampling_params=sampling, stream=True))
-    assert len(pieces[-1]["output_ids"]) == LONG["max_new_tokens"]
-    assert bursting.stats().steps - before >= LONG["max_new_tokens"] / interval
+    plans = bursting.stats().steps - before
+    assert plans < LONG["max_new_tokens"] / 2
+    lengths = [len(piece["output_ids"]) for piece in pieces]
+    assert lengths == sorted(set(lengths))
+    right = list(plain.generate(prompt=REPEATS, sampling_params=sampling, stream=True))
+    assert pieces[-1]["output_ids"] == right[-1]["output_ids"]
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+def test_a_stop_text_ends_a_burst_where_it_does_step_by_step(plain, bursting, interval: int):
+    text = answers(plain, prompt=REPEATS, sampling_params=LONG)[0]["text"]
+    sampling = LONG | {"stop": [text[9:14]]} | ({"stream_interval": 1} if interval else {})
+    ask = {"prompt": REPEATS, "sampling_params": sampling, "stream": bool(interval)}
+    right, found = (engine.generate(**ask) for engine in (plain, bursting))
+    if interval:
+        right, found = list(right)[-1], list(found)[-1]
+    assert told(found) == told(right)
 
 
 def test_steps_that_are_not_recorded_refuse_bursts(tiny_model):

@@ -154,7 +154,7 @@ FLAGS = (
         "num-continuous-decode-steps",
         "schedule.burst",
         "decode steps that follow each other without planning while nothing waits; a stream gets "
-        "its tokens no later for it (--stream-interval)",
+        "its tokens no later for it",
         kind=INT,
         low=1,
         high=64,

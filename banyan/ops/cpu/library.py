@@ -266,7 +266,7 @@ class Recording:
             *(array.ctypes.data for array in (*state, *more)),
             len(places),
             *(array.ctypes.data for array in lists),
-            *(inputs.number, done.ctypes.data),
+            *(inputs.number, inputs.told.ctypes.data, inputs.tell, inputs.bell, done.ctypes.data),
         )
         _succeed(failure)
         return int(done[0])

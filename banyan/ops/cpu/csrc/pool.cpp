@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <climits>
 #include <cstdlib>
 #include <cstring>
@@ -205,6 +206,11 @@ void do_units(const Run& run, const Stage& stage, int64_t begin, int64_t end, Wo
     const Op& op = run.program->ops[i];
     op.kernel->run(op.args, run.sizes, begin, end, worker);
   }
+}
+
+void ring(int bell) {
+  const uint64_t once = 1;
+  while (write(bell, &once, sizeof once) < 0 && errno == EINTR) {}
 }
 
 struct Birth {
@@ -450,6 +456,8 @@ BN_EXPORT const char* bn_program_run(Pool* pool, Program* program, const int64_t
 // sampled, best, tokens, positions, to_positions, lengths: [rows], outputs and inputs of the program.
 // places: [groups] where a group's locations [rows] are; at: [groups, steps, rows] what they become.
 // stops: the stop ids of row i are stops[first_stop[i]] ... stops[first_stop[i + 1]].
+// told: [1], set to how many steps have run whenever another one follows; with `tell` above 0 the
+// eventfd `bell` is rung after each so many of them.
 // done: how many steps have run. Returns null, or why the last of them failed.
 BN_EXPORT const char* bn_program_burst(Pool* pool, Program* program, const int64_t* sizes,
                                        int32_t steps, int32_t rows, const int64_t* sampled,
@@ -457,7 +465,8 @@ BN_EXPORT const char* bn_program_burst(Pool* pool, Program* program, const int64
                                        int64_t* to_positions, int32_t* lengths, int32_t groups,
                                        const int64_t* places, const int64_t* at,
                                        const int32_t* first_stop, const int32_t* stops,
-                                       const int64_t* hurry, int64_t number, int32_t* done) {
+                                       const int64_t* hurry, int64_t number, int32_t* told,
+                                       int32_t tell, int32_t bell, int32_t* done) {
   Sizes s;
   std::memcpy(s.n, sizes, sizeof s.n);
   for (*done = 0;;) {
@@ -469,6 +478,8 @@ BN_EXPORT const char* bn_program_burst(Pool* pool, Program* program, const int64
       for (int32_t k = first_stop[i]; k < first_stop[i + 1]; k++) last |= stops[k] == sampled[i];
     }
     if (last) return failure;
+    __atomic_store_n(told, *done, __ATOMIC_RELEASE);
+    if (tell > 0 && *done % tell == 0) ring(bell);
     for (int32_t i = 0; i < rows; i++) {
       tokens[i] = sampled[i];
       positions[i]++;
