@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import URLError
@@ -25,6 +26,7 @@ from urllib.request import Request, urlopen
 
 READY_S = 120.0
 SETTLE_S = 60.0
+AT_ONCE = 4
 
 
 def main() -> None:
@@ -32,7 +34,8 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--input-len", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--cold", type=int, default=6, help="prompts of the run without reuse")
+    parser.add_argument("--cold", type=int, default=6, help="pairs of turns without reuse")
+    parser.add_argument("--output-len", type=int, default=32, help="of the turns without reuse")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="banyan-pages-"))
     extra = json.dumps({"path": str(folder), "max_bytes": 8 << 30})
@@ -66,24 +69,42 @@ def compare_restarts(args: argparse.Namespace, stored: list[str], folder: Path) 
 
 
 def compare_cold(args: argparse.Namespace, stored: list[str], folder: Path) -> None:
-    """Prompts that nobody has sent, by turns to a server without a store and to one with it."""
+    """Prompts that nobody has sent, some at once, by turns to a server without a store and to one
+    with it. Each turn ends when all that it computed is stored."""
     with serving(args.model, []) as plain, serving(args.model, stored) as keeping:
         ports = {"without a store": plain, "with a store": keeping}
-        before = {name: cpu_of(port) for name, port in ports.items()}
         seconds: dict[str, list[float]] = {name: [] for name in ports}
-        held = pages(folder)
+        cpu: dict[str, list[float]] = {name: [] for name in ports}
         for number in range(args.cold):
             order = list(ports.items())
             for name, port in order if number % 2 else reversed(order):
-                found, _ = ask(port, tokens(args.input_len, 1000 + number))
-                seconds[name].append(found)
-        wait_for_pages(folder, held + args.cold * (args.input_len // 16))
-        for name, port in ports.items():
-            cpu = (cpu_of(port) - before[name]) / args.cold
+                held, before = pages(folder), cpu_of(port)
+                seed = 1000 + number * AT_ONCE
+                prompts = [tokens(args.input_len, seed + each) for each in range(AT_ONCE)]
+                seconds[name].append(ask_all(port, prompts, args.output_len))
+                if port == keeping:
+                    wait_for_pages(folder, held + AT_ONCE * (args.input_len // 16))
+                cpu[name].append(cpu_of(port) - before)
+        made = AT_ONCE * (args.input_len + args.output_len)
+        for name in ports:
+            rate = made / statistics.median(seconds[name])
             print(
-                f"first token of prompts that nobody has sent, {name}: {spread(seconds[name])}, "
-                f"{cpu:.3f} CPU seconds each"
+                f"{AT_ONCE} prompts that nobody has sent, {name}: {spread(seconds[name])}, "
+                f"{rate:.0f} tokens/s, {statistics.median(cpu[name]):.3f} CPU seconds"
             )
+        for what, of in (("time", seconds), ("CPU time", cpu)):
+            pairs = zip(of["with a store"], of["without a store"], strict=True)
+            costs = [100 * (with_ / without - 1) for with_, without in pairs]
+            shown = " ".join(f"{cost:+.1f}" for cost in sorted(costs))
+            print(f"a store costs {statistics.median(costs):+.1f} % of the {what} ({shown})")
+
+
+def ask_all(port: int, prompts: list[list[int]], output_len: int) -> float:
+    """Seconds until all of them are answered, sent at once."""
+    began = time.perf_counter()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        list(pool.map(lambda prompt: ask(port, prompt, output_len), prompts))
+    return time.perf_counter() - began
 
 
 def cpu_of(port: int) -> float:
@@ -114,9 +135,10 @@ def tokens(count: int, seed: int) -> list[int]:
     return found
 
 
-def ask(port: int, prompt: list[int]) -> tuple[float, int]:
-    """(seconds of one request for one token, cached tokens)."""
-    body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
+def ask(port: int, prompt: list[int], output_len: int = 1) -> tuple[float, int]:
+    """(seconds of one request, cached tokens)."""
+    params = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": params}
     began = time.perf_counter()
     meta = call(port, "/generate", body)["meta_info"]
     return time.perf_counter() - began, meta["cached_tokens"]

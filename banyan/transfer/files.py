@@ -18,19 +18,19 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
+from typing import Protocol
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.transfer.base import Damaged, Missing, StoreOptions
+from banyan.transfer.checksum import SUM_BYTES, checksum
 
 log = logger(__name__)
 
-_MAGIC = b"BANYANP1"
-_SUM_BYTES = 16
+_MAGIC = b"BANYANP2"
 _SHARES = 16
 """The bound is looked after in such parts of it."""
 _DEFAULT_BYTES = 16 << 30
@@ -42,6 +42,40 @@ _SPILL = 5
 """On a full disk, the part of the files that goes to make room: 1 / this."""
 
 
+class PageIO(Protocol):
+    """How the bytes of files are moved. `write` and `read` may run at once, in two threads."""
+
+    def write(self, descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
+        """All of `parts`, one behind another, into an empty file."""
+        ...
+
+    def read(self, descriptor: int, size: int) -> bytes:
+        """A file from its begin, as much as there is of `size` bytes."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SystemIO:
+    """By calls of the system. Satisfies PageIO."""
+
+    def write(self, descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
+        left = [memoryview(part) for part in parts]
+        while left:  # once, unless the disk takes less
+            done = os.writev(descriptor, left)
+            while left and done >= len(left[0]):
+                done -= len(left.pop(0))
+            if left:
+                left[0] = left[0][done:]
+
+    def read(self, descriptor: int, size: int) -> bytes:
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(size)
+
+    def close(self) -> None:
+        pass
+
+
 class FileStore:
     """
     Args:
@@ -49,10 +83,16 @@ class FileStore:
         identity: see `StoreOptions`.
         capacity_bytes: bound of all files in the folder.
         fsync: flush each page to the disk before it counts.
+        io: moves the bytes; None = calls of the system.
     """
 
     def __init__(
-        self, folder: Path, identity: bytes, capacity_bytes: int, fsync: bool = False
+        self,
+        folder: Path,
+        identity: bytes,
+        capacity_bytes: int,
+        fsync: bool = False,
+        io: PageIO | None = None,
     ) -> None:
         self._folder = folder
         self._identity = identity
@@ -60,6 +100,7 @@ class FileStore:
         self._new = self._home / "new"
         self._capacity = capacity_bytes
         self._fsync = fsync
+        self._io: PageIO = io or SystemIO()
         self._number = 0
         self._unseen = capacity_bytes
         """Bytes that were perhaps written since the files were counted."""
@@ -74,10 +115,10 @@ class FileStore:
     def has(self, name: bytes) -> bool:
         return self._path(name).exists()
 
-    def read(self, name: bytes) -> bytes:
+    def read(self, name: bytes) -> memoryview:
         path = self._path(name)
         try:
-            content = _content(path)
+            content = self._content(path)
         except FileNotFoundError:
             raise Missing from None
         if content is None or not self._is_whole(name, content):
@@ -86,14 +127,14 @@ class FileStore:
         with suppress(OSError):  # whoever evicts may have been quicker
             if time.time() - path.stat().st_mtime > _TOUCH_S:
                 os.utime(path)
-        return content[len(self._head(name)) + _SUM_BYTES :]
+        return memoryview(content)[len(self._head(name)) + SUM_BYTES :]
 
     def write(self, name: bytes, payload: bytes | memoryview) -> None:
         path = self._path(name)
         if path.exists():
             return
         head = self._head(name)
-        size = len(head) + _SUM_BYTES + len(payload)
+        size = len(head) + SUM_BYTES + len(payload)
         self._keep_below(size)
         try:
             self._place(path, head, payload)
@@ -109,7 +150,7 @@ class FileStore:
         self._path(name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        pass
+        self._io.close()
 
     # -- one page -----------------------------------------------------------------------------
 
@@ -122,23 +163,40 @@ class FileStore:
 
     def _is_whole(self, name: bytes, content: bytes) -> bool:
         head = self._head(name)
-        told = content[len(head) : len(head) + _SUM_BYTES]
-        payload = memoryview(content)[len(head) + _SUM_BYTES :]
-        return content.startswith(head) and told == _checksum(head, payload)
+        told = content[len(head) : len(head) + SUM_BYTES]
+        payload = memoryview(content)[len(head) + SUM_BYTES :]
+        return content.startswith(head) and told == checksum(head, payload)
+
+    def _content(self, path: Path) -> bytes | None:
+        """A file's bytes; None for what is no plain file."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return None
+            raise
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                return None
+            return self._io.read(descriptor, found.st_size)
+        finally:
+            os.close(descriptor)
 
     def _place(self, path: Path, head: bytes, payload: bytes | memoryview) -> None:
         self._number += 1
         draft = self._new / f"{os.getpid()}-{self._number}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            with open(os.open(draft, flags, 0o600), "wb") as file:
-                file.write(head + _checksum(head, payload))
-                file.write(payload)
+            with open(os.open(draft, flags, 0o600), "wb", buffering=0) as file:
+                self._io.write(file.fileno(), [head + checksum(head, payload), payload])
                 if self._fsync:
-                    file.flush()
                     os.fsync(file.fileno())
-            path.parent.mkdir(exist_ok=True, mode=0o700)
-            os.rename(draft, path)
+            try:
+                os.rename(draft, path)
+            except FileNotFoundError:  # the first page of its folder
+                path.parent.mkdir(exist_ok=True, mode=0o700)
+                os.rename(draft, path)
         except OSError:
             draft.unlink(missing_ok=True)
             raise
@@ -188,8 +246,11 @@ class FileStore:
                     os.unlink(draft.path)
 
 
-def open_files(options: StoreOptions) -> FileStore:
+def open_files(options: StoreOptions, io: PageIO | None = None) -> FileStore:
     """The store of --hicache-storage-backend file.
+
+    Args:
+        io: see `FileStore`.
 
     Extra keys: "path" (default ~/.cache/banyan/pages), "max_bytes" (default 16 GiB, or half of
     what is free), "fsync".
@@ -220,7 +281,7 @@ def open_files(options: StoreOptions) -> FileStore:
                 f"{least:,} are {_SHARES} pages, the least that is of use",
                 hint="give max_bytes more, or name another path",
             )
-        return FileStore(folder, options.identity, capacity, fsync)
+        return FileStore(folder, options.identity, capacity, fsync, io)
     except OSError as error:
         raise ConfigError(
             f"the cache store cannot use {printable(path, 120)!r}: {error.strerror}",
@@ -237,24 +298,6 @@ def _check_owner(folder: Path) -> None:
             f"the cache store in {printable(str(folder), 120)!r} can be written by others",
             hint="name a folder of your own that only you can write (chmod 700)",
         )
-
-
-def _content(path: Path) -> bytes | None:
-    """A file's bytes; None for what is no plain file."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return None
-        raise
-    with open(descriptor, "rb") as file:
-        return file.read() if stat.S_ISREG(os.fstat(descriptor).st_mode) else None
-
-
-def _checksum(head: bytes, payload: bytes | memoryview) -> bytes:
-    made = blake2b(head, digest_size=_SUM_BYTES)
-    made.update(payload)
-    return made.digest()
 
 
 def _entries(folder: Path | str) -> list["os.DirEntry[str]"]:
