@@ -27,12 +27,12 @@ class Store(Protocol):
 
     @property
     def capacity_bytes(self) -> int:
-        """What it keeps at most; the pages used longest ago go first."""
+        """What it keeps at most; the pages used longest ago go first. 0 = others say that."""
         ...
 
     def has(self, name: bytes) -> bool: ...
 
-    def read(self, name: bytes) -> bytes:
+    def read(self, name: bytes) -> bytes | memoryview:
         """A whole page, checked.
 
         Raises:
@@ -70,5 +70,11 @@ OpenStore = Callable[[StoreOptions], Store]
 """Opens a store; ConfigError when that cannot be."""
 
 STORES: Table[OpenStore] = Table(
-    "cache store", {"file": "banyan.transfer.files:open_files"}, plugins="banyan.stores"
+    "cache store",
+    {
+        "file": "banyan.transfer.files:open_files",
+        "mooncake": "banyan.transfer.mooncake_store:open_mooncake_store",
+        "nixl": "banyan.transfer.nixl_files:open_nixl_files",
+    },
+    plugins="banyan.stores",
 )

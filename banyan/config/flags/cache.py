@@ -150,12 +150,12 @@ FLAGS = (
     Flag(
         "hicache-storage-backend",
         "cache.store",
-        "where pages are kept beyond the process: file = a folder, which servers may share; or the "
-        "name of an installed store",
+        "where pages are kept beyond the process: file = a folder, which servers may share; nixl = "
+        "the same by NIXL; mooncake = memory of a Mooncake cluster; or the name of an installed "
+        "store",
         elsewhere=(
             Elsewhere(
-                "sim mooncake npu_memcache hf3fs nixl aibrix dynamic eic simm mori shm tensorcast "
-                "seaweedfs",
+                "sim npu_memcache hf3fs aibrix dynamic eic simm mori shm tensorcast seaweedfs",
                 "it has no such store",
                 "use file, on a folder that all machines reach",
             ),
