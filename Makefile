@@ -109,12 +109,12 @@ test-ray: $(VENV)/.ray
 test-transfer: $(VENV)/.test .transfer/mooncake/.installed .transfer/nixl/.installed
 	@$(BIN)/python -m banyan.ops.cpu.build
 	@PYTHONPATH=.transfer/mooncake:.transfer/nixl $(BIN)/python -m pytest tests/transfer \
-	  tests/system/test_transfer_engines.py $(ARGS)
+	  tests/system/test_transfer_engines.py tests/system/test_outside_stores.py $(ARGS)
 
 # Every layout of ranks and stages that is promised, instead of one; takes some minutes.
 test-parallel: $(VENV)/.test
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@PARALLEL=all $(BIN)/python -m pytest tests/parallel tests/system/test_stages.py tests/system/test_nodes.py \
+	@PARALLEL=all $(BIN)/python -m pytest tests/parallel tests/system/test_stages.py tests/system/test_nodes.py tests/system/test_attached_store.py \
 	  tests/system/test_experts.py tests/system/test_ranks.py tests/system/test_joined.py tests/system/test_context.py tests/system/test_lora_beside.py \
 	  tests/system/test_handoff_ranks.py tests/system/test_handoff_kinds.py tests/system/test_expert_company.py tests/system/test_expert_adapters.py tests/system/test_hooks_beside.py $(ARGS)
 

@@ -14,19 +14,22 @@ from banyan.config.card import ModelCard
 from banyan.config.drafts import draft_of
 from banyan.config.kv_scales import read_kv_scales
 from banyan.config.schema import Config
-from banyan.config.stored import store_wishes
+from banyan.config.stored import can_have_store, store_wishes
 from banyan.formats.shards import files_of_weights
 from banyan.layers.build import Build
 from banyan.layers.cache import PageGroup
 from banyan.memory.groups import CacheGroup
 from banyan.memory.tiers import can_be_stored
+from banyan.messages.orders import AttachStore, DetachStore, Order
 from banyan.ops.bind import PLAIN_PAGES, BoundOps
 from banyan.ops.cpu.paged_attention import PAGES as BY_HEAD
 from banyan.platform.base import Traits
 from banyan.runner.kvstore import KVStore
+from banyan.runner.orders import Carrier
 from banyan.runner.rank_pages import Ahead, RankPages, layout_facts, links_at, shelves_of
 from banyan.runner.speculative.beside import DraftModel
-from banyan.transfer.base import STORES, StoreOptions
+from banyan.runner.store_switch import StoreSwitch, prepare_beside
+from banyan.transfer.base import STORES, Store, StoreOptions
 from banyan.transfer.identity import digest_of_code, digest_of_files, identity
 from banyan.transfer.mover import Mover, PageMover
 
@@ -131,7 +134,9 @@ def mover_of(
     _check_the_device(config, served.traits)
     if config.handoff.role:
         return _rooms_of(served, wake, secret, meeting)
-    return _store_of(served, wake) if config.cache.store else None
+    if not can_have_store(config, served.card):
+        return None
+    return _store_of(served, wake, meeting)
 
 
 def _check_the_device(config: Config, traits: Traits) -> None:
@@ -158,31 +163,71 @@ def _check_the_device(config: Config, traits: Traits) -> None:
         )
 
 
-def _store_of(served: Served, wake: Callable[[], None]) -> OpenMover:
-    cache = served.config.cache
+def _store_of(served: Served, wake: Callable[[], None], meeting: str) -> OpenMover:
+    cache, world = served.config.cache, served.config.parallel.world
+
+    def open_mover(pages: KVStore) -> PageMover:
+        mover = Mover(_pages_of_all(served, pages, meeting), None, wake)
+        if cache.store:
+            store = open_store(served, mover, cache.store, store_wishes(cache).rest)
+            mover.attach(store)
+            log.info(
+                "store=%s capacity_gb=%.1f: pages of the cache outlive this process",
+                *(cache.store, store.capacity_bytes / 1e9),
+            )
+        return mover if world == 1 else Ahead(mover)
+
+    return open_mover
+
+
+def open_store(served: Served, mover: Mover, name: str, rest: dict[str, object]) -> Store:
+    """The store `name` of a replica's pages.
+
+    Args:
+        rest: what the store itself is told.
+
+    Raises:
+        ConfigError, ModelError: it cannot be used, or weights cannot be read for their digest.
+    """
     if not can_be_stored(served.pools):
         raise ConfigError(
-            f"--hicache-storage-backend {cache.store}: some layers of this model do not keep every "
+            f"--hicache-storage-backend {name}: some layers of this model do not keep every "
             "position, or keep them in pages of another size",
             hint="leave it out",
         )
+    open_ = STORES.load(name)
     facts = (
         *(served.model_facts(), served.code_facts(), served.page_facts(), served.groups),
         served.draft_facts(),
     )
-    rest = store_wishes(cache).rest
-    open_store = STORES.load(cache.store)
+    return open_(StoreOptions(identity(facts), mover.page_bytes(), rest))
 
-    def open_mover(pages: KVStore) -> Mover:
-        sizes = [pages.page_bytes(group) for group in range(len(pages.groups))]
-        store = open_store(StoreOptions(identity(facts), sizes, rest))
-        log.info(
-            "store=%s capacity_gb=%.1f: pages of the cache outlive this process",
-            *(cache.store, store.capacity_bytes / 1e9),
-        )
-        return Mover(pages, store, wake)
 
-    return open_mover
+def store_carriers(served: Served, mover: PageMover | None) -> dict[type[Order], Carrier]:
+    """What attaches a store to one rank of a replica and detaches it; nothing where none can be.
+
+    Args:
+        mover: of rank 0.
+    """
+    config, rank = served.config, served.build.groups.world.rank
+    if not can_have_store(config, served.card):
+        return {}
+    if rank:
+        return {AttachStore: prepare_beside, DetachStore: prepare_beside}
+    inner = mover.inner if isinstance(mover, Ahead) else mover
+    assert isinstance(inner, Mover)
+    switch = StoreSwitch(inner, lambda name, rest: open_store(served, inner, name, rest))
+    return {AttachStore: switch.prepare_attach, DetachStore: switch.prepare_detach}
+
+
+def _pages_of_all(served: Served, store: KVStore, meeting: str) -> KVStore | RankPages:
+    """The pages of all ranks of a replica."""
+    parallel = served.config.parallel
+    if parallel.world == 1:
+        return store
+    layouts = {choice.pages for choice in cast(BoundOps, served.build.ops).choices} - {PLAIN_PAGES}
+    links, waits_s = links_at(meeting, parallel.world), parallel.meet_timeout_s
+    return RankPages(store, links, layouts == {BY_HEAD}, waits_s)
 
 
 def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: str) -> OpenMover:
@@ -209,15 +254,10 @@ def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: st
         patience_s=handoff.patience_s,
     )
     open_rooms = TRANSFERS.load(handoff.transfer)
-    layouts = {choice.pages for choice in cast(BoundOps, served.build.ops).choices} - {PLAIN_PAGES}
 
     def open_mover(store: KVStore) -> PageMover:
-        pages, shelves = store, shelves_of(store)
-        if parallel.world > 1:
-            links = links_at(meeting, parallel.world)
-            waits = parallel.meet_timeout_s
-            pages = RankPages(store, links, layouts == {BY_HEAD}, waits)
-            shelves = pages.shelves
+        pages = _pages_of_all(served, store, meeting)
+        shelves = pages.shelves if isinstance(pages, RankPages) else shelves_of(store)
         layout = identity(layout_facts(shelves, store.groups)).hex()[:_SHOWN]
         facts = {**options.facts, "layout of the cache": layout}
         mover = open_rooms(pages, replace(options, facts=facts), wake)

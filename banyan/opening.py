@@ -20,6 +20,7 @@ from banyan.config.flags.device import ATTENTION
 from banyan.config.kv_scales import read_kv_scales
 from banyan.config.schema import Config, ModelConfig, SpeculativeConfig
 from banyan.config.speculation import longest_branch, what_branches
+from banyan.config.stored import can_have_store
 from banyan.engine.placement import device_number, is_placed, place_rank
 from banyan.layers.build import Build
 from banyan.layers.cache import PageGroup, align_groups, group_caches, numbered_through
@@ -277,7 +278,8 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
         attention="" if config.device.attention in ATTENTION else config.device.attention,
         draft_room=draft_room,
         verified=config.speculative.num_tokens if config.speculative.drafts else 0,
-        shares_pages=bool(config.handoff.role) and config.parallel.world > 1,
+        shares_pages=config.parallel.world > 1
+        and (bool(config.handoff.role) or can_have_store(config, card)),
         burst=config.schedule.burst,
         branching=longest_branch(config.speculative),
     )

@@ -3,7 +3,7 @@
 Rank 0 runs engine and runner in one process; the other ranks only take plans and run them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -38,6 +38,7 @@ from banyan.engine.step_log import StepLog
 from banyan.formats.shards import size_of_weights
 from banyan.grammars import open_grammars
 from banyan.memory.cache import WEIGHTS_BYTES
+from banyan.memory.groups import CacheGroup
 from banyan.memory.sizing import MemoryPlan
 from banyan.messages.events import Ready
 from banyan.messages.orders import (
@@ -56,7 +57,7 @@ from banyan.messages.orders import (
 )
 from banyan.messages.plan import StepPlan
 from banyan.messages.wire import plan_codec
-from banyan.movers import Served, mover_of
+from banyan.movers import Served, mover_of, store_carriers
 from banyan.opening import (
     OpenModel,
     Phases,
@@ -120,9 +121,8 @@ def run_engine(
         ranks.send_sizes(sizes)
         wake = Wake()
         cleanup.callback(wake.close)
-        open_mover = mover_of(
-            _served(config, card, opened, memory), wake.ring, secret, ranks.meeting
-        )
+        served = _served(config, card, opened, memory.groups)
+        open_mover = mover_of(served, wake.ring, secret, ranks.meeting)
         rack = open_rack(config.lora, opened.model, opened.build)
         runner = ModelRunner(
             *(opened.model, opened.build, sizes, opened.platform, open_mover),
@@ -131,10 +131,11 @@ def run_engine(
         runner.bell = wake.fd
         kernels = opened.kernels
         marks = Marks("engine")
-        obeying = _with_orders(config, card, opened, runner, [marks], rack)
+        switching = store_carriers(served, runner.mover)
+        obeying = _with_orders(config, card, opened, runner, [marks], rack, switching)
         launcher = _open_launcher(card, opened, runner, obeying, ranks, wake.ring)
         balancer = open_balancer(config, card, opened.build, wake.ring)
-        del opened  # only the runner holds the weights, so that others may take their place
+        del opened, served  # only the runner holds the weights, so that others may take their place
         phases.done("cache")
         spec = core_spec(config, card, memory, rack.first if rack else ())
         recorders = Recorders(config.observe, spec, recording, cleanup)
@@ -243,10 +244,12 @@ def _publisher(config: Config, core: EngineCore, cleanup: ExitStack) -> Publishe
     return publisher
 
 
-def _served(config: Config, card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Served:
+def _served(
+    config: Config, card: ModelCard, opened: OpenModel, pools: Sequence[CacheGroup]
+) -> Served:
     """What the bytes of this replica's pages depend on."""
     traits, groups = opened.platform.traits, groups_of(card, opened)
-    return Served(config, card, traits, opened.build, groups, memory.groups, opened.draft)
+    return Served(config, card, traits, opened.build, groups, pools, opened.draft)
 
 
 def _with_orders(
@@ -256,12 +259,14 @@ def _with_orders(
     runner: ModelRunner,
     marks: list[Marks],
     rack: AdapterRack | None,
+    more: Mapping[type[Order], Carrier],
 ) -> OrderTaker:
     """The runner of one rank, and what carries out the orders that it gets.
 
     Args:
         marks: of this process's other threads, to be recorded with the runner's.
         rack: the adapters of this rank; None without any.
+        more: carriers of other kinds of orders.
     """
     rank = opened.build.groups.world.rank
     name = f"engine{config.parallel.replica}" + (f"-rank{rank}" if rank else "")
@@ -270,6 +275,7 @@ def _with_orders(
         *(config.model, card, opened.build, runner), may_release=config.device.memory_saver
     )
     carriers: dict[type[Order], Carrier] = {
+        **more,
         TakeWeights: holdings.prepare_take,
         ReleaseMemory: holdings.prepare_release,
         ResumeMemory: holdings.prepare_resume,
@@ -328,7 +334,8 @@ def run_rank(config: Config, card: ModelCard, rank: int, address: str, mesh_addr
         *(opened.model, opened.build, sizes, opened.platform, _telling(sizes, rank, mesh_address)),
         *(_open_drafter(opened.config), opened.draft, rack),
     )
-    obeying = _with_orders(opened.config, card, opened, runner, [], rack)
+    switching = store_carriers(_served(opened.config, card, opened, ()), None)
+    obeying = _with_orders(opened.config, card, opened, runner, [], rack, switching)
     line = _line(card, opened, runner, obeying) if config.parallel.pp > 1 else None
     del opened  # as on rank 0
     codec = plan_codec()

@@ -57,6 +57,33 @@ def _number(given: dict[str, object], key: str, default: float) -> float:
     return value
 
 
+def why_no_store(config: Config, card: ModelCard) -> str:
+    """Why the pages of this model, served so, go to no store; "" = they can. Those of several
+    ranks lie in memory that the first one maps."""
+    cache, parallel = config.cache, config.parallel
+    for is_so, why in (
+        (bool(config.handoff.role), "pages come from one place at a time, here another server"),
+        (parallel.is_joined, "replicas that compute together keep prefixes in memory"),
+        (parallel.nodes > 1, "one process carries the pages of all ranks, of one machine"),
+        (parallel.cp > 1, "ranks that divide a prompt keep its pages to themselves"),
+        (card.needs_whole_prompts, "a model that reads whole prompts shares no prefixes"),
+        (card.has_states, "what is stored of a prefix is every position, and no state"),
+        (
+            WINDOW in card.layer_kinds and not cache.keeps_windows,
+            "layers with a window give back what lies below it, without --disable-hybrid-swa-memory"
+            " (with which they keep every position)",
+        ),
+    ):
+        if is_so:
+            return why
+    return ""
+
+
+def can_have_store(config: Config, card: ModelCard) -> bool:
+    """Whether a store may be attached, now or while the server runs."""
+    return config.cache.hierarchical and not why_no_store(config, card)
+
+
 def check_the_store(config: Config, card: ModelCard, environment: Environment) -> Config:
     """A store keeps whole prefixes of one rank; what does not go with that is refused by name."""
     cache, parallel = config.cache, config.parallel
@@ -76,18 +103,21 @@ def check_the_store(config: Config, card: ModelCard, environment: Environment) -
             hint="leave one of them out",
         )
     if not cache.store:
-        log.info(
-            "%s: the cache lies in the host's memory already; pages outlive the process with "
-            "--hicache-storage-backend file",
-            flag,
-        )
+        if why := why_no_store(config, card):
+            log.info("%s has no effect: %s", flag, why)
+        else:
+            log.info(
+                "%s: the cache lies in the host's memory already; pages outlive the process with "
+                "--hicache-storage-backend file, or a store that is attached later",
+                flag,
+            )
         return config
     flag = f"--hicache-storage-backend {cache.store}"
-    if parallel.world > 1:
+    if parallel.nodes > 1 or parallel.cp > 1:
+        name = parallel.nodes_flag if parallel.nodes > 1 else f"--attn-cp-size {parallel.cp}"
         raise ConfigError(
-            f"{flag} is not available with --tp-size {parallel.tp} and --pp-size {parallel.pp}: "
-            "what several ranks have read or not is not agreed among them",
-            hint="use --dp-size for several replicas, which share the store",
+            f"{flag} is not available with {name}: {why_no_store(config, card)}",
+            hint="use --tp-size on one machine, or --dp-size for replicas, which share the store",
         )
     if card.needs_whole_prompts:
         raise ConfigError(

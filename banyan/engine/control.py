@@ -11,9 +11,11 @@ import msgspec
 
 from banyan.base.ids import RequestId
 from banyan.engine.core import EngineCore
-from banyan.messages.events import PinFact, Reply
+from banyan.messages.events import BUSY, PinFact, Reply
 from banyan.messages.orders import (
     MEMORY_TAGS,
+    AttachStore,
+    DetachStore,
     ForgetDrafts,
     Order,
     ReadWeight,
@@ -147,6 +149,51 @@ def read_weight(core: EngineCore, control: Control, now: float) -> Reply | None:
     return _give(core, control, now, ReadWeight(name, rows))
 
 
+def attach_store(
+    core: EngineCore, control: Control, now: float, is_trial: bool = False
+) -> Reply | None:
+    """Keep pages in a store from here on, on every rank or on none."""
+    tier, args = core.scheduler.cache.tier, control.args
+    if tier is None:
+        text = "This server was not started for a store. Start it with --enable-hierarchical-cache."
+        return Reply(control.call, False, text)
+    if tier.is_attached:
+        return Reply(control.call, False, "A store is attached already. Detach it first.")
+    if core.scheduler.cache.weights != tier.weights:
+        text = "Other weights were taken since the start, whose pages no store keeps. Start again."
+        return Reply(control.call, False, text)
+    order = AttachStore(
+        store=str(args.get("store")),
+        options=str(args.get("options") or "{}").encode(),
+        write=str(args.get("write")),
+        prefetch=str(args.get("prefetch")),
+        threshold=int(args.get("threshold") or 0),
+        timeout_s=float(args.get("patience_s") or 0.0),
+        timeout_per_ki_s=float(args.get("patience_per_ki_s") or 0.0),
+        is_trial=is_trial,
+    )
+    return _while_requests_run(core, control, now) or _give(core, control, now, order)
+
+
+def detach_store(
+    core: EngineCore, control: Control, now: float, is_trial: bool = False
+) -> Reply | None:
+    """Let go of the store. `force`: what is on its way there is left out."""
+    tier = core.scheduler.cache.tier
+    if tier is None or not tier.is_attached:
+        return Reply(control.call, True, "There was no store.")
+    if refusal := _while_requests_run(core, control, now):
+        return refusal
+    loading, pending = tier.loading, 0 if control.args.get("force") else tier.pending
+    if loading or pending:
+        text = (
+            f"{loading} pages are on their way from the store and {pending} on their way to it"
+            f"{'' if loading else '; force=true leaves these out'}."
+        )
+        return Reply(control.call, False, text, body=BUSY)
+    return _give(core, control, now, DetachStore(is_trial))
+
+
 def start_profile(core: EngineCore, control: Control, now: float) -> Reply | None:
     """Record the steps on every rank."""
     order = StartProfile(
@@ -206,6 +253,19 @@ def _while_requests_live(core: EngineCore, control: Control, now: float) -> Repl
     )
 
 
+def _while_requests_run(core: EngineCore, control: Control, now: float) -> Reply | None:
+    """A refusal while there are requests, unless they wait for the end of a pause."""
+    stats = core.stats(now)
+    is_held = core.is_paused and not control.args.get("is_idle")
+    if not stats.running and (is_held or not stats.waiting):
+        return None
+    text = (
+        f"{stats.running} running and {stats.waiting} waiting requests. A store is attached and "
+        "detached while there are none."
+    )
+    return Reply(control.call, False, text)
+
+
 def _tags(control: Control) -> list[str]:
     return str(control.args.get("tags") or ",".join(MEMORY_TAGS)).split(",")
 
@@ -225,6 +285,10 @@ VERBS: Mapping[str, Verb] = {
     "try_release_memory": partial(release_memory, is_trial=True),
     "resume_memory": resume_memory,
     "read_weight": read_weight,
+    "attach_store": attach_store,
+    "try_attach_store": partial(attach_store, is_trial=True),
+    "detach_store": detach_store,
+    "try_detach_store": partial(detach_store, is_trial=True),
     "start_profile": start_profile,
     "stop_profile": stop_profile,
     "start_expert_record": partial(record_experts, what="start"),

@@ -18,6 +18,8 @@ from banyan.messages.events import Event, Reply, Stats
 from banyan.messages.orders import (
     KV_CACHE,
     WEIGHTS,
+    AttachStore,
+    DetachStore,
     DropAdapter,
     Order,
     OrderReply,
@@ -341,6 +343,10 @@ class EngineCore:
                 self.released += [tag for tag in order.tags if tag not in self.released]
             case ResumeMemory():
                 self._has_back(order.tags)
+            case AttachStore(is_trial=False):
+                self.scheduler.fetcher.attach(order)
+            case DetachStore(is_trial=False):
+                self.scheduler.fetcher.detach()
             case _:
                 pass
 

@@ -11,7 +11,7 @@ from banyan.base.errors import CapacityError
 from banyan.config.adapters import named_adapters
 from banyan.config.card import ModelCard
 from banyan.config.schema import CacheConfig, Config, LoraConfig
-from banyan.config.stored import store_wishes
+from banyan.config.stored import can_have_store, store_wishes
 from banyan.engine.core import EngineCore, Recorder
 from banyan.engine.lockstep import Lockstep
 from banyan.grammar.base import GrammarFactory
@@ -127,7 +127,7 @@ def core_spec(
         eviction=config.cache.eviction,
         eviction_numbers=config.cache.eviction_numbers,
         share=not (config.cache.disable_radix or card.needs_whole_prompts),
-        store=_store_rules(config.cache, memory) if config.cache.store else None,
+        store=_store_rules(config.cache, memory) if can_have_store(config, card) else None,
         role=config.handoff.role,
         adapters=_adapter_rules(config.lora, memory, loads) if config.lora.is_enabled else None,
     )
@@ -171,4 +171,5 @@ def _store_rules(cache: CacheConfig, memory: MemoryPlan) -> StoreRules:
         timeout_s=wishes.timeout_s,
         timeout_per_ki_s=wishes.timeout_per_ki_s,
         max_writes=min(_MOST_WRITES, max(_LEAST_WRITES, _STAGED_BYTES // max(1, page_bytes))),
+        is_attached=bool(cache.store),
     )

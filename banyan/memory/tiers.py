@@ -11,7 +11,7 @@ back is said in memory/loads.py.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from banyan.base.ids import NO_STEP
@@ -56,6 +56,8 @@ class StoreRules:
     timeout_per_ki_s: float = 0.25
     max_writes: int = 64
     """Copies to the store under way; each holds the bytes of a page in the host's memory."""
+    is_attached: bool = True
+    """Whether there is a store from the start; one may be attached later."""
 
 
 @dataclass
@@ -87,6 +89,37 @@ class StoreTier:
     def __post_init__(self) -> None:
         self._backlog = deque(maxlen=min(pool.total for pool in self.pools))
 
+    # -- which store --------------------------------------------------------------------------
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a store."""
+        return self.rules.is_attached
+
+    @property
+    def pending(self) -> int:
+        """Units and copies that are on their way to the store, or wait for it."""
+        return len(self._backlog) + len(self._writes)
+
+    def attach(self, rules: StoreRules) -> None:
+        """There is a store from here on, which may lack all that the device holds. No step and no
+        copy is in flight."""
+        assert not self.is_attached and rules.is_attached
+        self.rules = rules
+        if rules.write == WRITE_THROUGH:
+            for node in self.loads.tree.nodes():
+                self._note(node)
+
+    def detach(self) -> None:
+        """There is no store any more; what the device holds stays. No step and no load is in
+        flight; copies that were under way may still end."""
+        assert not self._loading and not self.copies
+        self.rules = replace(self.rules, is_attached=False)
+        self._backlog.clear()
+        self._writes.clear()
+        for node in self.loads.tree.nodes():
+            node.is_stored = False
+
     # -- to the store -------------------------------------------------------------------------
 
     def complete(self, node: Node) -> None:
@@ -101,7 +134,8 @@ class StoreTier:
 
     def leaving(self, node: Node) -> None:
         """The node is about to be evicted."""
-        if self.rules.write == WRITE_BACK and len(self._writes) < self.rules.max_writes:
+        is_wanted = self.is_attached and self.rules.write == WRITE_BACK
+        if is_wanted and len(self._writes) < self.rules.max_writes:
             self._write(node)
 
     def plan_writes(self, has_rows: bool) -> None:
@@ -124,7 +158,7 @@ class StoreTier:
         return taken
 
     def _note(self, node: Node) -> None:
-        if not node.is_stored:
+        if self.is_attached and not node.is_stored:
             self._backlog.append(node)
 
     def _write(self, node: Node) -> None:

@@ -71,6 +71,10 @@ class Failed(msgspec.Struct, frozen=True, omit_defaults=True, tag="failed"):
     code: str = "engine_error"
 
 
+BUSY = b"true"
+"""Reply.body of a refusal that may be a yes a moment later."""
+
+
 class Reply(msgspec.Struct, frozen=True, omit_defaults=True, tag="reply"):
     """Answer to one `Control`; `body` is JSON when the verb returns facts."""
 

@@ -104,6 +104,34 @@ class PlaceExperts(msgspec.Struct, frozen=True, array_like=True, tag="place_expe
     """The expert at each place of each of them, through all ranks."""
 
 
+class AttachStore(msgspec.Struct, frozen=True, array_like=True, tag="attach_store"):
+    """Keep pages of the cache in a store that outlives the process. Nothing runs, and there is no
+    store yet."""
+
+    store: str
+    """Its name (transfer/base.py, STORES)."""
+    options: bytes
+    """JSON object: what the store itself is told."""
+    write: str
+    """When pages are stored: a policy of memory/tiers.py."""
+    prefetch: str
+    """How long requests wait for it: a policy of scheduler/fetch.py."""
+    threshold: int
+    """Tokens; fewer are not looked for."""
+    timeout_s: float
+    timeout_per_ki_s: float
+    """Most seconds that a request waits, and for each 1024 tokens."""
+    is_trial: bool = False
+    """Only see whether it can be attached."""
+
+
+class DetachStore(msgspec.Struct, frozen=True, array_like=True, tag="detach_store"):
+    """Let go of the store. Nothing runs; what is on its way there is not waited for."""
+
+    is_trial: bool = False
+    """Only see whether it can be let go."""
+
+
 Order = (
     TakeWeights
     | ReleaseMemory
@@ -116,6 +144,8 @@ Order = (
     | DropAdapter
     | RecordExperts
     | PlaceExperts
+    | AttachStore
+    | DetachStore
 )
 
 

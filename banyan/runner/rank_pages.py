@@ -309,7 +309,11 @@ class Ahead:
     on other ranks may write to what the copies read. Satisfies PageMover."""
 
     def __init__(self, mover: PageMover) -> None:
-        self._mover = mover
+        self.inner = self._mover = mover
+
+    @property
+    def is_attached(self) -> bool:
+        return self._mover.is_attached
 
     def begin(self, copies: list[PageCopy]) -> None:
         self._mover.start(copies)

@@ -172,7 +172,8 @@ class Holdings:
             self._stamp = stamp
             self._released = [tag for tag in self._released if tag != WEIGHTS]
             _settle_memory()
-            if self._runner.mover is None:
+            mover = self._runner.mover
+            if mover is None or not mover.is_attached:
                 return Said("The weights have been taken.")
             return Said(f"The weights have been taken. {_NOT_STORED}")
 

@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable
 
 from banyan.memory.cache import KVCache, Match, unit_keys
-from banyan.memory.tiers import StoreTier
+from banyan.memory.tiers import StoreRules, StoreTier
+from banyan.messages.orders import AttachStore
 from banyan.messages.plan import Held, Lookup
 from banyan.scheduler.admit import prefix_limit, prefix_of
 from banyan.scheduler.request import Fetch, Request
@@ -59,12 +60,35 @@ class Fetcher:
         self._reading, self._computing = Speed(), Speed()
         """Per unit, and per token."""
 
+    # -- which store --------------------------------------------------------------------------
+
+    def attach(self, order: AttachStore) -> None:
+        """There is another store, whose speed nobody knows."""
+        assert self._tier is not None
+        rules = StoreRules(
+            write=order.write,
+            prefetch=order.prefetch,
+            threshold=order.threshold,
+            timeout_s=order.timeout_s,
+            timeout_per_ki_s=order.timeout_per_ki_s,
+            max_writes=self._tier.rules.max_writes,
+        )
+        self._tier.attach(rules)
+        self._reading = Speed()
+
+    def detach(self) -> None:
+        """There is no store any more: nobody waits for it."""
+        assert self._tier is not None
+        self._tier.detach()
+        self._asked.clear()
+        self.lookups.clear()
+
     # -- what comes in ------------------------------------------------------------------------
 
     def begin(self, request: Request, now: float) -> None:
         """A request has come: ask for what the device does not have of it."""
         tier, weights = self._tier, self._cache.weights
-        if tier is None or weights != tier.weights:
+        if tier is None or not tier.is_attached or weights != tier.weights:
             return
         unit, rules = self._cache.unit, tier.rules
         limit = prefix_limit(request) // unit * unit
@@ -106,7 +130,7 @@ class Fetcher:
 
     def go_on(self, waiting: list[Request], may_enter: Callable[[Request, Match], bool]) -> None:
         """Begin to load for those that are next, as far as there is room."""
-        if self._tier is None:
+        if self._tier is None or not self._tier.is_attached:
             return
         seen = 0
         for request in waiting:
@@ -124,7 +148,8 @@ class Fetcher:
         fetch = request.fetch
         if fetch is None or fetch.is_over:
             return False
-        fetch.is_over = now >= fetch.deadline_s
+        is_there = self._tier is not None and self._tier.is_attached
+        fetch.is_over = not is_there or now >= fetch.deadline_s
         return not fetch.is_over
 
     def stored_tokens(self, request: Request, match: Match) -> int:

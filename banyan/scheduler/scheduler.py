@@ -284,7 +284,8 @@ class Scheduler:
     def _admit(self, sheet: PlanSheet) -> None:
         if sheet.is_starved or not self.roster.waiting:
             return
-        if not self.roster.free_slots and self.cache.tier is None:
+        has_store = self.cache.tier is not None and self.cache.tier.is_attached
+        if not self.roster.free_slots and not has_store:
             return  # in most steps of an overload; putting a long queue in order takes time
         reserved = reserve(self.roster.running, self.cache, self._ratio)
         self.fetcher.go_on(

@@ -13,6 +13,7 @@ from banyan.server.admin import (
     profile,
     recording,
     requests,
+    stores,
 )
 from banyan.server.admin.metrics import show_metrics
 from banyan.server.admin.unavailable import unavailable_routes
@@ -163,6 +164,8 @@ def _operation_routes() -> list[Route]:
     of_profile = Body(profile.ProfileRequest, is_query=True)
     of_pause, of_ending = Body(operate.PauseRequest, is_query=True), Body(facts.AbortRequest)
     listing = requests.list_requests
+    store, of_store = stores.storage_backend, Body(stores.StoreRequest)
+    ways = ("GET", "PUT", "DELETE")
     of_pin, of_unpin = Body(pins.PinRequest), Body(pins.UnpinRequest, is_query=True)
     return [
         Route("/requests", _GET, listing, auth.OWN, about="what runs and what waits"),
@@ -171,6 +174,7 @@ def _operation_routes() -> list[Route]:
         Route("/pin_prefix", _POST, pins.pin_prefix, adm, about="keep a prompt", body=of_pin),
         Route("/unpin_prefix", _POST, pins.unpin_prefix, adm, about="let it go", body=of_unpin),
         Route("/pinned_prefixes", _GET, pins.pinned_prefixes, adm, about="what is kept"),
+        Route("/hicache/storage-backend", ways, store, adm, about="attach a store", body=of_store),
         Route("/pause_generation", _POST, pause, adm, about="plan no steps", body=of_pause),
         Route("/continue_generation", _POST, go_on, adm, about="plan steps again"),
         Route("/update_weights_from_disk", _POST, weights, adm, about="load others", body=of_disk),

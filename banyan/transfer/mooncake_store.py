@@ -8,12 +8,15 @@ the bound: what does not fit in the memory that is lent makes the master evict, 
 
 import errno
 import socket
-from typing import Any
+from typing import TYPE_CHECKING
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.transfer.base import Damaged, Missing, StoreOptions
 from banyan.transfer.checksum import SUM_BYTES, checksum
+
+if TYPE_CHECKING:
+    from mooncake.store import MooncakeDistributedStore
 
 _FLAG = "--hicache-storage-backend mooncake"
 _EXTRA = "--hicache-storage-backend-extra-config"
@@ -40,7 +43,9 @@ class MooncakeStore:
         lent_bytes: of this process's memory.
     """
 
-    def __init__(self, client: Any, identity: bytes, lent_bytes: int) -> None:
+    def __init__(
+        self, client: "MooncakeDistributedStore", identity: bytes, lent_bytes: int
+    ) -> None:
         self._client = client
         self._identity = identity
         self._lent_bytes = lent_bytes
@@ -51,15 +56,15 @@ class MooncakeStore:
         return self._lent_bytes
 
     def has(self, name: bytes) -> bool:
-        found = int(self._client.is_exist(self._key(name)))
+        found = self._client.is_exist(self._key(name))
         if found < 0 and found != _NOT_FOUND:
             raise _failed("does not answer", found)
         return found == 1
 
     def read(self, name: bytes) -> memoryview:
-        content = bytes(self._client.get(self._key(name)))
+        content = self._client.get(self._key(name))
         if not content:
-            status = int(self._client.get_size(self._key(name)))
+            status = self._client.get_size(self._key(name))
             if status == _NOT_FOUND:
                 raise Missing
             raise _failed("does not give a page", status)
@@ -73,16 +78,14 @@ class MooncakeStore:
 
     def write(self, name: bytes, payload: bytes | memoryview) -> None:
         head = self._head(name)
-        status = int(
-            self._client.put_parts(self._key(name), head + checksum(head, payload), payload)
-        )
+        status = self._client.put_parts(self._key(name), head + checksum(head, payload), payload)
         if status == _NO_ROOM:
             raise OSError(errno.ENOSPC, "the memory that is lent to mooncake is full")
         if status:
             raise _failed("does not take a page", status)
 
     def delete(self, name: bytes) -> None:
-        status = int(self._client.remove(self._key(name), True))
+        status = self._client.remove(self._key(name), True)
         if status not in (0, _NOT_FOUND):
             raise _failed("does not remove a page", status)
 
@@ -129,11 +132,9 @@ def open_mooncake_store(options: StoreOptions) -> MooncakeStore:
     kind = _client_kind()
     _call(texts["master_server_address"])
     client = kind()
-    status = int(
-        client.setup(
-            *(texts["local_hostname"], texts["metadata_server"], lent, buffer),
-            *(texts["protocol"], texts["device_name"], texts["master_server_address"]),
-        )
+    status = client.setup(
+        *(texts["local_hostname"], texts["metadata_server"], lent, buffer),
+        *(texts["protocol"], texts["device_name"], texts["master_server_address"]),
     )
     if status:
         raise ConfigError(
@@ -144,7 +145,7 @@ def open_mooncake_store(options: StoreOptions) -> MooncakeStore:
     return MooncakeStore(client, options.identity, lent)
 
 
-def _client_kind() -> Any:
+def _client_kind() -> "type[MooncakeDistributedStore]":
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:

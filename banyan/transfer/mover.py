@@ -45,6 +45,11 @@ class Pages(Protocol):
 class PageMover(Protocol):
     """Carries pages beyond the device. Everything that begins ends, and is told once."""
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is anywhere to carry pages to."""
+        ...
+
     def start(self, copies: list[PageCopy]) -> None:
         """Begin the copies that do not stay on the device, in order. Returns once the bytes of
         pages that go away are taken."""
@@ -61,13 +66,16 @@ class Lane(Protocol):
 
     def do(self, work: Callable[[], None]) -> None: ...
     def close(self) -> None: ...
-    def join(self, timeout_s: float) -> None: ...
+    def join(self, timeout_s: float) -> bool:
+        """Wait for what it is at; whether that has ended."""
+        ...
 
 
 class Mover:
     """
     Args:
         pages: in the host's memory.
+        store: None = none is attached yet; copies to and from it fail.
         wake: called from the threads whenever something has ended.
         open_lane: opens the lanes for lookups, reads and writes.
     """
@@ -75,22 +83,91 @@ class Mover:
     def __init__(
         self,
         pages: Pages,
-        store: Store,
+        store: Store | None,
         wake: Callable[[], None],
         open_lane: Callable[[str], Lane] | None = None,
     ) -> None:
         self._pages = pages
-        self._store = store
         self._wake = wake
-        self._groups = len(pages.groups)
+        self._open_lane: Callable[[str], Lane] = open_lane or _Thread
         self._ended: SimpleQueue[CopyResult | Held | RoomNews] = SimpleQueue()
-        self._told: dict[str, None] = {}
-        opened = open_lane or _Thread
-        self._lanes = [opened(name) for name in ("store-look", "store-read", "store-write")]
+        self._carrier: _Carrier | None = None
+        if store is not None:
+            self.attach(store)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a store."""
+        return self._carrier is not None
+
+    def page_bytes(self) -> list[int]:
+        """Of one page of each group, as a store has it."""
+        return [self._pages.page_bytes(group) for group in range(len(self._pages.groups))]
+
+    def attach(self, store: Store) -> None:
+        """Carry pages to and from `store`, from here on its only user. Nothing is under way."""
+        assert self._carrier is None
+        self._carrier = _Carrier(self._pages, store, self._end, self._open_lane)
+
+    def detach(self) -> None:
+        """Let go of the store; what waits is not begun, and is not told."""
+        carrier, self._carrier = self._carrier, None
+        if carrier is not None:
+            carrier.close()
 
     def start(self, copies: list[PageCopy]) -> None:
         """Begin the copies to and from the store, in order. Returns once the bytes of pages that
         go to the store are taken."""
+        carrier = self._carrier
+        if carrier is not None:
+            carrier.start(copies)
+        elif failed := [copy.id for copy in copies if not copy.is_on_device]:
+            self._end(CopyResult(ids=[], failed=failed))
+
+    def look(self, lookups: list[Lookup]) -> None:
+        """Answer lookups, in order."""
+        carrier = self._carrier
+        for lookup in lookups:
+            if carrier is None:
+                self._end(Held(lookup.id, 0))
+            else:
+                carrier.look(lookup)
+
+    def obey(self, orders: list[RoomOrder]) -> None:
+        """A store has no rooms."""
+        assert not orders
+
+    def ended(self) -> list[CopyResult | Held | RoomNews]:
+        """What has ended since the last call."""
+        return [self._ended.get() for _ in range(self._ended.qsize())]
+
+    def close(self) -> None:
+        """End the threads; what waits is not begun, and what hangs is left behind."""
+        self.detach()
+
+    def _end(self, result: CopyResult | Held) -> None:
+        self._ended.put(result)
+        self._wake()
+
+
+class _Carrier:
+    """What carries pages to and from one store. `end` is called from its threads."""
+
+    def __init__(
+        self,
+        pages: Pages,
+        store: Store,
+        end: Callable[[CopyResult | Held], None],
+        open_lane: Callable[[str], Lane],
+    ) -> None:
+        self._pages = pages
+        self._store = store
+        self._end = end
+        self._groups = len(pages.groups)
+        self._told: dict[str, None] = {}
+        self._lanes = [open_lane(name) for name in ("store-look", "store-read", "store-write")]
+
+    def start(self, copies: list[PageCopy]) -> None:
         _, read, write = self._lanes
         taken: list[tuple[PageCopy, np.ndarray]] = []
         wanted: list[PageCopy] = []
@@ -111,26 +188,14 @@ class Mover:
         for first in range(0, len(wanted), _TOLD_AT_ONCE):
             read.do(lambda some=wanted[first : first + _TOLD_AT_ONCE]: self._read(some))
 
-    def look(self, lookups: list[Lookup]) -> None:
-        """Answer lookups, in order."""
-        for lookup in lookups:
-            self._lanes[0].do(lambda lookup=lookup: self._look(lookup))
-
-    def obey(self, orders: list[RoomOrder]) -> None:
-        """A store has no rooms."""
-        assert not orders
-
-    def ended(self) -> list[CopyResult | Held | RoomNews]:
-        """What has ended since the last call."""
-        return [self._ended.get() for _ in range(self._ended.qsize())]
+    def look(self, lookup: Lookup) -> None:
+        self._lanes[0].do(lambda: self._look(lookup))
 
     def close(self) -> None:
-        """End the threads; what waits is not begun, and what hangs is left behind."""
         for lane in self._lanes:
             lane.close()
-        for lane in self._lanes:
-            lane.join(_GRACE_S)
-        self._store.close()
+        if all([lane.join(_GRACE_S) for lane in self._lanes]):
+            self._store.close()  # else something still runs in it
 
     def _look(self, lookup: Lookup) -> None:
         count = 0
@@ -184,10 +249,6 @@ class Mover:
                 *(what, type(error).__name__, error, _INSTEAD[what]),
             )
 
-    def _end(self, result: CopyResult | Held) -> None:
-        self._ended.put(result)
-        self._wake()
-
 
 class _Thread:
     """A lane that is a thread."""
@@ -205,8 +266,9 @@ class _Thread:
         self._is_closed = True
         self._queue.put(None)
 
-    def join(self, timeout_s: float) -> None:
+    def join(self, timeout_s: float) -> bool:
         self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:

@@ -57,7 +57,7 @@ def test_a_variable_names_the_folder_of_the_store() -> None:
     assert store_wishes(named).rest == {"path": "/other"}
 
 
-@pytest.mark.parametrize("name", ["mooncake", "dynamic", "nixl"])
+@pytest.mark.parametrize("name", ["hf3fs", "dynamic", "aibrix"])
 def test_stores_of_others_are_refused_with_what_to_do(name: str) -> None:
     with pytest.raises(ConfigError, match="use file, on a folder that all machines reach"):
         config_of("--enable-hierarchical-cache", "--hicache-storage-backend", name)
@@ -68,8 +68,8 @@ def test_stores_of_others_are_refused_with_what_to_do(name: str) -> None:
     [
         (CacheConfig(store="file"), CARD, {}, "needs --enable-hierarchical-cache"),
         (CacheConfig(hierarchical=True, disable_radix=True), CARD, {}, "exclude each other"),
-        (CacheConfig(hierarchical=True, store="file"), CARD, {"tp": 2}, "--tp-size 2"),
-        (CacheConfig(hierarchical=True, store="file"), CARD, {"pp": 2}, "--pp-size 2"),
+        (CacheConfig(hierarchical=True, store="file"), CARD, {"nodes": 2, "tp": 2}, "--nnodes 2"),
+        (CacheConfig(hierarchical=True, store="file"), CARD, {"tp": 2, "cp": 2}, "--attn-cp-size"),
         (CacheConfig(hierarchical=True, store="file"), MIXED, {}, "--disable-hybrid-swa-memory"),
     ],
 )

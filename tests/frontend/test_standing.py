@@ -39,3 +39,17 @@ def test_an_adapter_of_the_start_can_be_replaced_under_its_name() -> None:
     standing.take(*unload("first"))
     standing.take(*unload("first"))
     assert orders(standing) == [unload("first")]
+
+
+def attach(store: str) -> tuple[str, dict]:
+    return "attach_store", {"store": store}
+
+
+def test_the_last_store_is_attached_again_in_the_place_of_that_of_the_start() -> None:
+    standing = Standing()
+    for order in (attach("a"), ("detach_store", {"force": False}), attach("b")):
+        standing.take(*order)
+        standing.take(*order)
+    assert orders(standing) == [("detach_store", {}), attach("b")]
+    standing.take("detach_store", {"force": True})
+    assert orders(standing) == [("detach_store", {"force": True})]

@@ -7,8 +7,10 @@ import pytest
 from banyan.engine.spec import CoreSpec
 from banyan.memory.groups import FULL, CacheGroup
 from banyan.memory.tiers import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH, StoreRules
+from banyan.messages.events import Reply
+from banyan.messages.orders import AttachStore, DetachStore, Order, OrderReply
 from banyan.messages.plan import STORE, CopyResult, Held, StepPlan, StepResult
-from banyan.messages.requests import Abort, Generate
+from banyan.messages.requests import Abort, Generate, GiveOrders
 from banyan.messages.sampling import SamplingParams
 from banyan.scheduler.budget import Limits
 from banyan.scheduler.fetch import BEST_EFFORT, TIMEOUT, WAIT_COMPLETE
@@ -271,3 +273,61 @@ def test_tenants_have_keys_of_their_own() -> None:
     assert keys[1] == keys[3] and not set(keys[0]) & set(keys[1]) & set(keys[2])
     assert all(len(key) == 32 for each in keys for key in each)
     assert len({key for each in keys for key in each}) == 30
+
+
+def test_a_store_that_comes_gets_what_the_device_holds_and_one_that_goes_is_asked_nothing() -> None:
+    desk = Desk(is_attached=False)
+    desk.run("a", LONG)
+    assert not desk.drain()
+    given = order(desk, attach(write=WRITE_THROUGH))
+    plans = desk.drain()
+    assert given.ok and writes(plans) == 10
+    keys = {copy.dst.key for plan in plans for copy in plan.copies}
+    desk.core.flush(0.0)
+    desk.submit("b", LONG)
+    assert desk.hold(99) == 10
+    plan = desk.launch()
+    assert loads(plan) == 10 and {copy.src.key for copy in plan.copies} == keys
+    desk.complete(plan)
+    desk.end(plan)
+    desk.run("c", LONG)
+    assert order(desk, DetachStore()).ok
+    desk.run("d", [*LONG[:20], *LONG[::-1]])
+    assert not desk.core.take_lookups() and not desk.drain()
+    assert order(desk, attach(write=WRITE_THROUGH)).ok
+    assert writes(desk.drain()) == 20, "another store has nothing of what the last one had"
+
+
+def test_an_order_that_failed_leaves_things_as_they_were() -> None:
+    desk = Desk(is_attached=False)
+    assert not order(desk, attach(), ok=False).ok
+    desk.run("a", LONG)
+    assert not desk.drain() and not desk.core.take_lookups()
+
+
+def test_a_copy_that_ends_after_its_store_has_gone_changes_nothing() -> None:
+    desk = Desk(threshold=99)
+    desk.submit("a", LONG)
+    desk.complete(desk.launch())
+    late = desk.launch()
+    assert writes([late]) == 10
+    desk.complete(late)
+    assert order(desk, DetachStore()).ok
+    desk.end(late)
+    assert order(desk, attach(write=WRITE_THROUGH)).ok
+    assert writes(desk.drain()) == 10
+
+
+def attach(write: str = WRITE_THROUGH) -> AttachStore:
+    return AttachStore("file", b"{}", write, WAIT_COMPLETE, 2 * PAGE, 1.0, 0.25)
+
+
+def order(desk: Desk, given: Order, ok: bool = True) -> Reply:
+    """Give an order that the ranks carry out, or do not."""
+    desk.core.receive(GiveOrders(1, [given]), desk.now)
+    plan = desk.launch()
+    assert plan.orders == [given] and not plan.rows
+    result = StepResult(step=plan.step, replies=[OrderReply(ok)])
+    ((reply,), _) = desk.core.complete(result, desk.now)
+    desk.core.check()
+    return reply

@@ -150,3 +150,39 @@ def test_a_store_that_hangs_does_not_hold_up_the_end(scene):
     scene.mover.close()
     assert time.monotonic() - began < 5
     scene.store.gate.set()
+
+
+def test_a_store_comes_and_goes_and_what_is_asked_without_one_fails(scene):
+    mover, pages, first, second = scene.mover, scene.pages, scene.store, MemoryStore()
+    pages.bytes[0, 1] = 7
+    mover.start([to_store(1, 1, b"a")])
+    assert scene.hear(1)[0].ids == [1]
+    mover.detach()
+    assert first.is_closed and not mover.is_attached
+    mover.start([to_store(2, 1, b"a"), from_store(3, b"a", 2)])
+    mover.look([Lookup(4, [b"a"])])
+    assert [getattr(end, "failed", end) for end in scene.hear(3)] == [[2, 3], Held(4, 0)]
+    mover.attach(second)
+    mover.look([Lookup(5, [b"a"])])
+    assert scene.hear(1) == [Held(5, 0)], "it has nothing of what the first one has"
+    mover.detach()
+    assert second.is_closed
+    first.is_closed = False
+    mover.attach(first)
+    mover.start([from_store(6, b"a", 2)])
+    assert scene.hear(1)[0].ids == [6] and (pages.bytes[0, 2] == 7).all()
+
+
+def test_a_store_that_hangs_is_left_behind_and_not_closed_under_its_own_call(scene):
+    mover, other = scene.mover, MemoryStore()
+    mover.detach()
+    other.gate.clear()
+    began, write = threading.Event(), other.write
+    other.write = lambda *args: began.set() or write(*args)
+    mover.attach(other)
+    mover.start([to_store(1, 1, b"a")])
+    assert began.wait(WAIT_S)
+    mover.detach()
+    assert not other.is_closed
+    other.gate.set()
+    assert scene.hear(1)[0].ids == [1]

@@ -11,7 +11,8 @@ Order = tuple[str, Mapping[str, Value]]
 
 
 class Standing:
-    """Weights and adapters that were taken at run time, memory that was released, and a pause."""
+    """Weights, adapters and a store that were taken at run time, memory that was released, and a
+    pause."""
 
     def __init__(self) -> None:
         self._weights: Mapping[str, Value] | None = None
@@ -21,6 +22,8 @@ class Standing:
         """By name, those that were loaded at run time."""
         self._forgotten: frozenset[str] = frozenset()
         """Those of the start that were unloaded."""
+        self._store: Order | None = None
+        """What the last store was attached or detached with; None = that of the start."""
         self._gone: frozenset[str] = frozenset()
         """Those that were loaded at run time and unloaded again."""
 
@@ -44,6 +47,8 @@ class Standing:
                     self._gone |= {name}
                 elif name not in self._gone:  # a fleet tells what its engines have told already
                     self._forgotten |= {name}
+            case "attach_store" | "detach_store":
+                self._store = verb, dict(args)
             case "pause" | "resume":
                 self._is_paused = verb == "pause"
             case _:
@@ -59,6 +64,9 @@ class Standing:
         for name, args in self._adapters.items():
             if name not in told._adapters:
                 return "load_adapter", args
+        if self._store is not None and told._store != self._store:
+            is_other = told._store is None and self._store[0] == "attach_store"
+            return ("detach_store", {}) if is_other else self._store
         if more := self._released - told._released:
             return "release_memory", {"tags": ",".join(sorted(more))}
         if fewer := told._released - self._released:

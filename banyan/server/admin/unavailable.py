@@ -30,9 +30,10 @@ _ADAPTERS = (
     "folder of safetensors, for speed in /dev/shm, and POST /load_lora_adapter."
 )
 _TIERS = (
-    "The store of the cache is named at start-up (--hicache-storage-backend) and not changed or "
-    "cleared while servers use it; remove its folder to clear it."
+    "The store of the cache is not cleared while servers use it: detach it (DELETE "
+    "/hicache/storage-backend) and remove its folder."
 )
+_LAYOUT = "What the store calls its pages depends on this release, and nobody else reads them."
 _CORPUS = "Drafts come from what the server has seen, and corpora are not read."
 _PROFILE = "No traces are sent; /start_profile and /stop_profile record the steps in a file."
 _PEERS = "A server keeps the role of --disaggregation-mode."
@@ -44,7 +45,6 @@ _ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/set_internal_state": (_PUT, _SETTINGS),
     "/clear_hicache_storage_backend": (_POST, _TIERS),
     "/hicache/storage-backend/clear": (_POST, _TIERS),
-    "/hicache/storage-backend": (("GET", "PUT", "DELETE"), _TIERS),
     "/add_external_corpus": (_POST, _CORPUS),
     "/remove_external_corpus": (_POST, _CORPUS),
     "/list_external_corpora": (_GET, _CORPUS),
@@ -70,7 +70,7 @@ _ADMIN: dict[str, tuple[tuple[str, ...], str]] = {
 _LOADS = "/v1/loads?format=prometheus shows the load."
 _PLAIN: dict[str, tuple[tuple[str, ...], str]] = {
     "/generate_from_file": (_POST, "Prompts as embeddings are not available in this build."),
-    "/get_hicache_l3_cache_layout": (_GET, _TIERS),
+    "/get_hicache_l3_cache_layout": (_GET, _LAYOUT),
     "/v1/audio/transcriptions": (_POST, _AUDIO),
     "/v1/realtime": (_GET, _AUDIO),
     "/v1/decisions": (_POST, "Typed questions are not available in this build."),

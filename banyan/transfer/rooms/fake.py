@@ -30,6 +30,8 @@ _FIRST = bytes(4)
 class FakeRooms:
     """Satisfies PageMover."""
 
+    is_attached = True
+
     def __init__(self, wake: Callable[[], None]) -> None:
         self._out = Outbox(wake)
 

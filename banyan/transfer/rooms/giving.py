@@ -67,6 +67,8 @@ class GivingRooms:
         ConfigError: it cannot listen there.
     """
 
+    is_attached = True
+
     def __init__(
         self,
         pages: Pages,

@@ -59,6 +59,8 @@ class TakingRooms:
         carrier: by which pages land in slots; None = they come over the connection.
     """
 
+    is_attached = True
+
     def __init__(
         self,
         pages: Pages,
