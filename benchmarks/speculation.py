@@ -38,14 +38,16 @@ TASKS = {
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def timed(engine: Engine, prompt: str, new: int, hot: bool = False) -> tuple[int, float, dict]:
-    """Output tokens, seconds, and the answer; `hot`: drawn so freely that nothing is foreseen."""
+def timed(
+    engine: Engine, prompts: list[str], new: int, hot: bool = False
+) -> tuple[float, list[dict]]:
+    """Seconds of requests that are asked at once, and the answers; `hot`: drawn so freely that
+    nothing is foreseen."""
     heat = {"temperature": 1.5, "sampling_seed": 1} if hot else {"temperature": 0}
     began = time.perf_counter()
-    answer = engine.generate(prompt, {"max_new_tokens": new, "ignore_eos": hot, **heat})
-    assert isinstance(answer, dict)
-    seconds = time.perf_counter() - began
-    return answer["meta_info"]["completion_tokens"], seconds, answer
+    answers = engine.generate(prompts, {"max_new_tokens": new, "ignore_eos": hot, **heat})
+    assert isinstance(answers, list)
+    return time.perf_counter() - began, answers
 
 
 def main() -> None:
@@ -57,7 +59,11 @@ def main() -> None:
     parser.add_argument("--draft", default="", help="the model that drafts, in place of NGRAM")
     parser.add_argument("--steps", type=int, default=0, help="drafts after each token, at most")
     parser.add_argument("--problems", type=Path, help="HumanEval's file, or a part of it")
+    parser.add_argument("--questions", type=Path, help="MT-Bench's file: chat of all kinds")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS))
+    parser.add_argument("--batch", type=int, default=1, help="requests at once")
+    parser.add_argument("--flags", type=json.loads, default={}, help="of the engine that drafts")
+    parser.add_argument("--against", type=json.loads, help="let the other one draft, with these")
     options = parser.parse_args()
     flags = {"model_path": options.model, "log_level": "error", "max_total_tokens": 8192}
     drafts: dict[str, object] = {"speculative_algorithm": "NGRAM"}
@@ -66,16 +72,24 @@ def main() -> None:
         drafts["speculative_draft_model_path"] = options.draft
     if options.steps:
         drafts["speculative_num_steps"] = options.steps
-    with Engine(**flags) as plain, Engine(**flags, **drafts) as drafting:
+    others = {} if options.against is None else drafts | options.against
+    drafts |= options.flags
+    with Engine(**flags, **others) as plain, Engine(**flags, **drafts) as drafting:
         for engine in (plain, drafting):
-            timed(engine, CHAT.format("Count to twenty."), 60)
+            timed(engine, [CHAT.format("Count to twenty.")] * options.batch, 60)
         print("| task | plain, tokens/s | with drafts | ratio | tokens per row | drafts right |")
         print("|---|---|---|---|---|---|")
+        count = options.rounds * options.batch
         for name in options.tasks:
-            prompts = [CHAT.format(TASKS[name].format(i=3 + 7 * i)) for i in range(options.rounds)]
+            prompts = [CHAT.format(TASKS[name].format(i=3 + 7 * i)) for i in range(count)]
             _measure(name, prompts, plain, drafting, options)
+        if options.questions is not None:
+            lines = options.questions.read_text().splitlines()
+            lines = lines[:: max(1, len(lines) // count)][:count]
+            prompts = [CHAT.format(json.loads(line)["turns"][0]) for line in lines]
+            _measure("answering MT-Bench", prompts, plain, drafting, options)
         if options.problems is not None:
-            lines = options.problems.read_text().splitlines()[: options.rounds]
+            lines = options.problems.read_text().splitlines()[:count]
             prompts = [json.loads(line)["prompt"] for line in lines]
             _measure("completing functions", prompts, plain, drafting, options)
 
@@ -84,17 +98,20 @@ def _measure(
     name: str, prompts: list[str], plain: Engine, drafting: Engine, options: argparse.Namespace
 ) -> None:
     tokens, seconds, rows, correct, proposed = 0, [0.0, 0.0], 0, 0, 0
-    for i in range(len(prompts) * (2 if options.again else 1)):
-        prompt = prompts[i // 2 if options.again else i]
+    groups = [prompts[i : i + options.batch] for i in range(0, len(prompts), options.batch)]
+    for i in range(len(groups) * (2 if options.again else 1)):
+        group = groups[i // 2 if options.again else i]
         pair = [plain, drafting] if i % 2 else [drafting, plain]
         hot = name == "nonsense"
-        answers = {id(engine): timed(engine, prompt, options.new, hot) for engine in pair}
-        (count, slow, one), (_, quick, other) = answers[id(plain)], answers[id(drafting)]
-        assert one["output_ids"] == other["output_ids"], "drafts have changed an answer"
-        tokens, seconds = tokens + count, [seconds[0] + slow, seconds[1] + quick]
-        meta = other["meta_info"]
-        rows, correct = rows + meta["spec_verify_ct"], correct + meta["spec_num_correct_drafts"]
-        proposed += meta["spec_num_proposed_drafts"]
+        answers = {id(engine): timed(engine, group, options.new, hot) for engine in pair}
+        (slow, ones), (quick, others) = answers[id(plain)], answers[id(drafting)]
+        seconds = [seconds[0] + slow, seconds[1] + quick]
+        for one, other in zip(ones, others, strict=True):
+            assert one["output_ids"] == other["output_ids"], "drafts have changed an answer"
+            meta = other["meta_info"]
+            tokens += meta["completion_tokens"]
+            rows, correct = rows + meta["spec_verify_ct"], correct + meta["spec_num_correct_drafts"]
+            proposed += meta["spec_num_proposed_drafts"]
     print(
         f"| {name} | {tokens / seconds[0]:.0f} | {tokens / seconds[1]:.0f} | "
         f"{seconds[0] / seconds[1]:.2f} | {1 + correct / max(1, rows):.2f} | "
