@@ -102,7 +102,7 @@ def open_model(
     place_rank(config.device, replace(parallel, tp=here, pp=1, cp=1, is_joined=False), place)
     platform = open_platform(config.device.name)
     traits = platform.traits
-    _check_the_device(config, traits)
+    _check_the_device(config, card, traits)
     config, origins = settle(config, platform.defaults(card))
     sharers = 1 if is_placed(config.device) else here * parallel.dp
     threads = config.parallel.threads or max(1, traits.cores // sharers)
@@ -285,11 +285,11 @@ def runner_sizes(card: ModelCard, opened: OpenModel, memory: MemoryPlan) -> Runn
     )
 
 
-def _check_the_device(config: Config, traits: Traits) -> None:
+def _check_the_device(config: Config, card: ModelCard, traits: Traits) -> None:
     """Refuse what only some devices do, on others."""
     parallel = config.parallel
     if config.speculative.drafts and not traits.is_host:
-        check_drafts(config.speculative, traits)
+        check_drafts(config.speculative, traits, card)
     if parallel.is_joined and not traits.shares_steps:
         raise ConfigError(
             "--enable-dp-attention: replicas share feed-forward blocks on CPUs and Ascend NPUs "
@@ -310,8 +310,10 @@ def _check_the_device(config: Config, traits: Traits) -> None:
         )
 
 
-def check_drafts(speculative: SpeculativeConfig, traits: Traits) -> None:
-    """Refuse what a device that is not the host cannot verify."""
+def check_drafts(
+    speculative: SpeculativeConfig, traits: Traits, card: ModelCard | None = None
+) -> None:
+    """Refuse what a device that is not the host cannot draft or verify; card: of the model."""
     if not traits.verified:
         raise ConfigError(
             f"--speculative-algorithm {speculative.algorithm} on {traits.name}: drafts are "
@@ -322,6 +324,13 @@ def check_drafts(speculative: SpeculativeConfig, traits: Traits) -> None:
         raise ConfigError(
             f"{branching} on {traits.name}: drafts that branch are verified on the host alone",
             hint="leave it at 1, or use --device cpu",
+        )
+    latent = None if card is None else card.latent
+    if speculative.is_ahead and latent is not None and latent.index_heads:
+        raise ConfigError(
+            f"--speculative-algorithm {speculative.algorithm} on {traits.name}: the indexer of the "
+            "layer that drafts leaves out position 0, and the one of this device chooses from all",
+            hint="use NGRAM, or --device cpu",
         )
     if speculative.num_tokens > traits.verified:
         raise ConfigError(

@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 from banyan.llm import Engine
 
@@ -65,8 +66,12 @@ def main() -> None:
     parser.add_argument("--flags", type=json.loads, default={}, help="of the engine that drafts")
     parser.add_argument("--against", type=json.loads, help="let the other one draft, with these")
     options = parser.parse_args()
-    flags = {"model_path": options.model, "log_level": "error", "max_total_tokens": 8192}
-    drafts: dict[str, object] = {"speculative_algorithm": "NGRAM"}
+    flags: dict[str, Any] = {
+        "model_path": options.model,
+        "log_level": "error",
+        "max_total_tokens": 8192,
+    }
+    drafts: dict[str, Any] = {"speculative_algorithm": "NGRAM"}
     if options.draft:
         drafts = {"speculative_algorithm": "STANDALONE"}
         drafts["speculative_draft_model_path"] = options.draft

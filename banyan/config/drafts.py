@@ -123,13 +123,16 @@ def _check_the_ahead(config: Config, card: ModelCard, flag: str) -> None:
     if not card.num_ahead:
         raise ConfigError(
             f"{flag}: {printable(card.path)} says nothing of a layer for drafting "
-            "(num_nextn_predict_layers)",
-            hint="DeepSeek-V3, GLM-4.5 and MiMo bring one; EAGLE takes a model that was trained to "
-            f"draft as --speculative-draft-model-path; or {another}",
+            "(num_nextn_predict_layers, nextn_predict_layers)",
+            hint="DeepSeek-V3, V3.2, GLM-4.5, GLM-5 and MiMo bring one; EAGLE takes a model that "
+            f"was trained to draft as --speculative-draft-model-path; or {another}",
         )
-    if FAMILIES.load(card.architecture).ahead is None:
+    ahead = FAMILIES.load(card.architecture).ahead
+    if ahead is None or card.format not in ahead.names:
         raise ConfigError(
-            f"{flag}: the layer for drafting of {card.architecture} is not run here", hint=another
+            f"{flag}: the layer for drafting of {card.architecture} is not run here from "
+            f"{card.format}",
+            hint=another,
         )
 
 

@@ -185,13 +185,12 @@ class Ahead:
     """A layer for drafting that checkpoints of a family bring (`models/ahead.py`).
 
     Attributes:
-        beginning: of its tensors' names; {} stands for the number of layers.
-        names: of its weights, whole names as in `NameMap`.
+        names: checkpoint format -> beginning of its tensors' names, where {} stands for the number
+            of layers, and names of its weights, whole ones as in `NameMap`.
         has_states_first: its projection reads the state, and the token behind it.
     """
 
-    beginning: str
-    names: NameMap
+    names: Mapping[str, tuple[str, NameMap]]
     has_states_first: bool = False
 
 

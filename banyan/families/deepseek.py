@@ -15,6 +15,7 @@ from banyan.families.experts import (
     glm_dsa,
 )
 from banyan.families.names import (
+    GGUF_AHEAD,
     GGUF_EXPERTS,
     GGUF_NAMES,
     HUB_AHEAD,
@@ -52,7 +53,9 @@ DEEPSEEK_V2 = Family(
             paired=_PAIRED,
             has_more_layers=True,
         ),
-        "gguf": NameMap(GGUF_NAMES | GGUF_EXPERTS | _GGUF_ATTENTION, paired=_PAIRED),
+        "gguf": NameMap(
+            GGUF_NAMES | GGUF_EXPERTS | _GGUF_ATTENTION, paired=_PAIRED, has_more_layers=True
+        ),
     },
 )
 
@@ -60,8 +63,16 @@ DEEPSEEK_V3 = replace(
     DEEPSEEK_V2,
     hub=HubForm(head_dim=64, more=deepseek_v3),
     ahead=Ahead(
-        "model.layers.{}.",
-        NameMap(HUB_NAMES | HUB_CORRECTED_EXPERTS | _ATTENTION | HUB_AHEAD, paired=_PAIRED),
+        {
+            "safetensors": (
+                "model.layers.{}.",
+                NameMap(HUB_NAMES | HUB_CORRECTED_EXPERTS | _ATTENTION | HUB_AHEAD, paired=_PAIRED),
+            ),
+            "gguf": (
+                "blk.{}.",
+                NameMap(GGUF_NAMES | GGUF_EXPERTS | _GGUF_ATTENTION | GGUF_AHEAD, paired=_PAIRED),
+            ),
+        }
     ),
 )
 
@@ -79,10 +90,23 @@ _SPARSE = NameMap(
     paired=_PAIRED,
     has_more_layers=True,
 )
-DEEPSEEK_V32 = Family(hub=HubForm(head_dim=64, more=deepseek_v32), names={"safetensors": _SPARSE})
+_SPARSE_AHEAD = replace(_SPARSE, modules=_SPARSE.modules | HUB_AHEAD, has_more_layers=False)
+DEEPSEEK_V32 = Family(
+    hub=HubForm(head_dim=64, more=deepseek_v32),
+    names={"safetensors": _SPARSE},
+    ahead=Ahead({"safetensors": ("model.layers.{}.", _SPARSE_AHEAD)}),
+)
 
 _PAIRED_INDEXER = tuple(f"{_INDEXER}.{name}" for name in ("query", "key", "key_norm"))
 GLM_MOE_DSA = Family(
     hub=HubForm(eps=1e-5, head_dim=64, more=glm_dsa),
     names={"safetensors": replace(_SPARSE, paired=(*_PAIRED, *_PAIRED_INDEXER))},
+    ahead=Ahead(
+        {
+            "safetensors": (
+                "model.layers.{}.",
+                replace(_SPARSE_AHEAD, paired=(*_PAIRED, *_PAIRED_INDEXER)),
+            )
+        }
+    ),
 )

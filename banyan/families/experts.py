@@ -232,6 +232,7 @@ def gguf_qwen3_moe(facts: Facts, card: ModelCard) -> ModelCard:
 
 def gguf_deepseek(facts: Facts, card: ModelCard) -> ModelCard:
     """V2 scores by softmax, V3 by sigmoid with a correction; files of both are "deepseek2"."""
+    card = without_drafting_layers(facts, card)
     scoring = facts.integer("expert_gating_func", 0, 2, default=_SOFTMAX)
     is_third = scoring == _SIGMOID
     experts = gguf_corrected(facts, card) if is_third else gguf_softmax(facts, card, False)
@@ -310,7 +311,7 @@ def without_drafting_layers(facts: Facts, card: ModelCard) -> ModelCard:
     """A file counts the layers that are for drafting among its blocks."""
     most = card.num_layers - 1
     more = facts.integer("nextn_predict_layers", 0, most, default=0)
-    return replace(card, num_layers=card.num_layers - more)
+    return replace(card, num_layers=card.num_layers - more, num_ahead=more)
 
 
 def _has_experts(facts: Facts) -> bool:

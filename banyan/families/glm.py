@@ -17,6 +17,7 @@ from banyan.families.experts import (
     without_drafting_layers,
 )
 from banyan.families.names import (
+    GGUF_AHEAD,
     GGUF_EXPERTS,
     GGUF_NAMES,
     GGUF_QK_NORM,
@@ -75,6 +76,9 @@ GLM4 = Family(
     post_norm=True,
 )
 
+_GGUF_OF_EXPERTS = (
+    GGUF_NAMES | GGUF_QK_NORM | GGUF_EXPERTS | {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"}
+)
 GLM4_MOE = Family(
     hub=HubForm(
         eps=1e-5,
@@ -87,16 +91,15 @@ GLM4_MOE = Family(
         "safetensors": NameMap(
             HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS, has_more_layers=True
         ),
-        "gguf": NameMap(
-            GGUF_NAMES
-            | GGUF_QK_NORM
-            | GGUF_EXPERTS
-            | {"blk.{}.post_attention_norm": "layers.{}.mlp_norm"},
-            has_more_layers=True,
-        ),
+        "gguf": NameMap(_GGUF_OF_EXPERTS, has_more_layers=True),
     },
     ahead=Ahead(
-        "model.layers.{}.",
-        NameMap(HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS | HUB_AHEAD),
+        {
+            "safetensors": (
+                "model.layers.{}.",
+                NameMap(HUB_NAMES | HUB_QK_NORM | HUB_CORRECTED_EXPERTS | HUB_AHEAD),
+            ),
+            "gguf": ("blk.{}.", NameMap(_GGUF_OF_EXPERTS | GGUF_AHEAD)),
+        }
     ),
 )

@@ -69,6 +69,14 @@ HUB_AHEAD = {
 }
 """What the layer that drafts has beside those of a block (DeepSeek's names)."""
 
+GGUF_AHEAD = {
+    "blk.{}.nextn.enorm": "layers.{}.token_norm",
+    "blk.{}.nextn.hnorm": "layers.{}.state_norm",
+    "blk.{}.nextn.eh_proj": "layers.{}.join",
+    "blk.{}.nextn.shared_head_norm": "layers.{}.norm",
+}
+"""The same in GGUF (gguf-py constants)."""
+
 HUB_MIXTRAL_EXPERTS = {
     "model.layers.{}.block_sparse_moe.gate": "layers.{}.mlp.router",
     "model.layers.{}.block_sparse_moe.experts.{}.w1": "layers.{}.mlp.experts.gate_up:gate{}",

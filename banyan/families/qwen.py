@@ -55,23 +55,21 @@ QWEN3 = Family(
 )
 
 _MIMO_AHEAD = "model.mtp_layers.{}."
+_MIMO_AHEAD_NAMES = {
+    name.replace("model.layers.{}.", _MIMO_AHEAD): its for name, its in HUB_NAMES.items()
+} | {
+    f"{_MIMO_AHEAD}token_layernorm": "layers.{}.token_norm",
+    f"{_MIMO_AHEAD}hidden_layernorm": "layers.{}.state_norm",
+    f"{_MIMO_AHEAD}input_proj": "layers.{}.join",
+    f"{_MIMO_AHEAD}final_layernorm": "layers.{}.norm",
+}
 MIMO = replace(
     QWEN2,
     hub=replace(_HUB2, more=lambda facts, card: replace(card, num_ahead=layers_ahead(facts))),
     gguf=None,
     names={"safetensors": NameMap(HUB_NAMES, unread=("model.mtp_layers.",))},
     ahead=Ahead(
-        _MIMO_AHEAD.format(0),
-        NameMap(
-            {name.replace("model.layers.{}.", _MIMO_AHEAD): its for name, its in HUB_NAMES.items()}
-            | {
-                f"{_MIMO_AHEAD}token_layernorm": "layers.{}.token_norm",
-                f"{_MIMO_AHEAD}hidden_layernorm": "layers.{}.state_norm",
-                f"{_MIMO_AHEAD}input_proj": "layers.{}.join",
-                f"{_MIMO_AHEAD}final_layernorm": "layers.{}.norm",
-            }
-        ),
-        has_states_first=True,
+        {"safetensors": (_MIMO_AHEAD.format(0), NameMap(_MIMO_AHEAD_NAMES))}, has_states_first=True
     ),
 )
 """MiMo (arXiv 2505.07608): Qwen2, and a layer for drafting."""

@@ -288,6 +288,7 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, Protocol):
         row_starts: Tensor,
         context_lengths: Tensor,
         top: int,
+        first: int = 0,
         paths: Tensor | None = None,
     ) -> Tensor:
         """The positions that each token reads: those of the `top` best scores up to its own, the
@@ -295,7 +296,9 @@ class Ops(ExpertOps, StateOps, AdapterOps, AdapterRowOps, LogitOps, Protocol):
         2.1). A position's score is Σ over the heads of weight · relu(q · key + q_turned · turned).
 
         q, q_turned: [tokens, heads, width of a part] T; weights: [tokens, heads] T;
-        key_pages, turned_pages: as for write_latent; paths: as for paged_attention.
+        key_pages, turned_pages: as for write_latent; first: positions before it are not chosen, and
+        no row begins there. Kernels need not take it on devices where nothing is drafted; paths: as
+        for paged_attention.
         returns: [tokens, words] int32, bit p % 32 of word p // 32 for position p; or whatever else
         the `latent_attention` of the same device takes.
         """

@@ -49,6 +49,7 @@ def choose_positions(
     row_starts: Tensor,
     context_lengths: Tensor,
     top: int,
+    first: int = 0,
     paths: Tensor | None = None,
 ) -> Tensor:
     words = -(-page_tables.shape[1] * key_pages.shape[1] // 32)
@@ -60,7 +61,9 @@ def choose_positions(
         k = torch.cat(parts, dim=-1).squeeze(1).float()  # [length, width of a head]
         each = torch.einsum("thd,ld->thl", whole[tokens], k).relu()
         scores = torch.einsum("thl,th->tl", each, weights[tokens].float())
-        scores = scores.masked_fill(~visible(positions, 0, len(k), 0), float("-inf"))
+        seen = visible(positions, 0, len(k), 0)
+        seen[:, :first] = False
+        scores = scores.masked_fill(~seen, float("-inf"))
         best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top]
         mine = torch.zeros_like(scores, dtype=torch.bool).scatter(1, best, True)
         chosen[tokens, : len(k)] = mine & (scores > float("-inf"))

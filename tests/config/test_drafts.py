@@ -10,7 +10,7 @@ import pytest
 
 from banyan.base.errors import BanyanError
 from banyan.config.checkpoint import read_card
-from banyan.config.drafts import card_of_the_draft, draft_of
+from banyan.config.drafts import card_of_the_draft, draft_of, find_the_draft
 from banyan.config.env import Environment
 from banyan.config.resolve import prepare
 from banyan.config.schema import Config, SpeculativeConfig
@@ -134,6 +134,9 @@ AHEAD = LLAMA | {
 }
 
 
+MIMO = {"architecture": "MiMoForCausalLM"}
+
+
 def ahead(path: Path, facts: dict, *words: str):
     named = ("--model-path", folder(path, facts), "--speculative-algorithm", "NEXTN")
     return resolved(*named, *words).speculative
@@ -167,12 +170,22 @@ def test_what_a_layer_that_drafts_does_not_go_with_is_refused_by_name(
         ahead(tmp_path, AHEAD | facts, *words.split())
 
 
-def test_a_layer_that_is_not_run_is_refused(tmp_path):
+def test_the_layer_of_a_model_with_an_indexer_drafts(tmp_path):
     latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
     indexer = {"index_n_heads": 4, "index_head_dim": 8, "index_topk": 4, "v_head_dim": 8}
     facts = AHEAD | latent | indexer | {"architectures": ["DeepseekV32ForCausalLM"]}
-    with pytest.raises(BanyanError, match="of DeepseekV32ForCausalLM is not run here"):
-        ahead(tmp_path, facts)
+    assert ahead(tmp_path, facts).is_ahead
+
+
+@pytest.mark.parametrize(
+    "other", [{"architecture": "Qwen3ForCausalLM"}, {"format": "gguf", **MIMO}], ids=str
+)
+def test_a_layer_that_is_not_run_is_refused(tmp_path, other: dict):
+    """Its family runs none, or none from files of this form."""
+    config = resolved("--model-path", folder(tmp_path, AHEAD), "--speculative-algorithm", "NEXTN")
+    card = replace(read_card(config.model.path), **other)
+    with pytest.raises(BanyanError, match=f"of {card.architecture} is not run here from"):
+        find_the_draft(config, card, Environment(), lambda config, card, environment: config)
 
 
 EAGLE = SMALL | {"architectures": ["LlamaForCausalLMEagle"]}

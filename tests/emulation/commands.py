@@ -30,7 +30,9 @@ _STORE = {
 }
 _DISPATCH = "rows go to the ranks of their experts alone on CPUs only"
 _HANDOFF = "MemFabric carries no pages, and servers of several ranks on NPUs hand over none"
-_DRAFTS = "the layer of DeepSeek V3.2 that drafts is not run, and joined replicas verify no drafts"
+_DRAFTS = (
+    "the layer of DeepSeek V3.2 that drafts runs on CPUs only, and joined replicas verify none"
+)
 DRAFTING = ("algorithm", "eagle-topk", "num-steps", "num-draft-tokens")
 NOT_YET = {
     "--disaggregation-mode": _HANDOFF,

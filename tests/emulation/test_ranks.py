@@ -111,7 +111,7 @@ REFUSED_TOGETHER = {
         "qwen3 moe",
         {"tp_size": 2, "moe_a2a_backend": "deepep", "ep_size": 2},
     ),
-    "--speculative-algorithm NEXTN: the layer for drafting of DeepseekV32ForCausalLM is not run": (
+    "--speculative-algorithm NEXTN on npu: the indexer of the layer that drafts": (
         "deepseek v3.2",
         {"tp_size": 2, "speculative_algorithm": "NEXTN", "num_nextn_predict_layers": 1},
     ),

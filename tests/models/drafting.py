@@ -290,7 +290,9 @@ def tiny_ahead(variant: str, folder: Path, noise: float = 0.05, **more) -> Plain
         for name, of in copies.items()
     }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    rewrite_config(folder, num_hidden_layers=LAYERS, num_nextn_predict_layers=1)
+    listed = getattr(model.config, "mlp_layer_types", None)
+    mine = {} if listed is None else {"mlp_layer_types": listed[:LAYERS]}
+    rewrite_config(folder, num_hidden_layers=LAYERS, num_nextn_predict_layers=1, **mine)
     return PlainAhead(model, model.config.rms_norm_eps, weights)
 
 

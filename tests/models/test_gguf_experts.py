@@ -95,7 +95,9 @@ def convert(folder: Path, case: str, config) -> Path:
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, architecture)
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(
+        arch, config.num_hidden_layers + drafting(config, architecture)
+    )
     tensors = load_file(folder / "model.safetensors")
     stacks: dict[str, dict[int, np.ndarray]] = {}
 
@@ -122,7 +124,7 @@ def convert(folder: Path, case: str, config) -> Path:
                 add(f"{block}.ffn_{part}_exps.weight", half)
             continue
         plain = name.replace("e_score_correction_bias", "e_score_correction.bias")
-        stored = names.get_name(plain, try_suffixes=(".weight", ".bias"))
+        stored = names.get_name(plain, try_suffixes=(".weight", ".bias")) or of_the_draft(name)
         assert stored, name
         if architecture in ("llama", "granitemoe") and (".q_proj." in name or ".k_proj." in name):
             values = interleave(values, config.hidden_size // 4)
@@ -150,13 +152,28 @@ def convert(folder: Path, case: str, config) -> Path:
     return path
 
 
+def drafting(config, architecture: str) -> int:
+    """Layers behind the last one; files of DeepSeek's counted none for long."""
+    if architecture not in ("glm4moe", "deepseek2"):
+        return 0
+    return getattr(config, "num_nextn_predict_layers", 0) or 0
+
+
+def of_the_draft(name: str) -> str:
+    """As llama.cpp calls what a layer that drafts has beside those of a block."""
+    _, _, layer, part = name.removesuffix(".weight").split(".", 3)
+    return f"blk.{layer}.nextn.{part.replace('.', '_')}.weight"
+
+
 def describe(config, case, writer) -> None:
     """The keys that published converters write."""
     architecture = CASES[case][0]
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    drafting = config.num_nextn_predict_layers if architecture == "glm4moe" else 0
-    writer.add_block_count(config.num_hidden_layers + drafting)
+    more = drafting(config, architecture)
+    writer.add_block_count(config.num_hidden_layers + more)
+    if more:
+        writer.add_nextn_predict_layers(more)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -196,8 +213,6 @@ def describe_own(config, architecture, head_dim, writer) -> None:
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if architecture == "glm4moe" and config.num_nextn_predict_layers:
-        writer.add_nextn_predict_layers(config.num_nextn_predict_layers)
     if architecture == "ernie4_5-moe":
         writer.add_interleave_moe_layer_step(config.moe_layer_interval)
         writer.add_leading_dense_block_count(config.moe_layer_start_index)

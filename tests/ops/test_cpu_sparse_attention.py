@@ -31,7 +31,7 @@ class Sparse(World):
         self.weights = random(HEADS)
         self.index_key, self.index_key_turned = random(PLAIN), random(TURNED)
 
-    def choose(self, ops, chunks, top: int) -> torch.Tensor:
+    def choose(self, ops, chunks, top: int, **more) -> torch.Tensor:
         dtype, size = self.shape.dtype, self.shape.page_size
         pages = [
             torch.zeros(self.num_pages, size, stored_width(width, dtype), dtype=dtype)
@@ -42,7 +42,7 @@ class Sparse(World):
         ops.write_latent(*keys, *pages, self.locations(whole))
         queries = (self.index_q, self.index_turned, self.weights)
         of_chunks = (self.chunk(of, chunks) for of in queries)
-        return ops.choose_positions(*of_chunks, *pages, *self.geometry(chunks), top)
+        return ops.choose_positions(*of_chunks, *pages, *self.geometry(chunks), top, **more)
 
     def geometry(self, chunks):
         counts = torch.tensor([0] + [last - first for _, first, last in chunks])
@@ -87,6 +87,27 @@ def test_the_positions_and_what_they_give_are_those_of_the_reference(attention, 
     assert changed <= 4
     out = world.attend(attention, CHUNKS, chosen)
     torch.testing.assert_close(out, world.attend(reference, CHUNKS, chosen), atol=3e-5, rtol=0)
+
+
+@pytest.mark.parametrize("top", [1, 40, 299, 300])
+def test_positions_that_hold_nothing_are_not_chosen_and_take_nobodys_place(attention, top):
+    """The first of them would be the best, or no number at all."""
+    chunks = [(0, 250, 300), (1, 690, 700), (2, 39, 40), (1, 5, 9)]
+    world = Sparse(Shape(), [300, 700, 40])
+    for keys in (world.index_key, world.index_key_turned):
+        for key in keys:
+            key[:3] = float("nan")
+    owns = [at for _, first, last in chunks for at in range(first, last)]
+
+    found = [
+        positions(world.choose(ops, chunks, top, first=3), chunks) for ops in (attention, reference)
+    ]
+
+    for reads in found:
+        assert [len(of) for of in reads] == [min(top, own - 2) for own in owns]
+        assert all(min(of) >= 3 for of in reads)
+    changed = sum(len(set(a) ^ set(b)) for a, b in zip(*found, strict=True))
+    assert changed <= 4
 
 
 def test_a_context_that_is_not_longer_than_the_choice_has_the_bits_of_dense_attention(attention):

@@ -9,14 +9,9 @@ import transformers
 from banyan.llm import Engine
 from tests.models.families import tiny
 from tests.system.test_draft_models import like
-from tests.system.test_hidden_drafts import FEW, SLOW, ahead, given_up, with_words
+from tests.system.test_hidden_drafts import FEW, SLOW, TREE, ahead, given_up, with_words
 from tests.system.test_speculation import LONG, REPEATS, REQUESTS, answers, start, told
 
-TREE = {
-    "speculative_num_steps": 4,
-    "speculative_eagle_topk": 3,
-    "speculative_num_draft_tokens": 8,
-}
 FACTS = {"glm4 moe": {"head_dim": 16}}
 
 

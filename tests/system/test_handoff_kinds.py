@@ -13,7 +13,7 @@ from tests.system.handing import WAIT_S, Pair, engines
 from tests.system.serving import wait_until
 from tests.system.test_draft_models import like
 from tests.system.test_handoff import FLAGS, GREEDY, PROMPT, is_whole, told
-from tests.system.test_hidden_drafts import with_words
+from tests.system.test_hidden_drafts import TREE, with_words
 
 ALL = bool(os.environ.get("PARALLEL"))
 DRAFTS = 3
@@ -22,6 +22,7 @@ SEEDED = {"temperature": 1.0, "sampling_seed": 7, "max_new_tokens": 12}
 REPEATING = [(x % 9) * 11 + 20 for x in range(150)]
 KINDS = {
     "NGRAM drafts": {"speculative_algorithm": "NGRAM"},
+    "NGRAM trees": {"speculative_algorithm": "NGRAM", "speculative_ngram_min_bfs_breadth": 3},
     "int8 pages": {"kv_cache_dtype": "int8"},
     "fp8 pages": {"kv_cache_dtype": "fp8_e4m3"},
     "weights of 8 bits": {"quantization": "int8"},
@@ -125,12 +126,15 @@ def computed(engine: Engine) -> int:
     return state["stats"]["computed_tokens"]
 
 
+@pytest.mark.parametrize("tree", [{}, TREE] if ALL else [{}])
 @pytest.mark.parametrize("algorithm", ALGORITHMS if ALL else ("NEXTN",))
 def test_what_a_draft_model_keeps_is_handed_over(
-    algorithm: str, tiny_model: Path, tmp_path: Path
+    algorithm: str, tree: dict[str, int], tiny_model: Path, tmp_path: Path
 ) -> None:
     """The answers of one server, and as many drafts that come true."""
     flags: dict[str, object] = {"speculative_algorithm": algorithm, "disable_adaptive_drafts": True}
+    flags |= tree
+    most = TREE["speculative_num_steps"] if tree else DRAFTS
     model = tiny_model
     if algorithm == "STANDALONE":
         flags["speculative_draft_model_path"] = str(like(tiny_model, tmp_path / "draft", 0.1))
@@ -150,10 +154,10 @@ def test_what_a_draft_model_keeps_is_handed_over(
                 found, right = pair.ask(**body), single.generate(**body)
                 assert told(found) == told(right)
                 # The row of the prompt's last tokens, which one server has not, brings no drafts.
-                assert correct(found) >= correct(right) - DRAFTS
+                assert correct(found) >= correct(right) - most
                 assert pair.ask(**body)["output_ids"] == right["output_ids"]
                 seen += correct(right)
-        assert seen > 2 * DRAFTS
+        assert seen > 2 * most
         wait_until(lambda: is_whole(pair.prefill) and is_whole(pair.decode), WAIT_S, "all back")
 
 

@@ -17,6 +17,11 @@ from tests.system.test_speculation import LONG, REPEATS, REQUESTS, answers, star
 
 ALL = os.environ.get("DRAFTS") == "all"
 SLOW = (pytest.mark.slow, pytest.mark.skipif(not ALL, reason="make test-drafts runs it"))
+TREE = {
+    "speculative_num_steps": 4,
+    "speculative_eagle_topk": 3,
+    "speculative_num_draft_tokens": 8,
+}
 _WORDS = {"vocab_size": 512, "max_position_embeddings": 2048}
 
 
@@ -74,6 +79,46 @@ def test_drafts_that_come_true_save_steps(plain, drafting):
     assert told(found) == told(right)
     assert meta["spec_num_correct_drafts"] + meta["spec_verify_ct"] == meta["completion_tokens"] - 1
     assert meta["spec_num_correct_drafts"] > 10
+
+
+@pytest.mark.parametrize("breadth", [1, 3])
+def test_latents_go_together_with_drafts_of_ngram(latent, plain, breadth: int):
+    with start(latent, speculative_ngram_min_bfs_breadth=breadth) as engine:
+        correct = 0
+        for name in ("greedy", "drawn", "schema"):
+            right = [told(answer) for answer in answers(plain, **REQUESTS[name])]
+            for _ in range(2):  # what was answered once is drafted the next time
+                found = answers(engine, **REQUESTS[name])
+                assert [told(answer) for answer in found] == right, name
+                correct += sum(answer["meta_info"]["spec_num_correct_drafts"] for answer in found)
+        assert correct > 10
+        assert engine.stats().leaked == 0
+
+
+@pytest.mark.parametrize("variant", ["deepseek v3.2", pytest.param("glm moe dsa", marks=SLOW)])
+@pytest.mark.parametrize("tree", [{}, pytest.param(TREE, marks=SLOW)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "flags",
+    [{}, pytest.param({"tp_size": 2, "chunked_prefill_size": 16}, marks=SLOW)],
+    ids=["one", "ranks"],
+)
+def test_an_indexer_goes_together_with_its_layer_that_drafts(
+    tiny_model, tmp_path, variant, tree, flags
+):
+    """Of a choice of 11 positions, which all contexts here are longer than."""
+    model = with_words(variant, tmp_path, tiny_model)
+    names = ("greedy", "drawn", "scored", "schema")
+    with start(model, is_drafting=False, **flags) as engine:
+        right = {name: [told(each) for each in answers(engine, **REQUESTS[name])] for name in names}
+    with ahead(model, **tree, **flags) as engine:
+        correct = 0
+        for name in names:
+            for _ in range(2):  # the second finds its prompt in the cache
+                found = answers(engine, **REQUESTS[name])
+                assert [told(each) for each in found] == right[name], name
+                correct += sum(each["meta_info"]["spec_num_correct_drafts"] for each in found)
+        assert correct > 10
+        given_up(engine)
 
 
 @pytest.mark.parametrize("variant", ["deepseek v3", pytest.param("qwen3", marks=SLOW)])

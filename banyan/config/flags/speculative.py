@@ -15,7 +15,14 @@ FLAGS = (
         translate=(("DEEPSEEK_MTP", "NEXTN"),),
         elsewhere=(
             Elsewhere(
-                "DFLASH DSPARK UNO",
+                "DFLASH",
+                "its drafts are a block of masks that read each other, and what is read of pages "
+                "here lies before the token that reads it",
+                "use EAGLE3 where there is a model for this one, STANDALONE with a small model, or "
+                "NGRAM",
+            ),
+            Elsewhere(
+                "DSPARK UNO",
                 "of models that were trained to draft for another one, those of EAGLE and EAGLE3 "
                 "are read",
                 "use NEXTN where the checkpoint has a layer for it, STANDALONE with a small model, "

@@ -14,7 +14,7 @@ from banyan.models.weights.custom import Transform
 from banyan.models.weights.loader import Filling, fill_dummy, tensors_of
 from banyan.models.weights.quant.base import Stored
 
-_COPIES = ("embed_tokens.", "shared_head.head.")
+_COPIES = ("embed_tokens.", "shared_head.head.", "nextn.embed_tokens.", "nextn.shared_head_head.")
 """Of the model's embedding and head, which some checkpoints hold once more."""
 
 
@@ -35,7 +35,8 @@ def load_ahead(
     """
     family = FAMILIES.load(card.architecture)
     assert family.ahead is not None and card.num_ahead and isinstance(model, DecoderLM)
-    beginning = family.ahead.beginning.format(card.num_layers)
+    beginning, names = family.ahead.names[card.format]
+    beginning = beginning.format(card.num_layers)
     name = beginning.rstrip(".").rpartition(".")[2]
     ahead = AheadLM(card, family, name, build, page_size, served_length)
     if load_format == "dummy":
@@ -43,7 +44,7 @@ def load_ahead(
     else:
         tensors = tensors_of(card, is_mapped, transforms, beginning)
         try:
-            Filling(ahead, family.ahead.names).run(_of_the_layer(tensors, beginning))
+            Filling(ahead, names).run(_of_the_layer(tensors, beginning))
         except ModelError as error:
             raise ModelError(
                 f"the layer that drafts ({printable(beginning)}*): {error.text}",

@@ -100,6 +100,7 @@ class LatentAttention:
         row_starts: Tensor,
         context_lengths: Tensor,
         top: int,
+        first: int = 0,
         paths: Tensor | None = None,
     ) -> Tensor:
         tokens, heads, plain = q.shape
@@ -112,7 +113,7 @@ class LatentAttention:
             *(_whole(key_pages), _whole(turned_pages)),
             *(page_tables.data_ptr(), page_tables.stride(0)),
             *(_whole(row_starts), _whole(context_lengths), chosen.data_ptr(), words),
-            *(page_size, heads, plain, q_turned.shape[-1], top, *given_paths(paths)),
+            *(page_size, heads, plain, q_turned.shape[-1], top, *given_paths(paths), first),
             rows=context_lengths.shape[0],
         )
         return chosen

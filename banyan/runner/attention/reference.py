@@ -15,6 +15,10 @@ class _Paths(TypedDict, total=False):
     paths: Tensor
 
 
+class _More(_Paths, total=False):
+    first: int
+
+
 class ReferenceAttention:
     """Backend for every device whose ops include write_kv and paged_attention.
 
@@ -76,19 +80,17 @@ class _Bound:
         self.ops.write_latent(latent, key, pages["latent"], pages["key"], view.locations)
         where = (view.page_tables, self.step.row_starts, self.step.context_lengths)
         latents = (q, q_turned, pages["latent"], pages["key"])
+        # Kernels of devices where nothing is drafted take no first position.
+        more: _More = {**self.branching}
+        if self.first:
+            more["first"] = self.first
         if indexed is None:
-            if self.first:
-                first = self.first
-                return self.ops.latent_attention(
-                    *latents, *where, spec.scale, first=first, **self.branching
-                )
-            return self.ops.latent_attention(*latents, *where, spec.scale, **self.branching)
-        assert not self.first, "an indexer chooses from all positions"
+            return self.ops.latent_attention(*latents, *where, spec.scale, **more)
         kept = (pages["index"], pages["index_turned"])
         self.ops.write_latent(indexed.key, indexed.key_turned, *kept, view.locations)
         queries = (indexed.q, indexed.q_turned, indexed.weights)
-        chosen = self.ops.choose_positions(*queries, *kept, *where, spec.top, **self.branching)
-        return self.ops.latent_attention(*latents, *where, spec.scale, chosen, **self.branching)
+        chosen = self.ops.choose_positions(*queries, *kept, *where, spec.top, **more)
+        return self.ops.latent_attention(*latents, *where, spec.scale, chosen, **more)
 
     @property
     def branching(self) -> _Paths:

@@ -1,6 +1,7 @@
 """A layer that drafts from the target's hidden states: step by step what a plain loop drafts,
 verifies and accepts by the published rule."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from banyan.runner.runner import ModelRunner, RunnerSizes
 from banyan.runner.speculative.beside import DraftModel
 from banyan.runner.speculative.growth import Grower
 from banyan.runner.speculative.hidden import HiddenDrafter
+from tests.models import test_gguf_experts
 from tests.models.drafting import PlainAhead, tiny_ahead, tiny_eagle, tiny_eagle3, tiny_mimo
 from tests.models.families import rewrite_config
 from tests.runner.driver import PAGE, Driver, Request, greedy, ids
@@ -122,7 +124,11 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@pytest.fixture(scope="module", params=["deepseek v3", "glm4 moe", "mistral", "qwen3"])
+WHOLE = pytest.mark.skipif(os.environ.get("DRAFTS") != "all", reason="make test-drafts runs it")
+PAIRS = ("deepseek v3", "deepseek v3.2", "glm4 moe", "mistral", "qwen3")
+
+
+@pytest.fixture(scope="module", params=[*PAIRS, pytest.param("glm moe dsa", marks=WHOLE)])
 def pair(request, tmp_path_factory) -> tuple[PlainAhead, Path]:
     folder = tmp_path_factory.mktemp("ahead")
     if request.param == "glm4 moe":
@@ -266,6 +272,31 @@ def test_with_a_token_map_no_other_token_is_drafted(tmp_path, more: dict):
         assert drafted_loop(runner, prompt, 3, NEW) == (right, steps)
         refused += bool(set(right) & set(plain.forbidden.tolist()))
     assert refused
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        (
+            "glm4 moe",
+            {"hidden_size": 44, "head_dim": 16, "num_attention_heads": 5, "num_key_value_heads": 1},
+        ),
+        ("deepseek v3, split expansion", {"hidden_size": 44}),
+    ],
+)
+def test_the_layer_of_a_gguf_file_drafts_as_its_rule_says(tmp_path, case: str, sizes: dict):
+    """Of widths that no block of a rounded type divides, so that nothing is rounded."""
+    plain = tiny_ahead(test_gguf_experts.variant_of(case), tmp_path, 0.1, **sizes)
+    config = plain.model.config
+    config.num_nextn_predict_layers = 1
+    runner = runner_of(test_gguf_experts.convert(tmp_path, case, config), True)
+    given = 0
+    for seed in range(2):
+        prompt = prompt_of(20, seed)
+        right, steps = plain_loop(plain, prompt, 3, NEW)
+        assert drafted_loop(runner, prompt, 3, NEW) == (right, steps)
+        given += sum(steps) - len(steps)
+    assert given > 0
 
 
 def test_the_layer_of_mimo_drafts_as_its_rule_says(tmp_path):

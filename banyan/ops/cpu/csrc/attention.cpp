@@ -313,7 +313,7 @@ BN_EXPORT void bn_latent_attention(Program* program, int32_t, int32_t cache, con
 
 // Which positions each token reads: those of the `top` best scores. chosen: [tokens, words], bit
 // p % 32 of word p / 32 for position p; words behind a token's own position are left as they are.
-// paths: as for a plan.
+// paths: as for a plan; first: positions before it are not chosen.
 BN_EXPORT void bn_choose_positions(Program* program, int32_t size, int32_t cache, const float* q,
                                    int64_t q_stride, const float* q_turned, int64_t turned_stride,
                                    const float* weights, int64_t weights_stride,
@@ -322,7 +322,7 @@ BN_EXPORT void bn_choose_positions(Program* program, int32_t size, int32_t cache
                                    const int32_t* row_starts, const int32_t* context_lengths,
                                    int32_t* chosen, int64_t words, int32_t page_size, int32_t heads,
                                    int32_t plain, int32_t turned, int32_t top,
-                                   const int32_t* paths, int64_t path_stride) {
+                                   const int32_t* paths, int64_t path_stride, int32_t first) {
   ChooseArgs args{q,
                   q_turned,
                   weights,
@@ -343,7 +343,8 @@ BN_EXPORT void bn_choose_positions(Program* program, int32_t size, int32_t cache
                   turned,
                   top,
                   size,
-                  {paths, path_stride}};
+                  {paths, path_stride},
+                  first};
   append(program, attention_table(isa(), GROUP).choose[cache], &args, sizeof args, NOT_ROW_WISE);
 }
 

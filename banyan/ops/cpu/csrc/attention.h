@@ -119,6 +119,7 @@ struct ChooseArgs {
   int64_t q_stride, turned_stride, weights_stride, table_stride, words;
   int32_t page_size, heads, plain, turned, top, size;
   Paths paths;
+  int32_t first;  // positions before it are not chosen
 };
 
 struct WriteLatentArgs {

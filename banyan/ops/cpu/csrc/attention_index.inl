@@ -42,7 +42,7 @@ template <class C>
 void score_positions(const ChooseArgs& a, const int32_t* table, const int32_t* path,
                      int64_t length, IndexTile& tile) {
   int plain = up_to_vectors(a.plain), row = plain + up_to_vectors(a.turned);
-  for (int64_t first = 0; first < length; first += KEYS_AT_ONCE) {
+  for (int64_t first = a.first; first < length; first += KEYS_AT_ONCE) {
     int count = length - first < KEYS_AT_ONCE ? (int)(length - first) : KEYS_AT_ONCE;
     for (int k = 0; k < count; k++) {
       float* key = tile.keys + k * row;
@@ -75,12 +75,13 @@ void score_positions(const ChooseArgs& a, const int32_t* table, const int32_t* p
 }
 
 void choose_best(const ChooseArgs& a, int64_t length, IndexTile& tile, int32_t* chosen) {
-  std::memcpy(tile.some, tile.scores, sizeof(float) * length);
-  std::nth_element(tile.some, tile.some + a.top - 1, tile.some + length, std::greater<float>());
+  int64_t seen = length - a.first;
+  std::memcpy(tile.some, tile.scores + a.first, sizeof(float) * seen);
+  std::nth_element(tile.some, tile.some + a.top - 1, tile.some + seen, std::greater<float>());
   float least = tile.some[a.top - 1];
   int64_t left = a.top;
-  for (int64_t i = 0; i < length; i++) left -= tile.scores[i] > least;
-  for (int64_t i = 0; i < length; i++) {
+  for (int64_t i = a.first; i < length; i++) left -= tile.scores[i] > least;
+  for (int64_t i = a.first; i < length; i++) {
     bool is_best = tile.scores[i] > least || (tile.scores[i] == least && left-- > 0);
     chosen[i / 32] |= (int32_t)((uint32_t)is_best << i % 32);
   }
@@ -97,8 +98,8 @@ void choose_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end
                           : a.context_lengths[row] + token - a.row_starts[row] + 1;
     int32_t* chosen = a.chosen + token * a.words;
     std::memset(chosen, 0, sizeof(int32_t) * ((length + 31) / 32));
-    if (length <= a.top) {
-      for (int64_t i = 0; i < length; i++) chosen[i / 32] |= (int32_t)(1u << i % 32);
+    if (length - a.first <= a.top) {
+      for (int64_t i = a.first; i < length; i++) chosen[i / 32] |= (int32_t)(1u << i % 32);
       continue;
     }
     IndexTile tile(worker, a, length);
@@ -124,7 +125,7 @@ void choose_cost(const void* args, const Sizes& sizes, double* bytes, double* op
   for (int64_t row = 0; row < sizes.n[ROWS]; row++) {
     double count = a.row_starts[row + 1] - a.row_starts[row];
     double length = a.context_lengths[row] + count;
-    if (length <= a.top) continue;
+    if (length - a.first <= a.top) continue;
     keys += length * count;
     pairs += length * count;
   }
