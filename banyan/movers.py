@@ -2,10 +2,12 @@
 the process, or from one server to another. Part of the composition root (replica.py).
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 import torch
 
 from banyan.base.errors import ConfigError
@@ -13,8 +15,8 @@ from banyan.base.log import logger
 from banyan.config.card import ModelCard
 from banyan.config.drafts import draft_of
 from banyan.config.kv_scales import read_kv_scales
-from banyan.config.schema import Config
-from banyan.config.stored import can_have_store, store_wishes
+from banyan.config.schema import CacheConfig, Config
+from banyan.config.stored import COPIED_APART, HOST, SPLIT, can_have_store, store_wishes
 from banyan.formats.shards import files_of_weights
 from banyan.layers.build import Build
 from banyan.layers.cache import PageGroup
@@ -30,6 +32,7 @@ from banyan.runner.rank_pages import Ahead, RankPages, layout_facts, links_at, s
 from banyan.runner.speculative.beside import DraftModel
 from banyan.runner.store_switch import StoreSwitch, prepare_beside
 from banyan.transfer.base import STORES, Store, StoreOptions
+from banyan.transfer.host import HostTier
 from banyan.transfer.identity import digest_of_code, digest_of_files, identity
 from banyan.transfer.mover import Mover, PageMover
 
@@ -140,8 +143,8 @@ def mover_of(
 
 
 def _check_the_device(config: Config, traits: Traits) -> None:
-    """Stores know the memory of the host only; rooms other devices too, one rank at a time."""
-    if config.cache.hierarchical and not traits.is_host:
+    """Pages of another device than the host go to the host first, those of one rank at a time."""
+    if config.cache.hierarchical and not traits.is_host and not config.cache.host_tier:
         raise ConfigError(
             f"--enable-hierarchical-cache is not available on {traits.name}: pages are moved from "
             "and to the memory of the host only",
@@ -168,13 +171,18 @@ def _store_of(served: Served, wake: Callable[[], None], meeting: str) -> OpenMov
 
     def open_mover(pages: KVStore) -> PageMover:
         mover = Mover(_pages_of_all(served, pages, meeting), None, wake)
-        if cache.store:
+        store = None
+        if cache.store not in ("", HOST):
             store = open_store(served, mover, cache.store, store_wishes(cache).rest)
-            mover.attach(store)
             log.info(
                 "store=%s capacity_gb=%.1f: pages of the cache outlive this process",
                 *(cache.store, store.capacity_bytes / 1e9),
             )
+        if cache.host_tier:
+            _check_the_pages(served, "--enable-hierarchical-cache")
+            store = _host_tier(cache, pages, store)
+        if store is not None:
+            mover.attach(store)
         return mover if world == 1 else Ahead(mover)
 
     return open_mover
@@ -189,18 +197,22 @@ def open_store(served: Served, mover: Mover, name: str, rest: dict[str, object])
     Raises:
         ConfigError, ModelError: it cannot be used, or weights cannot be read for their digest.
     """
-    if not can_be_stored(served.pools):
-        raise ConfigError(
-            f"--hicache-storage-backend {name}: some layers of this model do not keep every "
-            "position, or keep them in pages of another size",
-            hint="leave it out",
-        )
+    _check_the_pages(served, f"--hicache-storage-backend {name}")
     open_ = STORES.load(name)
     facts = (
         *(served.model_facts(), served.code_facts(), served.page_facts(), served.groups),
-        served.draft_facts(),
+        *(served.draft_facts(), served.config.cache.host_layout),
     )
     return open_(StoreOptions(identity(facts), mover.page_bytes(), rest))
+
+
+def _check_the_pages(served: Served, flag: str) -> None:
+    if not can_be_stored(served.pools):
+        raise ConfigError(
+            f"{flag}: some layers of this model do not keep every position, or keep them in pages "
+            "of another size",
+            hint="leave it out",
+        )
 
 
 def store_carriers(served: Served, mover: PageMover | None) -> dict[type[Order], Carrier]:
@@ -228,6 +240,35 @@ def _pages_of_all(served: Served, store: KVStore, meeting: str) -> KVStore | Ran
     layouts = {choice.pages for choice in cast(BoundOps, served.build.ops).choices} - {PLAIN_PAGES}
     links, waits_s = links_at(meeting, parallel.world), parallel.meet_timeout_s
     return RankPages(store, links, layouts == {BY_HEAD}, waits_s)
+
+
+def _host_tier(cache: CacheConfig, pages: KVStore, behind: Store | None) -> HostTier:
+    """Memory of the host for the pages of a device.
+
+    Raises:
+        ConfigError: the host has less.
+    """
+    groups = enumerate(pages.groups)
+    there = sum(pages.page_bytes(at) * group.num_pages for at, group in groups)
+    wanted = cache.host_gb * 10**9 or int(cache.host_ratio * there)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if wanted > free:
+        raise ConfigError(
+            f"pages in memory of the host would take {wanted / 1e9:,.1f} GB, and {free / 1e9:,.1f} "
+            "GB are free",
+            hint="lower --hicache-size or --hicache-ratio",
+        )
+    pages.arrange(cache.host_layout == SPLIT, cache.host_copies == COPIED_APART)
+    log.info(
+        "host_tier_gb=%.3f copies=%s layout=%s: pages of the device lie in memory of the host too",
+        *(wanted / 1e9, cache.host_copies, cache.host_layout),
+    )
+    return HostTier(wanted, _pinned, behind)
+
+
+def _pinned(size_bytes: int) -> np.ndarray:
+    """Memory of the host that a device reads and writes by itself."""
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 def _rooms_of(served: Served, wake: Callable[[], None], secret: str, meeting: str) -> OpenMover:

@@ -21,6 +21,7 @@ from banyan.config.env import Environment
 from banyan.config.hooks import hook_specs
 from banyan.config.kv_events import kv_events
 from banyan.config.schema import Config
+from banyan.config.stored import HOST
 from banyan.frontend.answers.parser_choice import NONE
 from banyan.frontend.answers.reasoning import REASONING_PARSERS
 from banyan.frontend.answers.tools import TOOL_PARSERS
@@ -97,7 +98,7 @@ def check_names(config: Config) -> None:
     _check("--reasoning-parser", server.reasoning_parser, ("auto", NONE, *REASONING_PARSERS))
     if config.grammar.backend:
         _check("--grammar-backend", config.grammar.backend, (*BACKENDS, NONE))
-    if config.cache.store:
+    if config.cache.store not in ("", HOST):
         _check("--hicache-storage-backend", config.cache.store, STORES)
     if config.speculative.algorithm:
         _check("--speculative-algorithm", config.speculative.algorithm, DRAFTERS)

@@ -21,9 +21,6 @@ from banyan.config.schema import UNSAID, Config
 from banyan.config.variables import SETTINGS
 from banyan.config.words import MODEL_HINT, plain, split
 
-_TIER = ("--hicache-io-backend ", "--hicache-mem-layout ")
-"""How notes begin on flags that would be about a device of its own memory, as an NPU is."""
-
 
 @dataclass(frozen=True)
 class Given:
@@ -119,13 +116,6 @@ def read(argv: Sequence[str], environment: Environment) -> Given:
     if config.device.name == "npu":
         if environment.npu_refusals:
             raise ConfigError("; ".join(environment.npu_refusals))
-        for note in said:
-            if note.startswith(_TIER):
-                raise ConfigError(
-                    f"{note.partition(' ')[0]} is not available on npu: no pages are moved between "
-                    "the device and the memory of the host",
-                    hint="leave it out; cached pages stay on the device",
-                )
         others = (note for note in said if note.partition(" ")[0] not in VARIABLES)
         said = [*others, *environment.npu_notes]
     notes = (*said, *check_companions(config, origins, environment))

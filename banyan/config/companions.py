@@ -17,6 +17,9 @@ _KEPT = ("local", "demo", "pypi")
 """Sources that no hub is asked about."""
 
 
+_OF_THE_HOST = "hicache-ratio hicache-size hicache-io-backend hicache-mem-layout"
+
+
 @dataclass(frozen=True)
 class _Idle:
     """Flags that have no effect under a condition on the rest."""
@@ -122,6 +125,17 @@ _RULES = (
         "radix-eviction-policy",
         lambda c: c.cache.eviction == "priority" and not c.schedule.priorities,
         "all requests are equal without --enable-priority-scheduling, which leaves lru",
+    ),
+    _Idle(
+        _OF_THE_HOST,
+        lambda c: c.device.name != "npu",
+        "the cache lies in the memory of the host, where a second tier would be the same memory "
+        "again, or on a device that has none; --max-total-tokens makes it larger",
+    ),
+    _Idle(
+        _OF_THE_HOST,
+        lambda c: c.device.name == "npu" and not c.cache.hierarchical,
+        "pages stay on the device without --enable-hierarchical-cache",
     ),
     _Idle(
         "constrained-json-disable-any-whitespace constrained-json-whitespace-pattern "

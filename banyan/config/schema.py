@@ -124,6 +124,17 @@ class CacheConfig:
     """Read by `config/stored.py`."""
     store_path: str = ""
     """Folder of the file store where the options name none; "" = one of the user's own."""
+    host_tier: bool = False
+    """Pages of the device lie in memory of the host too; the store, if it is another one, is behind
+    that. Set by `config/stored.py`."""
+    host_gb: int = 0
+    """Of that memory, in 10^9 bytes; 0 = by `host_ratio`."""
+    host_ratio: float = 2.0
+    """That memory per memory of the pages on the device."""
+    host_copies: str = ""
+    """How pages are copied between the two; "" = the device's own way."""
+    host_layout: str = ""
+    """How the parts of a page lie there; "" = what suits the model."""
     store_writes: str = "write_through"
     """When pages go to the store."""
     store_waits: str = "timeout"

@@ -3,7 +3,7 @@ extra configuration means. Part of `config/resolve.py`; knows no stores.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
@@ -13,6 +13,11 @@ from banyan.config.schema import CacheConfig, Config
 
 log = logger(__name__)
 
+HOST = "host"
+"""The name of the memory of the host as a store of pages of a device."""
+SPLIT, DIRECT = "page_first_kv_split", "page_first_direct"
+COPIED_APART = "direct"
+_COPIES = ("kernel_ascend", COPIED_APART)
 _EXTRA = "--hicache-storage-backend-extra-config"
 
 
@@ -88,6 +93,12 @@ def check_the_store(config: Config, card: ModelCard, environment: Environment) -
     """A store keeps whole prefixes of one rank; what does not go with that is refused by name."""
     cache, parallel = config.cache, config.parallel
     store_wishes(cache)
+    if cache.store == HOST and not cache.host_tier:
+        raise ConfigError(
+            f"--hicache-storage-backend {HOST}: the memory of the host is no store that outlives "
+            "the process",
+            hint="--enable-hierarchical-cache alone keeps pages of an NPU there",
+        )
     if cache.store and not cache.hierarchical:
         raise ConfigError(
             f"--hicache-storage-backend {cache.store} needs --enable-hierarchical-cache",
@@ -102,6 +113,9 @@ def check_the_store(config: Config, card: ModelCard, environment: Environment) -
             "there is nothing to keep",
             hint="leave one of them out",
         )
+    if config.device.name == "npu":
+        config = _with_host_tier(config, card)
+        cache = config.cache
     if not cache.store:
         if why := why_no_store(config, card):
             log.info("%s has no effect: %s", flag, why)
@@ -112,7 +126,8 @@ def check_the_store(config: Config, card: ModelCard, environment: Environment) -
                 flag,
             )
         return config
-    flag = f"--hicache-storage-backend {cache.store}"
+    if cache.store != HOST:
+        flag = f"--hicache-storage-backend {cache.store}"
     if parallel.nodes > 1 or parallel.cp > 1:
         name = parallel.nodes_flag if parallel.nodes > 1 else f"--attn-cp-size {parallel.cp}"
         raise ConfigError(
@@ -129,3 +144,31 @@ def check_the_store(config: Config, card: ModelCard, environment: Environment) -
             hint="add --disable-hybrid-swa-memory, with which they keep every position",
         )
     return config
+
+
+def _with_host_tier(config: Config, card: ModelCard) -> Config:
+    """With memory of the host for pages of a device."""
+    cache, layouts = config.cache, (DIRECT, SPLIT)
+    copies = cache.host_copies or _COPIES[0]
+    layout = cache.host_layout or layouts[card.latent is not None]
+    for flag, given, known in (
+        ("--hicache-io-backend", copies, _COPIES),
+        ("--hicache-mem-layout", layout, layouts),
+    ):
+        if given not in known:
+            raise ConfigError(
+                f"{flag} {given} is not available on npu: it is made for GPUs",
+                hint=f"choose {' or '.join(known)}, or leave it out",
+            )
+    if config.parallel.world > 1 or config.parallel.is_joined or config.handoff.role:
+        raise ConfigError(
+            "--enable-hierarchical-cache is not available on npu with several ranks or "
+            "--disaggregation-mode: pages are carried between the host and one device",
+            hint="leave it out; --dp-size starts independent replicas, each with a tier of its own",
+        )
+    if cache.host_gb == 0 and cache.host_ratio == 0:
+        raise ConfigError(
+            "--hicache-ratio 0 without --hicache-size: nothing would be kept", hint="raise one"
+        )
+    found = replace(cache, store=cache.store or HOST, host_tier=True)
+    return replace(config, cache=replace(found, host_copies=copies, host_layout=layout))

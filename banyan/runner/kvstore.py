@@ -6,7 +6,8 @@ Knows pages by number only; who owns a page is the engine's business.
 import math
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -64,6 +65,7 @@ class KVStore:
     Args:
         caches: what the layers of this rank declare.
         is_shared: other processes may map the pages. Host memory only.
+        stream: what steps of the device are ordered by; pages are put there in their turn.
 
     Attributes:
         file: what they map; -1 where they may not.
@@ -76,6 +78,7 @@ class KVStore:
         caches: Iterable[LayerCache],
         device: torch.device,
         is_shared: bool = False,
+        stream: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.groups = groups
         self.caches = tuple(caches)
@@ -86,6 +89,8 @@ class KVStore:
         self._maps: list[mmap.mmap] = []
         """Memory of the host that the pages lie in."""
         self._bytes: dict[int, list[Tensor]] = {}
+        self._device, self._stream = device, stream
+        self._is_by_name = self._is_apart = False
         for cache in self.caches:
             index = next(i for i, group in enumerate(groups) if group.holds(cache))
             group = groups[index]
@@ -128,24 +133,41 @@ class KVStore:
                 for pages in self._pages_of(copy.group):
                     pages[copy.dst.page].copy_(pages[copy.src.page])
 
+    def arrange(self, is_by_name: bool, is_apart: bool) -> None:
+        """Say how pages are carried between a device and the host, before any is.
+
+        Args:
+            is_by_name: what all layers keep under one name lies together, instead of all that a
+                layer keeps.
+            is_apart: each tensor is copied by itself, instead of all of a page in one piece.
+        """
+        self._is_by_name, self._is_apart = is_by_name, is_apart
+        self._bytes.clear()
+
     def page_bytes(self, group: int) -> int:
         """Bytes of one page over all layers and tensors of a group."""
         return sum(rows.shape[1] for rows in self._bytes_of(group))
 
     def take(self, group: int, page: PageId) -> np.ndarray:
-        """The bytes of a page as they are now: layers in order, tensors as declared. On a device
-        that is not the host it waits for what the stream has been told before."""
+        """The bytes of a page as they are now: layers in order, tensors as declared (but see
+        `arrange`). On a device that is not the host it waits for what the stream has been told
+        before."""
         parts = [rows[page] for rows in self._bytes_of(group)]
         # sync: whoever carries the page elsewhere reads it in memory of the host
+        if self._is_apart:
+            parts = [part.cpu() for part in parts]
         return torch.cat(parts).cpu().numpy() if parts else np.empty(0, np.uint8)
 
     def put(self, group: int, page: PageId, payload: np.ndarray) -> None:
         """Fill a page with what `take` gave. Nobody else may use the page meanwhile."""
         at = 0
         whole = torch.from_numpy(payload if payload.flags.writeable else payload.copy())
-        for rows in self._bytes_of(group):
-            rows[page] = whole[at : at + rows.shape[1]]
-            at += rows.shape[1]
+        with torch.inference_mode(), self._stream():
+            if not self._is_apart:
+                whole = whole.to(self._device)  # sync: its memory may be used again then
+            for rows in self._bytes_of(group):
+                rows[page] = whole[at : at + rows.shape[1]]
+                at += rows.shape[1]
         assert at == len(payload)
 
     def _bytes_of(self, group: int) -> list[Tensor]:
@@ -157,12 +179,16 @@ class KVStore:
         return self._bytes[group]
 
     def _pages_of(self, group: int) -> list[Tensor]:
-        return [
-            pages
+        held = [
+            (name, pages)
             for layer, index in self._group_of.items()
             if index == group
-            for pages in self._tensors[layer].values()
+            for name, pages in self._tensors[layer].items()
         ]
+        if self._is_by_name:
+            names = list(dict.fromkeys(name for name, _ in held))
+            held.sort(key=lambda each: names.index(each[0]))
+        return [pages for _, pages in held]
 
     def release(self) -> None:
         """Give the pages' memory back to the system; they stay where they are, and are zero.

@@ -112,7 +112,9 @@ class ModelRunner:
         )
         beside = [] if draft is None else draft.model.caches
         caches = numbered_through([model.caches, beside])
-        self.store = KVStore(sizes.groups, caches, device, sizes.shares_pages)
+        self.store = KVStore(
+            sizes.groups, caches, device, sizes.shares_pages, self._platform.stream
+        )
         self.mover = None if open_mover is None else open_mover(self.store)
         self._card = card
         taps = () if draft is None or draft.ahead is None else draft.ahead.taps

@@ -42,15 +42,6 @@ def test_each_variable_that_the_rules_read_is_in_the_table() -> None:
     assert set(named(SET)) <= set(SETTINGS)
 
 
-@pytest.mark.parametrize(
-    "words", ["--hicache-io-backend kernel_ascend", "--hicache-mem-layout page_first_kv_split"]
-)
-def test_a_second_tier_of_the_device_s_cache_is_refused_on_npu(words: str) -> None:
-    why = f"{words.split()[0]} is not available on npu: no pages are moved"
-    with pytest.raises(ConfigError, match=why):
-        parse(["M", "--device", "npu", *words.split()], read_environment({}))
-
-
 def test_the_engine_of_memfabric_and_its_store_are_refused_by_name() -> None:
     for words in (
         "--disaggregation-mode prefill --disaggregation-transfer-backend ascend",

@@ -148,6 +148,42 @@ FLAGS = (
         proof="tests/system/test_store.py::test_a_restarted_server_answers_from_the_store",
     ),
     Flag(
+        "hicache-ratio",
+        "cache.host_ratio",
+        "memory of the host for pages per memory that they have on the device, where the cache "
+        "lies on one (NPU)",
+        kind=FLOAT,
+        low=0.0,
+        proof="tests/emulation/test_tiers.py::test_the_ratio_and_the_size_say_how_much_is_kept",
+    ),
+    Flag(
+        "hicache-size",
+        "cache.host_gb",
+        "the same in GB; wins over the ratio",
+        kind=INT,
+        low=0,
+        proof="tests/emulation/test_tiers.py::test_the_ratio_and_the_size_say_how_much_is_kept",
+    ),
+    Flag(
+        "hicache-io-backend",
+        "cache.host_copies",
+        "how pages are copied between a device (NPU) and the host: kernel_ascend = gathered there, "
+        "in one piece; direct = each tensor by itself; kernel is for GPUs",
+        choices=("kernel_ascend", "direct", "kernel"),
+        proof="tests/emulation/test_tiers.py::test_pages_come_back_bit_for_bit",
+    ),
+    Flag(
+        "hicache-mem-layout",
+        "cache.host_layout",
+        "how the parts of a page lie in memory of the host: page_first_direct = layer by layer; "
+        "page_first_kv_split = first the keys of all layers; the others are for GPUs",
+        choices=(
+            *("page_first_direct", "page_first_kv_split"),
+            *("layer_first", "page_first", "page_head"),
+        ),
+        proof="tests/emulation/test_tiers.py::test_the_layout_says_how_the_parts_of_a_page_lie",
+    ),
+    Flag(
         "hicache-storage-backend",
         "cache.store",
         "where pages are kept beyond the process: file = a folder, which servers may share; nixl = "

@@ -10,6 +10,7 @@ from functools import partial
 from typing import cast
 
 from banyan.base.clock import Clock, WallClock
+from banyan.config.stored import HOST
 from banyan.frontend.requests.adapters import AdapterNames
 from banyan.frontend.requests.generation import (
     LAST_HIDDEN,
@@ -149,8 +150,8 @@ class NativeService:
         if self._store:
             meta["cached_tokens_details"] = {
                 "device": usage.cached_tokens - usage.stored_tokens,
-                "host": 0,
-                "storage": usage.stored_tokens,
+                "host": usage.stored_tokens if self._store == HOST else 0,
+                "storage": 0 if self._store == HOST else usage.stored_tokens,
                 "storage_backend": self._store,
             }
         if chunk.finish is not None:

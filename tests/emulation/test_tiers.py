@@ -1,0 +1,150 @@
+"""Pages of an emulated NPU in memory of the host, and a store behind it: what was evicted from the
+device comes back with the same bits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from banyan import movers
+from banyan.base.errors import BanyanError
+from banyan.llm import Engine
+from banyan.transfer.host import HostTier
+from tests.emulation.device import EmulatedNpu
+from tests.emulation.test_ranks import IN_ALL
+from tests.system.checkpoint import LAYERS, write_tiny_model
+from tests.system.serving import wait_until
+
+PAGE, PAGES, WAIT_S = 128, 8, 30.0
+PROMPT = [i * 7 % 200 + 5 for i in range(513)]
+KEPT = 512
+"""Tokens of PROMPT in whole pages, the last token left out."""
+OTHERS = [[i * (11 + n) % 200 + 5 for i in range(600)] for n in range(3)]
+FLAGS = {
+    **{"device": "npu", "dtype": "bfloat16", "page_size": PAGE, "threads": 1},
+    **{"engine_mode": "inprocess", "max_total_tokens": PAGES * PAGE},
+    **{"enable_hierarchical_cache": True, "hicache_storage_prefetch_policy": "wait_complete"},
+    **{"cuda_graph_bs": [1]},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiers") / "model")
+
+
+@pytest.fixture
+def tiers(npu: EmulatedNpu, monkeypatch: pytest.MonkeyPatch) -> list[HostTier]:
+    """Those that engines open."""
+    opened = list[HostTier]()
+
+    class Seen(HostTier):
+        def __init__(self, *given: object) -> None:
+            super().__init__(*given)
+            opened.append(self)
+
+    monkeypatch.setattr(movers, "HostTier", Seen)
+    monkeypatch.setenv("BANYAN_NPU", "emulated")
+    monkeypatch.setenv("BANYAN_NPU_CHECKS", "1")
+    return opened
+
+
+@contextmanager
+def start(model: Path, **flags: object) -> Iterator[Engine]:
+    with Engine(str(model), **{**FLAGS, **flags}) as engine:
+        yield engine
+
+
+def ask(engine: Engine, prompt: list[int]) -> dict:
+    params = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+    return engine.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+
+
+def told(found: dict) -> tuple:
+    return found["output_ids"], found["meta_info"]["output_token_logprobs"]
+
+
+def details(found: dict) -> dict:
+    return found["meta_info"]["cached_tokens_details"]
+
+
+def kept(tier: HostTier) -> dict[bytes, bytes]:
+    return {name: page.tobytes() for name, page in tier._pages.items()}
+
+
+@pytest.mark.parametrize("copies", ["kernel_ascend", pytest.param("direct", marks=IN_ALL)])
+def test_pages_come_back_bit_for_bit(model: Path, tiers: list[HostTier], copies: str) -> None:
+    with start(model, hicache_io_backend=copies) as engine:
+        ask(engine, PROMPT)
+        wait_until(lambda: len(kept(tiers[0])) >= KEPT // PAGE, WAIT_S, "the pages to be kept")
+        here = ask(engine, PROMPT)
+        for other in OTHERS:
+            ask(engine, other)
+        back = ask(engine, PROMPT)
+    assert details(here) == {"device": KEPT, "host": 0, "storage": 0, "storage_backend": "host"}
+    assert details(back) == {"device": 0, "host": KEPT, "storage": 0, "storage_backend": "host"}
+    assert told(back) == told(here)
+
+
+def test_the_ratio_and_the_size_say_how_much_is_kept(model: Path, tiers: list[HostTier]) -> None:
+    """With room for two pages, those of a prompt before are gone."""
+    with start(model, hicache_ratio=2.5 / (PAGES + 1)) as engine:
+        ask(engine, PROMPT)
+        for other in OTHERS:
+            ask(engine, other)
+        assert len(kept(tiers[0])) <= 2
+        assert details(ask(engine, PROMPT))["host"] == 0
+    with start(model, hicache_ratio=0.1, hicache_size=1):
+        pass
+    assert tiers[1].capacity_bytes == 10**9
+
+
+def test_the_layout_says_how_the_parts_of_a_page_lie(model: Path, tiers: list[HostTier]) -> None:
+    """Layer by layer keys and values, or the keys of all layers first."""
+    pages = list[dict[bytes, bytes]]()
+    for layout in ("page_first_direct", "page_first_kv_split"):
+        with start(model, hicache_mem_layout=layout) as engine:
+            ask(engine, PROMPT)
+            wait_until(lambda: len(kept(tiers[-1])) >= KEPT // PAGE, WAIT_S, "pages")
+            pages.append(kept(tiers[-1]))
+    direct, found = pages
+    assert direct.keys() == found.keys()
+    for name, page in direct.items():
+        parts = np.frombuffer(page, np.uint8).reshape(LAYERS, 2, -1)
+        assert found[name] == parts.swapaxes(0, 1).tobytes() != page
+
+
+@IN_ALL
+def test_a_store_behind_the_host_outlives_the_process(
+    model: Path, tiers: list[HostTier], tmp_path: Path
+) -> None:
+    flags = {
+        "hicache_storage_backend": "file",
+        "hicache_storage_backend_extra_config": {"path": str(tmp_path / "pages")},
+    }
+    for life in range(2):
+        with start(model, **flags) as engine:
+            found = ask(engine, PROMPT)
+            wait_until(lambda: len(kept(tiers[-1])) >= KEPT // PAGE, WAIT_S, "pages")
+            here = ask(engine, PROMPT)
+        assert details(found)["storage"] == KEPT * life
+    assert told(found) == told(here)
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ({"hicache_io_backend": "kernel"}, "--hicache-io-backend kernel is not available on npu"),
+        ({"hicache_mem_layout": "page_head"}, "--hicache-mem-layout page_head is not available"),
+        ({"tp_size": 2}, "not available on npu with several ranks"),
+        ({"disaggregation_mode": "decode"}, "not available on npu with several ranks or"),
+        ({"hicache_ratio": 0.0}, "--hicache-ratio 0 without --hicache-size"),
+        ({"hicache_size": 10**6}, r"would take 1,000,000.0 GB, and .* GB are free"),
+        ({"hicache_storage_backend": "host"}, "is no store that outlives"),
+    ],
+)
+def test_what_is_no_tier_of_an_npu_is_refused(model: Path, tiers, flags: dict, why: str) -> None:
+    with pytest.raises(BanyanError, match=why), start(model, **flags):
+        pass
