@@ -176,7 +176,7 @@ async def show_metrics(exchange: Exchange, state: RouterState) -> None:
     await exchange.whole(state.figures.show(), 200, state.figures.kind)
 
 
-class _Said:
+class Said:
     """What one worker answered; status 0 = nothing."""
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -194,28 +194,31 @@ class _Said:
             return self.body[:1000].decode("utf-8", "replace")
 
 
-async def ask_all(exchange: Exchange, state: RouterState) -> dict[Worker, _Said]:
+async def ask_all(exchange: Exchange, state: RouterState) -> dict[Worker, Said]:
     """The same request to every worker that is well, at the same time."""
-    request = outgoing(exchange)
-    some: Sequence[Worker] = [w for w in state.fleet.workers if w.is_well]
-    said = await asyncio.gather(*(_ask(w, request) for w in some))
+    return await ask([w for w in state.fleet.workers if w.is_well], outgoing(exchange), ALL_S)
+
+
+async def ask(some: Sequence[Worker], request: Outgoing, limit_s: float) -> dict[Worker, Said]:
+    """What each of some workers answers within a time."""
+    said = await asyncio.gather(*(_ask(w, request, limit_s) for w in some))
     return dict(zip(some, said, strict=True))
 
 
-async def _ask(worker: Worker, request: Outgoing) -> _Said:
+async def _ask(worker: Worker, request: Outgoing, limit_s: float) -> Said:
     try:
-        async with asyncio.timeout(ALL_S):
+        async with asyncio.timeout(limit_s):
             answer = await worker.upstream.send(
                 request.method, request.target, request.headers_for(worker), request.body
             )
             try:
-                return _Said(answer.status, await answer.whole(MOST_ANSWER_BYTES))
+                return Said(answer.status, await answer.whole(MOST_ANSWER_BYTES))
             finally:
                 answer.close()
     except TimeoutError:
-        return _Said(504, b"no answer in time")
+        return Said(504, b"no answer in time")
     except (NotReached, Lost) as error:
-        return _Said(502, str(error).encode())
+        return Said(502, str(error).encode())
 
 
 async def _add(exchange: Exchange, state: RouterState, fields: Json) -> Worker:

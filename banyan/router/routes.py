@@ -3,7 +3,7 @@ because one worker alone could tell.
 """
 
 from banyan.base.errors import RequestError
-from banyan.router import manage
+from banyan.router import manage, pins
 from banyan.router.forward import forward, respond, seek, tell
 from banyan.router.state import RouterState
 from banyan.server.anthropic.dialect import ANTHROPIC
@@ -54,8 +54,7 @@ _EACH_FOR_ITSELF: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("/update_weights_from_disk", "/update_weight_version"), _POST),
     **dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), _BOTH),
     **dict.fromkeys(("/start_profile", "/stop_profile", "/get_weights_by_name"), _BOTH),
-    **dict.fromkeys(("/pin_prefix", "/unpin_prefix"), _POST),
-    **dict.fromkeys(("/flight_recorder", "/pinned_prefixes"), _GET),
+    "/flight_recorder": _GET,
     **{f"/{verb}_expert_distribution_record": _BOTH for verb in ("start", "stop", "dump")},
 }
 """Paths that change how one worker works, or look into it."""
@@ -106,6 +105,9 @@ def _own() -> Routes:
         Route("/add_worker", _POST, manage.add_worker, adm, about="add ?url="),
         Route("/remove_worker", _POST, manage.remove_worker, adm, about="remove ?url="),
         Route("/flush_cache", _BOTH, manage.everywhere, adm, about="empty all caches"),
+        Route("/pin_prefix", _POST, pins.pin_prefix, adm, about="keep a prompt at all"),
+        Route("/unpin_prefix", _POST, pins.unpin_prefix, adm, about="let it go at all"),
+        Route("/pinned_prefixes", _GET, pins.pinned_prefixes, adm, about="what each keeps"),
         Route("/requests", _GET, manage.everywhere, auth.OWN, about="what runs at each worker"),
         Route("/abort_request", _POST, manage.everywhere, auth.OWN, about="end requests"),
     ]

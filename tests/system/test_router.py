@@ -143,6 +143,29 @@ def test_facts_are_of_all_servers(router: Server, pair: tuple[Server, Server]) -
     assert "sgl_router_active_workers 2.0" in router.http.get("/metrics").text
 
 
+def test_a_pin_is_kept_by_every_server_that_a_request_may_go_to(
+    router: Server, pair: tuple[Server, Server]
+) -> None:
+    prompt = [5 + 7 * at % 380 for at in range(50)]
+    made = router.http.post("/pin_prefix", json={"input_ids": prompt, "ttl_s": 600}).json()
+    assert made["success"] and not made["not_asked"] and "send it again" in made["later"]
+    assert {told["worker"] for told in made["workers"]} == {server.url for server in pair}
+    assert router.http.post("/flush_cache").json()["success"] is True
+    for _ in range(2):  # round robin: one each
+        asked = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}
+        assert router.http.post("/generate", json=asked).json()["meta_info"]["cached_tokens"] == 48
+    listed = router.http.get("/pinned_prefixes").json()["workers"]
+    assert [told["body"]["pins"][0]["pin"] for told in listed] == [made["pin"]] * 2
+    pair[1].http.post("/unpin_prefix", json={"pin": made["pin"]}).raise_for_status()
+    gone = router.http.post("/unpin_prefix", json={"pin": made["pin"]})
+    assert (gone.status_code, gone.json()["unpinned"]) == (200, 1), "one had let it go already"
+    assert router.http.post("/unpin_prefix", json={"pin": made["pin"]}).status_code == 404
+    refused = router.http.post("/pin_prefix", json={"input_ids": prompt, "ttl": 3})
+    assert refused.status_code == 400 and "ttl" in refused.text
+    listed = router.http.get("/pinned_prefixes").json()["workers"]
+    assert [told["body"]["pins"] for told in listed] == [[], []]
+
+
 def test_a_response_is_found_at_the_server_that_keeps_it(router: Server) -> None:
     asked = {"model": "default", "input": "one", "max_output_tokens": 3}
     made = [router.http.post("/v1/responses", json=asked).json()["id"] for _ in range(2)]
