@@ -59,7 +59,7 @@ def flush_cache(core: EngineCore, control: Control, now: float) -> Reply | None:
 def pins(core: EngineCore, control: Control, now: float) -> Reply:
     """What is pinned, as JSON."""
     facts = [
-        PinFact(RequestId(pin.name), pin.tokens, pin.num_pages, pin.until_s - now)
+        PinFact(*(RequestId(pin.name), pin.tokens, pin.num_pages, pin.until_s - now, pin.priority))
         for pin in core.scheduler.cache.pins.alive(now)
     ]
     return Reply(control.call, True, body=msgspec.json.encode(facts))

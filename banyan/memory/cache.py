@@ -160,6 +160,7 @@ class KVCache:
         self.pins = Pins(
             *(groups, self.unit, self.pools, self.tree, self.horizon),
             lambda group, units: _first_needed(group, self.unit, units),
+            self.states.is_target,
         )
         self.has_state = bool(self.states.state_groups)
         self._promises: dict[StepId, list[Node]] = {}

@@ -109,6 +109,7 @@ class PinFact(msgspec.Struct, frozen=True):
     tokens: int
     pages: int
     left_s: float
+    priority: int = 0
 
 
 class Ready(msgspec.Struct, frozen=True, omit_defaults=True, tag="ready"):

@@ -58,6 +58,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     """Its reader gets tokens in pieces of at least so many; 0 = all at the end."""
     pin_s: float = 0.0
     """Once it has ended, the whole pages of its prompt stay for so long; 0 = as any others."""
+    pin_priority: int = 0
+    """What is pinned with a lower one gives way first."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -105,7 +105,8 @@ class Roster:
         if request.generate.pin_s and reason != "abort":
             path = [] if request.lease is None else request.lease.path
             whole = path[: request.prompt_len // self._cache.unit]
-            problem = self._cache.pins.add(request.id, whole, now + request.generate.pin_s)
+            until_s, priority = now + request.generate.pin_s, request.generate.pin_priority
+            problem = self._cache.pins.add(request.id, whole, until_s, priority)
             if problem:
                 self.fail(request, 400, f"The prefix {problem}.", "not_pinned")
                 return

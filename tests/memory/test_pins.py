@@ -2,16 +2,19 @@
 
 from array import array
 
-from banyan.memory.groups import FULL, WINDOW, CacheGroup
+from banyan.memory.groups import FULL, STATE, WINDOW, CacheGroup
 from banyan.messages.events import Failed, Finished
 from banyan.messages.requests import Generate, Unpin
 from banyan.messages.sampling import SamplingParams
 from tests.scheduler.driver import Driver
 
 
-def pin(driver: Driver, name: str, prompt: list[int], seconds: float = 100.0) -> None:
+def pin(
+    driver: Driver, name: str, prompt: list[int], seconds: float = 100.0, priority: int = 0
+) -> None:
     tokens, params = array("i", prompt).tobytes(), SamplingParams(max_new_tokens=1)
-    driver.receive(Generate(request=name, tokens=tokens, sampling=params, pin_s=seconds))
+    kept = {"pin_s": seconds, "pin_priority": priority}
+    driver.receive(Generate(request=name, tokens=tokens, sampling=params, **kept))
     driver.run()
 
 
@@ -85,6 +88,23 @@ def test_a_request_that_needs_the_whole_cache_runs_all_the_same() -> None:
     assert driver.core.stats(0.0).pinned_pages == 0
 
 
+def test_the_lowest_priority_gives_way_first_and_then_the_earliest_end() -> None:
+    """22 pages of 25 are wanted, and three prompts of two pages each are pinned."""
+    driver = Driver(pages=26, max_request_tokens=88)
+    pins = driver.core.scheduler.cache.pins
+    for name, seconds, priority in (("late", 90.0, 0), ("early", 50.0, 0), ("high", 9.0, 7)):
+        pin(driver, name, [len(name) * 9 + at for at in range(8)], seconds, priority)
+    assert [one.name for one in pins.alive(0.0)] == [
+        "late",
+        "early",
+        "high",
+    ]
+    driver.submit("large", [7] * 72, new=16)
+    driver.run()
+    assert isinstance(driver.ends["large"], Finished)
+    assert [one.name for one in pins.alive(0.0)] == ["late", "high"]
+
+
 def test_prompts_with_windows_are_pinned_where_they_can_be_taken_up() -> None:
     driver, prompt = Driver(), list(range(20, 60))
     groups = (CacheGroup(FULL, 4, 60), CacheGroup(WINDOW, 4, 60, window=6))
@@ -95,3 +115,29 @@ def test_prompts_with_windows_are_pinned_where_they_can_be_taken_up() -> None:
     press(driver)
     assert driver.core.stats(0.0).pinned_pages == 12
     assert cached(driver, [*prompt, 3]) >= 40
+
+
+def test_a_window_that_has_gone_on_is_not_pinned_in_vain() -> None:
+    driver, prompt = Driver(), list(range(20, 60))
+    groups = (CacheGroup(FULL, 4, 60), CacheGroup(WINDOW, 4, 60, window=6))
+    driver.spec = type(driver.spec)(groups=groups, limits=driver.spec.limits)
+    driver.core = driver.spec.build()
+    tokens, params = array("i", prompt).tobytes(), SamplingParams(max_new_tokens=30)
+    driver.receive(Generate(request="long", tokens=tokens, sampling=params, pin_s=9.0))
+    driver.run()
+    cache = driver.core.scheduler.cache
+    is_usable = cache.probe(b"", tokens, 40).tokens == 40
+    assert isinstance(driver.ends["long"], Finished if is_usable else Failed)
+
+
+def test_with_a_state_a_pin_ends_where_one_was_kept() -> None:
+    driver, prompt = Driver(), list(range(20, 33))
+    groups = (CacheGroup(FULL, 4, 60), CacheGroup(STATE, 4, 40))
+    driver.spec = type(driver.spec)(groups=groups, limits=driver.spec.limits)
+    driver.core = driver.spec.build()
+    pin(driver, "kept", prompt)
+    (one,) = driver.core.scheduler.cache.pins.alive(0.0)
+    assert one.tokens == 12 and [len(nodes) for nodes in one.nodes] == [3, 1]
+    press(driver)
+    press(driver)
+    assert cached(driver, [*prompt[:12], 1, 2]) == 12

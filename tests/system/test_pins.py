@@ -23,15 +23,17 @@ def test_an_operator_keeps_a_tenant_s_prompt(tiny_model: Path, tmp_path: Path) -
             body = {"input_ids": PROMPT, "sampling_params": ONE}
             return call("/generate", body, key)["meta_info"]["cached_tokens"]
 
-        asked = {"input_ids": PROMPT, "ttl_s": 600, "api_key": "oak"}
+        asked = {"input_ids": PROMPT, "ttl_s": 600, "priority": 3, "api_key": "oak"}
         assert call("/pin_prefix", asked, "oak") == 401
         assert call("/pin_prefix", {"input_ids": PROMPT}, "root") == 400, "whose is it?"
         assert call("/pin_prefix", {**asked, "ttl": 3}, "root") == 400
         made = call("/pin_prefix", asked, "root")
-        assert (made["prompt_tokens"], made["ttl_s"]) == (50, 600)
+        assert (made["prompt_tokens"], made["ttl_s"], made["priority"]) == (50, 600, 3)
+        assert call("/pin_prefix", {**asked, "priority": 1 << 53}, "root") == 400
+        assert call("/pin_prefix", {**asked, "priority": 1 << 64}, "root") == 400
         (pin,) = call("/pinned_prefixes", None, "root")["pins"]
         assert (pin["pin"], pin["tokens"], pin["pages"]) == (made["pin"], 48, 3)
-        assert 0 < pin["left_s"] <= 600
+        assert 0 < pin["left_s"] <= 600 and pin["priority"] == 3
         flush = "/flush_cache?timeout=30"
         server.http.post(flush, headers={"Authorization": "Bearer root"}).raise_for_status()
         assert cached("oak") == 48 and cached("elm") == 0

@@ -487,4 +487,5 @@ def _message(request: TextRequest, weight: float) -> Generate:
         peer=request.peer,
         stride=request.stride,
         pin_s=request.pin_s,
+        pin_priority=request.pin_priority,
     )

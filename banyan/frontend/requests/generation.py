@@ -80,6 +80,8 @@ class TextRequest:
     """Tokens that a chunk has at least, unless it is the first or the last; 0 = all of them."""
     pin_s: float = 0.0
     """For how long the pages of its prompt stay once it has ended; 0 = as any others."""
+    pin_priority: int = 0
+    """What is pinned with a lower one gives way first."""
 
 
 _SHOWN_BYTES = 32

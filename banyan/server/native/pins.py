@@ -19,6 +19,7 @@ from banyan.server.openai.fields import typed
 
 _ASK_S = 10.0
 _MOST_S = 7 * 24 * 3600.0
+_MOST_PRIORITY = 1 << 31
 
 
 class PinRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -33,6 +34,9 @@ class PinRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rid: str | None = None
     ttl_s: float = 3600.0
     """How long it stays, in seconds."""
+    priority: int = 0
+    """Where a request cannot run beside all pins, the lowest gives way first, and of equals the one
+    that ends first."""
     api_key: str | None = None
     """Whose prefix it is, where the server asks for keys."""
 
@@ -53,12 +57,17 @@ async def pin_prefix(exchange: Exchange, state: ServerState) -> None:
     asked = typed(raw, PinRequest)
     if not 0 < asked.ttl_s <= _MOST_S:
         raise RequestError(f"ttl_s must be in (0, {_MOST_S:.0f}].", param="ttl_s")
+    if not -_MOST_PRIORITY <= asked.priority <= _MOST_PRIORITY:
+        raise RequestError(f"priority must be in ±{_MOST_PRIORITY}.", param="priority")
     tenant = _tenant_of(asked, state)
-    body: Json = {k: v for k, v in raw.items() if k not in ("ttl_s", "api_key")}
+    body: Json = {k: v for k, v in raw.items() if k not in ("ttl_s", "priority", "api_key")}
     body["sampling_params"] = {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}
     request = await native.read(body, tenant, size)
     sequences = [
-        replace(s, request=replace(s.request, pin_s=asked.ttl_s, route="pin"))
+        replace(
+            s,
+            request=replace(s.request, pin_s=asked.ttl_s, pin_priority=asked.priority, route="pin"),
+        )
         for s in request.sequences
     ]
     with state.open.holding([s.request for s in sequences], exchange.tenant):
@@ -69,6 +78,7 @@ async def pin_prefix(exchange: Exchange, state: ServerState) -> None:
         "prompt_tokens": len(sequences[0].request.prompt),
         "cached_tokens": told.get("cached_tokens", 0) if isinstance(told, dict) else 0,
         "ttl_s": asked.ttl_s,
+        "priority": asked.priority,
     }
     await exchange.json(found)
 
