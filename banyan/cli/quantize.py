@@ -1,13 +1,15 @@
 """`banyan quantize IN OUT --type T`: a model of float weights as one of few bits, on the disk."""
 
 import os
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from banyan.base.errors import BanyanError, ConfigError
+from banyan.base.errors import BanyanError, ConfigError, ModelError
 from banyan.base.log import printable, start_logging
 from banyan.bench.options import option, split_options
 from banyan.cli.bench import progress_bar
@@ -18,15 +20,18 @@ from banyan.config.env import forget_secrets, read_environment
 from banyan.config.schema import ModelConfig
 from banyan.config.sources import fetch
 
+if TYPE_CHECKING:
+    from banyan.models.quantize.plan import Plan, Words
+
 HUB_TYPES = ("int8", "w8a16", "w4a16", "fp8", "fp8-block")
-GGUF_TYPES = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+GGUF_TYPES = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k", "f16")
 _MOST_GROUP = 1 << 16
 
 _ABOUT = """Rounds the projections of IN, which may be anything that banyan serve takes, and writes
 the result to OUT: a folder in compressed-tensors' form (int8, w8a16, w4a16, fp8, fp8-block) or a
-.gguf file (q8_0 to q6_k). Embeddings, heads, norms and routers stay as they are. One tensor is in
-memory at a time; a run that was cut off goes on where it was, with the same command. At the end
-both are served, and compared on a fixed text."""
+.gguf file (q8_0 to f16), the latter from either form. Embeddings, heads, norms and routers stay as
+they are. One tensor is in memory at a time; a run that was cut off goes on where it was, with the
+same command. At the end both are served, and compared on a fixed text."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +101,11 @@ def _check_the_source(card: ModelCard, options: QuantizeOptions) -> None:
             f"the weights of {where!r} are {card.dtype} already",
             hint="name the float file that it was made from; --allow-requantize rounds them again",
         )
-    is_gguf = options.type in GGUF_TYPES
-    if is_gguf != (card.format == "gguf"):
-        wanted = "a GGUF file" if is_gguf else "a folder of safetensors"
-        fitting = HUB_TYPES if card.format == "safetensors" else GGUF_TYPES
+    if options.type in HUB_TYPES and card.format == "gguf":
         raise ConfigError(
-            f"--type {options.type} is made from {wanted}, and {where!r} is {card.format}: names "
-            "and tokenizers of the two forms are not translated",
-            hint=f"choose one of: {', '.join(fitting)}",
+            f"--type {options.type} is made from a folder of safetensors, and {where!r} is a GGUF "
+            "file, whose names and tokenizer are not translated back",
+            hint=f"choose one of: {', '.join(GGUF_TYPES)}",
         )
 
 
@@ -144,13 +146,16 @@ def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[s
     folder = target if is_folder else target.parent
     with closing(Source(card)) as source:
         most = max(1, int(options.max_shard_gib * (1 << 30)))
-        plan = make_plan(source, layout, options.ignore, most, target.name)
+        words = None if is_folder or card.format == "gguf" else _words(card)
+        plan = make_plan(source, layout, options.ignore, most, target.name, words)
         if not plan.kinds:
             raise ConfigError(
                 f"no weight of {printable(card.path, 200)!r} can be rounded to {options.type}",
                 hint="see --ignore, and docs/quantization.md",
             )
         folder.mkdir(parents=True, exist_ok=True)
+        if words is not None:
+            _check_the_header(card, plan, words, target)
         identity = {
             "version": banyan.__version__,
             "source": [list(file) for file in source.stamp()],
@@ -174,6 +179,54 @@ def _made(card: ModelCard, target: Path, options: QuantizeOptions) -> Iterator[s
         yield f"kept       {count} projections {why}"
     sizes = f"{megabytes(before)} -> {megabytes(plan.size_bytes)}"
     yield f"size       {sizes} in {len(plan.files)} files"
+
+
+def _words(card: ModelCard) -> "Words":
+    """What a GGUF file says that is made from this folder."""
+    from banyan.config.gguf_keys import gguf_keys, rope_divisors
+    from banyan.frontend.words.gguf_words import gguf_words
+    from banyan.models.quantize.plan import Words
+
+    keys = gguf_keys(card)
+    words = gguf_words(card.path, card.vocab_size, keys)
+    if not words:
+        print(
+            f"banyan: {printable(card.path, 200)} has no tokenizer.json, and OUT will have no "
+            "vocabulary",
+            file=sys.stderr,
+        )
+    divisors = rope_divisors(card)
+    return Words(keys | words, {"rope_freqs.weight": divisors} if divisors else {})
+
+
+def _check_the_header(card: ModelCard, plan: "Plan", words: "Words", target: Path) -> None:
+    """Read the file back before a number is rounded, as it will be but for its weights.
+
+    Raises:
+        ModelError: the form cannot say what the model is.
+    """
+    from banyan.config.gguf_keys import differences
+
+    first, size = plan.files[0].pieces[0], plan.files[0].size_bytes
+    tried = target.with_name(f"{target.stem}.header.gguf")
+    try:
+        with tried.open("wb") as file:
+            file.write(first.head)
+            for offset, numbers in zip(first.offsets, words.constants.values(), strict=False):
+                file.seek(offset)
+                file.write(struct.pack(f"<{len(numbers)}f", *numbers))
+            file.truncate(size)
+        found = differences(card, read_card(str(tried)))
+    except ModelError as error:
+        found = [error.text.replace(str(tried), "it")]
+    finally:
+        tried.unlink(missing_ok=True)
+    if found:
+        raise ModelError(
+            f"a GGUF file does not hold all facts of {printable(card.path, 200)!r}: "
+            f"{'; '.join(found[:3])}",
+            hint=f"choose one of: {', '.join(HUB_TYPES)}",
+        )
 
 
 def _reported(card: ModelCard, target: Path) -> str:

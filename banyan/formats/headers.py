@@ -102,7 +102,7 @@ def _value(value: object) -> tuple[int, bytes]:
     assert isinstance(value, list | tuple) and value, f"no metadata: {value!r}"
     items = [_value(item) for item in value]
     kinds = {kind for kind, _ in items}
-    if kinds == {_U32, _I32}:
+    if kinds <= {_U32, _I32}:  # as gguf-py writes them
         kinds = {_I32}
         items = [(_I32, struct.pack("<i", item)) for item in value]
     assert len(kinds) == 1, "the items of an array are of one type"

@@ -7,6 +7,7 @@
     fp8         compressed-tensors float-quantized: weight e4m3, weight_scale [out, 1]
     fp8-block   the same with a scale per block of 128 × 128
     q8_0 …      blocks of a GGUF file, under the tensor's own name
+    f16         fp16 in a GGUF file
 
 Knows shapes and numbers; knows no files.
 """
@@ -230,6 +231,25 @@ class Blocks:
         return {}
 
 
+@dataclass(frozen=True)
+class HalfFloats:
+    """fp16, in a GGUF file."""
+
+    container: str = "gguf"
+
+    def plan(self, name: str, shape: tuple[int, ...], type: str) -> Rounded | None:
+        if len(shape) < 2:
+            return None
+
+        def rows(values: Tensor) -> dict[str, Tensor]:
+            return {name: _octets(values.half())}
+
+        return Rounded("F16", (Entry(name, "F16", shape),), lambda weight: _all(weight, rows))
+
+    def scheme(self, kind: str) -> Settings:
+        return {}
+
+
 def layout_of(type: str, group: int) -> Layout:
     """
     Args:
@@ -242,10 +262,11 @@ def layout_of(type: str, group: int) -> Layout:
         "int8": EightBits("I8"),
         "w8a16": Packed(8, 0),
         "w4a16": Packed(4, group),
+        "f16": HalfFloats(),
         "fp8": EightBits("F8_E4M3"),
         "fp8-block": EightBits("F8_E4M3", BLOCK_SIDE),
     }[type]
 
 
 HUB_TYPES = ("int8", "w8a16", "w4a16", "fp8", "fp8-block")
-TYPES = (*HUB_TYPES, *(type.lower() for type in TO_BLOCKS))
+TYPES = (*HUB_TYPES, *(type.lower() for type in TO_BLOCKS), "f16")

@@ -3,8 +3,10 @@ tensor of the source what becomes of it. The same source and wishes give the sam
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from banyan.formats.headers import (
     Entry,
@@ -19,6 +21,7 @@ from banyan.formats.headers import (
 from banyan.formats.mapped import TensorInfo
 from banyan.models.quantize.layouts import Layout, Rounded
 from banyan.models.quantize.source import Source
+from banyan.models.quantize.translated import translated
 from banyan.models.weights.names import split_numbers
 from banyan.models.weights.quant.patterns import Modules
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
@@ -38,13 +41,13 @@ class Unit:
     Attributes:
         entries: what it becomes.
         rounded: how; None when it is copied as it is.
-        take: what is taken of the tensor; None = all of it.
+        take: it, where it is not the tensor as it lies in the file.
     """
 
     source: str
     entries: tuple[Entry, ...]
     rounded: Rounded | None
-    take: Callable[[StoredWeight], StoredWeight] | None = None
+    take: Callable[[], StoredWeight] | None = None
 
 
 @dataclass(frozen=True)
@@ -97,22 +100,48 @@ class Plan:
         return sum(len(piece.units) for file in self.files for piece in file.pieces)
 
 
+@dataclass(frozen=True)
+class Words:
+    """What a GGUF file that is made from a folder says beside its tensors.
+
+    Attributes:
+        keys: its metadata.
+        constants: tensors of numbers that the folder's configuration means, first in the file.
+    """
+
+    keys: Mapping[str, object]
+    constants: Mapping[str, Sequence[float]]
+
+
 def make_plan(
-    source: Source, layout: Layout, ignore: Sequence[str], most_bytes: int, name: str
+    source: Source,
+    layout: Layout,
+    ignore: Sequence[str],
+    most_bytes: int,
+    name: str,
+    words: Words | None = None,
 ) -> Plan:
     """
     Args:
         ignore: modules that stay as they are, beside those that always do.
         most_bytes: of a file of a folder; of what is lost when a GGUF file is cut off.
         name: of the GGUF file.
+        words: of a GGUF file from a folder; None = the source is of the layout's own form.
     """
     plan = Plan()
     left_out = Modules(ignore, "--ignore")
+    if words is not None:
+        units = [*_constants(words), *_translated(plan, source, layout, left_out)]
+        pairs = [gguf_pair(key, value) for key, value in words.keys.items()]
+        plan.files.append(_gguf_file(name, pairs, units, most_bytes))
+        return plan
     units = [
         unit for name in source.tensors for unit in _units(plan, source, layout, left_out, name)
     ]
     if layout.container == "gguf":
-        plan.files.append(_gguf_file(name, source, layout, units, most_bytes))
+        own = ("general.quantization_version", "general.file_type", "general.alignment")
+        pairs = without_keys(source.pairs(), *own)
+        plan.files.append(_gguf_file(name, pairs, units, most_bytes))
         return plan
     shards = list(_shards(units, size_in_safetensors, most_bytes))
     for number, mine in enumerate(shards, 1):
@@ -132,7 +161,20 @@ def _units(
         yield _unit(plan, source, layout, left_out, Unit(name, (_as_it_is(tensor),), None))
     for each in slices:
         entry = Entry(each.name, tensor.type, each.shape)
-        yield _unit(plan, source, layout, left_out, Unit(name, (entry,), None, each.take))
+        copied = Unit(name, (entry,), None, lambda each=each: each.take(source.weight(name)))
+        yield _unit(plan, source, layout, left_out, copied)
+
+
+def _constants(words: Words) -> Iterator[Unit]:
+    for name, numbers in words.constants.items():
+        entry = Entry(name, "F32", (len(numbers),))
+        yield Unit(name, (entry,), None, lambda n=numbers: StoredWeight.from_tensor(Tensor(n)))
+
+
+def _translated(plan: Plan, source: Source, layout: Layout, left_out: Modules) -> Iterator[Unit]:
+    for each in translated(source):
+        copied = Unit(each.hub_name, (each.entry,), None, each.take)
+        yield _round(plan, layout, left_out, copied, each.is_projection, each.hub_name)
 
 
 def _as_it_is(tensor: TensorInfo) -> Entry:
@@ -140,11 +182,17 @@ def _as_it_is(tensor: TensorInfo) -> Entry:
 
 
 def _unit(plan: Plan, source: Source, layout: Layout, left_out: Modules, copied: Unit) -> Unit:
-    """What becomes of a unit that may be rounded."""
     (whole,) = copied.entries
-    name, stem = whole.name, whole.name.removesuffix(".weight")
-    is_projection = source.is_projection(whole)
-    is_matrix = name.endswith(".weight") and len(whole.shape) == 2
+    return _round(plan, layout, left_out, copied, source.is_projection(whole), whole.name)
+
+
+def _round(
+    plan: Plan, layout: Layout, left_out: Modules, copied: Unit, is_projection: bool, called: str
+) -> Unit:
+    """What becomes of a unit that may be rounded; `called` in the source, or as its folder does."""
+    (whole,) = copied.entries
+    name, stem = whole.name, called.removesuffix(".weight")
+    is_matrix = called.endswith(".weight") and len(whole.shape) == 2
     if not is_projection or left_out.names_it(stem):
         if is_projection:
             plan.kept["named by --ignore"] += 1
@@ -183,17 +231,13 @@ def _shards(
 
 
 def _gguf_file(
-    name: str, source: Source, layout: Layout, units: Sequence[Unit], most_bytes: int
+    name: str, pairs: Sequence[bytes], units: Sequence[Unit], most_bytes: int
 ) -> OutFile:
-    pairs = source.pairs()
     kinds = Counter(e.type for e in _entries(units) if not STORAGE_TYPES[e.type].is_float)
     main = kinds.most_common(1)[0][0] if kinds else ""
     told = [gguf_pair("general.quantization_version", _QUANTIZATION_VERSION)]
     told += [gguf_pair("general.file_type", _FILE_TYPES[main])] if main in _FILE_TYPES else []
-    kept = without_keys(
-        pairs, "general.quantization_version", "general.file_type", "general.alignment"
-    )
-    header = gguf_header([*kept, *told], _entries(units))
+    header = gguf_header([*pairs, *told], _entries(units))
     return OutFile(name, tuple(_pieces(header, units, most_bytes)))
 
 

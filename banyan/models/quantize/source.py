@@ -23,11 +23,12 @@ class Source:
 
     Attributes:
         tensors: by name, in the order of files and places.
+        names: of the checkpoint's own form.
     """
 
     def __init__(self, card: ModelCard) -> None:
         self.card = card
-        self._names: NameMap = FAMILIES.load(card.architecture).names[card.format]
+        self.names: NameMap = FAMILIES.load(card.architecture).names[card.format]
         self._files: dict[str, Path] = {}
         self._open: MappedFile | None = None
         self._opened: Path | None = None
@@ -46,7 +47,7 @@ class Source:
         answers."""
         if entry.type not in STORAGE_TYPES:
             return False
-        return is_projection(entry.name, entry.shape, self._names, self.card.num_layers)
+        return is_projection(entry.name, entry.shape, self.names, self.card.num_layers)
 
     def slices(self, name: str) -> list[Slice]:
         """What modules of their own take of a tensor that holds all experts of a layer; none when
@@ -54,7 +55,12 @@ class Source:
         tensor = self.tensors[name]
         if tensor.type not in STORAGE_TYPES or not STORAGE_TYPES[tensor.type].is_float:
             return []
-        return slices_of(name, tensor.shape, self._names)
+        return slices_of(name, tensor.shape, self.names)
+
+    @property
+    def gguf_names(self) -> NameMap:
+        """Of the same model in a GGUF file."""
+        return FAMILIES.load(self.card.architecture).names["gguf"]
 
     def weight(self, name: str) -> StoredWeight:
         tensor = self.tensors[name]

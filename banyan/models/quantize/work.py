@@ -205,8 +205,7 @@ def _write_unit(written: _Written, unit: Unit, offsets: Iterator[int], source: S
         if unit.rounded is None and unit.take is None:
             made = {unit.entries[0].name: source.octets(unit.source)}
         else:
-            whole = source.weight(unit.source)
-            mine = whole if unit.take is None else unit.take(whole)
+            mine = source.weight(unit.source) if unit.take is None else unit.take()
             copied = {unit.entries[0].name: mine.raw.flatten()}
             made = copied if unit.rounded is None else unit.rounded.make(mine)
     for entry in unit.entries:

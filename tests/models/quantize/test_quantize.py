@@ -431,7 +431,7 @@ def test_a_record_of_other_settings_is_not_gone_on_with(tmp_path, monkeypatch):
         (["in", "in/out", "--type", "int8"], "OUT is IN, or lies in it"),
         (["in", "full", "--type", "int8"], "is not empty"),
         (["in", "file", "--type", "int8"], "is a file"),
-        (["in", "out.gguf", "--type", "q8_0"], "is made from a GGUF file, and"),
+        (["in", "out", "--type", "q8_0"], "ends with .gguf"),
         (["in.gguf", "out.gguf", "--type", "q8_0"], "q8_0 already.*--allow-requantize"),
         (["in.gguf", "out", "--type", "q4_0", "--allow-requantize"], "ends with .gguf"),
         (["in.gguf", "file.gguf", "--type", "q4_0", "--allow-requantize"], "is there already"),
