@@ -198,3 +198,21 @@ def test_standing_orders_lead_from_any_state_to_any_other():
             standing.take(*order)
             steps += 1
         assert steps <= 4 and vars(standing) == vars(wanted)
+
+
+@asynchronous
+async def test_an_engine_that_cannot_have_the_store_again_serves_without_it():
+    async with serving(counting, is_kept_up=True) as (client, _):
+        await client.control("attach_store", store="file")
+        client.engine_lost("gone")
+        async with successor(client) as other:
+            other.replies = False
+            other.say(READY)
+            revival = asyncio.create_task(client.revive(5.0))
+            for count in (1, 2):
+                await until(lambda count=count: len(other.received) == count)
+                ok = other.received[-1].verb == "detach_store"
+                other.say(Reply(other.received[-1].call, ok, "no such folder"))
+            await revival
+            assert [m.verb for m in other.received] == ["detach_store", "attach_store"]
+            assert client.health().ready

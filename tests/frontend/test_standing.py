@@ -53,3 +53,10 @@ def test_the_last_store_is_attached_again_in_the_place_of_that_of_the_start() ->
     assert orders(standing) == [("detach_store", {}), attach("b")]
     standing.take("detach_store", {"force": True})
     assert orders(standing) == [("detach_store", {"force": True})]
+
+
+def test_a_store_comes_before_weights_that_were_taken_later() -> None:
+    standing, weights = Standing(), ("update_weights", {"path": "/other"})
+    for order in (attach("a"), weights):
+        standing.take(*order)
+    assert orders(standing) == [("detach_store", {}), attach("a"), weights]

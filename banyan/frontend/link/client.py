@@ -21,7 +21,7 @@ from banyan.base.ids import RequestId
 from banyan.base.log import logger
 from banyan.frontend.link.line import Line
 from banyan.frontend.link.pace import Pace
-from banyan.frontend.link.standing import Standing
+from banyan.frontend.link.standing import ATTACH, Standing
 from banyan.frontend.link.stream import EventStream, OpenStreams
 from banyan.messages.events import Event, Failed, Fatal, Finished, Ready, Reply, Stats, Tokens
 from banyan.messages.link import FrontLink
@@ -317,8 +317,10 @@ class EngineClient:
             while (order := self.standing.lacking(told)) is not None:
                 verb, args = order
                 reply = await self._call(verb, timeout_s, args)
-                if not reply.ok:
+                if not reply.ok and verb != ATTACH:
                     raise DeviceError(f"the new engine could not {verb}: {reply.text}")
+                if not reply.ok:
+                    log.warning("the new engine goes on without a store: %s", reply.text)
                 told.take(verb, args)
             await self.ready()
         finally:

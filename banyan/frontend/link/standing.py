@@ -5,6 +5,9 @@ from collections.abc import Mapping
 
 from banyan.messages.orders import MEMORY_TAGS, WEIGHTS
 
+ATTACH = "attach_store"
+"""The verb that an engine may fail at, and serve all the same."""
+
 Value = str | int | float | bool
 Order = tuple[str, Mapping[str, Value]]
 """A verb (engine/control.py) and its arguments."""
@@ -57,6 +60,9 @@ class Standing:
     def lacking(self, told: "Standing") -> Order | None:
         """What to tell next to an engine that was told `told`, so that it becomes like this; None
         when it is."""
+        if self._store is not None and told._store != self._store:  # none comes after other weights
+            is_other = told._store is None and self._store[0] == ATTACH
+            return ("detach_store", {}) if is_other else self._store
         if self._weights is not None and told._weights != self._weights:
             return "update_weights", self._weights
         if gone := self._forgotten - told._forgotten:
@@ -64,9 +70,6 @@ class Standing:
         for name, args in self._adapters.items():
             if name not in told._adapters:
                 return "load_adapter", args
-        if self._store is not None and told._store != self._store:
-            is_other = told._store is None and self._store[0] == "attach_store"
-            return ("detach_store", {}) if is_other else self._store
         if more := self._released - told._released:
             return "release_memory", {"tags": ",".join(sorted(more))}
         if fewer := told._released - self._released:
