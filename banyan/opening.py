@@ -303,10 +303,24 @@ def _check_the_device(config: Config, card: ModelCard, traits: Traits) -> None:
             hint="leave it out; --tensor-parallel-size cuts the heads",
         )
     if sends_rows(config) and not traits.is_host:
+        _check_the_sending(config, traits)
+
+
+def _check_the_sending(config: Config, traits: Traits) -> None:
+    """How rows go to the ranks of their experts on a device."""
+    mode = config.experts.a2a_mode
+    if not traits.shares_steps:
         raise ConfigError(
             f"--moe-a2a-backend {config.experts.a2a}: rows go to the ranks of their experts on "
-            f"CPUs only, this is {traits.name}",
+            f"CPUs and Ascend NPUs only, this is {traits.name}",
             hint="leave it out",
+        )
+    if mode != "normal":
+        raise ConfigError(
+            f"--deepep-mode {mode} on {traits.name}: rows are sent by counts that the host waits "
+            "for, and there are no buffers of a fixed size that steps could be captured with",
+            hint="give --deepep-mode normal, or leave --moe-a2a-backend out: then every rank gets "
+            "all rows, and decode steps are captured",
         )
 
 

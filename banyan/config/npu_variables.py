@@ -23,7 +23,8 @@ class Variable:
     use: str = "unset it"
 
 
-_NO_EXPERTS = Variable(REFUSED, "tokens are not sent to the ranks of their experts")
+_NO_EXPERTS = Variable(REFUSED, "experts are several operators here")
+_NO_BUFFERS = Variable(REFUSED, "rows are sent by their counts, in no buffers of a fixed size")
 _NO_ENGINE = Variable(REFUSED, "MemFabric moves no pages of this build")
 _TORCH_NPU = "torch_npu, at its import"
 _HCCL = "HCCL, for groups of several devices"
@@ -59,11 +60,13 @@ VARIABLES = {
     "SGLANG_USE_AG_AFTER_QLORA": Variable(
         REFUSED, "no ranks share the prompts' tokens of latent attention"
     ),
-    "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": _NO_EXPERTS,
-    "DEEPEP_HCCL_BUFFSIZE": _NO_EXPERTS,
-    "DEEP_NORMAL_MODE_USE_INT8_QUANT": _NO_EXPERTS,
-    "DEEPEP_NORMAL_LONG_SEQ_ROUND": _NO_EXPERTS,
-    "DEEP_USE_MODE": _NO_EXPERTS,
+    "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": _NO_BUFFERS,
+    "DEEPEP_HCCL_BUFFSIZE": _NO_BUFFERS,
+    "DEEP_NORMAL_MODE_USE_INT8_QUANT": Variable(
+        REFUSED, "rows go to the ranks of their experts in the type of the activations"
+    ),
+    "DEEPEP_NORMAL_LONG_SEQ_ROUND": Variable(REFUSED, "rows of a step go in one round"),
+    "DEEP_USE_MODE": Variable(REFUSED, "rows go by one exchange of HCCL, all to all"),
     "ASCEND_MF_STORE_URL": _NO_ENGINE,
     "ASCEND_MF_TRANSFER_PROTOCOL": _NO_ENGINE,
     "ASCEND_NPU_PHY_ID": _NO_ENGINE,

@@ -99,7 +99,7 @@ class GroupCollectives:
         is_apart: bool,
     ) -> Tensor:
         all_rows = torch.tensor([0, len(x)]) if rows is None else rows[:2]
-        owned = [_mine(part) for part in self._parts(all_rows.view(1, 2))]
+        owned = [_mine(part) for part in self._parts(all_rows.view(1, 2).to(x.device))]
         if is_apart:
             pairs, ranks = x.unflatten(1, (places.shape[1], -1)), places // of_rank
             has = torch.stack([ranks == r for r in range(self._size)])

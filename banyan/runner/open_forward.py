@@ -123,6 +123,8 @@ def _open(
     if platform.traits.programs != BY_SHAPE or not sizes.shapes or model.card.pooling is not None:
         return eager
     why = _obstacle(model, build.ops, platform)
+    if build.sends_rows:
+        why = "rows go to the ranks of their experts by counts that the host waits for"
     if sizes.taps or sizes.carried:
         why = "drafts are made of what layers read beside tokens"
     if why:

@@ -28,7 +28,7 @@ _STORE = {
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
     "ASCEND_MF_STORE_URL": "tcp://192.0.2.7:6670",
 }
-_DISPATCH = "rows go to the ranks of their experts alone on CPUs only"
+_DISPATCH = "rows go to the ranks of their experts by exact counts (--deepep-mode normal) only"
 _HANDOFF = "MemFabric carries no pages, and servers of several ranks on NPUs hand over none"
 _DRAFTS = (
     "the layer of DeepSeek V3.2 that drafts runs on CPUs only, and joined replicas verify none"

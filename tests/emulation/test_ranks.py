@@ -51,12 +51,17 @@ def answers(engine: banyan.Engine) -> list[dict]:
 
 JOINED = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
 DIVIDED = {"tp_size": 2, "attn_cp_size": 2}
+SENT = {"moe_a2a_backend": "deepep", "deepep_mode": "normal"}
 LAYOUTS = {
     "tp": ("qwen3", {"tp_size": 2}),
     "pp": ("qwen3", {"pp_size": 2}),
     "ep": ("qwen3 moe", {"tp_size": 2, "ep_size": 2}),
     "ep with biases": ("gpt-oss", {"tp_size": 2, "ep_size": 2}),
     "dp": ("qwen3 moe", JOINED),
+    "ep, rows sent": ("qwen3 moe", {"tp_size": 2} | SENT),
+    "dp, rows sent": ("qwen3 moe", JOINED | SENT),
+    "dp of two ranks, rows sent": ("deepseek v3", JOINED | {"tp_size": 4} | SENT),
+    "cp of an indexer, rows sent": ("deepseek v3.2", DIVIDED | SENT),
     "dp of two ranks, ep": ("deepseek v3", JOINED | {"tp_size": 4, "ep_size": 4}),
     "dp, heads apart": ("deepseek v3", JOINED | {"ep_size": 2, "enable_dp_lm_head": True}),
     "cp": ("qwen3", DIVIDED),
@@ -107,9 +112,12 @@ def test_ranks_verify_drafts_and_say_the_same(npu: EmulatedNpu, tmp_path, drafte
 
 
 REFUSED_TOGETHER = {
-    "--moe-a2a-backend deepep: .* CPUs only, this is npu": (
+    "--deepep-mode low_latency on npu: rows are sent by counts that the host waits for": (
         "qwen3 moe",
-        {"tp_size": 2, "moe_a2a_backend": "deepep", "ep_size": 2},
+        {"tp_size": 2, "ep_size": 2}
+        | SENT
+        | {"deepep_mode": "low_latency"}
+        | {"chunked_prefill_size": 128},
     ),
     "--speculative-algorithm NEXTN on npu: the indexer of the layer that drafts": (
         "deepseek v3.2",
