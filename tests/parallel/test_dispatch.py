@@ -152,7 +152,7 @@ def test_the_flags_decide_whether_rows_are_sent(flags, expected, monkeypatch):
 
 
 def test_devices_that_are_no_cpus_are_refused_by_name(monkeypatch):
-    traits = SimpleNamespace(is_host=False, shares_steps=True, name="an accelerator")
+    traits = SimpleNamespace(is_host=False, shares_steps=False, name="an accelerator")
     monkeypatch.setattr("banyan.opening.open_platform", lambda name: SimpleNamespace(traits=traits))
     config = resolve(config_of("--tp", "2", "--moe-a2a-backend", "deepep"), EXPERTS, NOTHING)
     with pytest.raises(ConfigError, match="deepep: .* NPUs only, this is an accelerator"):
