@@ -168,7 +168,7 @@ FLAGS = (
         "hicache-io-backend",
         "cache.host_copies",
         "how pages are copied between a device (NPU) and the host: kernel_ascend = gathered there, "
-        "in one piece; direct = each tensor by itself; kernel is for GPUs",
+        "in one piece; direct = each tensor by itself; kernel is for GPUs; default: kernel_ascend",
         choices=("kernel_ascend", "direct", "kernel"),
         proof="tests/emulation/test_tiers.py::test_pages_come_back_bit_for_bit",
     ),
@@ -176,7 +176,8 @@ FLAGS = (
         "hicache-mem-layout",
         "cache.host_layout",
         "how the parts of a page lie in memory of the host: page_first_direct = layer by layer; "
-        "page_first_kv_split = first the keys of all layers; the others are for GPUs",
+        "page_first_kv_split = first the keys of all layers; the others are for GPUs; default: "
+        "page_first_kv_split for latent attention, else page_first_direct",
         choices=(
             *("page_first_direct", "page_first_kv_split"),
             *("layer_first", "page_first", "page_head"),
