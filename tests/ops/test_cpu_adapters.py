@@ -207,3 +207,31 @@ def test_matrices_of_many_ranks_are_multiplied_as_the_base_is_with_the_same_bits
         one.fill(np.array([number]))
         adapt(some, x[at : at + 1], table, one)
         assert torch.equal(some[0], together[at])
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_products_that_follow_each_other_are_the_same_bits_as_each_alone(library, rows):
+    """One fetches what the next one reads."""
+    first, second = (
+        pack_linear(library, StoredWeight.from_tensor(random(77, 77, seed=seed)), "q8_0")
+        for seed in (8, 9)
+    )
+    tables = [AdapterTable(77, 64, 2, True) for _ in range(2)]
+    for seed, table in enumerate(tables):
+        for number in (1, 2):
+            down, up = random(15 + number, 77, seed=seed), random(77, 15 + number, seed=number)
+            table.enter(number, [Part(0, down, up, 0.1)])
+    x, tokens, adapt = random(rows, 77, seed=9), AdapterTokens(rows), kernel.make(library)
+    tokens.fill(np.array([0, 1, 2, *[1] * (rows - 3)]))
+
+    def work():
+        middle = first(x)
+        adapt(middle, x, tables[0], tokens)
+        out = second(middle)
+        adapt(out, middle, tables[1], tokens)
+        return out
+
+    recording = library.record(work, rows, 2)
+    expected = work()
+    recording.run(rows, 1, 0)
+    assert torch.equal(recording.result, expected)

@@ -54,6 +54,11 @@ void shrink_tiles(const AdapterArgs& a, const AdapterPair& pair, const Piece& pi
 
 }  // namespace
 
+int64_t down_bytes(const AdapterPair& pair, int64_t inputs) {
+  if (pair.type == ADAPTER_TILED) return groups_of(pair.rank) * group_bytes(W8, inputs);
+  return pair.rank * ((inputs + TILE - 1) / TILE * TILE) * bytes_of(pair.type);
+}
+
 int64_t adapter_units(const AdapterArgs& a, int64_t tokens) {
   int64_t units = 0;
   for (int32_t i = 0; tokens && i < a.pieces[0]; i++) units += units_of(a.table[a.pieces[1 + 3 * i]]);
@@ -118,7 +123,7 @@ int64_t up_units(const void* args, const Sizes& sizes) {
   int64_t tokens = tokens_of(args, sizes);
   return adapter_units(a, tokens) ? row_blocks(tokens) * tiles_of(a) : 0;
 }
-int64_t up_grain(const void*, const Sizes&) { return 2 * TILES_AT_ONCE; }
+int64_t up_grain(const void*, const Sizes&) { return 8; }
 void up_run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker&) {
   const AdapterArgs& a = lone(args).of;
   int64_t tokens = tokens_of(args, sizes), tiles = tiles_of(a);

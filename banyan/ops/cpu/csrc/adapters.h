@@ -8,7 +8,6 @@ namespace banyan {
 
 constexpr int ADAPTER_PARTS = 4;  // as ops/adapters.py has it
 constexpr int TILE = 16;          // outputs, or inputs, that lie side by side
-constexpr int TILES_AT_ONCE = 4;  // of outputs, that the second product is quickest with
 constexpr int RANKS = 8;          // rows of `down` that lie together: a unit of the first product
 // TILED is INT8 with `down` as a weight of its own, in the tiles of linear.h (W8): it is multiplied as
 // the base's weights are, with the very inputs that were rounded for these.
@@ -31,10 +30,13 @@ struct AdapterPair {
   } parts[ADAPTER_PARTS];
 };
 
-// How far the first products of a run are.
+// How far the first products of a run are, and what they read.
 struct AdapterState {
   alignas(64) std::atomic<int64_t> claimed;  // units
-  int64_t units;                             // of this run
+  int64_t units, bytes;                      // of this run
+  const AdapterPair* table;
+  const int32_t* pieces;
+  int64_t inputs;
   alignas(64) std::atomic<int64_t> done;
 };
 
@@ -69,6 +71,8 @@ const AdapterKernels& adapters_table(int32_t level);
 // Units of the first products in a run of so many tokens. A run without tokens makes logits of the one
 // before: what its tokens were counts no more.
 int64_t adapter_units(const AdapterArgs& args, int64_t tokens);
+// Bytes of an adapter's `down`.
+int64_t down_bytes(const AdapterPair& pair, int64_t inputs);
 // One of them: some rows of `down` with the tokens of a piece. product: what was told of that beside
 // which they lie, where its inputs are rounded; else null.
 void shrink_unit(const AdapterArgs& args, int64_t unit, const LinearArgs* product, Worker& worker);

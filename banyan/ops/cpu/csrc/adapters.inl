@@ -116,47 +116,41 @@ void each_part(const AdapterPair& pair, int64_t begin, int64_t end, F f) {
   }
 }
 
-// N tokens that follow each other and have one adapter, and K tiles of a part of it.
-template <class T, int N, int K>
-void add_tiles(const AdapterArgs& a, const typename T::type* up, int64_t rank, const float* inner,
-               int64_t tile, float* out) {
-  vf sums[N][K][VECTORS] = {};
-  for (int64_t r = 0; r < rank; r++) {
-    vf h[N];
-    for (int n = 0; n < N; n++) h[n] = splat(inner[n * a.width + r]);
-    for (int k = 0; k < K; k++)
-      for (int v = 0; v < VECTORS; v++) {
-        vf w = T::get(up + (k * rank + r) * TILE + v * LANES);
-        for (int n = 0; n < N; n++) sums[n][k][v] = fma(h[n], w, sums[n][k][v]);
-      }
-  }
+// N tokens that follow each other and have one adapter, and a tile of a part of it.
+template <class T, int N>
+void add_tile_to(const AdapterArgs& a, const typename T::type* up, int64_t rank, const float* inner,
+                 int64_t tile, float* out) {
+  vf sums[N][VECTORS] = {};
+  for (int64_t at = 0; at < rank * TILE * (int64_t)sizeof *up; at += LINE)
+    __builtin_prefetch((const uint8_t*)up + AHEAD + at);
+  for (int64_t r = 0; r < rank; r++)
+    for (int v = 0; v < VECTORS; v++) {
+      vf w = T::get(up + r * TILE + v * LANES);
+      for (int n = 0; n < N; n++) sums[n][v] = fma(splat(inner[n * a.width + r]), w, sums[n][v]);
+    }
   int64_t left = a.outputs - tile * TILE;
   for (int n = 0; n < N; n++)
-    for (int k = 0; k < K; k++)
-      for (int v = 0; v < VECTORS; v++) {
-        int64_t at = k * TILE + v * LANES;
-        float* to = out + n * a.out_stride + at;
-        if (at + LANES <= left)
-          store(to, load(to) + sums[n][k][v]);
-        else if (at < left)
-          store_some(to, load_some(to, (int)(left - at)) + sums[n][k][v], (int)(left - at));
-      }
+    for (int v = 0; v < VECTORS; v++) {
+      int64_t at = v * LANES;
+      float* to = out + n * a.out_stride + at;
+      if (at + LANES <= left)
+        store(to, load(to) + sums[n][v]);
+      else if (at < left)
+        store_some(to, load_some(to, (int)(left - at)) + sums[n][v], (int)(left - at));
+    }
 }
 
+// A part's tiles one after the other, as they lie: what the memory is quickest with.
 template <class T, int N>
 void expand_rows(const AdapterArgs& a, const AdapterPair& pair, int64_t begin, int64_t end,
                  int64_t row) {
-  constexpr int K = N == 1 ? TILES_AT_ONCE : 1;
   each_part<T>(pair, begin, end,
                [&](const typename T::type* up, int64_t tile, int64_t count,
                    const AdapterPair::Part& part) {
     const float* inner = a.inner + row * a.width + part.first_rank;
     float* out = a.out + row * a.out_stride;
-    int64_t k = 0;
-    for (; k + K <= count; k += K, up += K * part.rank * TILE)
-      add_tiles<T, N, K>(a, up, part.rank, inner, tile + k, out + (tile + k) * TILE);
-    for (; k < count; k++, up += part.rank * TILE)
-      add_tiles<T, N, 1>(a, up, part.rank, inner, tile + k, out + (tile + k) * TILE);
+    for (int64_t k = 0; k < count; k++, up += part.rank * TILE)
+      add_tile_to<T, N>(a, up, part.rank, inner, tile + k, out + (tile + k) * TILE);
   });
 }
 

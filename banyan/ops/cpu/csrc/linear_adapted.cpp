@@ -3,6 +3,10 @@
 // Every other thread begins with the adapters' first products, which whoever comes shares, and the
 // others with outputs. A thread adds what adapters change to the outputs of a claim when it has them,
 // and waits, helping, only where the first products are not there by then.
+//
+// Matrices of many adapters are short pieces in many places, which take as long to find as to read. So
+// what the first products read is fetched during the product before, whose arithmetic leaves the memory
+// idle where there are several rows.
 #include <sched.h>
 
 #include <algorithm>
@@ -17,6 +21,7 @@ namespace {
 struct AdaptedArgs {
   LinearArgs product;
   AdapterArgs adapters;
+  const AdapterState* next;  // of the product after this one; null for the last
 };
 
 const AdaptedArgs& of(const void* args) { return *(const AdaptedArgs*)args; }
@@ -25,6 +30,10 @@ int64_t units(const void* args, const Sizes& sizes) {
   const AdapterArgs& a = of(args).adapters;
   AdapterState& state = *a.state;
   state.units = adapter_units(a, sizes.n[of(args).product.size]);
+  state.table = a.table, state.pieces = a.pieces, state.inputs = a.inputs;
+  state.bytes = 0;
+  for (int32_t i = 0; state.units && i < a.pieces[0]; i++)
+    state.bytes += down_bytes(a.table[a.pieces[1 + 3 * i]], a.inputs);
   state.claimed.store(0, std::memory_order_relaxed);
   state.done.store(0, std::memory_order_relaxed);
   return linear_units(&of(args).product, sizes);
@@ -56,6 +65,21 @@ void await_shrunk(const AdapterArgs& a, const LinearArgs* product, Worker& worke
     if (spins % 1024 == 0) sched_yield();
 }
 
+constexpr int64_t LINE = 64;
+constexpr int64_t FETCHED_FOR = 16;  // tokens; with more the arithmetic takes longer than any reading
+
+// One of `shares` shares of what the first products after these read.
+void fetch_down(const AdapterState& next, int64_t share, int64_t shares) {
+  int64_t from = next.bytes * share / shares, to = next.bytes * (share + 1) / shares;
+  for (int32_t i = 0; i < next.pieces[0] && to > 0; i++) {
+    const AdapterPair& pair = next.table[next.pieces[1 + 3 * i]];
+    const int64_t bytes = down_bytes(pair, next.inputs);
+    for (int64_t at = std::max(from, (int64_t)0); at < std::min(to, bytes); at += LINE)
+      __builtin_prefetch((const uint8_t*)pair.down + at, 0, 2);
+    from -= bytes, to -= bytes;
+  }
+}
+
 template <bool EXACT>
 void run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worker& worker) {
   const AdapterArgs& a = of(args).adapters;
@@ -63,9 +87,16 @@ void run(const void* args, const Sizes& sizes, int64_t begin, int64_t end, Worke
   const AdapterKernels& kernels = adapters_table(isa());
   const LinearArgs* product = EXACT ? nullptr : &of(args).product;
   if (worker.index % 2 == 0 && !is_shrunk(*a.state)) shrink(a, product, worker);
-  linear_run<EXACT>(&of(args).product, sizes, begin, end, worker);
-  await_shrunk(a, product, worker);
   const LinearPlan plan(of(args).product, sizes);
+  const AdapterState* next = of(args).next;
+  if (next && sizes.n[of(args).product.size] <= FETCHED_FOR)
+    for (int64_t at = begin; at < end; at++) {
+      fetch_down(*next, at, plan.groups);
+      linear_run<EXACT>(&of(args).product, sizes, at, at + 1, worker);
+    }
+  else
+    linear_run<EXACT>(&of(args).product, sizes, begin, end, worker);
+  await_shrunk(a, product, worker);
   for (int64_t at = begin, to; at < end; at = to) {
     to = std::min(end, at - plan.group(at) + plan.groups);
     kernels.expand(a, plan.group(at), plan.group(to - 1) + 1, plan.first(at), plan.last(at));
@@ -96,7 +127,10 @@ bool join_product(Program* program, int32_t size, const AdapterArgs& adapters) {
     if (!product || product->out != adapters.out || product->n != adapters.outputs ||
         product->out_stride != adapters.out_stride || product->size != size)
       continue;
-    AdaptedArgs args{*product, adapters};
+    AdaptedArgs args{*product, adapters, nullptr};
+    for (const Kernel* before : {&ADAPTED, &ADAPTED_EXACT})
+      if (AdaptedArgs* newest = (AdaptedArgs*)newest_args(program, *before); newest && !newest->next)
+        newest->next = adapters.state;
     take_back(program);
     append(program, kernel == &LINEAR ? ADAPTED : ADAPTED_EXACT, &args, sizeof args, NOT_ROW_WISE);
     return true;

@@ -400,6 +400,12 @@ const void* last_args(const Program* program, const Kernel& kernel) {
   return !ops.empty() && ops.back().kernel == &kernel ? ops.back().args : nullptr;
 }
 
+void* newest_args(Program* program, const Kernel& kernel) {
+  for (size_t i = program->ops.size(); i--;)
+    if (program->ops[i].kernel == &kernel) return program->ops[i].args;
+  return nullptr;
+}
+
 void take_back(Program* program) {
   program->ops.pop_back();
   if (!--program->stages.back().count) program->stages.pop_back();

@@ -7,6 +7,8 @@ namespace banyan {
 // Arguments of the last op, null where it is of another kernel; and a program without that op.
 const void* last_args(const Program* program, const Kernel& kernel);
 void take_back(Program* program);
+// Arguments of the newest op of a kernel, which may be changed; null where there is none.
+void* newest_args(Program* program, const Kernel& kernel);
 
 }  // namespace banyan
 
