@@ -90,7 +90,7 @@ _SPARSE = NameMap(
     paired=_PAIRED,
     has_more_layers=True,
 )
-_SPARSE_AHEAD = replace(_SPARSE, modules=_SPARSE.modules | HUB_AHEAD, has_more_layers=False)
+_SPARSE_AHEAD = replace(_SPARSE, modules={**_SPARSE.modules, **HUB_AHEAD}, has_more_layers=False)
 DEEPSEEK_V32 = Family(
     hub=HubForm(head_dim=64, more=deepseek_v32),
     names={"safetensors": _SPARSE},

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from banyan.layers.adapted import AdapterSeats
 from banyan.layers.experts import ExpertBlock, Experts, ExpertWeights
-from banyan.ops.adapters import AdapterTable, AdapterTokens
+from banyan.layers.seats import AdapterSeats
 from banyan.ops.expert_adapters import ExpertSides, ExpertTable
 from banyan.ops.experts_api import PackedExperts
 
@@ -37,17 +36,6 @@ class AdaptedExperts:
 
     def put(self, at: int, parts: list[Tensor]) -> None:
         self._packed.put(at, parts)
-
-
-class AdaptedRouter:
-    """What lies beside a router."""
-
-    def __init__(self, table: AdapterTable, seats: AdapterSeats) -> None:
-        self._table, self._seats = table, seats
-
-    def now(self) -> tuple[AdapterTable, AdapterTokens]:
-        """Of the step at hand."""
-        return self._table, self._seats.tokens
 
 
 def expert_blocks(model: nn.Module) -> Iterator[tuple[str, ExpertBlock]]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from banyan.layers.adapted import AdapterSeats
 from banyan.layers.latent import HeadExpansion
+from banyan.layers.seats import AdapterSeats
 from banyan.ops.adapters import AdapterTable
 from banyan.ops.api import Ops
 from banyan.ops.packed import PackedHeadLinear

@@ -1,17 +1,14 @@
 """Build: what every layer of one rank is made from. Layers take it whole and keep what they use."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from banyan.layers.expert_map import ExpertMap
+from banyan.layers.expert_watch import ExpertWatch
+from banyan.layers.seats import AdapterSeats
 from banyan.ops.api import Ops
 from banyan.parallel.groups import ALONE, Groups
-
-if TYPE_CHECKING:
-    from banyan.layers.adapted import AdapterSeats
-    from banyan.layers.expert_map import ExpertMap
-    from banyan.layers.expert_watch import ExpertWatch
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Build:
     dtype: torch.dtype = torch.float32
     device: torch.device = torch.device("cpu")
     kv_units: tuple[float, ...] = ()
-    adapters: "AdapterSeats | None" = None
-    watch: "ExpertWatch | None" = None
-    places: "ExpertMap | None" = None
+    adapters: AdapterSeats | None = None
+    watch: ExpertWatch | None = None
+    places: ExpertMap | None = None
     sends_rows: bool = False

@@ -5,7 +5,6 @@ No token is dropped.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +13,11 @@ from banyan.config.card import ExpertFacts
 from banyan.layers.build import Build
 from banyan.layers.linear import ColumnLinear
 from banyan.layers.mlp import GatedMLP, PlainMLP, gate_of
+from banyan.layers.seats import AdaptedRouter
 from banyan.layers.slot import Layer, ShardRule, WeightSlot, single
 from banyan.ops.experts_api import Clamp, PackedExperts, Routing, StoredExperts
 from banyan.ops.stored import StoredWeight
 from banyan.parallel.groups import Group
-
-if TYPE_CHECKING:
-    from banyan.layers.adapted_experts import AdaptedRouter
 
 
 class Router(Layer):

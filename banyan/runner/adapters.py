@@ -14,8 +14,8 @@ from banyan.base.log import logger, printable
 from banyan.config.adapters import AdapterPlace, named_adapters
 from banyan.config.catalogue import megabytes
 from banyan.config.schema import LoraConfig
-from banyan.layers.adapted import GAINS, AdapterSeats
 from banyan.layers.build import Build
+from banyan.layers.seats import GAINS, AdapterSeats
 from banyan.messages.orders import DropAdapter, Order, TakeAdapter
 from banyan.models.base import Model
 from banyan.models.weights.adapters import Base, LoadedAdapter, base_of, load_adapter

@@ -12,8 +12,8 @@ from banyan.config.adapter_card import KINDS, WEIGHTS
 from banyan.config.checkpoint import read_card
 from banyan.config.lora import MOST_LOADED
 from banyan.config.schema import LoraConfig
-from banyan.layers.adapted import AdapterSeats
 from banyan.layers.build import Build
+from banyan.layers.seats import AdapterSeats
 from banyan.models.weights.adapters import base_of, load_adapter, open_projections
 from banyan.models.weights.loader import load_model
 from banyan.ops.adapters import AdapterTokens

@@ -16,14 +16,13 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import printable
 from banyan.config.adapter_card import EXPERTS, ROUTER, AdapterCard, LowRank
 from banyan.families.names import NameMap
-from banyan.layers.adapted import AdapterSeats
 from banyan.layers.adapted_experts import (
-    AdaptedRouter,
     expert_blocks,
     seat_experts,
     wrap_experts,
 )
 from banyan.layers.experts import ExpertWeights
+from banyan.layers.seats import AdaptedRouter, AdapterSeats
 from banyan.layers.slot import ShardRule
 from banyan.models.decoder import DecoderLM
 from banyan.models.weights.names import Place, place_of

@@ -22,7 +22,7 @@ from banyan.config.adapter_card import (
 )
 from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
-from banyan.layers.adapted import AdapterSeats
+from banyan.layers.seats import AdapterSeats
 from banyan.models.weights.adapter_experts import (
     ROUTER_ENDING,
     ExpertPlace,

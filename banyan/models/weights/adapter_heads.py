@@ -8,8 +8,8 @@ from torch import nn
 
 from banyan.config.adapter_card import EXPANSION
 from banyan.config.card import LatentFacts
-from banyan.layers.adapted import AdapterSeats
 from banyan.layers.adapted_heads import expansions, seat_heads, wrap_heads
+from banyan.layers.seats import AdapterSeats
 from banyan.layers.slot import WeightSlot
 from banyan.ops.adapters import Part
 from banyan.ops.api import Ops

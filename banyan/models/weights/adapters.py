@@ -23,8 +23,9 @@ from banyan.families import FAMILIES
 from banyan.formats.gguf import GGUFFile
 from banyan.formats.mapped import MappedFile
 from banyan.formats.safetensors import SafetensorsFile
-from banyan.layers.adapted import AdapterSeats, Projection, projections
+from banyan.layers.adapted import Projection, projections, wrap, wrap_ends
 from banyan.layers.build import Build
+from banyan.layers.seats import AdapterSeats
 from banyan.layers.slot import WeightSlot
 from banyan.models.base import Model
 from banyan.models.decoder import DecoderLM
@@ -82,10 +83,10 @@ def open_projections(model: Model, seats: AdapterSeats, ops: Ops) -> None:
     """Wrap the projections that adapters may change."""
     assert isinstance(model, DecoderLM)
     for name, projection in _open(model, seats):
-        seats.wrap(name, projection, ops)
+        wrap(seats, name, projection, ops)
     open_heads(model, seats, ops)
     open_experts(model, seats)
-    seats.wrap_ends(model.embedding, model.head, ops)
+    wrap_ends(seats, model.embedding, model.head, ops)
 
 
 def base_on_paper(card: ModelCard, ops: Ops) -> Base:
