@@ -122,7 +122,8 @@ def test_what_cannot_be_attached_is_one_error_and_changes_nothing(
     with started(tiny_model, tmp_path / "log") as server:
         for reply, said in (
             (attach(server, file / "x"), "cannot use"),
-            (attach(server, folder, extra="[1]"), "no JSON object"),
+            (attach(server, folder, extra="[1]"), "must be a JSON object"),
+            (attach(server, folder, extra='{"path": "/a", "path": "/b"}'), "appears twice"),
             (attach(server, folder, extra={"pth": "x"}), "has no 'pth'"),
             (attach(server, folder, extra={"prefetch_threshold": -1}), "prefetch_threshold"),
             (attach(server, folder, hicache_write_policy="never"), "hicache_write_policy must"),

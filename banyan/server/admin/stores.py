@@ -9,6 +9,7 @@ from dataclasses import replace
 import msgspec
 
 from banyan.base.errors import ConfigError, RequestError
+from banyan.base.json_types import is_object, unique_json
 from banyan.base.log import logger, printable
 from banyan.config.schema import CacheConfig
 from banyan.config.stored import store_wishes
@@ -142,9 +143,11 @@ def _wished(cache: CacheConfig, asked: StoreRequest) -> CacheConfig:
             f"{field} has {len(text)} characters; {_MAX_CONFIG} are legal.", param=field
         )
     try:
-        options = msgspec.json.decode(text, type=dict[str, object])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise RequestError(f"{field} is no JSON object: {error}", param=field) from None
+        options = unique_json(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{field} is no JSON: {error}", param=field) from None
+    if not is_object(options):
+        raise RequestError(f"{field} must be a JSON object.", param=field)
     return replace(
         cache,
         store=asked.hicache_storage_backend[:200],

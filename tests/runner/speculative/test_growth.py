@@ -48,11 +48,12 @@ class Branching:
         self.given: dict[int, list] = {request.slot: [] for request in self.requests}
 
     def step(self, chunk: int = 1000) -> None:
-        rows = [self.row(request, chunk) for request in self.requests]
+        live = [request for request in self.requests if len(request.output) < NEW]
+        rows = [self.row(request, chunk) for request in live]
         result = self.driver.runner.launch(self.driver.plan(rows=rows, **self.parts)).result()
         assert not result.error and not result.failed, result
         self.parts = {}
-        for at, (request, row) in enumerate(zip(self.requests, rows, strict=True)):
+        for at, (request, row) in enumerate(zip(live, rows, strict=True)):
             tokens = np.frombuffer(result.tokens[at], np.int32).tolist()
             if row.drafts:
                 self.given[request.slot].append((self.trees[request.slot], len(tokens)))
