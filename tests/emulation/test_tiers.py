@@ -11,6 +11,7 @@ import pytest
 from banyan import movers
 from banyan.base.errors import BanyanError
 from banyan.llm import Engine
+from banyan.runner.kvstore import KVStore
 from banyan.transfer.host import HostTier
 from tests.emulation.device import EmulatedNpu
 from tests.emulation.test_ranks import IN_ALL
@@ -114,6 +115,22 @@ def test_the_layout_says_how_the_parts_of_a_page_lie(model: Path, tiers: list[Ho
     for name, page in direct.items():
         parts = np.frombuffer(page, np.uint8).reshape(LAYERS, 2, -1)
         assert found[name] == parts.swapaxes(0, 1).tobytes() != page
+
+
+def test_pages_are_copied_in_the_way_that_is_asked_for(
+    model: Path, tiers: list[HostTier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways, arrange = list[bool](), KVStore.arrange
+
+    def seen(self: KVStore, is_by_name: bool, is_apart: bool) -> None:
+        ways.append(is_apart)
+        arrange(self, is_by_name, is_apart)
+
+    monkeypatch.setattr(KVStore, "arrange", seen)
+    for copies in ("kernel_ascend", "direct"):
+        with start(model, hicache_io_backend=copies):
+            pass
+    assert ways == [False, True]
 
 
 @IN_ALL

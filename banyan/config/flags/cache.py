@@ -170,7 +170,7 @@ FLAGS = (
         "how pages are copied between a device (NPU) and the host: kernel_ascend = gathered there, "
         "in one piece; direct = each tensor by itself; kernel is for GPUs; default: kernel_ascend",
         choices=("kernel_ascend", "direct", "kernel"),
-        proof="tests/emulation/test_tiers.py::test_pages_come_back_bit_for_bit",
+        proof="tests/emulation/test_tiers.py::test_pages_are_copied_in_the_way_that_is_asked_for",
     ),
     Flag(
         "hicache-mem-layout",
