@@ -19,12 +19,13 @@ class Graphs:
 
     Attributes:
         empty: the library's class of graphs.
-        captured: makes of a captured one what can be replayed.
+        captured: makes of a captured one, and of the work in it, what can be replayed; a graph
+            reads the tensors that its work holds, so it keeps that.
         options: of the library's `graph`, beside pool and stream.
     """
 
     empty: Callable[[], Any]
-    captured: Callable[[Any], Graph]
+    captured: Callable[[Any, Callable[[], None]], Graph]
     options: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -98,7 +99,7 @@ class Accelerator:
         ):
             work()
         self._pool = graph.pool()
-        return self._graphs.captured(graph)
+        return self._graphs.captured(graph, work)
 
     def synchronize(self) -> None:
         self._library.synchronize()

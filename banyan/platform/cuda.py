@@ -1,7 +1,7 @@
 """CUDA devices through torch."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -66,8 +66,8 @@ class CudaPlatform(Accelerator):
 class _Captured:
     """A graph whose kernels read all lengths on the device."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph = graph
+    def __init__(self, graph: torch.cuda.CUDAGraph, work: Callable[[], None]) -> None:
+        self._graph, self._work = graph, work
 
     def replay(self, lengths: Sequence[int] = ()) -> None:
         self._graph.replay()

@@ -4,7 +4,7 @@ The driver may be the emulated one (docs/ascend.md).
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from banyan.config.card import ModelCard
@@ -64,8 +64,8 @@ class NpuPlatform(Accelerator):
 class _LengthGraph:
     """A graph whose attention is told the lengths of its rows before each run."""
 
-    def __init__(self, graph: Any) -> None:
-        self._graph = graph
+    def __init__(self, graph: Any, work: Callable[[], None]) -> None:
+        self._graph, self._work = graph, work
 
     def replay(self, lengths: Sequence[int] = ()) -> None:
         # What both versions of attention call it; it changes only where it was given by keyword.
