@@ -87,6 +87,8 @@ class FakeGenerator:
         self.tokenizer = tokenizer
         self.limits = Limits(CARD.context_length, CARD.vocab_size, (256,))
         self.script: Callable[[TextRequest], list[Step]] = lambda _: steps("Hel", "lo")
+        self.found = Usage(0, 0, cached_tokens=3)
+        """What each prompt finds in the cache."""
         self.asked: list[TextRequest] = []
         self.started = threading.Semaphore(0)
         self.closed = threading.Semaphore(0)
@@ -126,7 +128,9 @@ class FakeGenerator:
             yield TextChunk(
                 text=step.text,
                 tokens=ids,
-                usage=Usage(len(request.prompt), num_output, cached_tokens=3),
+                usage=replace(
+                    self.found, prompt_tokens=len(request.prompt), output_tokens=num_output
+                ),
                 prompt_scores=prompt_scores,
                 output_scores=[] if scores.start == NO_SCORES else output_scores,
                 finish=step.finish,

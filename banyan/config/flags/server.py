@@ -241,7 +241,7 @@ FLAGS = (
     Flag(
         "enable-cache-report",
         "server.cache_report",
-        "count the cached prompt tokens in the usage of OpenAI answers",
+        "say in each answer's usage how many prompt tokens were cached, and why no more",
         kind=SWITCH,
         proof="tests/system/test_flag_effects.py::test_the_cache_report_is_given_when_asked_for",
     ),

@@ -10,7 +10,7 @@ from functools import partial
 from typing import cast
 
 from banyan.base.clock import Clock, WallClock
-from banyan.config.stored import HOST
+from banyan.frontend.answers.cached import cache_miss, cached_details
 from banyan.frontend.requests.adapters import AdapterNames
 from banyan.frontend.requests.generation import (
     LAST_HIDDEN,
@@ -145,15 +145,9 @@ class NativeService:
             "num_retractions": usage.retractions,
             "weight_version": self._weight_version,
         }
-        if usage.cache_miss:
-            meta["cache_miss"] = usage.cache_miss
+        meta |= cache_miss([usage])
         if self._store:
-            meta["cached_tokens_details"] = {
-                "device": usage.cached_tokens - usage.stored_tokens,
-                "host": usage.stored_tokens if self._store == HOST else 0,
-                "storage": 0 if self._store == HOST else usage.stored_tokens,
-                "storage_backend": self._store,
-            }
+            meta["cached_tokens_details"] = cached_details([usage], self._store)
         if chunk.finish is not None:
             meta["e2e_latency"] = self._clock.now() - started_s
             if usage.drafts is not None:

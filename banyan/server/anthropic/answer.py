@@ -22,6 +22,7 @@ from banyan.server.anthropic.signature import signature
 from banyan.server.errors import Json
 from banyan.server.openai.chat.answer import Choice
 from banyan.server.openai.chat.plan import ChatPlan
+from banyan.server.openai.shapes import why_no_more
 
 PING: Json = {"type": "ping"}
 
@@ -190,6 +191,7 @@ class MessageAnswer:
             "cache_read_input_tokens": cached,
             "output_tokens": usage.output_tokens,
             "output_tokens_details": {"thinking_tokens": thinking} if thinking else None,
+            **(why_no_more(usage) if self._with_cache else {}),
         }
 
 

@@ -12,7 +12,7 @@ from banyan.server.errors import Json
 from banyan.server.http.state import Service
 from banyan.server.openai.chat.answer import Choice
 from banyan.server.openai.chat.plan import ChatPlan
-from banyan.server.openai.shapes import chat_logprobs
+from banyan.server.openai.shapes import chat_logprobs, why_no_more
 
 
 def now() -> str:
@@ -25,11 +25,19 @@ class OllamaAnswer:
     Args:
         is_chat: text stands in `message`, otherwise in `response`.
         started_ns: when the request came, by time.monotonic_ns.
+        with_cache: report cached prompt tokens, and why there were no more (--enable-cache-report).
     """
 
     def __init__(
-        self, service: Service, plan: ChatPlan, model: str, is_chat: bool, started_ns: int
+        self,
+        service: Service,
+        plan: ChatPlan,
+        model: str,
+        is_chat: bool,
+        started_ns: int,
+        with_cache: bool,
     ) -> None:
+        self._with_cache = with_cache
         self._service = service
         self._choice = Choice(plan)
         self._top = plan.top
@@ -104,15 +112,18 @@ class OllamaAnswer:
         """What the last line adds: why it ended, counts, and durations in nanoseconds."""
         end_ns = time.monotonic_ns()
         first_ns = self._first_ns or end_ns
+        usage = chunk.usage
+        cached: Json = {"cached_tokens": usage.cached_tokens, **why_no_more(usage)}
         return {
             "done": True,
             "done_reason": chunk.finish.reason if chunk.finish else None,
             "total_duration": end_ns - self._started_ns,
             "load_duration": 0,
-            "prompt_eval_count": chunk.usage.prompt_tokens,
+            "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": first_ns - self._planned_ns,
-            "eval_count": chunk.usage.output_tokens,
+            "eval_count": usage.output_tokens,
             "eval_duration": end_ns - first_ns,
+            **(cached if self._with_cache else {}),
         }
 
 

@@ -116,7 +116,8 @@ async def _answer(
         await _say_loaded(exchange, state, request, empty)
         return
     chat, plan = asked.chat, asked.plan
-    answer = OllamaAnswer(service, plan, asked.model, isinstance(request, ChatRequest), started_ns)
+    is_chat, with_cache = isinstance(request, ChatRequest), state.config.server.cache_report
+    answer = OllamaAnswer(service, plan, asked.model, is_chat, started_ns, with_cache)
     kept = []
     with state.open.holding(plan.asked, exchange.tenant):
         async with aclosing(run(service.generator, plan.asked)) as chunks:

@@ -32,9 +32,9 @@ from banyan.server.openai.fields import (
 from banyan.server.openai.prompts import check_count, checked_ids, ids_text, text_ids
 from banyan.server.openai.schema import CompletionRequest
 from banyan.server.openai.shapes import (
+    Extension,
     UsageCount,
     completion_logprobs,
-    extension,
     finish_reason,
     hidden_states,
     matched_stop,
@@ -59,7 +59,9 @@ async def completions(exchange: Exchange, state: ServerState) -> None:
             raise in_openai_words(error) from None
 
     request, model, origin, plan = await exchange.read(read)
-    answer = CompletionAnswer(service, origin.rid, plan, request, model, server.cache_report)
+    extension = Extension(request, state.config.cache.store)
+    told = (server.cache_report, extension)
+    answer = CompletionAnswer(service, origin.rid, plan, request, model, *told)
     with state.open.holding(plan.asked, exchange.tenant):
         if request.stream:
             await _stream(exchange, service, request, answer, plan)
@@ -212,7 +214,9 @@ class CompletionAnswer:
         request: CompletionRequest,
         model: str,
         with_cache: bool,
+        extension: Extension,
     ) -> None:
+        self._extension = extension
         self.usage = UsageCount(len(plan.asked), plan.best_of, with_cache)
         self._service = service
         self._plan = plan
@@ -225,13 +229,14 @@ class CompletionAnswer:
     def whole(self, chunks: list[TextChunk]) -> Json:
         for index, chunk in enumerate(chunks):
             self.usage.take(index, chunk.usage)
+            self._extension.take(chunk)
         kept = self._kept(chunks)
         choices = [
             self._choice(i, self._plan.echo_of(at) + chunks[at].text, chunks[at])
             | hidden_states(chunks[at])
             for i, at in enumerate(kept)
         ]
-        told = extension(chunks[0])
+        told = self._extension.of(self.usage)
         return {**self._head(), "choices": choices, "usage": self.usage.total(), **told}
 
     def chunk(self, index: int, chunk: TextChunk, is_first: bool) -> Json:
@@ -239,14 +244,17 @@ class CompletionAnswer:
         return {**self._head(), "choices": [self._choice(index, text, chunk)], "usage": None}
 
     def hidden(self, index: int, chunk: TextChunk) -> list[Json]:
-        """The chunk that follows the end of a choice whose last hidden state, or whose experts,
-        were asked for."""
-        if told := extension(chunk):
-            return [{**self._head(), "choices": [], "usage": None, **told}]
+        """The chunk that follows the end of a choice whose last hidden state was asked for."""
+        self._extension.take(chunk)
         if not chunk.hidden:
             return []
         choice = self._choice(index, "", TextChunk("", [], chunk.usage)) | hidden_states(chunk)
         return [{**self._head(), "choices": [choice], "usage": None}]
+
+    def last(self) -> list[Json]:
+        """The chunk that follows all choices with what was asked for beside them."""
+        told = self._extension.of(self.usage)
+        return [{**self._head(), "choices": [], "usage": None, **told}] if told else []
 
     def total(self) -> Json:
         return {**self._head(), "choices": [], "usage": self.usage.total()}
@@ -310,6 +318,8 @@ async def _stream(
                 await exchange.event(body)
             for body in answer.hidden(index, chunk):
                 await exchange.event(body)
+    for body in answer.last():
+        await exchange.event(body)
     if options and options.include_usage:
         await exchange.event(answer.total())
     await exchange.end_events()

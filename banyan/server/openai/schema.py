@@ -30,6 +30,7 @@ class CommonRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_hidden_states: bool | str | None = False
     return_routed_experts: bool | None = False
     routed_experts_start_len: int | None = 0
+    return_cached_tokens_details: bool | None = False
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
@@ -107,7 +108,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "sampling_logprobs_mode": ((None, "selected"), _RESEARCH),
     "return_input_ids_in_sglext": (_OFF, _RESEARCH),
     "return_output_ids_in_sglext": (_OFF, _RESEARCH),
-    "return_cached_tokens_details": (_OFF, _RESEARCH),
     "return_token_ids": (_OFF, f"{_RESEARCH}; /generate returns output_ids"),
     "return_prompt_token_ids": (_OFF, f"{_RESEARCH}; /tokenize returns them"),
     "return_meta_info": (_OFF, f"{_RESEARCH}; /generate returns meta_info"),

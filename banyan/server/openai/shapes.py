@@ -3,9 +3,11 @@
 import base64
 from collections.abc import Sequence
 
+from banyan.frontend.answers.cached import cache_miss, cached_details
 from banyan.frontend.requests.generation import Finish, TextChunk, TokenScore, Usage
 from banyan.frontend.words.tokenizer import Tokenizer
 from banyan.server.errors import Json
+from banyan.server.openai.schema import CommonRequest
 
 
 class UsageCount:
@@ -13,7 +15,7 @@ class UsageCount:
 
     Args:
         per_prompt: sequences that share a prompt.
-        with_cache: report cached prompt tokens (--enable-cache-report).
+        with_cache: report cached prompt tokens, and why there were no more (--enable-cache-report).
     """
 
     def __init__(self, num_sequences: int, per_prompt: int, with_cache: bool) -> None:
@@ -35,18 +37,28 @@ class UsageCount:
     def total(self) -> Json:
         return self._body(self._usages[:: self._per_prompt], self._usages, sum(self._thinking))
 
+    def cached(self, store: str) -> Json:
+        """Members of `sglext`: where the cached tokens lay, and why there were no more."""
+        prompts = self._usages[:: self._per_prompt]
+        return {"cached_tokens_details": cached_details(prompts, store), **cache_miss(prompts)}
+
     def _body(self, prompts: Sequence[Usage], outputs: Sequence[Usage], thinking: int) -> Json:
         num_prompt = sum(u.prompt_tokens for u in prompts)
         num_output = sum(u.output_tokens for u in outputs)
-        cached = sum(u.cached_tokens for u in prompts)
+        cached = {"cached_tokens": sum(u.cached_tokens for u in prompts), **cache_miss(prompts)}
         return {
             "prompt_tokens": num_prompt,
             "total_tokens": num_prompt + num_output,
             "completion_tokens": num_output,
-            "prompt_tokens_details": {"cached_tokens": cached} if self._with_cache else None,
+            "prompt_tokens_details": cached if self._with_cache else None,
             "reasoning_tokens": thinking,
             "completion_tokens_details": {"reasoning_tokens": thinking} if thinking else None,
         }
+
+
+def why_no_more(usage: Usage) -> Json:
+    """`cache_miss` as a field to add: why no more of the prompt came from the cache."""
+    return cache_miss([usage])
 
 
 def finish_reason(finish: Finish | None) -> str | None:
@@ -62,12 +74,26 @@ def hidden_states(chunk: TextChunk) -> Json:
     return {"hidden_states": memoryview(chunk.hidden).cast("f").tolist()} if chunk.hidden else {}
 
 
-def extension(chunk: TextChunk | None) -> Json:
-    """`sglext` of an answer as a field to add: the experts that its tokens chose, if they were
-    asked for."""
-    if chunk is None or not chunk.experts:
-        return {}
-    return {"sglext": {"routed_experts": base64.b64encode(chunk.experts).decode("ascii")}}
+class Extension:
+    """`sglext` of an answer: what was asked for beside it, known when all its sequences have ended.
+
+    Args:
+        store: where pages of the cache outlive the engine; "" = nowhere.
+    """
+
+    def __init__(self, request: CommonRequest, store: str) -> None:
+        self._store = store if request.return_cached_tokens_details else None
+        self._told: Json = {}
+
+    def take(self, chunk: TextChunk) -> None:
+        if chunk.experts:
+            self._told["routed_experts"] = base64.b64encode(chunk.experts).decode("ascii")
+
+    def of(self, usage: UsageCount) -> Json:
+        """The field to add; none where nothing was asked for."""
+        if self._store is not None:
+            self._told |= usage.cached(self._store)
+        return {"sglext": self._told} if self._told else {}
 
 
 def chat_logprobs(tokenizer: Tokenizer, scores: list[TokenScore], top: int) -> Json:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from banyan.base.errors import RequestError
+from banyan.frontend.answers.cached import cache_miss
 from banyan.frontend.answers.tools.parts import CallStart, Said
 from banyan.frontend.requests.generation import TextChunk, Usage
 from banyan.server.errors import Json
@@ -29,6 +30,8 @@ class _Counts:
     cached: int = 0
     output: int = 0
     thinking: int = 0
+    missed: tuple[Usage, ...] = ()
+    """Of the turns that the cache might have had more of."""
 
 
 class ResponseAnswer:
@@ -197,6 +200,7 @@ class ResponseAnswer:
             past.cached + usage.cached_tokens,
             past.output + usage.output_tokens,
             past.thinking + self._choice.reasoning_tokens,
+            (*past.missed, usage) if usage.cache_miss else past.missed,
         )
 
     def _usage_body(self) -> Json | None:
@@ -204,9 +208,10 @@ class ResponseAnswer:
         if not counts.input:
             return None
         cached = counts.cached if self._with_cache else 0
+        why = cache_miss(counts.missed) if self._with_cache else {}
         return {
             "input_tokens": counts.input,
-            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0, **why},
             "output_tokens": counts.output,
             "output_tokens_details": {"reasoning_tokens": counts.thinking},
             "total_tokens": counts.input + counts.output,

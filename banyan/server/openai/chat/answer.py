@@ -11,9 +11,9 @@ from banyan.server.errors import Json
 from banyan.server.http.state import Service
 from banyan.server.openai.chat.plan import ChatPlan
 from banyan.server.openai.shapes import (
+    Extension,
     UsageCount,
     chat_logprobs,
-    extension,
     finish_reason,
     hidden_states,
     matched_stop,
@@ -32,7 +32,6 @@ class Choice:
         self.scores: list[TokenScore] = []
         self.finish: Finish | None = None
         self.hidden: Json = {}
-        self.told: Json = {}
 
     def read(self, chunk: TextChunk) -> list[Part]:
         """What a chunk makes certain."""
@@ -64,10 +63,17 @@ class ChatAnswer:
     """The bodies of one request's answer."""
 
     def __init__(
-        self, service: Service, rid: str, plan: ChatPlan, model: str, with_cache: bool
+        self,
+        service: Service,
+        rid: str,
+        plan: ChatPlan,
+        model: str,
+        with_cache: bool,
+        extension: Extension,
     ) -> None:
         num_choices = len(plan.asked)
         self.usage = UsageCount(num_choices, num_choices, with_cache)
+        self._extension = extension
         self._service = service
         self._top = plan.top
         self._choices = [Choice(plan) for _ in range(num_choices)]
@@ -81,7 +87,8 @@ class ChatAnswer:
         choice.parts += choice.read(chunk)
         choice.scores += chunk.output_scores
         choice.finish = chunk.finish
-        choice.hidden, choice.told = hidden_states(chunk), extension(chunk)
+        choice.hidden = hidden_states(chunk)
+        self._extension.take(chunk)
         self.usage.take(index, chunk.usage, choice.reasoning_tokens)
 
     def whole(self) -> Json:
@@ -91,7 +98,7 @@ class ChatAnswer:
             **self._head("chat.completion"),
             "choices": choices,
             "usage": self.usage.total(),
-            **self._choices[0].told,
+            **self._extension.of(self.usage),
         }
 
     def first(self, index: int) -> Json:
@@ -116,10 +123,14 @@ class ChatAnswer:
         if hidden := hidden_states(chunk):
             delta = {"content": None, "reasoning_content": None, **hidden}
             bodies.append(self._chunk(index, delta))
-        if told := extension(chunk):
-            head = self._head("chat.completion.chunk")
-            bodies.append({**head, "choices": [], "usage": None, **told})
+        self._extension.take(chunk)
         return bodies
+
+    def last(self) -> list[Json]:
+        """The chunk that follows all choices with what was asked for beside them."""
+        told = self._extension.of(self.usage)
+        head = self._head("chat.completion.chunk")
+        return [{**head, "choices": [], "usage": None, **told}] if told else []
 
     def total(self) -> Json:
         return {

@@ -17,6 +17,7 @@ from banyan.server.openai.fields import (
     read_fields,
 )
 from banyan.server.openai.schema import ChatRequest
+from banyan.server.openai.shapes import Extension
 
 
 async def chat_completions(exchange: Exchange, state: ServerState) -> None:
@@ -36,7 +37,8 @@ async def chat_completions(exchange: Exchange, state: ServerState) -> None:
             raise in_openai_words(error) from None
 
     request, model, origin, plan = await exchange.read(read, waits=True)
-    answer = ChatAnswer(service, origin.rid, plan, model, server.cache_report)
+    extension = Extension(request, state.config.cache.store)
+    answer = ChatAnswer(service, origin.rid, plan, model, server.cache_report, extension)
     with state.open.holding(plan.asked, exchange.tenant):
         if request.stream:
             await _stream(exchange, service, request, answer, plan)
@@ -69,6 +71,8 @@ async def _stream(
                 if continuous:
                     body["usage"] = answer.usage.of(index)
                 await exchange.event(body)
+    for body in answer.last():
+        await exchange.event(body)
     if options and options.include_usage:
         await exchange.event(answer.total())
     await exchange.end_events()

@@ -1,0 +1,149 @@
+"""What a prompt found in the cache, and why no more, on every route, whole and streamed."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+import openai
+import pytest
+
+from banyan.config.serving import ServerConfig
+from banyan.frontend.requests.generation import Usage
+from tests.server.fakes import Site
+
+USER = [{"role": "user", "content": "Hi"}]
+CHAT = {"model": "tiny", "messages": USER}
+WAYS = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+SPARE = Usage(0, 0, cached_tokens=40, stored_tokens=32, cache_miss="evicted")
+OPENAI = [
+    ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT | {"n": 3}),
+    ("/v1/completions", {"model": "tiny", "prompt": "ab"}),
+    ("/v1/completions", {"model": "tiny", "prompt": "ab", "n": 2, "best_of": 2}),
+]
+PLACES = {
+    "": {"device": 40, "host": 0},
+    "file": {"device": 8, "host": 0, "storage": 32, "storage_backend": "file"},
+    "host": {"device": 8, "host": 32, "storage": 0, "storage_backend": "host"},
+}
+
+
+@pytest.fixture
+def reporting() -> Iterator[Site]:
+    with Site(ServerConfig(cache_report=True)).serving() as site:
+        site.generator.found = SPARE
+        yield site
+
+
+def last(site: Site, path: str, body: dict, stream: bool) -> dict:
+    """The body of an answer, or the last event or line of a stream of it."""
+    answer = site.http.post(path, json={**body, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    if not stream:
+        return answer.json()
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")][-1]
+
+
+@WAYS
+@pytest.mark.parametrize("store", PLACES)
+def test_openai_answers_tell_where_cached_tokens_lay_when_they_are_asked(
+    site: Site, stream: bool, store: str
+) -> None:
+    site.state.config = replace(
+        site.state.config, cache=replace(site.state.config.cache, store=store)
+    )
+    site.generator.found = replace(SPARE, stored_tokens=32 if store else 0)
+    for path, body in OPENAI:
+        told = last(site, path, {**body, "return_cached_tokens_details": True}, stream)
+        where = PLACES[store]
+        assert told["sglext"] == {"cached_tokens_details": where, "cache_miss": "evicted"}
+        assert not told["choices"] if stream else told["choices"]
+        unasked = last(site, path, {**body, "return_cached_tokens_details": None}, stream)
+        assert "sglext" not in unasked
+
+
+@WAYS
+def test_usage_tells_why_no_more_was_cached(reporting: Site, stream: bool) -> None:
+    for path, body in OPENAI:
+        reporting.generator.found = SPARE
+        asked = {**body, "stream_options": {"include_usage": True}} if stream else body
+        told = last(reporting, path, asked, stream)["usage"]["prompt_tokens_details"]
+        assert told == {"cached_tokens": 40, "cache_miss": "evicted"}
+        reporting.generator.found = replace(SPARE, cache_miss="")
+        told = last(reporting, path, asked, stream)["usage"]["prompt_tokens_details"]
+        assert told == {"cached_tokens": 40}, "everything came that could"
+
+
+def test_several_prompts_tell_each_reason_once(reporting: Site) -> None:
+    reasons = iter(("unseen", "evicted", "", "unseen"))
+    generator, generate = reporting.generator, reporting.generator.generate
+
+    async def one_by_one(request):
+        generator.found = replace(SPARE, cache_miss=next(reasons))
+        async for chunk in generate(request):
+            yield chunk
+
+    generator.generate = one_by_one
+    body = {"model": "tiny", "prompt": ["a", "b", "c", "d"], "return_cached_tokens_details": True}
+    answer = last(reporting, "/v1/completions", body, stream=False)
+    details = answer["sglext"]["cached_tokens_details"]
+    assert (details["device"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]) == (
+        4 * 8,
+        4 * 40,
+    )
+    told = {answer["sglext"]["cache_miss"], answer["usage"]["prompt_tokens_details"]["cache_miss"]}
+    assert len(told) == 1 and sorted(told.pop().split(",")) == ["evicted", "unseen"]
+
+
+def test_the_client_of_openai_reads_both(reporting: Site) -> None:
+    with openai.OpenAI(base_url=f"{reporting.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="tiny", messages=USER, extra_body={"return_cached_tokens_details": True}
+        )
+        details = answer.usage.prompt_tokens_details
+        assert (details.cached_tokens, details.model_extra) == (40, {"cache_miss": "evicted"})
+        assert answer.model_extra["sglext"]["cache_miss"] == "evicted"
+        stream = client.chat.completions.create(
+            model="tiny",
+            messages=USER,
+            stream=True,
+            extra_body={"return_cached_tokens_details": True},
+        )
+        found = [chunk.model_extra["sglext"] for chunk in stream if "sglext" in chunk.model_extra]
+        assert [each["cache_miss"] for each in found] == ["evicted"]
+
+
+@WAYS
+def test_messages_and_responses_tell_it_in_their_usage(reporting: Site, stream: bool) -> None:
+    body = {"model": "tiny", "max_tokens": 9, "messages": USER}
+    answer = reporting.http.post("/v1/messages", json={**body, "stream": stream})
+    assert '"cache_read_input_tokens":40' in answer.text.replace(" ", "")
+    assert '"cache_miss":"evicted"' in answer.text.replace(" ", "")
+    body = {"model": "tiny", "input": "Hi"}
+    told = last(reporting, "/v1/responses", body, stream)
+    usage = told.get("response", told)["usage"]["input_tokens_details"]
+    assert (usage["cached_tokens"], usage["cache_miss"]) == (40, "evicted")
+
+
+@WAYS
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_ollama_answers_tell_it_where_they_count(reporting: Site, path: str, stream: bool) -> None:
+    body = {"model": "tiny", "messages": USER} if path == "/api/chat" else {"model": "tiny"}
+    told = last(reporting, path, body | ({} if "messages" in body else {"prompt": "Hi"}), stream)
+    assert (told["cached_tokens"], told["cache_miss"]) == (40, "evicted")
+
+
+@WAYS
+def test_nobody_is_told_unless_the_server_reports_it(site: Site, stream: bool) -> None:
+    site.generator.found = SPARE
+    for path, body in (
+        ("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}}),
+        ("/v1/messages", {"model": "tiny", "max_tokens": 9, "messages": USER}),
+        ("/v1/responses", {"model": "tiny", "input": "Hi"}),
+        ("/api/chat", {"model": "tiny", "messages": USER}),
+    ):
+        if not stream and "stream_options" in body:
+            body = CHAT
+        answer = site.http.post(path, json={**body, "stream": stream})
+        assert answer.status_code == 200 and "cache_miss" not in answer.text, path
