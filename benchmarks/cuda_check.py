@@ -46,8 +46,8 @@ def main() -> int:
     options = _options()
     failed = 0
     if options.device == "cuda":
-        kernels = "tests/ops/test_cuda_kernels.py"
-        failed += subprocess.run([sys.executable, "-m", "pytest", "-q", kernels]).returncode
+        kernels = ["tests/ops/test_cuda_kernels.py", "tests/ops/test_cuda_experts.py"]
+        failed += subprocess.run([sys.executable, "-m", "pytest", "-q", *kernels]).returncode
     failed += _same_tokens(options.device)
     shape = {**LARGE, "num_hidden_layers": options.layers}
     if options.small:

@@ -26,6 +26,12 @@ PLAIN_PAGES = "token by token"
 """Page layout of the reference: [page_size, kv_heads, head_dim]."""
 ON_PAGES = ("write_kv", "move_kv", "paged_attention")
 """Ops that must agree on the layout of a page."""
+WAITING_REFERENCES = (
+    *("paged_attention", "latent_attention", "choose_positions"),
+    *("experts", "combine_experts"),
+)
+"""Ops of a step whose reference asks the device for numbers, once a row or an expert; models with
+states, whose reference does too, are not captured at all."""
 
 
 class Toolkit(Protocol):
@@ -106,6 +112,7 @@ class Kernel:
         make: in place of `run`: makes that function from the device's toolkit.
         rounds_activations: it computes on activations of fewer bits, for speed.
         pages: how it lays out K/V inside a page; the ops on pages must agree.
+        waits: it asks the device for numbers, so nothing that runs it can be captured.
     """
 
     supports: Callable[[OpSpec], str | None]
@@ -113,6 +120,7 @@ class Kernel:
     make: Callable[[Any], Callable[..., object]] | None = None
     rounds_activations: bool = False
     pages: str = PLAIN_PAGES
+    waits: bool = False
 
     def function(self, toolkit: object) -> Callable[..., object]:
         """What runs, bound to the toolkit where it needs one."""
@@ -139,6 +147,8 @@ class Choice:
     pages: str = PLAIN_PAGES
     rounds: bool = False
     """It computes on activations of fewer bits."""
+    waits: bool = False
+    """It asks the device for numbers."""
 
 
 KernelTable = Mapping[str, list[str]]
@@ -208,9 +218,12 @@ class BoundOps:
         object.__setattr__(self, "recorder", spec.toolkit.recorder)
 
     def is_reference(self, op: str) -> bool:
-        """The plain reference serves this op; that of attention and of experts asks the device for
-        numbers."""
+        """The plain reference serves this op."""
         return any((c.label, c.kernel) == (op, REFERENCE) for c in self.choices)
+
+    def waits(self, op: str) -> bool:
+        """What serves this op asks the device for numbers, so it cannot be captured."""
+        return any(c.waits for c in self.choices if c.label == op)
 
     @property
     def rounds_as_asked(self) -> bool:
@@ -351,14 +364,16 @@ def _choose(
         reason = kernel.declines(spec)
         if reason is None:
             choice = Choice(
-                spec.label, name, tuple(declined), kernel.pages, kernel.rounds_activations
+                *(spec.label, name, tuple(declined)),
+                *(kernel.pages, kernel.rounds_activations, kernel.waits),
             )
             return choice, kernel.function(spec.toolkit)
         declined.append((name, reason))
     if forced not in ("", REFERENCE) and not spec.weight_type:
         raise ConfigError(f"kernel {forced} cannot serve {spec.label}: {declined[0][1]}")
     run = getattr(reference, f"pack_{spec.op}" if spec.op in PACKED_OPS else spec.op)
-    return Choice(spec.label, REFERENCE, tuple(declined)), run
+    waits = spec.op in WAITING_REFERENCES
+    return Choice(spec.label, REFERENCE, tuple(declined), waits=waits), run
 
 
 def _short(path: str) -> str:

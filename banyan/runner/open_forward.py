@@ -140,20 +140,18 @@ def _obstacle(model: Model, ops: Ops, platform: Platform) -> str:
     """Why steps of this model cannot be captured, "" when they can."""
     card, traits = model.card, platform.traits
     latent = card.latent
-    is_quick = (
-        latent is not None
-        and (latent.rank, latent.rope_dim) in traits.latents
-        and not latent.index_heads
-    )
-    if latent is not None and latent.index_heads and traits.lengths_on_host:
-        return "an indexer is given the lengths of rows anew at every step"
-    if not is_quick and any("k" not in cache.tensors for cache in model.caches):
+    attends = ["paged_attention"]
+    if latent is not None:
+        attends = ["latent_attention", *(["choose_positions"] if latent.index_heads else [])]
+    if traits.lengths_on_host:
+        if latent is not None and latent.index_heads:
+            return "an indexer is given the lengths of rows anew at every step"
+        if latent is not None and (latent.rank, latent.rope_dim) not in traits.latents:
+            return "attention over this model's cache waits for the device"
+        if card.attention_cap:
+            return "the reference attends, and it waits for the device"
+    if any(not {"k", "latent"} & set(cache.tensors) for cache in model.caches):
         return "attention over this model's cache waits for the device"
-    if not traits.lengths_on_host or not isinstance(ops, BoundOps):
-        return ""
-    attends = "latent_attention" if latent is not None else "paged_attention"
-    if card.attention_cap or ops.is_reference(attends):
-        return "the reference attends, and it waits for the device"
-    if card.experts is not None and ops.is_reference("experts"):
-        return "the reference computes the experts, and it waits for the device"
-    return ""
+    needed = [*attends, *(["experts"] if card.experts is not None else [])]
+    waiting = [op for op in needed if isinstance(ops, BoundOps) and ops.waits(op)]
+    return f"what computes {', '.join(waiting)} waits for the device" if waiting else ""

@@ -9,6 +9,8 @@ KERNELS = {
         f"{_HERE}.triton_attention:paged_attention",
         f"{_HERE}.torch_attention:paged_attention",
     ],
+    "experts": [f"{_HERE}.triton_experts:experts"],
+    "combine_experts": [f"{_HERE}.triton_experts:combine_experts"],
     "sample": ["banyan.ops.tensor_sampling:sample"],
     "logprobs": ["banyan.ops.tensor_sampling:logprobs"],
     **{op: [f"{_HERE}.triton_rows:{op}"] for op in _ROWS},

@@ -3,4 +3,4 @@
 from banyan.ops import reference
 from banyan.ops.bind import Kernel
 
-paged_attention = Kernel(supports=lambda spec: None, run=reference.paged_attention)
+paged_attention = Kernel(supports=lambda spec: None, run=reference.paged_attention, waits=True)

@@ -1,0 +1,213 @@
+"""Blocks of experts in Triton: pairs of a token and an expert in the order of the experts, two
+products by blocks of rows of one expert, the gate inside the first, and sums over each token's.
+
+Nothing waits for the device, and what is launched depends on the number of tokens only, so steps
+can be captured. Weights have the activations' type.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from banyan.ops.bind import Kernel
+from banyan.ops.cuda.needs import declines
+from banyan.ops.expert_adapters import ExpertSides
+from banyan.ops.experts_api import PackedExperts, StoredExperts
+from banyan.ops.stored import StoredWeight, stack
+
+_GATES = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_SUM_BLOCK = 1024
+_ANY = 1 << 62
+"""Higher than the number of any expert."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of a product by blocks of rows: rows and columns of a result, and of the sum's steps.
+
+    Attributes:
+        columns: of the first projection, whose gates and ups take as many each.
+        outer: columns of the second one.
+    """
+
+    rows: int
+    columns: int
+    outer: int
+    step: int
+    warps: int
+    stages: int
+
+
+def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
+    """By the rows that an expert has on average where pairs are spread evenly."""
+    mean = pairs / experts
+    if dtype == torch.float32:
+        return Tiles(16, 32, 32, 32, 4, 2) if mean <= 16 else Tiles(64, 32, 64, 32, 4, 2)
+    if mean <= 16:
+        return Tiles(16, 32, 64, 128, 4, 4)
+    if mean <= 64:
+        return Tiles(64, 64, 128, 64, 4, 3)
+    return Tiles(128, 128, 256, 64, 8, 3)
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """Pairs by expert, as the kernels read them; room for every choice that could be made.
+
+    Attributes:
+        parts: order [pairs], expert, first row and end of each block [blocks], their number [1].
+        blocks: most that there can be.
+    """
+
+    parts: tuple[Tensor, ...]
+    blocks: int
+
+
+class GroupedExperts:
+    """gate_up: [experts, 2·inner, dim], the gates first, or without gates [experts, inner, dim];
+    down: [experts, dim, inner]; both of the activations' type. Biases are fp32."""
+
+    def __init__(self, experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> None:
+        self.first, self.count = experts.first, len(experts.down)
+        self.is_whole = experts.first == 0 and self.count == (experts.total or self.count)
+        self.gate = "clamped" if experts.clamp else _GATES.get(experts.activation, "relu2")
+        self.clamp = experts.clamp
+        pairs = zip(experts.gate, experts.up, strict=True) if experts.gate else zip(experts.up)
+        self.gate_up = _laid([stack(pair) for pair in pairs], dtype, device)
+        self.down = _laid(experts.down, dtype, device)
+        self.biases: tuple[Tensor, Tensor] | None = None
+        if experts.biases is not None:
+            gate, up, down = (part.to(device, torch.float32) for part in experts.biases)
+            self.biases = (torch.cat([gate, up], dim=1) if experts.gate else up, down.contiguous())
+
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, sides: ExpertSides | None = None
+    ) -> Tensor:
+        if sides is not None:
+            raise NotImplementedError("these experts take no adapters: they are refused at start")
+        tokens, per_token = ids.shape
+        out = x.new_empty(tokens, x.shape[1])
+        pairs = x.new_empty(tokens * per_token, x.shape[1])
+        self._outputs(x, ids, pairs)
+        _add_up(pairs, ids, weights, out, self.first, self.first + self.count, _ANY)
+        return out
+
+    def apart(self, x: Tensor, ids: Tensor) -> Tensor:
+        pairs = x.new_zeros(ids.numel(), x.shape[1])
+        self._outputs(x, ids, pairs)
+        return pairs.view(ids.shape[0], -1)
+
+    def parts(self, at: int) -> list[Tensor]:
+        return [self.gate_up[at], self.down[at], *(bias[at] for bias in self.biases or ())]
+
+    def put(self, at: int, parts: list[Tensor]) -> None:
+        for mine, other in zip(self.parts(at), parts, strict=True):
+            mine.copy_(other)
+
+    def _outputs(self, x: Tensor, ids: Tensor, out: Tensor) -> None:
+        """What each pair's expert makes of its token, to out [pairs, dim]; pairs of experts that
+        are elsewhere are left as they are."""
+        from banyan.ops.cuda.expert_kernels import expert_inner, expert_outer
+
+        if not ids.numel():
+            return
+        assert x.stride(1) == 1 and ids.is_contiguous(), f"{x.stride()} {ids.stride()}"
+        dim, inner, pairs = x.shape[1], self.down.shape[2], ids.numel()
+        tiles = tiles_for(pairs, self.count, x.dtype)
+        ordered = self._ordered(ids, tiles.rows)
+        middle = x.new_empty(pairs, inner)
+        in_bias, out_bias = self.biases or (x, x)
+        limit, alpha = (self.clamp.limit, self.clamp.alpha) if self.clamp else (0.0, 0.0)
+        common = {
+            "HAS_BIAS": self.biases is not None,
+            "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+            "BLOCK": tiles.rows,
+            "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+        }
+        step = _step(tiles.step, dim)
+        expert_inner[(ordered.blocks * -(-inner // tiles.columns),)](
+            *(x, self.gate_up, in_bias, *ordered.parts, middle),
+            *(x.stride(0), dim, inner, ids.shape[1], limit, alpha),
+            GATE=self.gate,
+            WHOLE=dim % step == 0,
+            COLUMNS=tiles.columns,
+            STEP=step,
+            **common,
+        )
+        step = _step(tiles.step, inner)
+        expert_outer[(ordered.blocks * -(-dim // tiles.outer),)](
+            *(middle, self.down, out_bias, *ordered.parts, out, dim, inner),
+            WHOLE=inner % step == 0,
+            COLUMNS=tiles.outer,
+            STEP=step,
+            **common,
+        )
+
+    def _ordered(self, ids: Tensor, rows: int) -> Ordered:
+        from banyan.ops.cuda.expert_kernels import order_pairs
+
+        pairs = ids.numel()
+        blocks = (pairs + min(self.count, pairs) * (rows - 1)) // rows
+        room = torch.empty(pairs + 3 * blocks + 1, dtype=torch.int32, device=ids.device)
+        parts = room.split([pairs, blocks, blocks, blocks, 1])
+        chunk = min(4096, max(128, 1 << (pairs - 1).bit_length()))
+        order_pairs[(self.count,)](
+            *(ids, *parts, pairs, self.first, self.count),
+            BINS=max(32, 1 << self.count.bit_length()),  # one more for those that are elsewhere
+            CHUNK=chunk,
+            BLOCK=rows,
+            num_warps=max(1, min(8, chunk // 256)),
+        )
+        return Ordered(parts, blocks)
+
+
+def _laid(weights: Sequence[StoredWeight], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[experts, out, in]; one after another, so that no second copy of all is ever there."""
+    laid = torch.empty((len(weights), *weights[0].shape), dtype=dtype, device=device)
+    for at, weight in enumerate(weights):
+        laid[at].copy_(weight.dense)
+    return laid
+
+
+def _step(most: int, width: int) -> int:
+    """Of a sum over so many: the largest up to `most` that divides it, if that is not tiny."""
+    step = most
+    while step > 32 and width % step:
+        step //= 2
+    return step if width % step == 0 else most
+
+
+def _add_up(
+    x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, first: int, last: int, home: int
+) -> None:
+    from banyan.ops.cuda.expert_kernels import add_up
+
+    tokens, per_token = ids.shape
+    if not tokens:
+        return
+    width = out.shape[1]
+    block = min(_SUM_BLOCK, max(32, 1 << (width - 1).bit_length()))
+    add_up[(tokens, -(-width // block))](
+        *(x, ids.contiguous(), weights.contiguous(), out, first, last, home, width),
+        PER_TOKEN=per_token,
+        CHOICES=1 << (per_token - 1).bit_length(),
+        BLOCK=block,
+        num_warps=max(1, block // 256),
+    )
+
+
+def _combine_experts(x: Tensor, ids: Tensor, weights: Tensor, home: int) -> Tensor:
+    out = x.new_empty(ids.shape[0], x.shape[1] // ids.shape[1])
+    _add_up(x.contiguous(), ids, weights, out, 0, _ANY, home)
+    return out
+
+
+def _pack(experts: StoredExperts, dtype: torch.dtype, device: torch.device) -> PackedExperts:
+    return GroupedExperts(experts, dtype, device)
+
+
+experts = Kernel(supports=declines, run=_pack)
+combine_experts = Kernel(supports=declines, run=_combine_experts)
