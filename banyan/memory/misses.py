@@ -8,6 +8,7 @@ the namespace: nobody learns what others have sent.
 from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import NamedTuple
 
 from banyan.memory.partial import shared_tokens
 from banyan.memory.radix import Node, RadixTree
@@ -22,6 +23,13 @@ EVICTED = "evicted"
 """More of it was there, and made room for others."""
 PAGE = "page"
 """More of it is there within a page, and pages are shared as a whole beside what is in use."""
+LOADING = "loading"
+"""A store was bringing it, or had not told whether it has it, and the request waited no longer."""
+STORED = "stored"
+"""A store has it, and computing it was expected to take less than reading it, or to read it there
+was no room."""
+UNREADABLE = "unreadable"
+"""A store had it and could not bring it."""
 UNSEEN = "unseen"
 """No request that shares a cache with this one has sent what comes there."""
 
@@ -29,6 +37,15 @@ _MOST = 1 << 14
 _MOST_AT_ONE = 64
 _TOKEN_BYTES = 4
 _PLACE_BYTES = 8
+
+
+class Miss(NamedTuple):
+    """Why no more tokens come from the cache."""
+
+    reason: str = ""
+    """ "" where all come that could."""
+    eviction: int = 0
+    """Of what was evicted, which eviction that was: the first of all is 1."""
 
 
 class Misses:
@@ -42,24 +59,29 @@ class Misses:
         self._tree = tree
         self._unit = unit
         self._is_on = is_on
-        self._gone: dict[bytes, dict[bytes, None]] = {}
-        """Place -> keys of units that were evicted below it, the latest last."""
-        self._order: deque[tuple[bytes, bytes]] = deque()
+        self.evictions = 0
+        """Units that have been evicted so far."""
+        self._gone: dict[bytes, dict[bytes, int]] = {}
+        """Place -> keys of units that were evicted below it, the latest last, and at which
+        eviction."""
+        self._order: deque[tuple[bytes, bytes, int]] = deque()
 
     def leaving(self, node: Node) -> None:
         """A node is being evicted."""
         assert node.parent is not None
         place = _place_of(node.parent)
         keys = self._gone.setdefault(place, {})
+        self.evictions += 1
         keys.pop(node.key, None)
-        keys[node.key] = None
+        keys[node.key] = self.evictions
         if len(keys) > _MOST_AT_ONE:
             del keys[next(iter(keys))]
-        self._order.append((place, node.key))
+        self._order.append((place, node.key, self.evictions))
         while len(self._order) > _MOST:
-            place, key = self._order.popleft()
+            place, key, eviction = self._order.popleft()
             keys = self._gone.get(place, {})
-            keys.pop(key, None)
+            if keys.get(key) == eviction:  # else it has come back and gone again since
+                del keys[key]
             if not keys:
                 self._gone.pop(place, None)
 
@@ -71,31 +93,32 @@ class Misses:
         tokens: bytes | bytearray,
         limit: int,
         wanted: int,
-    ) -> str:
-        """Why no more tokens come from the cache; "" where all come that could.
+    ) -> Miss:
+        """Why no more tokens come from the cache.
 
         Args:
             path: whole units that come from it; found: tokens that do.
             limit: tokens that might, of the `wanted` ones of which nothing is asked.
         """
         if found >= wanted:
-            return ""
+            return Miss()
         if not self._is_on:
-            return OFF
+            return Miss(OFF)
         if found >= limit:
-            return ASKED
+            return Miss(ASKED)
         first = len(path) * self._unit
         rest = bytes(tokens[first * _TOKEN_BYTES : min(limit, first + self._unit) * _TOKEN_BYTES])
         above = path[-1] if path else self._tree.top(namespace)
         if above is not None and rest in above.children:
-            return APART
+            return Miss(APART)
         place = _below(b"", namespace) if above is None else _place_of(above)
-        if any(first + shared_tokens(key, rest) > found for key in self._gone.get(place, ())):
-            return EVICTED
+        for key, eviction in reversed(self._gone.get(place, {}).items()):
+            if first + shared_tokens(key, rest) > found:
+                return Miss(EVICTED, eviction)
         beside = () if above is None else self._tree.neighbours(above, rest)
         if any(node and first + shared_tokens(node.key, rest) > found for node in beside):
-            return PAGE
-        return UNSEEN
+            return Miss(PAGE)
+        return Miss(UNSEEN)
 
 
 def _place_of(node: Node) -> bytes:

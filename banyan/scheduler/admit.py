@@ -1,7 +1,9 @@
 """Who enters, and who gives pages back. Pure functions over requests and the cache's counts."""
 
+from banyan.memory import misses
 from banyan.memory.cache import KVCache, Match
 from banyan.memory.groups import FULL
+from banyan.memory.misses import Miss
 from banyan.scheduler.budget import Limits, NewTokenRatio
 from banyan.scheduler.request import Request
 
@@ -25,10 +27,26 @@ def prefix_of(request: Request, cache: KVCache) -> Match:
     return cache.probe(request.generate.namespace, request.tokens, prefix_limit(request))
 
 
-def why_no_more(request: Request, cache: KVCache, match: Match) -> str:
-    """Why the cache gives no more of a request that begins: of memory/misses.py."""
+def why_no_more(request: Request, cache: KVCache, match: Match) -> Miss:
+    """Why the cache gives no more of a request that begins."""
     found = (cache.weights + request.generate.namespace, match.path, match.tokens)
-    return cache.misses.why(*found, request.tokens, prefix_limit(request), request.known - 1)
+    miss = cache.misses.why(*found, request.tokens, prefix_limit(request), request.known - 1)
+    if miss.reason not in (misses.EVICTED, misses.PAGE, misses.UNSEEN):
+        return miss
+    return miss._replace(reason=_why_not_from_store(request, cache, match) or miss.reason)
+
+
+def _why_not_from_store(request: Request, cache: KVCache, match: Match) -> str:
+    """Why what comes next does not come from the store; "" where the store has none, or where
+    nobody asked it."""
+    fetch, tier, depth = request.fetch, cache.tier, len(match.path)
+    if fetch is None or tier is None or not tier.is_attached or depth >= len(fetch.keys):
+        return ""
+    if fetch.held < 0 or tier.load_of(fetch.keys[depth]) is not None:
+        return misses.LOADING
+    if depth >= fetch.held:
+        return ""
+    return misses.UNREADABLE if fetch.loads and fetch.loads[-1].is_broken else misses.STORED
 
 
 def reserve(running: list[Request], cache: KVCache, ratio: NewTokenRatio) -> list[int]:

@@ -174,6 +174,8 @@ class Request:
         self.cached_tokens = 0
         self.cache_miss = ""
         """Why there were no more of them (memory/misses.py)."""
+        self.missed_eviction = 0
+        """Which eviction took them; 0 = none."""
         self.stored_tokens = 0
         """How many of the cached ones came from the store."""
         self.fetch: Fetch | None = None

@@ -326,7 +326,7 @@ class Scheduler:
             if not may_enter(request, match, self.cache, self.limits, self._ratio, reserved):
                 return False
         if request.admitted_s < 0 and request.taking is None:
-            request.cache_miss = why_no_more(request, self.cache, match)
+            request.cache_miss, request.missed_eviction = why_no_more(request, self.cache, match)
         slot = self.roster.free_slots.pop()
         generate = request.generate
         lease, grants = self.cache.lease(slot, generate.namespace, match, generate.priority)

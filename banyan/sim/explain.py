@@ -2,6 +2,7 @@
 at the core between them. Costs the engine nothing while it runs.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from banyan.base.errors import ModelError
@@ -19,6 +20,7 @@ PLACES = "every place was taken (--max-running-requests)"
 PAGES = "the cache had too few free pages"
 OTHERS = "others were before it in the queue"
 STORE = "it looked for its prefix in the store"
+COMING = "its prefix was on its way from the store"
 BUDGET = "the step took no more prompt tokens (--chunked-prefill-size)"
 PAUSED = "the engine was paused"
 MEMORY = "memory was released"
@@ -27,8 +29,13 @@ _MISSES = {
     misses.ASKED: "log-probabilities or hidden states were asked for, which are computed",
     misses.APART: "layers that keep a window or a state had none to go on with; "
     "--mamba-track-interval and --swa-full-tokens-ratio say how much they keep",
-    misses.EVICTED: "tokens whose pages had made room for others; more memory "
+    misses.EVICTED: "tokens whose pages had made room for others{ago}; more memory "
     "(--mem-fraction-static), a pin (/pin_prefix) or a store would have kept them",
+    misses.LOADING: "tokens that a store was asked for or was bringing, and it waited no longer; "
+    "--hicache-storage-prefetch-policy wait_complete waits, prefetch_timeout_base says how long",
+    misses.STORED: "tokens that a store has, and that were computed: reading them was expected to "
+    "take longer, or there was no room to read them to",
+    misses.UNREADABLE: "tokens that a store had and could not bring; the log says why",
     misses.PAGE: "tokens that share a part of a page, where whole ones alone are shared; a smaller "
     "--page-size shares more",
     misses.UNSEEN: "tokens that no request before it has had there",
@@ -53,6 +60,8 @@ class Explanation:
     stored_tokens: int = 0
     miss: str = ""
     """Why there were no more cached tokens: of memory/misses.py."""
+    evicted_s: float = -1.0
+    """When what comes there was evicted; -1 = before the recording begins, or it was not."""
     elsewhere_tokens: int = 0
     """How much of the prompt the cache had of somebody with whom nothing is shared."""
     is_late: bool = False
@@ -90,18 +99,21 @@ def explain(path: str, request: str) -> Explanation:
     watcher: _Watcher | None = None
     difference, names = "", dict[str, None]()
     is_late: bool | None = None
+    evictions = Evictions()
     for played in play(path):
         difference = played.difference
         if difference:
             break
         if is_late is None:
             is_late = played.core.scheduler.cache.tree.evicted > 0
+        evictions.see(played)
         if watcher is None:
             for one in played.core.scheduler.roster.alive():
                 names[one.id] = None
                 if _is_meant(one.id, request):
                     found = Explanation(one.id, prompt_tokens=one.prompt_len, is_late=is_late)
-                    watcher = _Watcher(found, one, isinstance(played.record, Began))
+                    was_there = isinstance(played.record, Began)
+                    watcher = _Watcher(found, one, was_there, evictions)
         if watcher is not None and watcher.see(played):
             break
     if found is None:
@@ -119,10 +131,37 @@ def _is_meant(name: str, given: str) -> bool:
     return name == given or (len(given) >= 8 and (name.startswith(given) or given.endswith(name)))
 
 
+class Evictions:
+    """When units of prefixes were evicted."""
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        """Evictions up to each of the moments at which there were more."""
+        self._moments: list[float] = []
+
+    def see(self, played: Played) -> None:
+        """Look at the core after a record."""
+        count = played.core.scheduler.cache.misses.evictions
+        if not self._counts or count > self._counts[-1]:
+            self._counts.append(count)
+            self._moments.append(_moment(played))
+
+    def moment(self, eviction: int) -> float:
+        """When the eviction of this number (the first of all is 1) was; -1 = not known, it was
+        before the recording begins."""
+        at = bisect_left(self._counts, eviction)
+        return self._moments[at] if 0 < at < len(self._moments) else -1.0
+
+
 class _Watcher:
     """Looks at one request after each record."""
 
-    def __init__(self, told: Explanation, request: Request, was_there: bool) -> None:
+    def __init__(
+        self, told: Explanation, request: Request, was_there: bool, evictions: Evictions
+    ) -> None:
+        self._evictions = evictions
+        self._had_entered = was_there and request.admitted_s >= 0
+        """Before the recording begins, when other evictions had the numbers of later ones."""
         self._told = told
         self._request = request
         self._why = ""
@@ -143,6 +182,8 @@ class _Watcher:
         if request.admitted_s >= 0 and told.entered_s < 0:
             told.entered_s = request.admitted_s
             told.miss = request.cache_miss
+            if request.missed_eviction and not self._had_entered:
+                told.evicted_s = self._evictions.moment(request.missed_eviction)
             told.elsewhere_tokens = _elsewhere(played.core, request)
         told.cached_tokens, told.stored_tokens = request.cached_tokens, request.stored_tokens
         told.output_tokens = request.output_len
@@ -192,7 +233,7 @@ def why_waiting(core: EngineCore, request: Request, plan: StepPlan | None) -> st
     if not roster.free_slots:
         return PLACES
     if request.fetch is not None and not request.fetch.is_over:
-        return STORE
+        return COMING if request.fetch.is_loading else STORE
     limit = core.scheduler.limits.chunk_tokens
     taken = sum(row.count for row in plan.rows if row.count > row.drafts + 1) if plan else 0
     if taken >= limit:
@@ -229,7 +270,8 @@ def _cache_lines(x: Explanation) -> list[str]:
         f"  prompt   {x.prompt_tokens} tokens, {x.cached_tokens} of them from the cache{store}"
     ]
     if x.miss:
-        lines.append(f"           then {_MISSES[x.miss]}")
+        ago = f" {x.entered_s - x.evicted_s:.1f} s before" if x.evicted_s >= 0 else ""
+        lines.append(f"           then {_MISSES[x.miss].format(ago=ago)}")
     if x.miss == misses.UNSEEN and x.is_late:
         lines.append("           (or they were evicted before the recording begins)")
     if x.elsewhere_tokens > x.cached_tokens:

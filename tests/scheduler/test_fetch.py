@@ -5,6 +5,7 @@ from array import array
 import pytest
 
 from banyan.engine.spec import CoreSpec
+from banyan.memory import misses
 from banyan.memory.groups import FULL, CacheGroup
 from banyan.memory.tiers import WRITE_BACK, WRITE_SELECTIVE, WRITE_THROUGH, StoreRules
 from banyan.messages.events import Reply
@@ -331,3 +332,58 @@ def order(desk: Desk, given: Order, ok: bool = True) -> Reply:
     ((reply,), _) = desk.core.complete(result, desk.now)
     desk.core.check()
     return reply
+
+
+def miss(desk: Desk, name: str = "a") -> tuple[str, int]:
+    """Why no more of a request came from the cache, and where its first row starts."""
+    (start,) = starts(desk.launch())
+    return desk.core.scheduler.roster.find(name).cache_miss, start
+
+
+def test_a_request_that_waits_no_longer_says_that_its_pages_were_on_their_way() -> None:
+    desk = Desk(prefetch=TIMEOUT, timeout_s=1.0)
+    desk.submit("a", LONG)
+    desk.hold(99)
+    assert loads(desk.launch()) == 10
+    desk.now = 9.0
+    assert miss(desk) == (misses.LOADING, 0)
+
+
+def test_a_store_that_has_not_answered_is_told_from_one_that_has_nothing() -> None:
+    desk = Desk(prefetch=TIMEOUT, timeout_s=1.0)
+    desk.submit("a", LONG)
+    desk.now = 9.0
+    assert miss(desk) == (misses.LOADING, 0)
+    desk = Desk()
+    desk.submit("a", LONG)
+    desk.hold(0)
+    assert miss(desk) == (misses.UNSEEN, 0)
+
+
+def test_pages_that_could_not_be_read_are_told() -> None:
+    desk = Desk()
+    desk.submit("a", LONG)
+    desk.hold(99)
+    plan = desk.launch()
+    desk.complete(plan)
+    desk.end(plan, failed=4)
+    assert miss(desk) == (misses.UNREADABLE, 24)
+
+
+def test_pages_that_are_read_more_slowly_than_computed_are_told() -> None:
+    desk = Desk()
+    desk.run("first", list(range(50, 90)), seconds=40e-6)
+    desk.core.scheduler.fetcher.read(1, 1.0)
+    desk.submit("a", LONG)
+    desk.hold(99)
+    assert miss(desk) == (misses.STORED, 0)
+
+
+def test_all_that_a_store_has_is_no_miss_of_its_own() -> None:
+    desk = Desk()
+    desk.submit("a", LONG)
+    desk.hold(6)
+    plan = desk.launch()
+    desk.complete(plan)
+    desk.end(plan)
+    assert miss(desk) == (misses.UNSEEN, 24)

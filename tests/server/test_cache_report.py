@@ -7,6 +7,7 @@ from dataclasses import replace
 import openai
 import pytest
 
+from banyan.config.schema import CacheConfig
 from banyan.config.serving import ServerConfig
 from banyan.frontend.requests.generation import Usage
 from tests.server.fakes import Site
@@ -28,11 +29,24 @@ PLACES = {
 }
 
 
-@pytest.fixture
-def reporting() -> Iterator[Site]:
-    with Site(ServerConfig(cache_report=True)).serving() as site:
-        site.generator.found = SPARE
+@pytest.fixture(scope="module")
+def served() -> Iterator[Site]:
+    with Site().serving() as site:
         yield site
+
+
+@pytest.fixture
+def site(served: Site) -> Site:
+    """A server that reports nothing unless it is asked."""
+    served.generator.found = SPARE
+    served.state.config = replace(served.state.config, server=ServerConfig(), cache=CacheConfig())
+    return served
+
+
+@pytest.fixture
+def reporting(site: Site) -> Site:
+    site.state.config = replace(site.state.config, server=ServerConfig(cache_report=True))
+    return site
 
 
 def last(site: Site, path: str, body: dict, stream: bool) -> dict:
@@ -50,9 +64,7 @@ def last(site: Site, path: str, body: dict, stream: bool) -> dict:
 def test_openai_answers_tell_where_cached_tokens_lay_when_they_are_asked(
     site: Site, stream: bool, store: str
 ) -> None:
-    site.state.config = replace(
-        site.state.config, cache=replace(site.state.config.cache, store=store)
-    )
+    site.state.config = replace(site.state.config, cache=CacheConfig(store=store))
     site.generator.found = replace(SPARE, stored_tokens=32 if store else 0)
     for path, body in OPENAI:
         told = last(site, path, {**body, "return_cached_tokens_details": True}, stream)
@@ -75,7 +87,9 @@ def test_usage_tells_why_no_more_was_cached(reporting: Site, stream: bool) -> No
         assert told == {"cached_tokens": 40}, "everything came that could"
 
 
-def test_several_prompts_tell_each_reason_once(reporting: Site) -> None:
+def test_several_prompts_tell_each_reason_once(
+    reporting: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reasons = iter(("unseen", "evicted", "", "unseen"))
     generator, generate = reporting.generator, reporting.generator.generate
 
@@ -84,7 +98,7 @@ def test_several_prompts_tell_each_reason_once(reporting: Site) -> None:
         async for chunk in generate(request):
             yield chunk
 
-    generator.generate = one_by_one
+    monkeypatch.setattr(generator, "generate", one_by_one)
     body = {"model": "tiny", "prompt": ["a", "b", "c", "d"], "return_cached_tokens_details": True}
     answer = last(reporting, "/v1/completions", body, stream=False)
     details = answer["sglext"]["cached_tokens_details"]
@@ -136,7 +150,6 @@ def test_ollama_answers_tell_it_where_they_count(reporting: Site, path: str, str
 
 @WAYS
 def test_nobody_is_told_unless_the_server_reports_it(site: Site, stream: bool) -> None:
-    site.generator.found = SPARE
     for path, body in (
         ("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}}),
         ("/v1/messages", {"model": "tiny", "max_tokens": 9, "messages": USER}),

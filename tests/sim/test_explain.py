@@ -1,5 +1,6 @@
 """A recording tells why a request waited, what it found in the cache and where its time went."""
 
+import mmap
 from array import array
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from banyan.base.errors import ModelError
 from banyan.cli.explain import cache
 from banyan.engine.journal import Journal
+from banyan.engine.recorder import FlightRecorder
+from banyan.engine.recording import journal_of
 from banyan.messages.requests import Generate
 from banyan.messages.sampling import SamplingParams
 from banyan.sim.explain import PAGES, PAUSED, PLACES, explain
@@ -98,15 +101,37 @@ def test_why_no_more_came_from_the_cache_is_told_and_what_would_help(recorded, c
         ("request-large", list(range(40, 68))),
         ("request-late", prompt),
     ):
+        driver.now += 10.0
         driver.submit(name, tokens, new=2, ignore_eos=True)
         run(driver)
     assert "that no request before it has had there" in explain(path, "request-one").of_the_cache
     assert "then" not in explain(path, "request-two").of_the_cache
     late = explain(path, "request-late")
     assert late.miss == "evicted" and "/pin_prefix" in late.of_the_cache
+    # The first of its pages went when the large one's last token needed one.
+    assert late.entered_s - late.evicted_s == 11.0
+    assert "had made room for others 11.0 s before; more memory" in late.of_the_cache
     assert late.of_the_cache.splitlines()[1:] == str(late).splitlines()[1:3]
     assert cache(["explain", "request-late", "--file", path]) == 0
     assert capsys.readouterr().out == f"{late.of_the_cache}\n"
+
+
+def test_what_was_evicted_before_the_recording_begins_has_no_time(tmp_path):
+    driver = Driver(pages=9)
+    prompt = list(range(20, 32))
+    for name, tokens in (("request-one", prompt), ("request-large", list(range(40, 68)))):
+        driver.submit(name, tokens, new=2, ignore_eos=True)
+        run(driver)
+    memory = mmap.mmap(-1, 1 << 20)
+    driver.core.recorder = recorder = FlightRecorder(memory, driver.spec)
+    recorder.follow(driver.core, driver.now)
+    driver.submit("request-late", prompt, new=2, ignore_eos=True)
+    run(driver)
+    assert driver.ends["request-late"].cache_miss == "evicted"
+    (tmp_path / "recording").write_bytes(journal_of(memory[:]))
+    late = explain(str(tmp_path / "recording"), "request-late")
+    assert (late.miss, late.evicted_s) == ("unseen", -1.0)
+    assert "(or they were evicted before the recording begins)" in late.of_the_cache
 
 
 def test_what_others_have_of_a_prompt_is_told_to_whoever_may_read_the_recording(recorded):
