@@ -73,19 +73,29 @@ def _experts(shape: Shape, options: argparse.Namespace) -> None:
         usual = tiles_for(tokens * shape.per_token, shape.count, TYPE)
         tried = _others(usual, tokens * shape.per_token / shape.count) if options.tiles else []
         for tiles in [usual, *tried]:
-            triton_experts.tiles_for = lambda *_, tiles=tiles: tiles
+            head = f"{shape.name:<18} {tokens:>6} tokens {active:5.0f} experts"
             try:
-                error = _error(packed, x, choices[0], weights)
-                seconds = _seconds(lambda: [packed(x, ids, weights) for ids in choices]) / CALLS
+                told = _timed(packed, x, choices, weights, tiles, bound)
             except Exception as failure:  # tiles that do not fit a processor are no news
-                print(f"  {tiles}: {type(failure).__name__} {str(failure)[:90]}")
-                continue
-            print(
-                f"{shape.name:<18} {tokens:>6} tokens {active:5.0f} experts: {seconds * 1e6:9.1f} "
-                f"us, {bound / seconds:6.1%} of the bound, error {error:.1e}  {_told(tiles)}",
-                flush=True,
-            )
+                told = f"{type(failure).__name__} {str(failure)[:90]}"
+            print(f"{head}: {told}  {_told(tiles)}", flush=True)
+
+
+def _timed(
+    packed: GroupedExperts,
+    x: torch.Tensor,
+    choices: list[torch.Tensor],
+    weights: torch.Tensor,
+    tiles: Tiles,
+    bound: float,
+) -> str:
+    triton_experts.tiles_for = lambda *_: tiles
+    try:
+        error = _error(packed, x, choices[0], weights)
+        seconds = _seconds(lambda: [packed(x, ids, weights) for ids in choices]) / CALLS
+    finally:
         triton_experts.tiles_for = tiles_for
+    return f"{seconds * 1e6:9.1f} us, {bound / seconds:6.1%} of the bound, error {error:.1e}"
 
 
 def _others(usual: Tiles, mean: float) -> list[Tiles]:
