@@ -37,7 +37,12 @@ from banyan.runner.expert_record import open_expert_watch
 from banyan.runner.kvstore import GroupLayout
 from banyan.runner.open_forward import RunnerSizes
 from banyan.runner.speculative.beside import DraftModel
-from banyan.runner.weights import load_the_ahead, load_the_eagle, load_weights
+from banyan.runner.weights import (
+    load_the_ahead,
+    load_the_blocks,
+    load_the_eagle,
+    load_weights,
+)
 from banyan.scheduler.budget import DRAFT_ROOM
 
 _DTYPES = {
@@ -185,6 +190,9 @@ def _open_draft(
         eagle = load_the_eagle(model, card, target, mine, config.cache.page_size, config.model)
         return DraftModel(eagle, mine, eagle)
     log.info("draft model=%s layers=%d", printable(model.source), card.num_layers)
+    if config.speculative.is_block:
+        blocks = load_the_blocks(model, card, target, mine)
+        return DraftModel(blocks, mine, blocks=blocks)
     return DraftModel(load_weights(model, card, mine), mine)
 
 
@@ -338,6 +346,12 @@ def check_drafts(
         raise ConfigError(
             f"{branching} on {traits.name}: drafts that branch are verified on the host alone",
             hint="leave it at 1, or use --device cpu",
+        )
+    if speculative.is_block:
+        raise ConfigError(
+            f"--speculative-algorithm {speculative.algorithm} on {traits.name}: masks of a block "
+            "that read each other are read on the host alone",
+            hint="use EAGLE3 where there is a model for this one, NGRAM, or --device cpu",
         )
     latent = None if card is None else card.latent
     if speculative.is_ahead and latent is not None and latent.index_heads:

@@ -64,7 +64,7 @@ def prepare_with_origins(
         return found
     found = resolve.prepare(config, environment)
     speculative = found[0].speculative
-    has_words = speculative.draft_path and not speculative.is_eagle  # it has those of the other
+    has_words = speculative.draft_path and not speculative.is_trained  # it has those of the other
     if has_words and not found[0].server.skip_tokenizer:
         _check_the_words(found[0])
     return found

@@ -227,11 +227,15 @@ class EagleFacts:
         taps: the other model's layers whose inputs it reads, from the first on; () = it reads the
             hidden states.
         tokens: ids of what it knows, where the checkpoint does not say so.
+        block: tokens that it reads at once, the newest one and masks; 0 = it reads one by one.
+        mask: id of a mask.
     """
 
     num_tokens: int
     taps: tuple[int, ...] = ()
     tokens: tuple[int, ...] = ()
+    block: int = 0
+    mask: int = 0
 
 
 LAST = "last"

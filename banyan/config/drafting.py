@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 AHEAD_DRAFTERS = ("NEXTN", "EAGLE")
 """Drafters that run a layer of the served model's checkpoint where no model is named."""
-MODEL_DRAFTERS = ("STANDALONE", "EAGLE3", *AHEAD_DRAFTERS)
+MODEL_DRAFTERS = ("STANDALONE", "EAGLE3", "DFLASH", *AHEAD_DRAFTERS)
 """Drafters that run a model of their own."""
 
 
@@ -13,7 +13,10 @@ class SpeculativeConfig:
     algorithm: str = ""
     """Name in the table of drafters; "" = tokens are not drafted."""
     num_tokens: int = 0
-    """Tokens that a row verifies at most, the last one included; 0: config/speculation.py."""
+    """Tokens that a row verifies at most, the last one included; 0: config/speculation.py. Of a
+    model that drafts blocks: of a block, 0 = as it was trained."""
+    block_size: int = 0
+    """The same of a model that drafts blocks alone."""
     num_steps: int = 0
     """Drafts after each sampled token at most; 0 = one less than `num_tokens`. Where drafts of a
     model branch: levels of their tree."""
@@ -58,8 +61,18 @@ class SpeculativeConfig:
 
     @property
     def is_eagle(self) -> bool:
-        """Whether that was trained to draft for the served model."""
+        """Whether that was trained to draft for the served model, token by token."""
         return self.algorithm in ("EAGLE", "EAGLE3") and bool(self.draft_source)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether that was trained to draft for the served model, a block in one pass."""
+        return self.algorithm == "DFLASH"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether that was trained to draft for the served model."""
+        return self.is_eagle or self.is_block
 
     @property
     def drafts(self) -> int:
@@ -69,5 +82,7 @@ class SpeculativeConfig:
 
     @property
     def levels(self) -> int:
-        """Passes that a model takes for a tree of drafts; 0 = it drafts chains."""
+        """Passes that a model takes for all drafts of a row; 0 = one for each."""
+        if self.is_block:
+            return 1
         return self.num_steps if self.is_model and self.eagle_topk > 1 else 0

@@ -10,6 +10,7 @@ from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
 from banyan.config.card import ModelCard
 from banyan.config.checkpoint import read_card
+from banyan.config.dflash import card_of_the_dflash, check_the_dflash
 from banyan.config.eagle import card_of_the_eagle, check_the_eagle, refuse_the_map
 from banyan.config.env import Environment
 from banyan.config.schema import Config, ModelConfig, SpeculativeConfig
@@ -56,6 +57,8 @@ def card_of_the_draft(
     """
     if speculative.is_eagle:
         return card_of_the_eagle(speculative, model, served)
+    if speculative.is_block:
+        return card_of_the_dflash(model, served)
     return read_card(model.path, model.load_format)
 
 
@@ -80,7 +83,7 @@ def find_the_draft(
         raise ConfigError(
             f"{flag} needs --speculative-draft-model-path",
             hint="name the one that was trained for this model, or use NGRAM, which needs none"
-            if speculative.algorithm == "EAGLE3"
+            if speculative.algorithm in ("EAGLE3", "DFLASH")
             else "name a small model of the same vocabulary, or use NGRAM, which needs none",
         )
     model = draft_of(config)
@@ -100,6 +103,9 @@ def find_the_draft(
         draft_quantization=checked.model.quantization,
         token_map=speculative.token_map and os.path.abspath(speculative.token_map),
     )
+    if speculative.is_block and draft.eagle is not None:
+        tokens = found.block_size or found.num_tokens or draft.eagle.block
+        found = replace(found, num_tokens=tokens)
     return replace(config, speculative=found)
 
 
@@ -142,6 +148,8 @@ def _check_the_pair(config: Config, card: ModelCard, draft: ModelCard, source: s
         raise ConfigError(f"{name} makes vectors, and no tokens", hint="name a model for text")
     if config.speculative.is_eagle:
         check_the_eagle(config, card, draft, name)
+    if config.speculative.is_block:
+        check_the_dflash(config, card, draft, name)
     if draft.vocab_size != card.vocab_size:
         raise ConfigError(
             f"{name} has {draft.vocab_size:,} tokens, the served model {card.vocab_size:,}: what "
@@ -149,7 +157,7 @@ def _check_the_pair(config: Config, card: ModelCard, draft: ModelCard, source: s
             hint="name a smaller model of the same family",
         )
     mine, its = weights_per_token(draft), weights_per_token(card)
-    if mine > its and not config.speculative.is_eagle:
+    if mine > its and not config.speculative.is_trained:
         raise ConfigError(
             f"{name} reads {mine / 1e6:,.0f} million weights for a token, the served model "
             f"{its / 1e6:,.0f} million: its drafts would take longer than the answers",

@@ -39,6 +39,8 @@ def plan_the_drafts(config: Config, card: ModelCard, environment: Environment) -
         2, speculative.num_steps + 1 if speculative.num_steps else usual
     )
     steps = min(speculative.num_steps or tokens - 1, tokens - 1)
+    if speculative.is_block:
+        steps = tokens - 1
     return replace(config, speculative=replace(speculative, num_tokens=tokens, num_steps=steps))
 
 
@@ -108,6 +110,18 @@ def _check(config: Config, card: ModelCard) -> None:
             f"--speculative-ngram-min-bfs-breadth {speculative.min_breadth} and {flag}: it says "
             "how NGRAM branches",
             hint="leave it out",
+        )
+    if speculative.block_size and not speculative.is_block:
+        raise ConfigError(
+            f"--speculative-dflash-block-size {speculative.block_size} and {flag}: it says how "
+            "long the blocks of DFLASH are",
+            hint="leave it out; --speculative-num-draft-tokens says how much is verified at once",
+        )
+    if speculative.is_block and _other(config):
+        raise ConfigError(
+            f"{flag} and --attention-backend {config.device.attention}: masks of a block that read "
+            "each other are read by the built-in attention alone",
+            hint="leave one of the two out",
         )
     if speculative.eagle_topk > 1 and not speculative.is_model:
         raise ConfigError(

@@ -101,6 +101,7 @@ def core_spec(
             token_gap=schedule.token_gap,
             drafts=config.speculative.drafts,
             draft_levels=config.speculative.levels,
+            block_drafts=config.speculative.is_block,
             paid_drafts=config.speculative.is_model,
             fixed_drafts=config.speculative.is_fixed,
             conservativeness=schedule.conservativeness,

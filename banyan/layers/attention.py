@@ -115,6 +115,24 @@ class Attention(Caching):
     def forward(self, x: Tensor, angles: Angles | None, step: StepInputs) -> Tensor:
         """x: [tokens, reads]; angles: cos, sin [tokens, pairs] fp32, None where nothing rotates;
         returns [tokens, dim]."""
+        q, k, v, gate = self._project(x, angles)
+        sinks = None if self.sinks is None else self.sinks.logits
+        attended = step.attention(self.spec, q, k, v, sinks).flatten(1)
+        for each in gate:
+            attended = self.ops.apply_gate(attended, each, "sigmoid")
+        return self.factor(self.out(attended))
+
+    def keep(self, x: Tensor, angles: Angles | None, step: StepInputs) -> None:
+        """Only write keys and values, where the step's attention does no more than that; as
+        `forward`."""
+        q, k, v, _ = self._project(x, angles)
+        step.attention(self.spec, q, k, v)
+
+    def _project(
+        self, x: Tensor, angles: Angles | None
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """q [tokens, heads, head_dim], k, v [tokens, kv_heads, head_dim], and the gate of what the
+        heads give, if there is one."""
         q, *gate, k, v = self.qkv(x).split((*self.sizes[: self.is_gated], *self.sizes), dim=-1)
         if self.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -127,11 +145,7 @@ class Attention(Caching):
             q, k = self.ops.rotary(q, k, *angles)
         if self.qk_norm == "turned head":
             q, k = self.q_norm(q), self.k_norm(k)
-        sinks = None if self.sinks is None else self.sinks.logits
-        attended = step.attention(self.spec, q, k, v, sinks).flatten(1)
-        for each in gate:
-            attended = self.ops.apply_gate(attended, each, "sigmoid")
-        return self.factor(self.out(attended))
+        return q, k, v, gate
 
 
 def paged_cache(spec: AttentionSpec, build: Build, kv_heads: int) -> LayerCache:

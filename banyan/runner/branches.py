@@ -41,6 +41,22 @@ class Branches:
         return [self.base + path[-1] for path in self.paths]
 
 
+class Mutual(Branches):
+    """A row whose tokens stand one behind another, and all read each other."""
+
+    @classmethod
+    def of(cls, base: int, count: int) -> "Mutual":
+        return cls(base, [range(count)] * count)
+
+    @property
+    def positions(self) -> list[int]:
+        return list(range(self.base, self.base + len(self.paths)))
+
+    @property
+    def places(self) -> list[int]:
+        return self.positions
+
+
 def branches_of(
     rows: Sequence[tuple[int, Row]], parents: Mapping[int, Sequence[int]]
 ) -> dict[int, Branches]:

@@ -117,7 +117,7 @@ class ModelRunner:
         )
         self.mover = None if open_mover is None else open_mover(self.store)
         self._card = card
-        taps = () if draft is None or draft.ahead is None else draft.ahead.taps
+        taps = () if draft is None or draft.reads is None else draft.reads.taps
         self._sizes = replace(sizes, taps=taps)
         self.bell: int | None = None
         """An eventfd for plans that tell of their steps; None = nobody listens."""

@@ -29,11 +29,13 @@ from banyan.messages.orders import (
 )
 from banyan.models.ahead import AheadLM
 from banyan.models.base import Model
+from banyan.models.dflash import BlockLM
 from banyan.models.eagle import Eagle3LM, EagleLM
 from banyan.models.foreign import load_foreign
 from banyan.models.weights.adapters import open_projections
 from banyan.models.weights.ahead import load_ahead
 from banyan.models.weights.custom import Transform, load_transforms
+from banyan.models.weights.dflash import load_dflash
 from banyan.models.weights.eagle import load_eagle, narrow_the_head
 from banyan.models.weights.loader import load_model, rows_of, tensors_of
 from banyan.models.weights.reader import stamp_of
@@ -113,6 +115,16 @@ def load_the_eagle(
                 transforms=transforms_of(served, model.card),
             )
         return eagle
+
+
+def load_the_blocks(config: ModelConfig, card: ModelCard, model: Model, build: Build) -> BlockLM:
+    """This rank's share of a model that drafts blocks for `model`."""
+    with _lone_torch(build.ops):
+        return load_dflash(
+            *(card, model, build, config.load_format),
+            served_length=config.context_length,
+            is_mapped=not config.disable_mmap,
+        )
 
 
 def _settle_memory() -> None:

@@ -76,8 +76,9 @@ class Limits:
         token_gap: steps between sampling a token and a row that needs it (stages − 1).
         micro_batch: requests of one step; 0 = all that run.
         drafts: tokens the runner drafts after each sampled one; 0 = no speculation.
-        draft_levels: passes that drafting takes at most where it is paid and drafts branch; 0 = one
-            for each draft.
+        draft_levels: passes that drafting takes at most where it is paid and drafts branch or come
+            in blocks; 0 = one for each draft.
+        block_drafts: one pass reads all of them, the last one too.
         paid_drafts: drafting takes time and pages of its own, so no more is drafted than is asked.
         fixed_drafts: as many are made and verified as may be, whatever they bring and cost.
         draft_room: drafts of one step, over all rows.
@@ -98,6 +99,7 @@ class Limits:
     token_gap: int = 0
     drafts: int = 0
     draft_levels: int = 0
+    block_drafts: bool = False
     paid_drafts: bool = False
     fixed_drafts: bool = False
     conservativeness: float = 1.0

@@ -44,11 +44,11 @@ class RowPlanner:
         is_bound = self._limits.starts_are_bounds
         self._cache.slide(lease, min(start, request.known) if is_bound else start)
         ahead = self._ahead(request, sheet, end)
-        room = ahead if self._limits.paid_drafts else 0
+        room = ahead + bool(ahead and self._limits.block_drafts) if self._limits.paid_drafts else 0
         grants = self._cache.grow(lease, end + room)
         if grants is None and drafts + room:  # they are no reason to retract anybody
             end, count, drafts = end - drafts, count - drafts, 0
-            ahead -= room
+            ahead = 0 if room else ahead
             grants = self._cache.grow(lease, end)
         if grants is None:
             sheet.is_starved, sheet.starved_of = True, self._cache.missing(lease, end)

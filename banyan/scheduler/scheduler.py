@@ -77,7 +77,8 @@ class Scheduler:
         self.speculation: Speculation | None = None
         if limits.drafts:
             paid, fixed = limits.paid_drafts, limits.fixed_drafts
-            self.speculation = Speculation(limits.drafts, paid, fixed, limits.draft_levels)
+            whole = limits.block_drafts
+            self.speculation = Speculation(limits.drafts, paid, fixed, limits.draft_levels, whole)
         self._planner = RowPlanner(cache, limits, self.speculation)
         self._share = StageShare(limits)
         self._ratio = NewTokenRatio(limits.conservativeness, limits.growth)

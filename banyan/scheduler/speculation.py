@@ -85,10 +85,16 @@ class Speculation:
         is_fixed: as many drafts as there may be, always; what is learnt does not count.
         levels: a pass makes all drafts that are as far from the newest token, so there are so many
             at most; 0 = it makes one.
+        in_blocks: a pass makes all drafts of a row, and no fewer.
     """
 
     def __init__(
-        self, most: int, is_paid: bool = False, is_fixed: bool = False, levels: int = 0
+        self,
+        most: int,
+        is_paid: bool = False,
+        is_fixed: bool = False,
+        levels: int = 0,
+        in_blocks: bool = False,
     ) -> None:
         self.times = StepTimes()
         self.drafts = DraftCounts()
@@ -98,6 +104,7 @@ class Speculation:
         self._others = [_START_OF_OTHERS] * most
         """Of drafts that follow a token beside likelier ones, by how many these are."""
         self._levels = levels
+        self._in_blocks = in_blocks
         self._is_paid = is_paid
         self._is_fixed = is_fixed
         self._pass_s = 0.0
@@ -132,7 +139,7 @@ class Speculation:
                 return 0
             self._unwatched, request.watched = 0, _WATCHED
         request.watched -= 1
-        return 1
+        return self._most if self._in_blocks else 1
 
     def to_verify(self, request: Request, rows: int) -> int:
         """Drafts for the next row of `request` in a step of `rows` rows like it."""
@@ -149,16 +156,30 @@ class Speculation:
         share = self._share if request.draft_share < 0 else request.draft_share
         if request.next_parents and (self._levels or not pass_s):
             return self._worthwhile_of(request.next_parents, share, pass_s, rows)
+        if self._in_blocks and pass_s:
+            return self._most if self._is_worth_a_block(share, pass_s, rows) else 0
         per_draft = self.times.per_token * rows + pass_s
         tokens, seconds = 1.0, self.times.of(rows)
         chance = share
-        for drafts in range(self._levels or self._most):
+        for drafts in range(self._most if self._in_blocks else self._levels or self._most):
             if chance * seconds <= _MARGIN * per_draft * tokens:
                 return drafts
             tokens += chance
             seconds += per_draft
             chance *= share
         return self._most
+
+    def _is_worth_a_block(self, share: float, pass_s: float, rows: int) -> bool:
+        """Whether a pass that makes all drafts pays with as many of them as are then verified."""
+        plain = self.times.of(rows)
+        tokens, seconds, chance = 1.0, plain + _MARGIN * pass_s, share
+        for _ in range(self._most):
+            seconds += _MARGIN * self.times.per_token * rows
+            tokens += chance
+            chance *= share
+            if tokens * plain > seconds:
+                return True
+        return False
 
     def _worthwhile_of(self, parents: Sequence[int], share: float, pass_s: float, rows: int) -> int:
         """The same of drafts that branch, taken in the order in which they are told. Those of the

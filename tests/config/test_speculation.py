@@ -43,8 +43,7 @@ def test_without_an_algorithm_nothing_is_drafted_and_the_rest_is_reported(caplog
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--speculative-algorithm DFLASH", "a block of masks that read each other"),
-        ("--speculative-algorithm DSPARK", "those of EAGLE and EAGLE3 are read"),
+        ("--speculative-algorithm DSPARK", "those of EAGLE, EAGLE3 and DFLASH are"),
         (
             "--speculative-draft-model-path M --speculative-algorithm NGRAM",
             "drafts without a model",

@@ -7,8 +7,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers import LlamaConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+    rotate_half,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from tests.models.families import SIZES, rewrite_config, tiny
 
@@ -160,6 +165,120 @@ class PlainEagle3(PlainAhead):
         logits = torch.full((self.head.out_features,), float("-inf"))
         logits[self.known] = self.parts["lm_head"](self.parts["norm"](made))[0]
         return logits
+
+
+class PlainBlocks(PlainAhead):
+    """DFlash's published rule: each layer takes keys and values from states made of the inputs of
+    some layers, behind them the newest token and masks read each other, and each mask tells the
+    token in its place.
+
+    Args:
+        layers: blocks of transformers.
+        parts: its other modules, by their names in the checkpoint.
+        taps: numbers of those layers.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: nn.ModuleList, parts: nn.ModuleDict, taps: list, mask: int
+    ) -> None:
+        self.model, self.head, self.layers = model.model, model.lm_head, layers
+        self.parts, self.taps, self.mask = parts, taps, mask
+        self.rotary = Qwen3RotaryEmbedding(layers[0].self_attn.config)
+
+    def states(self, tokens: Sequence[int]) -> Tensor:
+        made = self.model(torch.tensor([list(tokens)]), output_hidden_states=True)
+        inputs = [made.hidden_states[tap][0] for tap in self.taps]  # the first is the embedding
+        return self.parts["hidden_norm"](self.parts["fc"](torch.cat(inputs, -1)))
+
+    @torch.no_grad()
+    def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
+        states = self.states(tokens[:-1])
+        block = torch.tensor([tokens[-1], *[self.mask] * count])
+        x, places = self.model.embed_tokens(block), torch.arange(len(tokens) + count)[None]
+        cos, sin = self.rotary(x[None], position_ids=places)
+        for layer in self.layers:
+            x = x + self._attend(layer.self_attn, layer.input_layernorm(x), states, cos[0], sin[0])
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.head(self.parts["norm"](x[1:])).argmax(-1).tolist()
+
+    def _attend(
+        self, attention: nn.Module, x: Tensor, states: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        size, both = attention.head_dim, torch.cat([states, x])
+        q = attention.q_norm(attention.q_proj(x).unflatten(-1, (-1, size))).transpose(0, 1)
+        k = attention.k_norm(attention.k_proj(both).unflatten(-1, (-1, size))).transpose(0, 1)
+        v = attention.v_proj(both).unflatten(-1, (-1, size)).transpose(0, 1)
+        q = q * cos[-len(x) :] + rotate_half(q) * sin[-len(x) :]
+        k = k * cos + rotate_half(k) * sin
+        shared = len(q) // len(k)
+        k, v = k.repeat_interleave(shared, 0), v.repeat_interleave(shared, 0)
+        weights = (q @ k.transpose(1, 2) * size**-0.5).softmax(-1)
+        return attention.o_proj((weights @ v).transpose(0, 1).flatten(1))
+
+
+def tiny_blocks(
+    variant: str,
+    target: Path,
+    draft: Path,
+    noise: float = 0.5,
+    block: int = 6,
+    **more: object,
+) -> PlainBlocks:
+    """A model of a variant, and one of DFlash's kind that was made to draft for it; arguments as
+    `tiny_ahead`.
+
+    Args:
+        block: tokens that the draft model was trained for.
+    """
+    model = tiny(variant, target, **more)
+    size, generator = model.config.hidden_size, torch.Generator().manual_seed(5)
+    facts = {key: getattr(model.config, key) for key in SIZES if hasattr(model.config, key)}
+    heads = {"head_dim": 16, "num_hidden_layers": 2}
+    config = Qwen3Config(**facts | heads)
+    config._attn_implementation = "eager"
+    layers = nn.ModuleList(Qwen3DecoderLayer(config, layer) for layer in range(2))
+    taps = [1, 3]
+    parts = nn.ModuleDict(
+        {
+            "fc": nn.Linear(len(taps) * size, size, bias=False),
+            "hidden_norm": nn.RMSNorm(size, config.rms_norm_eps),
+            "norm": nn.RMSNorm(size, config.rms_norm_eps),
+        }
+    )
+    with torch.no_grad():
+        for parameter in [*layers.parameters(), *parts.parameters()]:
+            wide = torch.randn(parameter.shape, generator=generator) * 0.2
+            parameter.copy_(wide + (parameter.dim() == 1))
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter *= noise
+        # Tokens like to follow themselves, until noise makes another one come. What drafts reads
+        # which tokens there were, and takes the mean of them.
+        embedding, mask = model.model.embed_tokens.weight, config.vocab_size - 1
+        embedding *= 5
+        embedding[mask] *= 0.1
+        model.lm_head.weight += 0.15 * embedding / model.model.norm.weight
+        parts["fc"].weight.copy_(torch.cat([torch.eye(size), noise * torch.eye(size)], -1))
+        for layer in layers:
+            attention = layer.self_attn
+            shared = config.num_attention_heads // config.num_key_value_heads
+            back = attention.v_proj.weight.unflatten(0, (-1, config.head_dim))
+            back = back.repeat_interleave(shared, 0).flatten(0, 1).T
+            attention.o_proj.weight.copy_(2 * back + noise * attention.o_proj.weight)
+            layer.mlp.down_proj.weight *= noise
+        parts["norm"].weight.copy_(model.model.norm.weight)
+    model.save_pretrained(target)
+    draft.mkdir(parents=True, exist_ok=True)
+    config.architectures = ["DFlashDraftModel"]
+    config.save_pretrained(draft)
+    listed = {"target_layer_ids": [tap - 1 for tap in taps], "mask_token_id": mask}
+    rewrite_config(
+        draft, dflash_config=listed, block_size=block, num_target_layers=LAYERS, rope_scaling=None
+    )
+    stored = {f"layers.{name}": value for name, value in layers.state_dict().items()}
+    stored |= {f"{name}.weight": parts[name].weight.data for name in parts}
+    save_file(stored, draft / "model.safetensors", metadata={"format": "pt"})
+    return PlainBlocks(model, layers.eval(), parts, taps, mask)
 
 
 def tiny_eagle3(

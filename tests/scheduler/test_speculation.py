@@ -210,15 +210,36 @@ def test_a_pass_makes_a_level_of_a_tree_and_its_first_draft_pays_for_it(levels, 
     assert speculation.to_make(request, 1) == made
 
 
-def test_a_row_has_pages_for_the_drafts_that_are_made_behind_it():
-    driver = DraftingDriver(1.0, pass_s=0.1, page_tokens=4, max_running=2)
+@pytest.mark.parametrize(
+    ("pass_s", "per_token", "made", "verified"),
+    [(0.5, 0.01, MOST, MOST), (3.0, 0.01, 0, MOST), (0.1, 0.4, MOST, 2), (0.1, 3.0, 0, 0)],
+)
+def test_a_block_is_made_as_a_whole_where_its_pass_pays(pass_s, per_token, made, verified):
+    """Seven of ten drafts come true."""
+    speculation = Speculation(MOST, is_paid=True, levels=1, in_blocks=True)
+    flight = SimpleNamespace(ahead=MOST, is_abreast=True)
+    for tokens in [1, 7] * 20:
+        seconds = 1 + per_token * tokens + pass_s
+        speculation.learn(tokens, [flight], SimpleNamespace(seconds=seconds, draft_seconds=pass_s))
+    request = SimpleNamespace(next_parents=[], draft_share=0.7, watched=0, ahead=MOST)
+    assert speculation.to_verify(request, 1) == verified
+    speculation.to_make(request, 1)  # the first look of all
+    request.watched = 0
+    assert speculation.to_make(request, 1) == made
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_row_has_pages_for_the_drafts_that_are_made_behind_it(more):
+    """And for the last one itself, where it is read as well."""
+    levels = {"draft_levels": 1, "block_drafts": True} if more else {}
+    driver = DraftingDriver(1.0, pass_s=0.1, page_tokens=4, max_running=2, **levels)
     driver.submit("a", PROMPT, 60)
     driver.run()
     granted, made = 0, 0
     for plan in driver.plans:
         granted = max([granted, *(grant.first + len(grant.pages) for grant in plan.grants)])
         for row in plan.rows:
-            assert granted * 4 >= row.start + row.count + row.propose
+            assert granted * 4 >= row.start + row.count + row.propose + more * bool(row.propose)
             made = max(made, row.propose)
     assert made == MOST
     assert granted * 4 <= len(PROMPT) + 60 + 3  # and none beyond the end

@@ -10,21 +10,15 @@ FLAGS = (
         "what drafts the next tokens, which the model then verifies together: NGRAM, from what "
         "this server has seen, STANDALONE, by a small model of the same vocabulary, NEXTN, by a "
         "layer that the model's checkpoint brings for it, EAGLE and EAGLE3, by a model that was "
-        "trained to draft for this one (where none is named, EAGLE is NEXTN), or a plug-in's name; "
+        "trained to draft for this one (where none is named, EAGLE is NEXTN), DFLASH, by one that "
+        "drafts a whole block in one pass, or a plug-in's name; "
         "answers are the same with it and without",
         translate=(("DEEPSEEK_MTP", "NEXTN"),),
         elsewhere=(
             Elsewhere(
-                "DFLASH",
-                "its drafts are a block of masks that read each other, and what is read of pages "
-                "here lies before the token that reads it",
-                "use EAGLE3 where there is a model for this one, STANDALONE with a small model, or "
-                "NGRAM",
-            ),
-            Elsewhere(
                 "DSPARK UNO",
-                "of models that were trained to draft for another one, those of EAGLE and EAGLE3 "
-                "are read",
+                "of models that were trained to draft for another one, those of EAGLE, EAGLE3 and "
+                "DFLASH are read",
                 "use NEXTN where the checkpoint has a layer for it, STANDALONE with a small model, "
                 "or NGRAM",
             ),
@@ -42,6 +36,17 @@ FLAGS = (
         low=2,
         high=64,
         proof="tests/config/test_speculation.py::test_drafts_are_what_both_bounds_allow",
+    ),
+    Flag(
+        "speculative-dflash-block-size",
+        "speculative.block_size",
+        "tokens of a block of DFLASH, the newest one and its drafts; default: "
+        "--speculative-num-draft-tokens, or as the draft model was trained",
+        kind=INT,
+        low=2,
+        high=64,
+        documented=False,
+        proof="tests/config/test_dflash.py::test_a_block_is_as_long_as_the_flags_or_the_model_say",
     ),
     Flag(
         "speculative-num-steps",

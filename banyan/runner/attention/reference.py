@@ -35,6 +35,17 @@ class ReferenceAttention:
         return _Bound(self._ops, self._store, geometry, self._first)
 
 
+class WritingAttention:
+    """Writes keys and values, and attends to nothing."""
+
+    def __init__(self, ops: Ops, store: KVStore) -> None:
+        self._ops = ops
+        self._store = store
+
+    def bind(self, geometry: StepGeometry) -> StepAttention:
+        return _Writing(self._ops, self._store, geometry, 0)
+
+
 @dataclass(frozen=True)
 class _Bound:
     ops: Ops
@@ -45,12 +56,12 @@ class _Bound:
     def __call__(
         self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> Tensor:
+        # Every row writes before any row reads, so rows may share pages written in this step.
+        self.write(spec, k, v)
         pages = self.store.tensors(spec.layer)
         k_pages, v_pages = pages["k"], pages["v"]
         view = self.step.groups[self.store.group_of(spec.layer)]
-        # Every row writes before any row reads, so rows may share pages written in this step.
         more = {} if spec.unit == 1.0 else {"unit": spec.unit}
-        self.ops.write_kv(k, v, k_pages, v_pages, view.locations, **more)
         return self.ops.paged_attention(
             q,
             k_pages,
@@ -65,6 +76,12 @@ class _Bound:
             **more,
             **self.branching,
         )
+
+    def write(self, spec: AttentionSpec, k: Tensor, v: Tensor) -> None:
+        pages = self.store.tensors(spec.layer)
+        view = self.step.groups[self.store.group_of(spec.layer)]
+        more = {} if spec.unit == 1.0 else {"unit": spec.unit}
+        self.ops.write_kv(k, v, pages["k"], pages["v"], view.locations, **more)
 
     def latent(
         self,
@@ -95,3 +112,12 @@ class _Bound:
     @property
     def branching(self) -> _Paths:
         return {} if self.step.paths is None else {"paths": self.step.paths}
+
+
+class _Writing(_Bound):
+    def __call__(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        """returns: q, which nothing reads."""
+        self.write(spec, k, v)
+        return q

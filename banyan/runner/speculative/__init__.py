@@ -7,6 +7,7 @@ DRAFTERS: Table[DrafterFactory] = Table(
     "drafter",
     {
         "NGRAM": "banyan.runner.speculative.ngram:open_ngram",
+        "DFLASH": "banyan.runner.speculative.block:open_block",
         "EAGLE": "banyan.runner.speculative.hidden:open_hidden",
         "EAGLE3": "banyan.runner.speculative.hidden:open_hidden",
         "NEXTN": "banyan.runner.speculative.hidden:open_hidden",

@@ -92,6 +92,9 @@ class Beside:
         fetch: begins to bring tensors to the host; what waits for them.
         ends: of each page what it reads of the last token there; None where it reads tokens alone.
         take_in: makes what it reads of the target's hidden states.
+        reader: writes what the draft model keeps of these; None where `forward` reads them beside
+            tokens.
+        mask: id of the token in the place of one that a block tells.
     """
 
     table: "SlotTable"
@@ -106,6 +109,8 @@ class Beside:
     fetch: "Callable[[Sequence[Tensor]], Callable[[], list[Tensor]]]"
     ends: "PageEnds | None" = None
     take_in: "Callable[[Tensor], Tensor] | None" = None
+    reader: "Forward | None" = None
+    mask: int = 0
 
 
 DrafterFactory = Callable[[SpeculativeConfig, Callable[[], Beside]], Drafter]

@@ -8,9 +8,10 @@ from banyan.config.card import FULL
 from banyan.layers.build import Build
 from banyan.models.ahead import END, FIRST, FollowingLM
 from banyan.models.base import Model
+from banyan.models.dflash import BlockLM
 from banyan.platform.base import Platform
 from banyan.runner.attention import BACKENDS
-from banyan.runner.attention.reference import ReferenceAttention
+from banyan.runner.attention.reference import ReferenceAttention, WritingAttention
 from banyan.runner.kvstore import KVStore
 from banyan.runner.open_forward import RunnerSizes, open_forward
 from banyan.runner.sampling.sampler import Sampler
@@ -24,12 +25,19 @@ class DraftModel:
     """One rank's share of it, and what it was made from.
 
     Attributes:
-        ahead: the same model, where it reads the target's states; else None.
+        ahead: the same model, where it reads tokens together with the target's states; else None.
+        blocks: the same model, where it reads these alone and drafts blocks behind them; else None.
     """
 
     model: Model
     build: Build
     ahead: FollowingLM | None = None
+    blocks: BlockLM | None = None
+
+    @property
+    def reads(self) -> FollowingLM | BlockLM | None:
+        """What reads the target's states, if anything does."""
+        return self.ahead or self.blocks
 
 
 def open_beside(
@@ -44,7 +52,7 @@ def open_beside(
     assert draft is not None, "this drafter needs a model, and none was loaded"
     model, ops = draft.model, draft.build.ops
     pages = store.of_layers_from(store.num_layers - len(model.caches))
-    ahead, ends = draft.ahead, None
+    ahead, blocks, ends = draft.ahead, draft.blocks, None
     attention = BACKENDS.load(sizes.attention or "reference")(ops, pages)
     if ahead is not None:
         attention = ReferenceAttention(ops, pages, first=FIRST)
@@ -52,9 +60,16 @@ def open_beside(
     # Rows that sampled are read with the token that they gave.
     most = sizes.max_tokens and sizes.max_tokens + sizes.max_slots
     width = 0 if ahead is None else ahead.width
-    room = sizes.draft_room if sizes.branching else 0
+    room = sizes.draft_room if sizes.branching or blocks is not None else 0
     mine = replace(sizes, max_tokens=most, draft_room=room, verified=0, carried=width)
+    reader = None
     with platform.stream():
+        if blocks is not None:
+            states = replace(mine, carried=blocks.width, branching=0)
+            writing = WritingAttention(ops, pages)
+            what = (blocks.reader, table, pages, draft.build, states, writing, platform)
+            reader = open_forward(*what)
+            mine = replace(mine, branching=sizes.verified)
         forward = open_forward(model, table, pages, draft.build, mine, attention, platform)
     return Beside(
         table,
@@ -67,6 +82,8 @@ def open_beside(
         may_lag=all(cache.kind == FULL for cache in model.caches),
         target=target,
         ends=ends,
-        take_in=None if ahead is None else ahead.take_in,
+        take_in=None if draft.reads is None else draft.reads.take_in,
+        reader=reader,
+        mask=0 if blocks is None else blocks.facts.mask,
         fetch=platform.fetch,
     )

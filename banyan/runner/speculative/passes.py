@@ -19,11 +19,17 @@ def run_pass(beside: Beside, rows: Sequence[Row], carried: Tensor | None = None)
     if carried is not None:
         batch = replace(batch, carried=carried)
     forward.run(batch)
+    sample_pass(beside, batch)
+    return batch
+
+
+def sample_pass(beside: Beside, batch: Batch) -> None:
+    """Draw where a batch samples that has run, unless its program has done so."""
+    forward = beside.forward
     if batch.wanted & SAMPLE and forward.next_tokens() is None:
         logits = forward.next_logits(batch)
         slots, positions = batch.to_slots, batch.to_positions
         beside.sampler.sample(logits, slots, positions, {}, forward.targets(batch))
-    return batch
 
 
 def in_steps(rows: Sequence[Row], most: int) -> Iterator[list[Row]]:
