@@ -150,7 +150,9 @@ def open_model(
             hint="leave it out",
         )
     if card.format == "gguf" and not traits.is_host:
-        log.info("quantised weights are unpacked to %s at load", config.model.activation_dtype)
+        kept = ", ".join(cast(BoundOps, ops).kept_types)
+        rest = f"but those of {kept}" if kept else "all of them"
+        log.info("quantised weights become %s at load, %s", config.model.activation_dtype, rest)
     model = load_weights(config.model, card, build)
     draft = None
     if config.speculative.is_model:

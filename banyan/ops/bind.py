@@ -230,6 +230,16 @@ class BoundOps:
         """Products round activations to 8 bits where a checkpoint asks for it."""
         return any(c.rounds for c in self.choices if c.label == f"linear[{STATIC}]")
 
+    @property
+    def kept_types(self) -> list[str]:
+        """Storage types of quantised projections that are not unpacked into floats."""
+        served = {c.label for c in self.choices if c.kernel != REFERENCE}
+        return [
+            name
+            for name, storage in STORAGE_TYPES.items()
+            if not storage.is_float and f"linear[{name}]" in served
+        ]
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{name} is bound: kernels are chosen once")
 

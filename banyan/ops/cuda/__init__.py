@@ -1,5 +1,6 @@
 """Kernels of CUDA devices, best first; what is not listed runs the plain torch reference, which for
-projections is the vendor's library on weights unpacked to the activation type."""
+projections is the vendor's library, on weights unpacked to the activation type where no kernel
+keeps their numbers."""
 
 _HERE = "banyan.ops.cuda"
 _ROWS = ("rms_norm", "add_rms_norm", "rotary", "silu_and_mul")
@@ -11,6 +12,7 @@ KERNELS = {
     ],
     "experts": [f"{_HERE}.triton_experts:experts"],
     "combine_experts": [f"{_HERE}.triton_experts:combine_experts"],
+    "linear": [f"{_HERE}.products:linear"],
     "sample": ["banyan.ops.tensor_sampling:sample"],
     "logprobs": ["banyan.ops.tensor_sampling:logprobs"],
     **{op: [f"{_HERE}.triton_rows:{op}"] for op in _ROWS},

@@ -1,0 +1,172 @@
+"""Quantised weights as the products of a CUDA device read them: numbers, and factors beside them.
+
+The inputs are cut into chunks that share a factor. All outputs of one chunk lie side by side, so
+that what a block of threads reads at once is one run of memory. Of 4-bit numbers a byte holds those
+of two chunks: even ones low, odd ones high. Knows no products.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from banyan.ops import blocks
+from banyan.ops.blocks import BLOCK
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+
+OUTPUTS_STEP = 128
+"""Outputs are filled up to a multiple of this, so that no read of weights needs a bound."""
+_CHUNKS = (128, 64, 32)
+_MOST_BYTES = 1 << 28
+"""Of a weight that are taken apart at once."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Blocks of 32 taken apart: number · scale + minimum.
+
+    Attributes:
+        numbers: [blocks, 32] int8; of 4 bits 0…15.
+        scale: [blocks] fp16.
+        minimum: [blocks] fp16; None where there is none.
+    """
+
+    numbers: Tensor
+    scale: Tensor
+    minimum: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """
+    Attributes:
+        bits: of a number in memory, 4 or 8.
+        base: the number that means zero.
+        take: [blocks, bytes of one] uint8 -> Levels.
+    """
+
+    bits: int
+    base: int
+    take: Callable[[Tensor], Levels]
+
+
+def _half(raw: Tensor, start: int) -> Tensor:
+    return raw[:, start : start + 2].contiguous().view(torch.float16).view(-1)
+
+
+def _q8_0(raw: Tensor) -> Levels:
+    return Levels(raw[:, 2:].contiguous().view(torch.int8), _half(raw, 0))
+
+
+def _q4_0(raw: Tensor) -> Levels:
+    return Levels(blocks.nibbles(raw[:, 2:]).view(torch.int8), _half(raw, 0))
+
+
+def _q4_1(raw: Tensor) -> Levels:
+    numbers = blocks.nibbles(raw[:, 4:]).view(torch.int8)
+    return Levels(numbers, _half(raw, 0), _half(raw, 2))
+
+
+BLOCK_TYPES = {
+    "Q8_0": BlockType(8, 0, _q8_0),
+    "Q4_0": BlockType(4, 8, _q4_0),
+    "Q4_1": BlockType(4, 0, _q4_1),
+}
+"""Storage types whose numbers are kept."""
+
+
+@dataclass(frozen=True)
+class PackedNumbers:
+    """A weight [outputs, inputs] on the device.
+
+    Attributes:
+        bits, base: of `BlockType`.
+        group: inputs that share a factor, a multiple of the chunk.
+        numbers: [chunks, outputs, inputs of a chunk] int8, or [chunks/2, …] uint8 of 4 bits;
+            outputs filled up.
+        scales: [groups, outputs] fp16, outputs filled up.
+        minima: as the scales; None where there are none.
+    """
+
+    bits: int
+    base: int
+    outputs: int
+    inputs: int
+    group: int
+    numbers: Tensor
+    scales: Tensor
+    minima: Tensor | None
+
+    @property
+    def size_bytes(self) -> int:
+        parts = (self.numbers, self.scales, self.minima)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def pack(weight: StoredWeight, device: torch.device) -> PackedNumbers:
+    """Lay a weight of BLOCK_TYPES out, [outputs, inputs]. Factors that neighbours share are kept
+    once: for groups of 128, 64 or 32 inputs, or for all of an output."""
+    kind = BLOCK_TYPES[weight.type]
+    outputs, inputs = weight.shape
+    per_row = inputs // BLOCK
+    step = max(OUTPUTS_STEP, _MOST_BYTES // (inputs * 4) // OUTPUTS_STEP * OUTPUTS_STEP)
+    size = STORAGE_TYPES[weight.type].size_bytes
+    taken = [
+        kind.take(weight.raw[first : first + step].to(device).reshape(-1, size))
+        for first in range(0, outputs, step)
+    ]
+    scale = torch.cat([part.scale for part in taken]).view(outputs, per_row)
+    lows = [part.minimum for part in taken if part.minimum is not None]
+    minimum = torch.cat(lows).view(outputs, per_row) if lows else None
+    group = _group(inputs, scale, minimum)
+    chunk = next(size for size in _CHUNKS if group % size == 0)
+    pieces = [_lay(part.numbers.view(-1, inputs), kind.bits, chunk) for part in taken]
+    numbers = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
+    factors = (_factors(part, group // BLOCK) for part in (scale, minimum))
+    scales, minima = factors
+    assert scales is not None
+    return PackedNumbers(kind.bits, kind.base, outputs, inputs, group, numbers, scales, minima)
+
+
+def _group(inputs: int, *factors: Tensor | None) -> int:
+    """The most inputs whose blocks have the same factors: all, or one of _CHUNKS. Factors are
+    [outputs, blocks]."""
+    for group in (inputs, *_CHUNKS[:-1]):
+        if inputs % group == 0 and all(
+            factor is None or _is_shared(factor, group // BLOCK) for factor in factors
+        ):
+            return group
+    return BLOCK
+
+
+def _is_shared(factor: Tensor, count: int) -> bool:
+    pieces = factor.view(len(factor), -1, count)
+    return bool((pieces == pieces[..., :1]).all())
+
+
+def _factors(factor: Tensor | None, count: int) -> Tensor | None:
+    """One of every `count` factors. [outputs, blocks] -> [groups, outputs filled up]"""
+    if factor is None:
+        return None
+    return _filled(factor[:, ::count].t(), 1).contiguous()
+
+
+def _lay(numbers: Tensor, bits: int, chunk: int) -> Tensor:
+    """[outputs, inputs] int8 -> `PackedNumbers.numbers`."""
+    outputs = numbers.shape[0]
+    tiles = _filled(numbers.view(outputs, -1, chunk).transpose(0, 1), 1)
+    if bits == 8:
+        return tiles.contiguous()
+    octets = tiles.contiguous().view(torch.uint8)
+    if len(octets) % 2:
+        octets = functional.pad(octets, (0, 0, 0, 0, 0, 1))
+    return octets[::2] | (octets[1::2] << 4)
+
+
+def _filled(tensor: Tensor, dim: int) -> Tensor:
+    """Zeros up to the next multiple of OUTPUTS_STEP along `dim`."""
+    missing = -tensor.shape[dim] % OUTPUTS_STEP
+    pads = [0, 0] * (tensor.dim() - 1 - dim) + [0, missing]
+    return functional.pad(tensor, pads) if missing else tensor

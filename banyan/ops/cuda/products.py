@@ -1,0 +1,170 @@
+"""Projections with quantised weights that stay quantised on a CUDA device, in Triton.
+
+Up to some rows one kernel reads the numbers and multiplies; with more of them the weight is
+unpacked for the time of one product of the vendor's library, which then costs more than unpacking.
+The inputs are cut into parts whose sums are added in their order: a result depends on how many rows
+there are, never on which block was first.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from banyan.ops.bind import Kernel, OpSpec
+from banyan.ops.cuda.needs import declines
+from banyan.ops.cuda.packing import BLOCK_TYPES, PackedNumbers, pack
+from banyan.ops.stored import STORAGE_TYPES, StoredWeight
+
+UNPACK_FROM = 512
+"""Rows from which on a weight is unpacked."""
+_BLOCKS = 528
+"""Blocks of threads that keep a large device busy: four for each of 132 processors."""
+_LEAST_STEPS = 8
+"""Chunks below which a part is not worth the adding up."""
+_ADD = 1024
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a product is cut.
+
+    Attributes:
+        rows, outputs: of a block.
+        parts: that the inputs are cut into.
+        is_turned: outputs times tokens in place of tokens times outputs.
+    """
+
+    rows: int
+    outputs: int
+    parts: int
+    is_turned: bool
+    warps: int = 4
+    stages: int = 4
+
+
+def shape_of(rows: int, weight: PackedNumbers) -> Shape:
+    """The cut for some rows of activations."""
+    height = next((size for size in (16, 32, 64) if rows <= size), 128)
+    width = 64 if height < 128 else 128
+    tiles = -(-weight.outputs // width) * max(1, -(-rows // height))
+    most = max(1, len(weight.numbers) // _LEAST_STEPS)
+    parts = max(1, min(_BLOCKS // tiles, most, 16))
+    return Shape(height, width, parts, is_turned=True, warps=4 if width == 64 else 8)
+
+
+class QuantisedLinear:
+    """A weight of `packing.py` and the kernels that multiply with it."""
+
+    def __init__(self, weight: PackedNumbers) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if len(x) >= UNPACK_FROM:
+            return functional.linear(x, unpacked(self.weight, x.dtype), bias)
+        return product(x, self.weight, bias, shape_of(len(x), self.weight))
+
+
+def product(x: Tensor, weight: PackedNumbers, bias: Tensor | None, shape: Shape) -> Tensor:
+    """x·Wᵀ + bias. x: [tokens, in] T, tokens may lie apart; bias: [out] T or None.
+    returns: [tokens, out] T"""
+    from banyan.ops.cuda.product_kernels import add_parts, multiply
+
+    assert x.shape[1] == weight.inputs and x.stride(1) == 1
+    rows, outputs = len(x), weight.outputs
+    out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    if not rows:
+        return out
+    steps = len(weight.numbers)
+    per_part = -(-steps // shape.parts)
+    parts = -(-steps // per_part)
+    made = out
+    if parts > 1:
+        made = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
+    chunk = weight.numbers.shape[2]
+    grid = (-(-outputs // shape.outputs), -(-rows // shape.rows), parts)
+    multiply[grid](
+        x,
+        weight.numbers,
+        weight.scales,
+        weight.scales if weight.minima is None else weight.minima,
+        x if bias is None else bias,
+        made,
+        rows,
+        weight.inputs,
+        outputs,
+        weight.numbers.shape[1],
+        x.stride(0),
+        steps,
+        per_part,
+        weight.group // chunk,
+        BITS=weight.bits,
+        BASE=weight.base,
+        HAS_MINIMA=weight.minima is not None,
+        HAS_BIAS=bias is not None and parts == 1,
+        IS_TURNED=shape.is_turned,
+        CHUNK=chunk,
+        ROWS=shape.rows,
+        OUTPUTS=shape.outputs,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    if parts > 1:
+        add_parts[(-(-out.numel() // _ADD),)](
+            made,
+            x if bias is None else bias,
+            out,
+            parts,
+            out.numel(),
+            outputs,
+            HAS_BIAS=bias is not None,
+            BLOCK=_ADD,
+        )
+    return out
+
+
+def unpacked(weight: PackedNumbers, dtype: torch.dtype) -> Tensor:
+    """[out, in] in plain numbers."""
+    from banyan.ops.cuda.product_kernels import unpack
+
+    size = (weight.outputs, weight.inputs)
+    out = torch.empty(size, dtype=dtype, device=weight.numbers.device)
+    filled, chunk = weight.numbers.shape[1:]
+    block = 64
+    grid = (weight.inputs // chunk, -(-weight.outputs // block))
+    unpack[grid](
+        weight.numbers,
+        weight.scales,
+        weight.scales if weight.minima is None else weight.minima,
+        out,
+        weight.inputs,
+        weight.outputs,
+        filled,
+        weight.group // chunk,
+        BITS=weight.bits,
+        BASE=weight.base,
+        HAS_MINIMA=weight.minima is not None,
+        CHUNK=chunk,
+        OUTPUTS=block,
+    )
+    return out
+
+
+def _declines(spec: OpSpec) -> str | None:
+    if STORAGE_TYPES[spec.weight_type].is_float:
+        return "for quantised weights"
+    reason = declines(spec)
+    if reason is None and spec.weight_type not in BLOCK_TYPES:
+        reason = "its numbers are not kept on this device"
+    return reason
+
+
+def pack_linear(
+    weight: StoredWeight, dtype: torch.dtype, device: torch.device, is_head: bool = False
+) -> QuantisedLinear:
+    """A projection of a type of BLOCK_TYPES."""
+    return QuantisedLinear(pack(weight, device))
+
+
+linear = Kernel(supports=_declines, run=pack_linear)

@@ -1,0 +1,144 @@
+"""Products with quantised weights against the reference: on a CUDA device, or in Triton's
+interpreter (`test_cuda_kernels.py` tells how)."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from banyan.ops import blocks, rounding
+from banyan.ops.stored import StoredWeight
+
+pytest.importorskip("triton")
+
+from banyan.ops.cuda import packing, products
+
+IS_INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
+if not IS_INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("no CUDA device, and TRITON_INTERPRET is not set", allow_module_level=True)
+pytestmark = [] if IS_INTERPRETED else [pytest.mark.device]
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+TYPES = [torch.float32, torch.float16] + ([] if IS_INTERPRETED else [torch.bfloat16])
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+ROWS = [1, 5, 33, 100]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(type: str, outputs: int, inputs: int, group: int = 32) -> StoredWeight:
+    """A weight whose blocks share their factors along `group` inputs."""
+    values = random(outputs, inputs, seed=1) / inputs**0.5
+    raw = rounding.to_blocks(values, type).view(outputs, inputs // 32, -1).clone()
+    if group > 32:
+        width = {"Q8_0": 2, "Q4_0": 2, "Q4_1": 4}[type]
+        first = raw[:, :: group // 32, :width]
+        raw[:, :, :width] = first.repeat_interleave(group // 32, 1)[:, : inputs // 32]
+    return StoredWeight(type, (outputs, inputs), raw.flatten(1))
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    most = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double().cpu(), want, atol=most, rtol=most)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("type", list(packing.BLOCK_TYPES))
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group"),
+    [(48, 96, 32), (200, 256, 128), (130, 320, 64), (129, 160, 160), (16, 32, 32)],
+)
+def test_products_are_those_of_the_plain_weight(type, outputs, inputs, group, dtype):
+    weight = stored(type, outputs, inputs, group)
+    linear = products.pack_linear(weight, dtype, DEVICE)
+    assert linear.weight.group == group
+    for rows in ROWS if (outputs, dtype) == (200, TYPES[1]) else ROWS[1:3]:
+        wide = random(rows, 2 * inputs, seed=rows).to(DEVICE, dtype)
+        bias = random(outputs, seed=2).to(DEVICE, dtype)
+        for x, more in ((wide[:, :inputs], None), (wide[:, inputs:], bias)):
+            want = x.double().cpu() @ weight.dense.double().T
+            want = want if more is None else want + more.double().cpu()
+            close(linear(x, more), want, dtype)
+
+
+@pytest.mark.parametrize("type", list(packing.BLOCK_TYPES))
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_every_cut_gives_the_same_product(type, is_turned, parts):
+    weight = stored(type, 70, 224)
+    packed = packing.pack(weight, DEVICE)
+    x = random(19, 224).to(DEVICE, torch.float16)
+    bias = random(70, seed=2).to(DEVICE, torch.float16)
+    want = x.double().cpu() @ weight.dense.double().T + bias.double().cpu()
+    for rows, outputs in ((16, 64), (32, 32), (64, 128)):
+        shape = products.Shape(rows, outputs, parts, is_turned)
+        close(products.product(x, packed, bias, shape), want, x.dtype)
+
+
+@pytest.mark.parametrize("type", list(packing.BLOCK_TYPES))
+def test_a_token_has_the_same_bits_again_and_beside_others(type, monkeypatch):
+    monkeypatch.setattr(products, "_LEAST_STEPS", 3)
+    linear = products.pack_linear(stored(type, 70, 640), torch.float16, DEVICE)
+    assert products.shape_of(16, linear.weight).parts > 2
+    x = random(16, 640).to(DEVICE, torch.float16)
+    together = linear(x)
+    assert torch.equal(together, linear(x))
+    for i in (0, 7, 15):
+        assert torch.equal(linear(x[i : i + 1])[0], together[i])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("type", list(packing.BLOCK_TYPES))
+@pytest.mark.parametrize(("inputs", "group"), [(96, 32), (256, 128)])
+def test_what_is_unpacked_is_the_plain_weight_to_the_bit(type, inputs, group, dtype):
+    weight = stored(type, 70, inputs, group)
+    got = products.unpacked(packing.pack(weight, DEVICE), dtype)
+    assert torch.equal(got.cpu(), weight.dense.to(dtype))
+
+
+@pytest.mark.parametrize("type", list(packing.BLOCK_TYPES))
+@pytest.mark.parametrize("group", [32, 64, 128, 512])
+def test_a_weight_takes_no_more_memory_than_in_the_file(type, group):
+    weight = stored(type, 256, 512, group)
+    packed = packing.pack(weight, DEVICE)
+    bits = packing.BLOCK_TYPES[type].bits + (32 if type == "Q4_1" else 16) / group
+    assert packed.size_bytes == 256 * 512 * bits / 8 <= weight.raw.nbytes
+
+
+def test_many_rows_are_multiplied_with_the_unpacked_weight(monkeypatch):
+    monkeypatch.setattr(products, "UNPACK_FROM", 20)
+    weight = stored("Q4_1", 70, 96)
+    linear = products.pack_linear(weight, torch.float32, DEVICE)
+    for rows in (19, 20, 40):
+        x, bias = random(rows, 96).to(DEVICE), random(70).to(DEVICE)
+        want = x.double().cpu() @ weight.dense.double().T + bias.double().cpu()
+        close(linear(x, bias), want, torch.float32)
+
+
+def test_numbers_beyond_the_range_of_seven_bits_are_kept():
+    numbers = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).view(8, 32)
+    raw = blocks.lay_q8_0(numbers, torch.full((8, 1), 0.01).half())
+    weight = StoredWeight("Q8_0", (1, 256), raw.view(1, -1))
+    linear = products.pack_linear(weight, torch.float16, DEVICE)
+    x = torch.eye(256, dtype=torch.float16, device=DEVICE)[::9]
+    assert torch.equal(linear(x).cpu(), (x.float().cpu() @ weight.dense.T).half())
+
+
+def test_the_documentation_lists_the_types_whose_numbers_are_kept():
+    page = Path(__file__).parents[2] / "docs" / "cuda.md"
+    rows = [
+        line.split("|") for line in page.read_text().splitlines() if line.endswith("| Triton |")
+    ]
+    kept = {row[1].strip(): re.findall(r"[\d.]+(?=;|$| in| with)", row[2]) for row in rows}
+    assert list(kept) == list(packing.BLOCK_TYPES)
+    for type, (bits, *_) in kept.items():
+        packed = packing.pack(stored(type, 128, 512), DEVICE)
+        assert packed.size_bytes * 8 / (128 * 512) == float(bits), type
+
+
+def test_there_may_be_no_rows():
+    linear = products.pack_linear(stored("Q4_0", 48, 96), torch.float16, DEVICE)
+    assert linear(torch.empty(0, 96, dtype=torch.float16, device=DEVICE)).shape == (0, 48)
