@@ -86,6 +86,7 @@ class AdapterCard:
             something else.
         stacked: the same of parameters that hold all experts of a layer (`target_parameters`).
         tokens: module -> the rows that it brings of single tokens.
+        highest_token: of those that a tokenizer beside it adds to its words; -1 for none.
     """
 
     path: str
@@ -97,6 +98,7 @@ class AdapterCard:
     saved: Mapping[str, Whole] = field(default_factory=dict[str, Whole])
     stacked: tuple[str, ...] = ()
     tokens: Mapping[str, TokenRows] = field(default_factory=dict[str, TokenRows])
+    highest_token: int = -1
 
     @property
     def weights(self) -> str:

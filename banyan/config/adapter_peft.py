@@ -21,7 +21,7 @@ from banyan.config.adapter_card import (
     check_types,
 )
 from banyan.config.adapter_stacks import is_stack, named_stacks, stacked
-from banyan.config.adapter_tokens import module_of_tokens, token_rows
+from banyan.config.adapter_tokens import highest_token, module_of_tokens, token_rows
 from banyan.config.facts import Facts, read_json
 from banyan.formats.safetensors import SafetensorsFile
 
@@ -68,8 +68,8 @@ def read_peft(path: str) -> AdapterCard:
         tokens = token_rows(file, tokens, raw, folder)
         size = file.size_bytes
     base = facts.text("base_model_name_or_path", "")
-    claimed, stacked = _claimed(raw), _stacked(raw)
-    card = AdapterCard(path, base, modules, size, "safetensors", claimed, saved, stacked, tokens)
+    brought = (_claimed(raw), saved, _stacked(raw), tokens, highest_token(path))
+    card = AdapterCard(path, base, modules, size, "safetensors", *brought)
     if raw.get("ensure_weight_tying") and card.kinds & {EMBEDDING, HEAD}:
         raise ConfigError(
             f"adapter {folder!r}: ensure_weight_tying is not available here: what it brings for "

@@ -1,19 +1,77 @@
 """Single tokens of the base's vocabulary whose rows of the embedding or of the head an adapter in
-PEFT's form brings (`trainable_token_indices`). Reads headers, no tensors.
+PEFT's form brings (`trainable_token_indices`), and tokens that the tokenizer beside it has. Reads
+headers, no tensors.
 """
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+import msgspec
 
 from banyan.base.errors import ConfigError
 from banyan.base.json_types import is_list, is_object
 from banyan.base.log import printable
 from banyan.config.adapter_card import EMBEDDING, TokenRows, check_types
+from banyan.config.facts import read_json
 from banyan.formats.safetensors import SafetensorsFile
 
 _KEY = "trainable_token_indices"
 _ROWS = re.compile(r"(.+)\.token_adapter\.trainable_tokens_delta(?:\.default)?")
+_ID = re.compile(r"[0-9]{1,18}")
 _MAX_TOKENS = 1 << 16
+_MAX_WORDS_BYTES = 128 << 20
+"""Of a tokenizer.json."""
+
+
+class _Added(msgspec.Struct):
+    id: int
+
+
+class _Words(msgspec.Struct):
+    """What is read of a tokenizer.json."""
+
+    added_tokens: list[_Added] = []
+
+
+def highest_token(path: str) -> int:
+    """The highest id that the tokenizer in a folder gives to a token beside its words
+    (`added_tokens.json`, `tokenizer_config.json`, `tokenizer.json`); -1 where there is none.
+
+    Raises:
+        ConfigError, ModelError: a file of the tokenizer cannot be read.
+    """
+    plain = read_json(os.path.join(path, "added_tokens.json"), is_needed=False)
+    config = read_json(os.path.join(path, "tokenizer_config.json"), is_needed=False)
+    decoder = config.get("added_tokens_decoder")
+    return max(
+        _highest(plain.values()),
+        _highest(int(name) for name in decoder if _ID.fullmatch(name))
+        if is_object(decoder)
+        else -1,
+        _highest(token.id for token in _words(path).added_tokens),
+    )
+
+
+def _highest(ids: Iterable[object]) -> int:
+    return max((token for token in ids if type(token) is int), default=-1)
+
+
+def _words(path: str) -> _Words:
+    name = os.path.join(path, "tokenizer.json")
+    try:
+        with open(name, "rb") as file:
+            raw = file.read(_MAX_WORDS_BYTES + 1)
+        if len(raw) > _MAX_WORDS_BYTES:
+            raise ConfigError(f"{printable(name)!r} is larger than {_MAX_WORDS_BYTES:,} bytes")
+        return msgspec.json.decode(raw, type=_Words)
+    except FileNotFoundError:
+        return _Words()
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"cannot read {printable(name)!r}: {printable(str(error), 100)}",
+            hint="save or download it again, or take the tokenizer out of the folder",
+        ) from None
 
 
 def module_of_tokens(name: str) -> str:

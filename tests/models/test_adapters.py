@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from banyan.base.errors import ConfigError
+from banyan.base.errors import ConfigError, ModelError
 from banyan.config.adapter_card import KINDS, WEIGHTS
 from banyan.config.checkpoint import read_card
 from banyan.config.lora import MOST_LOADED
@@ -241,6 +241,11 @@ def stretched(tensors):
         tensors[name] = np.concatenate([tensors[name], tensors[name][:3]])
 
 
+def shrunk(tensors):
+    for name in [name for name in tensors if "lm_head" in name]:
+        tensors[name] = tensors[name][:-3].copy()
+
+
 def without_gains(tensors):
     del tensors[min(name for name in tensors if "magnitude" in name)]
 
@@ -268,6 +273,7 @@ SAVED = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
         ({}, {**BOTH, "use_dora": True}, None, "DoRA of it are not served"),
         ({}, {**SAVED, "modules_to_save": ["norm"]}, None, "only embed_tokens and lm_head may be"),
         ({}, {"target_modules": ["q_proj"], "use_dora": True}, without_gains, "have no magnitude"),
+        ({}, SAVED, shrunk, "lm_head: it has 94 tokens and the base 97"),
         ({}, TOKENS, fewer_rows, r"has rows of tokens of \[2, 48\], and .* names 3 tokens of it"),
         ({}, TOKENS, without_rows, "lacks the rows of the tokens .* of embed_tokens"),
     ],
@@ -289,6 +295,38 @@ def test_rows_of_tokens_that_the_base_lacks_are_refused(ops, tmp_path):
     (folder / "adapter_config.json").write_text(json.dumps(config))
     _, base = opened(tmp_path / "base", ops, kinds=KINDS)
     with pytest.raises(ConfigError, match="embed_tokens: it adds 1 tokens to the 97 of the base"):
+        load_adapter(str(folder), base)
+
+
+WORDS = {
+    "added_tokens.json": lambda token: {"<new>": token},
+    "tokenizer_config.json": lambda token: {"added_tokens_decoder": {str(token): {}}},
+    "tokenizer.json": lambda token: {"model": {"vocab": {}}, "added_tokens": [{"id": token}]},
+}
+
+
+@pytest.mark.parametrize("file", WORDS)
+def test_a_tokenizer_with_tokens_that_the_base_lacks_is_refused(file, ops, tmp_path):
+    """Unless the base's own has them too."""
+    reference = tiny("qwen2", tmp_path / "base")
+    folder = peft_of(reference, tmp_path / "a", target_modules=["q_proj"])
+    _, base = opened(tmp_path / "base", ops)
+
+    def bring(to, token):
+        (to / file).write_text(json.dumps(WORDS[file](token)))
+
+    bring(folder, 96)
+    assert load_adapter(str(folder), base).parts
+    bring(folder, 98)
+    with pytest.raises(ConfigError, match="a tokenizer of its own: it adds 2 tokens to the 97"):
+        load_adapter(str(folder), base)
+    bring(tmp_path / "base", 97)
+    with pytest.raises(ConfigError, match="a tokenizer of its own"):
+        load_adapter(str(folder), base)
+    bring(tmp_path / "base", 98)
+    assert load_adapter(str(folder), base).parts
+    (folder / file).write_text('{"added_tokens": [')
+    with pytest.raises((ConfigError, ModelError), match=f"{file}.*(is not JSON|truncated)"):
         load_adapter(str(folder), base)
 
 

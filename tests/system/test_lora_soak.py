@@ -33,7 +33,7 @@ RANKS = (4, 8, 16, 32, 64, 128, 256) if IS_LONG else (4, 16, 64)
 MAX_LOADED, MAX_RUNNING, CLIENTS = len(NAMES) // 3, 3, 6
 TOKENS = 6
 PROMPTS = [[(seed * 31 + 7 * i * i + i) % 300 + 3 for i in range(20)] for seed in range(3)]
-SEED = 18
+SEED = int(os.environ.get("LORA_SEED", "18"))
 DEADLINE_S = 120.0
 MARGIN = 0.01
 """Between the logits of the two likeliest tokens."""

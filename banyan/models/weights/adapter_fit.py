@@ -2,6 +2,7 @@
 claims has its tensors. Knows names and sizes, no numbers.
 """
 
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from banyan.config.adapter_card import (
     TokenRows,
     Whole,
 )
+from banyan.config.adapter_tokens import highest_token
 from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.layers.seats import AdapterSeats
@@ -34,7 +36,7 @@ from banyan.models.weights.adapter_experts import (
     of_experts,
 )
 from banyan.models.weights.adapter_heads import ENDING
-from banyan.models.weights.adapter_rows import MERGE, Share, check_end
+from banyan.models.weights.adapter_rows import MERGE, Share, check_end, check_tokens
 from banyan.models.weights.names import Place, place_of
 
 _END_KINDS = {"embedding": EMBEDDING, "head": HEAD}
@@ -71,8 +73,26 @@ class Fit:
                 "served",
                 hint="take the adapter in PEFT's form",
             )
+        self._check_tokenizer()
         self._names = names[card.format]
         self.is_interleaved = self._names.has_gates_between
+
+    def _check_tokenizer(self) -> None:
+        """ConfigError where a tokenizer came with the adapter that has tokens beyond the base's; of
+        some bases the tokenizer itself has such."""
+        base, highest = self._base.card, self._card.highest_token
+        if highest < base.vocab_size:
+            return
+        if os.path.isdir(base.path) and highest <= highest_token(base.path):
+            return
+        try:
+            check_tokens(base, highest + 1)
+        except ConfigError as error:
+            raise ConfigError(
+                f"adapter {self._folder!r} came with a tokenizer of its own: {error.text}",
+                hint=f"{error.hint}; or take the tokenizer out of its folder, where nobody needs "
+                "these tokens",
+            ) from None
 
     def expert_place(self, name: str, low_rank: LowRank) -> ExpertPlace | None:
         """Where the matrices of experts go; None for those of anything else.

@@ -27,6 +27,7 @@ from banyan.ops.adapter_rows import (
 from banyan.ops.stored import RawTensor, StoredWeight
 
 MERGE = "merge the adapter into the weights"
+RESIZE = "resize the base, save it with the adapter's tokenizer, and serve that"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,16 @@ def shares_of(model: DecoderLM) -> dict[str, Share]:
     return found
 
 
+def check_tokens(card: ModelCard, count: int) -> None:
+    """ConfigError, without the adapter's name, for ids up to `count` that the base has not."""
+    if count > card.vocab_size:
+        raise ConfigError(
+            f"it adds {count - card.vocab_size} tokens to the {card.vocab_size} of the base: texts "
+            "and logits have the base's, the same for all requests",
+            hint=RESIZE,
+        )
+
+
 def check_end(card: ModelCard, module: str, is_whole: bool, rows: int, width: int) -> None:
     """Whether an adapter may change the embedding or the head so.
 
@@ -66,12 +77,15 @@ def check_end(card: ModelCard, module: str, is_whole: bool, rows: int, width: in
         raise ConfigError("the model norms the columns of its head", hint=MERGE)
     if module == "head" and is_whole and card.head_bias:
         raise ConfigError("the head has a bias, which it does not bring", hint=MERGE)
-    if rows > card.vocab_size and width == card.hidden_size:
-        raise ConfigError(
-            f"it adds {rows - card.vocab_size} tokens to the {card.vocab_size} of the base: texts "
-            "and logits have the base's, the same for all requests",
-            hint="resize the base, save it with the adapter's tokenizer, and serve that",
-        )
+    if width == card.hidden_size:
+        check_tokens(card, rows)
+        if is_whole and rows < card.vocab_size:
+            raise ConfigError(
+                f"it has {rows} tokens and the base {card.vocab_size}, as the base was cut to the "
+                "words of its tokenizer before (resize_token_embeddings): texts and logits have "
+                "the base's, the same for all requests",
+                hint=RESIZE,
+            )
     if (rows, width) != (card.vocab_size, card.hidden_size):
         raise ConfigError(
             f"it is of another base: {rows} tokens of width {width} there, {card.vocab_size} of "
