@@ -2,6 +2,7 @@
 adapters there are and when one comes or goes is the engine's business.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import torch
 
 from banyan.base.errors import ConfigError
 from banyan.base.log import logger, printable
+from banyan.config.adapter_card import CONFIG, WEIGHTS
 from banyan.config.adapters import AdapterPlace, named_adapters
 from banyan.config.catalogue import megabytes
 from banyan.config.schema import LoraConfig
@@ -83,6 +85,8 @@ class AdapterRack:
         """Number -> rank, of those that are there."""
         self.first: list[FirstLoad] = []
         """The adapters of the start."""
+        self._read: _Read | None = None
+        """What waits for room, so that it is read once."""
 
     def take_first(self, places: Sequence[AdapterPlace]) -> None:
         """Load the adapters of the start as 1, 2 …
@@ -124,16 +128,8 @@ class AdapterRack:
         assert isinstance(order, TakeAdapter)
         if order.number in self._ranks or not 1 <= order.number <= self.seats.capacity:
             raise ConfigError(f"adapter {order.number} of {self.seats.capacity} cannot be taken")
-        loaded = load_adapter(order.path, self._base)
-        if order.digest and loaded.digest != order.digest:
-            raise ConfigError(
-                f"the adapter at {printable(order.path, 200)!r} is not what it was when it was "
-                "named",
-                hint="POST /unload_lora_adapter, then /load_lora_adapter",
-            )
-
-        placed = self._place(loaded)
-        size = placed.size_bytes
+        self._read = read = self._read_again(order) or self._read_anew(order)
+        size = read.placed.size_bytes
         if 0 <= order.room_bytes < size:
             raise NoRoom(
                 f"the adapter takes {megabytes(size)} of memory, and there are "
@@ -142,10 +138,29 @@ class AdapterRack:
             )
 
         def take() -> Said:
-            self._enter(order.number, placed)
-            return Said("The adapter has been loaded.", loaded.digest.encode(), size)
+            self._read = None
+            self._enter(order.number, read.placed)
+            return Said("The adapter has been loaded.", read.digest.encode(), size)
 
         return take
+
+    def _read_again(self, order: TakeAdapter) -> "_Read | None":
+        """What was read last and not taken, for want of room here or on another rank, if it is what
+        is to be taken now; else it goes before another one is read."""
+        read, self._read = self._read, None
+        is_same = read is not None and read.stamp == (_stamp_of(order.path) or None)
+        return read if is_same and order.digest in ("", read.digest) else None
+
+    def _read_anew(self, order: TakeAdapter) -> "_Read":
+        stamp = _stamp_of(order.path)
+        loaded = load_adapter(order.path, self._base)
+        if order.digest and loaded.digest != order.digest:
+            raise ConfigError(
+                f"the adapter at {printable(order.path, 200)!r} is not what it was when it was "
+                "named",
+                hint="POST /unload_lora_adapter, then /load_lora_adapter",
+            )
+        return _Read(stamp, loaded.digest, self._place(loaded))
 
     def prepare_drop(self, order: Order) -> Finish:
         assert isinstance(order, DropAdapter)
@@ -216,6 +231,29 @@ class _Placed:
     rows: Mapping[str, RowPart]
     rank: int
     size_bytes: int
+
+
+_Stamp = tuple[tuple[str, int, int, int], ...]
+"""Of each file of an adapter: its path, number, size and time of change."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """An adapter that has been read and has no number yet."""
+
+    stamp: _Stamp
+    digest: str
+    placed: _Placed
+
+
+def _stamp_of(path: str) -> _Stamp:
+    """As files were before they are read; () where there is none."""
+    names = [path] if os.path.isfile(path) else [os.path.join(path, n) for n in (CONFIG, WEIGHTS)]
+    try:
+        found = [(name, os.stat(name)) for name in names]
+    except OSError:
+        return ()
+    return tuple((name, at.st_ino, at.st_size, at.st_mtime_ns) for name, at in found)
 
 
 class AdapterSlots:
