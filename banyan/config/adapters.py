@@ -10,6 +10,7 @@ from banyan.base.log import printable
 from banyan.config.adapter_card import CONFIG, WEIGHTS, AdapterCard
 from banyan.config.adapter_gguf import read_gguf
 from banyan.config.adapter_peft import read_peft
+from banyan.config.adapter_tokens import highest_token
 
 
 def read_adapter(path: str, max_rank: int = 0) -> AdapterCard:
@@ -40,6 +41,12 @@ def read_adapter(path: str, max_rank: int = 0) -> AdapterCard:
             hint="raise it, or leave it out to serve what --lora-paths names",
         )
     return card
+
+
+def names_token(folder: str, token: int) -> bool:
+    """Whether the tokenizer in a model's folder has tokens up to that id; no where the model is a
+    file."""
+    return os.path.isdir(folder) and token <= highest_token(folder)
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,9 @@ class AdapterRack:
         """What was read last and not taken, for want of room here or on another rank, if it is what
         is to be taken now; else it goes before another one is read."""
         read, self._read = self._read, None
-        is_same = read is not None and read.stamp == (_stamp_of(order.path) or None)
-        return read if is_same and order.digest in ("", read.digest) else None
+        if read is None or order.digest not in ("", read.digest):
+            return None
+        return read if read.stamp and read.stamp == _stamp_of(order.path) else None
 
     def _read_anew(self, order: TakeAdapter) -> "_Read":
         stamp = _stamp_of(order.path)

@@ -26,6 +26,7 @@ def base(tmp_path_factory):
     model_path = write_tiny_model(tmp_path_factory.mktemp("rack") / "model")
     ops = bind("cpu", torch.device("cpu"), torch.float32, frozenset(), 16)
     seats = open_seats(LoraConfig(True, max_rank=8, max_loaded=4), CpuPlatform().traits)
+    assert seats is not None
     model = load_model(read_card(str(model_path)), Build(ops, adapters=seats))
     open_projections(model, seats, ops)
     return base_of(model, seats)

@@ -2,7 +2,6 @@
 claims has its tensors. Knows names and sizes, no numbers.
 """
 
-import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from banyan.config.adapter_card import (
     TokenRows,
     Whole,
 )
-from banyan.config.adapter_tokens import highest_token
+from banyan.config.adapters import names_token
 from banyan.config.card import ModelCard
 from banyan.families import FAMILIES
 from banyan.layers.seats import AdapterSeats
@@ -81,9 +80,7 @@ class Fit:
         """ConfigError where a tokenizer came with the adapter that has tokens beyond the base's; of
         some bases the tokenizer itself has such."""
         base, highest = self._base.card, self._card.highest_token
-        if highest < base.vocab_size:
-            return
-        if os.path.isdir(base.path) and highest <= highest_token(base.path):
+        if highest < base.vocab_size or names_token(base.path, highest):
             return
         try:
             check_tokens(base, highest + 1)
