@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from banyan.base.errors import RequestError
+from banyan.base.errors import ModelError, RequestError
 from banyan.base.log import logger
 from banyan.grammar.base import BACKENDS, Backend, Program
 from banyan.grammar.constrained import Constrained, TokenMasks
@@ -60,17 +60,27 @@ class Words:
     def __init__(self, read: Read) -> None:
         self._read = read
         self._found: tuple[Vocabulary, Encode, TokenMasks] | None = None
+        self._is_told = False
         self._lock = threading.Lock()
 
     def get(self) -> tuple[Vocabulary, Encode, TokenMasks]:
         """RequestError when the model cannot be constrained."""
         with self._lock:
             if self._found is None:
-                vocabulary, encode = self._read()
+                vocabulary, encode = self._words_of_the_model()
                 if not vocabulary.end_ids:
                     raise _refusal("the model has no end-of-sequence token")
                 self._found = vocabulary, encode, TokenMasks(vocabulary)
             return self._found
+
+    def _words_of_the_model(self) -> tuple[Vocabulary, Encode]:
+        try:
+            return self._read()
+        except ModelError as error:  # nobody looks for one where ids alone are served
+            if not self._is_told:
+                log.warning("constraints are refused: %s", error)
+            self._is_told = True
+            raise _refusal("the model has no tokenizer that can be read") from None
 
 
 class Workshop:
@@ -255,5 +265,5 @@ def _all_of(refusals: list[RequestError]) -> RequestError:
     if len(refusals) == 1:
         return refusals[0]
     passing = next((x for x in refusals if x.code != NEVER), refusals[0])
-    reasons = [x.text.removeprefix(_PREFIX) for x in refusals]
+    reasons = dict.fromkeys(x.text.removeprefix(_PREFIX) for x in refusals)
     return RequestError(_PREFIX + "; ".join(reasons), status=passing.status, code=passing.code)

@@ -12,7 +12,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from banyan.base.errors import RequestError
+from banyan.base.errors import ModelError, RequestError
 from banyan.base.ids import RequestId
 from banyan.engine.desk import GrammarDesk
 from banyan.grammar.compiler import GrammarCompiler
@@ -108,6 +108,21 @@ def test_where_a_constraint_begins_does_not_change_how_it_is_compiled(opened: Op
     prepared(compiler, bell, DIGITS)
     assert compiler.has("regex@7:[0-9]+")
     assert ord("x") in allowed(compiler("regex@7:[0-9]+"))
+
+
+def test_a_model_without_a_tokenizer_takes_no_constraint_and_that_is_no_failure_of_the_server():
+    """Served by token ids alone, nobody has looked for one at the start."""
+
+    def read():
+        raise ModelError("'/models/secret' has no tokenizer.json")
+
+    compiler = GrammarCompiler(("llguidance", "xgrammar"), read)
+    try:
+        error = reason(compiler, DIGITS)
+    finally:
+        compiler.close()
+    assert error.status == 400 and "no tokenizer that can be read" in error.text
+    assert "secret" not in error.text and error.text.count("tokenizer") == 1
 
 
 def test_what_cannot_be_compiled_is_a_400_with_the_reason(opened: Open):
