@@ -106,7 +106,7 @@ BATTERY = (
         "T7",
         "requests that are wrong somewhere, and those of schemathesis",
         "0 answers >= 500 but 501 and 503, 0 hangs, /livez never blocked, others unharmed",
-        f"{TRUST}/malformed.py",
+        f"{TRUST}/malformed.py {TRUST}/every_field.py",
         "MALFORMED=10000",
     ),
     Line(

@@ -120,7 +120,8 @@ def with_other(value: object, path: tuple, other: object) -> object:
     if not path:
         return other
     copy = dict(value) if isinstance(value, dict) else list(value)  # type: ignore[call-overload]
-    copy[path[0]] = with_other(copy[path[0]], path[1:], other)
+    inner = with_other(copy[path[0]], path[1:], other) if path[1:] else other
+    copy[path[0]] = inner
     return copy
 
 
