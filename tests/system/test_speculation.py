@@ -50,6 +50,8 @@ def start(model: Path, is_drafting: bool = True, **flags: object) -> Engine:
     if is_drafting:
         flags |= {"speculative_algorithm": "NGRAM", "disable_adaptive_drafts": True}
     known = {"threads": 1, "max_total_tokens": 4096, "log_level": "error", "check_ledger": True}
+    if not set(flags) & {"tp_size", "pp_size", "dp_size", "attn_cp_size"}:
+        known["engine_mode"] = "inprocess"  # another process takes two seconds to begin
     return Engine(model_path=str(model), **(known | flags))
 
 
