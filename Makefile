@@ -10,8 +10,8 @@ TORCH_INDEX = https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip --disable-pip-version-check -q
 ARGS =
 TESTS = tests
-# Tests of real servers, one file at a time; all others, two.
-ALONE = $(shell grep -rl --include='test_*.py' 'system\.serving' tests/system tests/clients tests/transfer)
+# Two files at a time, the long ones first (tests/conftest.py); in one process: make test PAIRED=
+PAIRED = -n 2 --dist loadfile --no-loadscope-reorder
 NPU_RELEASES = 2.13.0 2.14.0
 CLIENTS = .clients/litellm/.installed .clients/langchain-openai/.installed \
   .clients/instructor/.installed .clients/node/.installed \
@@ -24,9 +24,7 @@ serve: $(VENV)/.demo
 
 test: $(VENV)/.test $(VENV)/.demo
 	@$(BIN)/python -m banyan.ops.cpu.build
-	@failed=0; run() { $(BIN)/python -m pytest "$$@" $(ARGS) || test $$? = 5 || failed=1; }; \
-	if test "$(TESTS)" = tests; then run -n 2 --dist loadfile tests $(ALONE:%=--ignore=%); run $(ALONE); else run $(TESTS); fi; \
-	exit $$failed
+	@exec $(BIN)/python -m pytest $(if $(filter tests,$(TESTS)),$(PAIRED)) $(TESTS) $(ARGS)
 
 # The border kit at ten times its usual length, with both runners, and on the emulated device.
 test-border: $(VENV)/.test

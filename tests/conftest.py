@@ -43,10 +43,53 @@ def _log_as_before() -> Iterator[None]:
     log.setLevel(level)
 
 
+LONGEST = [
+    "system/test_processes",
+    "ops/test_cpu_build",
+    "border/test_real_runner",
+    "ops/test_cpu_attention",
+    "ops/test_cpu_experts",
+    "system/test_handoff",
+    "system/test_router",
+    "system/test_self_healing",
+    "system/test_fidelity",
+    "ops/test_cpu_adapter_rows",
+    "system/test_numerics",
+    "system/test_hidden_drafts",
+    "system/test_store",
+    "system/test_start_up",
+    "system/test_flag_effects",
+    "system/test_draft_models",
+    "system/test_lora",
+    "ops/test_cpu_linear",
+    "ops/test_cpu_sparse_attention",
+    "system/test_faults",
+    "system/test_states",
+    "models/test_adapters",
+    "models/test_families",
+    "models/test_quant",
+    "system/test_lora_beside",
+    "models/quantize/test_quantize",
+    "models/quantize/test_translated",
+    "system/test_hostile_requests",
+    "emulation/test_engine",
+    "emulation/test_families",
+    "emulation/test_ranks",
+    "emulation/test_layouts",
+]
+"""Files that take longest, the longest first: where several run at a time none of them is last."""
+
+
+def _turn(item: pytest.Item) -> tuple[bool, int]:
+    name = item.nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
+    place = LONGEST.index(name) if name in LONGEST else len(LONGEST)
+    return name.startswith("emulation/"), place
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What gives torch another device runs last: the process keeps it. A live test that fails runs
     once more and is told as RERUN: one hiccup of a machine in 13,000 tests is no verdict."""
-    items.sort(key=lambda item: "tests/emulation/" in item.nodeid)
+    items.sort(key=_turn)
     for item in items:
         if LIVE.match(item.nodeid):
             item.add_marker(pytest.mark.flaky(reruns=1))

@@ -79,3 +79,10 @@ def test_the_image_serves_without_rights_and_with_flags_that_exist() -> None:
     config = config_of(*flags)
     assert (verb, config.server.host) == ("serve", "0.0.0.0")
     assert rest_of("EXPOSE") == [str(config.server.port)]
+
+
+def test_the_files_that_take_longest_are_there():
+    from tests.conftest import LONGEST
+
+    assert [name for name in LONGEST if not (ROOT / "tests" / f"{name}.py").is_file()] == []
+    assert len(set(LONGEST)) == len(LONGEST)
