@@ -55,7 +55,7 @@ FORMS = {
 def weight_of(form: Form, outputs: int, inputs: int) -> PackedNumbers:
     """Random numbers; outputs are a multiple of 128."""
     group = form.group or inputs
-    chunk = min(group, 128)
+    chunk = min(group, 128 if form.bits == 8 else 64)
     chunks = inputs // chunk if form.bits == 8 else inputs // chunk // 2
     numbers = torch.randint(0, 120, (chunks, outputs, chunk), dtype=torch.uint8, device="cuda")
     numbers = numbers.view(torch.int8) if form.bits == 8 else numbers

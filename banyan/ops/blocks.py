@@ -178,29 +178,49 @@ def q3_k(blocks: Tensor) -> Tensor:
     return (scale.unsqueeze(-1) * quants.float()).flatten(1)
 
 
-def q4_k(blocks: Tensor) -> Tensor:
+Counted = tuple[Tensor, Tensor, Tensor | None]
+"""Numbers [n, groups, values], what they are counted in and perhaps what is added, [n, groups, 1]
+fp32."""
+
+
+def counted_q4_k(blocks: Tensor) -> Counted:
     """8 groups of 32 values: d, dmin, 6-bit scales and minima (12 bytes), 4-bit values (128)."""
     scale, minimum = _q4_k_scales(blocks)  # [n, 8, 1]
-    quants = _planes(blocks[:, 16:144], 32, (0, 4), 15).view(-1, 8, 32)
-    return (scale * quants.float() - minimum).flatten(1)
+    return _planes(blocks[:, 16:144], 32, (0, 4), 15).view(-1, 8, 32), scale, -minimum
 
 
-def q5_k(blocks: Tensor) -> Tensor:
+def counted_q5_k(blocks: Tensor) -> Counted:
     """As Q4_K, with the fifth bits (32 bytes) before the low four (128)."""
     scale, minimum = _q4_k_scales(blocks)
     low = _planes(blocks[:, 48:176], 32, (0, 4), 15)
     high = _planes(blocks[:, 16:48], 32, tuple(range(8)), 1)
-    quants = (low | (high << 4)).view(-1, 8, 32)
-    return (scale * quants.float() - minimum).flatten(1)
+    return (low | (high << 4)).view(-1, 8, 32), scale, -minimum
 
 
-def q6_k(blocks: Tensor) -> Tensor:
+def counted_q6_k(blocks: Tensor) -> Counted:
     """16 groups of 16 values: low 4 bits (128 bytes), high 2 bits (64), int8 scales (16), d."""
     scale = half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float()
     low = _planes(blocks[:, :128], 64, (0, 4), 15)
     high = _planes(blocks[:, 128:192], 32, (0, 2, 4, 6), 3)
     quants = (low | (high << 4)).to(torch.int8) - 32
-    return (scale.unsqueeze(-1) * quants.view(-1, 16, 16).float()).flatten(1)
+    return quants.view(-1, 16, 16), scale.unsqueeze(-1), None
+
+
+def q4_k(blocks: Tensor) -> Tensor:
+    return _together(*counted_q4_k(blocks))
+
+
+def q5_k(blocks: Tensor) -> Tensor:
+    return _together(*counted_q5_k(blocks))
+
+
+def q6_k(blocks: Tensor) -> Tensor:
+    return _together(*counted_q6_k(blocks))
+
+
+def _together(quants: Tensor, scale: Tensor, minimum: Tensor | None) -> Tensor:
+    values = scale * quants.float()
+    return (values if minimum is None else values + minimum).flatten(1)
 
 
 def _planes(packed: Tensor, run: int, shifts: tuple[int, ...], mask: int) -> Tensor:

@@ -13,24 +13,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from banyan.ops import blocks
-from banyan.ops.blocks import BLOCK
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
 OUTPUTS_STEP = 128
 """Outputs are filled up to a multiple of this, so that no read of weights needs a bound."""
-_CHUNKS = (128, 64, 32)
+_CHUNKS = (128, 64, 32, 16)
+_MOST_PAIRED = 64
+"""Inputs of a chunk of 4-bit numbers, two of which are read together."""
 _MOST_BYTES = 1 << 28
 """Of a weight that are taken apart at once."""
 
 
 @dataclass(frozen=True)
 class Levels:
-    """Blocks of 32 taken apart: number · scale + minimum.
+    """Blocks taken apart: number · scale + minimum.
 
     Attributes:
-        numbers: [blocks, 32] int8; of 4 bits 0…15.
-        scale: [blocks] fp16.
-        minimum: [blocks] fp16; None where there is none.
+        numbers: [n, inputs that share a scale] int8; of 4 bits 0…15.
+        scale: [n] fp16 or fp32.
+        minimum: as the scale; None where there is none.
     """
 
     numbers: Tensor
@@ -44,11 +45,13 @@ class BlockType:
     Attributes:
         bits: of a number in memory, 4 or 8.
         base: the number that means zero.
+        shared: inputs that share a scale.
         take: [blocks, bytes of one] uint8 -> Levels.
     """
 
     bits: int
     base: int
+    shared: int
     take: Callable[[Tensor], Levels]
 
 
@@ -69,10 +72,19 @@ def _q4_1(raw: Tensor) -> Levels:
     return Levels(numbers, _half(raw, 0), _half(raw, 2))
 
 
+def _counted(levels: blocks.Counted) -> Levels:
+    numbers, scale, minimum = levels
+    low = None if minimum is None else minimum.reshape(-1)
+    return Levels(numbers.to(torch.int8).flatten(0, 1), scale.reshape(-1), low)
+
+
 BLOCK_TYPES = {
-    "Q8_0": BlockType(8, 0, _q8_0),
-    "Q4_0": BlockType(4, 8, _q4_0),
-    "Q4_1": BlockType(4, 0, _q4_1),
+    "Q8_0": BlockType(8, 0, 32, _q8_0),
+    "Q4_0": BlockType(4, 8, 32, _q4_0),
+    "Q4_1": BlockType(4, 0, 32, _q4_1),
+    "Q4_K": BlockType(4, 0, 32, lambda raw: _counted(blocks.counted_q4_k(raw))),
+    "Q5_K": BlockType(8, 0, 32, lambda raw: _counted(blocks.counted_q5_k(raw))),
+    "Q6_K": BlockType(8, 0, 16, lambda raw: _counted(blocks.counted_q6_k(raw))),
 }
 """Storage types whose numbers are kept."""
 
@@ -88,6 +100,8 @@ class PackedNumbers:
             outputs filled up.
         scales: [groups, outputs] fp16, outputs filled up.
         minima: as the scales; None where there are none.
+        units: [outputs filled up] fp32, powers of two that scales and minima are counted in; None
+            where these are 1.
     """
 
     bits: int
@@ -98,47 +112,65 @@ class PackedNumbers:
     numbers: Tensor
     scales: Tensor
     minima: Tensor | None
+    units: Tensor | None = None
 
     @property
     def size_bytes(self) -> int:
-        parts = (self.numbers, self.scales, self.minima)
+        parts = (self.numbers, self.scales, self.minima, self.units)
         return sum(part.nbytes for part in parts if part is not None)
 
 
 def pack(weight: StoredWeight, device: torch.device) -> PackedNumbers:
     """Lay a weight of BLOCK_TYPES out, [outputs, inputs]. Factors that neighbours share are kept
-    once: for groups of 128, 64 or 32 inputs, or for all of an output."""
+    once: for groups of 128, 64 or 32 inputs, or for all of an output. Those of more than 11 bits
+    are rounded to 11."""
     kind = BLOCK_TYPES[weight.type]
     outputs, inputs = weight.shape
-    per_row = inputs // BLOCK
     step = max(OUTPUTS_STEP, _MOST_BYTES // (inputs * 4) // OUTPUTS_STEP * OUTPUTS_STEP)
     size = STORAGE_TYPES[weight.type].size_bytes
     taken = [
         kind.take(weight.raw[first : first + step].to(device).reshape(-1, size))
         for first in range(0, outputs, step)
     ]
-    scale = torch.cat([part.scale for part in taken]).view(outputs, per_row)
+    scale = torch.cat([part.scale for part in taken]).view(outputs, -1)
     lows = [part.minimum for part in taken if part.minimum is not None]
-    minimum = torch.cat(lows).view(outputs, per_row) if lows else None
-    group = _group(inputs, scale, minimum)
-    chunk = next(size for size in _CHUNKS if group % size == 0)
+    minimum = torch.cat(lows).view(outputs, -1) if lows else None
+    units = None if scale.dtype == torch.float16 else _units(scale, minimum)
+    if units is not None:
+        scale = (scale / units[:outputs, None]).half()
+        minimum = None if minimum is None else (minimum / units[:outputs, None]).half()
+    group = _group(inputs, kind.shared, scale, minimum)
+    most = _MOST_PAIRED if kind.bits == 4 else _CHUNKS[0]
+    chunk = next(size for size in _CHUNKS if size <= most and group % size == 0)
     pieces = [_lay(part.numbers.view(-1, inputs), kind.bits, chunk) for part in taken]
     numbers = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
-    factors = (_factors(part, group // BLOCK) for part in (scale, minimum))
-    scales, minima = factors
-    assert scales is not None
-    return PackedNumbers(kind.bits, kind.base, outputs, inputs, group, numbers, scales, minima)
+    scales = _factors(scale, group // kind.shared)
+    minima = None if minimum is None else _factors(minimum, group // kind.shared)
+    return PackedNumbers(
+        kind.bits, kind.base, outputs, inputs, group, numbers, scales, minima, units
+    )
 
 
-def _group(inputs: int, *factors: Tensor | None) -> int:
+def _units(scale: Tensor, minimum: Tensor | None) -> Tensor:
+    """Powers of two that make the largest factor of a row one of 2^14 … 2^15. Factors are [outputs,
+    groups] fp32; returns [outputs filled up]."""
+    largest = scale.abs().amax(1)
+    if minimum is not None:
+        largest = torch.maximum(largest, minimum.abs().amax(1))
+    _, exponents = torch.frexp(largest)
+    units = torch.ldexp(torch.ones_like(largest), exponents - 15)
+    return _filled(torch.where(largest > 0, units, 1.0), 0)
+
+
+def _group(inputs: int, shared: int, *factors: Tensor | None) -> int:
     """The most inputs whose blocks have the same factors: all, or one of _CHUNKS. Factors are
-    [outputs, blocks]."""
-    for group in (inputs, *_CHUNKS[:-1]):
+    [outputs, blocks of `shared` inputs]."""
+    for group in (inputs, *_CHUNKS):
         if inputs % group == 0 and all(
-            factor is None or _is_shared(factor, group // BLOCK) for factor in factors
+            factor is None or _is_shared(factor, group // shared) for factor in factors
         ):
             return group
-    return BLOCK
+    raise AssertionError(f"{inputs} inputs are no blocks of {_CHUNKS[-1]}")
 
 
 def _is_shared(factor: Tensor, count: int) -> bool:
@@ -146,10 +178,8 @@ def _is_shared(factor: Tensor, count: int) -> bool:
     return bool((pieces == pieces[..., :1]).all())
 
 
-def _factors(factor: Tensor | None, count: int) -> Tensor | None:
+def _factors(factor: Tensor, count: int) -> Tensor:
     """One of every `count` factors. [outputs, blocks] -> [groups, outputs filled up]"""
-    if factor is None:
-        return None
     return _filled(factor[:, ::count].t(), 1).contiguous()
 
 

@@ -45,10 +45,11 @@ def add_chunk(
 
 
 def _multiply(
-    x, numbers, scales, minima, bias, out, rows, inputs, outputs, filled, x_row,
+    x, numbers, scales, minima, units, bias, out, rows, inputs, outputs, filled, x_row,
     steps, per_part, per_group,
-    BITS: tl.constexpr, BASE: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_BIAS: tl.constexpr,
-    IS_TURNED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+    BITS: tl.constexpr, BASE: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_UNITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_TURNED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs of some tokens, over one part of the inputs.
 
@@ -86,6 +87,9 @@ def _multiply(
                 per_group, n, HAS_MINIMA, IS_TURNED, CHUNK,
             )  # fmt: skip
     is_output = n < outputs
+    if HAS_UNITS:
+        unit = tl.load(units + n)
+        total *= unit[:, None] if IS_TURNED else unit[None, :]
     if HAS_BIAS:
         more = tl.load(bias + n, mask=is_output, other=0.0).to(tl.float32)
         total += more[:, None] if IS_TURNED else more[None, :]
@@ -110,9 +114,9 @@ def _add_parts(parts, bias, out, count, size, outputs, HAS_BIAS: tl.constexpr, B
 
 @triton.jit
 def unpack(
-    numbers, scales, minima, out, inputs, outputs, filled, per_group,
-    BITS: tl.constexpr, BASE: tl.constexpr, HAS_MINIMA: tl.constexpr, CHUNK: tl.constexpr,
-    OUTPUTS: tl.constexpr,
+    numbers, scales, minima, units, out, inputs, outputs, filled, per_group,
+    BITS: tl.constexpr, BASE: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_UNITS: tl.constexpr,
+    CHUNK: tl.constexpr, OUTPUTS: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a block of outputs as plain numbers. out: [outputs, inputs]"""
     chunk = tl.program_id(0)
@@ -130,6 +134,8 @@ def unpack(
     values = values * tl.load(scales + at).to(tl.float32)[:, None]
     if HAS_MINIMA:
         values += tl.load(minima + at).to(tl.float32)[:, None]
+    if HAS_UNITS:
+        values *= tl.load(units + n)[:, None]
     where = out + n.to(tl.int64)[:, None] * inputs + (chunk * CHUNK + k)[None, :]
     tl.store(where, values.to(out.dtype.element_ty), mask=(n < outputs)[:, None])
 

@@ -6,7 +6,7 @@ The inputs are cut into parts whose sums are added in their order: a result depe
 there are, never on which block was first.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,12 +17,10 @@ from banyan.ops.cuda.needs import declines
 from banyan.ops.cuda.packing import BLOCK_TYPES, PackedNumbers, pack
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
 
-UNPACK_FROM = 512
+UNPACK_FROM = 256
 """Rows from which on a weight is unpacked."""
-_BLOCKS = 528
-"""Blocks of threads that keep a large device busy: four for each of 132 processors."""
-_LEAST_STEPS = 8
-"""Chunks below which a part is not worth the adding up."""
+LEAST_INPUTS = 256
+"""Below which a part is not worth the adding up."""
 _ADD = 1024
 
 
@@ -41,17 +39,22 @@ class Shape:
     parts: int
     is_turned: bool
     warps: int = 4
-    stages: int = 4
+    stages: int = 3
 
 
-def shape_of(rows: int, weight: PackedNumbers) -> Shape:
-    """The cut for some rows of activations."""
-    height = next((size for size in (16, 32, 64) if rows <= size), 128)
-    width = 64 if height < 128 else 128
-    tiles = -(-weight.outputs // width) * max(1, -(-rows // height))
-    most = max(1, len(weight.numbers) // _LEAST_STEPS)
-    parts = max(1, min(_BLOCKS // tiles, most, 16))
-    return Shape(height, width, parts, is_turned=True, warps=4 if width == 64 else 8)
+def shape_of(rows: int, weight: PackedNumbers, item_bytes: int = 2) -> Shape:
+    """The cut for some rows of activations: the quickest ones of `benchmarks/cuda_products.py` on a
+    device of 132 processors, which wants so many blocks of threads."""
+    is_wide = weight.bits == 8
+    if rows <= 16:
+        shape, blocks = Shape(16, 128 if is_wide else 64, 1, is_turned=False), 1056
+    elif rows <= 32 or item_bytes > 2:
+        shape, blocks = Shape(32, 128 if is_wide else 64, 1, is_turned=not is_wide), 528
+    else:
+        shape, blocks = Shape(64 if rows <= 64 else 128, 64, 1, is_turned=True, stages=4), 264
+    tiles = -(-weight.outputs // shape.outputs) * max(1, -(-rows // shape.rows))
+    most = max(1, weight.inputs // LEAST_INPUTS)
+    return replace(shape, parts=max(1, min(blocks // tiles, most)))
 
 
 class QuantisedLinear:
@@ -63,7 +66,8 @@ class QuantisedLinear:
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) >= UNPACK_FROM:
             return functional.linear(x, unpacked(self.weight, x.dtype), bias)
-        return product(x, self.weight, bias, shape_of(len(x), self.weight))
+        shape = shape_of(len(x), self.weight, x.element_size())
+        return product(x, self.weight, bias, shape)
 
 
 def product(x: Tensor, weight: PackedNumbers, bias: Tensor | None, shape: Shape) -> Tensor:
@@ -89,6 +93,7 @@ def product(x: Tensor, weight: PackedNumbers, bias: Tensor | None, shape: Shape)
         weight.numbers,
         weight.scales,
         weight.scales if weight.minima is None else weight.minima,
+        weight.scales if weight.units is None else weight.units,
         x if bias is None else bias,
         made,
         rows,
@@ -102,6 +107,7 @@ def product(x: Tensor, weight: PackedNumbers, bias: Tensor | None, shape: Shape)
         BITS=weight.bits,
         BASE=weight.base,
         HAS_MINIMA=weight.minima is not None,
+        HAS_UNITS=weight.units is not None,
         HAS_BIAS=bias is not None and parts == 1,
         IS_TURNED=shape.is_turned,
         CHUNK=chunk,
@@ -137,6 +143,7 @@ def unpacked(weight: PackedNumbers, dtype: torch.dtype) -> Tensor:
         weight.numbers,
         weight.scales,
         weight.scales if weight.minima is None else weight.minima,
+        weight.scales if weight.units is None else weight.units,
         out,
         weight.inputs,
         weight.outputs,
@@ -145,6 +152,7 @@ def unpacked(weight: PackedNumbers, dtype: torch.dtype) -> Tensor:
         BITS=weight.bits,
         BASE=weight.base,
         HAS_MINIMA=weight.minima is not None,
+        HAS_UNITS=weight.units is not None,
         CHUNK=chunk,
         OUTPUTS=block,
     )
