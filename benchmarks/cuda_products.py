@@ -26,7 +26,7 @@ SHAPES = ((14336, 4096), (4096, 14336), (6144, 4096))
 """Outputs, inputs."""
 ROWS = (1, 8, 32, 128, 512, 2048)
 CACHE_BYTES = 160 << 20
-BLOCKS = (132, 264, 528, 1056)
+BLOCKS = (132, 264, 528, 1056, 1584)
 """Of threads, that parts are made for."""
 STEPS = 3
 """Runs of a graph that are timed."""
@@ -67,14 +67,14 @@ def weight_of(form: Form, outputs: int, inputs: int) -> PackedNumbers:
 def cuts(rows: int) -> list[Shape]:
     """Without parts."""
     if rows <= 16:
-        wide = [(32, False, 4), (64, False, 4), (128, False, 4), (64, True, 4), (128, True, 4)]
-        wide += [(32, False, 2), (64, False, 2), (128, True, 8)]
-        return [Shape(16, n, 1, t, w, s) for (n, t, w), s in itertools.product(wide, (3, 6))]
+        wide = [(64, False, 4), (128, False, 4), (64, True, 4), (128, True, 4), (256, False, 4)]
+        wide += [(128, False, 2), (128, False, 8), (256, False, 8)]
+        return [Shape(16, n, 1, t, w, s) for (n, t, w), s in itertools.product(wide, (2, 3, 4))]
     if rows <= 32:
-        wide = [(64, False, 4), (128, False, 4), (64, True, 4), (128, True, 4)]
-        return [Shape(32, n, 1, t, w, s) for (n, t, w), s in itertools.product(wide, (3, 5))]
-    wide = [(64, 128, True, 4), (128, 128, True, 8), (128, 128, False, 8), (128, 64, True, 4)]
-    return [Shape(m, n, 1, t, w, s) for (m, n, t, w), s in itertools.product(wide, (2, 4))]
+        wide = [(64, False, 4), (128, False, 4), (64, True, 4), (128, True, 4), (128, False, 8)]
+        return [Shape(32, n, 1, t, w, s) for (n, t, w), s in itertools.product(wide, (2, 3))]
+    tall = [(64, 64, True, 4), (64, 128, True, 4), (128, 64, True, 4), (128, 128, True, 8)]
+    return [Shape(m, n, 1, t, w, s) for (m, n, t, w), s in itertools.product(tall, (2, 3, 4))]
 
 
 def with_parts(shape: Shape, rows: int, weight: PackedNumbers) -> list[Shape]:
@@ -88,7 +88,7 @@ def compile_one(form: Form, rows: int, shape: Shape) -> str:
     weight = weight_of(form, 256, 4096)
     x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
     try:
-        products.product(x, weight, None, shape)
+        products.product(x, weight, None, shape, products.assembly_for(weight, x.dtype))
         torch.cuda.synchronize()
     except Exception as error:  # a cut that the device cannot hold is left out, and told
         return f"{shape}: {str(error)[:90]!r}"
@@ -117,16 +117,17 @@ def report(name: str, rows: int, weights: list[PackedNumbers], lost: set[Shape])
     weight = weights[0]
     x = torch.randn(rows, weight.inputs, device="cuda", dtype=torch.bfloat16)
     flops = 2.0 * rows * weight.outputs * weight.inputs
+    fast = products.assembly_for(weight, x.dtype)
     found = []
     for shape in cuts(rows):
         if shape in lost:
             continue
         for cut in with_parts(shape, rows, weight):
-            took = microseconds(lambda w, cut=cut: products.product(x, w, None, cut), weights)
+            took = microseconds(lambda w, cut=cut: products.product(x, w, None, cut, fast), weights)
             found.append((took, cut))
     found.sort(key=lambda pair: pair[0])
     chosen = products.shape_of(rows, weight)
-    mine = microseconds(lambda w: products.product(x, w, None, chosen), weights)
+    mine = microseconds(lambda w: products.product(x, w, None, chosen, fast), weights)
 
     def unpack(packed: PackedNumbers) -> Tensor:
         return functional.linear(x, products.unpacked(packed, x.dtype))

@@ -9,14 +9,28 @@ import triton.language as tl
 
 
 @triton.jit
-def opened(codes, KIND: tl.constexpr, BASE: tl.constexpr):
-    """codes - BASE in an activation's type; codes: uint8, 0…15."""
-    if tl.bfloat16 == KIND:  # the bits of 128 + code
-        return (codes.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - (128.0 + BASE)
-    elif tl.float16 == KIND:  # the bits of 1024 + code
-        return (codes.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + BASE)
+def opened_pair(codes, KIND: tl.constexpr, BASE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The low and the high halves of bytes, each less BASE, in an activation's type."""
+    if ASSEMBLY != "":
+        low, high = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,=r,=r,r", [codes], dtype=(tl.int16, tl.int16), is_pure=True, pack=4
+        )
+        low, high = low.to(KIND, bitcast=True), high.to(KIND, bitcast=True)
     else:
-        return codes.to(KIND) - BASE
+        low, high = (codes & 15).to(KIND) - BASE, (codes >> 4).to(KIND) - BASE
+    return low, high
+
+
+@triton.jit
+def opened(codes, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Numbers of 8 bits in an activation's type."""
+    if ASSEMBLY != "":
+        values = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,r", [codes], dtype=tl.int16, is_pure=True, pack=4
+        ).to(KIND, bitcast=True)
+    else:
+        values = codes.to(KIND)
+    return values
 
 
 @triton.jit
@@ -49,7 +63,7 @@ def _multiply(
     steps, per_part, per_group,
     BITS: tl.constexpr, BASE: tl.constexpr, HAS_MINIMA: tl.constexpr, HAS_UNITS: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_TURNED: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
+    OUTPUTS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs of some tokens, over one part of the inputs.
 
@@ -72,7 +86,7 @@ def _multiply(
     for step in range(first, tl.minimum(first + per_part, steps)):
         codes = tl.load(numbers + step * size + inside)
         if BITS == 4:
-            low, high = opened(codes & 15, kind, BASE), opened(codes >> 4, kind, BASE)
+            low, high = opened_pair(codes, kind, BASE, ASSEMBLY)
             total = add_chunk(
                 total, x, x_at, is_row, low, scales, minima, 2 * step, inputs, filled, per_group,
                 n, HAS_MINIMA, IS_TURNED, CHUNK,
@@ -82,8 +96,9 @@ def _multiply(
                 per_group, n, HAS_MINIMA, IS_TURNED, CHUNK,
             )  # fmt: skip
         else:
+            values = opened(codes, kind, ASSEMBLY)
             total = add_chunk(
-                total, x, x_at, is_row, codes.to(kind), scales, minima, step, inputs, filled,
+                total, x, x_at, is_row, values, scales, minima, step, inputs, filled,
                 per_group, n, HAS_MINIMA, IS_TURNED, CHUNK,
             )  # fmt: skip
     is_output = n < outputs

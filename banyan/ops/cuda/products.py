@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from banyan.ops.bind import Kernel, OpSpec
+from banyan.ops.cuda.assembly import LEAST_CAPABILITY, nibbles, octets
 from banyan.ops.cuda.needs import declines
 from banyan.ops.cuda.packing import BLOCK_TYPES, PackedNumbers, pack
 from banyan.ops.stored import STORAGE_TYPES, StoredWeight
@@ -60,18 +61,30 @@ def shape_of(rows: int, weight: PackedNumbers, item_bytes: int = 2) -> Shape:
 class QuantisedLinear:
     """A weight of `packing.py` and the kernels that multiply with it."""
 
-    def __init__(self, weight: PackedNumbers) -> None:
+    def __init__(self, weight: PackedNumbers, dtype: torch.dtype) -> None:
         self.weight = weight
+        self._assembly = assembly_for(weight, dtype)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if len(x) >= UNPACK_FROM:
             return functional.linear(x, unpacked(self.weight, x.dtype), bias)
         shape = shape_of(len(x), self.weight, x.element_size())
-        return product(x, self.weight, bias, shape)
+        return product(x, self.weight, bias, shape, self._assembly)
 
 
-def product(x: Tensor, weight: PackedNumbers, bias: Tensor | None, shape: Shape) -> Tensor:
-    """x·Wᵀ + bias. x: [tokens, in] T, tokens may lie apart; bias: [out] T or None.
+def assembly_for(weight: PackedNumbers, dtype: torch.dtype) -> str:
+    """What opens a weight's numbers on its device, "" = what the compiler makes of it."""
+    device = weight.numbers.device
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
+        return ""
+    return nibbles(dtype, weight.base) if weight.bits == 4 else octets(dtype)
+
+
+def product(
+    x: Tensor, weight: PackedNumbers, bias: Tensor | None, shape: Shape, assembly: str = ""
+) -> Tensor:
+    """x·Wᵀ + bias. x: [tokens, in] T, tokens may lie apart; bias: [out] T or None; assembly: of
+    `assembly_for`.
     returns: [tokens, out] T"""
     from banyan.ops.cuda.product_kernels import add_parts, multiply
 
@@ -113,6 +126,7 @@ def product(x: Tensor, weight: PackedNumbers, bias: Tensor | None, shape: Shape)
         CHUNK=chunk,
         ROWS=shape.rows,
         OUTPUTS=shape.outputs,
+        ASSEMBLY=assembly,
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
@@ -172,7 +186,7 @@ def pack_linear(
     weight: StoredWeight, dtype: torch.dtype, device: torch.device, is_head: bool = False
 ) -> QuantisedLinear:
     """A projection of a type of BLOCK_TYPES."""
-    return QuantisedLinear(pack(weight, device))
+    return QuantisedLinear(pack(weight, device), dtype)
 
 
 linear = Kernel(supports=_declines, run=pack_linear)
