@@ -1,0 +1,189 @@
+"""The Triton kernels of latent attention. Imported on first use: a machine without Triton has no
+need of it.
+
+A block of queries is some tokens of one row times some heads; all heads read the same latents and
+turned keys. The keys of a block are divided among as many programs as the launch says, in whole
+steps of KEYS; `join_parts` adds up what these found. No grid depends on lengths.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def write_latents(
+    latent, key, latent_pages, key_pages, locations, latent_token, key_token,
+    latent_page, latent_inside, key_page, key_inside, rank, rope_dim,
+    PAGE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """The latent and the turned key of one token into their pages."""
+    token = tl.program_id(0).to(tl.int64)
+    location = tl.load(locations + token)
+    page, inside = location // PAGE, location % PAGE
+    at = tl.arange(0, BLOCK_R)
+    values = tl.load(latent + token * latent_token + at, mask=at < rank)
+    place = latent_pages + page * latent_page + inside * latent_inside
+    tl.store(place + at, values.to(latent_pages.dtype.element_ty), mask=at < rank)
+    at = tl.arange(0, BLOCK_T)
+    values = tl.load(key + token * key_token + at, mask=at < rope_dim)
+    place = key_pages + page * key_page + inside * key_inside
+    tl.store(place + at, values.to(key_pages.dtype.element_ty), mask=at < rope_dim)
+
+
+@triton.jit
+def _row_of(row_starts, rows, block, PER_BLOCK: tl.constexpr):
+    """The row of a block of queries: row r begins at block row_starts[r] // PER_BLOCK + r, and the
+    last ones of a row may be empty."""
+    low: tl.int32 = 0
+    high: tl.int32 = rows
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(row_starts + middle) // PER_BLOCK + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _share_of(lowest, length, parts, LEAST: tl.constexpr):
+    """Keys of a part: whole steps of LEAST."""
+    steps = tl.cdiv(length - lowest // LEAST * LEAST, LEAST)
+    return tl.cdiv(steps, parts) * LEAST
+
+
+@triton.jit
+def attend_latents(
+    q, q_turned, latent_pages, key_pages, page_tables, row_starts, context_lengths, chosen,
+    out, sums, scale, first_position, rows, heads, rank, rope_dim, parts,
+    q_token, q_head, turned_token, turned_head, latent_page, latent_inside, key_page, key_inside,
+    table_row, chosen_token, out_token, out_head, out_part, sums_part,
+    HAS_CHOSEN: tl.constexpr, IS_DIVIDED: tl.constexpr, PAGE: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr, GROUP: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One part of the keys of a block of queries. out: [parts, tokens, heads, rank]; sums: [parts,
+    tokens, heads] fp32, the logarithm of the part's sum of weights, where there are several."""
+    block, head_block, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = _row_of(row_starts, rows, block, PER_BLOCK)
+    start = tl.load(row_starts + row)
+    count = tl.load(row_starts + row + 1) - start
+    first = (block - (start // PER_BLOCK + row)) * PER_BLOCK
+    if first >= count:
+        return
+    context = tl.load(context_lengths + row)
+    length = context + tl.minimum(first + PER_BLOCK, count)
+    begin, end = first_position // LEAST * LEAST, length
+    if IS_DIVIDED:
+        share = _share_of(first_position, length, parts, LEAST)
+        begin += part * share
+        end = tl.minimum(begin + share, length)
+        if begin >= length:
+            return
+    at = tl.arange(0, BLOCK)
+    token, head = first + at // GROUP, head_block * GROUP + at % GROUP
+    is_query = (at < PER_BLOCK * GROUP) & (token < count) & (head < heads)
+    position = context + token
+    own = (start + token).to(tl.int64)
+    dims, turns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_T)
+    is_dim, is_turn = dims < rank, turns < rope_dim
+    query = tl.load(
+        q + own[:, None] * q_token + head[:, None] * q_head + dims[None, :],
+        mask=is_query[:, None] & is_dim[None, :],
+        other=0.0,
+    )
+    turned = tl.load(
+        q_turned + own[:, None] * turned_token + head[:, None] * turned_head + turns[None, :],
+        mask=is_query[:, None] & is_turn[None, :],
+        other=0.0,
+    )
+    tables = page_tables + row.to(tl.int64) * table_row
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    result = tl.zeros([BLOCK, BLOCK_R], tl.float32)
+    for here in range(begin, end, KEYS):
+        key = here + tl.arange(0, KEYS)
+        is_key = (key >= first_position) & (key < end)
+        page = tl.load(tables + key // PAGE, mask=is_key, other=0).to(tl.int64)
+        inside = key % PAGE
+        k = tl.load(
+            key_pages + (page * key_page + inside * key_inside)[None, :] + turns[:, None],
+            mask=is_key[None, :] & is_turn[:, None],
+            other=0.0,
+        ).to(query.dtype)
+        latent = tl.load(
+            latent_pages + (page * latent_page + inside * latent_inside)[:, None] + dims[None, :],
+            mask=is_key[:, None] & is_dim[None, :],
+            other=0.0,
+        ).to(query.dtype)
+        logit = tl.dot(turned, k, input_precision=PRECISION)
+        logit = tl.dot(query, tl.trans(latent), logit, input_precision=PRECISION) * scale
+        is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
+        if HAS_CHOSEN:
+            words = tl.load(
+                chosen + own[:, None] * chosen_token + (key // 32)[None, :],
+                mask=is_query[:, None] & is_key[None, :],
+                other=0,
+            )
+            is_seen = is_seen & (((words >> (key % 32)[None, :]) & 1) != 0)
+        logit = tl.where(is_seen, logit, float("-inf"))
+        larger = tl.maximum(best, tl.max(logit, 1))
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        weight = tl.exp(logit - base[:, None])
+        kept = tl.exp(best - base)
+        total = total * kept + tl.sum(weight, 1)
+        result = result * kept[:, None]
+        result = tl.dot(weight.to(query.dtype), latent, result, input_precision=PRECISION)
+        best = larger
+    result = result / tl.where(total > 0, total, 1.0)[:, None]
+    place = out + part.to(tl.int64) * out_part + own[:, None] * out_token + head[:, None] * out_head
+    is_out = is_query[:, None] & is_dim[None, :]
+    tl.store(place + dims[None, :], result.to(out.dtype.element_ty), mask=is_out)
+    if IS_DIVIDED:
+        place = sums + part.to(tl.int64) * sums_part + own * heads + head
+        tl.store(place, best + tl.log(total), mask=is_query)
+
+
+@triton.jit
+def join_parts(
+    found, sums, out, row_starts, context_lengths, first_position, rows, heads, rank, parts,
+    found_token, found_head, found_part, sums_part, out_token, out_head,
+    PARTS: tl.constexpr, BLOCK_R: tl.constexpr, PER_BLOCK: tl.constexpr, LEAST: tl.constexpr,
+):  # fmt: skip
+    """One token and head: the average of what the parts found, by their sums of weights."""
+    token, head = tl.program_id(0), tl.program_id(1)
+    low: tl.int32 = 0
+    high: tl.int32 = rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(row_starts + middle) <= token:
+            low = middle
+        else:
+            high = middle
+    row = low
+    start = tl.load(row_starts + row)
+    count = tl.load(row_starts + row + 1) - start
+    first = (token - start) // PER_BLOCK * PER_BLOCK
+    length = tl.load(context_lengths + row) + tl.minimum(first + PER_BLOCK, count)
+    share = _share_of(first_position, length, parts, LEAST)
+    used = tl.cdiv(length - first_position // LEAST * LEAST, share)
+    at = tl.arange(0, PARTS)
+    own = token.to(tl.int64)
+    sizes = tl.load(
+        sums + at.to(tl.int64) * sums_part + own * heads + head, mask=at < used, other=float("-inf")
+    )
+    most = tl.max(sizes, 0)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    total = tl.sum(tl.exp(sizes - base), 0)
+    dims = tl.arange(0, BLOCK_R)
+    result = tl.zeros([BLOCK_R], tl.float32)
+    line = found + own * found_token + head * found_head + dims
+    size = sums + own * heads + head
+    for _ in range(0, used):
+        share_of_it = tl.exp(tl.load(size) - base)
+        result += tl.load(line, mask=dims < rank, other=0.0) * share_of_it
+        line += found_part
+        size += sums_part
+    result = result / tl.where(total > 0, total, 1.0)
+    place = out + own * out_token + head * out_head + dims
+    tl.store(place, result.to(out.dtype.element_ty), mask=dims < rank)

@@ -1,0 +1,139 @@
+"""Latent attention in Triton: rows of one token and of many by one kernel, whose programs divide
+the keys among themselves where there are few queries.
+
+The grids depend on how many rows and tokens there are, never on their lengths, so a launch can be
+captured. How many programs share a row's keys depends on the number of tokens too: the last bits of
+a token may differ with what runs beside it.
+"""
+
+import torch
+from torch import Tensor
+
+from banyan.ops.bind import Kernel, OpSpec
+from banyan.ops.cuda.needs import TYPES, declines
+
+_LEAST = 128
+"""A part of the keys has a multiple of so many."""
+_PROGRAMS = 264
+"""Two for each processor of an H100."""
+_MOST_PARTS = 64
+
+
+def _declines(spec: OpSpec) -> str | None:
+    reason = declines(spec)
+    if reason is None and spec.cache_dtype not in TYPES:
+        return f"cannot read pages of {spec.cache_dtype}"
+    return reason
+
+
+def _write_latent(
+    latent: Tensor, key: Tensor, latent_pages: Tensor, key_pages: Tensor, flat_locations: Tensor
+) -> None:
+    from banyan.ops.cuda.latent_kernels import write_latents
+
+    (tokens, rank), rope_dim = latent.shape, key.shape[1]
+    if not tokens:
+        return
+    assert latent.stride(1) == key.stride(1) == 1, f"{latent.stride()} {key.stride()}"
+    write_latents[(tokens,)](
+        *(latent, key, latent_pages, key_pages, flat_locations),
+        *(latent.stride(0), key.stride(0)),
+        *(*latent_pages.stride()[:2], *key_pages.stride()[:2], rank, rope_dim),
+        PAGE=latent_pages.shape[1],
+        BLOCK_R=_power(rank),
+        BLOCK_T=_power(rope_dim),
+        num_warps=1,
+    )
+
+
+def _latent_attention(
+    q: Tensor,
+    q_turned: Tensor,
+    latent_pages: Tensor,
+    key_pages: Tensor,
+    page_tables: Tensor,
+    row_starts: Tensor,
+    context_lengths: Tensor,
+    scale: float,
+    chosen: Tensor | None = None,
+    first: int = 0,
+) -> Tensor:
+    from banyan.ops.cuda.latent_kernels import attend_latents, join_parts
+
+    tokens, heads, rank = q.shape
+    rows, page_size = len(context_lengths), latent_pages.shape[1]
+    out = torch.empty((tokens, heads, rank), dtype=q.dtype, device=q.device)
+    if not tokens:
+        return out
+    assert q.stride(2) == q_turned.stride(2) == 1, f"{q.stride()} {q_turned.stride()}"
+    block, keys, warps, stages = _sizes(tokens == rows, heads, q.dtype)
+    group = min(heads, block)
+    per_block, head_blocks = block // group, -(-heads // group)
+    most = page_tables.shape[1] * page_size
+    parts = _parts(-(-tokens // per_block) * head_blocks, most)
+    found, sums = out.unsqueeze(0), context_lengths
+    if parts > 1:
+        found, sums = (
+            torch.empty((parts, tokens, heads, *more), dtype=torch.float32, device=q.device)
+            for more in ((rank,), ())
+        )
+    widths = {"BLOCK_R": _power(rank), "PER_BLOCK": per_block, "LEAST": _LEAST}
+    attend_latents[(tokens // per_block + rows, head_blocks, parts)](
+        *(q, q_turned, latent_pages, key_pages, page_tables, row_starts, context_lengths),
+        *(context_lengths if chosen is None else chosen, found, sums),
+        *(scale, first, rows, heads, rank, q_turned.shape[2], parts),
+        *(*q.stride()[:2], *q_turned.stride()[:2]),
+        *(*latent_pages.stride()[:2], *key_pages.stride()[:2], page_tables.stride(0)),
+        *(0 if chosen is None else chosen.stride(0), found.stride(1), found.stride(2)),
+        *(found.stride(0), tokens * heads),
+        HAS_CHOSEN=chosen is not None,
+        IS_DIVIDED=parts > 1,
+        PAGE=page_size,
+        BLOCK_T=_power(q_turned.shape[2]),
+        GROUP=group,
+        BLOCK=block,
+        KEYS=keys,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        **widths,
+        num_warps=warps,
+        num_stages=stages,
+    )
+    if parts > 1:
+        join_parts[(tokens, heads)](
+            *(found, sums, out, row_starts, context_lengths, first, rows, heads, rank, parts),
+            *(found.stride(1), found.stride(2), found.stride(0), tokens * heads),
+            *out.stride()[:2],
+            PARTS=parts,
+            **widths,
+            num_warps=1 if rank <= 128 else 2,
+        )
+    return out
+
+
+def _sizes(is_decode: bool, heads: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Queries and keys of a step, warps, and stages of loading."""
+    if dtype == torch.float32:
+        return 16, 16, 4, 1
+    if is_decode and heads <= 16:
+        return 16, 64, 4, 2
+    if is_decode and heads <= 32:
+        return 32, 32, 4, 3
+    return 64, 32, 8, 2
+
+
+def _parts(programs: int, most: int) -> int:
+    """Among how many programs the keys of a block of queries are divided; a power of two.
+
+    programs: blocks of queries; most: keys that a row can have.
+    """
+    wanted = min(_PROGRAMS // programs, -(-most // _LEAST), _MOST_PARTS)
+    return 1 << max(0, wanted.bit_length() - 1)
+
+
+def _power(size: int) -> int:
+    """The next power of two that a product takes."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+write_latent = Kernel(supports=_declines, run=_write_latent)
+latent_attention = Kernel(supports=_declines, run=_latent_attention)
