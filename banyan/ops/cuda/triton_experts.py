@@ -48,8 +48,8 @@ def tiles_for(pairs: int, experts: int, dtype: torch.dtype) -> Tiles:
     if mean <= 16:
         return Tiles(16, 32, 64, 128, 4, 4)
     if mean <= 64:
-        return Tiles(64, 64, 128, 64, 4, 3)
-    return Tiles(128, 128, 256, 64, 8, 3)
+        return Tiles(64, 128, 256, 64, 8, 3)
+    return Tiles(128, 128, 256, 64, 8, 4)
 
 
 @dataclass(frozen=True)
