@@ -53,6 +53,25 @@ def _share_of(lowest, length, parts, LEAST: tl.constexpr):
 
 
 @triton.jit
+def _lines(base, at, is_line, dims, is_dim):
+    """[lines, dims] at some places, zeros where there is nothing."""
+    return tl.load(
+        base + at[:, None] + dims[None, :], mask=is_line[:, None] & is_dim[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _is_chosen(chosen, own, is_query, key, is_key, chosen_token):
+    """Bit key % 32 of word key // 32 of each query's token. [queries, keys]"""
+    words = tl.load(
+        chosen + own[:, None] * chosen_token + (key // 32)[None, :],
+        mask=is_query[:, None] & is_key[None, :],
+        other=0,
+    )
+    return ((words >> (key % 32)[None, :]) & 1) != 0
+
+
+@triton.jit
 def attend_latents(
     q, q_turned, latent_pages, key_pages, page_tables, row_starts, context_lengths, chosen,
     out, sums, scale, first_position, rows, heads, rank, rope_dim, parts,
@@ -87,16 +106,9 @@ def attend_latents(
     own = (start + token).to(tl.int64)
     dims, turns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_T)
     is_dim, is_turn = dims < rank, turns < rope_dim
-    query = tl.load(
-        q + own[:, None] * q_token + head[:, None] * q_head + dims[None, :],
-        mask=is_query[:, None] & is_dim[None, :],
-        other=0.0,
-    )
-    turned = tl.load(
-        q_turned + own[:, None] * turned_token + head[:, None] * turned_head + turns[None, :],
-        mask=is_query[:, None] & is_turn[None, :],
-        other=0.0,
-    )
+    query = _lines(q, own * q_token + head * q_head, is_query, dims, is_dim)
+    turned_at = own * turned_token + head * turned_head
+    turned = _lines(q_turned, turned_at, is_query, turns, is_turn)
     tables = page_tables + row.to(tl.int64) * table_row
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -106,26 +118,14 @@ def attend_latents(
         is_key = (key >= first_position) & (key < end)
         page = tl.load(tables + key // PAGE, mask=is_key, other=0).to(tl.int64)
         inside = key % PAGE
-        k = tl.load(
-            key_pages + (page * key_page + inside * key_inside)[None, :] + turns[:, None],
-            mask=is_key[None, :] & is_turn[:, None],
-            other=0.0,
-        ).to(query.dtype)
-        latent = tl.load(
-            latent_pages + (page * latent_page + inside * latent_inside)[:, None] + dims[None, :],
-            mask=is_key[:, None] & is_dim[None, :],
-            other=0.0,
-        ).to(query.dtype)
-        logit = tl.dot(turned, k, input_precision=PRECISION)
+        k = _lines(key_pages, page * key_page + inside * key_inside, is_key, turns, is_turn)
+        latent_at = page * latent_page + inside * latent_inside
+        latent = _lines(latent_pages, latent_at, is_key, dims, is_dim).to(query.dtype)
+        logit = tl.dot(turned, tl.trans(k.to(query.dtype)), input_precision=PRECISION)
         logit = tl.dot(query, tl.trans(latent), logit, input_precision=PRECISION) * scale
         is_seen = is_key[None, :] & (key[None, :] <= position[:, None])
         if HAS_CHOSEN:
-            words = tl.load(
-                chosen + own[:, None] * chosen_token + (key // 32)[None, :],
-                mask=is_query[:, None] & is_key[None, :],
-                other=0,
-            )
-            is_seen = is_seen & (((words >> (key % 32)[None, :]) & 1) != 0)
+            is_seen &= _is_chosen(chosen, own, is_query, key, is_key, chosen_token)
         logit = tl.where(is_seen, logit, float("-inf"))
         larger = tl.maximum(best, tl.max(logit, 1))
         base = tl.where(larger == float("-inf"), 0.0, larger)
