@@ -454,6 +454,9 @@ def test_an_adapter_comes_and_leaves_under_load_and_a_new_engine_has_it_too(
         assert leaving.result().status_code == 200, leaving.result().text
         gone = server.http.post("/generate", json=body)
         assert gone.status_code == 400 and "There are: a, b." in gone.text
+        prompt = {"model": "c", "prompt": "hi", "max_tokens": 1}
+        gone = server.http.post("/v1/completions", json=prompt)
+        assert gone.status_code == 404 and "There are: a, b." in gone.text
         stop.set()
         assert [worker.result() for worker in workers] == [None] * 3 and not wrong
     assert server.http.post("/load_lora_adapter", json=come).status_code == 200

@@ -9,6 +9,8 @@ from banyan.config.schema import LoraConfig
 _SHOWN = 20
 _MAX_NAME = 4096
 """Characters: a name, or the path that an operator gave."""
+_MAX_LEFT = 4096
+"""Names of adapters that have left, the newest of them."""
 
 
 class AdapterNames:
@@ -21,6 +23,7 @@ class AdapterNames:
     def __init__(self, is_enabled: bool = False, places: Iterable[AdapterPlace] = ()) -> None:
         self.is_enabled = is_enabled
         self._places = {place.name: place for place in places}
+        self._left: dict[str, None] = {}
 
     @classmethod
     def of(cls, lora: LoraConfig) -> "AdapterNames":
@@ -34,9 +37,18 @@ class AdapterNames:
 
     def add(self, place: AdapterPlace) -> None:
         self._places[place.name] = place
+        self._left.pop(place.name, None)
 
     def remove(self, name: str) -> None:
         self._places.pop(name, None)
+        self._left.pop(name, None)
+        self._left[name] = None
+        if len(self._left) > _MAX_LEFT:
+            del self._left[next(iter(self._left))]
+
+    def has_left(self, name: str) -> bool:
+        """Whether an adapter had the name: who asks for it wants no other's answer."""
+        return name in self._left
 
     def named(self, given: object, param: str = "lora_path", status: int = 400) -> str:
         """The adapter that a request names, by its name or by the very path that an operator gave;

@@ -48,8 +48,8 @@ def _adapter_in(name: str, state: ServerState) -> str:
     names, served = state.adapters, state.served_name
     if name in ("", "default", served) or not names.is_enabled:
         return ""
-    if name in names:
-        return name
+    if name in names or names.has_left(name):
+        return names.named(name, "model", 404)
     if name.startswith(f"{served}:"):
         return names.named(name.removeprefix(f"{served}:"), "model", 404)
     base, mark, adapter = name.partition(":")
