@@ -1,8 +1,9 @@
-"""Times the Triton kernels of expert blocks on a CUDA device:
-python -m benchmarks.cuda_blocks [experts] [--tiles]
+"""Times the Triton kernels of expert blocks and of latent attention on a CUDA device:
+python -m benchmarks.cuda_blocks [experts] [latent] [--tiles]
 
 Every line has the error against fp32 where that is cheap, microseconds per call inside a graph, and
-the share of the bound that reading the active experts sets. With --tiles other sizes
+the share of the bound that reading the active weights, or the keys,
+sets. With --tiles other sizes
 of blocks are tried too. Needs no network. TRITON_INTERPRET=1 with --small tries the script itself.
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from banyan.ops.cuda import triton_experts
+from banyan.ops.cuda import triton_experts, triton_latent
 from banyan.ops.cuda.triton_experts import GroupedExperts, Tiles, tiles_for
 from banyan.ops.experts_api import StoredExperts
 from banyan.ops.stored import StoredWeight
@@ -52,9 +53,43 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=3.0e12)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 512, 4096, 16384])
     options = parser.parse_args()
+    if "latent" in options.what:
+        _latent(options)
     if "experts" in options.what:
         for shape in SMALL if options.small else [SHAPES[at] for at in options.shapes]:
             _experts(shape, options)
+
+
+def _latent(options: argparse.Namespace) -> None:
+    """DeepSeek's rank and turned width; decode steps, and a chunk of a prompt."""
+    sizes = [(1, 1, 40)] if options.small else [(1, 1, 32768), (32, 1, 4096), (1, 4096, 0)]
+    for heads in (16, 128):
+        for rows, count, context in sizes:
+            columns = -(-(context + count) // 16)
+            q, turned = (
+                torch.randn(rows * count, heads, width, device=DEVICE).to(TYPE)
+                for width in (512, 64)
+            )
+            pages = [
+                torch.randn(rows * columns + 1, 16, width, device=DEVICE).to(TYPE)
+                for width in (512, 64)
+            ]
+            tables = torch.arange(rows * columns, device=DEVICE, dtype=torch.int32) + 1
+            starts = torch.arange(rows + 1, device=DEVICE, dtype=torch.int32) * count
+            contexts = torch.full((rows,), context, device=DEVICE, dtype=torch.int32)
+            where = (tables.view(rows, columns), starts, contexts, 0.04)
+            attend = triton_latent.latent_attention.run
+            assert attend is not None
+            args = (q, turned, *pages, *where)
+            seconds = _seconds(lambda a=args, f=attend: [f(*a) for _ in range(CALLS)]) / CALLS
+            keys = rows * (context + 1) * count + rows * count * count // 2
+            held = rows * (context + count) * 576 * 2
+            bound = max(held / options.bandwidth, 2 * keys * heads * (576 + 512) / 8e14)
+            print(
+                f"latent, {heads} heads, {rows} rows of {count} after {context}: "
+                f"{seconds * 1e6:9.1f} us, {bound / seconds:6.1%} of the bound",
+                flush=True,
+            )
 
 
 def _experts(shape: Shape, options: argparse.Namespace) -> None:

@@ -1,0 +1,160 @@
+"""Checks models of experts and of latent attention on a CUDA device, end to end:
+python -m benchmarks.cuda_families [--speed]
+
+Greedy tokens of tiny random float32 models against transformers, captured and eager; with --speed
+also decode steps of a few layers of the shape of Qwen3-30B-A3B, random bfloat16 weights, and the
+share of the time that reading the active experts must take. Needs no network. With --device cpu
+--small it tries the script itself.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import banyan
+from benchmarks.cuda_check import _generate
+
+_BASE = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 96,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 9,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "head_dim": 16,
+}
+MODELS = {
+    "Qwen3Moe": {**_BASE, "num_experts": 8, "head_dim": 32, "norm_topk_prob": True},
+    "DeepseekV2": {**_BASE, **_LATENT},
+}
+WIDE = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": True,
+}
+INPUT, OUTPUT = 64, 72
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--bandwidth", type=float, default=3.0e12)
+    options = parser.parse_args()
+    failed = sum(_same_tokens(name, options) for name in MODELS)
+    if options.speed:
+        _speed(options)
+    print(f"verdict: {'FAILED' if failed else 'all tokens are those of transformers'}")
+    return failed
+
+
+def _same_tokens(name: str, options: argparse.Namespace) -> int:
+    """How many ways to run it give other tokens than transformers."""
+    import transformers
+
+    torch.manual_seed(7)
+    make = getattr(transformers, f"{name}Config")
+    config = make(**MODELS[name], initializer_range=0.2, eos_token_id=None, bos_token_id=None)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    prompts = [[(7 * i + j * j) % 512 for j in range(5 + 11 * i)] for i in range(5)]
+    wanted = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        more = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+        wanted.append(model.generate(ids, max_new_tokens=24, **more)[0, len(prompt) :].tolist())
+    failed, facts = 0, dict[str, object]()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        for way, flags in {"captured": {}, "eager": {"disable_cuda_graph": True}}.items():
+            got, facts = _generate(folder, prompts, 24, options.device, "float32", **flags)
+            same = sum(a == b for a, b in zip(got, wanted, strict=True))
+            failed += same < len(wanted)
+            print(f"{name}: {same}/{len(wanted)} as transformers, {way} ({facts['steps']})")
+    names = ("experts", "latent", "head_linear")
+    print(*(line for line in str(facts["kernels"]).splitlines() if any(n in line for n in names)))
+    return failed
+
+
+def _speed(options: argparse.Namespace) -> None:
+    shape = {**(MODELS["Qwen3Moe"] if options.small else WIDE)}
+    shape["num_hidden_layers"] = options.layers
+    facts = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    facts |= {"rms_norm_eps": 1e-6, "hidden_act": "silu", "rope_theta": 1e6}
+    facts["torch_dtype"] = "float32" if options.device == "cpu" else "bfloat16"
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps({**facts, **shape}))
+        began = time.perf_counter()
+        with banyan.Engine(
+            folder,
+            engine_mode="inprocess",
+            load_format="dummy",
+            device=options.device,
+            skip_tokenizer_init=True,
+            disable_radix_cache=True,
+            max_total_tokens=max(options.rows) * (INPUT + OUTPUT + 64),
+            max_running_requests=max(options.rows),
+            cuda_graph_bs=options.rows,
+        ) as engine:
+            print(f"start-up {time.perf_counter() - began:.1f} s")
+            for rows in options.rows:
+                _report(engine, rows, shape, options)
+
+
+def _report(
+    engine: banyan.Engine, rows: int, shape: dict[str, int], options: argparse.Namespace
+) -> None:
+    prompts = [
+        [(131 * r + 17 * at) % shape["vocab_size"] for at in range(INPUT)] for r in range(rows)
+    ]
+    took = []
+    for count in (8, 8, OUTPUT):
+        sampling = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
+        began = time.perf_counter()
+        engine.generate(input_ids=prompts, sampling_params=sampling)
+        took.append(time.perf_counter() - began)
+    step = (took[2] - took[1]) / (OUTPUT - 8)
+    count, per_token = shape["num_experts"], shape["num_experts_per_tok"]
+    active = count * (1 - (1 - per_token / count) ** rows)
+    dim, heads = shape["hidden_size"], shape["num_attention_heads"] + shape["num_key_value_heads"]
+    experts = active * 3 * dim * shape["moe_intermediate_size"]
+    others = 2 * dim * heads * shape["head_dim"] + 2 * dim * count
+    read = 2 * (shape["num_hidden_layers"] * (experts + others) + dim * shape["vocab_size"])
+    print(
+        f"{rows:>4} rows: {step * 1e6:8.1f} us a step of {shape['num_hidden_layers']} layers, "
+        f"{active:.0f} active experts by evenness, {read / options.bandwidth / step:6.1%} of the "
+        "bandwidth bound"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
